@@ -16,9 +16,9 @@ from reshard.recipes.expressions import (
     Key,
     expand,
     fill_in,
+    find_expressions,
     parse_condition,
     parse_expression,
-    variables,
 )
 
 CONFIG: dict[str, object] = {
@@ -123,7 +123,7 @@ def test_results_that_cannot_be() -> None:
 def test_entries_of_lists() -> None:
     one = parse_expression("sizes[layer] * heads | sizes[expert]")
     assert one.index_names == {"layer", "expert"}
-    with pytest.raises(RecipeError, match=r"`sizes\[layer\]` asks for the entry of \{layer\}, and"):
+    with pytest.raises(RecipeError, match=r"`sizes\[layer\]` is the entry for \{layer\}, and"):
         parse_expression("sizes[layer]").value(CONFIG)
     with pytest.raises(RecipeError, match=r"`sizes\[layer\]` is not in the model's config"):
         parse_expression("sizes[layer]").value(CONFIG, {"layer": 3})
@@ -207,7 +207,7 @@ def test_text_that_is_no_condition(text: str) -> None:
 
 def test_text_without_braces_is_left_alone() -> None:
     assert fill_in("tp@blocks[16,8], -", None) == "tp@blocks[16,8], -"
-    assert variables("tp, -") == ()
+    assert find_expressions("tp, -") == ()
 
 
 def test_every_variable_gets_its_own_number() -> None:
@@ -219,7 +219,7 @@ def test_every_variable_gets_its_own_number() -> None:
 
 def test_the_first_alternative_that_is_there_counts() -> None:
     text = "tp@heads{new|old|oldest}"
-    assert [str(key) for key in variables(text)[0].keys] == ["new", "old", "oldest"]
+    assert [str(key) for key in find_expressions(text)[0].keys] == ["new", "old", "oldest"]
     assert fill_in(text, {"new": 8, "old": 32}) == "tp@heads8"
     assert fill_in(text, {"old": 32, "oldest": 64}) == "tp@heads32"
     assert fill_in(text, {"new": None, "oldest": 64}) == "tp@heads64"
@@ -228,7 +228,7 @@ def test_the_first_alternative_that_is_there_counts() -> None:
 @pytest.mark.parametrize("text", ["{}", "{a|}", "{a b}", "{8.5}", "{a", "a}", "{{a}}", "{a}{"])
 def test_braces_that_cannot_be_read(text: str) -> None:
     with pytest.raises(RecipeError, match=r"cannot read .* in the spec .*; write a key"):
-        variables(text)
+        find_expressions(text)
 
 
 def test_arithmetic_and_entries() -> None:

@@ -52,14 +52,14 @@ def test_lengths_that_do_not_divide() -> None:
             fusion.member_slices(length)
     with pytest.raises(RecipeError, match=r"needs numbers of a config\.json"):
         Fusion(("a", "b"), groups="heads").member_slices(4)
-    with pytest.raises(RecipeError, match="groups of 0"):
+    with pytest.raises(RecipeError, match="groups is 0"):
         Fusion(("a", "b"), groups=0)
 
 
 def test_what_is_no_fusion() -> None:
     with pytest.raises(RecipeError, match="members or shares 'ab'"):
         Fusion("ab")  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match=r"a share of 1\.5"):
+    with pytest.raises(RecipeError, match=r"shares is 1\.5"):
         Fusion(("a", "b"), (1.5, 1.5))  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="dimension of '0'"):
         Fusion(("a", "b"), dimension="0")  # type: ignore[arg-type]

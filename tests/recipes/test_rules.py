@@ -95,7 +95,7 @@ def test_numbers_without_a_good_name(pattern: str) -> None:
 
 
 def test_an_end_of_what_the_pattern_numbers_says_nothing() -> None:
-    with pytest.raises(RecipeError, match="for a number that its pattern has not"):
+    with pytest.raises(RecipeError, match="for a number that is missing in its pattern"):
         Rule("l.{layer}", "-", at=(("layer", ("first",)),))
 
 
@@ -107,16 +107,16 @@ def test_the_equals_sign_inside_parentheses_divides_nothing() -> None:
 
 def test_a_rule_counts_by_the_config() -> None:
     rule = Rule("a", "-", when="tied")
-    assert rule.counts({"tied": True}) and rule.counts({"tied": 1})
-    assert not rule.counts({"tied": False}) and not rule.counts({}) and not rule.counts(None)
-    assert Rule("a", "-").counts(None)
+    assert rule.applies({"tied": True}) and rule.applies({"tied": 1})
+    assert not rule.applies({"tied": False}) and not rule.applies({}) and not rule.applies(None)
+    assert Rule("a", "-").applies(None)
 
 
 def test_a_rule_counts_by_the_layer() -> None:
     rule = Rule("l.{layer}.w", "-", when="types[layer]=full & !tied")
     config = {"types": ["full", "linear"]}
-    assert rule.counts(config, {"layer": 0}) and not rule.counts(config, {"layer": 1})
-    assert not rule.counts({**config, "tied": True}, {"layer": 0})
+    assert rule.applies(config, {"layer": 0}) and not rule.applies(config, {"layer": 1})
+    assert not rule.applies({**config, "tied": True}, {"layer": 0})
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_rule_counts_by_the_layer() -> None:
 )
 def test_an_entry_of_a_number_that_the_pattern_has_not(spec: str, when: str | None) -> None:
     with pytest.raises(
-        RecipeError, match=r"entry of \[layer\] in config.json, and its pattern has"
+        RecipeError, match=r"entry \[layer\] of a list in config.json, and its pattern has"
     ):
         Rule("l.*.w", spec, when=when)
 

@@ -115,7 +115,7 @@ class PipelineLayers:
 
     @classmethod
     def windows(cls, counts: Iterable[int]) -> PipelineLayers:
-        """The number of layers of each stage, in order."""
+        """Return the number of layers of each stage, in order."""
         return cls((tuple(counts),))
 
     @property
@@ -134,11 +134,11 @@ class PipelineLayers:
         return len(self.counts)
 
     def _find_starts(self) -> list[int]:
-        """Where every stretch begins, chunk by chunk and stage by stage, and the end."""
+        """Return where every stretch begins, chunk by chunk and stage by stage, and the end."""
         return [0, *itertools.accumulate(itertools.chain.from_iterable(self.counts))]
 
     def place(self, layer: int) -> LayerPlace:
-        """Where a layer is, counted from 0. Raises RuleError for one that is not there."""
+        """Return where a layer is, counted from 0. Raises RuleError for one that is not there."""
         if not 0 <= layer < self.layers:
             raise RuleError(f"layer {layer} of {self.layers}; layers are counted from 0")
         for index, (start, stop) in enumerate(itertools.pairwise(self._find_starts())):
@@ -149,7 +149,7 @@ class PipelineLayers:
         raise RuleError(f"layer {layer} is on no stage")
 
     def layers_of(self, stage: int, chunk: int = 0) -> range:
-        """The layers of one model chunk of a stage. Raises RuleError for one not there."""
+        """Return the layers of one model chunk of a stage. Raises RuleError for one not there."""
         if not (0 <= stage < self.pp and 0 <= chunk < self.vpp):
             raise RuleError(
                 f"stage {stage}, chunk {chunk} of a pipeline of {self.pp} stages with {self.vpp} "
@@ -232,7 +232,7 @@ class MegatronNames:
         return places[rank]
 
     def global_name(self, name: str, rank: int, chunk: int = 0) -> str:
-        """The global name of `name`, which is of model chunk `chunk` on `rank`.
+        """Return the global name of `name`, which is of model chunk `chunk` on `rank`.
 
         Raises:
             NotationError: a rank, layer or expert that is not there.
@@ -251,7 +251,7 @@ class MegatronNames:
         return self._renumber(name, layer, expert)
 
     def local_name(self, name: str) -> str:
-        """The local name of the tensor of global `name`, on the ranks that have it.
+        """Return the local name of the tensor of global `name`, on the ranks that have it.
 
         Raises NotationError for a layer or expert that is not there.
 
@@ -286,7 +286,7 @@ class MegatronNames:
         return _EXPERT.sub(lambda found: f"{found[1]}{expert(int(found[2]))}", name, count=1)
 
     def layer(self, name: str) -> int | None:
-        """The layer of a global name, None for what is in none."""
+        """Return the layer of a global name, None for what is in none."""
         found = self._layer(name)
         return int(found[1]) if found else None
 
@@ -294,19 +294,23 @@ class MegatronNames:
         return re.search(rf"(?:^|\.){re.escape(self.stack)}\.(\d+)(?=\.|$)", name)
 
     def expert(self, name: str) -> int | None:
-        """The expert of a global name, None for what belongs to none."""
+        """Return the expert of a global name, None for what belongs to none."""
         found = _EXPERT.search(name) if self.num_experts is not None else None
         return int(found[2]) if found else None
 
     def stage(self, name: str) -> int | None:
-        """The pipeline stage that has the layer of a global name; None for what is in no layer."""
+        """Return the pipeline stage that has the layer of a global name; None for what is
+        in no layer.
+        """
         layer = self.layer(name)
         if layer is None or self.layers is None:
             return None
         return self.layers.place(_check_within(layer, self.layers.layers, "layer", name)).stage
 
     def expert_rank(self, name: str) -> int | None:
-        """The `ep` coordinate that has the expert of a global name; None for what is of none."""
+        """Return the `ep` coordinate that has the expert of a global name; None for what is
+        of none.
+        """
         expert = self.expert(name)
         if expert is None:
             return None

@@ -261,7 +261,9 @@ class MegatronParameter:
         return sum(lengths)
 
     def rule(self) -> CutRule:
-        """The rule that cuts its dimension. Raises RuleError where none gives the local shapes."""
+        """Return the rule that cuts its dimension. Raises RuleError where none gives the
+        local shapes.
+        """
         lengths = self.local_lengths
         rule = self._find_rule(lengths)
         found = rule.table(self._global_length(), self.parts).local_lengths.tolist()
@@ -291,7 +293,7 @@ class MegatronParameter:
         return Ceil() if is_even else Sizes(lengths)
 
     def spec(self) -> ShardingSpec:
-        """The sharding over its grid of ranks.
+        """Return the sharding over its grid of ranks.
 
         Raises:
             RuleError: a cut that does not give the local shapes.
@@ -305,7 +307,7 @@ class MegatronParameter:
 
 
 def blocks_rule(sizes_by_rank: Sequence[Sequence[int]]) -> CutRule:
-    """The cut where every rank has a piece of each block, of the sizes it says.
+    """Return the cut where every rank has a piece of each block, of the sizes it says.
 
     >>> blocks_rule([(4, 2), (4, 2)]).text, blocks_rule([(4, 2), (3, 1)]).text
     ('blocks[8,4]', 'pieces[4:3,2:1]')
@@ -337,7 +339,7 @@ def _are_whole(numbers: Sequence[object]) -> bool:
 
 
 def _freeze(name: str, given: object) -> object:
-    """A whole number, or nested sequences of them as tuples. Raises SpecError for others."""
+    """Return a whole number, or nested sequences of them as tuples. Raises SpecError for others."""
     if isinstance(given, tuple | list):
         return tuple(_freeze(name, item) for item in given)
     try:
@@ -362,7 +364,7 @@ class LocalParameter:
 
     @classmethod
     def of(cls, parameter: Any) -> LocalParameter:
-        """The description of a live parameter, a torch tensor with Megatron's attributes.
+        """Return the description of a live parameter, a torch tensor with Megatron's attributes.
 
         A parameter whose gradients are not reduced with the others (`allreduce` is False) belongs
         to an expert.
@@ -399,7 +401,8 @@ Roster = Mapping[str, LocalParameter] | Iterable[tuple[str, LocalParameter]]
 def gather_parameters(
     names: MegatronNames, rosters: Mapping[int, Sequence[Roster]]
 ) -> dict[str, MegatronParameter]:
-    """The parameters of the whole model, by global name, in the order in which ranks list them.
+    """Return the parameters of the whole model, by global name, in the order in which ranks
+    list them.
 
     Args:
         names: the ranks, and how they name their layers and experts.
@@ -509,7 +512,7 @@ def _combine(
 def _group_by_part(
     name: str, part: Mapping[int, int], held: Mapping[int, LocalParameter]
 ) -> list[LocalParameter]:
-    """The description by each tensor-parallel rank; copies of one must agree."""
+    """Return the description by each tensor-parallel rank; copies of one must agree."""
     found: dict[int, tuple[int, LocalParameter]] = {}
     for rank, local in held.items():
         first_rank, first = found.setdefault(part[rank], (rank, local))

@@ -150,7 +150,7 @@ class MegatronRanks:
         return rank_grid(sizes, self.order, self.offset)
 
     def groups(self, words: str) -> tuple[tuple[int, ...], ...]:
-        """The groups that Megatron builds for words such as `tp`, `dp-cp` or `ep-etp`.
+        """Return the groups that Megatron builds for words such as `tp`, `dp-cp` or `ep-etp`.
 
         Groups and their ranks are in Megatron's order. Words are of one grid: tp, cp, dp, or etp,
         ep, edp, either with pp. Raises MeshError otherwise.
@@ -207,7 +207,7 @@ def _build_grid(axes: tuple[str, ...], shape: tuple[int, ...], offset: int) -> D
 
 @lru_cache(maxsize=256)
 def places_along(mesh: DeviceMesh, axis: str) -> Mapping[int, int]:
-    """The place of every rank along an axis, by rank.
+    """Return the place of every rank along an axis, by rank.
 
     >>> dict(places_along(MegatronRanks(tp=2, offset=4).dense, "tp"))
     {4: 0, 5: 1}
@@ -238,7 +238,7 @@ class MegatronGrids:
 
     @classmethod
     def from_groups(cls, groups: Mapping[int, Groups]) -> MegatronGrids:
-        """The grids of all ranks, from the groups that each is in.
+        """Return the grids of all ranks, from the groups that each is in.
 
         Args:
             groups: for every rank, the ranks of its group along each of tp, cp, dp, pp, ep, etp
@@ -296,7 +296,7 @@ class MegatronGrids:
 
 
 def _find_misfits(groups: Mapping[int, Groups], known: set[str]) -> Iterator[str]:
-    """The problems of the groups by themselves."""
+    """Yield the problems of the groups by themselves."""
     for axis in sorted(known - set(GROUP_AXES)):
         yield f"a process group along {axis!r}; the axes are {', '.join(GROUP_AXES)}"
     for rank, of in groups.items():
@@ -355,7 +355,7 @@ def _make_grid_of_groups(
 def _describe_conflict(
     places: Mapping[tuple[int, ...], Mapping[int, int]], shape: Sequence[int]
 ) -> str:
-    """The first place that no rank has, or two."""
+    """Return the first place that no rank has, or two."""
     for at, ranks in places.items():
         if len(ranks) > 1:
             return f"ranks {list(ranks)[:2]} have one place, {at}"

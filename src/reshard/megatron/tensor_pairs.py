@@ -44,7 +44,7 @@ class TensorPair(NamedTuple):
 def reconcile(
     source: MegatronParameter, target: MegatronParameter, *, cast: str | None = None
 ) -> TensorPair:
-    """The shape of a tensor and its sharding on both sides.
+    """Return the shape of a tensor and its sharding on both sides.
 
     Args:
         source, target: how each side describes it.
@@ -104,7 +104,7 @@ def _check_types(source: MegatronParameter, target: MegatronParameter, cast: str
 def _choose_reading(
     source: MegatronParameter, target: MegatronParameter
 ) -> tuple[MegatronParameter, MegatronParameter]:
-    """Both sides with the marks by which they have one length along the cut."""
+    """Return both sides with the marks by which they have one length along the cut."""
     if source.ndim != target.ndim:
         raise SpecError(
             f"the source has {source.ndim} dimensions, {list(source.local_shapes[0])}, the target "
@@ -139,7 +139,7 @@ def _choose_reading(
 
 
 def _mark_as(side: MegatronParameter, other: MegatronParameter) -> MegatronParameter | None:
-    """The side, cut as the other is where it has no mark; None where that cannot be."""
+    """Return the side, cut as the other is where it has no mark; None where that cannot be."""
     if side.tensor_model_parallel:
         return side
     marked = replace(side, tensor_model_parallel=True, partition_dim=other.partition_dim)
@@ -157,7 +157,9 @@ def _mark_as(side: MegatronParameter, other: MegatronParameter) -> MegatronParam
 
 
 def _unmark(side: MegatronParameter) -> MegatronParameter | None:
-    """The side as copies; None where its ranks cannot hold the same, or say how they differ."""
+    """Return the side as copies; None where its ranks cannot hold the same, or say how they
+    differ.
+    """
     says = (side.heads, side.true_length)
     if side.tensor_model_parallel and (len(set(side.local_shapes)) > 1 or says != (None, None)):
         return None
@@ -176,7 +178,7 @@ def _check_outside(source: MegatronParameter, target: MegatronParameter) -> None
 def _share_blocks(
     source: MegatronParameter, target: MegatronParameter
 ) -> tuple[MegatronParameter, MegatronParameter]:
-    """Both sides with block sizes, where one has them."""
+    """Return both sides with block sizes, where one has them."""
     if not (source.tensor_model_parallel and target.tensor_model_parallel):
         return source, target
     if source.partition_sizes is None and target.partition_sizes is None:
@@ -199,7 +201,7 @@ def _share_blocks(
 
 
 def _cut_in_blocks(side: MegatronParameter, blocks: tuple[int, ...]) -> MegatronParameter:
-    """The side with the pieces of `blocks` that its ranks have."""
+    """Return the side with the pieces of `blocks` that its ranks have."""
     ragged = [block for block in blocks if block % side.parts]
     if ragged or side.heads is not None or side.true_length is not None:
         raise RuleError(
@@ -217,7 +219,7 @@ def reconcile_all(
     cast: Mapping[str, str] | str | None = None,
     ties: Mapping[str, str] | None = None,
 ) -> dict[str, TensorPair]:
-    """Every tensor of the target with the one of the source that it is, by global name.
+    """Return every tensor of the target with the one of the source that it is, by global name.
 
     Args:
         source, target: how each side describes its parameters, by names in the whole model.
@@ -281,7 +283,7 @@ def _index_by_name(
 
 
 def _find_root(name: str, ties: Mapping[str, str]) -> str:
-    """The name that a chain of ties ends in."""
+    """Return the name that a chain of ties ends in."""
     seen = [name]
     while seen[-1] in ties:
         seen.append(ties[seen[-1]])
@@ -293,7 +295,7 @@ def _find_root(name: str, ties: Mapping[str, str]) -> str:
 def _find_source(
     name: str, sources: Mapping[str, MegatronParameter], ties: Mapping[str, str]
 ) -> str | None:
-    """The source name that a target name is filled from."""
+    """Return the source name that a target name is filled from."""
     # Its own name first, then the one that its ties end in, then any that is tied to the same.
     root = _find_root(name, ties)
     tied = [other for other in ties if _find_root(other, ties) == root]

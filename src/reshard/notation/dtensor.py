@@ -106,7 +106,7 @@ class PlacementCall:
     order: int | None = None
 
     def bound(self, *parameters: str, **other_names: str) -> dict[str, Argument]:
-        """The arguments by parameter; `other_names` gives further names of parameters.
+        """Return the arguments by parameter; `other_names` gives further names of parameters.
 
         Raises:
             NotationError: too many arguments, or one that is unknown or given twice.
@@ -152,7 +152,7 @@ _DEEPEST = 3
 
 
 def read_calls(text: str) -> list[PlacementCall]:
-    """The placements that `text` writes, one for each mesh axis, as calls.
+    """Return the placements that `text` writes, one for each mesh axis, as calls.
 
     Raises:
         NotationError: text that is no list of placements.
@@ -268,7 +268,7 @@ def _make_error(what: str, text: str) -> NotationError:
 
 
 def is_numbers(value: object) -> TypeGuard[tuple[int, ...]]:
-    """Whether an argument is a list of numbers."""
+    """Return whether an argument is a list of numbers."""
     return isinstance(value, tuple) and all(isinstance(item, int) for item in value)
 
 
@@ -281,7 +281,7 @@ _SIZE = re.compile(r"(?:(\w+)\s*=\s*)?(\d{1,9})")
 
 
 def split_mesh(text: str, mesh: DeviceMesh | None = None) -> tuple[DeviceMesh | None, str]:
-    """The mesh of a text and the placements behind it.
+    """Return the mesh of a text and the placements behind it.
 
     Args:
         text: placements, or a mesh and placements, or a printed DTensor.
@@ -314,7 +314,7 @@ def split_mesh(text: str, mesh: DeviceMesh | None = None) -> tuple[DeviceMesh | 
 
 
 def _find_closing(text: str, at: int) -> int | None:
-    """Where the bracket that opens at `at` closes."""
+    """Return where the bracket that opens at `at` closes."""
     depth = 0
     for place in range(at, len(text)):
         depth += {"(": 1, ")": -1}.get(text[place], 0)
@@ -362,7 +362,7 @@ def _read_mesh(body: str, text: str, given: DeviceMesh | None) -> DeviceMesh:
 
 
 def _read_ranks(listed: str, text: str) -> IntArray:
-    """The ranks in nested brackets: each depth is an axis."""
+    """Return the ranks in nested brackets: each depth is an axis."""
     try:
         return np.array(json.loads(listed), dtype=np.int64)
     except (ValueError, OverflowError, RecursionError):
@@ -465,7 +465,7 @@ Placement = Shard | StridedShard | PartitionedShard | Replicate | Partial
 
 
 def placement_of_call(call: PlacementCall) -> Placement:
-    """The placement that a call means.
+    """Return the placement that a call means.
 
     Raises:
         NotationError: a name that is no placement of DTensor, or arguments of another form.
@@ -525,7 +525,7 @@ def _expect_truth(call: PlacementCall, value: Argument) -> bool:
 
 
 def as_placement(item: object) -> Placement:
-    """A placement from a placement, or from an object of torch, which is not imported.
+    """Return a placement from a placement, or from an object of torch, which is not imported.
 
     Raises:
         NotationError: anything else, and torch's placements that reshard has no word for.
@@ -590,7 +590,7 @@ class DTensorPlacements:
 def parse_dtensor(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """The sharding that a list of placements writes.
+    """Return the sharding that a list of placements writes.
 
     Args:
         text: in any form that torch prints: `[Shard(dim=0), Replicate()]`, `S(0)R`,
@@ -630,7 +630,7 @@ def parse_dtensor(
 
 
 def dtensor_text(spec: ShardingSpec) -> str:
-    """The placements of a sharding, as torch is given them.
+    """Return the placements of a sharding, as torch is given them.
 
     Axes that cut one dimension in another order than the mesh's are written with their steps,
     as torch prints a `shard_order`.
@@ -655,7 +655,7 @@ def dtensor_text(spec: ShardingSpec) -> str:
 def parse_partitioned(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """The sharding that placements with a `PartitionedShard` among them write.
+    """Return the sharding that placements with a `PartitionedShard` among them write.
 
     One placement for each axis of `mesh`, as in `parse_dtensor`, which reads the same texts.
 
@@ -670,7 +670,7 @@ def parse_partitioned(
 
 
 def partitioned_text(spec: ShardingSpec) -> str:
-    """The placements of a sharding, partitioned ones included.
+    """Return the placements of a sharding, partitioned ones included.
 
     Raises:
         NotationError: a sharding that placements cannot express.
@@ -688,7 +688,7 @@ def sharding_of_placements(
     ndim: int,
     shard_order: Iterable[tuple[int, Sequence[int]]] | None = None,
 ) -> ShardingSpec:
-    """The sharding that placements say, given as values or as torch's own objects.
+    """Return the sharding that placements say, given as values or as torch's own objects.
 
     Args:
         mesh: the devices.
@@ -768,7 +768,9 @@ def _check_dimension(value: Shard | StridedShard | PartitionedShard, ndim: int) 
 def _order_steps(
     placements: Sequence[Placement], steps: Sequence[int | None], ndim: int
 ) -> ShardOrder | None:
-    """The order that the numbers behind placements give, `S(0)[1]S(0)[0]`; None without any."""
+    """Return the order that the numbers behind placements give, `S(0)[1]S(0)[0]`; None without
+    any.
+    """
     if all(step is None for step in steps):
         return None
     by_dim: dict[int, list[int]] = {}
@@ -795,7 +797,7 @@ def _order_steps(
 def _check_order(
     shard_order: ShardOrder | None, by_dim: dict[int, dict[int, Level]]
 ) -> dict[int, list[int]]:
-    """The axes of every dimension, by number, in the order in which they cut."""
+    """Return the axes of every dimension, by number, in the order in which they cut."""
     rising = {dim: sorted(levels) for dim, levels in by_dim.items()}
     if shard_order is None:
         return rising
@@ -810,7 +812,7 @@ def _check_order(
 
 
 def placements_of(spec: ShardingSpec, *, partitioned: bool = False) -> DTensorPlacements:
-    """The placements of a sharding, and the order in which the axes of a dimension cut.
+    """Return the placements of a sharding, and the order in which the axes of a dimension cut.
 
     Args:
         spec: the sharding.
@@ -895,7 +897,8 @@ def _find_placement(
 
 
 def mesh_of(mesh: Any) -> DeviceMesh:
-    """The mesh of a torch `DeviceMesh`, with its ranks in its order; axes without a name get one.
+    """Return the mesh of a torch `DeviceMesh`, with its ranks in its order; axes without a name
+    get one.
 
     Raises:
         MeshError: names that are no axis names.
@@ -906,7 +909,8 @@ def mesh_of(mesh: Any) -> DeviceMesh:
 
 
 def sharding_of_dtensor(tensor: Any, mesh: DeviceMesh | None = None) -> ShardingSpec:
-    """The sharding of a DTensor, or of a `DTensorSpec` that has a shape; torch is not imported.
+    """Return the sharding of a DTensor, or of a `DTensorSpec` that has a shape; torch is not
+    imported.
 
     Any object with `placements`, a `shape`, and a `mesh` or `device_mesh` of torch will do.
 
@@ -968,7 +972,7 @@ def to_placements(spec: ShardingSpec, shape: Sequence[int] | None = None) -> tup
 def find_placements(
     spec: ShardingSpec, shape: Sequence[int] | None = None
 ) -> tuple[Placement, ...]:
-    """Placements to be applied from left to right, as torch does, one for each mesh axis.
+    """Return placements to be applied from left to right, as torch does, one for each mesh axis.
 
     Args:
         spec: the sharding.
@@ -989,7 +993,7 @@ def find_placements(
 def _find_strided(
     found: DTensorPlacements, spec: ShardingSpec, shape: Sequence[int] | None
 ) -> tuple[Placement, ...]:
-    """Placements to be applied from left to right that give the layout of ordered ones.
+    """Return placements to be applied from left to right that give the layout of ordered ones.
 
     An axis that cuts what later axes of the mesh have cut before it takes their parts as its
     blocks. Source: `DTensorSpec._convert_shard_order_to_StridedShard`.
@@ -1021,7 +1025,9 @@ def _find_strided(
 
 
 def _are_equal(one: Layout, other: Layout) -> bool:
-    """Whether every rank holds the same elements in the same order; parts may be numbered anew."""
+    """Return whether every rank holds the same elements in the same order; parts may be
+    numbered anew.
+    """
     for dim in range(one.ndim):
         pairs = np.stack((one.cell_part[:, dim], other.cell_part[:, dim]), axis=1)
         for part, counterpart in np.unique(pairs, axis=0).tolist():

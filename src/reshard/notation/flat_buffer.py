@@ -117,7 +117,7 @@ class FlatBuffer:
         return self.rank_elements * self.ranks
 
     def pieces(self, rank: int) -> tuple[BufferPiece, ...]:
-        """The pieces of tensors that one rank has, in the order of its part.
+        """Return the pieces of tensors that one rank has, in the order of its part.
 
         Raises:
             NotationError: a rank that is not there.
@@ -133,7 +133,7 @@ class FlatBuffer:
         return tuple(found)
 
     def layout(self, name: str, devices: Sequence[int] | None = None) -> Layout:
-        """Where the elements of one tensor are; a rank without any of them holds nothing.
+        """Return where the elements of one tensor are; a rank without any of them holds nothing.
 
         Args:
             name: of the tensor.
@@ -151,7 +151,7 @@ class FlatBuffer:
         return self._layout(shapes[name], begin, self._slots(devices))
 
     def layouts(self, devices: Sequence[int] | None = None) -> dict[str, Layout]:
-        """Where the elements of every tensor are, by name; see `layout`.
+        """Return where the elements of every tensor are, by name; see `layout`.
 
         >>> FlatBuffer({"a": (2, 3), "b": (5,)}, ranks=3).layouts()["b"].holders
         (1, 2)
@@ -171,7 +171,7 @@ class FlatBuffer:
         return slots
 
     def _layout(self, shape: tuple[int, ...], begin: int, slots: list[int]) -> Layout:
-        """The layout of a tensor of `shape` that begins at `begin` in the buffer."""
+        """Return the layout of a tensor of `shape` that begins at `begin` in the buffer."""
         each, end = self.rank_elements, begin + math.prod(shape)
         ranges = {}
         if begin < end:

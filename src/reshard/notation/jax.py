@@ -47,7 +47,7 @@ Entry = tuple[str, ...] | None
 def parse_jax(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """The sharding that a JAX text writes.
+    """Return the sharding that a JAX text writes.
 
     Args:
         text: `PartitionSpec(...)` or `P(...)`, or what `NamedSharding` prints.
@@ -76,7 +76,7 @@ def parse_jax(
 
 
 def _read_named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, DeviceMesh]:
-    """The text of the PartitionSpec in what a `NamedSharding` prints, and its mesh."""
+    """Return the text of the PartitionSpec in what a `NamedSharding` prints, and its mesh."""
     match = re.search(r"\b(?:PartitionSpec|P)\(", text)
     if not match:
         raise NotationError("a NamedSharding without a PartitionSpec; write its spec as P(...)")
@@ -105,7 +105,7 @@ def _read_named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, Devic
 
 
 def _read_partition_spec(text: str) -> tuple[list[Entry], list[str], list[str]]:
-    """The entries, the unreduced and the reduced axes of a text."""
+    """Return the entries, the unreduced and the reduced axes of a text."""
     try:
         # A backslash would be an escape in Python; no axis name has one.
         call = None if "\\" in text else ast.parse(text, mode="eval").body
@@ -125,7 +125,7 @@ def _read_partition_spec(text: str) -> tuple[list[Entry], list[str], list[str]]:
 
 
 def _find_name(node: ast.expr) -> str | None:
-    """The last name of `P` or `jax.sharding.P`."""
+    """Return the last name of `P` or `jax.sharding.P`."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else None
@@ -166,7 +166,7 @@ def sharding_of_entries(
     reduced: Iterable[str],
     shape: Sequence[int] | None,
 ) -> ShardingSpec:
-    """The sharding whose dimensions are cut over `entries`; see `parse_jax`.
+    """Return the sharding whose dimensions are cut over `entries`; see `parse_jax`.
 
     Args:
         mesh: whose axes the entries name.
@@ -199,7 +199,7 @@ def sharding_of_entries(
 
 
 def jax_text(spec: ShardingSpec) -> str:
-    """The `PartitionSpec` of a sharding, as text. The mesh stays apart.
+    """Return the `PartitionSpec` of a sharding, as text. The mesh stays apart.
 
     Raises:
         NotationError: a part of the sharding that JAX cannot express, such as a cut rule.
@@ -216,7 +216,7 @@ def jax_text(spec: ShardingSpec) -> str:
 
 
 def entries_of(spec: ShardingSpec) -> tuple[list[Entry], list[str]]:
-    """The axes of each dimension of a sharding, and the unreduced axes.
+    """Return the axes of each dimension of a sharding, and the unreduced axes.
 
     Raises:
         NotationError: a part of the sharding that JAX cannot express.
@@ -241,14 +241,14 @@ def _write_entry(entry: Entry) -> str:
 
 
 def is_jax(value: object) -> bool:
-    """Whether an object is one of JAX's; jax is not imported."""
+    """Return whether an object is one of JAX's; jax is not imported."""
     return type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def sharding_of_jax(
     sharding: Any, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """The sharding of a JAX object. Ranks are the ids of its devices.
+    """Return the sharding of a JAX object. Ranks are the ids of its devices.
 
     Args:
         sharding: a `PartitionSpec`, `NamedSharding` or `SingleDeviceSharding`, or an array
@@ -334,7 +334,7 @@ def _check_names(entry: Any) -> tuple[str, ...]:
 
 
 def mesh_of(mesh: Any) -> DeviceMesh:
-    """The mesh of a JAX `Mesh`, its devices by their ids, or of an `AbstractMesh`.
+    """Return the mesh of a JAX `Mesh`, its devices by their ids, or of an `AbstractMesh`.
 
     Raises:
         NotationError: another object, an empty mesh, axes that are not named by texts.
@@ -353,7 +353,7 @@ def mesh_of(mesh: Any) -> DeviceMesh:
 
 
 def to_partition_spec(spec: ShardingSpec) -> Any:
-    """The `jax.sharding.PartitionSpec` of a sharding. Imports jax.
+    """Return the `jax.sharding.PartitionSpec` of a sharding. Imports jax.
 
     Raises:
         MissingExtraError: jax is not installed.
@@ -367,7 +367,7 @@ def to_partition_spec(spec: ShardingSpec) -> Any:
 
 
 def to_named_sharding(spec: ShardingSpec, devices: Iterable[Any] | None = None) -> Any:
-    """The `jax.sharding.NamedSharding` of a sharding. Imports jax.
+    """Return the `jax.sharding.NamedSharding` of a sharding. Imports jax.
 
     Args:
         spec: whose ranks are ids of devices.

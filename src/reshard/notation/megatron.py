@@ -63,7 +63,7 @@ _CUT_WORDS = (
 def parse_megatron(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """The sharding that `text` writes in Megatron's words.
+    """Return the sharding that `text` writes in Megatron's words.
 
     Args:
         text: ranks, a bar, and the parameter; without a bar only the parameter.
@@ -145,7 +145,7 @@ def _read_number(said: dict[str, str], word: str, text: str) -> int | None:
 
 
 def _build_grid(said: dict[str, str], is_expert: bool, text: str) -> DeviceMesh:
-    """The grid of ranks that the words before the bar write."""
+    """Return the grid of ranks that the words before the bar write."""
     sizes = {word: _read_number(said, word, text) or 0 for word in said if word != "order"}
     offset = sizes.pop("offset", 0)
     order = said.get("order", DEFAULT_ORDER)
@@ -173,7 +173,7 @@ def _find_ndim(said: dict[str, str], shape: Sequence[int] | None, text: str) -> 
 
 
 def _build_rule(said: dict[str, str], parts: int, text: str) -> CutRule | None:
-    """The rule of the cut dimension, None where none is cut."""
+    """Return the rule of the cut dimension, None where none is cut."""
     ways = ("partition_stride", "partition_sizes", "heads", "pad")
     # A stride of 1 cuts like none.
     given = [word for word in ways if word in said and (word, said[word]) != (ways[0], "1")]
@@ -211,7 +211,7 @@ def _build_rule(said: dict[str, str], parts: int, text: str) -> CutRule | None:
 
 
 def megatron_text(spec: ShardingSpec) -> str:
-    """The text that `parse_megatron` reads back to the same sharding.
+    """Return the text that `parse_megatron` reads back to the same sharding.
 
     Raises:
         NotationError: what Megatron's words cannot express, with the part of the sharding.
@@ -246,7 +246,7 @@ def _join_numbers(numbers: Iterable[int]) -> str:
 
 
 def _write_ranks(mesh: DeviceMesh) -> tuple[list[str], bool]:
-    """The words before the bar, and whether the grid is that of the experts."""
+    """Return the words before the bar, and whether the grid is that of the experts."""
     grids = (DENSE_AXES, EXPERT_AXES)
     axes = next((axes for axes in grids if set(mesh.axis_names) == set(axes)), None)
     if axes is None:
@@ -310,7 +310,9 @@ _SAYABLE = (
 
 
 def _write_rule(rule: CutRule, parts: int) -> list[str]:
-    """The words of a rule; those that read back as another rule are refused by the caller."""
+    """Return the words of a rule; those that read back as another rule are refused by the
+    caller.
+    """
     if isinstance(rule, Strided):
         lengths = (
             []

@@ -60,7 +60,7 @@ class _Words:
 def parse_mlir(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """The sharding that an MLIR text writes.
+    """Return the sharding that an MLIR text writes.
 
     Args:
         text: axis lists, or the text of an operation or attribute of the dialect.
@@ -104,7 +104,7 @@ def parse_mlir(
 
 
 def parse_mlir_mesh(text: str) -> DeviceMesh:
-    """The mesh that `shard.grid @grid(shape = 2x3)` or `mesh.mesh` writes.
+    """Return the mesh that `shard.grid @grid(shape = 2x3)` or `mesh.mesh` writes.
 
     Raises:
         NotationError: text that cannot be read, a `?` for a size.
@@ -208,7 +208,7 @@ def _find_axis(number: int, mesh: DeviceMesh) -> Axis:
 
 
 def _make_rules(words: _Words, parts: list[int]) -> Iterator[CutRule]:
-    """The rules of the sharded dimensions, which have these numbers of parts."""
+    """Yield the rules of the sharded dimensions, which have these numbers of parts."""
     if words.halo_sizes:
         sizes = words.halo_sizes
         if len(sizes) != 2 * len(parts):
@@ -236,7 +236,7 @@ def _make_rules(words: _Words, parts: list[int]) -> Iterator[CutRule]:
 
 
 def mlir_text(spec: ShardingSpec) -> str:
-    """The axis lists of a sharding, and what stands behind them.
+    """Return the axis lists of a sharding, and what stands behind them.
 
     Raises:
         NotationError: a part of the sharding that MLIR cannot express, such as a sub-axis.
@@ -293,7 +293,7 @@ def _find_offsets(level: Level, spec: ShardingSpec) -> list[int]:
 
 
 def mlir_operation_text(spec: ShardingSpec, dialect: str = "shard") -> str:
-    """The operation that defines a sharding, in the dialect `shard` or `mesh`.
+    """Return the operation that defines a sharding, in the dialect `shard` or `mesh`.
 
     Raises:
         NotationError: what MLIR cannot express; in `shard`, also partial axes.
@@ -312,7 +312,7 @@ def mlir_operation_text(spec: ShardingSpec, dialect: str = "shard") -> str:
 
 
 def mlir_mesh_text(mesh: DeviceMesh, dialect: str = "shard") -> str:
-    """The operation that defines a mesh: `shard.grid` or `mesh.mesh`. Axis names are lost.
+    """Return the operation that defines a mesh: `shard.grid` or `mesh.mesh`. Axis names are lost.
 
     Raises:
         NotationError: devices that are not 0, 1, 2... in row-major order, a mesh without axes.

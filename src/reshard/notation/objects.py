@@ -33,7 +33,7 @@ from reshard.sharding import ShardingSpec
 
 
 def sharding_of(value: Any, mesh: Any = None, shape: Sequence[int] | None = None) -> ShardingSpec:
-    """The sharding of a live object.
+    """Return the sharding of a live object.
 
     Args:
         value: a DTensor or another object with placements; an array or a sharding of jax; a
@@ -87,7 +87,7 @@ def _describe(value: object) -> str:
 
 
 def _as_mesh(mesh: Any) -> DeviceMesh | None:
-    """A mesh of reshard, torch or jax as one of ours."""
+    """Return a mesh of reshard, torch or jax as one of ours."""
     if mesh is None or isinstance(mesh, DeviceMesh):
         return mesh
     if jax.is_jax(mesh):

@@ -46,7 +46,7 @@ def reading(notation: str, text: str) -> Iterator[None]:
 
 
 def symbol_text(name: str) -> str:
-    """How MLIR writes a name that refers to something: in quotes where it must be.
+    """Return how MLIR writes a name that refers to something: in quotes where it must be.
 
     Raises:
         NotationError: a name with quotes, backslashes or line breaks.
@@ -82,15 +82,15 @@ class Scanner:
         self.position = match.end() if match else self.position
 
     def is_at_end(self) -> bool:
-        """Whether nothing is left but blanks and comments."""
+        """Return whether nothing is left but blanks and comments."""
         return self.position == len(self.text)
 
     def looks_at(self, pattern: str | re.Pattern[str]) -> bool:
-        """Whether a pattern matches here; nothing is passed over."""
+        """Return whether a pattern matches here; nothing is passed over."""
         return re.compile(pattern).match(self.text, self.position) is not None
 
     def take(self, pattern: str | re.Pattern[str]) -> re.Match[str] | None:
-        """The match of a pattern here, passed over; None where there is none."""
+        """Return the match of a pattern here, passed over; None where there is none."""
         match = re.compile(pattern).match(self.text, self.position)
         if match:
             self.position = match.end()
@@ -98,7 +98,7 @@ class Scanner:
         return match
 
     def accept(self, word: str) -> bool:
-        """Whether `word` stands here; it is passed over."""
+        """Return whether `word` stands here; it is passed over."""
         return self.take(re.escape(word)) is not None
 
     def expect(self, word: str) -> None:
@@ -107,7 +107,7 @@ class Scanner:
             raise self.failure(f"`{word}`")
 
     def number(self) -> int:
-        """The number that stands here."""
+        """Return the number that stands here."""
         match = self.take(_NUMBER)
         if not match:
             raise self.failure("a number")
@@ -130,7 +130,7 @@ class Scanner:
         return items
 
     def numbers(self) -> list[int]:
-        """A list of numbers in brackets: `[0, 2, 1]`."""
+        """Return a list of numbers in brackets: `[0, 2, 1]`."""
         return self.listed("[", self.number, "]")
 
     def expect_end(self) -> None:
@@ -139,13 +139,13 @@ class Scanner:
             raise self.failure("nothing more")
 
     def failure(self, expected: str) -> NotationError:
-        """The error that something else was expected here."""
+        """Return the error that something else was expected here."""
         rest = self.text[self.position :].strip()
         return NotationError(f"cannot read {rest!r}; expected {expected}")
 
 
 def in_mesh_order(mesh: DeviceMesh, axes: Iterable[Axis]) -> list[Axis]:
-    """The axes sorted as the mesh has them; sub-axes of one axis from major to minor.
+    """Return the axes sorted as the mesh has them; sub-axes of one axis from major to minor.
 
     Raises:
         MeshError: an axis or sub-axis that the mesh has not.
@@ -243,5 +243,5 @@ class Vocabulary:
             )
 
     def refusal(self, spec: ShardingSpec, part: str, why: str) -> NotationError:
-        """The error for a part of a sharding that the notation cannot express."""
+        """Return the error for a part of a sharding that the notation cannot express."""
         return NotationError(f"{self.notation} cannot say `{part}` of the sharding `{spec}`: {why}")

@@ -160,7 +160,7 @@ class PartitionedShard:
 
     @classmethod
     def from_rule(cls, dim: int, rule: CutRule, parts: int) -> PartitionedShard | None:
-        """The placement whose rule over `parts` ranks is `rule`; None where there is none.
+        """Return the placement whose rule over `parts` ranks is `rule`; None where there is none.
 
         >>> PartitionedShard.from_rule(0, WholeBlocks((4, 2)), 2)
         PartitionedShard(dim=0, num_partitions=2, splits=(4, 2), aligned=True)
@@ -181,7 +181,7 @@ class PartitionedShard:
 
 
 def _as_tuples(value: Any, what: str) -> Any:
-    """A whole number, or nested lists or an array of them as tuples."""
+    """Return a whole number, or nested lists or an array of them as tuples."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Iterable) and not isinstance(value, str):

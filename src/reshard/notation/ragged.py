@@ -93,7 +93,7 @@ class RaggedShard:
             )
 
     def ranges(self, indices: int) -> tuple[tuple[int, int], ...]:
-        """The range of `indices` flattened indices that each rank has: `(start, stop)`.
+        """Return the range of `indices` flattened indices that each rank has: `(start, stop)`.
 
         Raises:
             NotationError: a rank that would end inside an index.
@@ -118,7 +118,7 @@ class RaggedShard:
 def parse_ragged(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> Layout:
-    """The layout that placements with a `RaggedShard` among them write.
+    """Return the layout that placements with a `RaggedShard` among them write.
 
     Args:
         text: `RaggedShard(dims=(0, 1), local_units=(1, 1, 0, 0))`, alone or in a list with
@@ -164,7 +164,7 @@ def _read_ragged(call: PlacementCall) -> RaggedShard:
 
 
 def ragged_text(spec: ShardingSpec | Layout) -> str:
-    """The `RaggedShard` of a layout over ranks 0, 1, 2..., on the fewest leading dimensions.
+    """Return the `RaggedShard` of a layout over ranks 0, 1, 2..., on the fewest leading dimensions.
 
     Raises:
         NotationError: a layout whose ranks do not hold one range after the other, or a
@@ -190,7 +190,7 @@ def ragged_text(spec: ShardingSpec | Layout) -> str:
 
 
 def _find_shard(layout: Layout, dims: int) -> RaggedShard | None:
-    """The ragged shard over `dims` leading dimensions whose layout is this one."""
+    """Return the ragged shard over `dims` leading dimensions whose layout is this one."""
     counts = [0] * layout.slots
     for slot, local in zip(layout.cell_slot.tolist(), layout.cell_shape.tolist(), strict=True):
         counts[slot] += math.prod(local[:dims])
@@ -208,7 +208,7 @@ def _find_shard(layout: Layout, dims: int) -> RaggedShard | None:
 
 
 def ragged_layout(mesh: DeviceMesh, placements: Iterable[object], shape: Sequence[int]) -> Layout:
-    """The layout that placements say, one of which is a `RaggedShard`.
+    """Return the layout that placements say, one of which is a `RaggedShard`.
 
     Args:
         mesh: the devices.
@@ -261,7 +261,7 @@ def _as_ragged(item: object) -> object:
 
 
 def _cut_ranges(base: Layout, shard: RaggedShard, coordinate: Mapping[int, int]) -> Layout:
-    """The layout where each slot keeps its range of what it has in `base`.
+    """Return the layout where each slot keeps its range of what it has in `base`.
 
     `coordinate` says which of the shard's ranges a slot takes.
     """
@@ -299,7 +299,9 @@ def _cut_ranges(base: Layout, shard: RaggedShard, coordinate: Mapping[int, int])
 
 
 def _read_window(table: RunTable, number: int, part: int, start: int, stop: int) -> Iterator[Run]:
-    """The local positions `start:stop` of one part of a table, as the part `number` of another."""
+    """Yield the local positions `start:stop` of one part of a table, as the part `number` of
+    another.
+    """
     for begin, end, local, role in table.runs_of(part):
         low, high = max(start, local), min(stop, local + end - begin)
         if low < high:

@@ -52,13 +52,13 @@ class Notation:
     pattern: str | None
 
     def recognises(self, text: str) -> bool:
-        """Whether a text has what only this notation has."""
+        """Return whether a text has what only this notation has."""
         return self.pattern is not None and re.search(self.pattern, text) is not None
 
     def parse(
         self, text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
     ) -> ShardingSpec | Layout:
-        """The sharding, or the layout, of a text of this notation.
+        """Return the sharding, or the layout, of a text of this notation.
 
         Args:
             text: without a prefix.
@@ -75,7 +75,7 @@ class Notation:
         return parse(text, mesh, shape)
 
     def text(self, sharding: ShardingSpec) -> str:
-        """The text that says a sharding. Raises NotationError for what it cannot express."""
+        """Return the text that says a sharding. Raises NotationError for what it cannot express."""
         return cast("Callable[[ShardingSpec], str]", self._load(f"{self.name}_text"))(sharding)
 
     def _load(self, function: str) -> object:
@@ -211,7 +211,7 @@ def read_sharding(
 
 
 def write_sharding(sharding: ShardingSpec, notation: str = NATIVE) -> str:
-    """The text of a sharding in a notation, without its prefix.
+    """Return the text of a sharding in a notation, without its prefix.
 
     Raises NotationError for an unknown notation, or for what it cannot express.
 
@@ -227,7 +227,7 @@ def write_sharding(sharding: ShardingSpec, notation: str = NATIVE) -> str:
 
 
 def _find_named(text: str, notation: str | None) -> tuple[Notation | None, str]:
-    """The notation that a prefix or the caller names, and the text without the prefix."""
+    """Return the notation that a prefix or the caller names, and the text without the prefix."""
     prefix, colon, rest = text.partition(":")
     if colon and prefix.strip() in NOTATIONS:
         return NOTATIONS[prefix.strip()], rest
@@ -258,7 +258,7 @@ _OTHER_NAMES = {
 
 
 def public_names() -> dict[str, str]:
-    """The names that `reshard.notation` has for users, and the module of each."""
+    """Return the names that `reshard.notation` has for users, and the module of each."""
     found = {
         name: notation.module
         for notation in NOTATIONS.values()
@@ -268,7 +268,7 @@ def public_names() -> dict[str, str]:
 
 
 def load_public_name(name: str) -> Any:
-    """The value of a public name; its module is loaded.
+    """Return the value of a public name; its module is loaded.
 
     Raises:
         AttributeError: a name that no notation has.
@@ -282,7 +282,7 @@ def load_public_name(name: str) -> Any:
 def parse_native(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """The sharding that a text in the native notation writes.
+    """Return the sharding that a text in the native notation writes.
 
     Raises:
         NotationError: text that cannot be read, or no mesh.
@@ -296,5 +296,5 @@ def parse_native(
 
 
 def native_text(sharding: ShardingSpec) -> str:
-    """The native text of a sharding."""
+    """Return the native text of a sharding."""
     return str(sharding)

@@ -86,7 +86,7 @@ class Descriptor:
 
     @classmethod
     def from_array(cls, entries: Sequence[int]) -> Descriptor:
-        """The descriptor in an array of 9: type, context, m, n, mb, nb, rsrc, csrc, lld.
+        """Return the descriptor in an array of 9: type, context, m, n, mb, nb, rsrc, csrc, lld.
 
         Raises:
             NotationError: another length, or a matrix that is not dense and in memory.
@@ -104,7 +104,7 @@ class Descriptor:
         return cls(*values[2:])
 
     def sharding(self, grid: DeviceMesh) -> ShardingSpec:
-        """The sharding over a grid of processes, a mesh of two axes: rows, then columns.
+        """Return the sharding over a grid of processes, a mesh of two axes: rows, then columns.
 
         Raises:
             NotationError: a mesh of another number of axes, a first process outside the grid, or
@@ -137,7 +137,7 @@ class Descriptor:
 
 
 def process_grid(rows: int, columns: int, order: str = "row") -> DeviceMesh:
-    """A grid of processes, ranks in row or column order, as `blacs_gridinit` makes it.
+    """Return a grid of processes, ranks in row or column order, as `blacs_gridinit` makes it.
 
     Raises:
         NotationError: an order that is not `row` or `column`.
@@ -159,7 +159,7 @@ def process_grid(rows: int, columns: int, order: str = "row") -> DeviceMesh:
 def parse_scalapack(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """The sharding that a block-cyclic descriptor writes.
+    """Return the sharding that a block-cyclic descriptor writes.
 
     Args:
         text: `m n mb nb rsrc csrc` as six numbers, an array descriptor `DESC_A = (1, 0, ...)` of
@@ -198,7 +198,7 @@ def parse_scalapack(
 
 
 def _read_words(text: str) -> tuple[list[int], dict[str, str]]:
-    """The numbers without and the values with a name."""
+    """Return the numbers without and the values with a name."""
     numbers: list[int] = []
     named: dict[str, str] = {}
     prefix = _PREFIX.match(text)
@@ -257,7 +257,7 @@ def _is_number(text: str) -> bool:
 
 
 def _choose_grid(text: str | None, order: str | None, mesh: DeviceMesh | None) -> DeviceMesh:
-    """The grid that the text says; the mesh where it says none, or says the same one."""
+    """Return the grid that the text says; the mesh where it says none, or says the same one."""
     if text is not None:
         found = _read_grid_ranks(text, order) if "[" in text else _read_grid_sizes(text, order)
         is_same = mesh is not None and (mesh.shape, mesh.devices) == (found.shape, found.devices)
@@ -302,7 +302,7 @@ def _expect_two_axes(mesh: DeviceMesh) -> None:
 
 
 def scalapack_text(spec: ShardingSpec, shape: Sequence[int] | None = None) -> str:
-    """The descriptor of a sharding, by name, with its grid; with `m` and `n` for a shape.
+    """Return the descriptor of a sharding, by name, with its grid; with `m` and `n` for a shape.
 
     With a shape, any rule that deals its indices as a block-cyclic one would is written as that.
 
@@ -341,7 +341,7 @@ def scalapack_text(spec: ShardingSpec, shape: Sequence[int] | None = None) -> st
 
 
 def _find_block_cyclic(spec: ShardingSpec, dim: int, length: int | None) -> BlockCyclic:
-    """The rule of a dimension, as a block-cyclic one."""
+    """Return the rule of a dimension, as a block-cyclic one."""
     levels = spec.dim_specs[dim].levels
     if len(levels) != 1 or len(levels[0].axes) != 1 or not levels[0].axes[0].is_full:
         raise _refuse(

@@ -44,7 +44,7 @@ _VOCABULARY = Vocabulary(
 def parse_shardy(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """The sharding that a Shardy text writes.
+    """Return the sharding that a Shardy text writes.
 
     Args:
         text: a sharding, after the meshes it may refer to.
@@ -73,7 +73,7 @@ def parse_shardy(
 
 
 def parse_shardy_mesh(text: str) -> DeviceMesh:
-    """The mesh that a Shardy text writes; it is called `mesh` where the text gives no name.
+    """Return the mesh that a Shardy text writes; it is called `mesh` where the text gives no name.
 
     Raises:
         NotationError: text that cannot be read.
@@ -182,7 +182,9 @@ def _read_sharding(
 def _read_mesh_of_sharding(
     scanner: Scanner, meshes: dict[str, DeviceMesh], given: DeviceMesh | None
 ) -> DeviceMesh | None:
-    """The mesh in the sharding, the one of that name in the text, or the one that was given."""
+    """Return the mesh in the sharding, the one of that name in the text, or the one that was
+    given.
+    """
     name = scanner.symbol()
     if name is None:
         if not scanner.accept("mesh"):
@@ -246,7 +248,8 @@ def _read_mark(scanner: Scanner) -> tuple[str, str, list[Axis]]:
 
 
 def shardy_text(spec: ShardingSpec) -> str:
-    """The attribute that says a sharding, canonical. Its mesh stays apart, called by its name.
+    """Return the attribute that says a sharding, canonical. Its mesh stays apart, called by its
+    name.
 
     Raises:
         NotationError: a part of the sharding that Shardy cannot express, such as a cut rule.
@@ -298,7 +301,7 @@ def _write_axes(axes: Iterable[Axis]) -> str:
 
 
 def shardy_mesh_text(mesh: DeviceMesh) -> str:
-    """The operation that defines a mesh, as Shardy prints it.
+    """Return the operation that defines a mesh, as Shardy prints it.
 
     Raises:
         NotationError: devices that are not 0 to n - 1 in some order.

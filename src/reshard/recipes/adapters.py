@@ -146,13 +146,15 @@ class LowRankAdapters:
             self._parts[name] = _AdapterTensor(weight, dims[role][: len(self._shapes[name])])
 
     def base_name(self, name: str) -> str:
-        """The base model's name of what a tensor is, or changes."""
+        """Return the base model's name of what a tensor is, or changes."""
         if name in self._parts:
             return self._parts[name].weight
         return self._renamed.get(name, name)
 
     def weigh_bases(self, itemsizes_bytes: Mapping[str, int] | None) -> dict[str, int] | None:
-        """What adapters weigh for an element of the weights they change, in 1024ths of a byte."""
+        """Return what adapters weigh for an element of the weights they change, in 1024ths
+        of a byte.
+        """
         if itemsizes_bytes is None:
             return None
         total: dict[str, int] = {}
@@ -167,7 +169,7 @@ class LowRankAdapters:
     def spread(
         self, specs: Mapping[str, ShardingSpec], matched: Mapping[str, Rule]
     ) -> dict[str, Any]:
-        """The fields of an assignment for all tensors, from those for the base's.
+        """Return the fields of an assignment for all tensors, from those for the base's.
 
         Args:
             specs: of the weights that adapters change, and of all other tensors.
@@ -187,7 +189,7 @@ class LowRankAdapters:
         }
 
     def _restrict(self, name: str, sharding: ShardingSpec) -> ShardingSpec:
-        """The sharding of a tensor, from that of what it is or changes."""
+        """Return the sharding of a tensor, from that of what it is or changes."""
         if name not in self._parts:
             return sharding
         of_weight = self._parts[name].dims
@@ -201,7 +203,7 @@ class LowRankAdapters:
         )
 
     def _name_rule(self, name: str, rule: Rule) -> Rule:
-        """The rule that decided the base's tensor, with the pattern of the adapter's."""
+        """Return the rule that decided the base's tensor, with the pattern of the adapter's."""
         base = self.base_name(name)
         if base == name:
             return rule
@@ -214,7 +216,7 @@ class LowRankAdapters:
 
 
 def _role(match: re.Match[str]) -> str:
-    """What a tensor is in its adapter."""
+    """Return what a tensor is in its adapter."""
     if match["embedding"]:
         return f"embedding {match['embedding']}"
     if match["matrix"]:
@@ -223,7 +225,7 @@ def _role(match: re.Match[str]) -> str:
 
 
 def _is_input_by_output(config: Mapping[str, object] | None) -> bool:
-    """Whether the base's weights have their inputs in the first dimension."""
+    """Return whether the base's weights have their inputs in the first dimension."""
     known = (config or {}).get("adapter_config")
     if isinstance(known, Mapping) and isinstance(known.get("fan_in_fan_out"), bool):
         return bool(known["fan_in_fan_out"])

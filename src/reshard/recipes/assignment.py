@@ -53,8 +53,8 @@ from reshard.recipes.expressions import (
     Numbers,
     expand,
     fill_in,
+    find_expressions,
     parse_expression,
-    variables,
 )
 from reshard.recipes.layer_placement import BY_BYTES, Places, check_cut, sizes_by_weight
 from reshard.recipes.overrides import describe_unknown, parse_allowed
@@ -109,7 +109,7 @@ class Assignment:
         return [axis for axis in self.unused_axes if axis in long and axis not in replicas]
 
     def rank_bytes(self, itemsizes_bytes: Mapping[str, int]) -> dict[int, int]:
-        """Bytes that each rank holds, pads included, from those of one element by tensor."""
+        """Return bytes that each rank holds, pads included, from those of one element by tensor."""
         counts: dict[tuple[Layout, int], int] = {}
         for name, layout in self.layouts.items():
             key = (layout, itemsizes_bytes[name])
@@ -198,7 +198,7 @@ class _AssignmentBuilder:
         self.places: dict[str, Places] = {}
         self.texts = self._write_out_cuts(recipe)
         self.asked_names = [
-            {name for variable in variables(text) for name in variable.index_names}
+            {name for variable in find_expressions(text) for name in variable.index_names}
             for text in self.texts
         ]
         # Layers repeat: one sharding and one layout serve all tensors of one rule, shape and place.
@@ -211,7 +211,9 @@ class _AssignmentBuilder:
         self.reader = HeldBlockReader(mesh, self.mapping, recipe.storage if recipe else ())
 
     def _write_out_cuts(self, recipe: Recipe | None) -> list[str]:
-        """The specs with the recipe's own cuts written out; the rest in braces, a config says."""
+        """Return the specs with the recipe's own cuts written out; the rest in braces, a
+        config says.
+        """
         words = recipe.words if recipe else {}
         return [
             rule.spec if number < self.by_hand else expand(rule.spec, words)
@@ -219,7 +221,7 @@ class _AssignmentBuilder:
         ]
 
     def name_of(self, number: int) -> str:
-        """The name of a rule in messages."""
+        """Return the name of a rule in messages."""
         where = f"recipe {self.recipe.name!r}, " if self.recipe and number >= self.by_hand else ""
         return f"{where}rule `{self.rules[number]}`"
 
@@ -230,7 +232,7 @@ class _AssignmentBuilder:
         )
 
     def match(self, name: str, first: int = 0) -> _Match | None:
-        """The first rule that matches a tensor, from rule number `first` on."""
+        """Return the first rule that matches a tensor, from rule number `first` on."""
         called = (name, self.aliases[name]) if name in self.aliases else (name,)
         found = [(*one, text) for text in called if (one := self.listed.find(text, first))]
         # Where one rule matches both, it is by the name itself.
@@ -238,11 +240,13 @@ class _AssignmentBuilder:
         if number < 0:
             return None
         numbers = self.recipe.numbers if self.recipe else {}
-        behind = [what for what in own if what in numbers and numbers[what].is_behind(text)]
+        behind = [what for what in own if what in numbers and numbers[what].is_beyond_last(text)]
         return _Match(number, tuple(own.items()), frozenset(behind))
 
     def match_all(self, folded: FoldedWeights) -> dict[str, _Match]:
-        """The rules of all tensors that one matches; stored ones of a weight that none matches."""
+        """Return the rules of all tensors that one matches; stored ones of a weight that
+        none matches.
+        """
         found: dict[str, _Match | None] = {}
         for name in folded.shapes:
             found[name] = self.match(name)
@@ -261,7 +265,7 @@ class _AssignmentBuilder:
     def sharding(
         self, number: int, ndim: int, lives: _Coordinates = (), numbers: Numbers = NO_NUMBERS
     ) -> ShardingSpec:
-        """A rule's sharding for tensors of `ndim` dimensions that live where `lives` says.
+        """Return a rule's sharding for tensors of `ndim` dimensions that live where `lives` says.
 
         `numbers` of their names are what lists in the config are asked by.
         """
@@ -271,7 +275,9 @@ class _AssignmentBuilder:
     def written(
         self, number: int, ndim: int, numbers: Numbers
     ) -> tuple[ShardingSpec, AxisMapping | None]:
-        """What a rule says: over the mesh, or over the recipe's axes, and how those are mapped."""
+        """Return what a rule says: over the mesh, or over the recipe's axes, and how those
+        are mapped.
+        """
         text = fill_in(self.texts[number], self.config, numbers)
         if self.recipe_mesh is None or number < self.by_hand:
             return read_sharding(self.mesh, text, ndim), None
@@ -280,7 +286,7 @@ class _AssignmentBuilder:
     def restrict(
         self, written: ShardingSpec, mapping: AxisMapping | None, lives: _Coordinates
     ) -> _Coordinates:
-        """The coordinates of the mesh where what a rule says lives."""
+        """Return the coordinates of the mesh where what a rule says lives."""
         restricted = [*map_coordinates(self.mesh, written.only, mapping)]
         restricted += map_coordinates(self.mesh, lives, self.mapping)
         return tuple(restricted)
@@ -296,18 +302,18 @@ class _AssignmentBuilder:
         return sharding, sharding.layout(shape)
 
     def asked(self, match: _Match) -> tuple[tuple[str, int], ...]:
-        """The numbers of a name that its rule asks lists of the config by."""
+        """Return the numbers of a name that its rule asks lists of the config by."""
         names = self.asked_names[match.number]
         return tuple(pair for pair in match.numbers if pair[0] in names) if names else ()
 
     def cut(self, match: _Match, shape: _Shape, lives: _Coordinates) -> _Cut:
-        """What its rule makes of a tensor that lives there."""
+        """Return what its rule makes of a tensor that lives there."""
         return self.lay_out(match.number, shape, lives, self.asked(match))
 
     def held_blocks(
         self, name: str, match: _Match, lives: _Coordinates, shape: _Shape, sharding: ShardingSpec
     ) -> tuple[_Match | None, tuple[HeldBlock, ...]]:
-        """What ranks hold of the blocks of a tensor that the recipe cuts by names.
+        """Return what ranks hold of the blocks of a tensor that the recipe cuts by names.
 
         With the match of the recipe's rule, which a rule given by hand may have come before.
         """
@@ -336,7 +342,7 @@ class _AssignmentBuilder:
             return ()
 
     def lives(self, match: _Match) -> _Coordinates:
-        """Where what a rule decides lives, for the numbers whose places are known."""
+        """Return where what a rule decides lives, for the numbers whose places are known."""
         found: dict[str, tuple[int, ...]] = {}
         for what, number in match.numbers:
             if what in self.places:
@@ -397,7 +403,7 @@ class _AssignmentBuilder:
         matches: Mapping[str, _Match],
         itemsizes_bytes: Mapping[str, float] | None,
     ) -> list[float]:
-        """Bytes that ranks hold of each thing: shape `(1 + count + 1,)`, with both ends."""
+        """Return bytes that ranks hold of each thing: shape `(1 + count + 1,)`, with both ends."""
         weights = [0.0] * (count + 2)
         for name, match in matches.items():
             rule = self.rules[match.number]
@@ -428,7 +434,7 @@ def assign(
     allow: Iterable[str] = (),
     aliases: Mapping[str, str] | None = None,
 ) -> Assignment:
-    """The sharding of each tensor of `shapes` over `mesh`.
+    """Return the sharding of each tensor of `shapes` over `mesh`.
 
     Args:
         shapes: of the tensors, by name.
@@ -534,7 +540,7 @@ def assign(
 
 
 def _collect_notes(builder: _AssignmentBuilder, matches: Mapping[str, _Match]) -> tuple[str, ...]:
-    """The notes of rules that decided tensors, and whose places are not all the same."""
+    """Return the notes of rules that decided tensors, and whose places are not all the same."""
     notes: dict[str, str] = {}
     for name, match in matches.items():
         rule = builder.rules[match.number]

@@ -24,7 +24,7 @@ AxisMapping = Mapping[str, tuple[Axis, ...]]
 
 
 def joint_size(mesh: DeviceMesh, axes: Iterable[Axis]) -> int:
-    """The number of coordinates that axes have together."""
+    """Return the number of coordinates that axes have together."""
     return math.prod(mesh.axis_size(axis) for axis in axes)
 
 
@@ -59,7 +59,7 @@ def map_sharding(
 
 
 def _map_axis(axis: Axis, mapping: AxisMapping | None) -> tuple[Axis, ...]:
-    """The mesh's axes in place of one that a rule names."""
+    """Return the mesh's axes in place of one that a rule names."""
     if mapping is None:
         return (axis,)
     found = mapping[axis.name]
@@ -108,14 +108,14 @@ def map_coordinates(
 
 
 def find_used_axes(sharding: ShardingSpec) -> set[str]:
-    """The mesh axes that cut a tensor, or along which it is in some places only."""
+    """Return the mesh axes that cut a tensor, or along which it is in some places only."""
     axes = [axis for dim in sharding.dim_specs for axis in dim.axes]
     used = {axis.name for axis in (*axes, *sharding.partial_axes)}
     return used | {axis for axis, _ in sharding.only}
 
 
 def read_sharding(mesh: DeviceMesh, text: str, ndim: int) -> ShardingSpec:
-    """What the text of a rule says of tensors of `ndim` dimensions.
+    """Return what the text of a rule says of tensors of `ndim` dimensions.
 
     A scalar has nothing to cut: a rule for any number of dimensions gives it whole.
     """

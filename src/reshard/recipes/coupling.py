@@ -138,11 +138,11 @@ class Coupling:
         return self.members[0][0]
 
     def words(self, name: str) -> dict[str, str]:
-        """The cut rules that rules name as `name.member`, with expressions in braces."""
+        """Return the cut rules that rules name as `name.member`, with expressions in braces."""
         return {f"{name}.{member}": f"heads{{{count}}}" for member, count in self.members}
 
     def counts(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> Mapping[str, int]:
-        """How many there are of each member, for a config and the numbers of a name.
+        """Return how many there are of each member, for a config and the numbers of a name.
 
         Raises:
             RecipeError: a count that the config has not, of 0, or one that neither divides the
@@ -180,7 +180,7 @@ class CutName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> CutName:
-        """The cut that `feed_forward` or `heads.query` names."""
+        """Return the cut that `feed_forward` or `heads.query` names."""
         name, _, member = text.partition(".")
         return cls(name, member or None)
 
@@ -212,7 +212,7 @@ class CutMark:
     names: tuple[CutName | None, ...]
 
     def blocks(self, rule: CutRule, length: int) -> list[CutBlock]:
-        """The blocks of a dimension that are cut by a name, for the rule that cuts it.
+        """Return the blocks of a dimension that are cut by a name, for the rule that cuts it.
 
         >>> mark = CutMark(0, 0, (CutName("heads", "query"),))
         >>> mark.blocks(Blocks((4, 4), Heads(2)), 8)[1]
@@ -237,7 +237,7 @@ class CutMark:
 
 
 def marks_of(spec: str, known: Collection[str]) -> tuple[CutMark, ...]:
-    """The marks of a rule's spec, with its braces.
+    """Return the marks of a rule's spec, with its braces.
 
     Args:
         spec: as the rule has it.
@@ -269,7 +269,7 @@ def marks_of(spec: str, known: Collection[str]) -> tuple[CutMark, ...]:
 def _read_names(
     rule: str, texts: Sequence[str], known: Collection[str]
 ) -> tuple[CutName | None, ...]:
-    """The name of each block of a rule, whose braces are numbered; or one for all."""
+    """Return the name of each block of a rule, whose braces are numbered; or one for all."""
     joined = _JOINED.match(rule)
     if joined is not None:
         blocks = split_outside_brackets(joined[1], ",")
@@ -312,7 +312,8 @@ def held_units(
     unit: int,
     ranks: Container[int] | None = None,
 ) -> HeldUnits:
-    """What each rank has of the block `(start, stop)` of a dimension, in units of `unit` indices.
+    """Return what each rank has of the block `(start, stop)` of a dimension, in units of `unit`
+    indices.
 
     Other ranks than `ranks`, if given, are left out.
 
@@ -352,7 +353,7 @@ def _bring_into_block(
 
 
 def _join_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Those that follow one another as one."""
+    """Return those that follow one another as one."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:
@@ -401,7 +402,7 @@ class HeldBlockReader:
         shape: tuple[int, ...],
         instead: ShardingSpec | None = None,
     ) -> tuple[HeldBlock, ...]:
-        """The blocks of a tensor of `shape`.
+        """Return the blocks of a tensor of `shape`.
 
         Args:
             marks: of the recipe's rule.
@@ -436,7 +437,7 @@ class HeldBlockReader:
 
 
 def _drop_axes(sharding: ShardingSpec, dropped: Collection[Axis]) -> ShardingSpec:
-    """A sharding without some axes of its mesh."""
+    """Return a sharding without some axes of its mesh."""
     dims = []
     for dim in sharding.dim_specs:
         levels = [([a for a in lv.axes if a not in dropped], lv.rule) for lv in dim.levels]
@@ -453,7 +454,7 @@ class CutTensor(NamedTuple):
 
 
 def sizes_that_do(unit: int, others: Iterable[int]) -> tuple[int, ...]:
-    """The numbers of ranks that heads can be cut for.
+    """Return the numbers of ranks that heads can be cut for.
 
     Args:
         unit: how many units there are.
@@ -472,7 +473,7 @@ def sizes_that_do(unit: int, others: Iterable[int]) -> tuple[int, ...]:
 
 
 def find_mismatch(tensors: Sequence[CutTensor], *, is_unit: bool) -> str | None:
-    """What is wrong with tensors of one member, or one cut, that ranks do not hold alike.
+    """Return what is wrong with tensors of one member, or one cut, that ranks do not hold alike.
 
     `is_unit` for indices that are heads or the like.
     """
@@ -505,7 +506,7 @@ def find_mismatch(tensors: Sequence[CutTensor], *, is_unit: bool) -> str | None:
 def find_repetition(
     one: CutTensor, units: int, groups: Iterable[Sequence[int]], *, is_unit: bool
 ) -> str | None:
-    """What is wrong where a unit is not on exactly one rank of each group that holds any."""
+    """Return what is wrong where a unit is not on exactly one rank of each group that holds any."""
     for group in groups:
         holders = [rank for rank in group if rank in one.held.ranges]
         if not holders:
@@ -530,7 +531,7 @@ def find_repetition(
 
 
 def find_uneven(one: CutTensor, groups: Iterable[Sequence[int]]) -> str | None:
-    """What is wrong where ranks of a group that holds any do not hold equally many units."""
+    """Return what is wrong where ranks of a group that holds any do not hold equally many units."""
     for group in groups:
         counts = {rank: _count(one.held.ranges.get(rank, ())) for rank in group}
         if not any(counts.values()):
@@ -545,7 +546,7 @@ def find_uneven(one: CutTensor, groups: Iterable[Sequence[int]]) -> str | None:
 
 
 def find_unshared(unit: CutTensor, shared: CutTensor, units: int, count: int) -> str | None:
-    """What is wrong with what ranks hold of a member that units share, or have several of.
+    """Return what is wrong with what ranks hold of a member that units share, or have several of.
 
     Args:
         unit, shared: tensors of the unit and of the member.
@@ -577,7 +578,7 @@ def find_unshared(unit: CutTensor, shared: CutTensor, units: int, count: int) ->
 
 
 def _find_used(has: Ranges, units: int, count: int) -> Ranges:
-    """What units use of a member that there are `count` of, in the order of the units."""
+    """Return what units use of a member that there are `count` of, in the order of the units."""
     if count >= units:
         return tuple((start * (count // units), stop * (count // units)) for start, stop in has)
     share = units // count
@@ -725,7 +726,7 @@ class Inspection:
         return f"{names} has size {size}; sizes that would do: {', '.join(map(str, sizes))}"
 
     def _group(self, axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:
-        """The ranks that compute together: those that differ along `axes` only."""
+        """Return the ranks that compute together: those that differ along `axes` only."""
         if axes not in self._groups:
             self._groups[axes] = self.mesh.groups(axes)
         return self._groups[axes]

@@ -1,6 +1,6 @@
-"""Expressions: arithmetic over the numbers of a model's config.json.
+"""Expressions and conditions over a model's config.json, and the braces of rules that hold them.
 
-::
+Expressions are integer arithmetic::
 
     num_attention_heads                                 a key
     vision_config.num_heads                             a key of a nested config
@@ -15,30 +15,21 @@
    number is always defined; it is a default for configs that omit the key.
 2. A list is indexed by `{layer}` or another number of a tensor's name, or by a literal. If the
    config has a single number instead of the list, it applies to every entry.
-3. Numbers are integers; `//` rounds down.
 
-Conditions: when a rule counts, by a model's config.json.
+Conditions select rules::
 
-::
-
-    tie_word_embeddings                     true, a number but 0, a text or list that is not empty
+    tie_word_embeddings                     true, a nonzero number, a nonempty text or list
     !attention_bias                         false, 0, empty, null or absent
-    text_config.is_tied|is_tied             of the first key that is there
+    text_config.is_tied|is_tied             of the first key that is present
     model_type=gemma3_text                  a text, a number, `true` or `false`
     layer_types[layer]!=linear_attention    the entry of a list for this layer
     num_experts & !is_dense                 all of several
 
-A key that is absent equals no value, so `key!=value` holds for it.
+An absent key equals no value, so `key!=value` holds for it.
 
-Variables: the numbers of a model's config that replace braces in a rule's spec.
+A rule's spec has expressions in braces, which are replaced by their values::
 
-A cut rule often depends on a number of the model, such as that of its key/value heads. A spec
-refers to it by its name in the model's config.json, in an expression::
-
-    tp@heads{num_key_value_heads|num_attention_heads}, -
-            1. evaluate the expression (`reshard.recipes.expressions`)
-            2. replace the braces by its value
-    tp@heads8, -
+    tp@heads{num_key_value_heads|num_attention_heads}, -    ->    tp@heads8, -
 
 A recipe may also define cut rules by name, `tp@{vocabulary}` or `tp@{heads.query}`, whose text
 replaces the braces first.
@@ -46,10 +37,12 @@ replaces the braces first.
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple, Union
 
 from reshard.errors import RecipeError
 
@@ -57,19 +50,25 @@ Config = Mapping[str, object]
 Numbers = Mapping[str, int]
 
 NO_NUMBERS: Numbers = {}
-REMEDY = "put the model's config.json beside the checkpoint, or write the number in the rule"
+BRACES = re.compile(r"\{([^{}]*)\}")
+_REMEDY = "put the model's config.json beside the checkpoint, or write the number in the rule"
 _WORD = r"[A-Za-z_]\w*"
 _PATH = rf"{_WORD}(?:\.{_WORD})*"
 _KEY = re.compile(rf"({_PATH})(?:\[\s*({_WORD}|\d+|)\s*\](?:\.({_PATH}))?)?")
-_TOKEN = re.compile(rf"\s*(?:(?P<key>{_KEY.pattern})|(?P<number>\d+)|(?P<sign>//|[-+*|()]))\s*")
+_TERM = re.compile(r"(!?)([^=!]+?)\s*(?:(!?=)\s*([^=]+))?")
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A key of a config, with the keys of the configs around it, and the index of an entry.
+class Key(NamedTuple):
+    """A key of a config: the path to it, the index of an entry, and the path inside the entry.
 
-    The index is the name of a number in tensors' names, or a number, or None; an empty one asks how
-    many entries there are. `rest` are the keys inside of the entry.
+    The index is the name of a number in tensors' names, a literal, or None; an empty index asks for
+    the number of entries.
     """
 
     path: tuple[str, ...]
@@ -78,7 +77,7 @@ class Key:
 
     @classmethod
     def parse(cls, text: str) -> Key | None:
-        """The key that a text is, or None.
+        """Return the key that `text` writes, or None if it is not a key.
 
         >>> Key.parse("text_config.layer_types[layer]")
         Key(path=('text_config', 'layer_types'), index='layer', rest=())
@@ -92,10 +91,9 @@ class Key:
         )
 
     def find(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> object:
-        """What a config has under the key; None where it has nothing, or null.
+        """Return the value of the key in a config, or None if it is absent or null.
 
-        A config with several models inside has the language model's keys in `text_config`, where
-        they are looked for if it has not got them itself.
+        In a config of several models, `text_config` has the keys of the language model.
 
         >>> Key.parse("num_layers").find({"text_config": {"num_layers": 4}})
         4
@@ -109,12 +107,12 @@ class Key:
             return _follow(value, self.rest)
         if isinstance(self.index, str) and self.index not in numbers:
             raise RecipeError(
-                f"`{self}` asks for the entry of {{{self.index}}}, and no such number is in the "
-                "name; write the number into the rule's pattern"
+                f"`{self}` is the entry for {{{self.index}}}, and the name has no such number; "
+                "write the number into the rule's pattern"
             )
         at = numbers[self.index] if isinstance(self.index, str) else self.index
         if isinstance(value, Mapping):
-            # The keys of JSON are texts.
+            # JSON keys are strings.
             return _follow(value.get(str(at)), self.rest)
         return _follow(value[at], self.rest) if at < len(value) else None
 
@@ -129,32 +127,31 @@ def _follow(value: object, path: tuple[str, ...]) -> object:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class _Operation:
-    sign: str
+def _find_index_names(keys: Iterator[Key]) -> frozenset[str]:
+    return frozenset(key.index for key in keys if key.index and isinstance(key.index, str))
+
+
+class _Operation(NamedTuple):
+    kind: type[ast.operator]
     left: _Node
     right: _Node
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """Alternatives, each with its text."""
+class _Choice(NamedTuple):
+    """Alternatives and their texts."""
 
-    alternatives: tuple[tuple[str, _Node], ...]
-
-
-_Node = int | Key | _Operation | _Choice
+    nodes: tuple[_Node, ...]
+    texts: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Expression:
-    """An expression that was read; `parse_expression` makes it.
+_Node = Union[int, Key, _Operation, _Choice]  # noqa: UP007
 
-    `index_names` are the numbers of names that its lists are asked by.
-    """
+
+class Expression(NamedTuple):
+    """A parsed expression; see `parse_expression`."""
 
     text: str
-    root: _Node
+    root: _Choice
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -163,32 +160,29 @@ class Expression:
 
     @property
     def index_names(self) -> frozenset[str]:
-        """The numbers of names by which lists are asked."""
-        return frozenset(key.index for key in self.keys if key.index and isinstance(key.index, str))
+        """The numbers of names that index its lists."""
+        return _find_index_names(_find_keys(self.root))
 
     def value(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> int:
-        """The number that it is for a config and the numbers of a name.
+        """Return the value for a config and the numbers of a name.
 
         Raises:
-            RecipeError: no alternative whose keys are all there, what is no whole number, a
+            RecipeError: no alternative has all of its keys, a value that is not an integer, a
                 division by 0, or a result below 0.
 
         >>> parse_expression("head_dim | hidden // heads").value({"hidden": 64, "heads": 4})
         16
         """
-        wanted = " or ".join(f"`{text}`" for text, _ in _list_alternatives(self))
+        alternatives = " or ".join(f"`{text}`" for text in self.root.texts)
         if config is None and self.keys:
             raise RecipeError(
-                f"{wanted} of the model's config is needed and there is none; {REMEDY}"
+                f"{alternatives} of the model's config is needed and there is none; {_REMEDY}"
             )
-        if not _can_say(self.root, config, numbers):
-            raise RecipeError(f"{wanted} is not in the model's config; {REMEDY}")
         found = _evaluate(self.root, config, numbers)
+        if found is None:
+            raise RecipeError(f"{alternatives} is not in the model's config; {_REMEDY}")
         if found < 0:
-            raise RecipeError(
-                f"`{self.text}` of the model's config is {found}, a whole number of at least 0 was "
-                f"expected; {REMEDY}"
-            )
+            raise _describe_not_a_count(self.text, found)
         return found
 
     def __str__(self) -> str:
@@ -197,7 +191,7 @@ class Expression:
 
 @lru_cache(maxsize=4096)
 def parse_expression(text: str) -> Expression:
-    """The expression that a text writes.
+    """Parse an expression.
 
     Raises:
         RecipeError: text that cannot be read.
@@ -205,89 +199,40 @@ def parse_expression(text: str) -> Expression:
     >>> [str(key) for key in parse_expression("(heads + 2 * groups) * head_dim").keys]
     ['heads', 'groups', 'head_dim']
     """
-    root = _ExpressionReader(text).read()
+    # The syntax is Python's, but for the empty index.
+    source = " ".join(text.replace("[]", "[...]").split())
+    try:
+        root = _convert(ast.parse(source, mode="eval").body, source.encode())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise RecipeError(
+            f"cannot read the expression {text!r}; write keys of the model's config.json and "
+            "whole numbers with + - * // and parentheses, `|` between alternatives"
+        ) from None
+    if not isinstance(root, _Choice):
+        root = _Choice((root,), (text.strip(),))
     return Expression(text.strip(), root)
 
 
-class _ExpressionReader:
-    """Reads one expression, from the loosest sign to the tightest."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.tokens: list[tuple[str, int]] = []
-        at = 0
-        while at < len(text):
-            match = _TOKEN.match(text, at)
-            if match is None:
-                raise self.make_error()
-            self.tokens.append((match[0].strip(), match.start()))
-            at = match.end()
-        # The end is a token too: empty.
-        self.tokens.append(("", len(text)))
-        self.at = 0
-
-    def make_error(self) -> RecipeError:
-        return RecipeError(
-            f"cannot read the expression {self.text!r}; write keys of the model's config.json and "
-            "whole numbers with + - * // and parentheses, `|` between alternatives"
-        )
-
-    @property
-    def next(self) -> str:
-        return self.tokens[self.at][0]
-
-    def take(self) -> str:
-        self.at += 1
-        return self.tokens[self.at - 1][0]
-
-    def read(self) -> _Node:
-        root = self.read_choice()
-        if self.next:
-            raise self.make_error()
-        return root
-
-    def read_choice(self) -> _Node:
-        alternatives = [self.read_alternative()]
-        while self.next == "|":
-            self.take()
-            alternatives.append(self.read_alternative())
-        return alternatives[0][1] if len(alternatives) == 1 else _Choice(tuple(alternatives))
-
-    def read_alternative(self) -> tuple[str, _Node]:
-        begin = self.tokens[self.at][1]
-        node = self.read_sum()
-        return self.text[begin : self.tokens[self.at][1]].strip(), node
-
-    def read_sum(self) -> _Node:
-        node = self.read_product()
-        while self.next in ("+", "-"):
-            node = _Operation(self.take(), node, self.read_product())
-        return node
-
-    def read_product(self) -> _Node:
-        node = self.read_atom()
-        while self.next in ("*", "//"):
-            node = _Operation(self.take(), node, self.read_atom())
-        return node
-
-    def read_atom(self) -> _Node:
-        token = self.take()
-        if token == "(":
-            node = self.read_choice()
-            if self.take() != ")":
-                raise self.make_error()
-            return node
-        if token.isdigit():
-            return int(token)
-        key = Key.parse(token)
-        if key is None:
-            raise self.make_error()
-        return key
-
-
-def _list_alternatives(expression: Expression) -> tuple[tuple[str, _Node], ...]:
-    root = expression.root
-    return root.alternatives if isinstance(root, _Choice) else ((expression.text, root),)
+def _convert(node: ast.expr, source: bytes) -> _Node:
+    """Return a Python expression as a node. Raises ValueError for what is not in the language."""
+    written = source[node.col_offset : node.end_col_offset].decode().replace("[...]", "[]")
+    if isinstance(node, ast.BinOp):
+        left, right = _convert(node.left, source), _convert(node.right, source)
+        if type(node.op) in _OPERATORS:
+            return _Operation(type(node.op), left, right)
+        if isinstance(node.op, ast.BitOr):
+            text = source[node.right.col_offset : node.right.end_col_offset].decode()
+            if isinstance(left, _Choice):
+                return _Choice((*left.nodes, right), (*left.texts, text))
+            first = source[node.left.col_offset : node.left.end_col_offset].decode()
+            return _Choice((left, right), (first, text))
+    elif isinstance(node, ast.Constant) and written.isdigit():
+        return int(written)
+    elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+        key = Key.parse(written)
+        if key is not None:
+            return key
+    raise ValueError(written)
 
 
 def _find_keys(node: _Node) -> Iterator[Key]:
@@ -297,54 +242,43 @@ def _find_keys(node: _Node) -> Iterator[Key]:
         yield from _find_keys(node.left)
         yield from _find_keys(node.right)
     elif isinstance(node, _Choice):
-        for _, alternative in node.alternatives:
+        for alternative in node.nodes:
             yield from _find_keys(alternative)
 
 
-def _can_say(node: _Node, config: Config | None, numbers: Numbers) -> bool:
-    """Whether the config has what is needed."""
-    if isinstance(node, Key):
-        return node.find(config, numbers) is not None
-    if isinstance(node, _Operation):
-        return all(_can_say(side, config, numbers) for side in (node.left, node.right))
-    if isinstance(node, _Choice):
-        return any(_can_say(alternative, config, numbers) for _, alternative in node.alternatives)
-    return True
-
-
-def _evaluate(node: _Node, config: Config | None, numbers: Numbers) -> int:
-    """The number of what can be said."""
+def _evaluate(node: _Node, config: Config | None, numbers: Numbers) -> int | None:
+    """Return the value of a node, or None if the config lacks a key of it."""
     if isinstance(node, int):
         return node
+    if isinstance(node, _Choice):
+        values = (_evaluate(alternative, config, numbers) for alternative in node.nodes)
+        return next((value for value in values if value is not None), None)
     if isinstance(node, Key):
         value = node.find(config, numbers)
+        if value is None:
+            return None
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise RecipeError(
-                f"`{node}` of the model's config is {value!r}, a whole number of at least 0 was "
-                f"expected; {REMEDY}"
-            )
+            raise _describe_not_a_count(str(node), value)
         return value
-    if isinstance(node, _Choice):
-        chosen = next(one for _, one in node.alternatives if _can_say(one, config, numbers))
-        return _evaluate(chosen, config, numbers)
     left, right = (_evaluate(side, config, numbers) for side in (node.left, node.right))
-    if node.sign == "//" and right == 0:
+    if left is None or right is None:
+        return None
+    if node.kind is ast.FloorDiv and right == 0:
         raise RecipeError(
             f"an expression divides {left} by 0 in the model's config; correct config.json"
         )
-    if node.sign == "+":
-        return left + right
-    if node.sign == "-":
-        return left - right
-    return left * right if node.sign == "*" else left // right
+    return int(_OPERATORS[node.kind](left, right))
 
 
-_TERM = re.compile(r"(!?)([^=!]+?)\s*(?:(!?=)\s*([^=]+))?")
+def _describe_not_a_count(text: str, value: object) -> RecipeError:
+    return RecipeError(
+        f"`{text}` of the model's config is {value!r}, a whole number of at least 0 was "
+        f"expected; {_REMEDY}"
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Term:
-    """One condition: a key, and the value that it is compared with, if any."""
+class _Term(NamedTuple):
+    """A condition on a key: its truth, or its equality with a value."""
 
     keys: tuple[Key, ...]
     is_negated: bool
@@ -353,31 +287,25 @@ class _Term:
     def holds(self, config: Config | None, numbers: Numbers) -> bool:
         values = (key.find(config, numbers) for key in self.keys)
         found = next((value for value in values if value is not None), None)
-        is_so = bool(found) if self.value is None else _text_of(found) == self.value
-        return is_so is not self.is_negated
+        if self.value is None:
+            return bool(found) is not self.is_negated
+        text = str(found).lower() if isinstance(found, bool) else str(found)
+        return (found is not None and text == self.value) is not self.is_negated
 
 
-def _text_of(value: object) -> str | None:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return None if value is None else str(value)
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """A condition that was read; `parse_condition` makes it."""
+class Condition(NamedTuple):
+    """A parsed condition; see `parse_condition`."""
 
     text: str
     terms: tuple[_Term, ...]
 
     @property
     def index_names(self) -> frozenset[str]:
-        """The numbers of names by which lists are asked."""
-        keys = [key for term in self.terms for key in term.keys]
-        return frozenset(key.index for key in keys if key.index and isinstance(key.index, str))
+        """The numbers of names that index its lists."""
+        return _find_index_names(key for term in self.terms for key in term.keys)
 
     def holds(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> bool:
-        """Whether it holds for a config and the numbers of a name.
+        """Return whether it holds for a config and the numbers of a name.
 
         >>> full = parse_condition("layer_types[layer]=full & !is_dense")
         >>> [full.holds({"layer_types": ["full", "linear"]}, {"layer": i}) for i in (0, 1)]
@@ -388,7 +316,7 @@ class Condition:
 
 @lru_cache(maxsize=1024)
 def parse_condition(text: str) -> Condition:
-    """The condition that a text writes.
+    """Parse a condition.
 
     Raises:
         RecipeError: text that cannot be read.
@@ -396,7 +324,7 @@ def parse_condition(text: str) -> Condition:
     terms = []
     for word in text.split("&"):
         match = _TERM.fullmatch(word.strip())
-        keys = [Key.parse(one) for one in match[2].split("|")] if match else [None]
+        keys = [Key.parse(key) for key in match[2].split("|")] if match else [None]
         known = tuple(key for key in keys if key is not None)
         if match is None or len(known) < len(keys) or (match[1] and match[3]):
             raise RecipeError(
@@ -408,32 +336,29 @@ def parse_condition(text: str) -> Condition:
     return Condition(text, tuple(terms))
 
 
-_BRACES = re.compile(r"\{([^{}]*)\}")
-
-
-def variables(spec: str) -> tuple[Expression, ...]:
-    """The expressions of a spec's text, in order.
+def find_expressions(spec: str) -> tuple[Expression, ...]:
+    """Return the expressions in the braces of a spec, in order.
 
     Raises:
         RecipeError: braces that do not pair, or do not hold an expression.
 
-    >>> [str(one) for one in variables("tp@heads{num_key_value_heads|num_attention_heads}, -")]
-    ['num_key_value_heads|num_attention_heads']
+    >>> [str(one) for one in find_expressions("tp@heads{key_value_heads|attention_heads}, -")]
+    ['key_value_heads|attention_heads']
     """
     found = []
-    for braces in _BRACES.finditer(spec):
+    for braces in BRACES.finditer(spec):
         try:
             found.append(parse_expression(braces[1]))
         except RecipeError as error:
-            raise RecipeError(_describe_unreadable(spec, braces[0])) from error
-    lone = re.search(r"[{}]", _BRACES.sub("", spec))
-    if lone:
-        raise RecipeError(_describe_unreadable(spec, lone[0]))
+            raise _describe_unreadable_braces(spec, braces[0]) from error
+    unpaired = re.search(r"[{}]", BRACES.sub("", spec))
+    if unpaired:
+        raise _describe_unreadable_braces(spec, unpaired[0])
     return tuple(found)
 
 
-def _describe_unreadable(spec: str, braces: str) -> str:
-    return (
+def _describe_unreadable_braces(spec: str, braces: str) -> RecipeError:
+    return RecipeError(
         f"cannot read {braces!r} in the spec `{spec}`; write a key of the model's config.json in "
         "braces, such as {num_attention_heads}, or numbers and keys with + - * // and parentheses, "
         "with `|` between alternatives"
@@ -441,29 +366,27 @@ def _describe_unreadable(spec: str, braces: str) -> str:
 
 
 def fill_in(spec: str, config: Config | None, numbers: Numbers = NO_NUMBERS) -> str:
-    """The spec's text with the numbers of `config` in place of its variables.
+    """Replace the expressions of a spec by their values.
 
     Args:
         spec: with braces.
         config: of the model.
-        numbers: of a tensor's name, for lists with an entry a layer.
+        numbers: of a tensor's name, for lists with an entry per layer.
 
     Raises:
-        RecipeError: a variable that the config has not, or that is not a whole number.
+        RecipeError: an expression that the config does not define, or that is not an integer.
 
     >>> fill_in("tp@heads{num_key_value_heads|num_attention_heads}", {"num_attention_heads": 12})
     'tp@heads12'
     """
-    texts = iter([str(one.value(config, numbers)) for one in variables(spec)])
-    return _BRACES.sub(lambda braces: next(texts), spec)
+    texts = iter([str(one.value(config, numbers)) for one in find_expressions(spec)])
+    return BRACES.sub(lambda braces: next(texts), spec)
 
 
 def expand(spec: str, words: Mapping[str, str]) -> str:
-    """The spec's text with words in place of the braces that hold nothing but their names.
-
-    The words may have braces of their own.
+    """Replace braces that hold just a name by the text of that name, which may have braces too.
 
     >>> expand("tp@{vocabulary}, x@{heads.query}", {"heads.query": "heads{heads}"})
     'tp@{vocabulary}, x@heads{heads}'
     """
-    return _BRACES.sub(lambda braces: words.get(braces[1].strip(), braces[0]), spec)
+    return BRACES.sub(lambda braces: words.get(braces[1].strip(), braces[0]), spec)

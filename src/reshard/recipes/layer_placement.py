@@ -1,18 +1,18 @@
-"""Numberings: where on a mesh the N-th layer or expert of a model lives.
+"""The ranks of the N-th layer or expert of a model.
 
 Names of tensors count things: `model.layers.17.mlp.experts.3.up_proj.weight` belongs to layer
-17 and to expert 3 of it. A numbering says which mesh axis deals them out, how many there are,
-and by which cut rule::
+17 and to expert 3 of it. A numbering defines the axis over which they are divided, how many there
+are, and the cut rule::
 
     layer over pp=4, 10 layers, cut "balanced"      0 1 2 | 3 4 5 | 6 7 | 8 9
                                 cut "sizes[1,3,3,3]"    0 | 1 2 3 | 4 5 6 | 7 8 9
-                                cut "bytes"         stages whose bytes are as equal as can be
+                                cut "bytes"         stages of nearly equal bytes
     expert over ep=4, 6 experts, cut "ceil"         0 1 | 2 3 | 4 5 | none
 
-1. The rule cuts a dimension that has one index for each thing (`reshard.cut_rules`).
+1. The rule shards a dimension that has an index for each thing (`reshard.cut_rules`).
 2. A thing lives at every coordinate whose part has its index.
-3. What belongs to no thing but stands at an end of the model (embeddings, the last norm) lives
-   at the first or the last coordinate, or at both.
+3. Tensors at an end of the model (embeddings, the last norm) belong to no layer; they live at the
+   first or the last coordinate, or at both.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ BY_BYTES = "bytes"
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """The things that a number in names counts, and the mesh axis that they are divided over.
+    """The things that a number in names counts, and the axis over which they are divided.
 
     Args:
         axis: the recipe's axis.
-        count: how many there are: an expression of config.json (see
-            `reshard.recipes.expressions`).
+        count: their number: an expression of config.json (`reshard.recipes.expressions`).
         cut: the text of a cut rule, or `bytes` for equal bytes at every coordinate.
-        beyond_last: whether numbers from the count on are allowed, and live with the last one.
-        behind: globs of names whose numbers are counted by themselves, as those of layers that
-            predict further tokens (`mtp.layers.0`); all of these live with the last one.
+        beyond_last: whether numbers from the count on are allowed, and live with the last thing.
+        behind: globs of names with numbers of their own, such as layers that predict further tokens
+            (`mtp.layers.0`); all of these live with the last thing.
 
     Raises:
-        RecipeError: a cut that is no rule, or a count that is no expression.
+        RecipeError: a cut that is not a cut rule, or a count that is not an expression.
     """
 
     axis: str
@@ -59,17 +58,18 @@ class Numbering:
         if self.cut != BY_BYTES:
             check_cut(self.cut, "a cut rule such as balanced or sizes[5,6,5], or `bytes`")
 
-    def is_behind(self, name: str) -> bool:
-        """Whether the thing that a tensor belongs to is one behind the last.
+    def is_beyond_last(self, name: str) -> bool:
+        """Return whether a tensor's name has numbers of its own, after the last thing.
 
-        >>> Numbering("pp", "num_hidden_layers", behind=("mtp.*",)).is_behind("mtp.layers.0.norm")
+        >>> numbering = Numbering("pp", "num_hidden_layers", behind=("mtp.*",))
+        >>> numbering.is_beyond_last("mtp.layers.0.norm")
         True
         """
         return any(fnmatch.fnmatchcase(name, glob) for glob in self.behind)
 
 
 def check_cut(text: str, expected: str = "a cut rule such as ceil, pad128 or unit64") -> CutRule:
-    """The cut rule of a text. Raises RecipeError for a text that is none."""
+    """Parse the text of a cut rule. Raises RecipeError for other text."""
     try:
         return parse_rule(text)
     except LayoutError as error:
@@ -89,7 +89,7 @@ class Places:
 
     @classmethod
     def cut(cls, rule: CutRule, count: int, parts: int, beyond_last: bool = False) -> Places:
-        """`count` things divided among `parts` coordinates by a cut rule.
+        """Divide `count` things among `parts` coordinates by a cut rule.
 
         Raises:
             RuleError: a rule that does not fit the count.
@@ -106,25 +106,25 @@ class Places:
         return cls(parts, tuple(map(tuple, coordinates)), beyond_last)
 
     def of_number(self, number: int) -> tuple[int, ...]:
-        """Where a thing lives. Raises RecipeError for a number beyond the last one."""
+        """Return the coordinates of a thing. Raises RecipeError for a number beyond the last."""
         if number < len(self.coordinates):
             return self.coordinates[number]
         if self.beyond_last:
             return (self.parts - 1,)
         raise RecipeError(
-            f"number {number} of a name, but the model's config says there are "
+            f"number {number} of a name, but the count in the model's config is "
             f"{len(self.coordinates)}; correct config.json"
         )
 
     def of_ends(self, ends: Sequence[str]) -> tuple[int, ...]:
-        """Where what stands at ends of the model lives: `first`, `last`."""
+        """Return the coordinates of tensors at ends of the model: `first`, `last`."""
         return tuple(sorted({0 if end == "first" else self.parts - 1 for end in ends}))
 
 
 def sizes_by_weight(
     weights: Sequence[float], parts: int, first: float = 0.0, last: float = 0.0
 ) -> Sizes:
-    """Consecutive things in `parts` groups, the heaviest of which is as light as can be.
+    """Divide consecutive things into `parts` groups, minimizing the heaviest group.
 
     Among such cuts the one whose weights are most equal (least squares) is taken. `first` and
     `last` are added to the weights of the first and last group.
@@ -137,7 +137,7 @@ def sizes_by_weight(
     >>> sizes_by_weight([5, 1, 1, 1], 2).sizes
     (1, 3)
     """
-    # Two passes: the least heaviest group, then the most equal cut among those that reach it.
+    # Two passes: minimize the heaviest group, then the sum of squares under that limit.
     edges = np.concatenate(([0.0], np.cumsum(np.asarray(weights, dtype=np.float64))))
     heaviest, _ = _find_best_cut(edges, parts, first, last, np.inf, np.maximum, 1)
     _, stops = _find_best_cut(edges, parts, first, last, heaviest, np.add, 2)
@@ -153,13 +153,13 @@ def _find_best_cut(
     join: np.ufunc,
     power: int,
 ) -> tuple[float, list[int]]:
-    """The least cost of cutting at `edges`, and where each group stops.
+    """Return the minimum cost of cutting at `edges`, and the end of each group.
 
-    A group costs its weight to the `power`, infinitely much beyond `limit`; groups cost what
-    `join` makes of them.
+    A group costs its weight to the `power`, or infinity beyond `limit`; costs of groups are joined
+    by `join`.
     """
     things = len(edges) - 1
-    # `weight[a, b]` is that of things `a:b`; a group cannot stop before it starts.
+    # `weight[a, b]` is the weight of things `a:b`; a group cannot stop before it starts.
     weight = edges[None, :] - edges[:, None]
     backwards = np.tri(things + 1, k=-1, dtype=bool)
     best = np.where(np.arange(things + 1) == 0, 0.0, np.inf)
@@ -167,12 +167,12 @@ def _find_best_cut(
     for part in range(parts):
         extra = first * (part == 0) + last * (part == parts - 1)
         cost = np.where(backwards | (weight + extra > limit), np.inf, (weight + extra) ** power)
-        # `total[a, b]`: this group is `a:b`, and those before it are the best cut of `0:a`.
+        # `total[a, b]`: this group is `a:b`, after the best cut of `0:a`.
         total = join(best[:, None], cost)
         start = total.argmin(axis=0)
         chosen.append(start)
         best = total[start, np.arange(things + 1)]
-    # Followed back from the end: each group starts where the one before it stops.
+    # Backtrack from the end: each group starts where the previous group stops.
     stops = [things]
     for start in reversed(chosen[1:]):
         stops.append(int(start[stops[-1]]))

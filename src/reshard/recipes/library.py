@@ -39,7 +39,8 @@ _MOST_NEAR = _MOST_SUGGESTED = 3
 
 
 def shipped_recipes() -> tuple[str, ...]:
-    """The names of the recipes that come with reshard, sorted: the files of its folder `shipped`.
+    """Return the names of the recipes that come with reshard, sorted: the files of its folder
+    `shipped`.
 
     >>> "llama" in shipped_recipes()
     True
@@ -48,7 +49,7 @@ def shipped_recipes() -> tuple[str, ...]:
 
 
 def _list_files(folder: Traversable) -> dict[str, Traversable]:
-    """The recipe files of a folder, by the names of the recipes."""
+    """Return the recipe files of a folder, by the names of the recipes."""
     try:
         files = [entry for entry in folder.iterdir() if entry.name.endswith(".toml")]
     except OSError as error:
@@ -57,7 +58,7 @@ def _list_files(folder: Traversable) -> dict[str, Traversable]:
 
 
 def known_recipes() -> tuple[str, ...]:
-    """The names of all recipes: those of plug-ins first, then the shipped ones.
+    """Return the names of all recipes: those of plug-ins first, then the shipped ones.
 
     >>> set(shipped_recipes()) <= set(known_recipes())
     True
@@ -67,7 +68,7 @@ def known_recipes() -> tuple[str, ...]:
 
 @cache
 def _load_added() -> tuple[dict[str, Recipe], tuple[Plugin, ...]]:
-    """The recipes of plug-ins, by name, and the plug-ins that are left out."""
+    """Return the recipes of plug-ins, by name, and the plug-ins that are left out."""
     added: dict[str, Recipe] = {}
     broken = []
     for plugin in load_plugins(RECIPES):
@@ -88,7 +89,7 @@ def _load_added() -> tuple[dict[str, Recipe], tuple[Plugin, ...]]:
 
 
 def _read_added(value: Any) -> dict[str, Recipe]:
-    """The recipes that a plug-in stands for, by name."""
+    """Return the recipes that a plug-in stands for, by name."""
     if isinstance(value, Recipe):
         return {value.name: value}
     if isinstance(value, ModuleType):
@@ -108,14 +109,14 @@ def _read_added(value: Any) -> dict[str, Recipe]:
 
 
 def _load_extended(name: str) -> Recipe:
-    """The recipe that a plug-in's recipe extends."""
+    """Return the recipe that a plug-in's recipe extends."""
     if name not in shipped_recipes():
         raise RecipeError(f"it extends {name!r}, which is no shipped recipe")
     return _load_shipped(name)
 
 
 def load_recipe(name_or_path: str | Path) -> Recipe:
-    """The recipe of a name, shipped or of a plug-in, or of a TOML file.
+    """Return the recipe of a name, shipped or of a plug-in, or of a TOML file.
 
     Text is a path when it ends in `.toml` or holds a `/`; a `Path` always is one.
 
@@ -138,7 +139,7 @@ def _is_path(text: str) -> bool:
 
 
 def _load_file(path: Path, extended_by: tuple[Path, ...]) -> Recipe:
-    """The recipe of a file. What it extends is a shipped name, or a path from its folder."""
+    """Return the recipe of a file. What it extends is a shipped name, or a path from its folder."""
     # The chain of files so far, so that a circle is an error and no endless recursion.
     if path in extended_by:
         raise RecipeError(f"recipe file {path} extends itself; take `extends` out of one file")
@@ -152,7 +153,7 @@ def _load_file(path: Path, extended_by: tuple[Path, ...]) -> Recipe:
 
 
 def choose_recipe(config: Mapping[str, object]) -> Recipe | None:
-    """The recipe for a model, by the `model_type` of its config.json, or None.
+    """Return the recipe for a model, by the `model_type` of its config.json, or None.
 
     >>> choose_recipe({"model_type": "bert"}).name
     'bert'
@@ -178,7 +179,8 @@ class Resemblance(NamedTuple):
 
 
 def find_resembling(names: Iterable[str], config: Config) -> Resemblance | None:
-    """The known recipe whose rules match most of a model's names, if they match half of them.
+    """Return the known recipe whose rules match most of a model's names, if they match half of
+    them.
 
     >>> names = [f"model.layers.{i}.mlp.{name}_proj.weight" for i in (0, 1) for name in ("up", "q")]
     >>> found = find_resembling(names, {"num_hidden_layers": 2})
@@ -218,26 +220,26 @@ def _write_kind(name: str, number: str = "0") -> str:
 
 @cache
 def _extensions() -> dict[str, int]:
-    """How many recipes have all rules of each."""
+    """Return how many recipes have all rules of each."""
     rules = {name: frozenset(_load_known(name).rules) for name in known_recipes()}
     return {name: sum(own <= other for other in rules.values()) for name, own in rules.items()}
 
 
 def _extends(name: str) -> bool:
-    """Whether a shipped recipe takes the rules of another."""
+    """Return whether a shipped recipe takes the rules of another."""
     return name in shipped_recipes() and "extends" in tomllib.loads(
         (SHIPPED / f"{name}.toml").read_text()
     )
 
 
 def _may_count(rule: Rule, config: Config) -> bool:
-    """Whether a rule counts for some layer of a model."""
+    """Return whether a rule counts for some layer of a model."""
     condition = rule.condition
     return condition is None or bool(condition.index_names) or condition.holds(config)
 
 
 def _list_missing(recipe: Recipe, config: Config) -> tuple[str, ...]:
-    """The expressions of a recipe's counts that a config does not answer."""
+    """Return the expressions of a recipe's counts that a config does not answer."""
     counts = [numbering.count for numbering in recipe.numbers.values()]
     counts += [count for one in recipe.coupled.values() for _, count in one.members]
     missing = []

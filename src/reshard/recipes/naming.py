@@ -115,10 +115,10 @@ class Fusion:
     when: str = ""
 
     def __post_init__(self) -> None:
-        for given in (self.members, self.shares):
-            # A text would pass for a tuple of letters.
+        for name, given in (("members", self.members), ("shares", self.shares)):
+            # A string would pass for a tuple of letters.
             if not isinstance(given, list | tuple):
-                raise RecipeError(f"members or shares {given!r}; give a tuple of them")
+                raise RecipeError(f"{name} is {given!r}, a list or tuple was expected")
         members = tuple(self.members)
         object.__setattr__(self, "members", members)
         object.__setattr__(self, "shares", tuple(self.shares) or (1,) * len(members))
@@ -142,31 +142,31 @@ class Fusion:
             )
         if self.when:
             parse_condition(self.when)
-        least = (
-            ("a share", 1, self.shares),
+        for name, minimum, numbers in (
+            ("shares", 1, self.shares),
             ("groups", 1, (self.groups,)),
             ("stacked", 0, (self.stacked,)),
-        )
-        for what, fewest, numbers in (*least, ("dimension", 0, (self.dimension,))):
+            ("dimension", 0, (self.dimension,)),
+        ):
             for number in numbers:
-                if isinstance(number, str) and what != "dimension":
+                if isinstance(number, str) and name != "dimension":
                     parse_expression(number)
-                    continue
-                if isinstance(number, bool) or not isinstance(number, int) or number < fewest:
+                elif isinstance(number, bool) or not isinstance(number, int) or number < minimum:
                     raise RecipeError(
-                        f"{what} of {number!r}; it is a whole number of at least {fewest}"
+                        f"{name} is {number!r}, a whole number of at least {minimum} was expected"
                     )
 
-    def counts(self, config: Mapping[str, object] | None) -> bool:
-        """Whether a model has such a parameter, by its `when`.
+    def applies(self, config: Mapping[str, object] | None) -> bool:
+        """Return whether a model has such a parameter, by its `when`.
 
-        >>> Fusion(("q", "kv"), when="q_rank").counts({"q_rank": None})
+        >>> Fusion(("q", "kv"), when="q_rank").applies({"q_rank": None})
         False
         """
         return not self.when or parse_condition(self.when).holds(config)
 
     def filled_in(self, config: Mapping[str, object] | None) -> Fusion:
-        """The fusion with the numbers of `config`. Raises RecipeError for one that is not there.
+        """Return the fusion with the numbers of `config`. Raises RecipeError for one that
+        is not there.
 
         >>> found = Fusion(("q", "k"), ("heads", "kv|heads"), "kv|heads").filled_in({"heads": 8})
         >>> found.shares, found.groups
@@ -197,7 +197,8 @@ class Fusion:
         return tuple(member.replace("{}", n) for n in numbers for member in self.members)
 
     def shape_of_members(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape that members have together, all of one number, in a parameter of `shape`.
+        """Return the shape that members have together, all of one number, in a parameter of
+        `shape`.
 
         Raises RecipeError for a shape that has too few dimensions, or another number of them
         stacked.
@@ -217,7 +218,7 @@ class Fusion:
         return tuple(own)
 
     def shape_with(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the parameter in which members of one number have `shape` together.
+        """Return the shape of the parameter in which members of one number have `shape` together.
 
         >>> Fusion(("e.{}.down",), stacked=3, transposed=True).shape_with((8, 4))
         (3, 4, 8)
@@ -228,7 +229,7 @@ class Fusion:
         return (self.stacked, *own) if isinstance(self.stacked, int) and self.stacked else (*own,)
 
     def shares_of_group(self, length: int) -> tuple[int, ...]:
-        """How much of each member a group of a fused dimension of `length` has.
+        """Return how much of each member a group of a fused dimension of `length` has.
 
         Raises RecipeError for a length that groups and shares do not divide, and for numbers that
         only a config knows.
@@ -249,7 +250,7 @@ class Fusion:
         return tuple(length // groups * share // total for share in shares)
 
     def member_slices(self, length: int) -> tuple[MemberSlice, ...]:
-        """The slices of a fused dimension of `length` that are members', in order.
+        """Return the slices of a fused dimension of `length` that are members', in order.
 
         Raises RecipeError as `shares_of_group`.
         """
@@ -264,7 +265,8 @@ class Fusion:
         return tuple(found)
 
     def sizes(self, length: int) -> tuple[int, ...]:
-        """The length of each member in a fused dimension of `length`. Raises RecipeError as above.
+        """Return the length of each member in a fused dimension of `length`. Raises
+        RecipeError as above.
 
         >>> Fusion(("gate", "up")).sizes(6)
         (3, 3)
@@ -286,7 +288,7 @@ class ForeignName(NamedTuple):
 
 
 def find_by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning]) -> Meaning:
-    """The entry of the first pattern that a name fits, filled in; the name where none fits.
+    """Return the entry of the first pattern that a name fits, filled in; the name where none fits.
 
     >>> find_by_pattern("layers.3.up", {"layers.*": "decoder.*"})
     'decoder.3.up'
@@ -303,7 +305,7 @@ def find_by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning])
 
 
 def find_foreign_name(name: str, table: Mapping[str, Meaning]) -> ForeignName | None:
-    """The name that a table's convention has for one of a recipe; None where it has none.
+    """Return the name that a table's convention has for one of a recipe; None where it has none.
 
     >>> table = {"*.fc1": Fusion(("*.gate", "*.up")), "*.fc2": "*.down"}
     >>> find_foreign_name("layers.3.down", table).name
@@ -323,7 +325,7 @@ def find_foreign_name(name: str, table: Mapping[str, Meaning]) -> ForeignName | 
 
 @lru_cache(maxsize=1024)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a pattern, with a group for what each `*` stands for.
+    """Return the regular expression of a pattern, with a group for what each `*` stands for.
 
     `{}` is the number of a stack's member, which no group has.
     """
@@ -352,7 +354,7 @@ def fused_spec(
     shapes: Mapping[str, Sequence[int]],
     storage_axes: Collection[Axis] = (),
 ) -> ShardingSpec:
-    """The sharding of the fused parameter `name`.
+    """Return the sharding of the fused parameter `name`.
 
     Args:
         name: for messages.
@@ -428,7 +430,7 @@ def fused_spec(
 
 
 def _cut_stack(name: str, specs: Sequence[ShardingSpec]) -> tuple[DimSpec, _Coordinates]:
-    """The cut of a stack whose tensors are those of `specs`, and where all of it lives."""
+    """Return the cut of a stack whose tensors are those of `specs`, and where all of it lives."""
     mesh, places = specs[0].mesh, [dict(one.only) for one in specs]
     axes = [axis for axis in mesh.axis_names if len({one.get(axis) for one in places}) > 1]
     only = tuple((axis, at) for axis, at in specs[0].only if axis not in axes)
@@ -454,7 +456,7 @@ def _cut_stack(name: str, specs: Sequence[ShardingSpec]) -> tuple[DimSpec, _Coor
 def _find_joint_coordinates(
     places: Sequence[Mapping[str, tuple[int, ...]]], axes: Sequence[str], sizes: Sequence[int]
 ) -> Iterator[int]:
-    """The coordinate over all of some axes together, where a tensor lives at just one."""
+    """Yield the coordinate over all of some axes together, where a tensor lives at just one."""
     for one in places:
         joint = 0
         for axis, size in zip(axes, sizes, strict=True):
@@ -469,7 +471,7 @@ def _find_joint_coordinates(
 def _find_rule(
     groups: int, rules: tuple[CutRule, ...], lengths: tuple[int, ...], parts: int
 ) -> CutRule | str:
-    """The rule of a fused dimension of members of such lengths; or why there is none."""
+    """Return the rule of a fused dimension of members of such lengths; or why there is none."""
     tables = [rule.table(length, parts) for rule, length in zip(rules, lengths, strict=True)]
     sizes = [tuple(table.local_lengths.tolist()) for table in tables]
     # Run tables are interned: `is` says that a rule cuts exactly as another does.
@@ -504,7 +506,7 @@ def _find_rule(
 
 
 def _fits(rule: CutRule, length: int, parts: int, table: RunTable) -> bool:
-    """Whether a rule cuts as the table says."""
+    """Return whether a rule cuts as the table says."""
     try:
         return rule.table(length, parts) is table
     except RuleError:

@@ -95,7 +95,7 @@ def _make_form(suffix: str, *dimensions: str, logical: str = "") -> StoredForm:
 
 
 def _make_module_form(suffix: str, *dimensions: str) -> StoredForm:
-    """A tensor of the module `X` that has the weight `X.weight`."""
+    """Return a tensor of the module `X` that has the weight `X.weight`."""
     return StoredForm(suffix, ".weight", dimensions)
 
 
@@ -287,7 +287,7 @@ class StoredDimension:
     indices: int = 1
 
     def length_of(self, length: int) -> int:
-        """The stored length for a logical one: whole groups."""
+        """Return the stored length for a logical one: whole groups."""
         return -(-length // self.elements) * self.indices
 
 
@@ -314,7 +314,7 @@ class QuantizedWeight:
     uncut: Mapping[int, str]
 
     def renamed(self, names: Mapping[str, str]) -> QuantizedWeight:
-        """The same of other names, by those that it has."""
+        """Return the same of other names, by those that it has."""
         return QuantizedWeight(
             names[self.name],
             self.shape,
@@ -327,7 +327,7 @@ class QuantizedWeight:
 
 
 def quantization_config(config: Mapping[str, object] | None) -> Mapping[str, Any]:
-    """What a config.json, or the config of its language model, says of quantisation.
+    """Return what a config.json, or the config of its language model, says of quantisation.
 
     >>> quantization_config({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
     {'quant_method': 'fp8'}
@@ -350,7 +350,7 @@ def find_quantized(
     *,
     is_lenient: bool = False,
 ) -> dict[str, QuantizedWeight]:
-    """The quantised weights among stored tensors, by logical name.
+    """Return the quantised weights among stored tensors, by logical name.
 
     Args:
         shapes: of all stored tensors.
@@ -402,7 +402,7 @@ def find_quantized(
 
 
 def known_methods() -> str:
-    """The methods of quantisation that are known, as text."""
+    """Return the methods of quantisation that are known, as text."""
     return ", ".join(dict.fromkeys(method.name for method in METHODS))
 
 
@@ -469,13 +469,13 @@ class _Finder:
         self._known: dict[tuple[Any, ...], tuple[QuantizedWeight, tuple[str, ...]]] = {}
 
     def is_of(self, logical: str, needed: Collection[End], lacking: Collection[End]) -> bool:
-        """Whether all that a method needs is there, and nothing that it lacks."""
+        """Return whether all that a method needs is there, and nothing that it lacks."""
         return all(_make_stored_name(logical, *end) in self.shapes for end in needed) and not any(
             _make_stored_name(logical, *end) in self.shapes for end in lacking
         )
 
     def resolve(self, method: Method, logical: str) -> QuantizedWeight | str:
-        """The weight, or why its stored tensors do not fit together."""
+        """Return the weight, or why its stored tensors do not fit together."""
         # Layers repeat: weights whose stored tensors have equal shapes differ in names only.
         ends = [(form.suffix, form.logical) for form in method.forms]
         ends += _find_ends(method, [end for end, _ in method.uncut])
@@ -579,7 +579,9 @@ class _Finder:
                 yield item, name, size
 
     def _find_length(self, word: str, items: Mapping[str, list[str]]) -> int:
-        """The logical length that a stored dimension has exactly, or in the smallest groups."""
+        """Return the logical length that a stored dimension has exactly, or in the smallest
+        groups.
+        """
         packed: list[tuple[int, int]] = []
         for item, _, size in self._list_items(items):
             if item == word:
@@ -592,7 +594,7 @@ class _Finder:
         return self._find_packed_length(word, items)
 
     def _find_packed_length(self, word: str, items: Mapping[str, list[str]]) -> int:
-        """The length that the bits of config.json give a packed dimension."""
+        """Return the length that the bits of config.json give a packed dimension."""
         listed = list(self._list_items(items))
         sizes = [(name, size) for item, name, size in listed if item == f"{word}/pack"]
         scales = [size for item, _, size in listed if item == f"{word}~"]
@@ -617,7 +619,7 @@ class _Finder:
         method: Method,
         leading: int,
     ) -> StoredDimension:
-        """What a stored dimension of length `size` is, by its text."""
+        """Return what a stored dimension of length `size` is, by its text."""
         if item in ("*", ""):
             return StoredDimension(None)
         word, _, per = item.rstrip("~").partition("/")
@@ -668,7 +670,7 @@ class _Finder:
     def _read_flat(
         self, name: str, per: str, size: int, lengths: Mapping[str, int]
     ) -> StoredDimension:
-        """A dimension over all elements: rows of the weight that are whole indices of it."""
+        """Return a dimension over all elements: rows of the weight that are whole indices of it."""
         out, inner = lengths["out"], lengths["in"]
         total = out * inner
         if per == "pack":
@@ -685,7 +687,7 @@ class _Finder:
 
 
 def _collect(given: object, keys: Collection[str]) -> list[Any]:
-    """The values of keys anywhere in a config, outer ones first."""
+    """Return the values of keys anywhere in a config, outer ones first."""
     found: list[Any] = []
     if isinstance(given, Mapping):
         found += [value for key, value in given.items() if key in keys]
@@ -695,12 +697,14 @@ def _collect(given: object, keys: Collection[str]) -> list[Any]:
 
 
 def _make_stored_name(logical: str, suffix: str, replaced: str) -> str | None:
-    """A stored tensor's name; None where the logical one does not end as it should."""
+    """Return a stored tensor's name; None where the logical one does not end as it should."""
     return logical.removesuffix(replaced) + suffix if logical.endswith(replaced) else None
 
 
 def _find_ends(method: Method, suffixes: Iterable[str]) -> list[End]:
-    """The ends of the stored tensors of a method that end so, with what they stand in place of."""
+    """Return the ends of the stored tensors of a method that end so, with what they stand in
+    place of.
+    """
     replaced = {form.suffix: form.logical for form in reversed(method.forms)}
     return [(end, replaced.get(end, ".weight" if end[:1] == "." else "")) for end in suffixes]
 

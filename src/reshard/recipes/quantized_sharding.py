@@ -60,7 +60,7 @@ _MOST_SIZES = 256
 
 
 def move_rule(rule: CutRule, group: int) -> CutRule:
-    """A cut rule that keeps groups whole, where it is free to.
+    """Return a cut rule that keeps groups whole, where it is free to.
 
     >>> move_rule(Ceil(unit=64), 96).text
     'unit192'
@@ -81,7 +81,7 @@ def move_rule(rule: CutRule, group: int) -> CutRule:
 
 
 def at_groups(dim: DimSpec, group: int) -> DimSpec:
-    """A dimension's cut with the rules that are free moved to whole groups."""
+    """Return a dimension's cut with the rules that are free moved to whole groups."""
     if group == 1:
         return dim
     levels = [Level(level.axes, move_rule(level.rule, group)) for level in dim.levels]
@@ -89,7 +89,7 @@ def at_groups(dim: DimSpec, group: int) -> DimSpec:
 
 
 def find_cut_group(table: RunTable, group: int) -> tuple[int, int, int] | None:
-    """The first part that has a group in part: `(part, start, stop)`; None where none has.
+    """Return the first part that has a group in part: `(part, start, stop)`; None where none has.
 
     >>> find_cut_group(Ceil().table(384, 2), 128)
     (0, 0, 192)
@@ -105,7 +105,8 @@ def find_cut_group(table: RunTable, group: int) -> tuple[int, int, int] | None:
 
 
 def describe_cut_group(dim: DimSpec, mesh: DeviceMesh, length: int, group: int) -> str | None:
-    """Where a cut goes through a group, and which sizes of the axes would do; None if nowhere.
+    """Return where a cut goes through a group, and which sizes of the axes would do; None if
+    nowhere.
 
     >>> mesh = DeviceMesh.of(tp=4)
     >>> print(describe_cut_group(DimSpec([Level(["tp"], Heads(8))]), mesh, 8 * 96, 128))
@@ -129,7 +130,7 @@ def describe_cut_group(dim: DimSpec, mesh: DeviceMesh, length: int, group: int) 
 
 
 def _find_sizes(rule: CutRule, length: int, group: int, parts: int) -> list[int]:
-    """The numbers of parts up to about `parts` that cut no group, and heads evenly."""
+    """Return the numbers of parts up to about `parts` that cut no group, and heads evenly."""
     found = []
     for size in range(1, min(max(parts, 8), _MOST_SIZES) + 1):
         if isinstance(rule, Heads) and rule.count % size:
@@ -146,7 +147,7 @@ def _find_sizes(rule: CutRule, length: int, group: int, parts: int) -> list[int]
 def in_groups(
     dim: DimSpec, mesh: DeviceMesh, length: int, stored: StoredDimension, stored_length: int
 ) -> DimSpec:
-    """The cut of a stored dimension where the logical one of `length` is cut as `dim`.
+    """Return the cut of a stored dimension where the logical one of `length` is cut as `dim`.
 
     Where a group is on several ranks (which is refused, or asked for), each of them has it.
 
@@ -187,7 +188,7 @@ def in_groups(
 
 
 def _scale_rule(rule: CutRule, elements: int, indices: int) -> list[CutRule]:
-    """Rules that may be `rule` in stored indices; most often the first is."""
+    """Return rules that may be `rule` in stored indices; most often the first is."""
     if isinstance(rule, Ceil):
         unit = math.lcm(rule.unit, elements) // elements * indices
         return list(dict.fromkeys([Ceil(unit), Ceil()]))
@@ -204,7 +205,9 @@ def _scale_rule(rule: CutRule, elements: int, indices: int) -> list[CutRule]:
 
 
 def _find_touched(table: RunTable, elements: int, indices: int, stored_length: int) -> CutRule:
-    """What each part touches, as sizes where these are apart, and as windows where they overlap."""
+    """Return what each part touches, as sizes where these are apart, and as windows where they
+    overlap.
+    """
     windows: list[tuple[int, int]] = []
     for part in range(table.parts):
         runs: Sequence[tuple[int, int, int, int]] = [
@@ -271,7 +274,9 @@ class FoldedWeights:
         return found
 
     def itemsizes_bytes(self, stored: Mapping[str, int]) -> dict[str, float]:
-        """Bytes of an element of each tensor; of a logical weight those of all that is stored."""
+        """Return bytes of an element of each tensor; of a logical weight those of all that
+        is stored.
+        """
         sizes: dict[str, float] = {n: size for n, size in stored.items() if n in self.stored}
         for name, weight in self.weights.items():
             total = sum(math.prod(self.stored[one]) * stored[one] for one in weight.members)
@@ -279,7 +284,7 @@ class FoldedWeights:
         return sizes
 
     def with_units(self, recipe: Recipe, matched: Mapping[str, Rule]) -> Recipe:
-        """The recipe with its cuts by name moved to the groups of the weights that they cut.
+        """Return the recipe with its cuts by name moved to the groups of the weights that they cut.
 
         Args:
             recipe: whose rules they are.
@@ -303,13 +308,13 @@ class FoldedWeights:
         return dataclasses.replace(recipe, cuts={**recipe.cuts, **moved}) if moved else recipe
 
     def align(self, name: str, sharding: ShardingSpec) -> ShardingSpec:
-        """The sharding of a logical weight, at its groups where it is free."""
+        """Return the sharding of a logical weight, at its groups where it is free."""
         weight = self.weights[name]
         groups = tuple(1 if d in weight.uncut else n for d, n in enumerate(weight.groups))
         return _align(sharding, groups)
 
     def describe_cut_groups(self, name: str, sharding: ShardingSpec) -> Iterator[str]:
-        """Where a weight's sharding goes through groups, with what would do."""
+        """Yield where a weight's sharding goes through groups, with what would do."""
         weight = self.weights[name]
         for d, cause, found in _find_cut_groups(
             sharding, weight.shape, weight.groups, tuple(weight.uncut)
@@ -327,7 +332,9 @@ class FoldedWeights:
                 )
 
     def spread(self, name: str, sharding: ShardingSpec) -> dict[str, tuple[ShardingSpec, Layout]]:
-        """The shardings and layouts of a weight's stored tensors, from that of the logical one."""
+        """Return the shardings and layouts of a weight's stored tensors, from that of the
+        logical one.
+        """
         weight = self.weights[name]
         return {
             member: _lay_out_stored(sharding, weight.shape, dims, self.stored[member])
@@ -337,7 +344,7 @@ class FoldedWeights:
 
 
 def _list_named_cuts(spec: str, ndim: int) -> list[tuple[int, str]]:
-    """The dimensions of a spec's text that are cut by names in braces, with the names.
+    """Return the dimensions of a spec's text that are cut by names in braces, with the names.
 
     >>> _list_named_cuts("ep / fsdp, etp@{feed_forward}@blocks[{a},{b}], ...", 4)
     [(1, 'feed_forward'), (1, 'a'), (1, 'b')]
@@ -365,7 +372,7 @@ def _align(sharding: ShardingSpec, groups: tuple[int, ...]) -> ShardingSpec:
 def _find_cut_groups(
     sharding: ShardingSpec, shape: Shape, groups: tuple[int, ...], uncut: tuple[int, ...]
 ) -> tuple[tuple[int, str, str], ...]:
-    """The dimensions that a sharding cuts through groups: over what, or how, as text.
+    """Return the dimensions that a sharding cuts through groups: over what, or how, as text.
 
     The first is said of dimensions that cannot be cut at all, the second of the others.
     """
@@ -385,7 +392,7 @@ def _find_cut_groups(
 def _lay_out_stored(
     sharding: ShardingSpec, shape: Shape, dims: tuple[StoredDimension, ...], stored: Shape
 ) -> tuple[ShardingSpec, Layout]:
-    """The sharding of a stored tensor of shape `stored`, and its layout."""
+    """Return the sharding of a stored tensor of shape `stored`, and its layout."""
     found = []
     for one, length in zip(dims, stored, strict=True):
         if one.dimension is None:

@@ -26,43 +26,42 @@ from reshard.cut_rules import split_outside_brackets
 from reshard.errors import LayoutError, MeshError, RecipeError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.recipes.coupling import Coupling
-from reshard.recipes.expressions import parse_expression, variables
+from reshard.recipes.expressions import BRACES, find_expressions, parse_expression
 from reshard.recipes.layer_placement import Numbering, check_cut
 from reshard.recipes.naming import Fusion
 from reshard.recipes.rules import Rule
 
-# The names that axes of data parallelism and of weights divided among its ranks have.
+# Axes that divide the storage of weights: what they shard is gathered before computing.
 STORAGE_AXES = ("fsdp", "dp")
-# The names of axes whose ranks have copies of the weights: of data and context parallelism.
+# Axes along which weights are replicated: data and context parallelism.
 REPLICA_AXES = ("dp", "cp")
-_BRACES = re.compile(r"\{([^{}]*)\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Rules for the tensors of a kind of model.
+    """A set of rules for the tensors of a kind of model.
 
     Args:
         name: for people and messages.
-        description: one line on what it is for.
-        model_types: the `model_type` in config.json of the models it is for.
-        axes: the axes its rules may name.
-        rules: in order; the first that matches a tensor decides it.
-        cuts: cut rules by name, for rules that say `tp@{name}`.
-        numbers: what the numbers in its patterns count, by their names. A rule that says
-            `ep@{expert}` cuts a dimension as these are dealt out.
-        coupled: what operators need cut together, for rules that say `tp@{heads.query}`.
-        storage: the axes that divide storage only: what they cut is gathered before computing.
-        replicas: the axes whose ranks hold copies where no rule shards over them.
-        sizes: expressions of config.json by name, for rules that say `{name}`.
-        stand_ins: for an axis, the one whose mesh axes it takes where the mesh lacks it.
-        mesh_axes: for an axis, the axes of the mesh that it is mapped to, separated by spaces.
-        names: by convention, what each name or pattern of it is in the recipe's names: a name, or
-            a `Fusion` of names.
+        description: one line about its purpose.
+        model_types: the `model_type` in config.json of its models.
+        axes: the axes that its rules may name.
+        rules: in order; a tensor takes the first that matches.
+        cuts: cut rules by name, for rules with `tp@{name}`.
+        numbers: the numberings of the numbers in its patterns, by name. A rule with `ep@{expert}`
+            shards a dimension as these are divided.
+        coupled: couplings by name, for rules with `tp@{heads.query}`.
+        storage: the axes that divide storage only: what they shard is gathered before computing.
+        replicas: the axes whose ranks hold copies unless a rule shards over them.
+        sizes: expressions of config.json by name, for rules with `{name}`.
+        stand_ins: for an axis, another whose mesh axes it takes if the mesh lacks it.
+        mesh_axes: for an axis, the mesh axes it is mapped to, separated by spaces.
+        names: by convention, the name in this recipe, or the `Fusion` of names, for each name or
+            pattern of the convention.
 
     Raises:
-        RecipeError: no name, no rules, axes that cannot be, or a name in a rule, a numbering, a
-            stand-in or a mapping that is not there.
+        RecipeError: no name, no rules, invalid axes, or an undefined name in a rule, a numbering, a
+            stand-in or a mapping.
 
     >>> Recipe("rows", "", (), ("tp",), (Rule("*", "tp, ..."),)).axes
     ('tp',)
@@ -111,17 +110,17 @@ class Recipe:
         ):
             if axis not in self.axes:
                 raise RecipeError(
-                    f"recipe {self.name!r}: {what} is of axis {axis!r}; its axes are "
+                    f"recipe {self.name!r}: {what} refers to axis {axis!r}; its axes are "
                     f"{', '.join(self.axes)}"
                 )
         for rule in self.rules:
             for number in (*rule.numbers, *(number for number, _ in rule.at)):
                 if number not in self.numbers:
                     raise RecipeError(
-                        f"recipe {self.name!r}, rule `{rule}`: nothing says what {number!r} "
-                        f"numbers; add a table [numbers.{number}] with `axis` and `count`"
+                        f"recipe {self.name!r}, rule `{rule}`: the number {number!r} is "
+                        f"undefined; add a table [numbers.{number}] with `axis` and `count`"
                     )
-            for variable in variables(rule.spec):
+            for variable in find_expressions(rule.spec):
                 coupling, dot, _ = variable.text.partition(".")
                 if dot and coupling in self.coupled and variable.text not in self.words:
                     members = ", ".join(name for name, _ in self.coupled[coupling].members)
@@ -132,18 +131,18 @@ class Recipe:
 
     @property
     def words(self) -> dict[str, str]:
-        """What rules name in braces: cuts, cuts of numbers, coupled ones, and sizes."""
-        found = {name: one.cut for name, one in self.numbers.items()} | dict(self.cuts)
+        """The texts that rules name in braces: cuts, numberings, couplings and sizes."""
+        found = {name: numbering.cut for name, numbering in self.numbers.items()} | dict(self.cuts)
         found |= {name: f"{{{size}}}" for name, size in self.sizes.items()}
         for name, coupling in self.coupled.items():
             found |= coupling.words(name)
         return found
 
     def with_options(self, options: Mapping[str, str]) -> Recipe:
-        """The recipe with what a user chooses: cuts, cuts of numbers, and axes of the mesh.
+        """Return the recipe with a user's cuts, cuts of numbers, and mesh axes.
 
         Raises:
-            RecipeError: a name that is none of these, or a cut that is none.
+            RecipeError: a name that is not an option, or text that is not a cut rule.
 
         >>> rules = (Rule("embed", "tp@{vocabulary}, -"),)
         >>> recipe = Recipe("r", "", (), ("tp",), rules, cuts={"vocabulary": "ceil"})
@@ -168,15 +167,15 @@ class Recipe:
     def expect_options_read(
         self, options: Iterable[str], mesh: DeviceMesh, deciding: Iterable[Rule]
     ) -> None:
-        """Refuse options that no rule reads.
+        """Raise an error for options that have no effect.
 
         Args:
-            options: the names of those that the user chose.
+            options: the names of the user's options.
             mesh: the devices.
             deciding: the rules that decide tensors.
 
         Raises:
-            UsageError: an option that none of these rules reads over this mesh.
+            UsageError: an option that is not used by any of these rules over this mesh.
 
         >>> rules = (Rule("embed", "tp@{vocabulary}, -"),)
         >>> recipe = Recipe("r", "", (), ("tp", "pp"), rules, cuts={"vocabulary": "ceil"})
@@ -192,14 +191,14 @@ class Recipe:
             is_axis = name not in self.cuts and name not in self.numbers
             axes_by_rule = {rule: self._find_axes(rule, name) for rule in self.rules}
             readers = [rule for rule, axes in axes_by_rule.items() if axes]
-            # An axis that the option maps to no axis of the mesh is read all the same.
+            # An option that maps an axis to no mesh axis has an effect as well.
             effective = [
                 rule
                 for rule in readers
                 if is_axis or any(mapping[axis] for axis in axes_by_rule[rule])
             ]
             if effective:
-                reason = f"rules such as `{effective[0]}` read it, and none decides a tensor here"
+                reason = f"it is for rules such as `{effective[0]}`, which match no tensor here"
             elif readers:
                 axes = sorted({axis for rule in readers for axis in axes_by_rule[rule]})
                 reason = (
@@ -207,23 +206,23 @@ class Recipe:
                     "has no such axis"
                 )
             else:
-                reason = "no rule of the recipe reads it"
+                reason = "no rule of the recipe uses it"
             option = f"the option {name!r} of the recipe {self.name!r}"
             check_used(option, not decided.isdisjoint(effective), reason)
 
     def _find_axes(self, rule: Rule, option: str) -> set[str]:
-        """Return the axes over which a rule shards by an option; none if it does not read it."""
+        """Return the axes over which a rule shards by an option, empty if it does not use it."""
         numbered = {*rule.numbers, *(number for number, _ in rule.at)}
         if option in self.axes:
-            # An axis that the mesh lacks takes what its stand-in is mapped to.
+            # An axis that the mesh lacks is mapped as its stand-in.
             own = {option, *(axis for axis, other in self.stand_ins.items() if other == option)}
-            named = {*re.findall(r"\w+", _BRACES.sub("", rule.spec))}
-            return own & (named | {self.numbers[one].axis for one in numbered & {*self.numbers}})
+            named = {*re.findall(r"\w+", BRACES.sub("", rule.spec))}
+            return own & (named | {self.numbers[name].axis for name in numbered & {*self.numbers}})
         if option in numbered:
             return {self.numbers[option].axis}
         found = set()
-        # The expressions in other braces have `/` and `,` of their own.
-        spec = _BRACES.sub(lambda one: "<>" if one[1].strip() == option else "", rule.spec)
+        # Expressions in other braces may contain `/` and `,`.
+        spec = BRACES.sub(lambda braces: "<>" if braces[1].strip() == option else "", rule.spec)
         for item in split_outside_brackets(spec, ","):
             for level in split_outside_brackets(item, "/"):
                 axes, _, cut = level.partition("@")
@@ -233,17 +232,16 @@ class Recipe:
     def naming(
         self, convention: str, config: Mapping[str, object] | None = None
     ) -> dict[str, str | Fusion]:
-        """The recipe's names for those of a convention, such as `megatron`.
+        """Return the recipe's names for those of a convention, such as `megatron`.
 
         A table for `refit(source_names=...)` and `refit(target_names=...)`.
 
         Args:
-            convention: whose names.
+            convention: its key in `names`.
             config: the model's config.json, for the numbers of fused parameters.
 
         Raises:
-            RecipeError: a convention that the recipe has no names of, or a number that the
-                config has not.
+            RecipeError: an unknown convention, or a number missing in the config.
 
         >>> names = {"theirs": {"*.fc": Fusion(("*.gate", "*.up"))}}
         >>> recipe = Recipe("r", "", (), ("tp",), (Rule("*", "..."),), names=names)
@@ -253,20 +251,20 @@ class Recipe:
         if convention not in self.names:
             known = ", ".join(self.names) or "none"
             raise RecipeError(
-                f"recipe {self.name!r} has no names of {convention!r}; it has those of: {known}. "
+                f"recipe {self.name!r} has no names of {convention!r}; it has names of: {known}. "
                 f"Add a table [names.{convention}], or give a table of your own"
             )
         return {
             theirs: own.filled_in(config) if isinstance(own, Fusion) else own
             for theirs, own in self.names[convention].items()
-            if not isinstance(own, Fusion) or own.counts(config)
+            if not isinstance(own, Fusion) or own.applies(config)
         }
 
     def map_axes(self, mesh: DeviceMesh) -> dict[str, tuple[Axis, ...]]:
-        """The axes of a mesh that each axis of the recipe is mapped to, major to minor.
+        """Return the mesh axes that each axis of the recipe is mapped to, major to minor.
 
         Raises:
-            RecipeError: a mapping to an axis that the mesh has not.
+            RecipeError: a mapping to an axis that is missing in the mesh.
 
         >>> rules = (Rule("*", "..."),)
         >>> recipe = Recipe("r", "", (), ("tp", "etp"), rules, stand_ins={"etp": "tp"})
@@ -279,8 +277,8 @@ class Recipe:
         if axis in self.mesh_axes:
             try:
                 found = tuple(Axis.parse(word) for word in self.mesh_axes[axis].split())
-                for one in found:
-                    mesh.axis_size(one)
+                for mesh_axis in found:
+                    mesh.axis_size(mesh_axis)
             except LayoutError as error:
                 raise RecipeError(
                     f"recipe {self.name!r}: axis {axis!r} cannot be mapped to "
@@ -292,12 +290,12 @@ class Recipe:
         stand_in = self.stand_ins.get(axis)
         if stand_in is None or stand_in not in others:
             return ()
-        # Without itself among the others, so that stand-ins for each other come to an end.
+        # Excluding itself, so that stand-ins for each other terminate.
         return self._map_axis(mesh, stand_in, tuple(name for name in others if name != axis))
 
 
 def parse_options(options: Mapping[str, str] | Iterable[str]) -> dict[str, str]:
-    """Options by name, from themselves or from texts `name=value`.
+    """Return options by name, given as a mapping or as texts `name=value`.
 
     Raises:
         RecipeError: text without `=`, or a name twice.

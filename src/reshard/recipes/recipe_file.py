@@ -4,11 +4,11 @@
 
     name = "my-moe"
     description = "What it is for"      # optional
-    model_types = ["my_moe"]            # optional: `model_type` of the models it is for
+    model_types = ["my_moe"]            # optional: `model_type` in config.json
     extends = "llama"                   # optional: a shipped recipe, or the path of a file
     axes = ["tp", "fsdp", "etp", "pp"]  # the axes its rules may name
-    storage = ["fsdp", "dp"]            # optional: those that only divide storage
-    replicas = ["dp", "cp"]             # optional: those whose ranks may hold copies of all
+    storage = ["fsdp", "dp"]            # optional: axes that only divide storage
+    replicas = ["dp", "cp"]             # optional: axes along which everything may be replicated
 
     [cuts]                              # optional: cut rules that users may replace
     vocabulary = "ceil"
@@ -16,40 +16,40 @@
     [stand_ins]                         # optional: in place of an axis that the mesh lacks
     etp = "tp"
 
-    [numbers.layer]                     # optional: what {layer} in a pattern counts
-    axis = "pp"                         # the axis that deals the layers out,
-    count = "num_hidden_layers"         # how many there are, by config.json,
+    [numbers.layer]                     # optional: the meaning of {layer} in patterns
+    axis = "pp"                         # the axis over which layers are divided,
+    count = "num_hidden_layers"         # their number in config.json,
     cut = "balanced"                    # optional: by which rule ("ceil"), or "bytes"
     beyond_last = true                  # optional: later ones live with the last (false)
     behind = ["mtp.*"]                  # optional: names whose tensors all live with the last
 
-    [coupled.heads]                     # optional: what an operator needs cut together,
-    query = "num_attention_heads"       # the unit first: how many there are, by config.json,
+    [coupled.heads]                     # optional: what an operator needs sharded together,
+    query = "num_attention_heads"       # the unit first: its count in config.json,
     key_value = "num_key_value_heads"   # for rules with tp@{heads.query} (see
                                         # `reshard.recipes.coupling`)
 
     [sizes]                             # optional: expressions that several rules use
     inner = "num_heads * head_dim"
 
-    [[rules]]                           # the first that matches a tensor decides it
+    [[rules]]                           # a tensor takes the first that matches
     pattern = "*embed_tokens.weight"
     spec = "tp@{vocabulary}, -"
-    at = { layer = ["first", "last"] }  # optional: where it lives, with no number in its name
+    at = { layer = ["first", "last"] }  # optional: where it lives if its name has no number
     when = "tie_word_embeddings"        # optional: a condition on config.json
-    note = "tied with the output layer" # optional: what users should know
+    note = "tied with the output layer" # optional: shown to users
 
-    [names.megatron]                    # optional: what names elsewhere are here
+    [names.megatron]                    # optional: names in other programs, and their names here
     "output_layer.weight" = "lm_head.weight"
     "decoder.layers.*.mlp.linear_fc1.weight" = { members = [
         "model.layers.*.mlp.gate_proj.weight", "model.layers.*.mlp.up_proj.weight"] }
 
-A recipe that extends another has its own rules first and then the other's, and so its names; its
-cuts, stand-ins, numbers, sizes and members of couplings come over those of the same name, and its
-axes, storage axes and replica axes, if it has any, replace the other's.
+A recipe that extends another has its own rules and names first, then those of the other. Its
+cuts, stand-ins, numbers, sizes and members of couplings override those of the same name, and its
+axes, storage axes and replica axes, if any, replace those of the other.
 
 A table of fused members may have `shares`, `groups`, `dimension`, `stacked`, `transposed`
 and `when` (`reshard.recipes.naming`). Counts, shares, groups and stacked are expressions of
-config.json (`reshard.recipes.expressions`), all but counts also numbers; conditions are of
+config.json (`reshard.recipes.expressions`), and all but counts may be numbers; conditions are in
 `reshard.recipes.expressions`.
 """
 
@@ -63,7 +63,7 @@ from reshard.errors import RecipeError
 from reshard.recipes.coupling import Coupling
 from reshard.recipes.layer_placement import Numbering
 from reshard.recipes.naming import Fusion
-from reshard.recipes.recipe import REPLICA_AXES, STORAGE_AXES, Recipe
+from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
 
 _REQUIRED_KEYS = ("name", "axes", "rules")
@@ -81,16 +81,16 @@ class _ReadableFile(Protocol):
 
 
 def read_recipe(file: _ReadableFile, where: str, load: Callable[[str], Recipe]) -> Recipe:
-    """The recipe in `file`.
+    """Read the recipe in `file`.
 
-    Args:
-        file: to read.
-        where: what to call it in errors.
-        load: finds the recipe that this one extends.
+       Args:
+           file: the TOML file.
+           where: its name in errors.
+           load: returns the recipe that this recipe extends.
 
-    Raises:
-        RecipeError: a file that cannot be read, is not TOML, has keys that are unknown, missing
-            or of the wrong type, or describes a recipe that cannot be.
+       Raises:
+           RecipeError: a file that cannot be read, is not TOML, has keys that are unknown, missing
+    or of the wrong type, or describes an invalid recipe.
     """
     try:
         table = tomllib.loads(file.read_bytes().decode())
@@ -101,49 +101,47 @@ def read_recipe(file: _ReadableFile, where: str, load: Callable[[str], Recipe]) 
         ) from error
     except ValueError as error:
         raise RecipeError(f"recipe file {where} is not TOML: {error}; correct it there") from error
-    return _TableReader(where).recipe(table, load)
+    return _TableReader(where).read_recipe(table, load)
 
 
 class _TableReader:
-    """Turns tables into values; `where` names the file in errors."""
+    """A reader of TOML tables; `where` is the name of the file in errors."""
 
     def __init__(self, where: str) -> None:
         self._where = where
 
-    def recipe(self, table: dict[str, Any], load: Callable[[str], Recipe]) -> Recipe:
+    def read_recipe(self, table: dict[str, Any], load: Callable[[str], Recipe]) -> Recipe:
         extends = "extends" in table
-        # What it extends has axes and rules already.
+        # The extended recipe has axes and rules already.
         required = ("name",) if extends else _REQUIRED_KEYS
         optional = (*_OPTIONAL_KEYS, "axes", "rules") if extends else _OPTIONAL_KEYS
         self._check_keys(table, required, optional)
         base = load(self._expect_text(table["extends"], "extends")) if extends else None
-        rules = self._read_rules(table.get("rules", []))
         try:
-            return Recipe(
-                self._expect_text(table["name"], "name"),
-                self._expect_text(table.get("description", ""), "description"),
-                self._expect_texts(table.get("model_types", []), "model_types"),
-                self._expect_texts(table["axes"], "axes")
-                if "axes" in table or not base
-                else base.axes,
-                rules + (base.rules if base else ()),
-                dict(base.cuts if base else {}) | self._expect_text_table(table, "cuts"),
-                dict(base.numbers if base else {}) | self._read_numbers(table),
-                dict(base.stand_ins if base else {}) | self._expect_text_table(table, "stand_ins"),
-                names=self._read_names(table, base.names if base else {}),
-                coupled=self._read_couplings(table, base.coupled if base else {}),
-                sizes=dict(base.sizes if base else {}) | self._expect_text_table(table, "sizes"),
-                storage=self._expect_texts(table["storage"], "storage")
-                if "storage" in table
-                else (base.storage if base else STORAGE_AXES),
-                replicas=self._expect_texts(table["replicas"], "replicas")
-                if "replicas" in table
-                else (base.replicas if base else REPLICA_AXES),
-            )
+            return Recipe(**self._read_fields(table, base))
         except RecipeError as error:
             if self._where in str(error):
                 raise
             raise RecipeError(f"recipe file {self._where}: {error}") from error
+
+    def _read_fields(self, table: dict[str, Any], base: Recipe | None) -> dict[str, Any]:
+        """Return the arguments of a recipe: its own values over those of the extended recipe."""
+        fields: dict[str, Any] = {
+            name: self._expect_text(table.get(name, ""), name) for name in ("name", "description")
+        }
+        fields["model_types"] = self._expect_texts(table.get("model_types", []), "model_types")
+        for name in ("axes", "storage", "replicas"):
+            if name in table:
+                fields[name] = self._expect_texts(table[name], name)
+            elif base:
+                fields[name] = getattr(base, name)
+        for name in ("cuts", "stand_ins", "sizes"):
+            fields[name] = {**getattr(base, name, {}), **self._expect_text_table(table, name)}
+        fields["rules"] = self._read_rules(table.get("rules", [])) + (base.rules if base else ())
+        fields["numbers"] = {**(base.numbers if base else {}), **self._read_numbers(table)}
+        fields["coupled"] = self._read_couplings(table, base.coupled if base else {})
+        fields["names"] = self._read_names(table, base.names if base else {})
+        return fields
 
     def _read_rules(self, value: object) -> tuple[Rule, ...]:
         if not isinstance(value, list):
@@ -191,7 +189,7 @@ class _TableReader:
     def _read_couplings(
         self, table: dict[str, Any], base: Mapping[str, Coupling]
     ) -> dict[str, Coupling]:
-        """Couplings; own members over those of the recipe that is extended."""
+        """Read couplings; their members override those of the extended recipe."""
         couplings = dict(base)
         tables = self._expect_table(table.get("coupled", {}), "coupled")
         for name in tables:
@@ -209,7 +207,7 @@ class _TableReader:
     def _read_names(
         self, table: dict[str, Any], base: Mapping[str, Mapping[str, str | Fusion]]
     ) -> dict[str, Mapping[str, str | Fusion]]:
-        """The names of every convention; own ones before those of the recipe that is extended."""
+        """Read the names of all conventions, before those of the extended recipe."""
         found = dict(base)
         for convention, given in self._expect_table(table.get("names", {}), "names").items():
             key = f"names.{convention}"
@@ -219,7 +217,7 @@ class _TableReader:
                 else self._expect_text(value, f"{key}.{theirs}")
                 for theirs, value in self._expect_table(given, key).items()
             }
-            # Own names first, for patterns are tried in order.
+            # Patterns are tried in order, so own names come first.
             found[convention] = own | {
                 n: v for n, v in found.get(convention, {}).items() if n not in own
             }
@@ -227,28 +225,10 @@ class _TableReader:
 
     def _read_fusion(self, table: dict[str, Any], key: str) -> Fusion:
         self._check_keys(table, *_FUSION_KEYS, f"{key}.")
-        shares, groups = table.get("shares", []), table.get("groups", 1)
-        dimension, stacked = table.get("dimension", 0), table.get("stacked", 0)
-        transposed = table.get("transposed", False)
-        if not isinstance(shares, list):
-            raise self._make_error(
-                f"{key}.shares", shares, "a list of numbers or expressions of config.json"
-            )
-        for what, value, kinds in (
-            *(("shares", share, int | str) for share in shares),
-            ("groups", groups, int | str),
-            ("stacked", stacked, int | str),
-            ("dimension", dimension, int),
-        ):
-            # `true` is an int of Python.
-            if not isinstance(value, kinds) or isinstance(value, bool):
-                raise self._make_error(f"{key}.{what}", value, "a number, or text in quotes")
-        if not isinstance(transposed, bool):
-            raise self._make_error(f"{key}.transposed", transposed, "true or false")
+        members = self._expect_texts(table["members"], key)
+        when = self._expect_text(table.get("when", ""), f"{key}.when")
         try:
-            members = self._expect_texts(table["members"], key)
-            when = self._expect_text(table.get("when", ""), f"{key}.when")
-            return Fusion(members, tuple(shares), groups, dimension, stacked, transposed, when)
+            return Fusion(**{**table, "members": members, "when": when})
         except RecipeError as error:
             raise RecipeError(f"recipe file {self._where}, {key}: {error}") from error
 

@@ -127,7 +127,7 @@ class ReshardingPlan:
 
     @classmethod
     def of_job(cls, job: Job, source_world_size: int, target_world_size: int) -> ReshardingPlan:
-        """The view of a job between two numbers of ranks."""
+        """Return the view of a job between two numbers of ranks."""
         found = [one for item in job.items for one in _list_redistributions(job, item)]
         return cls(source_world_size, target_world_size, tuple(found), job)
 
@@ -139,19 +139,27 @@ class ReshardingPlan:
         return found
 
     def redistributions(self, tensor_name: str) -> list[TensorRedistribution]:
-        """The redistributions of one tensor, by source rank; an empty list for an absent name."""
+        """Return the redistributions of one tensor, by source rank; an empty list for an
+        absent name.
+        """
         return list(self._by_name.get(tensor_name, ()))
 
     def source_rank(self, tensor_name: str) -> int | None:
-        """The first source rank that gives something of a tensor; None for an absent name."""
+        """Return the first source rank that gives something of a tensor; None for an absent
+        name.
+        """
         return next(iter(self.source_ranks(tensor_name)), None)
 
     def source_ranks(self, tensor_name: str) -> list[int]:
-        """All source ranks that give something of a tensor; an empty list for an absent name."""
+        """Return all source ranks that give something of a tensor; an empty list for an
+        absent name.
+        """
         return sorted({one.source_rank for one in self._by_name.get(tensor_name, ())})
 
     def target_ranks(self, tensor_name: str) -> list[int]:
-        """The target ranks that receive something of a tensor; an empty list for an absent name."""
+        """Return the target ranks that receive something of a tensor; an empty list for an
+        absent name.
+        """
         ranks = {rank for one in self._by_name.get(tensor_name, ()) for rank in one.target_ranks}
         return sorted(ranks)
 
@@ -198,7 +206,7 @@ def _list_redistributions(job: Job, item: JobItem) -> Iterator[TensorRedistribut
 
 
 def _list_without_elements(item: JobItem) -> Iterator[TensorRedistribution]:
-    """A tensor without elements goes from its first holder to all who will hold it."""
+    """Yield a tensor without elements goes from its first holder to all who will hold it."""
     source, target = item.change.source, item.change.target
     if source.holders and target.holders:
         sender, zeros = source.holders[0], (0,) * source.ndim
@@ -222,7 +230,7 @@ class Cancellation(Protocol):
     """Something that says when to stop, such as a `threading.Event`."""
 
     def is_set(self) -> bool:
-        """Whether to stop."""
+        """Return whether to stop."""
 
 
 class _Cancelled(Exception):
@@ -321,7 +329,9 @@ class ReshardingRun:
             raise _Cancelled
 
     def result(self, ranks: Iterable[int], notes: Sequence[str] = ()) -> ReshardingResult:
-        """The arrays of the target `ranks` so far; `notes` say why other processes stopped."""
+        """Return the arrays of the target `ranks` so far; `notes` say why other processes
+        stopped.
+        """
         own = list(ranks)
         warnings = [*self._list_unplanned(), *self._list_empty(own), *notes]
         if self.was_cancelled:
@@ -435,7 +445,7 @@ class Coordinator(Protocol):
     size: int
 
     def collect(self, value: Any) -> list[Any]:
-        """The values of all processes, on every process."""
+        """Return the values of all processes, on every process."""
 
 
 class _ThisProcess:
@@ -467,7 +477,7 @@ class ReshardingStrategy:
         target_world_size: int,
         config: Config | None = None,
     ) -> ReshardingPlan:
-        """The plan from the layouts that tensors have to those that the policy gives them.
+        """Return the plan from the layouts that tensors have to those that the policy gives them.
 
         Args:
             metadata: of each tensor by name; the `tensors` of an opened checkpoint will do.
@@ -497,7 +507,7 @@ class ReshardingStrategy:
         source_shards: SourceShards,
         cancellation: Cancellation | None = None,
     ) -> ReshardingResult:
-        """The target's shards, from the source's.
+        """Return the target's shards, from the source's.
 
         Runs of one coordinator take turns, in the order in which they were begun.
 
@@ -547,7 +557,7 @@ class ReshardingStrategy:
             raise asyncio.CancelledError(message) from None
 
     def _begin(self) -> Turn | None:
-        """The place of a run that begins now; runs of a single process need none."""
+        """Return the place of a run that begins now; runs of a single process need none."""
         return Turn(self.coordinator) if self.coordinator.size > 1 else None
 
     def _execute_in_turn(
@@ -601,7 +611,9 @@ class ReshardingStrategy:
         return run.result(ranks, notes)
 
     def _exchange(self, problem: Exception | None, otherwise: str, value: Any) -> list[Any]:
-        """The values of all processes. Raises this one's problem, or RunError for another's."""
+        """Return the values of all processes. Raises this one's problem, or RunError for
+        another's.
+        """
         received = self.coordinator.collect((None if problem is None else repr(problem), value))
         if problem is not None:
             raise problem
@@ -656,7 +668,7 @@ def _check_metadata(metadata: Mapping[str, HasLayout]) -> None:
 
 
 def create_strategy(name: str, coordinator: Coordinator | None = None) -> ReshardingStrategy:
-    """The strategy of a name; case does not matter.
+    """Return the strategy of a name; case does not matter.
 
     `parallel` shares the work among a coordinator's processes. All others, those that
     `reshard.recipes.strategies.register_strategy` added included, need none.

@@ -1,11 +1,11 @@
 """Rules: a pattern of tensor names, and the sharding of the tensors that match it.
 
-A rule is a pattern over whole tensor names and the native text of a sharding. The first rule
-whose pattern matches a tensor decides it::
+A rule is a pattern over whole tensor names and the native text of a sharding. A tensor takes the
+first rule whose pattern matches::
 
     *.attention.self.query.weight=tp@heads{num_attention_heads}, -
     *.output.dense.weight=-, tp
-    *=...                              every other tensor, of any rank, is not cut
+    *=...                              every other tensor, of any rank, is replicated
 
 A pattern may name a number of a tensor's name: `*layers.{layer}.mlp.up_proj.weight`. The recipe
 defines what the number counts, which determines the ranks that hold the tensor (see
@@ -28,8 +28,8 @@ from reshard.recipes.expressions import (
     Condition,
     Config,
     Numbers,
+    find_expressions,
     parse_condition,
-    variables,
 )
 
 ENDS = ("first", "last")
@@ -38,7 +38,7 @@ _SET = re.compile(r"\[!?\]?[^\]]*\]")
 
 
 class _Component(NamedTuple):
-    """The place of a number in a name, among what dots divide."""
+    """The index of a number among the dotted components of a name."""
 
     place: int
 
@@ -48,20 +48,20 @@ class Rule:
     """The sharding of the tensors whose names match a pattern.
 
     Args:
-        pattern: a glob on the whole name, case included: `*` stands for any characters (dots
-            too, so it crosses levels of a name), `?` for one, `[0-3]` for one of a set, and
-            `{layer}` for a number.
+        pattern: a glob on the whole name, case included: `*` matches any characters (dots
+            too, so it crosses levels of a name), `?` a single character, `[0-3]` one of a set, and
+            `{layer}` a number.
         spec: the native text of a sharding (see `reshard.sharding`). `...` stands for the
-            missing `-`, and expressions of the model's config.json in braces for their numbers
+            missing `-`, and expressions of the model's config.json in braces for their values
             (see `reshard.recipes.expressions`).
-        at: with which of what a recipe numbers the tensor lives, where its name has no number:
+        at: for a tensor without a number in its name, the ends of the numbering where it lives:
             `(("layer", ("first", "last")),)`.
-        when: a condition on the model's config.json under which alone the rule counts (see
+        when: a condition on the model's config.json; the rule applies only if it holds (see
             `reshard.recipes.expressions`).
-        note: what a user should know where this rule decides a tensor.
+        note: shown to the user if this rule determines a tensor.
 
     Raises:
-        RecipeError: an empty pattern or spec, braces that cannot be read, a number twice.
+        RecipeError: an empty pattern or spec, unreadable braces, a repeated number.
 
     >>> rule = Rule("model.layers.{layer}.mlp.up_proj.weight", "tp, -")
     >>> rule.numbers_in("model.layers.12.mlp.up_proj.weight")
@@ -79,17 +79,21 @@ class Rule:
     def __post_init__(self) -> None:
         for part, text, remedy in (
             ("pattern", self.pattern, "write a glob on tensor names, `*` for all"),
-            ("spec", self.spec, "write one item a dimension, `...` for a tensor that is not cut"),
+            (
+                "spec",
+                self.spec,
+                "write one item a dimension, `...` for a tensor that is not sharded",
+            ),
         ):
             if not text.strip():
                 raise RecipeError(f"the rule {str(self)!r} has an empty {part}; {remedy}")
-        asked = {name for variable in variables(self.spec) for name in variable.index_names}
+        asked = {name for variable in find_expressions(self.spec) for name in variable.index_names}
         if self.when is not None:
             asked |= parse_condition(self.when).index_names
         names = self.numbers
         for name in sorted(asked - set(names)):
             raise RecipeError(
-                f"the rule {str(self)!r} asks for the entry of [{name}] in config.json, and its "
+                f"the rule {str(self)!r} uses the entry [{name}] of a list in config.json, and its "
                 f"pattern has no such number; write {{{name}}} into the pattern"
             )
         for name in names:
@@ -102,17 +106,17 @@ class Rule:
             if number in names or not ends or not set(ends) <= set(ENDS):
                 raise RecipeError(
                     f"the rule {str(self)!r} is at {number} {', '.join(ends)}; write `first`, "
-                    "`last` or both, for a number that its pattern has not"
+                    "`last` or both, for a number that is missing in its pattern"
                 )
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """The rule that `pattern=spec` writes.
+        """Parse `pattern=spec`.
 
-        The `=` that divides it is the last outside of parentheses: `only(pp=0)` has its own.
+        The dividing `=` is the last outside of parentheses: `only(pp=0)` contains another.
 
         Raises:
-            RecipeError: text without `=`, or with nothing on one side of it.
+            RecipeError: text without `=`, or with an empty side.
 
         >>> Rule.parse("*.weight = tp, - | only(pp=0)").spec
         'tp, - | only(pp=0)'
@@ -130,16 +134,16 @@ class Rule:
         return tuple(_NUMBER.findall(self.pattern))
 
     def matches(self, name: str) -> bool:
-        """Whether the pattern matches the whole of a tensor's name."""
+        """Return whether the pattern matches a tensor's whole name."""
         return _compile_pattern(self.pattern).match(name) is not None
 
     def numbers_in(self, name: str) -> dict[str, int] | None:
-        """The numbers of a tensor's name; None where the pattern does not match it."""
+        """Return the numbers of a tensor's name, or None if the pattern does not match it."""
         match = _compile_pattern(self.pattern).match(name)
         return None if match is None else {key: int(n) for key, n in match.groupdict().items()}
 
     def with_numbers(self, name: str, numbers: Mapping[str, int]) -> str:
-        """The name of a tensor that the pattern matches, with other numbers in it.
+        """Replace numbers in the name of a tensor that the pattern matches.
 
         >>> rule = Rule("*layers.{layer}.up", "tp")
         >>> rule.with_numbers("model.layers.12.up", {"layer": 0})
@@ -148,8 +152,8 @@ class Rule:
         match = _compile_pattern(self.pattern).match(name)
         if match is None:
             return name
-        spans = {match.span(what): number for what, number in numbers.items()}
-        # From the back, so that earlier spans stay where they are.
+        spans = {match.span(counter): number for counter, number in numbers.items()}
+        # From the end, so that earlier spans stay valid.
         for (begin, end), number in sorted(spans.items(), reverse=True):
             name = f"{name[:begin]}{number}{name[end:]}"
         return name
@@ -159,8 +163,8 @@ class Rule:
         """Return the parsed `when`, or None if absent."""
         return None if self.when is None else parse_condition(self.when)
 
-    def counts(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> bool:
-        """Whether the rule counts for a model and the numbers of a name, by its `when`."""
+    def applies(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> bool:
+        """Return whether `when` holds for a model and the numbers of a name."""
         condition = self.condition
         return condition is None or condition.holds(config, numbers)
 
@@ -169,10 +173,10 @@ class Rule:
 
 
 def parse_rules(rules: Iterable[str | Rule]) -> tuple[Rule, ...]:
-    """Rules, some or all of them as texts.
+    """Return rules, some or all of them given as texts.
 
     Raises:
-        UsageError: what is no list of rules.
+        UsageError: an object that is not a list of rules.
         RecipeError: a text that cannot be read.
 
     >>> [rule.spec for rule in parse_rules(["*.weight=tp, -", Rule("*", "...")])]
@@ -189,34 +193,34 @@ def parse_rules(rules: Iterable[str | Rule]) -> tuple[Rule, ...]:
 
 
 class RuleList:
-    """Rules in the order in which they are asked, for very many names.
+    """Rules in order, matched against very many names.
 
-    Layers and experts repeat: which rules match a name, and where in it their numbers are, is the
-    same for all names that differ only in components that are numbers::
+    Layers and experts repeat: the rules that match a name, and the places of its numbers, are
+    shared by all names that differ only in components that are numbers::
 
         layers.12.mlp.experts.3.up   ->   layers.0.mlp.experts.0.up, with 12 and 3
 
-    Where a pattern tells such numbers apart (`layers.0.*`, `layers.[0-3].*`), names are asked one
-    by one.
+    If a pattern distinguishes such numbers (`layers.0.*`, `layers.[0-3].*`), each name is matched
+    separately.
     """
 
     def __init__(self, rules: Iterable[Rule], config: Config | None = None) -> None:
         self.rules, self.config = tuple(rules), config
-        self._are_alike = not any(_tells_numbers(rule.pattern) for rule in self.rules)
+        self._are_alike = not any(_distinguishes_numbers(rule.pattern) for rule in self.rules)
         self._known: dict[tuple[str, int], list[tuple[int, dict[str, int | _Component]]]] = {}
 
     def find(self, name: str, first: int = 0) -> tuple[int, dict[str, int]] | None:
-        """The first rule that matches a name and counts, from number `first` on.
+        """Return the first rule from number `first` on that matches a name and applies.
 
         Returns:
-            Its number, and the numbers that it has in the name; None where there is none.
+            Its number, and the numbers of the name; None if no rule matches.
 
         >>> rules = RuleList([Rule("*.{layer}.up", "tp"), Rule("*", "...")])
         >>> rules.find("layers.12.up"), rules.find("layers.12.up", first=1)
         ((0, {'layer': 12}), (1, {}))
         """
         for number, found in self._list_matching(name, first):
-            if self.rules[number].counts(self.config, found):
+            if self.rules[number].applies(self.config, found):
                 return number, found
         return None
 
@@ -267,12 +271,13 @@ def _is_number(part: str) -> bool:
     return part.isascii() and part.isdecimal()
 
 
-def _tells_numbers(pattern: str) -> bool:
-    """Whether a pattern may match one component that is a number, and not another.
+def _distinguishes_numbers(pattern: str) -> bool:
+    """Return whether a pattern may match a component that is a number, and not another.
 
     A digit after a letter is never in such a component.
 
-    >>> [_tells_numbers(text) for text in ("*.w1.{layer}.norm[12]", "*.0.w", "*.[0-3].w", "a.?")]
+    >>> texts = ("*.w1.{layer}.norm[12]", "*.0.w", "*.[0-3].w", "a.?")
+    >>> [_distinguishes_numbers(text) for text in texts]
     [False, True, True, True]
     """
 
@@ -286,7 +291,7 @@ def _tells_numbers(pattern: str) -> bool:
 
 
 def _find_divider(text: str) -> int | None:
-    """The place of the last `=` outside of parentheses and braces."""
+    """Return the position of the last `=` outside of parentheses and braces."""
     depth = 0
     for at in range(len(text) - 1, -1, -1):
         depth = max(0, depth + (text[at] in ")}") - (text[at] in "({"))
@@ -297,7 +302,7 @@ def _find_divider(text: str) -> int | None:
 
 @lru_cache(maxsize=4096)
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a pattern: globs, with a group for each number."""
+    """Return the regular expression of a pattern: globs, with a group for each number."""
     parts = _NUMBER.split(pattern)
     pieces = [
         _translate_glob(part) if i % 2 == 0 else _translate_number(part)
@@ -307,11 +312,11 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def _translate_number(name: str) -> str:
-    # Beside a `*`, a number is all of its digits.
+    # Next to a `*`, a number includes all of its digits.
     return rf"(?<!\d)(?P<{name}>\d+)(?!\d)"
 
 
 def _translate_glob(pattern: str) -> str:
-    # What fnmatch wraps around its pattern, `(?s:` and `)` with an anchor, is taken off.
+    # Strip the wrapping of fnmatch: `(?s:` and `)` with an anchor.
     translated = fnmatch.translate(pattern)
     return translated[translated.index(":") + 1 : translated.rindex(")")]

@@ -100,12 +100,12 @@ def register_strategy(name: str, function: StrategyFunction) -> None:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """The names of all strategies, in the order they were added."""
+    """Return the names of all strategies, in the order they were added."""
     return tuple(known.name for known in _strategies.values())
 
 
 def strategy(name: str) -> Strategy:
-    """The strategy of a name; case does not matter.
+    """Return the strategy of a name; case does not matter.
 
     Raises:
         RecipeError: an unknown name; the known ones are listed.
@@ -174,7 +174,7 @@ def balanced(tensors: Tensors, world_size: int, config: Config | None = None) ->
 
 
 def sharded(tensors: Tensors, world_size: int, config: Config | None = None) -> dict[str, Layout]:
-    """Every tensor's first dimension cut by ceil over all ranks.
+    """Return every tensor's first dimension cut by ceil over all ranks.
 
     Scalars, and tensors without elements, are on rank 0.
 
@@ -199,14 +199,14 @@ def _cut_rows(shape: tuple[int, ...], world_size: int) -> Layout:
 
 
 def by_recipe(tensors: Tensors, world_size: int, config: Config | None = None) -> dict[str, Layout]:
-    """The recipe that fits the model's config.json, with `tp` over all ranks."""
+    """Return the recipe that fits the model's config.json, with `tp` over all ranks."""
     recipe = fitting_recipe(config, tensors)
     shapes = {name: shape for name, (_, shape) in tensors.items()}
     return assign(shapes, DeviceMesh.of(tp=world_size), (), recipe, config).layouts
 
 
 def fitting_recipe(config: Config | None, names: Iterable[str] = ()) -> Recipe:
-    """The shipped recipe for a model.
+    """Return the shipped recipe for a model.
 
     Raises RecipeError where there is none, with the one that the names of its tensors resemble.
 

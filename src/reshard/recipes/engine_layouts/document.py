@@ -68,7 +68,7 @@ _NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d{0,8})(?!\d)")
 
 
 def sort_names(names: Iterable[str]) -> list[str]:
-    """The names, each once, in the order in which they are written.
+    """Return the names, each once, in the order in which they are written.
 
     >>> sort_names(["a.10", "b", "a.9"])
     ['a.9', 'a.10', 'b']
@@ -77,7 +77,7 @@ def sort_names(names: Iterable[str]) -> list[str]:
 
 
 def split_numbers(name: str) -> tuple[str, tuple[int, ...]]:
-    """A name with `{}` for its numbers, and the numbers.
+    """Return a name with `{}` for its numbers, and the numbers.
 
     >>> split_numbers("layers.3.w2.weight")
     ('layers.{}.w{}.weight', (3, 2))
@@ -89,7 +89,7 @@ def split_numbers(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def write_names(names: list[str]) -> list[Any]:
-    """Names in the order of `sort_names`, as JSON; `read_names` gives them back."""
+    """Return names in the order of `sort_names`, as JSON; `read_names` gives them back."""
     groups: dict[str, list[tuple[int, ...]]] = {}
     for name in names:
         template, numbers = split_numbers(name)
@@ -104,7 +104,7 @@ def write_names(names: list[str]) -> list[Any]:
 
 
 def read_names(written: object, where: str) -> list[str]:
-    """The names that were written. Raises NotationError for anything else.
+    """Return the names that were written. Raises NotationError for anything else.
 
     >>> read_names(["a", ["b.{}.c", [[3, 1, 2]]]], "names")
     ['a', 'b.3.c', 'b.4.c']
@@ -140,7 +140,7 @@ class _Columns:
         self.written: list[Any] = []
 
     def number(self, column: Iterable[int] | IntArray) -> int:
-        """The number of a column in the document."""
+        """Return the number of a column in the document."""
         values = np.ascontiguousarray(column, dtype=np.int64)
         found = self.numbers.setdefault(values.tobytes(), len(self.numbers))
         if found == len(self.written):
@@ -149,7 +149,7 @@ class _Columns:
 
 
 def write_document(layout: EngineLayout) -> str:
-    """The JSON document of an engine's layout; equal ones have the same."""
+    """Return the JSON document of an engine's layout; equal ones have the same."""
     columns = _Columns()
     names = sort_names(
         [*layout.sources, *(name for rank in layout.ranks for name in rank.parameters)]
@@ -249,7 +249,7 @@ def _write_box(box: Box) -> list[list[int]]:
 
 
 def read_document(reader: DocumentReader) -> EngineLayout:
-    """The engine's layout of a document.
+    """Return the engine's layout of a document.
 
     Raises:
         ReshardError: a document that is no such layout.
@@ -270,7 +270,7 @@ class _LayoutReader:
         self.known: dict[tuple[int, bytes], list[tuple[str, ...]]] = {}
 
     def read(self) -> EngineLayout:
-        """The engine's layout."""
+        """Return the engine's layout."""
         field = self.reader.field
         engine, version = field("engine", str), field("engine_version", str)
         written = field("sources", list)
@@ -335,7 +335,7 @@ class _LayoutReader:
     def _sources_of(
         self, number: object, patterns: Sequence[ParameterPattern], where: str
     ) -> list[tuple[str, ...]]:
-        """The names of each parameter's sources, of all of which there is one column."""
+        """Return the names of each parameter's sources, of all of which there is one column."""
         counts = np.array([pattern.sources for pattern in patterns], dtype=np.int64)
         key = (read_int(number, where, 0), counts.tobytes())
         if key not in self.known:
@@ -432,7 +432,7 @@ def _read_constant(value: Any, dims: int, where: str) -> Constant:
 
 
 def read_layout_file(path: str | os.PathLike[str]) -> EngineLayout:
-    """The engine's layout in a file.
+    """Return the engine's layout in a file.
 
     Raises RecipeError for a file that is not there, or has something else.
     """

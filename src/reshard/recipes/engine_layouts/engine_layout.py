@@ -170,7 +170,7 @@ class EngineLayout:
                 self._checked[key] = True
 
     def rank(self, rank: int) -> RankLayout:
-        """What one rank holds. Raises UsageError for a rank that is not there."""
+        """Return what one rank holds. Raises UsageError for a rank that is not there."""
         for one in self.ranks:
             if one.rank == rank:
                 return one
@@ -180,7 +180,7 @@ class EngineLayout:
         )
 
     def source_layouts(self) -> dict[str, Layout]:
-        """Which ranks hold which part of each source: a layout over ranks for every one.
+        """Return which ranks hold which part of each source: a layout over ranks for every one.
 
         Indices of a rank are in rising order, and each is there once, however often its
         parameters have it. A rank holds what its parameters copy or compute elementwise, and the

@@ -121,7 +121,7 @@ def derive_layout(
     dtype: str | None = None,
     sources: Sources | None = None,
 ) -> EngineLayout:
-    """What every rank of an engine holds of a model, as the engine itself says it.
+    """Return what every rank of an engine holds of a model, as the engine itself says it.
 
     Args:
         engine: one of `ENGINES`.

@@ -42,7 +42,7 @@ class LayoutDifference(NamedTuple):
 def list_differences(
     ours: Mapping[str, Layout], theirs: Mapping[str, Layout]
 ) -> list[LayoutDifference]:
-    """The tensors of both whose layouts differ, by patterns of their names.
+    """Return the tensors of both whose layouts differ, by patterns of their names.
 
     >>> from reshard import DeviceMesh, spec
     >>> mesh = DeviceMesh.of(tp=2)
@@ -72,7 +72,7 @@ def list_differences(
 
 @lru_cache(maxsize=1 << 14)
 def _find_differing_ranks(one: Layout, other: Layout) -> tuple[int, ...]:
-    """The ranks that do not hold the same elements in both."""
+    """Return the ranks that do not hold the same elements in both."""
     if one is other:
         return ()
     ranks = range(max(one.slots, other.slots))
@@ -102,7 +102,7 @@ def _count_shared(one: Product, other: Product) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _holding(layout: Layout, rank: int) -> tuple[Product, ...]:
-    """What a rank holds, padding and copies of neighbours apart."""
+    """Return what a rank holds, padding and copies of neighbours apart."""
     if rank >= layout.slots:
         return ()
     products: list[Product] = []
@@ -119,7 +119,7 @@ def _holding(layout: Layout, rank: int) -> tuple[Product, ...]:
 
 
 def _holding_text(layout: Layout, rank: int) -> str:
-    """What a rank holds, in few words."""
+    """Return what a rank holds, in few words."""
     products = _holding(layout, rank)
     if not products:
         return "nothing"

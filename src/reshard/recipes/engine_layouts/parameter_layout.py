@@ -129,7 +129,7 @@ class PieceColumns(NamedTuple):
         return cls(table, table, column, column, table, column)
 
     def take(self, rows: IntArray) -> PieceColumns:
-        """The chosen rows, in the order asked for."""
+        """Return the chosen rows, in the order asked for."""
         return PieceColumns(*(column[rows] for column in self))
 
 
@@ -261,7 +261,7 @@ def _as_table(corners: list[tuple[int, ...]], dims: int) -> IntArray:
 
 
 def _overlap(start: IntArray, stop: IntArray, shape: tuple[int, ...]) -> bool:
-    """Whether two of the boxes share an element."""
+    """Return whether two of the boxes share an element."""
     if len(start) < 2:
         return False
     # Most parameters are cut along one dimension: sorted along it, none begins before the last.
@@ -324,7 +324,7 @@ class ParameterLayout:
         constants: Iterable[Constant] = (),
         unfilled: Iterable[Box] = (),
     ) -> ParameterLayout:
-        """A parameter by its regions, of which every element is in exactly one.
+        """Return a parameter by its regions, of which every element is in exactly one.
 
         Args:
             name: that the engine gives it.
@@ -467,7 +467,7 @@ def _check_region(name: str, shape: tuple[int, ...], box: Box, view: View) -> No
 def shard_parameter(
     name: str, dtype: DType | str, layout: Layout, rank: int, source: str | None = None
 ) -> ParameterLayout | None:
-    """A rank's shard of a tensor as a parameter; None where the rank holds none of it.
+    """Return a rank's shard of a tensor as a parameter; None where the rank holds none of it.
 
     Args:
         name: of the parameter.

@@ -55,7 +55,7 @@ MOST_PRODUCTS = 1 << 17
 def find_products(
     shape: tuple[int, ...], sizes: tuple[int, ...], offset: int, strides: tuple[int, ...]
 ) -> tuple[Product, ...]:
-    """The products of indices that a strided region of a row-major tensor of `shape` has.
+    """Return the products of indices that a strided region of a row-major tensor of `shape` has.
 
     Products may share elements where the region has some twice.
 
@@ -92,7 +92,9 @@ def find_products(
 
 
 def _join(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Axes (stride and size, the largest stride first), with those that continue others joined."""
+    """Return axes (stride and size, the largest stride first), with those that continue others
+    joined.
+    """
     joined: list[tuple[int, int]] = []
     for stride, size in axes:
         if joined and joined[-1][0] == stride * size:
@@ -161,7 +163,8 @@ def _list_stretches(indices: IntArray) -> Stretches:
 def find_steps(
     shape: tuple[int, ...], sizes: tuple[int, ...], offset: int, strides: tuple[int, ...]
 ) -> tuple[list[int], list[tuple[int, int] | None]] | None:
-    """Where a region begins in a row-major tensor, and along which dimension each of its own goes.
+    """Return where a region begins in a row-major tensor, and along which dimension each of its
+    own goes.
 
     Returns:
         The first index along every dimension; and for each dimension of the region the one of the
@@ -193,7 +196,7 @@ def find_steps(
 
 
 def unite(products: Iterable[Product]) -> tuple[Product, ...]:
-    """Products without a shared element that have the same elements together.
+    """Return products without a shared element that have the same elements together.
 
     >>> unite([(((0, 2),), ((0, 4),)), (((2, 3),), ((0, 4),))])
     ((((0, 3),), ((0, 4),)),)
@@ -205,7 +208,7 @@ def unite(products: Iterable[Product]) -> tuple[Product, ...]:
 
 
 def _join_alike(products: list[Product]) -> list[Product]:
-    """Products that differ along one dimension only, joined, as long as there are any."""
+    """Return products that differ along one dimension only, joined, as long as there are any."""
     changed = True
     while changed and len(products) > 1:
         changed = False
@@ -233,7 +236,7 @@ def _unite_stretches(several: list[Stretches]) -> Stretches:
 
 
 def _cut_apart(products: list[Product]) -> list[Product]:
-    """Products that may share elements, as ones that do not."""
+    """Return products that may share elements, as ones that do not."""
     dims = len(products[0])
     # The ends along each dimension cut it into intervals that none cuts.
     edges = [
@@ -277,7 +280,9 @@ class _Regions:
     def of(
         self, pattern: ParameterPattern, shapes: tuple[tuple[int, ...], ...]
     ) -> tuple[IntArray, IntArray]:
-        """The numbers of the sources that a pattern takes from, and of the regions it takes."""
+        """Return the numbers of the sources that a pattern takes from, and of the regions
+        it takes.
+        """
         key = (pattern, shapes)
         if key not in self.of_patterns:
             sources, regions = [], []
@@ -311,7 +316,7 @@ def list_source_layouts(
     held: Sequence[tuple[int, Sequence[tuple[ParameterPattern, tuple[str, ...]]]]],
     slots: int,
 ) -> dict[str, Layout]:
-    """For every source its layout over `slots` ranks.
+    """Return for every source its layout over `slots` ranks.
 
     Args:
         shapes: of the sources, by name.
@@ -356,7 +361,7 @@ def list_source_layouts(
 
 
 def _lay_out(shape: tuple[int, ...], held: Mapping[int, Iterable[Product]], slots: int) -> Layout:
-    """The layout of products on ranks."""
+    """Return the layout of products on ranks."""
     numbers: list[dict[Stretches, int]] = [{} for _ in shape]
     cell_slot, cell_part = [], []
     # Parts are numbered by what they have, so that equal layouts are one.
