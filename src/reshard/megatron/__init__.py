@@ -2,7 +2,7 @@
 
     ranks             the grids of ranks, from sizes or from live process groups
     names             names of tensors on a rank and in the whole model; layers of each stage
-    parameters        what a parameter's attributes say, on one rank and gathered from all
+    parameters        the attributes of parameters, on one rank and gathered from all
     tensor_pairs      the same tensor in two models
 
 Start at `parameters`. The text notation of the same is `reshard.notation.megatron`.

@@ -1,18 +1,7 @@
-"""Layers of a pipeline: the stage and the model chunk that each layer is on.
+"""Names of a rank's tensors in the whole model, and the layers of each pipeline stage.
 
-A stage has one stretch of consecutive layers, or with virtual pipeline parallelism several: the
-stages take a stretch each in turn, and then again, `vpp` times::
-
-    12 layers, pp=2              stage 0: 0-5           stage 1: 6-11
-    12 layers, pp=2, vpp=3       stage 0: 0-1 4-5 8-9   stage 1: 2-3 6-7 10-11
-    12 layers, windows 5 + 7     stage 0: 0-4           stage 1: 5-11
-
-Inside a stage, Megatron counts layers from 0 again in each of its stretches (model chunks).
-
-Local and global names: what a rank's tensor is called in the whole model.
-
-A Megatron rank counts what it has from 0: the layers of each of its model chunks, and its experts.
-The same local name is then another tensor on another rank. Global names count over the model::
+A Megatron rank counts its layers and experts from 0, in each of its model chunks. The same local
+name is then another tensor on another rank. Global names count over the model::
 
     rank on stage 1 of 5 + 7 layers, expert rank 1 of 2, 4 experts
 
@@ -20,9 +9,16 @@ The same local name is then another tensor on another rank. Global names count o
                    |                              |
     decoder.layers.5.mlp.experts.linear_fc1.weight3
 
-Experts are named `linear_fc1.weight3` (grouped) or `local_experts.3.` (one module each). Two
-global names may mean one tensor, where embeddings are tied: that is declared, see
+Experts are named `linear_fc1.weight3` (grouped) or `local_experts.3.` (a module each). If
+embeddings are tied, two global names are the same tensor: that is declared, see
 `reshard.megatron.tensor_pairs`.
+
+A stage has consecutive layers; with virtual pipeline parallelism, the stages take a stretch each in
+turn, `vpp` times::
+
+    12 layers, pp=2              stage 0: 0-5           stage 1: 6-11
+    12 layers, pp=2, vpp=3       stage 0: 0-1 4-5 8-9   stage 1: 2-3 6-7 10-11
+    12 layers, windows 5 + 7     stage 0: 0-4           stage 1: 5-11
 """
 
 from __future__ import annotations
@@ -138,7 +134,7 @@ class PipelineLayers:
         return [0, *itertools.accumulate(itertools.chain.from_iterable(self.counts))]
 
     def place(self, layer: int) -> LayerPlace:
-        """Return where a layer is, counted from 0. Raises RuleError for one that is not there."""
+        """Return the place of a layer, counted from 0. Raises RuleError if it does not exist."""
         if not 0 <= layer < self.layers:
             raise RuleError(f"layer {layer} of {self.layers}; layers are counted from 0")
         for index, (start, stop) in enumerate(itertools.pairwise(self._find_starts())):
@@ -149,7 +145,7 @@ class PipelineLayers:
         raise RuleError(f"layer {layer} is on no stage")
 
     def layers_of(self, stage: int, chunk: int = 0) -> range:
-        """Return the layers of one model chunk of a stage. Raises RuleError for one not there."""
+        """Return the layers of a model chunk of a stage. Raises RuleError if it does not exist."""
         if not (0 <= stage < self.pp and 0 <= chunk < self.vpp):
             raise RuleError(
                 f"stage {stage}, chunk {chunk} of a pipeline of {self.pp} stages with {self.vpp} "
@@ -161,7 +157,7 @@ class PipelineLayers:
 
     @property
     def rule(self) -> CutRule:
-        """The rule that cuts a dimension of one index a layer over `pp`: a stacked KV cache.
+        """The rule that shards a dimension of an index per layer over `pp`: a stacked KV cache.
 
         >>> PipelineLayers.even(4, pp=2, vpp=2).rule.text
         'pieces[1:1,1:1]'
@@ -177,11 +173,11 @@ _EXPERT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class MegatronNames:
-    """Local names to global ones and back, for the ranks of one model.
+    """The mapping between local and global names, for the ranks of a model.
 
     Args:
         ranks: the parallel groups: `MegatronRanks`, or `MegatronGrids`.
-        layers: how many layers each stage has; None where names count over the model already.
+        layers: the number of layers of each stage, or None if names count over the model already.
         num_experts: in the whole model; None for a model without experts.
         stack: the module whose numbered layers the pipeline shares out. Others, such as the
             layers of `mtp.layers`, keep their numbers.

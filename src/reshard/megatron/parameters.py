@@ -1,32 +1,28 @@
-"""Megatron's parameters: their global shape and sharding, from their attributes on each rank.
+"""Megatron's parameters: global shape and sharding, from their attributes on each rank.
 
-The attributes of a parameter describe what one rank knows: the shape it has here, whether it is
-cut by tensor parallelism, along which dimension, and how the cut is interleaved.
-`MegatronParameter` holds that together with the ranks, and derives the global shape and the
-sharding:
+The attributes of a parameter describe its shape on a rank, whether it is cut by tensor
+parallelism, along which dimension, and how the cut is interleaved. `MegatronParameter` combines
+them with the ranks, and derives the global shape and the sharding:
 
 1. the dimension's length over all tensor-parallel ranks, from their local lengths;
 2. the rule that cuts it::
 
-       no attribute             0 0 0 0 1 1 1 1     one stretch a rank
+       no attribute             0 0 0 0 1 1 1 1     a stretch per rank
        partition_stride=2       0 0 1 1 0 0 1 1     gate and up of a GLU, a piece of each
        partition_sizes=(3, 1)   0 0 0 1 1 1 0 1     blocks of 3 and 1 on every rank (Mamba)
 
-3. the axis: `tp`, or `etp` for an expert; where it lives along `pp` and `ep`.
+3. the axis: `tp`, or `etp` for an expert; the places where it lives along `pp` and `ep`.
 
 `partition_sizes` are local: the tensor's blocks are as many times larger as there are ranks. All
 of it is checked against the local shapes, which Megatron does not do.
 
-Rosters: the parameters of a whole model, gathered from what every rank has.
+`gather_parameters` combines the local parameters of all ranks:
 
-A rank's roster lists its parameters by local names, one list for each of its model chunks. Put
-together, the rosters say what each parameter of the whole model is:
-
-1. local names become global ones (`names`);
-2. the ranks that list a name are those that hold it: their places along `pp`, and along `ep` for
-   an expert, are where it lives. Every rank at such a place must list it;
-3. what the ranks say must agree, but for the local shape: tensor-parallel ranks may have a
-   shape of their own where the cut is uneven.
+1. local names become global names (`reshard.megatron.names`);
+2. the ranks that list a name hold it: their places along `pp`, and along `ep` for an expert, are
+   where it lives. Every rank at such a place must list it;
+3. ranks must agree on a parameter, except for the local shape: tensor-parallel ranks may have
+   shapes of their own if the cut is uneven.
 """
 
 from __future__ import annotations
@@ -68,13 +64,13 @@ class MegatronParameter:
 
     Args:
         ranks: the parallel groups.
-        shape: the local shape; one for each tensor-parallel rank where they differ.
+        shape: the local shape; or a shape for each tensor-parallel rank if they differ.
         tensor_model_parallel: whether it is cut over `tp` (over `etp`, for an expert).
         partition_dim: the dimension that is cut.
         partition_stride: equal blocks that are each cut over all ranks; 2 for a GLU.
-        partition_sizes: sizes of such blocks on one rank; one list for each tensor-parallel rank
+        partition_sizes: sizes of such blocks on a rank; or a list for each tensor-parallel rank
             where they differ.
-        heads: the heads of the cut dimension, where ranks may share one: key/value heads.
+        heads: the heads of the cut dimension, if ranks may share a head: key/value heads.
         true_length: the length of the cut dimension without padding: a vocabulary.
         is_expert: whether it belongs to an expert.
         stages: where it lives along `pp`; everywhere when None.
@@ -83,7 +79,7 @@ class MegatronParameter:
 
     Raises:
         SpecError: shapes that do not fit each other or the number of ranks, a dimension that is
-            not there, or two descriptions of one cut.
+            missing, or contradictory descriptions of the cut.
         RuleError: `partition_sizes` that do not add up to the local length.
 
     >>> from reshard.megatron.ranks import MegatronRanks
@@ -256,7 +252,7 @@ class MegatronParameter:
             return self.true_length
         lengths = self.local_lengths
         if self.heads is not None and self.parts > self.heads:
-            # More ranks than heads share them, each with one whole head.
+            # More ranks than heads share them; each has a whole head.
             return lengths[0] * self.heads
         return sum(lengths)
 
@@ -275,7 +271,7 @@ class MegatronParameter:
         return rule
 
     def _find_rule(self, lengths: tuple[int, ...]) -> CutRule:
-        # At most one of these is given (`_check_cut`).
+        # At most one of these is set (`_check_cut`).
         if self.heads is not None:
             return Heads(self.heads)
         if self.true_length is not None:
@@ -307,7 +303,7 @@ class MegatronParameter:
 
 
 def blocks_rule(sizes_by_rank: Sequence[Sequence[int]]) -> CutRule:
-    """Return the cut where every rank has a piece of each block, of the sizes it says.
+    """Return the cut where every rank has a piece of each block, of its own sizes.
 
     >>> blocks_rule([(4, 2), (4, 2)]).text, blocks_rule([(4, 2), (3, 1)]).text
     ('blocks[8,4]', 'pieces[4:3,2:1]')
@@ -370,7 +366,7 @@ class LocalParameter:
         to an expert.
 
         >>> import numpy as np
-        >>> LocalParameter.of(np.zeros((2, 3), np.float32))  # an array says its shape and dtype
+        >>> LocalParameter.of(np.zeros((2, 3), np.float32))  # an array has a shape and a dtype
         LocalParameter(shape=(2, 3), tensor_model_parallel=False, partition_dim=0,
         partition_stride=1, partition_sizes=None, heads=None, true_length=None, is_expert=False,
         dtype='float32')
@@ -406,11 +402,11 @@ def gather_parameters(
 
     Args:
         names: the ranks, and how they name their layers and experts.
-        rosters: for every rank, one roster a model chunk.
+        rosters: for every rank, a manifest per model chunk.
 
     Raises:
         SpecError: a rank that is missing or lists a name twice, ranks that disagree, a parameter
-            that a rank of its group has not, experts that share one name.
+            that a rank of its group lacks, experts that share a name.
         NotationError: a name of a layer or expert that is not there.
 
     >>> from reshard.megatron.ranks import MegatronRanks
@@ -472,7 +468,7 @@ def _combine(
         for axis in ("pp", "ep")
         if axis in at
     }
-    # Layers that are counted from 0 on every stage would be taken for one.
+    # Layers that are counted from 0 on every stage would be merged.
     if len(places["pp"]) > 1 and names.layer(name) is not None:
         raise SpecError(
             f"{name!r} is on stages {list(places['pp'])}, but a layer is on one; the ranks count "
@@ -512,7 +508,7 @@ def _combine(
 def _group_by_part(
     name: str, part: Mapping[int, int], held: Mapping[int, LocalParameter]
 ) -> list[LocalParameter]:
-    """Return the description by each tensor-parallel rank; copies of one must agree."""
+    """Return the description by each tensor-parallel rank; copies must agree."""
     found: dict[int, tuple[int, LocalParameter]] = {}
     for rank, local in held.items():
         first_rank, first = found.setdefault(part[rank], (rank, local))

@@ -1,4 +1,4 @@
-"""Megatron's parallel groups: the place of each rank, from sizes and an order.
+"""Megatron's parallel groups: the place of each rank, from sizes and an order or from groups.
 
 Megatron is given how many ranks share a tensor (`tp`), a sequence (`cp`), an expert (`etp`), the
 experts (`ep`), the pipeline (`pp`) and the data (`dp`), and an order string. Its ranks are a
@@ -11,14 +11,10 @@ grid in which the first word of the order varies fastest::
       pp 1   4 5     6 7                          dp 1   4 5     6 7
 
 The same ranks form two grids. Attention, embeddings and norms see (tp, cp, dp, pp); experts see
-(etp, ep, edp, pp), where `edp` is what is left over. A rank is on the same pipeline stage in both.
+(etp, ep, edp, pp), where `edp` is the remaining factor. A rank is on the same stage in both.
 
-Source: `RankGenerator` of Megatron-core's `parallel_state`.
-
-Megatron's grids of ranks, from the process groups of each rank, where no sizes are known.
-
-A running rank of Megatron has a process group along each axis. Its place is its position in that
-group; what all ranks say together is both grids of `ranks`, whatever order they are in::
+A live rank has a process group along each axis instead of sizes (`MegatronGrids`). Its place is its
+position in these groups, in any order of ranks::
 
     rank  tp     pp     place                           tp 0   tp 1
        4  4, 6   4, 5   tp 0, pp 0               pp 0      4      6
@@ -26,10 +22,12 @@ group; what all ranks say together is both grids of `ranks`, whatever order they
        6  4, 6   6, 7   tp 1, pp 0
        7  5, 7   6, 7   tp 1, pp 1
 
-1. the members of a group must agree on it;
-2. ranks with equal places along all axes but one are copies: without a group of copies (`dp`,
-   `edp`) they are counted in the order of their numbers;
-3. every place of a grid is one rank's.
+1. The members of a group must agree on it.
+2. Ranks with equal places are copies: without a group of copies (`dp`, `edp`) they are ordered by
+   their numbers.
+3. Every place of a grid has exactly one rank.
+
+Source: `RankGenerator` of Megatron-core's `parallel_state`.
 """
 
 from __future__ import annotations
@@ -58,13 +56,13 @@ class MegatronRanks:
     Args:
         tp, cp, dp, pp: tensor, context, data and pipeline parallel sizes.
         ep: ranks that share the experts between them.
-        etp: ranks that share one expert; `tp` when None.
-        order: words from fastest to slowest; one of size 1 may be left out.
+        etp: ranks that share an expert; `tp` when None.
+        order: words from fastest to slowest; a word of size 1 may be left out.
         offset: the first rank.
 
     Raises:
         MeshError: sizes below 1 or that do not fit each other, an order that leaves out or
-            repeats a word, or one by which a rank would have two pipeline stages.
+            repeats a word, or gives a rank two pipeline stages.
 
     >>> ranks = MegatronRanks(tp=2, dp=4, ep=4)
     >>> ranks.dense, ranks.expert
@@ -96,7 +94,7 @@ class MegatronRanks:
                 f"{self.pp}) cannot be shared out to experts by etp {self.expert_tp} x "
                 f"ep {self.ep} x pp {self.pp} = {share}; it must divide the number of ranks"
             )
-        # Where pp is not last, the axes before it may be larger in one grid than in the other.
+        # Unless pp is last, the axes before it may be larger in one grid than in the other.
         stages = [mesh.coordinates(["pp"]) for mesh in (self.dense, self.expert)]
         if (stages[0] != stages[1]).any():
             raise MeshError(
@@ -124,12 +122,12 @@ class MegatronRanks:
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that share one expert."""
+        """Ranks that share an expert."""
         return self.tp if self.etp is None else self.etp
 
     @property
     def edp(self) -> int:
-        """Ranks that hold copies of one expert's part."""
+        """Ranks that hold copies of a part of an expert."""
         return self.world_size // (self.expert_tp * self.ep * self.pp)
 
     @property
@@ -152,8 +150,8 @@ class MegatronRanks:
     def groups(self, words: str) -> tuple[tuple[int, ...], ...]:
         """Return the groups that Megatron builds for words such as `tp`, `dp-cp` or `ep-etp`.
 
-        Groups and their ranks are in Megatron's order. Words are of one grid: tp, cp, dp, or etp,
-        ep, edp, either with pp. Raises MeshError otherwise.
+        Groups and their ranks are in Megatron's order. Words are of the same grid: tp, cp, dp, or
+        etp, ep, edp, either with pp. Raises MeshError otherwise.
 
         >>> MegatronRanks(tp=2, dp=2, pp=2, order="tp-pp-dp").groups("pp")
         ((0, 2), (1, 3), (4, 6), (5, 7))
@@ -172,7 +170,7 @@ def rank_grid(sizes: Mapping[str, int], order: str, offset: int = 0) -> DeviceMe
     """Consecutive ranks from `offset` as a grid: the first word of the order varies fastest.
 
     Args:
-        sizes: by axis, of one grid: tp, cp, dp, pp, or etp, ep, edp, pp. The words tp and dp of
+        sizes: by axis of a grid: tp, cp, dp, pp, or etp, ep, edp, pp. The words tp and dp of
             the order stand for etp and edp too; a word that names no axis of the grid is passed
             over, an axis of size 1 may be left out.
         order: words from fastest to slowest.
@@ -246,7 +244,7 @@ class MegatronGrids:
                 etp, which is tp, and for dp and edp, which are what is left over.
 
         Raises:
-            MeshError: another axis, a group without its rank, members that say other things of
+            MeshError: another axis, a group without its rank, members that disagree about
                 their group, groups that make no grid.
         """
         if not groups:
@@ -291,7 +289,7 @@ class MegatronGrids:
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that share one expert."""
+        """Ranks that share an expert."""
         return self._find_size("etp")
 
 
@@ -325,15 +323,15 @@ def _find_misfits(groups: Mapping[int, Groups], known: set[str]) -> Iterator[str
 def _make_grid_of_groups(
     groups: Mapping[int, Groups], named: Mapping[str, str], copies: str
 ) -> DeviceMesh:
-    """One grid: axes with the name of the group that says their places; empty for none."""
-    # The ranks at each place, 0 along every axis that has no group; dicts for their order.
+    """Return a grid; `named` has the group that gives each axis its coordinates, or "" for none."""
+    # The ranks at each place, 0 along every axis without a group; dicts for their order.
     places: dict[tuple[int, ...], dict[int, int]] = {}
     for rank in sorted(groups):
         of = groups[rank]
         at = [list(of[name]).index(rank) if name else 0 for name in named.values()]
         places.setdefault(tuple(at), {})[rank] = 0
     if not named[copies]:
-        # Without a group of copies they are all at one place: the order of ranks tells them apart.
+        # Without a group of copies they are all at one place; they are ordered by rank.
         spot = list(named).index(copies)
         places = {
             (*at[:spot], place, *at[spot + 1 :]): {rank: 0}

@@ -1,23 +1,23 @@
-"""Pairs of parameters: one tensor in two models, and its sharding in each.
+"""Pairs of parameters: a tensor in two models, and its sharding in each.
 
-Each side describes a parameter by what its ranks know (`MegatronParameter`). The descriptions may
-differ: a cut marked on one side only, block sizes given on one side only, a mark on a parameter
-that every rank holds whole. `reconcile` reads both together:
+Each side describes a parameter by the attributes on its ranks (`MegatronParameter`). The
+descriptions may differ: a cut marked on a single side, block sizes given on a single side, a mark
+on a parameter that every rank holds whole. `reconcile` combines both:
 
-1. the element types agree, or a cast is asked for;
-2. the first of these readings that gives both sides one length along the cut is taken. No two
+1. the element types agree, or a cast is requested;
+2. the first of these readings that gives both sides equal lengths along the cut is taken. No two
    of them can give different tensors::
 
        both are cut          2 ranks x 8 = 4 ranks x 4      an unmarked side is cut as the other
-       as they are marked    2 ranks x 8 = 16 on each       one is cut, the other holds copies
+       as they are marked    2 ranks x 8 = 16 on each       a side is cut, the other holds copies
        neither is cut        8 on each = 8 on each          marked, but every rank holds all
 
-3. outside the cut, and in their blocks, both sides must agree; blocks of one side hold for both;
+3. outside the cut, and in their blocks, both sides must agree; blocks of either hold for both;
 4. each side's local shapes must be those that its cut gives.
 
-What Megatron's refit accepts in silence and would copy wrongly is an error here. Sources: the
-rules that Megatron-core's `resharding` planner applies to parameter attributes; that an unmarked
-side of unequal copies is cut as the other follows from it giving up otherwise.
+Inconsistencies that Megatron's refit accepts silently, and would copy wrongly, are errors. Sources:
+the rules that Megatron-core's `resharding` planner applies to parameter attributes; that an
+unmarked side of unequal copies is cut as the other follows from its failure otherwise.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def reconcile(
             difference: elements are converted where the plan is run.
 
     Raises:
-        SpecError: different element types without a cast, an expert on one side only, shapes
+        SpecError: different element types without a cast, an expert on a single side, shapes
             that no reading makes equal.
         RuleError: blocks that differ or do not give the local shapes.
 
@@ -104,7 +104,7 @@ def _check_types(source: MegatronParameter, target: MegatronParameter, cast: str
 def _choose_reading(
     source: MegatronParameter, target: MegatronParameter
 ) -> tuple[MegatronParameter, MegatronParameter]:
-    """Return both sides with the marks by which they have one length along the cut."""
+    """Return both sides with the marks that give them equal lengths along the cut."""
     if source.ndim != target.ndim:
         raise SpecError(
             f"the source has {source.ndim} dimensions, {list(source.local_shapes[0])}, the target "
@@ -139,11 +139,11 @@ def _choose_reading(
 
 
 def _mark_as(side: MegatronParameter, other: MegatronParameter) -> MegatronParameter | None:
-    """Return the side, cut as the other is where it has no mark; None where that cannot be."""
+    """Return the side cut as the other if it has no mark, or None if that is impossible."""
     if side.tensor_model_parallel:
         return side
     marked = replace(side, tensor_model_parallel=True, partition_dim=other.partition_dim)
-    # A side that says how it is cut is cut as it says.
+    # A side with its own description is cut by it.
     own = (side.partition_stride, side.partition_sizes, side.heads, side.true_length)
     if own != (1, None, None, None):
         return marked
@@ -178,12 +178,12 @@ def _check_outside(source: MegatronParameter, target: MegatronParameter) -> None
 def _share_blocks(
     source: MegatronParameter, target: MegatronParameter
 ) -> tuple[MegatronParameter, MegatronParameter]:
-    """Return both sides with block sizes, where one has them."""
+    """Return both sides with block sizes, if either has them."""
     if not (source.tensor_model_parallel and target.tensor_model_parallel):
         return source, target
     if source.partition_sizes is None and target.partition_sizes is None:
         return source, target
-    # Blocks along one dimension say nothing of a cut along another.
+    # Blocks along a dimension do not constrain a cut along another.
     if source.partition_dim != target.partition_dim:
         return source, target
     blocks = [side.blocks for side in (source, target)]
@@ -219,7 +219,7 @@ def reconcile_all(
     cast: Mapping[str, str] | str | None = None,
     ties: Mapping[str, str] | None = None,
 ) -> dict[str, TensorPair]:
-    """Return every tensor of the target with the one of the source that it is, by global name.
+    """Pair every tensor of the target with its tensor of the source, by global name.
 
     Args:
         source, target: how each side describes its parameters, by names in the whole model.
@@ -296,7 +296,7 @@ def _find_source(
     name: str, sources: Mapping[str, MegatronParameter], ties: Mapping[str, str]
 ) -> str | None:
     """Return the source name that a target name is filled from."""
-    # Its own name first, then the one that its ties end in, then any that is tied to the same.
+    # Its own name first, then the root of its ties, then any name tied to the same root.
     root = _find_root(name, ties)
     tied = [other for other in ties if _find_root(other, ties) == root]
     return next((other for other in (name, root, *tied) if other in sources), None)

@@ -1,72 +1,34 @@
-"""Lexing of placements: names, arguments and steps of calls such as `Shard(dim=0)`.
+"""PyTorch's DTensor: placements as text, as values and as live objects of torch.
 
-A placement is written as a call, `Shard(dim=0)`, in any of the ways in which torch prints one:
-by its long or its short name, with or without commas, and with the step in which its axis cuts
-where several cut one dimension: `S(0)[1]S(0)[0]`. Arguments are numbers, words and lists::
+A DTensor has a mesh and a *placement* for each mesh axis::
 
-    [PartitionedShard(0, 2, splits=(4, 6)), P(sum)]
-
-    name              arguments  named                 step
-    PartitionedShard  0, 2       splits = (4, 6)
-    Partial           sum
-
-`reshard.notation.dtensor` says what the calls mean.
-
-The mesh in front of placements, as torch prints it or a program writes it.
-
-torch prints a mesh by its sizes, and its ranks only where `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set;
-a program writes them out::
-
-    DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1))                        sizes and names
-    DeviceMesh((2, 2), 'cpu', stride=(2, 1), Mesh: [[3, 1], [2, 0]])      sizes and ranks
-    DeviceMesh('cpu', [[3, 1], [2, 0]], mesh_dim_names=('dp', 'tp'))      names and ranks
-
-1. The mesh is in the brackets after `DeviceMesh`; the placements follow it.
-2. Nested square brackets are ranks; else the first round ones are sizes.
-
-Placements of DTensor as plain values: what one mesh axis does to a tensor.
-
-PyTorch's DTensor describes a tensor by one *placement* for each mesh axis. Here they are plain
-values, so that they can be read and written without torch::
-
-    Shard(dim=0)                              cut dimension 0 by ceil
-    _StridedShard(dim=0, split_factor=2)      2 blocks by ceil, each cut over the axis
-    PartitionedShard(0, 4, (4, 6, 4, 2))      blocks of these sizes, each cut or left whole
+    Shard(dim=0)                              shard dimension 0 by ceil (`torch.chunk`)
+    _StridedShard(dim=0, split_factor=2)      2 blocks by ceil, each sharded over the axis
+    PartitionedShard(0, 4, (4, 6, 4, 2))      blocks of these sizes, each sharded or left whole
     Replicate()                               copies
     Partial(sum)                              contributions
 
-A call that `reshard.notation.dtensor` has read, or an object of torch, becomes a placement
-by its name.
-
-Placements of a DTensor as a sharding, and a sharding as placements.
-
-A DTensor has a mesh and one placement for each mesh axis. They are applied from left to right,
-each to what those before it left, so a tensor dimension that several axes shard is cut in
-levels, by ceil (`torch.chunk`)::
+They are applied from left to right, each to the result of the previous ones, so a tensor dimension
+that several axes shard is cut in levels::
 
     mesh ("dp": 2, "tp": 2), [Shard(0), Shard(0)]            "dp / tp, ..."
     the same, [_StridedShard(0, split_factor=2), Shard(0)]   "dp@stride2 / tp, ..."
     the same, S(0)[1]S(0)[0]: in another order               "tp / dp, ..."
     the same, [Partial("sum"), Shard(1)]                     "-, tp | sum(dp)"
 
-There:
+In a text, a placement is a call, with its long or its short name, with or without commas, and with
+the step in which its axis cuts if several cut the same dimension: `S(0)[1]S(0)[0]`. A mesh may
+precede the placements, as torch prints it or a program writes it. torch prints a mesh by its sizes,
+and its ranks only if `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set::
 
-1. Every placement is a value of `reshard.notation.dtensor`, whether it was text or an
-   object.
-2. The axes that shard one dimension are put in the order in which they cut; each is a level.
+    DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1))                        sizes and names
+    DeviceMesh((2, 2), 'cpu', stride=(2, 1), Mesh: [[3, 1], [2, 0]])      sizes and ranks
+    DeviceMesh('cpu', [[3, 1], [2, 0]], mesh_dim_names=('dp', 'tp'))      names and ranks
 
-And back: each level is the placement of its one axis, and where the axes of a dimension do not
-cut in the order of the mesh, that order is written too. Objects of torch are read here like any
-placement; `reshard.notation.dtensor` reads whole DTensors and makes torch's objects.
-
-Source: `torch.distributed.tensor` of PyTorch 2.13.
-
-Live objects of torch: DTensors and placements to shardings, and back.
-
-A DTensor, or its spec, has a mesh, placements and perhaps an order of its axes; they are read
-without importing torch. Placement objects are made of torch's own classes, which are imported
-then. torch applies placement objects from left to right, so axes that cut in another order become
-strides, where that leaves every element in its place::
+Placements of texts and of torch become plain values here, so torch is not imported. Placement
+objects are made of torch's own classes, which are imported then. torch applies placement objects
+from left to right, so axes that cut in another order become strides if that leaves every element
+in its place::
 
     mesh ("dp": 2, "tp": 2), "tp / dp, -"     (_StridedShard(0, split_factor=2), Shard(0))
 
@@ -109,7 +71,7 @@ class PlacementCall:
         """Return the arguments by parameter; `other_names` gives further names of parameters.
 
         Raises:
-            NotationError: too many arguments, or one that is unknown or given twice.
+            NotationError: too many arguments, or an unknown or repeated argument.
         """
         found = dict(zip(parameters, self.arguments, strict=False))
         surplus = [str(argument) for argument in self.arguments[len(parameters) :]]
@@ -152,10 +114,10 @@ _DEEPEST = 3
 
 
 def read_calls(text: str) -> list[PlacementCall]:
-    """Return the placements that `text` writes, one for each mesh axis, as calls.
+    """Parse the placements that `text` writes, one per mesh axis, as calls.
 
     Raises:
-        NotationError: text that is no list of placements.
+        NotationError: text that is not a list of placements.
 
     >>> [call.name for call in read_calls("[Shard(dim=0), Replicate()]")]
     ['Shard', 'Replicate']
@@ -281,15 +243,15 @@ _SIZE = re.compile(r"(?:(\w+)\s*=\s*)?(\d{1,9})")
 
 
 def split_mesh(text: str, mesh: DeviceMesh | None = None) -> tuple[DeviceMesh | None, str]:
-    """Return the mesh of a text and the placements behind it.
+    """Split a text into its mesh and the placements after it.
 
     Args:
         text: placements, or a mesh and placements, or a printed DTensor.
-        mesh: the answer where the text names none, or the same one by its sizes.
+        mesh: the result if the text has no mesh, or the same mesh by its sizes.
 
     Raises:
         NotationError: a mesh that cannot be read.
-        MeshError: one that cannot be.
+        MeshError: an invalid mesh.
 
     >>> split_mesh("DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1)), (Shard(dim=0), Replicate())")
     (DeviceMesh('torch', dp=2,tp=2), '(Shard(dim=0), Replicate())')
@@ -307,7 +269,7 @@ def split_mesh(text: str, mesh: DeviceMesh | None = None) -> tuple[DeviceMesh | 
             "of the placements, or give a mesh"
         )
     rest = text[end + 1 :].strip().removeprefix(",").strip()
-    # In a printed DTensor the placements are an argument, and its bracket closes behind them.
+    # In a printed DTensor the placements are an argument, whose bracket closes after them.
     if "(" in before:
         rest = re.sub(r"^placements\s*=\s*", "", rest).removesuffix(")").strip()
     return _read_mesh(text[begin + len("DeviceMesh(") : end], text, mesh), rest
@@ -352,7 +314,7 @@ def _read_mesh(body: str, text: str, given: DeviceMesh | None) -> DeviceMesh:
         and (devices is None or list(given.devices) == devices)
     ):
         return given
-    # A slice of a larger mesh has that one's strides, and ranks that the text does not have.
+    # A slice of a larger mesh has the strides of that mesh, and ranks that the text omits.
     if devices is None and stride and not _is_row_major(stride[1], shape):
         raise NotationError(
             f"the mesh in `{text}` is a part of another one, whose ranks are not in the text; give "
@@ -468,7 +430,7 @@ def placement_of_call(call: PlacementCall) -> Placement:
     """Return the placement that a call means.
 
     Raises:
-        NotationError: a name that is no placement of DTensor, or arguments of another form.
+        NotationError: a name that is not a placement of DTensor, or arguments of another form.
 
     >>> print(placement_of_call(PlacementCall("_StridedShard", (0,), (("sf", 2),))))
     _StridedShard(0, split_factor=2)
@@ -528,7 +490,7 @@ def as_placement(item: object) -> Placement:
     """Return a placement from a placement, or from an object of torch, which is not imported.
 
     Raises:
-        NotationError: anything else, and torch's placements that reshard has no word for.
+        NotationError: anything else, and placements of torch that reshard cannot express.
 
     >>> as_placement(Replicate())
     Replicate()
@@ -563,7 +525,7 @@ class DTensorPlacements:
 
     Attributes:
         placements: in the order of the mesh's axes.
-        shard_order: for each tensor dimension that is cut, its mesh axes by number, the one that
+        shard_order: for each sharded tensor dimension, its mesh axes by number, the axis that
             cuts first in front; torch's `shard_order`.
     """
 
@@ -597,9 +559,9 @@ def parse_dtensor(
             `S(0)[1]S(0)[0]` with the order of the axes on one dimension. A
             `PartitionedShard` may be among them. A mesh may stand in front of them, as in a
             printed DTensor.
-        mesh: the devices, where the text has none; one placement for each of its axes, major to
+        mesh: the devices, if the text has no mesh; a placement for each of its axes, major to
             minor.
-        shape: of the tensor; placements do not say how many dimensions it has.
+        shape: of the tensor, whose rank the placements do not determine.
 
     Raises:
         NotationError: text that cannot be read, or that does not fit the mesh or the shape.
@@ -632,7 +594,7 @@ def parse_dtensor(
 def dtensor_text(spec: ShardingSpec) -> str:
     """Return the placements of a sharding, as torch is given them.
 
-    Axes that cut one dimension in another order than the mesh's are written with their steps,
+    Axes that shard a dimension in another order than the mesh's are written with their steps,
     as torch prints a `shard_order`.
 
     Raises:
@@ -688,17 +650,17 @@ def sharding_of_placements(
     ndim: int,
     shard_order: Iterable[tuple[int, Sequence[int]]] | None = None,
 ) -> ShardingSpec:
-    """Return the sharding that placements say, given as values or as torch's own objects.
+    """Return the sharding for placements, given as values or as torch's own objects.
 
     Args:
         mesh: the devices.
-        placements: one for each axis of the mesh.
+        placements: one per axis of the mesh.
         ndim: dimensions of the tensor.
-        shard_order: for each cut dimension the numbers of its mesh axes, the one that cuts first
+        shard_order: for each sharded dimension the numbers of its mesh axes, the first to cut
             in front, as torch's `DTensorSpec.shard_order`; by rising number when None.
 
     Raises:
-        NotationError: a wrong number of placements, a dimension the tensor has not, several
+        NotationError: a wrong number of placements, a dimension out of range, several
             kinds of reduction, or an order that does not fit the placements.
 
     >>> mesh = DeviceMesh.of(dp=2, tp=2)
@@ -768,7 +730,7 @@ def _check_dimension(value: Shard | StridedShard | PartitionedShard, ndim: int) 
 def _order_steps(
     placements: Sequence[Placement], steps: Sequence[int | None], ndim: int
 ) -> ShardOrder | None:
-    """Return the order that the numbers behind placements give, `S(0)[1]S(0)[0]`; None without
+    """Return the order given by steps after placements, `S(0)[1]S(0)[0]`; None without
     any.
     """
     if all(step is None for step in steps):
@@ -816,10 +778,10 @@ def placements_of(spec: ShardingSpec, *, partitioned: bool = False) -> DTensorPl
 
     Args:
         spec: the sharding.
-        partitioned: whether `PartitionedShard` may be used beside torch's own placements.
+        partitioned: whether `PartitionedShard` may be used in addition to torch's placements.
 
     Raises:
-        NotationError: a part that no placement says: an axis taken in part, a flat cut over
+        NotationError: a part that placements cannot express: a sub-axis, a flat cut over
             several axes, another rule, marks for propagation, a place on some ranks only.
 
     >>> mesh = DeviceMesh.of(dp=2, tp=2)
@@ -898,7 +860,7 @@ def _find_placement(
 
 def mesh_of(mesh: Any) -> DeviceMesh:
     """Return the mesh of a torch `DeviceMesh`, with its ranks in its order; axes without a name
-    get one.
+    get `dim0`, `dim1`...
 
     Raises:
         MeshError: names that are no axis names.
@@ -919,7 +881,7 @@ def sharding_of_dtensor(tensor: Any, mesh: DeviceMesh | None = None) -> Sharding
         mesh: what its mesh is, where that is known; it is found when None.
 
     Raises:
-        NotationError: a placement that reshard has no word for.
+        NotationError: a placement that reshard cannot express.
     """
     spec = getattr(tensor, "_spec", tensor)
     if mesh is None:
@@ -933,7 +895,7 @@ def sharding_of_dtensor(tensor: Any, mesh: DeviceMesh | None = None) -> Sharding
 
 
 def to_placements(spec: ShardingSpec, shape: Sequence[int] | None = None) -> tuple[Any, ...]:
-    """torch's placement objects for a sharding, one for each mesh axis. Imports torch.
+    """Return torch's placement objects for a sharding, one per mesh axis. Imports torch.
 
     A dimension that axes cut in another order than the mesh's is written by `_StridedShard`, as
     torch does, where that puts the same elements of a tensor of `shape` in the same places.
@@ -972,7 +934,7 @@ def to_placements(spec: ShardingSpec, shape: Sequence[int] | None = None) -> tup
 def find_placements(
     spec: ShardingSpec, shape: Sequence[int] | None = None
 ) -> tuple[Placement, ...]:
-    """Return placements to be applied from left to right, as torch does, one for each mesh axis.
+    """Return placements to be applied from left to right, as torch does, one per mesh axis.
 
     Args:
         spec: the sharding.
@@ -1008,12 +970,12 @@ def _find_strided(
     for dim, axes in found.shard_order:
         for step, axis in enumerate(axes):
             blocks = 1
-            # Axes that cut before this one, but stand behind it in the mesh, are applied after it.
+            # Axes that cut before this axis, but follow it in the mesh, are applied after it.
             for earlier in axes[:step]:
                 blocks *= spec.mesh.shape[earlier] if earlier > axis else 1
             if blocks > 1 and placements[axis] == Shard(dim):
                 placements[axis] = StridedShard(dim, blocks)
-    # Blocks are by ceil, so uneven shapes may be cut elsewhere: compared for this one.
+    # Blocks are by ceil, so uneven shapes may be cut elsewhere: compare for this shape.
     strided = sharding_of_placements(spec.mesh, placements, spec.ndim)
     if not _are_equal(strided.layout(shape), spec.layout(shape)):
         raise cannot_say(

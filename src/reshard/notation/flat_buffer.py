@@ -1,16 +1,16 @@
 """Flat buffers of ZeRO and FSDP: the ranges of each tensor that an even part of a buffer holds.
 
-ZeRO and FSDP lay tensors one behind another, flattened, pad the end, and give every rank as many
+ZeRO and FSDP concatenate flattened tensors, pad the end, and give every rank as many
 elements of the whole. A rank's part begins and ends anywhere in a tensor::
 
     a (2, 3) and b (5,) over 3 ranks       |a a a a|a a b b|b b b .|
 
-    rank 0 has 0:4 of a; rank 1 has 4:6 of a and 0:2 of b; rank 2 has 2:5 of b and one pad
+    rank 0 has 0:4 of a; rank 1 has 4:6 of a and 0:2 of b; rank 2 has 2:5 of b and a pad
 
 ==============================  ==========================================================
-ZeRO 1 and 2 of DeepSpeed       one buffer a parameter group, `rank_multiple=2`
-ZeRO 3 of DeepSpeed             one buffer a tensor
-FSDP1 of PyTorch                one buffer a wrapped module; with `use_orig_params`,
+ZeRO 1 and 2 of DeepSpeed       a buffer per parameter group, `rank_multiple=2`
+ZeRO 3 of DeepSpeed             a buffer per tensor
+FSDP1 of PyTorch                a buffer per wrapped module; with `use_orig_params`,
                                 `alignment` is 16 bytes of elements
 ==============================  ==========================================================
 """
@@ -40,7 +40,7 @@ class BufferPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """Tensors one behind another in a buffer that is cut evenly over ranks.
+    """Concatenated tensors in a buffer that is divided evenly over ranks.
 
     Args:
         tensors: `(name, shape)` pairs in the order of the buffer, or a mapping.
@@ -97,7 +97,7 @@ class FlatBuffer:
         found: list[int] = []
         at = 0
         for _, shape in self.tensors:
-            # Only beginnings are aligned: padding stands before a tensor, never behind the last.
+            # Only beginnings are aligned: padding precedes a tensor and never follows the last.
             at = ceil_divide(at, self.alignment) * self.alignment
             found.append(at)
             at += math.prod(shape)
@@ -117,7 +117,7 @@ class FlatBuffer:
         return self.rank_elements * self.ranks
 
     def pieces(self, rank: int) -> tuple[BufferPiece, ...]:
-        """Return the pieces of tensors that one rank has, in the order of its part.
+        """Return the pieces of tensors that a rank has, in the order of its part.
 
         Raises:
             NotationError: a rank that is not there.
@@ -133,7 +133,7 @@ class FlatBuffer:
         return tuple(found)
 
     def layout(self, name: str, devices: Sequence[int] | None = None) -> Layout:
-        """Return where the elements of one tensor are; a rank without any of them holds nothing.
+        """Return the layout of a tensor; a rank without any of its elements holds nothing.
 
         Args:
             name: of the tensor.

@@ -5,7 +5,7 @@ the numbers of parts, and a last dimension of copies where there are any::
 
     {devices=[4,2]<=[8]}                                  rows in 4 parts, columns in 2
     {devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}   rows in 2 parts, 4 copies of each
-    {devices=[2,2]0,2,1,3}                                devices one by one
+    {devices=[2,2]0,2,1,3}                                devices listed explicitly
     {devices=[2,4]<=[8] last_tile_dims={unreduced}}       contributions to a sum of 4 devices
     {replicated}, {maximal device=3}                      copies on all devices; on device 3 alone
 

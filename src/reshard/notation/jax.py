@@ -1,21 +1,16 @@
-"""The texts of JAX's shardings: `PartitionSpec`, and what `NamedSharding` prints.
+"""JAX's shardings: texts and live objects of `PartitionSpec` and `NamedSharding`.
 
-One entry a dimension says which mesh axes cut it, major to minor::
+An entry per dimension has the mesh axes that shard it, major to minor::
 
     PartitionSpec('x', ('y', 'z'), None)       rows over x, columns over y and z, the rest whole
     P(UNCONSTRAINED, 'x')                      rows are left to propagation
     P('x', unreduced={'y'})                    contributions to a sum along y
 
 Cuts are by ceil, as GSPMD makes them; JAX itself puts only shapes that divide on devices.
-Objects of JAX are read and made in `reshard.notation.jax`.
 
-Source: JAX, `jax.sharding`.
-
-Live objects of JAX: `PartitionSpec`, `NamedSharding`, single devices, arrays, meshes.
-
-They are read without importing jax, recognised by the module of their type; making them imports
-it. A rank is the id of a device. Memory kinds and the types of mesh axes say nothing about where
-elements are, and are not read.
+Live objects are recognised by the module of their type and read without importing jax; making them
+imports it. A rank is the id of a device. Memory kinds and the types of mesh axes do not affect
+where elements are, and are not read.
 
 Source: JAX, `jax.sharding`.
 """
@@ -51,7 +46,7 @@ def parse_jax(
 
     Args:
         text: `PartitionSpec(...)` or `P(...)`, or what `NamedSharding` prints.
-        mesh: whose axes are named; None where the text is a `NamedSharding`, which prints its
+        mesh: whose axes are named; None if the text is a `NamedSharding`, which prints its
             axes but not the order of its devices: they are then taken as 0, 1, 2...
         shape: of the tensor. Trailing entries that are None may be left out, and are added when
             it is known.
@@ -97,7 +92,7 @@ def _read_named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, Devic
                 f"a NamedSharding over the mesh {written.text}, where the mesh {mesh.text} was "
                 "given; give the same axes"
             )
-        # The printed mesh has no devices, so a given one with the same axes knows more.
+        # The printed mesh has no devices, so a given mesh with the same axes is preferred.
         mesh = mesh or written
     if mesh is None:
         raise NotationError("a NamedSharding whose mesh is not printed; give a mesh")
@@ -107,7 +102,7 @@ def _read_named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, Devic
 def _read_partition_spec(text: str) -> tuple[list[Entry], list[str], list[str]]:
     """Return the entries, the unreduced and the reduced axes of a text."""
     try:
-        # A backslash would be an escape in Python; no axis name has one.
+        # A backslash would be an escape in Python; axis names do not contain it.
         call = None if "\\" in text else ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         call = None
@@ -241,7 +236,7 @@ def _write_entry(entry: Entry) -> str:
 
 
 def is_jax(value: object) -> bool:
-    """Return whether an object is one of JAX's; jax is not imported."""
+    """Return whether an object is from JAX; jax is not imported."""
     return type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
@@ -252,7 +247,7 @@ def sharding_of_jax(
 
     Args:
         sharding: a `PartitionSpec`, `NamedSharding` or `SingleDeviceSharding`, or an array
-            with one of the last two.
+            with a `NamedSharding` or `SingleDeviceSharding`.
         mesh: for a `PartitionSpec`, which has none.
         shape: of the tensor, to add the entries that are left out; an array has its own.
 
@@ -400,7 +395,7 @@ def to_named_sharding(spec: ShardingSpec, devices: Iterable[Any] | None = None) 
     try:
         return jax.sharding.NamedSharding(mesh, partition_spec)
     except ValueError as error:
-        # What meshes of one type of axes may have differs between the versions of JAX.
+        # The axis types that a mesh may mix differ between versions of JAX.
         raise NotationError(f"JAX refuses the sharding `{spec}`: {error}") from error
 
 

@@ -1,6 +1,6 @@
-"""Megatron's way to say a sharding, as one line of text.
+"""Shardings in Megatron's terms, as a line of text.
 
-The sizes and order of the ranks stand before a bar, what a parameter says of itself behind it::
+The sizes and order of the ranks precede a bar, and the attributes of a parameter follow it::
 
     tp=2 dp=4 order=tp-cp-ep-dp-pp | partition_dim=0 partition_stride=2
     tp=4 pp=2 | partition_dim=0 partition_sizes=16,8,4 stages=1
@@ -12,19 +12,19 @@ before the bar
 `etp ep edp pp`                sizes of the experts' grid
 `order`                        words from fastest to slowest; tp-cp-ep-dp-pp where left out
 `offset`                       the first rank
-behind the bar
+after the bar
 `partition_dim`                the dimension cut over `tp` or `etp`; none where left out
 `partition_stride`             equal blocks that are each cut over all ranks
-`partition_sizes`              blocks on one rank; for each rank its own, with `;` between them
+`partition_sizes`              blocks on a rank; lists for each rank, separated by `;`
 `local_lengths`                what the ranks have of the cut dimension, where that is uneven
 `heads`                        heads that ranks may share
 `pad`                          local lengths are a multiple of this
 `expert`                       over the experts' grid
 `stages`, `expert_ranks`       where it lives along `pp` and `ep`
-`ndim`                         dimensions of the tensor, where no shape says it
+`ndim`                         dimensions of the tensor, if no shape is given
 =============================  ==================================================================
 
-`MegatronParameter` in `reshard.megatron.parameters` says the same of a parameter whose
+`MegatronParameter` in `reshard.megatron.parameters` describes the same for a parameter whose
 local shape is known, and more: that is what a program uses.
 """
 
@@ -67,7 +67,7 @@ def parse_megatron(
 
     Args:
         text: ranks, a bar, and the parameter; without a bar only the parameter.
-        mesh: the grid of ranks for a text without one, with an axis `tp` or `etp`.
+        mesh: the grid of ranks for a text without ranks, with an axis `tp` or `etp`.
         shape: of the whole tensor, for its number of dimensions.
 
     Raises:
@@ -173,7 +173,7 @@ def _find_ndim(said: dict[str, str], shape: Sequence[int] | None, text: str) -> 
 
 
 def _build_rule(said: dict[str, str], parts: int, text: str) -> CutRule | None:
-    """Return the rule of the cut dimension, None where none is cut."""
+    """Return the rule of the cut dimension, or None if no dimension is cut."""
     ways = ("partition_stride", "partition_sizes", "heads", "pad")
     # A stride of 1 cuts like none.
     given = [word for word in ways if word in said and (word, said[word]) != (ways[0], "1")]

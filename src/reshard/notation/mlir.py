@@ -1,6 +1,6 @@
 """The sharding notation of MLIR's `shard` dialect, called `mesh` before.
 
-Mesh axes have numbers, not names, and one list a dimension says which of them cut it::
+Mesh axes have numbers, not names, and a list per dimension has the axes that shard it::
 
     [[0, 1], []]                                rows over axes 0 and 1, columns not cut
     [[0]] partial = sum[1]                      contributions to a sum along axis 1
@@ -11,7 +11,7 @@ Read are such lists by themselves, and in the texts of the dialect: `shard.shard
 split_axes = [[0]] : !shard.sharding`, `mesh.sharding`, the older `#mesh.shard<@mesh, [[0]]>`,
 each after the `shard.grid @grid(shape = 2x3)` or `mesh.mesh` it names, if that is given too.
 Dimensions are cut by ceil (`K ceildiv M`). With halos every part is equally wide, so what a
-halo at the ends of a dimension has no element for is padding.
+halo at the ends of a dimension exceeds is padding.
 
 Source: the LLVM project, `mlir/include/mlir/Dialect/Shard/IR/ShardOps.td`, and `MeshOps.td`
 before it, for the partial axes.
@@ -64,13 +64,13 @@ def parse_mlir(
 
     Args:
         text: axis lists, or the text of an operation or attribute of the dialect.
-        mesh: whose axes are numbered; None where the text has a `shard.grid`, whose axes are
+        mesh: whose axes are numbered; None if the text has a `shard.grid`, whose axes are
             called axis0, axis1 and so on.
         shape: of the tensor. Lists of trailing dimensions that are not cut may be left out, and
             are added when it is known.
 
     Raises:
-        NotationError: text that cannot be read, axis numbers the mesh has not, a wrong number of
+        NotationError: text that cannot be read, unknown axis numbers, a wrong number of
             lists, halo sizes or offsets, dynamic ones.
         SpecError: an axis used twice.
 
@@ -179,7 +179,7 @@ def _build(words: _Words, mesh: DeviceMesh, shape: Sequence[int] | None) -> Shar
         )
     dims = [[_find_axis(number, mesh) for number in numbers] for numbers in words.split_axes]
     if shape is not None:
-        # Lists of dimensions that are not cut say nothing, so surplus ones at the end are dropped.
+        # Empty lists are redundant, so surplus empty lists at the end are dropped.
         while len(dims) > len(shape) and not dims[-1]:
             dims.pop()
         if len(dims) > len(shape):
@@ -219,7 +219,7 @@ def _make_rules(words: _Words, parts: list[int]) -> Iterator[CutRule]:
         for before, after in zip(sizes[::2], sizes[1::2], strict=True):
             yield Halo(before, after, padded_edges=True) if before or after else Ceil()
     elif words.offsets:
-        # The starts of all parts and the end of the last, dimension after dimension in one list.
+        # The starts of all parts and the end of the last, for all dimensions in a single list.
         expected = sum(parts) + len(parts)
         if len(words.offsets) != expected:
             raise NotationError(
@@ -236,7 +236,7 @@ def _make_rules(words: _Words, parts: list[int]) -> Iterator[CutRule]:
 
 
 def mlir_text(spec: ShardingSpec) -> str:
-    """Return the axis lists of a sharding, and what stands behind them.
+    """Return the axis lists of a sharding, and the keywords after them.
 
     Raises:
         NotationError: a part of the sharding that MLIR cannot express, such as a sub-axis.

@@ -3,13 +3,13 @@
 =====================================  ==========================================================
 object                                 its sharding
 =====================================  ==========================================================
-`ShardingSpec`, what has one as `spec` itself: an array in shards, for example
-DTensor, `DTensorSpec`, and other      what its placements over its mesh say
+`ShardingSpec`, or an object with it   itself: an array in shards, for example
+DTensor, `DTensorSpec`, and other      its placements over its mesh
 objects with placements
-array or sharding of jax               what its `PartitionSpec` over its mesh says
-parameter of Megatron                  what its attributes say (`tensor_model_parallel`,
+array or sharding of jax               its `PartitionSpec` over its mesh
+parameter of Megatron                  its attributes (`tensor_model_parallel`,
                                        `partition_dim`, `partition_stride`, `partition_sizes`),
-                                       over the ranks that are given beside it
+                                       over the ranks that are given with it
 =====================================  ==========================================================
 
 Objects are known by their attributes and by the module of their type: no framework is imported.
@@ -45,7 +45,7 @@ def sharding_of(value: Any, mesh: Any = None, shape: Sequence[int] | None = None
         shape: of the whole tensor, for a sharding of jax that leaves out dimensions.
 
     Raises:
-        NotationError: an object that says nothing about how a tensor is cut, or that needs a mesh.
+        NotationError: an object without a sharding, or that needs a mesh.
         SpecError, RuleError: attributes of a parameter that do not fit each other.
 
     >>> from reshard.megatron import LocalParameter, MegatronRanks
@@ -87,7 +87,7 @@ def _describe(value: object) -> str:
 
 
 def _as_mesh(mesh: Any) -> DeviceMesh | None:
-    """Return a mesh of reshard, torch or jax as one of ours."""
+    """Convert a mesh of reshard, torch or jax to a `DeviceMesh`."""
     if mesh is None or isinstance(mesh, DeviceMesh):
         return mesh
     if jax.is_jax(mesh):

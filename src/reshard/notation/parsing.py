@@ -1,15 +1,11 @@
-"""Reading the text of MLIR attributes word by word.
+"""Tools that notations share: a scanner of texts, the order of axes, and what can be expressed.
 
-A `Scanner` stands at a place in a text. It passes over blanks and comments, takes what it is
-asked to expect, and otherwise raises an error with the rest of the text.
+A `Scanner` has a position in a text. It skips blanks and comments, takes the words that it is asked
+to expect, and otherwise raises an error with the rest of the text.
 
-Axes in the order of their mesh, for systems that have sets of axes where we have a sequence.
-
-Vocabularies: what a notation can express, checked before anything is written.
-
-A sharding may have parts that another system has no words for. Each printer states its words
-once, as a `Vocabulary`, and checks the sharding against it before it writes anything: a text
-that leaves something out would be read back as another sharding.
+A sharding may have parts that another system cannot express. Each printer declares what it can, as
+a `Vocabulary`, and checks the sharding before it writes anything: a text that omits a part would be
+read back as another sharding.
 """
 
 from __future__ import annotations
@@ -90,7 +86,7 @@ class Scanner:
         return re.compile(pattern).match(self.text, self.position) is not None
 
     def take(self, pattern: str | re.Pattern[str]) -> re.Match[str] | None:
-        """Return the match of a pattern here, passed over; None where there is none."""
+        """Match a pattern here and move past it. Return None if it does not match."""
         match = re.compile(pattern).match(self.text, self.position)
         if match:
             self.position = match.end()
@@ -145,10 +141,10 @@ class Scanner:
 
 
 def in_mesh_order(mesh: DeviceMesh, axes: Iterable[Axis]) -> list[Axis]:
-    """Return the axes sorted as the mesh has them; sub-axes of one axis from major to minor.
+    """Sort axes in the order of the mesh, and sub-axes of an axis from major to minor.
 
     Raises:
-        MeshError: an axis or sub-axis that the mesh has not.
+        MeshError: an axis or sub-axis that is missing in the mesh.
 
     >>> in_mesh_order(DeviceMesh.of(x=8, y=2), [Axis("y"), Axis("x", 4, 2), Axis("x", 1, 2)])
     [x:(1)2, x:(4)2, y]
@@ -167,7 +163,7 @@ class Vocabulary:
 
     Attributes:
         notation: its name, for messages.
-        rules: cut rules beside the plain one, by ceil.
+        rules: cut rules in addition to the default, by ceil.
         reductions: of partial axes.
         has_sub_axes: whether it can take a mesh axis in part.
         has_open_dims: whether it can leave a dimension open to propagation.

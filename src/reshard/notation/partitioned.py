@@ -1,13 +1,13 @@
 """The placement of a dimension that is made of partitions of different sizes.
 
-A `PartitionedShard` cuts one dimension, made of consecutive partitions (the experts of a
-mixture, say), over one mesh axis. *Unaligned*, every rank has a slice of every partition;
+A `PartitionedShard` shards a dimension of consecutive partitions (the experts of a
+mixture, for example) over a mesh axis. *Unaligned*, every rank has a slice of every partition;
 *aligned*, every rank has whole partitions::
 
     partitions of 6, 10, 12 and 4 over 2 ranks
 
     unaligned, a slice of each by ceil     |000111|0000011111|000000111111|0011|
-    unaligned, slices as a matrix says     |000011|0000001111|000011111111|0011|
+    unaligned, slices given by a matrix    |000011|0000001111|000011111111|0011|
     aligned                                |000000|0000000000|111111111111|1111|
 
 Source: the proposal of a `PartitionedShard` placement for DTensor.
@@ -39,13 +39,13 @@ class _UnalignedRows(tuple[tuple[int, ...], ...]):
 
 @dataclass(frozen=True, slots=True)
 class PartitionedShard:
-    """A dimension of partitions, cut over one mesh axis.
+    """A dimension of partitions, sharded over a mesh axis.
 
     Args:
-        dim: the dimension; a negative one counts from the end.
+        dim: the dimension; negative numbers count from the end.
         num_partitions: how many partitions there are.
         splits: the size of each partition, shape `(num_partitions,)`; or, unaligned, how much
-            each rank has of it, shape `(ranks, num_partitions)`, or the same in one flat list, rank
+            each rank has of it, shape `(ranks, num_partitions)`, or the same in a flat list, rank
             after rank. A row of an aligned shard has the partitions of its rank, each in as many
             pieces as there are ranks. Lists, or arrays of NumPy or torch.
         aligned: whether ranks have whole partitions, by ceil of their number. Splits of an
@@ -160,7 +160,7 @@ class PartitionedShard:
 
     @classmethod
     def from_rule(cls, dim: int, rule: CutRule, parts: int) -> PartitionedShard | None:
-        """Return the placement whose rule over `parts` ranks is `rule`; None where there is none.
+        """Return the placement with this rule over `parts` ranks, or None if there is none.
 
         >>> PartitionedShard.from_rule(0, WholeBlocks((4, 2)), 2)
         PartitionedShard(dim=0, num_partitions=2, splits=(4, 2), aligned=True)

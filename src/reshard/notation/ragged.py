@@ -1,7 +1,7 @@
 """Ragged shards: parts that are ranges of flattened dimensions.
 
-A `RaggedShard` flattens the leading dimensions of a tensor, and gives each rank of one mesh axis
-as many of their indices, in proportion, as `local_units` says::
+A `RaggedShard` flattens the leading dimensions of a tensor, and gives each rank of a mesh axis
+as many of their indices, in proportion, as its `local_units`::
 
     shape (4, 4), RaggedShard(dims=(0, 1), local_units=(3, 5))
 
@@ -18,7 +18,7 @@ as many of their indices, in proportion, as `local_units` says::
 2. What a rank has then is cut again: the leading dimensions of its *local* shape are flattened,
    its range of them is written as boxes, and a box is read through the runs of the first cut.
 
-What comes out is no product of cuts of single dimensions, so it is a `Layout`.
+The result is not a product of cuts of single dimensions, so it is a `Layout`.
 
 Source: `RaggedShard` of veScale (`vescale.dtensor.placement_types`), as in its FSDP.
 """
@@ -56,7 +56,7 @@ _RAGGED_NAMES = ("RaggedShard", "_StridedRaggedShard")
 
 @dataclass(frozen=True, slots=True)
 class RaggedShard:
-    """Leading dimensions taken as one, and cut over a mesh axis in proportion.
+    """Flattened leading dimensions, sharded over a mesh axis in proportion to units.
 
     Args:
         dims: the dimensions, `(0,)`, `(0, 1)` and so on.
@@ -122,8 +122,8 @@ def parse_ragged(
 
     Args:
         text: `RaggedShard(dims=(0, 1), local_units=(1, 1, 0, 0))`, alone or in a list with
-            DTensor's placements behind it.
-        mesh: the devices; one placement for each of its axes. When None, ranks 0, 1, 2... for
+            DTensor's placements after it.
+        mesh: the devices; a placement for each of its axes. When None, ranks 0, 1, 2... for
             the units of a ragged shard that stands alone.
         shape: of the tensor.
 
@@ -167,8 +167,8 @@ def ragged_text(spec: ShardingSpec | Layout) -> str:
     """Return the `RaggedShard` of a layout over ranks 0, 1, 2..., on the fewest leading dimensions.
 
     Raises:
-        NotationError: a layout whose ranks do not hold one range after the other, or a
-            sharding, which cuts its dimensions one by one.
+        NotationError: a layout whose ranks do not hold consecutive ranges, or a
+            sharding, which shards its dimensions separately.
 
     >>> layout = Layout.flat_ranges((4, 4), {0: (0, 6), 1: (6, 16)})
     >>> ragged_text(layout)
@@ -190,11 +190,11 @@ def ragged_text(spec: ShardingSpec | Layout) -> str:
 
 
 def _find_shard(layout: Layout, dims: int) -> RaggedShard | None:
-    """Return the ragged shard over `dims` leading dimensions whose layout is this one."""
+    """Return the ragged shard over `dims` leading dimensions with this layout."""
     counts = [0] * layout.slots
     for slot, local in zip(layout.cell_slot.tolist(), layout.cell_shape.tolist(), strict=True):
         counts[slot] += math.prod(local[:dims])
-    # Units in lowest terms; a tensor without elements has one each.
+    # Units in lowest terms; for a tensor without elements, a unit each.
     divisor = math.gcd(*counts)
     units = [count // divisor for count in counts] if divisor else [1] * layout.slots
     stops = list(itertools.accumulate(counts, initial=0))
@@ -208,16 +208,16 @@ def _find_shard(layout: Layout, dims: int) -> RaggedShard | None:
 
 
 def ragged_layout(mesh: DeviceMesh, placements: Iterable[object], shape: Sequence[int]) -> Layout:
-    """Return the layout that placements say, one of which is a `RaggedShard`.
+    """Return the layout for placements, one of which is a `RaggedShard`.
 
     Args:
         mesh: the devices.
-        placements: one for each axis of the mesh: values, or objects of torch and veScale. The
-            ragged one stands before all that are not `Replicate()`, as veScale asks.
+        placements: one per axis of the mesh: values, or objects of torch and veScale. The
+            ragged placement precedes all that are not `Replicate()`, as veScale asks.
         shape: of the tensor.
 
     Raises:
-        NotationError: no ragged placement, or several, or one behind another cut; units for
+        NotationError: no ragged placement, several, or one that follows another cut; units for
             another number of ranks, or that end inside an index.
 
     >>> mesh = DeviceMesh.of(dp=2, tp=2)
@@ -263,7 +263,7 @@ def _as_ragged(item: object) -> object:
 def _cut_ranges(base: Layout, shard: RaggedShard, coordinate: Mapping[int, int]) -> Layout:
     """Return the layout where each slot keeps its range of what it has in `base`.
 
-    `coordinate` says which of the shard's ranges a slot takes.
+    `coordinate` gives the number of the shard's range for each slot.
     """
     cells: list[tuple[int, list[tuple[int, int, int]], int]] = []
     width = len(shard.dims)
@@ -272,7 +272,7 @@ def _cut_ranges(base: Layout, shard: RaggedShard, coordinate: Mapping[int, int])
     for cell, slot in enumerate(base.cell_slot.tolist()):
         local = tuple(base.cell_shape[cell].tolist())
         window = ranges(math.prod(local[:width]))[coordinate[slot]]
-        # The rank's range of flattened indices as boxes; a rank without any has one empty box.
+        # The rank's range of flattened indices as boxes; a rank without any has an empty box.
         leading = flat_range_boxes(local[:width], *window)
         for box in leading or [Box((0,) * width, (0,) * width)]:
             start, stop = box.start + (0,) * (len(local) - width), box.stop + local[width:]

@@ -1,4 +1,4 @@
-"""The notations in which a sharding can be read and written, one row each.
+"""The notations in which a sharding can be read and written, a row each.
 
 Which notation is a text written in?
 
@@ -11,10 +11,6 @@ Which notation is a text written in?
 To add a notation: a module with `parse_NAME(text, mesh, shape)` and `NAME_text(sharding)`, and a
 row in `NOTATIONS` with its module, which is loaded when it is used.
 
-The native notation as one among others: `dp tp, -`.
-
-Its reader is `reshard.sharding`, which every part of the package can use; here it takes a mesh
-and a shape as the readers of all notations do.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ class Notation:
         module: has `parse_NAME` and `NAME_text`.
         example: a text of it.
         pattern: a regular expression that its texts match and those of others do not; None for
-            the native one, which has what is left.
+            the native notation, which reads any other text.
     """
 
     name: str
@@ -62,7 +58,7 @@ class Notation:
 
         Args:
             text: without a prefix.
-            mesh: the devices; None where the text itself has them.
+            mesh: the devices, or None if the text itself has them.
             shape: of the tensor, where it is known.
 
         Raises:
@@ -75,7 +71,7 @@ class Notation:
         return parse(text, mesh, shape)
 
     def text(self, sharding: ShardingSpec) -> str:
-        """Return the text that says a sharding. Raises NotationError for what it cannot express."""
+        """Return the text of a sharding. Raises NotationError for what it cannot express."""
         return cast("Callable[[ShardingSpec], str]", self._load(f"{self.name}_text"))(sharding)
 
     def _load(self, function: str) -> object:
@@ -172,13 +168,13 @@ def read_sharding(
 
     Args:
         text: a sharding.
-        mesh: the devices; None where the text itself has them.
+        mesh: the devices, or None if the text itself has them.
         shape: of the tensor, where it is known.
         notation: its name; recognised from the text when None.
 
     Raises:
-        NotationError: a text that nobody, or more than one notation, can read.
-        LayoutError: one whose sharding is invalid.
+        NotationError: a text that no notation, or more than one, can read.
+        LayoutError: an invalid sharding.
 
     >>> mesh = DeviceMesh.of(x=2, y=3)
     >>> reading = read_sharding("y, x", mesh)
@@ -195,7 +191,7 @@ def read_sharding(
     if len(found) > 1:
         names = " or ".join(candidate.name for candidate in found)
         raise NotationError(f"`{text}` may be {names}; {_list_examples()}")
-    # A text that one notation recognises is not tried as another: the error is that notation's.
+    # A text that a notation recognises is not tried as another: the error is that notation's.
     if found:
         try:
             return ParsedSharding(found[0], found[0].parse(text, mesh, shape))
@@ -243,7 +239,7 @@ def _list_examples() -> str:
     return f"name the notation before a colon:\n{examples}"
 
 
-# What the modules of notations have for users beside `parse_NAME` and `NAME_text`.
+# The public names of the notations' modules in addition to `parse_NAME` and `NAME_text`.
 _OTHER_NAMES = {
     "reshard.notation.dtensor": ("sharding_of_dtensor", "sharding_of_placements", "to_placements"),
     "reshard.notation.partitioned": ("PartitionedShard",),

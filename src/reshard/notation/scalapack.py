@@ -13,8 +13,8 @@ processes, beginning with column `csrc`::
           0 | 0 | 1 | 2 | 0 |          3  4  5         1  3  5
             +---+---+---+---+
 
-Each dimension is a level with the rule `BlockCyclic` over one axis of a mesh whose ranks follow
-the grid. A sharding has no sizes, so `m` and `n` are checked against a shape, and not stored.
+Each dimension is a level with the rule `BlockCyclic` over an axis of a mesh whose ranks follow
+the grid. A sharding does not store sizes, so `m` and `n` are checked against a shape only.
 
 Source: the ScaLAPACK Users' Guide (Blackford et al. 1997), sections 4.1 and 4.3.
 """
@@ -54,10 +54,10 @@ class Descriptor:
     """The array descriptor of a dense matrix, without its context.
 
     Args:
-        m, n: rows and columns of the matrix; None where it fits any.
+        m, n: rows and columns of the matrix; None if it fits any.
         mb, nb: rows and columns of a block.
         rsrc, csrc: the process row and column of the first block.
-        lld: the leading dimension of a process's local array, which is in column order; it says
+        lld: the leading dimension of a process's local array, which is in column order; it implies
             nothing about where elements live.
 
     Raises:
@@ -166,7 +166,7 @@ def parse_scalapack(
             nine, or by name: `mb=2 nb=2`, of which `m`, `n`, `rsrc` and `csrc` may be left out.
             Behind them the grid of processes: `grid=2x3 order=column`, or rank by rank,
             `grid=[[3, 1], [2, 0]]`.
-        mesh: the grid, rows and then columns, where the text has none. Where both say the same
+        mesh: the grid, rows and then columns, if the text has none. If both describe the same
             grid, the mesh gives its axes their names.
         shape: of the matrix.
 
@@ -257,7 +257,7 @@ def _is_number(text: str) -> bool:
 
 
 def _choose_grid(text: str | None, order: str | None, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the grid that the text says; the mesh where it says none, or says the same one."""
+    """Return the grid of the text, or the mesh if the text has none or the same grid."""
     if text is not None:
         found = _read_grid_ranks(text, order) if "[" in text else _read_grid_sizes(text, order)
         is_same = mesh is not None and (mesh.shape, mesh.devices) == (found.shape, found.devices)
@@ -304,7 +304,7 @@ def _expect_two_axes(mesh: DeviceMesh) -> None:
 def scalapack_text(spec: ShardingSpec, shape: Sequence[int] | None = None) -> str:
     """Return the descriptor of a sharding, by name, with its grid; with `m` and `n` for a shape.
 
-    With a shape, any rule that deals its indices as a block-cyclic one would is written as that.
+    With a shape, any rule that divides its indices as a block-cyclic rule would is written so.
 
     Raises:
         NotationError: a sharding that a descriptor cannot express; the message names the part.
@@ -341,7 +341,7 @@ def scalapack_text(spec: ShardingSpec, shape: Sequence[int] | None = None) -> st
 
 
 def _find_block_cyclic(spec: ShardingSpec, dim: int, length: int | None) -> BlockCyclic:
-    """Return the rule of a dimension, as a block-cyclic one."""
+    """Return the rule of a dimension as a block-cyclic rule."""
     levels = spec.dim_specs[dim].levels
     if len(levels) != 1 or len(levels[0].axes) != 1 or not levels[0].axes[0].is_full:
         raise _refuse(

@@ -13,9 +13,9 @@ Read as well are `@cluster = <...>` without `sdy.mesh`, as the documents of Shar
 write it, a mesh written in a sharding's place (`<mesh<["x"=2]>, [{"x"}]>`), the sharding
 without `#sdy.sharding`, and its list of dimensions alone. Dimensions are cut by ceil.
 
-What is written is what Shardy's verifier accepts: sub-axes that follow one another joined, one
+Shardy's verifier accepts all that is written: adjacent sub-axes joined, a sub-axis
 that is a whole axis called by its name, replicated and unreduced axes in the order of the mesh.
-What it does not accept and has no meaning is refused when it is read: an axis twice, sub-axes
+Text that it does not accept and that is meaningless is an error: an axis twice, sub-axes
 that overlap or have size 1, a priority of a dimension that is empty and closed.
 
 Source: the Shardy project, `shardy/dialect/sdy/ir/attrs.td` and `docs/sharding_representation.md`.
@@ -48,7 +48,7 @@ def parse_shardy(
 
     Args:
         text: a sharding, after the meshes it may refer to.
-        mesh: the devices, where the text has no mesh; it may have another name there.
+        mesh: the devices, if the text has no mesh; it may have another name there.
         shape: of the tensor. On a mesh without axes, `[]` is for tensors of any shape.
 
     Raises:
@@ -114,7 +114,7 @@ def _read_mesh(scanner: Scanner, name: str) -> DeviceMesh:
         devices = scanner.numbers()
     scanner.expect(">")
     mesh = DeviceMesh(name, [size for _, size in axes], [axis for axis, _ in axes], devices)
-    # A mesh without axes is one device, whose id may be any.
+    # A mesh without axes is a single device, whose id may be any.
     if axes and sorted(mesh.devices) != list(range(mesh.size)):
         raise MeshError(
             f"device_ids {list(mesh.devices)} of a mesh of {mesh.size} devices; each of 0 to "
@@ -137,7 +137,7 @@ def _read_sharding(
     shape: Sequence[int] | None,
 ) -> ShardingSpec:
     scanner.take(r"sdy\.sharding\s*=")
-    # A list of dimensions alone is over the only mesh of the text, or the given one.
+    # A bare list of dimensions is over the only mesh of the text, or the given mesh.
     is_bare = not scanner.looks_at(r"#|<")
     marks: dict[str, tuple[str, list[Axis]]] = {}
     if is_bare:
@@ -268,7 +268,7 @@ def shardy_text(spec: ShardingSpec) -> str:
         words.append(f"replicated={_write_axes(spec.replicated_axes)}")
     if spec.reduction is not None:
         reduction = "" if spec.reduction == "sum" else spec.reduction
-        # In the order of the mesh, sub-axes may follow one another that did not before.
+        # In the order of the mesh, sub-axes may become adjacent.
         ordered = in_mesh_order(spec.mesh, spec.partial_axes)
         axes = ShardingSpec(spec.mesh, [], partial_axes=ordered).partial_axes
         words.append(f"unreduced={reduction}{_write_axes(axes)}")

@@ -3,7 +3,7 @@
     recipe, rules, recipe_file           a recipe, its rules, and the TOML file that holds them
     expressions                          numbers and conditions of config.json in rules
     coupling                             shards that an operator needs together
-    shipped/, library                    the recipes that come with reshard: one file each
+    shipped/, library                    the recipes that come with reshard, a file each
     assignment                           rules and a mesh give every tensor a layout
     axis_mapping, layer_placement        its parts: mesh axes, and the ranks of layers and experts
     adapters                             low-rank adapters, sharded as their base weights

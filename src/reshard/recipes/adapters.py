@@ -1,4 +1,4 @@
-"""Adapters: the two small matrices beside a weight (LoRA), cut as the weight that they change.
+"""Adapters: the two low-rank matrices of a weight (LoRA), sharded as the weight.
 
 A checkpoint of PEFT has, for a weight of shape `(out, in)`, the matrices A and B of
 `weight + scale * B @ A`::
@@ -46,7 +46,7 @@ _ADAPTER = re.compile(
 
 
 def is_of_adapter(name: str) -> bool:
-    """Return whether a tensor is one of an adapter.
+    """Return whether a tensor belongs to an adapter.
 
     >>> is_of_adapter("layers.0.q_proj.lora_A.weight"), is_of_adapter("layers.0.q_proj.weight")
     (True, False)
@@ -55,9 +55,9 @@ def is_of_adapter(name: str) -> bool:
 
 
 class _AdapterTensor(NamedTuple):
-    """What a tensor of an adapter has of the weight: a dimension of it for each of its own.
+    """The weight of an adapter's tensor, and the weight's dimension for each of its own.
 
-    None stands for the rank of the adapter, and for dimensions of one element.
+    None is for the rank of the adapter, and for dimensions of a single element.
     """
 
     weight: str
@@ -70,7 +70,7 @@ class LowRankAdapters:
     Args:
         shapes: of all tensors.
         config: the base model's config.json, with adapter_config.json under `adapter_config`.
-        by_hand: rules by hand; tensors whose own names one matches are left as they are.
+        by_hand: rules by hand; tensors whose own names they match are left as they are.
 
     Raises:
         RecipeError: an A without its B, or of another rank.
@@ -116,7 +116,7 @@ class LowRankAdapters:
         return bool(self._parts or self._renamed)
 
     def _add(self, module: str, tensors: Mapping[str, str]) -> None:
-        """Take up the tensors of one module by their roles."""
+        """Add the tensors of a module by their roles."""
         both = {kind: {f"{kind}A", f"{kind}B"} for kind in ("", "embedding ")}
         kinds = [kind for kind, names in both.items() if names & {*tensors}]
         if len(kinds) != 1 or not both[kinds[0]] <= {*tensors}:

@@ -75,7 +75,7 @@ class Assignment:
     """The sharding of each tensor, and the rule that decided it.
 
     `specs` and `layouts` have every tensor, in the order given; `matched` has the rule of
-    those that one matched. `unknown` tensors are replicated, and `uncomputable` says with which
+    the matched ones. `unknown` tensors are replicated, and `uncomputable` describes shards that
     ranks could not compute; both are empty unless allowed. `unused_rules` (given by hand)
     and `unused_recipe_rules` decided no tensor: nothing matches them, or earlier rules took it
     all. `unused_axes` of the mesh hold copies of every tensor. `notes` are for the user.
@@ -109,7 +109,7 @@ class Assignment:
         return [axis for axis in self.unused_axes if axis in long and axis not in replicas]
 
     def rank_bytes(self, itemsizes_bytes: Mapping[str, int]) -> dict[int, int]:
-        """Return bytes that each rank holds, pads included, from those of one element by tensor."""
+        """Return the bytes that each rank holds, pads included, from those of an element."""
         counts: dict[tuple[Layout, int], int] = {}
         for name, layout in self.layouts.items():
             key = (layout, itemsizes_bytes[name])
@@ -123,7 +123,7 @@ class Assignment:
     def local_names(self, rank: int) -> dict[str, str]:
         """Return the name that a rank gives each tensor it holds, by the tensor's name.
 
-        A module on one rank often has only its own layers and experts and counts them from 0: on
+        A module on a rank often has only its own layers and experts and counts them from 0: on
         stage 1 of 2, `model.layers.0` is layer 16 of 32. Numbers are renumbered in rising order.
 
         Args:
@@ -164,12 +164,12 @@ class _Match(NamedTuple):
 
     number: int
     numbers: tuple[tuple[str, int], ...]
-    # Those that count something behind the last one.
+    # The numbers that count things after the last.
     behind: frozenset[str] = frozenset()
 
 
 class _AssignmentBuilder:
-    """One assignment under way: rules over a mesh, for one model."""
+    """The state of an assignment: rules over a mesh, for a model."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _AssignmentBuilder:
         aliases: Mapping[str, str],
     ) -> None:
         self.mesh, self.recipe, self.config, self.aliases = mesh, recipe, config, aliases
-        # Rules by hand come first, so a number below `by_hand` tells whose rule it is. Conditions
+        # Rules by hand come first, so numbers below `by_hand` are theirs. Conditions
         # that differ by layer are asked where a name is matched.
         from_recipe = [
             rule
@@ -201,7 +201,7 @@ class _AssignmentBuilder:
             {name for variable in find_expressions(text) for name in variable.index_names}
             for text in self.texts
         ]
-        # Layers repeat: one sharding and one layout serve all tensors of one rule, shape and place.
+        # Layers repeat: tensors of the same rule, shape and place share a sharding and a layout.
         self.lay_out = cache(self._lay_out)
         self.hold = cache(self._hold)
         # Of the recipe's rules, by their numbers.
@@ -235,7 +235,7 @@ class _AssignmentBuilder:
         """Return the first rule that matches a tensor, from rule number `first` on."""
         called = (name, self.aliases[name]) if name in self.aliases else (name,)
         found = [(*one, text) for text in called if (one := self.listed.find(text, first))]
-        # Where one rule matches both, it is by the name itself.
+        # If a rule matches both names, the tensor's own is used.
         number, own, text = min(found, key=itemgetter(0), default=(-1, {}, ""))
         if number < 0:
             return None
@@ -244,9 +244,7 @@ class _AssignmentBuilder:
         return _Match(number, tuple(own.items()), frozenset(behind))
 
     def match_all(self, folded: FoldedWeights) -> dict[str, _Match]:
-        """Return the rules of all tensors that one matches; stored ones of a weight that
-        none matches.
-        """
+        """Match all tensors; stored tensors of an unmatched weight are matched by their names."""
         found: dict[str, _Match | None] = {}
         for name in folded.shapes:
             found[name] = self.match(name)
@@ -265,7 +263,7 @@ class _AssignmentBuilder:
     def sharding(
         self, number: int, ndim: int, lives: _Coordinates = (), numbers: Numbers = NO_NUMBERS
     ) -> ShardingSpec:
-        """Return a rule's sharding for tensors of `ndim` dimensions that live where `lives` says.
+        """Return a rule's sharding for tensors of `ndim` dimensions at the coordinates `lives`.
 
         `numbers` of their names are what lists in the config are asked by.
         """
@@ -286,7 +284,7 @@ class _AssignmentBuilder:
     def restrict(
         self, written: ShardingSpec, mapping: AxisMapping | None, lives: _Coordinates
     ) -> _Coordinates:
-        """Return the coordinates of the mesh where what a rule says lives."""
+        """Return the coordinates of the mesh where a rule's tensors live."""
         restricted = [*map_coordinates(self.mesh, written.only, mapping)]
         restricted += map_coordinates(self.mesh, lives, self.mapping)
         return tuple(restricted)
@@ -338,7 +336,7 @@ class _AssignmentBuilder:
             only = self.restrict(written, mapping, lives)
             return self.reader.read(self.marks[number], written, only, shape, instead)
         except (LayoutError, RecipeError):
-            # A rule that does not fit says nothing of a tensor that another was given for.
+            # A recipe's rule that does not fit does not apply to a tensor with a rule by hand.
             return ()
 
     def lives(self, match: _Match) -> _Coordinates:
@@ -381,7 +379,7 @@ class _AssignmentBuilder:
         for by_bytes in (False, True):
             for what, numbering in numbers.items():
                 parts = joint_size(self.mesh, self.mapping[numbering.axis])
-                # An axis of one coordinate restricts nothing.
+                # An axis of size 1 restricts nothing.
                 if what not in needed or (numbering.cut == BY_BYTES) != by_bytes or parts == 1:
                     continue
                 with _name_in_errors(f"recipe {self.recipe.name if self.recipe else ''!r}, {what}"):
@@ -441,11 +439,11 @@ def assign(
         mesh: the devices.
         rules: given by hand; they come before the recipe's, and every axis they name must be
             in the mesh.
-        recipe: of the model; an axis of it that the mesh lacks counts as one of size 1.
+        recipe: of the model; an axis of it that the mesh lacks counts as size 1.
         config: the model's config.json, for the variables of the rules.
-        itemsizes_bytes: of one element by tensor, where layers are cut by bytes; equal ones
+        itemsizes_bytes: of an element by tensor, if layers are divided by bytes; equal
             when None.
-        logical_shapes: of quantised weights whose stored tensors do not tell it (bitsandbytes
+        logical_shapes: of quantised weights whose stored tensors do not determine it (bitsandbytes
             4-bit), by the weight's name.
         allow: what else would be an error: `uncomputable` cuts, `unknown` tensors.
         aliases: other names of tensors, which rules match as well: those of a recipe, for tensors
@@ -453,7 +451,7 @@ def assign(
 
     Raises:
         RecipeError: a rule that cannot be read or does not fit a tensor it matches, an axis or
-            a variable that is not there, a number beyond those that the config says there are,
+            an undefined variable, a number beyond the count in the config,
             a quantised weight that is not known or would be cut through a group.
         UncomputableError: a cut of the recipe's tensors that ranks could not compute with.
         UnmatchedError: rules or a recipe are given, and match not all tensors.
@@ -468,7 +466,7 @@ def assign(
     allowed = parse_allowed(allow)
     builder = _AssignmentBuilder(mesh, rules, recipe, config, aliases or {})
     for number in range(len(rules)):
-        # A wrong one is a mistake even where it matches nothing; by layer, it is read with a name.
+        # An invalid rule is an error even if it matches nothing; rules by layer need a name.
         with _name_in_errors(builder.name_of(number)):
             if not builder.asked_names[number]:
                 builder.sharding(number, ndim=0)

@@ -1,6 +1,6 @@
-"""The axes of a recipe mapped to those of a mesh, and shardings over the one to the other.
+"""Mapping the axes of a recipe, and shardings over them, to the axes of a mesh.
 
-Each axis of a recipe is mapped to axes of the mesh: most often to the one of its name, to none
+Each axis of a recipe is mapped to axes of the mesh: usually to the axis of its name, to none
 where the mesh lacks it, or to several (`Recipe.map_axes`)::
 
     mapping  ep -> dp tp    etp -> none      "ep, etp, -"           ->   "dp tp, -, -"
@@ -59,7 +59,7 @@ def map_sharding(
 
 
 def _map_axis(axis: Axis, mapping: AxisMapping | None) -> tuple[Axis, ...]:
-    """Return the mesh's axes in place of one that a rule names."""
+    """Return the mesh axes for an axis that a rule names."""
     if mapping is None:
         return (axis,)
     found = mapping[axis.name]
@@ -94,8 +94,8 @@ def map_coordinates(
                 f"tensors are dealt out by axis {axis!r}, mapped to {' '.join(map(str, found))}; "
                 "map it to whole axes of the mesh"
             )
-        # A coordinate of the joint axis is one of each mesh axis, major to minor. `only` restricts
-        # axes one by one, so the coordinates must be a product.
+        # A coordinate of the joint axis is a coordinate of each mesh axis, major to minor. `only`
+        # restricts axes separately, so the coordinates must be a product.
         columns = np.unravel_index(coordinates, [mesh.axis_size(one) for one in found])
         chosen = [tuple(sorted({int(at) for at in column})) for column in columns]
         if math.prod(map(len, chosen)) != len(coordinates):
@@ -115,7 +115,7 @@ def find_used_axes(sharding: ShardingSpec) -> set[str]:
 
 
 def read_sharding(mesh: DeviceMesh, text: str, ndim: int) -> ShardingSpec:
-    """Return what the text of a rule says of tensors of `ndim` dimensions.
+    """Parse the text of a rule for tensors of `ndim` dimensions.
 
     A scalar has nothing to cut: a rule for any number of dimensions gives it whole.
     """

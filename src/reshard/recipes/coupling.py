@@ -1,8 +1,8 @@
-"""Couplings: cuts of several tensors that one operator needs together.
+"""Tensors that an operator needs sharded together, and whether ranks can compute with them.
 
-Attention multiplies each query head with one key/value head, and the output layer has columns for
-each query head. So query, key, value and output are cut by the same heads, whatever the tensors'
-lengths are. A coupling names what is counted, the unit first::
+Attention multiplies each query head with a key/value head, and the output layer has columns for
+each query head. So query, key, value and output are sharded by the same heads, whatever the
+lengths of the tensors. A coupling names what is counted, the unit first::
 
     [coupled.heads]
     query = "num_attention_heads"                           8: each on exactly one rank
@@ -11,72 +11,33 @@ lengths are. A coupling names what is counted, the unit first::
     over 4 ranks     query        0 1 | 2 3 | 4 5 | 6 7
                      key_value    0   | 0   | 1   | 1
 
-1. A rule says `tp@{heads.query}` for a dimension that is made of so many equal heads; that is the
-   cut rule `heads8` (`reshard.cut_rules.Heads`).
-2. A member that counts fewer than the unit is shared: unit `u` of `U` uses `u * count // U`.
-3. A member that counts more is part of the unit: unit `u` has its `count / U` of them alone.
+A member that counts fewer than the unit is shared: unit `u` of `U` uses `u * count // U`. A member
+that counts more is part of the unit: unit `u` has its `count / U` of them alone.
 
-Marks: which dimensions of a rule's spec are cut by a name, and by which.
+1. Rules name the cuts of their dimensions, or of each block of a fused dimension (`CutMark`)::
 
-A rule cuts a dimension, or each block of a fused one, by a cut that the recipe names::
+       tp@{heads.query} / fsdp, -                           dimension 0: heads.query
+       -, tp@{feed_forward}@blocks[{size},{size}]           dimension 1: feed_forward in each block
+       -, tp@{feed_forward}@groups2                         dimension 1: feed_forward, by pairs
+       tp@joined[{q}@{heads.query},{k}@{heads.key_value}]   dimension 0: a name per block
 
-    tp@{heads.query} / fsdp, -                              dimension 0: heads.query
-    -, tp@{feed_forward}@blocks[{size},{size}]              dimension 1: feed_forward in each block
-    -, tp@{feed_forward}@groups2                            dimension 1: feed_forward, by pairs
-    tp@joined[{q}@{heads.query},{k}@{heads.key_value}]      dimension 0: one name a block
+2. Each rank's units of these blocks are read off the layouts (`HeldBlock`), without the axes that
+   only divide storage: what they shard is gathered before it is used. A sharding by another rule is
+   read on the ranks where the recipe has the tensor; it may not shard other dimensions.
+3. Tensors of the same cut and layer are an operator; if names have no numbers, those of a module:
+   its weight and its bias (`Inspection`). Layers repeat, so few kinds of operators are checked.
+4. Results are concatenated over columns or summed over rows. They are correct if, along the axes
+   that shard an operator, a rank holds the same units of all tensors that have them; each unit is
+   on exactly one rank; every rank holds equally many heads; and of a shared member, a rank holds
+   exactly the parts that its units use, each used by equally many units::
 
-Tensors that are cut by one name in one layer are computed with together.
+       40 query, 10 key_value heads over 4 ranks, each sharded by ceil
 
-Held units: which units of a cut each rank has of one tensor.
-
-A dimension, or a block of it, is made of equal units: heads, or single indices. They are listed
-for each rank, in the order of its memory::
-
-    8 rows in 4 heads over 2 ranks      rank 0: heads 0-1       rank 1: heads 2-3
-
-1. The axes that only divide storage are taken out of the sharding before.
-2. The runs of a rank's part that lie in the block are brought to its beginning, and joined.
-3. Both ends of each are divided by the length of a unit; where that leaves a rest, the unit is cut
-   through.
-
-Held blocks: what ranks hold of the blocks of a tensor that a recipe cuts by names.
-
-1. The marks of the recipe's rule for the tensor say which of its dimensions are cut by which name.
-2. Axes that only divide storage are removed from the sharding: what they shard is gathered
-   before it is used.
-3. A sharding by another rule is read for the same blocks, on the ranks where the recipe has the
-   tensor; what other ranks hold in addition does not matter. Dimensions that the recipe does not
-   shard must not be sharded.
-
-Computability: whether ranks can compute with what they hold of an operator's tensors.
-
-Each rank computes with its own shards, and the results are concatenated over columns or summed
-over rows. The result is correct if, along the axes that shard an operator,
-
-1. a rank holds the same units of all tensors that have them: query rows, output columns;
-2. each unit is on exactly one rank: a unit on two ranks would be counted twice in the sum;
-3. every rank holds equally many heads, if the units are heads;
-4. of a member that units share, a rank holds exactly the parts that its units use, and each part
-   is used by equally many units.
-
-::
-
-    40 query, 10 key_value heads over 4 ranks, each sharded by ceil
-
-    query       0-9        10-19      20-29      30-39
-    use         0-2        2-4        5-7        7-9
-    key_value   0-2        3-5        6-8        9           rank 1 lacks its head 2
+       query       0-9        10-19      20-29      30-39
+       use         0-2        2-4        5-7        7-9
+       key_value   0-2        3-5        6-8        9           rank 1 lacks its head 2
 
 Source: tensor parallelism of attention and feed-forward layers, Shoeybi et al. 2019.
-
-Inspections: which tensors of a model are computed with together, and whether ranks can.
-
-1. A rule's marks say which of its dimensions are cut by which name (`cut_marks`); a tensor that a
-   rule given by hand decides has the marks of the recipe's rule for it.
-2. What each rank holds of them is found on the layouts themselves (`held_blocks`).
-3. Tensors of one cut and one layer are an operator; where names have no numbers, those of one
-   module: its weight and its bias.
-4. Each operator is judged (`computability`). Layers are cut alike, so few kinds of operators are.
 """
 
 from __future__ import annotations
@@ -101,15 +62,14 @@ from reshard.text import count_text
 
 @dataclass(frozen=True, slots=True)
 class Coupling:
-    """What an operator needs cut together.
+    """The tensors that an operator needs sharded together.
 
     Args:
-        members: what is counted, and the expression of config.json that says how many there are
+        members: names and the expression of config.json for their counts
             (see `reshard.recipes.expressions`); the first is the unit.
 
     Raises:
-        RecipeError: no members, a name that is no identifier or there twice, a count that is no
-            expression.
+        RecipeError: no members, a name that is not an identifier or is repeated, an invalid count.
 
     >>> heads = Coupling((("query", "heads"), ("key_value", "groups|heads")))
     >>> heads.unit, heads.words("heads")
@@ -134,7 +94,7 @@ class Coupling:
 
     @property
     def unit(self) -> str:
-        """The member that the others follow: each is on exactly one rank."""
+        """The member that the others follow: each unit is on exactly one rank."""
         return self.members[0][0]
 
     def words(self, name: str) -> dict[str, str]:
@@ -145,7 +105,7 @@ class Coupling:
         """Return how many there are of each member, for a config and the numbers of a name.
 
         Raises:
-            RecipeError: a count that the config has not, of 0, or one that neither divides the
+            RecipeError: a count that is missing in the config, is 0, or neither divides the
                 unit's nor is a multiple of it.
 
         >>> Coupling((("query", "q"), ("key_value", "k"))).counts({"q": 8, "k": 3})
@@ -173,7 +133,7 @@ _JOINED = re.compile(r"joined\[(.*)\]")
 
 
 class CutName(NamedTuple):
-    """A cut of the recipe: one of its own, or that of a member of a coupling."""
+    """A cut of the recipe: a cut rule's name, or a coupling's name and member."""
 
     name: str
     member: str | None = None
@@ -199,12 +159,12 @@ class CutBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CutMark:
-    """The names by which a dimension of a spec is cut at one of its levels.
+    """The names by which a dimension of a spec is sharded at one of its levels.
 
     Args:
-        item: of the spec; counted from the end, as negative numbers, behind `...`.
+        item: of the spec; after `...`, counted from the end as negative numbers.
         level: of the dimension's, in order.
-        names: of each block, or one for all blocks; None where a block is cut by no name.
+        names: of each block, or a single name for all; None for a block without a name.
     """
 
     item: int
@@ -227,7 +187,7 @@ class CutMark:
             by = inner if rules is None else rules[number]
             group = by.size if isinstance(by, Grouped) else 1
             by = by.rule if isinstance(by, Grouped) else by
-            # Of a cut that is no coupling's, every index is a unit, or every group of them.
+            # For a cut that belongs to no coupling, every index or group of indices is a unit.
             if isinstance(by, Heads) and name is not None and name.member is not None:
                 group = max(size // by.count, 1)
             if name is not None:
@@ -269,14 +229,14 @@ def marks_of(spec: str, known: Collection[str]) -> tuple[CutMark, ...]:
 def _read_names(
     rule: str, texts: Sequence[str], known: Collection[str]
 ) -> tuple[CutName | None, ...]:
-    """Return the name of each block of a rule, whose braces are numbered; or one for all."""
+    """Return the name of each block of a rule, whose braces are numbered; or a name for all."""
     joined = _JOINED.match(rule)
     if joined is not None:
         blocks = split_outside_brackets(joined[1], ",")
         return tuple(
             _read_names(block.partition("@")[2].strip(), texts, known)[0] for block in blocks
         )
-    # Opens a dimension to propagation, or says its priority: behind the rule.
+    # `?` opens a dimension to propagation, `!1` gives its priority: both follow the rule.
     match = _NAME.fullmatch(re.sub(r"\s+\?*(!\d+)?$", "", rule))
     text = texts[int(match[1])] if match else None
     return (CutName.parse(text) if text is not None and text in known else None,)
@@ -353,7 +313,7 @@ def _bring_into_block(
 
 
 def _join_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return those that follow one another as one."""
+    """Merge consecutive ranges."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:
@@ -366,7 +326,7 @@ def _join_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
 class HeldBlock:
     """A block of a tensor that is cut by a name: what ranks hold of it, over which axes.
 
-    `place` tells it from other blocks of the tensor, in messages.
+    `place` distinguishes it from other blocks of the tensor, in messages.
     """
 
     name: CutName
@@ -406,7 +366,7 @@ class HeldBlockReader:
 
         Args:
             marks: of the recipe's rule.
-            written: what the rule says, over the recipe's axes.
+            written: the sharding of the rule, over the recipe's axes.
             only: the coordinates of the mesh where the tensor lives.
             shape: of the tensor.
             instead: the sharding, over the mesh, that the tensor has by another rule.
@@ -473,7 +433,7 @@ def sizes_that_do(unit: int, others: Iterable[int]) -> tuple[int, ...]:
 
 
 def find_mismatch(tensors: Sequence[CutTensor], *, is_unit: bool) -> str | None:
-    """Return what is wrong with tensors of one member, or one cut, that ranks do not hold alike.
+    """Describe tensors of a member, or of a cut, that ranks do not hold alike.
 
     `is_unit` for indices that are heads or the like.
     """
@@ -506,12 +466,12 @@ def find_mismatch(tensors: Sequence[CutTensor], *, is_unit: bool) -> str | None:
 def find_repetition(
     one: CutTensor, units: int, groups: Iterable[Sequence[int]], *, is_unit: bool
 ) -> str | None:
-    """Return what is wrong where a unit is not on exactly one rank of each group that holds any."""
+    """Describe a unit that is not on exactly one rank of each group that holds any."""
     for group in groups:
         holders = [rank for rank in group if rank in one.held.ranges]
         if not holders:
             continue
-        # In the order of units: each stretch begins where the one before it ends.
+        # In the order of units: each stretch begins where the previous stretch ends.
         stretches = sorted((*part, rank) for rank in holders for part in one.held.ranges[rank])
         reached, last = 0, holders[0]
         for start, stop, rank in [*stretches, (units, units, holders[-1])]:
@@ -585,7 +545,7 @@ def _find_used(has: Ranges, units: int, count: int) -> Ranges:
     used: list[tuple[int, int]] = []
     for start, stop in has:
         low, high = start // share, (stop - 1) // share + 1
-        # Stretches that use one together, or that follow one another.
+        # Stretches that use the same part, or consecutive parts.
         if used and used[-1][0] <= low <= used[-1][1]:
             low, high = used.pop()[0], max(high, low)
         used.append((low, high))
@@ -613,7 +573,7 @@ def _say(name: CutName | None, ranges: Ranges, is_unit: bool = True, verb: str =
     return " ".join(word for word in words if word)
 
 
-# What numbers a tensor's name has, and which of them count what lies behind the last one.
+# The numbers of a tensor's name, and those of them that count things after the last.
 NumbersOfName = tuple[tuple[tuple[str, int], ...], frozenset[str]]
 
 
@@ -662,7 +622,7 @@ class Inspection:
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """What ranks could not compute with, one of each kind."""
+        """Descriptions of operators that ranks could not compute with, by kind."""
         judged: dict[object, str | None] = {}
         counts: dict[str, int] = {}
         for operator in self._operators.values():

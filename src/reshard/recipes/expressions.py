@@ -65,14 +65,14 @@ _OPERATORS = {
 
 
 class Key(NamedTuple):
-    """A key of a config: the path to it, the index of an entry, and the path inside the entry.
+    """A key of a config: the path to it, an entry of its list, and the path in that.
 
-    The index is the name of a number in tensors' names, a literal, or None; an empty index asks for
+    The entry is the name of a number in tensors' names, a literal, or None; an empty text asks for
     the number of entries.
     """
 
     path: tuple[str, ...]
-    index: str | int | None = None
+    entry: str | int | None = None
     rest: tuple[str, ...] = ()
 
     @classmethod
@@ -80,7 +80,7 @@ class Key(NamedTuple):
         """Return the key that `text` writes, or None if it is not a key.
 
         >>> Key.parse("text_config.layer_types[layer]")
-        Key(path=('text_config', 'layer_types'), index='layer', rest=())
+        Key(path=('text_config', 'layer_types'), entry='layer', rest=())
         """
         match = _KEY.fullmatch(text.strip())
         if match is None:
@@ -101,23 +101,23 @@ class Key(NamedTuple):
         value = _follow(config, self.path)
         if value is None:
             value = _follow(config, ("text_config", *self.path))
-        if self.index == "":
+        if self.entry == "":
             return len(value) if isinstance(value, list | tuple | str) else None
-        if self.index is None or not isinstance(value, list | tuple | str | Mapping):
+        if self.entry is None or not isinstance(value, list | tuple | str | Mapping):
             return _follow(value, self.rest)
-        if isinstance(self.index, str) and self.index not in numbers:
+        if isinstance(self.entry, str) and self.entry not in numbers:
             raise RecipeError(
-                f"`{self}` is the entry for {{{self.index}}}, and the name has no such number; "
+                f"`{self}` is the entry for {{{self.entry}}}, and the name has no such number; "
                 "write the number into the rule's pattern"
             )
-        at = numbers[self.index] if isinstance(self.index, str) else self.index
+        at = numbers[self.entry] if isinstance(self.entry, str) else self.entry
         if isinstance(value, Mapping):
             # JSON keys are strings.
             return _follow(value.get(str(at)), self.rest)
         return _follow(value[at], self.rest) if at < len(value) else None
 
     def __str__(self) -> str:
-        index = "" if self.index is None else f"[{self.index}]"
+        index = "" if self.entry is None else f"[{self.entry}]"
         return ".".join(self.path) + index + "".join(f".{word}" for word in self.rest)
 
 
@@ -128,7 +128,7 @@ def _follow(value: object, path: tuple[str, ...]) -> object:
 
 
 def _find_index_names(keys: Iterator[Key]) -> frozenset[str]:
-    return frozenset(key.index for key in keys if key.index and isinstance(key.index, str))
+    return frozenset(key.entry for key in keys if key.entry and isinstance(key.entry, str))
 
 
 class _Operation(NamedTuple):

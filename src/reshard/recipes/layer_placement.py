@@ -126,7 +126,7 @@ def sizes_by_weight(
 ) -> Sizes:
     """Divide consecutive things into `parts` groups, minimizing the heaviest group.
 
-    Among such cuts the one whose weights are most equal (least squares) is taken. `first` and
+    Among such cuts the cut with the most equal weights (least squares) is taken. `first` and
     `last` are added to the weights of the first and last group.
 
     Source: the linear partition problem, by dynamic programming over shape

@@ -1,11 +1,11 @@
-"""The recipes that come with reshard or with plug-ins, and how one is found.
+"""The recipes that come with reshard or with plug-ins, and how to find the recipe of a model.
 
 By name, by path, or by the model's type. A plug-in's are those of its entry points
-`reshard.recipes` (`reshard.plugins`): a package or folder of TOML files, the path of one file, or a
+`reshard.recipes` (`reshard.plugins`): a package or folder of TOML files, the path of a file, or a
 `Recipe`. For a model that both know, a plug-in's recipe is taken.
 
-A model of a type that no recipe is for may still have the tensors of a known one. Which recipe it
-resembles is found by its parameter names: the one whose rules match the most of them, whose counts
+A model of an unknown type may still have the tensors of a known model. The recipe that it
+resembles is found by its parameter names: the recipe whose rules match most of them, whose counts
 its config.json has, that most others extend, and with the fewest rules left over.
 """
 
@@ -118,7 +118,7 @@ def _load_extended(name: str) -> Recipe:
 def load_recipe(name_or_path: str | Path) -> Recipe:
     """Return the recipe of a name, shipped or of a plug-in, or of a TOML file.
 
-    Text is a path when it ends in `.toml` or holds a `/`; a `Path` always is one.
+    Text is a path if it ends in `.toml` or contains `/`; a `Path` always is a path.
 
     Raises:
         RecipeError: an unknown name, a file that cannot be read, is not TOML, or has keys that
@@ -139,7 +139,7 @@ def _is_path(text: str) -> bool:
 
 
 def _load_file(path: Path, extended_by: tuple[Path, ...]) -> Recipe:
-    """Return the recipe of a file. What it extends is a shipped name, or a path from its folder."""
+    """Load the recipe of a file. It extends a shipped name, or a path relative to its folder."""
     # The chain of files so far, so that a circle is an error and no endless recursion.
     if path in extended_by:
         raise RecipeError(f"recipe file {path} extends itself; take `extends` out of one file")
@@ -166,7 +166,7 @@ def choose_recipe(config: Mapping[str, object]) -> Recipe | None:
 
 
 class Resemblance(NamedTuple):
-    """A known recipe that is for other models, and how well it fits one by its names.
+    """A known recipe for other models, and how well it fits a model by its names.
 
     `matched` of `tensors` are matched by its rules; `missing` are the expressions of its counts
     that the model's config.json does not answer.
@@ -255,7 +255,7 @@ def _list_missing(recipe: Recipe, config: Config) -> tuple[str, ...]:
 def describe_unknown_model(config: Config | None, names: Iterable[str]) -> str:
     """Describe a model that no recipe is for: its type, and the recipes that it resembles.
 
-    Without a config, the description is of a checkpoint that has no config.json.
+    Without a config, the description is for a checkpoint without config.json.
     """
     names = list(names)
     if config is None:
@@ -289,7 +289,7 @@ def describe_unknown_model(config: Config | None, names: Iterable[str]) -> str:
 
 
 def suggest_rules(shapes: Mapping[str, tuple[int, ...]], axis: str) -> list[str]:
-    """Return rules that shard the largest kinds of tensors over an axis, and one for the others.
+    """Return rules that shard the largest kinds of tensors over an axis, and a rule for the others.
 
     Args:
         shapes: of the model's tensors, by name.
@@ -309,7 +309,7 @@ def suggest_rules(shapes: Mapping[str, tuple[int, ...]], axis: str) -> list[str]
         chosen.setdefault(pattern, shape)
     rules = []
     for pattern, shape in [*chosen.items()][:_MOST_SUGGESTED]:
-        # Rows, but for a tensor that has a single one.
+        # Rows, or columns for a tensor of a single row.
         sharded = next((d for d, size in enumerate(shape) if size > 1), 0)
         spec = ", ".join(axis if d == sharded else "-" for d in range(len(shape)))
         rules.append(f"{pattern}={spec}")

@@ -1,53 +1,42 @@
-"""Fused parameters: which slices of one are which other tensors.
+"""Names of tensors in other programs, and fused parameters.
 
-Frameworks keep tensors that are multiplied by the same input in one parameter. A `Fusion` says
-which, and where they are in it: a dimension consists of equal groups, and in each group the members
-have consecutive shares::
+A table maps the names of a convention to those of a recipe: `*` in a pattern stands for any text,
+which replaces the same `*` in the entry. An entry is a name, or a `Fusion` of names, in which `{}`
+is the number of a stack's member::
+
+    "decoder.layers.*.mlp.linear_fc2.weight"  is  "model.layers.*.mlp.down_proj.weight"
+    "decoder.layers.*.mlp.linear_fc1.weight"  is fused of gate_proj and up_proj of "model.layers.*"
+    "layers.*.experts.down_proj"              is stacked of "layers.*.experts.{}.down_proj.weight"
+
+Read backwards, the first entry that gives a name determines its foreign name.
+
+Frameworks keep tensors that are multiplied by the same input in a single parameter. A `Fusion`
+describes their positions: the fused dimension consists of equal groups, in each of which the
+members have consecutive shares::
 
     queries, keys and values by group      gate above up            queries, keys, values in blocks
     shares 4, 2, 2   groups 2              shares 1, 1   groups 1   shares 4, 2, 2   groups 1
 
     | q q k v | q q k v |                  | g g g | u u u |        | q q q q | k k | v v |
 
-A stack has a dimension more in front, with the members of one number at each of its indices, and a
-member can be stored with its last two dimensions swapped::
+A stack has an additional leading dimension, indexed by the number of its members, and a member can
+be stored with its last two dimensions swapped.
 
-    gate_up_proj[e, :, :] is  experts.e.gate_proj.weight above experts.e.up_proj.weight
-    shares 1, 1   stacked 4   or, transposed, beside it
-
-So a fused parameter is one more cut of its members: a slice of it is a slice of one of them, and
-converting between fused and separate tensors is the same copy as any other change of layout.
-
-Sources: `linear_qkv` and `linear_fc1` of Megatron-core, `qkv_proj`, `gate_up_proj` and `w13_weight`
-of vLLM, `experts.gate_up_proj` of transformers 5.
-
-Names of other programs: what a name is in a recipe's names, by a table of patterns, and back.
-
-A table maps names of one convention to those of a recipe: `*` in a pattern stands for any text,
-which then stands for the same `*` in the entry. An entry is a name, or a `Fusion` of names, in
-which `{}` is the number of a stack's member::
-
-    "decoder.layers.*.mlp.linear_fc2.weight"  is  "model.layers.*.mlp.down_proj.weight"
-    "decoder.layers.*.mlp.linear_fc1.weight"  is fused of gate_proj and up_proj of "model.layers.*"
-    "layers.*.experts.down_proj"              is stacked of "layers.*.experts.{}.down_proj.weight"
-
-Read backwards, the first entry that gives a name is what it is called.
-
-Shardings of fused parameters, from those of their members.
-
-Every rank has its part of each member, in the order of the parameter's stretches::
+A rank's part of a fused parameter (`fused_spec`) is its part of each member, in order::
 
     queries of 8 heads, keys and values of 4, over two ranks
 
-    blocks, one member behind the other       0 0 0 0 1 1 1 1 | 0 0 1 1 | 0 0 1 1
+    consecutive blocks of members             0 0 0 0 1 1 1 1 | 0 0 1 1 | 0 0 1 1
     groups of a key/value head each           0 0 0 0 | 0 0 0 0 | 1 1 1 1 | 1 1 1 1
 
-1. In blocks, each member is cut by its own rule.
-2. Groups that follow one another are dealt out whole, like heads; alternating indices as those of
-   the members are.
-3. A stack is cut over the axes at whose coordinates the members of different numbers live.
-4. An axis that only divides storage (`fsdp`) cuts what is there, as it cuts any other parameter.
-5. All other dimensions must be cut alike.
+1. In blocks, each member is sharded by its own rule.
+2. Repeated groups are kept whole, like heads; alternating indices are sharded as the members are.
+3. A stack is sharded over the axes at whose coordinates the members of different numbers live.
+4. An axis that only divides storage (`fsdp`) shards it as any other parameter.
+5. All other dimensions must be sharded alike.
+
+Sources: `linear_qkv` and `linear_fc1` of Megatron-core, `qkv_proj`, `gate_up_proj` and `w13_weight`
+of vLLM, `experts.gate_up_proj` of transformers 5.
 """
 
 from __future__ import annotations
@@ -85,19 +74,19 @@ class Fusion:
     """The places of members in a fused parameter.
 
     Args:
-        members: their names, or patterns of them where the fused parameter's name is one. In a
+        members: their names, or patterns if the fused parameter's name is a pattern. In a
             stack, `{}` stands for the number.
         shares: how the members share the dimension, as any numbers in the same proportion, such
             as their heads; equally when empty. A text is an expression of config.json.
-        groups: how many times the members follow one another; every group has all of them.
+        groups: how often the members repeat; every group has all of them.
         dimension: that is shared, of a member.
         stacked: how many of each member are stacked in front; 0 where they are not.
         transposed: whether the last two dimensions are swapped, after stacking and sharing.
         when: a condition of config.json on which there is such a parameter.
 
     Raises:
-        RecipeError: one member that is neither stacked nor transposed, one twice, members whose
-            `{}` does not fit, or numbers that are not whole, too small, or no expression.
+        RecipeError: a single member that is neither stacked nor transposed, a repeated member, a
+            misplaced `{}`, or numbers that are too small or not an expression.
 
     >>> Fusion(("q", "k", "v"), shares=(4, 2, 2), groups=2).member_slices(8)[2:4]
     (MemberSlice(member='v', member_start=0, start=3, stop=4),
@@ -218,7 +207,7 @@ class Fusion:
         return tuple(own)
 
     def shape_with(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the parameter in which members of one number have `shape` together.
+        """Return the shape of the parameter in which members of a number have `shape` together.
 
         >>> Fusion(("e.{}.down",), stacked=3, transposed=True).shape_with((8, 4))
         (3, 4, 8)
@@ -255,7 +244,7 @@ class Fusion:
         Raises RecipeError as `shares_of_group`.
         """
         found = []
-        # Groups follow one another; in each, every member has its next piece.
+        # In each group, every member has its next piece.
         sizes = self.shares_of_group(length)
         start = 0
         for group in range(self.groups if isinstance(self.groups, int) else 0):
@@ -305,7 +294,7 @@ def find_by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning])
 
 
 def find_foreign_name(name: str, table: Mapping[str, Meaning]) -> ForeignName | None:
-    """Return the name that a table's convention has for one of a recipe; None where it has none.
+    """Return a convention's name for a name of the recipe, or None if it has none.
 
     >>> table = {"*.fc1": Fusion(("*.gate", "*.up")), "*.fc2": "*.down"}
     >>> find_foreign_name("layers.3.down", table).name
@@ -377,7 +366,7 @@ def fused_spec(
     members, at = tensors[:together], fusion.dimension
     first, *others = (specs[member] for member in members)
     dims = [one.dim_specs[at] for one in (first, *others)]
-    # 1. The members' other dimensions must be cut alike; the fused one over the same axes.
+    # 1. Members must agree in all other dimensions, and in the axes of the fused dimension.
     for member, other in zip(members[1:], others, strict=True):
         apart = (*first.dim_specs[:at], None, *first.dim_specs[at + 1 :])
         alike = (*other.dim_specs[:at], None, *other.dim_specs[at + 1 :]) == apart
@@ -391,7 +380,7 @@ def fused_spec(
     levels = []
     for number, level in enumerate(dims[0].levels):
         rules = [dim.levels[number].rule for dim in dims]
-        # Storage axes cut what is there by one rule; other levels need a rule for the stretches.
+        # Storage axes divide any stretches alike; other levels need a rule for the stretches.
         if not set(level.axes) <= set(storage_axes):
             if number:
                 raise RecipeError(
@@ -436,7 +425,7 @@ def _cut_stack(name: str, specs: Sequence[ShardingSpec]) -> tuple[DimSpec, _Coor
     only = tuple((axis, at) for axis, at in specs[0].only if axis not in axes)
     if not axes:
         return DimSpec([]), only
-    # Of several axes, the one that changes more slowly comes first.
+    # Of several axes, the axis that changes more slowly comes first.
     for order in itertools.permutations(axes):
         sizes = [mesh.axis_size(axis) for axis in order]
         found = list(_find_joint_coordinates(places, order, sizes))
@@ -456,7 +445,7 @@ def _cut_stack(name: str, specs: Sequence[ShardingSpec]) -> tuple[DimSpec, _Coor
 def _find_joint_coordinates(
     places: Sequence[Mapping[str, tuple[int, ...]]], axes: Sequence[str], sizes: Sequence[int]
 ) -> Iterator[int]:
-    """Yield the coordinate over all of some axes together, where a tensor lives at just one."""
+    """Yield the joint coordinate of each tensor, up to the first that has several."""
     for one in places:
         joint = 0
         for axis, size in zip(axes, sizes, strict=True):
@@ -474,7 +463,7 @@ def _find_rule(
     """Return the rule of a fused dimension of members of such lengths; or why there is none."""
     tables = [rule.table(length, parts) for rule, length in zip(rules, lengths, strict=True)]
     sizes = [tuple(table.local_lengths.tolist()) for table in tables]
-    # Run tables are interned: `is` says that a rule cuts exactly as another does.
+    # Run tables are interned: `is` compares the cuts of two rules.
     exact = all(
         sum(of_parts) == length and Sizes(of_parts).table(length, parts) is table
         for of_parts, length, table in zip(sizes, lengths, tables, strict=True)
@@ -506,7 +495,7 @@ def _find_rule(
 
 
 def _fits(rule: CutRule, length: int, parts: int, table: RunTable) -> bool:
-    """Return whether a rule cuts as the table says."""
+    """Return whether a rule has this table."""
     try:
         return rule.table(length, parts) is table
     except RuleError:

@@ -40,7 +40,7 @@ def parse_allowed(allow: Iterable[str], known: Sequence[str] = ALLOWANCES) -> fr
 
 
 def describe_unknown(names: Sequence[str], total: int, by: str) -> str:
-    """Describe tensors that no rule matches, as an error; `by` says whose rules these are."""
+    """Describe tensors that no rule matches, as an error; `by` names the owner of the rules."""
     return (
         f"no rule {by} matches {len(names)} of {count_text(total, 'tensor')}: "
         f"{first_text(names, 3)}. Give rules for them, `*=...` after all others for copies on "

@@ -1,44 +1,42 @@
-"""Methods of quantisation: the tensors that each stores for a weight, and their dimensions.
+"""Quantised weights: the tensors that each method stores, and how to find them in a checkpoint.
 
-A quantised weight is one *logical* weight, `X.weight` of `[out, in]`, in several *stored* tensors.
-A row of the table says of each stored tensor what its dimensions are of the logical ones::
+A quantised weight is a single *logical* weight, `X.weight` of `[out, in]`, in several *stored*
+tensors. A row of the table `METHODS` relates the dimensions of each stored tensor to the logical
+dimensions::
 
     out, in              as the weight itself
-    out, in/2            an index along the second stands for 2 logical elements (packed)
-    out/rows, in/columns one for each block, of the sizes that config.json or the shapes give
-    out~, in~            a scale: one for each element, for each group, or (length 1) for all
-    flat/2               one dimension over all elements in row-major order, 2 to an index
-    *                    as it is: the sixteen bytes of a block, a table of values
+    out, in/2            each index along the second holds 2 logical elements (packed)
+    out/rows, in/columns an entry for each block, of sizes given by config.json or the shapes
+    out~, in~            a scale: for each element, for each group, or (length 1) for all
+    flat/2               a single dimension over all elements in row-major order, 2 per index
+    *                    unrelated: the sixteen bytes of a block, a table of values
     (nothing)            a scalar
 
-Leading dimensions, of stacked experts, come before these, one index an expert everywhere.
+Leading dimensions, of stacked experts, precede these.
 
-Names are those behind the logical name, or in its place: `.qweight` for `.weight`. The first
-stored tensor of a row is the one by which the method is known; those that `needs` lists must be
-there too.
+Names end in the suffix of a row, after the logical name or in place of its end: `.qweight` for
+`.weight`. The first stored tensor of a row identifies the method, if those in `needs` are present
+too. To add a method, add a row.
 
-Sources: the checkpoints and loaders of DeepSeek-V3, gpt-oss, compressed-tensors, NVIDIA ModelOpt,
-GPTQ (`gptqmodel`), AutoAWQ and bitsandbytes.
+1. A name with the suffix of a method, together with the tensors that it needs, is a quantised
+   weight.
+2. The lengths of the logical weight are derived from the stored shapes. Sizes of groups and blocks
+   are those of `quantization_config` in config.json if they fit the shapes, else any that fit.
+3. Unknown methods in `quantization_config` are errors, as are unknown tensors of a module with a
+   quantised weight.
 
-The quantised weights of a checkpoint, found by names and shapes.
+Elements of a stored tensor may be *codes*, which have no value without their scales. They are
+recognised by element types and names::
 
-1. A name with the end by which a method is known (`reshard.recipes.quantization`), and
-   beside it all that the method needs, is a quantised weight.
-2. The lengths of the logical weight are read off the stored shapes. Sizes of groups and blocks are
-   those of `quantization_config` in config.json where they fit the shapes, else what fits.
-3. What a method of `quantization_config` stores that is not known is refused, as are tensors beside
-   a quantised weight of which nobody knows how they go with it.
-
-Tensors of codes: elements of quantised weights, which are numbers by their scales only.
-
-A code without its scale has no value. Such tensors are known by their element types and names::
-
-    float8 matrices               X.weight beside X.weight_scale_inv or X.weight_scale
+    float8 matrices               X.weight with X.weight_scale_inv or X.weight_scale
     integers                      X.weight (int8, uint8) in a checkpoint that is quantised
     packed integers               X.qweight, X.weight_packed, X_blocks
 
-FP8 files without any scale exist: their elements are the values themselves. Nothing in a file
-tells them apart from weights that lost their scales, so that the user has to.
+FP8 files without any scale exist: their elements are the values themselves. A file does not
+distinguish them from weights that lost their scales, so the user must.
+
+Sources: the checkpoints and loaders of DeepSeek-V3, gpt-oss, compressed-tensors, NVIDIA ModelOpt,
+GPTQ (`gptqmodel`), AutoAWQ and bitsandbytes.
 """
 
 from __future__ import annotations
@@ -74,8 +72,8 @@ class Method:
 
     Args:
         name: for people and messages.
-        forms: the stored tensors; the first is the one by which the method is known.
-        needs: suffixes that must be there for the method to be this one.
+        forms: the stored tensors; the first identifies the method.
+        needs: suffixes that must be present.
         lacks: suffixes that must not.
         order: the logical dimensions in the order of the recipe's weight.
         uncut: suffixes that, where they are there, tie a logical dimension together: a table of
@@ -265,7 +263,7 @@ _CONFIG_KEYS = ("quantization_config", "compression_config")
 _BIT_KEYS = ("bits", "num_bits", "w_bit")
 _GROUP_KEYS = ("group_size", "q_group_size")
 _BLOCK_KEYS = ("weight_block_size", "block_structure")
-# Where nothing says another: of a block of FP8, and of groups of packed weights.
+# Defaults: of a block of FP8, and of groups of packed weights.
 _USUAL_GROUPS = (128, 64, 32, 16)
 _BNB_NESTED = 256
 _ACCEPTED = (
@@ -276,9 +274,9 @@ _ACCEPTED = (
 
 @dataclass(frozen=True, slots=True)
 class StoredDimension:
-    """What a dimension of a stored tensor is of the logical weight.
+    """The part of the logical weight that a dimension of a stored tensor covers.
 
-    `indices` of it stand for `elements` of the logical `dimension`, which is None where it is
+    `indices` of it hold `elements` of the logical `dimension`, which is None if it is
     never cut.
     """
 
@@ -287,7 +285,7 @@ class StoredDimension:
     indices: int = 1
 
     def length_of(self, length: int) -> int:
-        """Return the stored length for a logical one: whole groups."""
+        """Return the stored length for a logical length: whole groups."""
         return -(-length // self.elements) * self.indices
 
 
@@ -327,7 +325,7 @@ class QuantizedWeight:
 
 
 def quantization_config(config: Mapping[str, object] | None) -> Mapping[str, Any]:
-    """Return what a config.json, or the config of its language model, says of quantisation.
+    """Return the quantisation config in a config.json, or in the config of its language model.
 
     >>> quantization_config({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
     {'quant_method': 'fp8'}
@@ -355,13 +353,13 @@ def find_quantized(
     Args:
         shapes: of all stored tensors.
         config: the model's config.json.
-        itemsizes_bytes: of one stored element, by tensor; one byte when None.
-        logical_shapes: of weights whose stored tensors do not tell (bitsandbytes 4-bit).
+        itemsizes_bytes: of a stored element, by tensor; 1 when None.
+        logical_shapes: of weights whose stored tensors do not determine it (bitsandbytes 4-bit).
         is_lenient: leave out what is not known, instead of refusing it.
 
     Raises:
-        UncomputableError: a method, a form of one, or a tensor beside a quantised weight that is
-            not known; shapes that do not fit together.
+        UncomputableError: an unknown method, an unknown form of it, or an unknown tensor next to a
+            quantised weight; shapes that do not fit together.
 
     >>> found = find_quantized({"up.weight": (300, 256), "up.weight_scale_inv": (3, 2)})
     >>> found["up.weight"].method, found["up.weight"].groups
@@ -426,7 +424,7 @@ def _expect_known_method(given: Mapping[str, Any]) -> None:
 
 
 def _expect_no_strangers(shapes: Shapes, found: Mapping[str, QuantizedWeight]) -> None:
-    """Refuse tensors beside a quantised weight that no row of the table has."""
+    """Raise an error for tensors next to a quantised weight that are not in the table."""
     members = {name for weight in found.values() for name in weight.members}
     modules = {name.removesuffix(".weight") for name in found if name.endswith(".weight")}
     for name in shapes:
@@ -518,7 +516,7 @@ class _Finder:
             (self.shapes[n][:leading] for n, texts in items.items() if texts and texts != ["*"]), ()
         )
         shape = (*lead, *(lengths[word] for word in method.order))
-        # 3. What each stored dimension is.
+        # 3. The logical dimension of each stored dimension.
         members: dict[str, tuple[StoredDimension, ...]] = {}
         for name, texts in items.items():
             own = self.shapes[name]
@@ -545,14 +543,14 @@ class _Finder:
             if table is not None and table in self.shapes and not self.keeps_order:
                 uncut[leading + method.order.index(word)] = table
         if any(item.startswith("flat") for texts in items.values() for item in texts):
-            # Rows lie behind one another in one dimension: columns cannot be cut.
+            # Rows are consecutive in a single dimension: columns cannot be sharded.
             uncut[len(shape) - 1] = logical
         return QuantizedWeight(
             logical, shape, method.name, members, tuple(groups), tuple(by), uncut
         )
 
     def _count_leading(self, stored: Mapping[str, tuple[str, ...]]) -> int:
-        """Leading dimensions, which stacked experts have; by the first tensor of one form."""
+        """Count the leading dimensions of stacked experts, by the first tensor of a single form."""
         for name, texts in stored.items():
             if len(texts) == 1 and texts[0] and texts[0] != "*":
                 leading = len(self.shapes[name]) - len(_split(texts[0]))
@@ -601,7 +599,7 @@ class _Finder:
         for name, size in sizes:
             for bits in self.bits:
                 length = size * 32 // bits
-                # Several methods of one config: the one whose groups fit too.
+                # For several methods in a config, choose the bits whose groups fit too.
                 if all(s == 1 or any(-(-length // g) == s for g in self.groups) for s in scales):
                     return length
             raise _Unresolved(
@@ -697,7 +695,7 @@ def _collect(given: object, keys: Collection[str]) -> list[Any]:
 
 
 def _make_stored_name(logical: str, suffix: str, replaced: str) -> str | None:
-    """Return a stored tensor's name; None where the logical one does not end as it should."""
+    """Return a stored tensor's name, or None if the logical name lacks the ending."""
     return logical.removesuffix(replaced) + suffix if logical.endswith(replaced) else None
 
 

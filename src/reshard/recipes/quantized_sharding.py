@@ -1,27 +1,21 @@
-"""Cuts of one dimension at the groups of a quantised weight.
+"""Shardings of quantised weights: rules shard the logical weight, and stored tensors follow.
 
-A stored tensor has one index for a group of logical elements: 128 that share a scale, 8 that share
+A stored tensor has an index for a group of logical elements: 128 that share a scale, 8 that share
 an int32. A rank must have whole groups::
 
-    384 rows in groups of 128 over 2 ranks      by ceil  0:192, 192:384   cuts the second group
+    384 rows in groups of 128 over 2 ranks      by ceil  0:192, 192:384   splits the second group
                                                 unit128  0:256, 256:384   scales 0:2, 2:3
 
-1. `at_groups` moves cuts that are free (by ceil, balanced, padded, in blocks) to whole groups.
-2. `describe_cut_group` says of any other cut where it goes through a group.
-3. `in_groups` is the same cut of a stored tensor.
+1. The stored tensors of each quantised weight are replaced by the logical weight, for which a
+   recipe has a rule as for any other (`FoldedWeights`).
+2. Cuts by name (`tp@{feed_forward}`) are aligned to groups that all weights with this cut have in
+   common, since their members are sharded together: rows of gate and up, columns of down.
+3. The logical sharding is aligned to groups if its rule permits: by ceil, balanced, padded, in
+   blocks (`at_groups`). Any other cut through a group is reported (`describe_cut_group`).
+4. The stored tensors return, each sharded as the logical weight (`in_groups`).
 
-Quantised weights in assignments: rules cut logical weights, stored tensors follow.
-
-1. The stored tensors of each quantised weight give place to the one logical weight, for which a
-   recipe has a rule as for any other.
-2. Cuts by name (`tp@{feed_forward}`) are moved to groups that all weights with this cut have in
-   common, since their members are cut together: rows of gate and up, columns of down.
-3. Each logical weight's sharding is moved to its groups where it is free; where it cuts one, that
-   is said.
-4. The stored tensors come back, each cut as the logical weight is.
-
-A weight that no rule matches, and a stored tensor that has a rule by hand for its own name, are
-left as they are.
+A weight that no rule matches, and a stored tensor with a rule by hand for its own name, are left
+as they are.
 """
 
 from __future__ import annotations
@@ -89,7 +83,7 @@ def at_groups(dim: DimSpec, group: int) -> DimSpec:
 
 
 def find_cut_group(table: RunTable, group: int) -> tuple[int, int, int] | None:
-    """Return the first part that has a group in part: `(part, start, stop)`; None where none has.
+    """Return the first part that splits a group, `(part, start, stop)`, or None.
 
     >>> find_cut_group(Ceil().table(384, 2), 128)
     (0, 0, 192)
@@ -113,7 +107,7 @@ def describe_cut_group(dim: DimSpec, mesh: DeviceMesh, length: int, group: int) 
     part 0 of tp=4 would have 0:192, which cuts a group of 128; tp of 1 or 2 would do
     """
     for count, level in enumerate(dim.levels, start=1):
-        # The first level that cuts through is the one to change.
+        # The first level that splits a group must change.
         found = find_cut_group(DimSpec(dim.levels[:count]).table(mesh, length), group)
         if found is None:
             continue
@@ -147,7 +141,7 @@ def _find_sizes(rule: CutRule, length: int, group: int, parts: int) -> list[int]
 def in_groups(
     dim: DimSpec, mesh: DeviceMesh, length: int, stored: StoredDimension, stored_length: int
 ) -> DimSpec:
-    """Return the cut of a stored dimension where the logical one of `length` is cut as `dim`.
+    """Return the cut of a stored dimension whose logical dimension of `length` is cut as `dim`.
 
     Where a group is on several ranks (which is refused, or asked for), each of them has it.
 
@@ -174,7 +168,7 @@ def in_groups(
         wanted = RunTable.from_columns(
             stored_length, table.parts, runs.part, start, sizes, local * indices, runs.role
         )
-        # The rules in groups, where they say the same; they are what a reader expects.
+        # Prefer the scaled rules if they are equivalent; readers expect them.
         scaled = [_scale_rule(level.rule, elements, indices) for level in dim.levels]
         for rules in itertools.product(*scaled):
             levels = [Level(old.axes, rule) for old, rule in zip(dim.levels, rules, strict=True)]
@@ -232,7 +226,7 @@ class FoldedWeights:
     Args:
         weights: by logical name.
         shapes: of all stored tensors.
-        by_hand: rules by hand; one that matches a stored tensor and not the weight keeps it apart.
+        by_hand: rules by hand; a rule for a stored tensor and not the weight keeps it apart.
     """
 
     def __init__(
@@ -374,7 +368,7 @@ def _find_cut_groups(
 ) -> tuple[tuple[int, str, str], ...]:
     """Return the dimensions that a sharding cuts through groups: over what, or how, as text.
 
-    The first is said of dimensions that cannot be cut at all, the second of the others.
+    The first is for dimensions that cannot be sharded at all, the second for the others.
     """
     mesh, found = sharding.mesh, []
     for d, (dim, length) in enumerate(zip(sharding.dim_specs, shape, strict=True)):

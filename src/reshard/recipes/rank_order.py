@@ -1,6 +1,6 @@
 """The order in which a mesh counts its ranks, by what its axes are for.
 
-Neighbouring ranks exchange the most: those of tensor parallelism are on one host, and those of
+Neighbouring ranks exchange the most: tensor-parallel ranks are on the same host, and
 pipeline stages and replicas are apart. `tp=2,pp=2` therefore means `pp=2,tp=2`, which trainers and
 engines use: stage 1 is on ranks 2 and 3.
 

@@ -1,7 +1,6 @@
-"""A job as somebody sees it who reshards rank by rank, and what a run of it gives.
+"""Resharding of arrays by a strategy: tensors of N ranks become tensors of M ranks.
 
-Of each tensor, which slices of which source rank's array go to which target ranks.
-These are views of a `Job`, which is what is carried out::
+A policy (`reshard.recipes.strategies`) determines which target rank holds what::
 
     tensor a, 5 x 1 over 2 ranks, to 4        TensorRedistribution("a", source_rank=0, ...)
                                                 TensorSlice(0, (0, 0), (2, 1), (2, 1))
@@ -10,40 +9,25 @@ These are views of a `Job`, which is what is carried out::
                                                 TensorSlice(1, (0, 0), (1, 1), (1, 1))
                                                 TensorSlice(2, (1, 0), (2, 1), (1, 1))
 
-One run of a resharding plan in one process, and what it has done so far.
+1. The policy gives each tensor a layout over the target ranks.
+2. A `Job` moves boxes between ranks; the plan is a view of it by tensor and source rank.
+3. With a coordinator, each of its processes takes a share of the target ranks. Processes exchange
+   results several times, and exchanges are matched by their order alone. Runs that are begun at the
+   same time therefore take turns::
 
-1. Every array of the source is checked before any is copied.
-2. Target ranks are filled, tensor by tensor; several threads may fill several ranks.
-3. Before each copy, cancellation is looked at. What is complete then remains, and is reported.
+       begun in each process    a        b        c
+       process 0                aaaaaa   bbbbb    ccc
+       process 1                aaa...   bbbb.    ccc       . waits for the others
 
-The order of runs that share the processes of one job.
+   A process that begins its runs in another order has another plan, which is found before anything
+   is copied.
+4. All arrays of the source are checked before any is copied. Then target ranks are filled, tensor
+   by tensor, perhaps by several threads. Cancellation is checked before each copy; completed
+   tensors remain, and are reported.
 
-The processes of a run talk to each other several times, and what they say is known by its order
-alone. Runs that were begun at once must not talk at once, so they take turns::
-
-    begun in each process    a        b        c
-    process 0                aaaaaa   bbbbb    ccc
-    process 1                aaa...   bbbb.    ccc       . waits for the others
-
-A process that begins its runs in another order than the others means another plan when they meet,
-which they find before anything is copied.
-
-Strategies: tensors of N ranks become tensors of M ranks, where a policy says what goes where.
-
-A `ReshardingStrategy` makes a plan and carries it out, in memory::
-
-    strategy = create_strategy("simple")
-    plan = strategy.create_plan(metadata, target_world_size=4)
-    result = strategy.execute(plan, source_shards)         # or await execute_async(...)
-
-1. The policy (`reshard.recipes.strategies`) gives every tensor a layout over the target ranks.
-2. A `Job` says which boxes go from which rank to which; the plan is a view of it.
-3. The processes agree on the job, and each takes a share of the target ranks.
-4. Arrays are checked, then each target rank's are put together (`run`).
-
-`simple` treats one target rank after the other, in this process. `parallel` treats them at the
-same time: the processes of a coordinator share them out, and threads do in each process, which
-reads of the source what its own ranks get and nothing else.
+`simple` fills the target ranks in turn, in this process. `parallel` fills them at the same time:
+the processes of a coordinator share them, and threads do in each process, which reads only what its
+own ranks need of the source.
 
 Source: `IReshardingStrategy` of the checkpoint resharding specification.
 """
@@ -81,7 +65,7 @@ Shape = tuple[int, ...]
 class TensorSlice:
     """Indices `start` to `stop` of a source rank's array, that go to a target rank.
 
-    `shape` is `stop - start`. All have one number a dimension of the tensor.
+    `shape` is `stop - start`. All have a number per dimension of the tensor.
     """
 
     target_rank: int
@@ -92,13 +76,13 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class TensorRedistribution:
-    """The slices of one tensor that one source rank gives.
+    """The slices of a tensor that a source rank sends.
 
     Attributes:
         tensor_name: of the whole tensor.
         source_rank: the rank that gives.
         source_shape: of its array, which the slices cut. A rank whose array is flat, several
-            boxes one behind another, has a redistribution for each box, of the box's shape.
+            consecutive boxes, has a redistribution for each box, of the box's shape.
         target_ranks: who receives something, in order.
         slices: what they receive.
     """
@@ -227,7 +211,7 @@ _SHOWN = 5
 
 
 class Cancellation(Protocol):
-    """Something that says when to stop, such as a `threading.Event`."""
+    """A stop signal, such as a `threading.Event`."""
 
     def is_set(self) -> bool:
         """Return whether to stop."""
@@ -238,7 +222,7 @@ class _Cancelled(Exception):
 
 
 class ReshardingRun:
-    """One execution of a plan in one process.
+    """An execution of a plan in a process.
 
     Attributes:
         job: what is carried out.
@@ -378,7 +362,7 @@ def _join(things: Iterable[object]) -> str:
 
 
 class Turn:
-    """The place of one run among those of its coordinator; taken when the turn is made.
+    """A run's position in its coordinator's queue, taken when it is made.
 
     `wait` comes back when all earlier runs have left. `leave` must be called in any case, for
     later ones wait for it.
@@ -462,8 +446,8 @@ class ReshardingStrategy:
     """Makes plans from N ranks to M ranks, and carries them out on arrays.
 
     Attributes:
-        policy: says which layout each tensor gets.
-        coordinator: the processes that share the target ranks; this one alone, for most.
+        policy: gives each tensor its layout.
+        coordinator: the processes that share the target ranks; usually this process alone.
         threads: how many target ranks a process treats at the same time.
     """
 
@@ -485,7 +469,7 @@ class ReshardingStrategy:
             config: the model's config.json, for policies that look into it.
 
         Raises:
-            UsageError: no whole number of ranks from 1 on; metadata that has no dtype and layout.
+            UsageError: a world size below 1 or not an integer; metadata without dtype or layout.
             RecipeError: a policy that cannot lay out these tensors.
             PlanError: a source that leaves out an element.
         """
@@ -509,7 +493,7 @@ class ReshardingStrategy:
     ) -> ReshardingResult:
         """Return the target's shards, from the source's.
 
-        Runs of one coordinator take turns, in the order in which they were begun.
+        Runs of a coordinator take turns, in the order in which they were begun.
 
         Args:
             plan: that `create_plan` made.
@@ -544,10 +528,10 @@ class ReshardingStrategy:
         )
         pool.shutdown(wait=False)
         try:
-            # Shielded: cancelling the task asks the run to stop, which then says how far it came.
+            # Shielded: cancelling the task asks the run to stop, which then reports its progress.
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            # The other processes wait for this one in this run, so it comes to its end as theirs.
+            # The other processes wait for this process, so its run must finish as theirs do.
             stop.set()
             try:
                 result = await running
@@ -579,7 +563,7 @@ class ReshardingStrategy:
         self, plan: ReshardingPlan, shards: SourceShards, cancellation: Cancellation | None
     ) -> ReshardingResult:
         run, problem, digest = None, None, None
-        # Whatever goes wrong here, the other processes must not wait for this one.
+        # On any failure here, the other processes must not wait for this process.
         try:
             run = ReshardingRun(plan, shards, cancellation)
             run.check()
@@ -637,7 +621,7 @@ class ParallelReshardingStrategy(ReshardingStrategy):
     """Target ranks at the same time: in the processes of a coordinator, and in threads of each.
 
     Every process calls `create_plan` and `execute` with the same arguments, and gets the shards
-    of its own target ranks: a run of them, as many as others have, or one more. Give source
+    of its own target ranks: consecutive ranks, divided evenly. Give source
     shards that are mapped from files; then a process needs memory for its own ranks only.
 
     Raises:

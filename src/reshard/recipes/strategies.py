@@ -1,14 +1,14 @@
 """Strategies: named policies that give each tensor of a model a layout.
 
 A strategy is a policy under a name. It is a function of the tensors (element type and shape by
-name), the number of ranks, and the model's config.json where there is one, and answers with a
+name), the number of ranks, and the model's config.json, if any, and returns a
 layout for each tensor::
 
     tensors a 5x1, b 1x1, c 2x1, d 4x1 over 2 ranks
 
     round_robin   whole, in turn                          rank 0: a c      rank 1: b d
     balanced      whole, largest first to the emptiest    rank 0: a b      rank 1: d c
-    sharded       each one's rows cut by ceil             rank 0: 3 1 1 2  rank 1: 2 0 1 2 rows
+    sharded       rows of each tensor by ceil             rank 0: 3 1 1 2  rank 1: 2 0 1 2 rows
     recipe        by the recipe that fits config.json, with tp over the ranks
 
 Users add their own with `register_strategy`; the names do not care about case.
@@ -44,8 +44,8 @@ class Strategy:
 
     Raises, when called:
         UsageError: no whole number of ranks from 1 on.
-        RecipeError: the function leaves a tensor out, adds one, or gives a layout of another
-            shape or number of slots; `recipe` without a config, or with one no recipe fits.
+        RecipeError: the function omits a tensor, adds a tensor, or gives a layout of another
+            shape or number of slots; `recipe` without a config that a recipe fits.
 
     >>> from reshard.dtypes import dtype
     >>> layouts = strategy("simple")({"a": (dtype("float32"), (2, 3))}, 2)
@@ -89,7 +89,7 @@ def register_strategy(name: str, function: StrategyFunction) -> None:
     """Add a strategy under a name, which `strategy` then finds.
 
     Raises:
-        RecipeError: an empty name, or one that another function has.
+        RecipeError: an empty name, or a name of another function.
     """
     added = Strategy(name, function)
     known = _strategies.setdefault(name.casefold(), added)
@@ -162,7 +162,7 @@ def balanced(tensors: Tensors, world_size: int, config: Config | None = None) ->
     # A heap of loads and ranks, already in order: its head is the emptiest rank, lowest first.
     loads = [(0, rank) for rank in range(world_size)]
     placed: dict[str, int] = {}
-    # The sort is stable, so of equal tensors the one given first comes first.
+    # The sort is stable, so equal tensors stay in the given order.
     for name in sorted(tensors, key=lambda name: -sizes[name]):
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + sizes[name], rank))

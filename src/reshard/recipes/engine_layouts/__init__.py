@@ -1,4 +1,4 @@
-"""Layouts by engines: which element of a checkpoint goes where, as an engine's own loader says it.
+"""Layouts by engines: the destination of each checkpoint element, given by the engine's loader.
 
     pieces             regions of a parameter: copied, computed, constant, not filled
     patterns           those of one parameter without the names, shared by layers and ranks

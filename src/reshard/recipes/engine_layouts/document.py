@@ -1,27 +1,22 @@
-"""Many thousand names of tensors in a short form, for JSON.
+"""Engine layouts as JSON documents and files.
 
-The names of a model's tensors differ by the numbers of layers and experts. They are sorted by what
-they are without numbers, and written as that and a column for each number::
-
-    ["layers.{}.experts.{}.up.weight", [[0, 0, 64, 1, 2]], [[0, 1, 64, 0, 2]]]
-
-says 128 names, of 2 layers with 64 experts. Columns are those of layouts' documents.
-
-Layouts by engines as JSON documents.
-
-Layers and ranks repeat one another, so a document has each thing once, and means it by its number::
+Layers and ranks repeat, so a document stores each thing once, and refers to it by number::
 
     {"reshard": "engine-layout", "version": 1, "engine": ..., "mesh": ...,
-     "names":    [all names, see name_columns],
+     "names":    [all names],
      "kinds":    [dtype and shape of sources],
      "columns":  [columns of numbers],
      "patterns": [ways to fill a parameter, their columns by number],
      "sources":  [column of names, column of kinds],
      "ranks":    [parameters: columns of names, of patterns and of the names of their sources]}
 
-Everything is checked when it is read: what no layout can be is one of our errors.
+The names of a model's tensors differ by the numbers of layers and experts. They are sorted by their
+text without numbers, and written as that and a column for each number::
 
-Files with an engine's layout, as `reshard recipe derive` writes them.
+    ["layers.{}.experts.{}.up.weight", [[0, 0, 64, 1, 2]], [[0, 1, 64, 0, 2]]]
+
+stands for 128 names, of 2 layers with 64 experts. Everything is checked when it is read; an invalid
+document is an error of `reshard.errors`.
 """
 
 from __future__ import annotations
@@ -252,7 +247,7 @@ def read_document(reader: DocumentReader) -> EngineLayout:
     """Return the engine's layout of a document.
 
     Raises:
-        ReshardError: a document that is no such layout.
+        ReshardError: a document that is not such a layout.
     """
     return _LayoutReader(reader).read()
 
@@ -266,7 +261,7 @@ class _LayoutReader:
         self.names = np.array(read_names(reader.field("names", list), "names"), dtype=object)
         self.kinds = reader.all_of("kinds", _read_kind)
         self.patterns = reader.all_of("patterns", self._read_pattern)
-        # Ranks that read alike have one tuple of names for each parameter.
+        # Ranks that read alike share a tuple of names for each parameter.
         self.known: dict[tuple[int, bytes], list[tuple[str, ...]]] = {}
 
     def read(self) -> EngineLayout:
@@ -335,7 +330,7 @@ class _LayoutReader:
     def _sources_of(
         self, number: object, patterns: Sequence[ParameterPattern], where: str
     ) -> list[tuple[str, ...]]:
-        """Return the names of each parameter's sources, of all of which there is one column."""
+        """Return the names of each parameter's sources, which are in a single column."""
         counts = np.array([pattern.sources for pattern in patterns], dtype=np.int64)
         key = (read_int(number, where, 0), counts.tobytes())
         if key not in self.known:

@@ -1,6 +1,6 @@
 """All parameters of an engine's ranks, by the loader of that engine.
 
-An `EngineLayout` says of one model, one engine and one parallelism what `load_weights` does on
+An `EngineLayout` describes, for a model, an engine and a parallelism, what `load_weights` does on
 every rank. It can be asked from both sides: what a parameter is made of (`ranks`), and where each
 tensor of the checkpoint goes (`source_layouts`).
 """
@@ -36,7 +36,7 @@ class SourceTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The parameters of one rank, by the names that the engine gives them.
+    """The parameters of a rank, by the engine's names.
 
     Attributes:
         rank: among all ranks of the engine.
@@ -92,19 +92,19 @@ class RankLayout:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """What the ranks of an engine hold of a checkpoint, in one parallelism.
+    """The parameters of an engine's ranks, filled from a checkpoint, in a parallelism.
 
     Args:
         engine: its name, such as `"vllm"`.
         version: of the engine.
         mesh: the parallelism; its devices are the ranks.
         sources: the checkpoint's tensors by name: element type and shape.
-        ranks: what each one holds, in the order of their numbers.
+        ranks: the layout of each rank, in the order of their numbers.
         notes: for the user.
 
     Raises:
-        LayoutError: ranks that are not those of the mesh, or that read what is no source, or
-            beyond the end of one.
+        LayoutError: ranks other than those of the mesh, or that read an unknown source, or
+            beyond its end.
 
     >>> from reshard.binding import View
     >>> from reshard.layout import Box
@@ -170,7 +170,7 @@ class EngineLayout:
                 self._checked[key] = True
 
     def rank(self, rank: int) -> RankLayout:
-        """Return what one rank holds. Raises UsageError for a rank that is not there."""
+        """Return the layout of a rank. Raises UsageError for an unknown rank."""
         for one in self.ranks:
             if one.rank == rank:
                 return one
@@ -180,7 +180,7 @@ class EngineLayout:
         )
 
     def source_layouts(self) -> dict[str, Layout]:
-        """Return which ranks hold which part of each source: a layout over ranks for every one.
+        """Return the layout over ranks of every source.
 
         Indices of a rank are in rising order, and each is there once, however often its
         parameters have it. A rank holds what its parameters copy or compute elementwise, and the

@@ -1,8 +1,8 @@
-"""Engines whose layouts can be derived, one row each.
+"""Engines whose layouts can be derived, a row each.
 
 An engine has a function that takes a model's folder and the sizes of its parallelism by name, and
 answers with the layout of all ranks. Its module is loaded when it is used: an engine that is not
-installed is no hindrance to the others.
+installed does not affect the others.
 
 To add an engine: a module with such a function, and a row in `ENGINES`; or `register_engine`.
 """
@@ -88,7 +88,7 @@ ENGINES: dict[str, Engine] = {}
 
 
 def register_engine(name: str, description: str, function: DeriveFunction | str) -> None:
-    """Add an engine, or replace one.
+    """Add or replace an engine.
 
     Args:
         name: for `reshard recipe derive --engine NAME`.
@@ -121,10 +121,10 @@ def derive_layout(
     dtype: str | None = None,
     sources: Sources | None = None,
 ) -> EngineLayout:
-    """Return what every rank of an engine holds of a model, as the engine itself says it.
+    """Return the layout of a model on every rank of an engine, derived from the engine itself.
 
     Args:
-        engine: one of `ENGINES`.
+        engine: a name in `ENGINES`.
         model: a folder with config.json and the checkpoint.
         sizes: of its parallelism: `{"tp": 8}`, `"tp=8,ep=8"` or a mesh.
         dtype: the type of its parameters, such as `"float32"`; what it chooses itself when None.

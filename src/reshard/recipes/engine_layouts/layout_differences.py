@@ -1,9 +1,9 @@
 """Where two sets of layouts differ: what a recipe cuts, and what an engine reads.
 
 A tensor's layouts agree where every rank holds the same elements in both, in whatever order they
-lie there and whatever padding is beside them.
+are stored and whatever padding surrounds them.
 
-1. What a rank holds is a few products of stretches. Two such sets are the same where they have as
+1. A rank holds a few products of stretches. Two such sets are equal if they have as
    many elements as they share.
 2. Layouts are interned and few, so each pair is compared once, however many tensors have it.
 """
@@ -84,7 +84,7 @@ def _find_differing_ranks(one: Layout, other: Layout) -> tuple[int, ...]:
 def _are_same(one: tuple[Product, ...], other: tuple[Product, ...]) -> bool:
     if one == other:
         return True
-    # Products of one side share no element, so that those of both are counted pair by pair.
+    # Products of a side share no element, so shared elements are counted pair by pair.
     shared = sum(_count_shared(a, b) for a in one for b in other)
     return shared == sum(map(_count, one)) == sum(map(_count, other))
 

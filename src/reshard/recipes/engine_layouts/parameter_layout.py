@@ -1,7 +1,7 @@
-"""Regions of a parameter, by what fills them.
+"""A parameter of a rank, as an engine's loader fills it.
 
 A loader fills a parameter box by box: with elements of a source as they are (`SourcePiece`), with
-what it computes of some (`Computed`), with one value (`Constant`). What is left is not filled::
+values computed from some (`Computed`), or with a constant (`Constant`). The rest is not filled::
 
     parameter 4 x 3            source "up" 6 x 3, row major
 
@@ -15,24 +15,15 @@ what it computes of some (`Computed`), with one value (`Constant`). What is left
 
 A region of a source is a `View`: an element offset and a stride for each dimension of the box,
 over the source's elements in row-major order. So a transposed region has its strides exchanged, an
-interleaved one has them doubled, and one that is repeated has a stride of 0.
+interleaved region has them doubled, and a repeated region has a stride of 0.
 
-Patterns: how a parameter is filled, with numbers in the place of its sources' names.
+The layers of a model, and the experts of a layer, are filled alike: their parameters share a
+`ParameterPattern`, which numbers its sources, is checked once, and keeps its pieces in columns. A
+`ParameterLayout` is a pattern with the names of its sources. Its `Binding` is a layout whose shards
+have the sources' names: the fused parameter of any engine, as checkpoints and plans describe it.
 
-The layers of a model, and the experts of a layer, are filled alike: their parameters share one
-pattern, which is checked once, and only the names of their sources differ. A stacked parameter of
-hundreds of experts has as many pieces, so a pattern keeps them in columns.
-
-One parameter of one rank, as an engine's loader fills it.
-
-A `ParameterLayout` is a pattern and the names of its sources. As a `Binding` it is a layout whose
-shards have the sources' names: the fused parameter of any engine, in the words that checkpoints
-and plans use.
-
-Parameters that are shards: those of engines that keep a tensor's own name and cut it.
-
-DTensors and Megatron's sharded state dicts say of a parameter which part of a whole tensor it is.
-As a `ParameterLayout` it has a piece for each box that its rank holds, copied from that tensor::
+DTensors and Megatron's sharded state dicts describe a parameter as a part of a whole tensor
+(`shard_parameter`); it has a piece for each box that its rank holds::
 
     layout "tp@blocks[4,4], -" of a tensor 8 x 3, rank 1 of 2        the parameter, 4 x 3
 
@@ -65,7 +56,7 @@ from reshard.runs import PAD, IntArray
 class SourcePiece(NamedTuple):
     """A box of a parameter that holds elements of a source.
 
-    `steps` says what happens to the type of each element on the way: nothing where it is empty,
+    `steps` are the changes of element type on the way: none if it is empty,
     `"to float32"` for a cast, `"bits as float8_e4m3fn"` where the same bits count as another type.
 
     >>> SourcePiece(Box((0, 0), (3, 3)), "up", View(6, (3, 1)))
@@ -82,8 +73,8 @@ class SourcePiece(NamedTuple):
 class Computed(NamedTuple):
     """A box of a parameter whose elements are computed from sources, and by which operations.
 
-    `view` is the region of the only source where each element is computed of the one there, as by
-    `exp` and `neg`; None where it is not known which element of a source an element depends on.
+    `view` is the region of the only source if each element is computed from its counterpart, as by
+    `exp` and `neg`; None if it is unknown which element of a source an element depends on.
     """
 
     box: Box
@@ -93,7 +84,7 @@ class Computed(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """A box of a parameter that the loader fills with one value, such as padding."""
+    """A box of a parameter that the loader fills with a value, such as padding."""
 
     box: Box
     value: float
@@ -264,7 +255,7 @@ def _overlap(start: IntArray, stop: IntArray, shape: tuple[int, ...]) -> bool:
     """Return whether two of the boxes share an element."""
     if len(start) < 2:
         return False
-    # Most parameters are cut along one dimension: sorted along it, none begins before the last.
+    # Most parameters are cut along a single dimension: sorted along it, they do not overlap.
     for dimension in range(start.shape[1]):
         order = np.argsort(start[:, dimension], kind="stable")
         if (start[order[1:], dimension] >= stop[order[:-1], dimension]).all():
@@ -275,7 +266,7 @@ def _overlap(start: IntArray, stop: IntArray, shape: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """One parameter of one rank: its name there, and what fills which box of it.
+    """A parameter of a rank: its name there, and the contents of each box of it.
 
     Args:
         name: that the engine gives it.
@@ -283,7 +274,7 @@ class ParameterLayout:
         sources: their names, by those numbers.
 
     Raises:
-        LayoutError: names that are not as many as the pattern has numbers, or one twice.
+        LayoutError: another number of names than the pattern has sources, or a repeated name.
 
     >>> halves = [
     ...     SourcePiece(Box((0, 0), (4, 8)), "gate_proj.weight", View(32, (8, 1))),
@@ -324,7 +315,7 @@ class ParameterLayout:
         constants: Iterable[Constant] = (),
         unfilled: Iterable[Box] = (),
     ) -> ParameterLayout:
-        """Return a parameter by its regions, of which every element is in exactly one.
+        """Return a parameter from its regions; every element is in exactly one of them.
 
         Args:
             name: that the engine gives it.
@@ -386,7 +377,7 @@ class ParameterLayout:
 
     @cached_property
     def pieces(self) -> tuple[SourcePiece, ...]:
-        """What is copied, by where it begins."""
+        """The copied regions, by where they begin."""
         columns, steps = self.pattern.columns, self.pattern.steps
         rows = zip(*(column.tolist() for column in columns), strict=True)
         return tuple(
@@ -401,7 +392,7 @@ class ParameterLayout:
 
     @property
     def computed(self) -> tuple[Computed, ...]:
-        """What is computed, and never a copy."""
+        """The computed regions, which are never copies."""
         return tuple(
             Computed(box, operations, tuple(self.sources[number] for number in sources), view)
             for box, operations, sources, view in self.pattern.computed
@@ -409,24 +400,24 @@ class ParameterLayout:
 
     @property
     def constants(self) -> tuple[Constant, ...]:
-        """What has one value."""
+        """The regions of a constant value."""
         return self.pattern.constants
 
     @property
     def unfilled(self) -> tuple[Box, ...]:
-        """What the loader does not write."""
+        """The regions that the loader does not write."""
         return self.pattern.unfilled
 
     @property
     def is_copied(self) -> bool:
-        """Whether every element is one of a source, with the bits that it has there."""
+        """Whether every element is copied from a source, with the same bits."""
         pattern = self.pattern
         rest = (*pattern.computed, *pattern.constants, *pattern.unfilled)
         return not rest and not any(pattern.steps[n] for n in set(pattern.columns.steps.tolist()))
 
     @property
     def binding(self) -> Binding:
-        """Its pieces as a layout of one rank, each cell with a source's name and a view of it.
+        """Its pieces as a layout of a single rank, each cell with a source's name and a view of it.
 
         What is computed, constant or not filled is in no cell.
         """
@@ -467,7 +458,7 @@ def _check_region(name: str, shape: tuple[int, ...], box: Box, view: View) -> No
 def shard_parameter(
     name: str, dtype: DType | str, layout: Layout, rank: int, source: str | None = None
 ) -> ParameterLayout | None:
-    """Return a rank's shard of a tensor as a parameter; None where the rank holds none of it.
+    """Return a rank's shard of a tensor as a parameter, or None if the rank holds none of it.
 
     Args:
         name: of the parameter.
@@ -477,7 +468,7 @@ def shard_parameter(
         source: the tensor's name, where it is not the parameter's.
 
     Raises:
-        LayoutError: a rank that is not there, or that holds several boxes one behind the other
+        LayoutError: an unknown rank, or a rank that holds several consecutive boxes
             (a flat buffer), which are no parameter of the tensor's rank.
 
     >>> from reshard.mesh import DeviceMesh

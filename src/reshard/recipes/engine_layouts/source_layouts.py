@@ -1,7 +1,7 @@
-"""Strided regions of a tensor, as indices along each dimension.
+"""The layout of each source over ranks, from the regions that the ranks' parameters take.
 
 A loader takes a region of a tensor by an offset, sizes and strides, after any views, transposes
-and reshapes. Which indices of the tensor are these? ::
+and reshapes. The region is a union of products of indices along each dimension::
 
     a tensor 6 x 4, row major        offset 4, sizes (2, 2, 4), strides (8, 4, 1)
 
@@ -12,21 +12,16 @@ and reshapes. Which indices of the tensor are these? ::
     # # # #
     . . . .
 
-1. Sizes and strides that continue one another are joined.
-2. From the smallest stride up, each belongs to the dimension in whose steps it goes. While it stays
+1. Adjacent sizes and strides are joined.
+2. From the smallest stride up, each belongs to the dimension whose step divides it. While it stays
    inside, it adds its steps to the indices there.
-3. One that reaches around the end fills the dimension, where it goes in whole rounds, and continues
-   in the dimension before it. Where its rounds are not whole, it is split in front of the first
-   whole one and behind the last, and there is a product for each.
+3. A stride that wraps around fills the dimension if its rounds are whole, and continues in the
+   dimension before it. Otherwise it is split before the first and after the last whole round, and
+   there is a product for each part.
 
-Which rank holds which part of each source, from what the ranks' parameters take of it.
-
-A model of many ranks takes millions of regions of its tensors, and few different ones:
-
-1. Regions of one pattern are found once, and numbered.
-2. What all ranks take is a table of (source, rank, region), sorted. A source's rows say all about
-   it, so sources with equal rows and shapes share one layout.
-3. The regions of a rank are united: what it takes twice it holds once.
+A model of many ranks takes millions of regions of its tensors, few of which differ. The regions of
+a pattern are found once, and numbered. What all ranks take is a sorted table of (source, rank,
+region): sources with equal rows and shapes share a layout. The regions of a rank are united.
 """
 
 from __future__ import annotations
@@ -167,9 +162,9 @@ def find_steps(
     own goes.
 
     Returns:
-        The first index along every dimension; and for each dimension of the region the one of the
-        tensor and the step there, or None for one that stays where it is. None in place of both
-        where a dimension goes backwards, across others, or where another one went.
+        The first index along every dimension; and for each dimension of the region, that of the
+        tensor and the step there, or None if it is not used. None in place of both
+        if a dimension goes backwards, across others, or along the same dimension as another.
 
     >>> find_steps((6, 4), (2, 3), 5, (8, 1))
     ([1, 1], [(0, 2), (1, 1)])
@@ -208,7 +203,7 @@ def unite(products: Iterable[Product]) -> tuple[Product, ...]:
 
 
 def _join_alike(products: list[Product]) -> list[Product]:
-    """Return products that differ along one dimension only, joined, as long as there are any."""
+    """Join products that differ along a single dimension, repeatedly."""
     changed = True
     while changed and len(products) > 1:
         changed = False
@@ -254,7 +249,7 @@ def _cut_apart(products: list[Product]) -> list[Product]:
                 chosen[np.searchsorted(edges[d], start) : np.searchsorted(edges[d], stop)] = True
             inside.append(np.flatnonzero(chosen))
         covered[np.ix_(*inside)] = True
-    # Each interval of the first dimensions has a row of intervals of the last one; equal rows join.
+    # Each interval of the first dimensions has a row of intervals of the last; equal rows join.
     apart: list[Product] = []
     for place in np.argwhere(covered.any(axis=-1)):
         row = np.flatnonzero(covered[tuple(place)])
@@ -353,7 +348,7 @@ def list_source_layouts(
             of_ranks: dict[int, list[Product]] = {}
             for rank, region in rows.tolist():
                 of_ranks.setdefault(rank, []).extend(find_products(*by_number[region]))
-            # 3. What a rank takes twice it holds once.
+            # 3. A rank that takes an element twice holds it once.
             united = {rank: unite(products) for rank, products in of_ranks.items()}
             found[key] = _lay_out(shape, united, slots)
         layouts[name] = found[key]
@@ -364,7 +359,7 @@ def _lay_out(shape: tuple[int, ...], held: Mapping[int, Iterable[Product]], slot
     """Return the layout of products on ranks."""
     numbers: list[dict[Stretches, int]] = [{} for _ in shape]
     cell_slot, cell_part = [], []
-    # Parts are numbered by what they have, so that equal layouts are one.
+    # Parts are numbered by their contents, so that equal layouts are identical.
     for stretches_of, d in zip(numbers, range(len(shape)), strict=True):
         every = {product[d] for products in held.values() for product in products}
         stretches_of.update({stretches: i for i, stretches in enumerate(sorted(every))})
