@@ -15,7 +15,7 @@ from reshard.cut_rules import parse_rule
 from reshard.errors import RecipeError, UncomputableError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment, assign
-from reshard.recipes.coupling import Coupling, CutName, marks_of
+from reshard.recipes.coupling import Coupling, CutName, find_annotations
 from reshard.recipes.layer_placement import Numbering
 from reshard.recipes.library import load_recipe
 from reshard.recipes.overrides import parse_allowed
@@ -91,7 +91,7 @@ WIDE, QUERY, KEY = CutName("wide"), CutName("heads", "query"), CutName("heads", 
     ],
 )  # fmt: skip
 def test_marks(spec: str, expected: list[tuple[int, int, tuple[CutName | None, ...]]]) -> None:
-    found = [(mark.item, mark.level, mark.names) for mark in marks_of(spec, KNOWN)]
+    found = [(mark.item, mark.level, mark.names) for mark in find_annotations(spec, KNOWN)]
     assert found == expected
 
 
@@ -110,7 +110,7 @@ def test_marks(spec: str, expected: list[tuple[int, int, tuple[CutName | None, .
 def test_blocks(
     spec: str, rule: str, length: int, expected: list[tuple[CutName, int, int, int]]
 ) -> None:
-    (mark,) = marks_of(spec, KNOWN)
+    (mark,) = find_annotations(spec, KNOWN)
     assert mark.blocks(parse_rule(rule), length) == expected
 
 

@@ -11,48 +11,57 @@ from hypothesis import strategies as st
 
 from reshard.cut_rules import parse_rule
 from reshard.errors import RecipeError, RuleError
-from reshard.recipes.layer_placement import Numbering, Places, sizes_by_weight
+from reshard.recipes.layer_placement import LayerPlacement, Numbering, balance_weights
 
 
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_by_ceil_a_number_lives_where_its_quotient_says(count: int, parts: int) -> None:
-    places = Places.cut(parse_rule("ceil"), count, parts)
+    places = LayerPlacement.cut(parse_rule("ceil"), count, parts)
     chunk = -(-count // parts)
     assert places.coordinates == tuple((number // chunk,) for number in range(count))
 
 
 @given(st.integers(0, 40), st.integers(1, 12))
 def test_balanced_is_the_split_of_numpy(count: int, parts: int) -> None:
-    places = Places.cut(parse_rule("balanced"), count, parts)
+    places = LayerPlacement.cut(parse_rule("balanced"), count, parts)
     for part, numbers in enumerate(np.array_split(np.arange(count), parts)):
         assert all(places.of_number(int(number)) == (part,) for number in numbers)
 
 
 def test_any_cut_rule_can_deal() -> None:
-    assert Places.cut(parse_rule("sizes[0,3,1]"), 4, 3).coordinates == ((1,), (1,), (1,), (2,))
-    assert Places.cut(parse_rule("cyclic1"), 4, 3).coordinates == ((0,), (1,), (2,), (0,))
+    assert LayerPlacement.cut(parse_rule("sizes[0,3,1]"), 4, 3).coordinates == (
+        (1,),
+        (1,),
+        (1,),
+        (2,),
+    )
+    assert LayerPlacement.cut(parse_rule("cyclic1"), 4, 3).coordinates == ((0,), (1,), (2,), (0,))
     # Interleaved stages of two layers each, and a thing at two places.
-    cyclic = Places.cut(parse_rule("cyclic2"), 8, 2)
+    cyclic = LayerPlacement.cut(parse_rule("cyclic2"), 8, 2)
     assert [at for (at,) in cyclic.coordinates] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert Places.cut(parse_rule("heads2"), 2, 4).coordinates == ((0, 1), (2, 3))
-    assert Places.cut(parse_rule("windows[0:2,1:3]"), 3, 2).coordinates == ((0,), (0, 1), (1,))
+    assert LayerPlacement.cut(parse_rule("heads2"), 2, 4).coordinates == ((0, 1), (2, 3))
+    assert LayerPlacement.cut(parse_rule("windows[0:2,1:3]"), 3, 2).coordinates == (
+        (0,),
+        (0, 1),
+        (1,),
+    )
     with pytest.raises(RuleError, match="add up to 3, but the length is 4"):
-        Places.cut(parse_rule("sizes[2,1]"), 4, 2)
+        LayerPlacement.cut(parse_rule("sizes[2,1]"), 4, 2)
 
 
 def test_ends_are_coordinates_whatever_lives_there() -> None:
-    places = Places.cut(parse_rule("sizes[0,2,0]"), 2, 3)
+    places = LayerPlacement.cut(parse_rule("sizes[0,2,0]"), 2, 3)
     assert places.of_ends(["first"]) == (0,)
     assert places.of_ends(["last"]) == (2,)
     assert places.of_ends(["last", "first"]) == (0, 2)
-    assert Places.cut(parse_rule("ceil"), 2, 1).of_ends(["first", "last"]) == (0,)
+    assert LayerPlacement.cut(parse_rule("ceil"), 2, 1).of_ends(["first", "last"]) == (0,)
 
 
 def test_a_number_beyond_the_count() -> None:
-    places = Places.cut(parse_rule("ceil"), 3, 2)
+    places = LayerPlacement.cut(parse_rule("ceil"), 3, 2)
     with pytest.raises(RecipeError, match="number 3 of a name, but the count"):
         places.of_number(3)
-    assert Places(2, places.coordinates, beyond_last=True).of_number(3) == (1,)
+    assert LayerPlacement(2, places.coordinates, beyond_last=True).of_number(3) == (1,)
 
 
 def test_a_cut_that_is_none_is_refused() -> None:
@@ -84,6 +93,6 @@ def test_no_cut_is_lighter_and_none_of_those_more_equal(
         tuple(b - a for a, b in itertools.pairwise((0, *cuts, len(weights))))
         for cuts in itertools.combinations_with_replacement(range(len(weights) + 1), parts - 1)
     ]
-    found = sizes_by_weight(weights, parts, first, last).sizes
+    found = balance_weights(weights, parts, first, last).sizes
     assert sum(found) == len(weights)
     assert cost(found) == min(map(cost, every))

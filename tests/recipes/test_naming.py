@@ -20,7 +20,7 @@ from reshard.errors import RecipeError, UsageError
 from reshard.mesh import Axis
 from reshard.recipes.assignment import assign
 from reshard.recipes.library import load_recipe, shipped_recipes
-from reshard.recipes.naming import Fusion, find_by_pattern, find_foreign_name, fused_spec
+from reshard.recipes.naming import Fusion, find_by_pattern, find_foreign_name, make_fused_spec
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(1, 4), st.integers(0, 3))
@@ -57,11 +57,11 @@ def test_lengths_that_do_not_divide() -> None:
 
 
 def test_what_is_no_fusion() -> None:
-    with pytest.raises(RecipeError, match="members or shares 'ab'"):
+    with pytest.raises(RecipeError, match="members is 'ab'"):
         Fusion("ab")  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"shares is 1\.5"):
         Fusion(("a", "b"), (1.5, 1.5))  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match="dimension of '0'"):
+    with pytest.raises(RecipeError, match="dimension is '0'"):
         Fusion(("a", "b"), dimension="0")  # type: ignore[arg-type]
 
 
@@ -184,7 +184,7 @@ def test_a_rank_has_its_part_of_each_member(
     cut = spec(mesh, text)
     shapes = {name: (length,) for name, length in lengths.items()}
     fusion = Fusion(tuple(names), tuple(shares))
-    fused = fused_spec("f", fusion, dict.fromkeys(names, cut), shapes)
+    fused = make_fused_spec("f", fusion, dict.fromkeys(names, cut), shapes)
     for rank in range(parts):
         expected, begin = [], 0
         for length in lengths.values():
@@ -200,14 +200,14 @@ def test_groups_are_dealt_out_whole(a: int, b: int, groups: int) -> None:
     fusion = Fusion(("a", "b"), (a, b), groups)
     for parts in range(1, groups + 1):
         cut = spec(DeviceMesh.of(x=parts), "x")
-        fused = fused_spec("f", fusion, dict.fromkeys("ab", cut), shapes)
+        fused = make_fused_spec("f", fusion, dict.fromkeys("ab", cut), shapes)
         total = sum(lengths.values())
         held = [indices(fused, total, rank) for rank in range(parts)]
         assert list(itertools.chain(*held)) == list(range(total))
         assert all(len(part) % (a + b) == 0 for part in held)
     cut = spec(DeviceMesh.of(x=groups + 1), "x")
     with pytest.raises(RecipeError, match=f"in {groups} groups, which {groups + 1} ranks"):
-        fused_spec("f", fusion, dict.fromkeys("ab", cut), shapes)
+        make_fused_spec("f", fusion, dict.fromkeys("ab", cut), shapes)
 
 
 CASES = [
@@ -229,7 +229,7 @@ CASES = [
 def test_what_is_fused_by_hand(a: str, b: str, expected: str) -> None:
     specs = {"a": spec(MESH, a), "b": spec(MESH, b)}
     shapes = dict.fromkeys("ab", (12, 6))
-    assert str(fused_spec("f", Fusion(("a", "b")), specs, shapes, [Axis("fsdp")])) == expected
+    assert str(make_fused_spec("f", Fusion(("a", "b")), specs, shapes, [Axis("fsdp")])) == expected
 
 
 STACKS = [
@@ -251,7 +251,7 @@ def test_stacks(cut: str, how: dict[str, Any], expected: str) -> None:
     fusion = Fusion(("{}.gate", "{}.up"), stacked=5, **how)
     specs = {name: spec(mesh, cut.format(int(name[0]) // 2)) for name in fusion.tensors}
     shapes = dict.fromkeys(specs, (12, 6))
-    found = fused_spec("f", fusion, specs, shapes, [Axis("fsdp")])
+    found = make_fused_spec("f", fusion, specs, shapes, [Axis("fsdp")])
     assert str(found) == expected
     assert found.layout(fusion.shape_with((24, 6))).shape[0] == 5
 
@@ -268,16 +268,16 @@ def test_stacks_over_several_axes_and_uneven_ones() -> None:
             name: spec(mesh, f"-, - | only(dp={dp} tp={tp})")
             for name, (dp, tp) in zip(fusion.tensors, places, strict=True)
         }
-        assert str(fused_spec("f", fusion, specs, shapes)) == expected
+        assert str(make_fused_spec("f", fusion, specs, shapes)) == expected
     specs["1.down"] = spec(mesh, "-, - | only(dp=1 tp=0)")
     with pytest.raises(RecipeError, match="do not live one behind the other along dp"):
-        fused_spec("f", fusion, specs, shapes)
+        make_fused_spec("f", fusion, specs, shapes)
     specs["1.down"] = spec(mesh, "-, - | only(tp=0)")
     with pytest.raises(RecipeError, match="do not live one behind the other along dp"):
-        fused_spec("f", fusion, specs, shapes)
+        make_fused_spec("f", fusion, specs, shapes)
     specs["1.down"] = spec(mesh, "tp, -")
     with pytest.raises(RecipeError, match=r"is a stack of '0\.down', cut as"):
-        fused_spec("f", fusion, specs, shapes)
+        make_fused_spec("f", fusion, specs, shapes)
 
 
 @pytest.mark.parametrize(
@@ -294,5 +294,5 @@ def test_what_cannot_be_fused(a: str, b: str, match: str) -> None:
     specs = {"a": spec(MESH, a), "b": spec(MESH, b)}
     shapes = dict.fromkeys("ab", (9, 6))
     with pytest.raises(RecipeError, match=match):
-        fused_spec("f", Fusion(("a", "b")), specs, shapes, [Axis("fsdp")])
+        make_fused_spec("f", Fusion(("a", "b")), specs, shapes, [Axis("fsdp")])
     assert math.prod(shapes["a"]) == 54

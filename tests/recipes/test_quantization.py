@@ -9,8 +9,8 @@ import pytest
 
 from reshard.errors import UncomputableError
 from reshard.recipes.quantization import (
-    describe_lacking,
-    find_lacking,
+    describe_missing_scales,
+    find_missing_scales,
     find_quantized,
     list_codes,
     quantization_config,
@@ -226,7 +226,7 @@ FP8, E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
 def lacking(types: dict[str, str], *, is_quantized: bool = True) -> dict[str, str]:
     """What is missing; scales have one dimension, others two."""
     dims = {name: 1 if "scale" in name else 2 for name in types}
-    return find_lacking(list_codes(types, dims, is_quantized=is_quantized), types)
+    return find_missing_scales(list_codes(types, dims, is_quantized=is_quantized), types)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +279,6 @@ def test_integers_are_codes_in_a_quantised_checkpoint_alone() -> None:
 
 def test_one_is_described() -> None:
     assert "2 quantised weights in m lack their scales: 'a' has no 'a_scale' and 1 more" in (
-        describe_lacking({"a": "a_scale", "b": "b_scale"}, "m")
+        describe_missing_scales({"a": "a_scale", "b": "b_scale"}, "m")
     )
-    assert "'a' has no scale of a name that is known" in describe_lacking({"a": ""}, "m")
+    assert "'a' has no scale of a name that is known" in describe_missing_scales({"a": ""}, "m")

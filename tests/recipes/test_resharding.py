@@ -19,11 +19,9 @@ from reshard.errors import PlanError, RecipeError, ReshardError, RunError, Shard
 from reshard.layout import Box, Layout
 from reshard.recipes import strategies
 from reshard.recipes.resharding import (
-    ParallelReshardingStrategy,
     ReshardingPlan,
     ReshardingResult,
     ReshardingStrategy,
-    SimpleReshardingStrategy,
     TensorMetadata,
     TensorRedistribution,
     TensorSlice,
@@ -273,10 +271,11 @@ def test_torch_tensors_become_torch_tensors() -> None:
 
 
 def test_strategies_by_name() -> None:
-    assert isinstance(create_strategy("SIMPLE"), SimpleReshardingStrategy)
-    assert SimpleReshardingStrategy() == create_strategy("simple")
+    assert create_strategy("SIMPLE").coordinator is None
+    assert ReshardingStrategy(strategies.strategy("simple")) == create_strategy("simple")
     process = OneProcess()
-    assert create_strategy("Parallel", process) == ParallelReshardingStrategy(process)
+    parallel = strategies.strategy("parallel")
+    assert create_strategy("Parallel", process) == ReshardingStrategy(parallel, process, 4)
     assert create_strategy("balanced").policy.name == "balanced"
     with pytest.raises(RecipeError, match="unknown strategy 'simpel'") as told:
         create_strategy("simpel")
@@ -285,7 +284,7 @@ def test_strategies_by_name() -> None:
     with pytest.raises(UsageError, match="'PARALLEL' needs a coordinator"):
         create_strategy("PARALLEL")
     with pytest.raises(UsageError, match="threads 0 must be at least 1"):
-        ParallelReshardingStrategy(process, threads=0)
+        ReshardingStrategy(parallel, process, threads=0)
     with pytest.raises(UsageError, match="world size 0"):
         one_process("simple").create_plan({}, 0)
 
@@ -311,7 +310,7 @@ def test_what_no_plan_is_made_of(metadata: Any, ranks: Any, said: str) -> None:
     with pytest.raises(UsageError, match=r"world size 2\.5 must be a whole number"):
         strategies.strategy("simple")(layouts, 2.5)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"threads 1\.5 must be a whole number"):
-        ParallelReshardingStrategy(OneProcess(), threads=1.5)  # type: ignore[arg-type]
+        ReshardingStrategy(strategies.strategy("parallel"), threads=1.5)  # type: ignore[arg-type]
 
 
 BOTH = pytest.mark.parametrize("name", ["simple", "parallel"])
@@ -527,7 +526,6 @@ def test_a_process_that_cannot_stops_all_of_them() -> None:
     wrong = {0: held[0], 1: {"a": held[1]["a"], "c": held[1]["c"]}}
 
     def run(strategy: ReshardingStrategy) -> ReshardingResult:
-        assert isinstance(strategy, ParallelReshardingStrategy)
         own = wrong if strategy.coordinator.rank == 1 else held
         return strategy.execute(strategy.create_plan(metadata, 4), own)
 
@@ -548,7 +546,6 @@ def test_a_process_that_fails_on_the_way_stops_all_of_them() -> None:
             raise OSError("the disk is gone")
 
     def run(strategy: ReshardingStrategy) -> ReshardingResult:
-        assert isinstance(strategy, ParallelReshardingStrategy)
         stop = Broken() if strategy.coordinator.rank == 1 else None
         try:
             return strategy.execute(strategy.create_plan(metadata, 4), held, stop)
@@ -567,7 +564,6 @@ def test_processes_with_different_plans_copy_nothing() -> None:
     metadata, held, _ = small()
 
     def run(strategy: ReshardingStrategy) -> ReshardingResult:
-        assert isinstance(strategy, ParallelReshardingStrategy)
         ranks = 4 if strategy.coordinator.rank == 1 else 3
         return strategy.execute(strategy.create_plan(metadata, ranks), held)
 
@@ -579,7 +575,6 @@ def test_a_process_that_is_cancelled_is_named_to_the_others() -> None:
     metadata, held, _ = small()
 
     def run(strategy: ReshardingStrategy) -> ReshardingResult:
-        assert isinstance(strategy, ParallelReshardingStrategy)
         stop = After(0) if strategy.coordinator.rank == 1 else None
         return strategy.execute(strategy.create_plan(metadata, 4), held, stop)
 

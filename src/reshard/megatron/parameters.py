@@ -391,11 +391,11 @@ class LocalParameter:
 
 
 _OTHER_LAYER = re.compile(r"(?:^|\.)layers\.\d+(?=\.|$)")
-Roster = Mapping[str, LocalParameter] | Iterable[tuple[str, LocalParameter]]
+ParameterManifest = Mapping[str, LocalParameter] | Iterable[tuple[str, LocalParameter]]
 
 
 def gather_parameters(
-    names: MegatronNames, rosters: Mapping[int, Sequence[Roster]]
+    names: MegatronNames, rosters: Mapping[int, Sequence[ParameterManifest]]
 ) -> dict[str, MegatronParameter]:
     """Return the parameters of the whole model, by global name, in the order in which ranks
     list them.

@@ -51,6 +51,7 @@ from reshard.cut_rules import Strided
 from reshard.errors import LayoutError, MissingExtraError, NotationError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
+from reshard.notation.parsing import Scanner
 from reshard.notation.partitioned import PartitionedShard, Splits
 from reshard.runs import IntArray
 from reshard.sharding import DimSpec, Level, ShardingSpec
@@ -104,13 +105,10 @@ _NAMES = {
     "P": "Partial",
 }
 _NAME = re.compile(r"(?:[A-Za-z_]\w*\.)*(" + "|".join(_NAMES) + r")(?![a-z])")
-_TOKEN = re.compile(r"\s*(-?\d+|[A-Za-z_]\w*|'[^']*'|\"[^\"]*\"|[()\[\],=])\s*")
-_ORDER = re.compile(r"\s*\[(\d+)\]")
-_BETWEEN = re.compile(r"[\s,]*")
-# What torch prints of a spec, around its placements: `Spec(f32[8, 4](S(0)R))`.
+# A printed spec of torch, around its placements: `Spec(f32[8, 4](S(0)R))`.
 _SPEC = re.compile(r"Spec\(\w+(?:\[[^\]]*\])?\((.*)\)\)", re.DOTALL)
 # Lists nest no deeper in any placement; a limit keeps hostile text from deep recursion.
-_DEEPEST = 3
+_MAX_DEPTH = 3
 
 
 def read_calls(text: str) -> list[PlacementCall]:
@@ -127,102 +125,65 @@ def read_calls(text: str) -> list[PlacementCall]:
     body = text.strip()
     wrapped = _SPEC.fullmatch(body)
     body = wrapped[1].strip() if wrapped else body
-    # The list's own brackets, where it has any: `S(0)R` has none.
+    # The brackets of the list itself, if any: `S(0)R` has none.
     if body[:1] + body[-1:] in ("[]", "()"):
         body = body[1:-1]
+    scanner = Scanner(body)
     calls: list[PlacementCall] = []
-    at = _skip(_BETWEEN, body, 0)
-    while at < len(body):
-        name = _NAME.match(body, at)
-        if not name:
-            raise NotationError(
-                f"cannot read {body[at : at + 40]!r} in the placements `{text}`; a placement is "
-                "Shard(0), _StridedShard(0, split_factor=2), Replicate(), Partial(sum), "
-                "PartitionedShard(0, 2, (4, 6)) or RaggedShard((0,), (1, 2))"
-            )
-        at = name.end()
-        arguments: list[Argument] = []
-        named: list[tuple[str, Argument]] = []
-        if body[at : at + 1] == "(":
-            arguments, named, at = _read_arguments(body, at + 1, text)
-        order = _ORDER.match(body, at)
-        at = order.end() if order else at
-        number = int(order[1]) if order else None
-        calls.append(PlacementCall(_NAMES[name[1]], tuple(arguments), tuple(named), number))
-        at = _skip(_BETWEEN, body, at)
+    while scanner.take(r"[\s,]+") or not scanner.is_at_end():
+        if not scanner.is_at_end():
+            calls.append(_read_call(scanner, text))
     return calls
 
 
-def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
-    match = pattern.match(text, at)
-    return match.end() if match else at
-
-
-def _read_arguments(
-    body: str, at: int, text: str
-) -> tuple[list[Argument], list[tuple[str, Argument]], int]:
+def _read_call(scanner: Scanner, text: str) -> PlacementCall:
+    name = scanner.take(_NAME)
+    if not name:
+        raise NotationError(
+            f"cannot read {scanner.rest[:40]!r} in the placements `{text}`; a placement is "
+            "Shard(0), _StridedShard(0, split_factor=2), Replicate(), Partial(sum), "
+            "PartitionedShard(0, 2, (4, 6)) or RaggedShard((0,), (1, 2))"
+        )
     arguments: list[Argument] = []
     named: list[tuple[str, Argument]] = []
-    while True:
-        token, after = _read_token(body, at, text)
-        if token == ")":
-            return arguments, named, after
-        # One token ahead tells `name=value` from a value.
-        follows, behind = _read_token(body, after, text)
-        if follows == "=":
-            value, at = _read_value(body, behind, text, 0)
-            named.append((token, value))
-        else:
-            value, at = _read_value(body, at, text, 0)
-            arguments.append(value)
-        follows, after = _read_token(body, at, text)
-        if follows == ",":
-            at = after
-        elif follows != ")":
-            raise _make_error(follows, text)
+    if scanner.accept("("):
+        while not scanner.accept(")"):
+            keyword = scanner.take(r"([A-Za-z_]\w*)\s*=")
+            value = _read_value(scanner, text)
+            if keyword:
+                named.append((keyword[1], value))
+            else:
+                arguments.append(value)
+            _expect_separator(scanner, ")", text)
+    order = scanner.take(r"\[(\d{1,18})\]")
+    number = int(order[1]) if order else None
+    return PlacementCall(_NAMES[name[1]], tuple(arguments), tuple(named), number)
 
 
-def _read_value(body: str, at: int, text: str, depth: int) -> tuple[Argument, int]:
-    token, at = _read_token(body, at, text)
-    if token in ("(", "["):
-        closing = ")" if token == "(" else "]"
-        items: list[Argument] = []
-        while True:
-            following, after = _read_token(body, at, text)
-            if following == closing:
-                return tuple(items), after
-            if depth == _DEEPEST:
-                raise _make_error(following, text)
-            item, at = _read_value(body, at, text, depth + 1)
-            items.append(item)
-            following, after = _read_token(body, at, text)
-            if following == ",":
-                at = after
-            elif following != closing:
-                raise _make_error(following, text)
-    if token in (")", "]", ",", "="):
-        raise _make_error(token, text)
-    if token[0] in "'\"":
-        return token[1:-1], at
-    return (_read_number(token, text) if token.lstrip("-")[0].isdigit() else token), at
-
-
-def _read_number(token: str, text: str) -> int:
-    # Python refuses to read more digits than this by itself, with an error of its own.
-    if len(token) > 20:
-        raise _make_error(token, text)
-    return int(token)
-
-
-def _read_token(body: str, at: int, text: str) -> tuple[str, int]:
-    match = _TOKEN.match(body, at)
+def _read_value(scanner: Scanner, text: str, depth: int = 0) -> Argument:
+    for opening, closing in ("()", "[]"):
+        if scanner.accept(opening):
+            items: list[Argument] = []
+            while not scanner.accept(closing):
+                if depth == _MAX_DEPTH:
+                    raise _describe_unreadable(scanner, text)
+                items.append(_read_value(scanner, text, depth + 1))
+                _expect_separator(scanner, closing, text)
+            return tuple(items)
+    match = scanner.take(r"(-?\d{1,18})(?!\d)|([A-Za-z_]\w*)|'([^']*)'|\"([^\"]*)\"")
     if not match:
-        raise _make_error(body[at:], text)
-    return match[1], match.end()
+        raise _describe_unreadable(scanner, text)
+    return int(match[1]) if match[1] else match[2] or match[3] or match[4] or ""
 
 
-def _make_error(what: str, text: str) -> NotationError:
-    where = f"at {what[:40]!r} " if what else "at its end "
+def _expect_separator(scanner: Scanner, closing: str, text: str) -> None:
+    """Move past a comma; the closing bracket may follow instead."""
+    if not scanner.accept(",") and not scanner.looks_at(re.escape(closing)):
+        raise _describe_unreadable(scanner, text)
+
+
+def _describe_unreadable(scanner: Scanner, text: str) -> NotationError:
+    where = f"at {scanner.rest[:40]!r}" if scanner.rest else "at its end"
     return NotationError(
         f"cannot read the placements `{text}` {where}; arguments are numbers, words and lists of "
         "numbers, in brackets that close"

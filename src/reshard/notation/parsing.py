@@ -134,10 +134,14 @@ class Scanner:
         if not self.is_at_end():
             raise self.failure("nothing more")
 
+    @property
+    def rest(self) -> str:
+        """The text from this position on."""
+        return self.text[self.position :].strip()
+
     def failure(self, expected: str) -> NotationError:
         """Return the error that something else was expected here."""
-        rest = self.text[self.position :].strip()
-        return NotationError(f"cannot read {rest!r}; expected {expected}")
+        return NotationError(f"cannot read {self.rest!r}; expected {expected}")
 
 
 def in_mesh_order(mesh: DeviceMesh, axes: Iterable[Axis]) -> list[Axis]:

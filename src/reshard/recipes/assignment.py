@@ -47,7 +47,7 @@ from reshard.recipes.axis_mapping import (
     map_sharding,
     read_sharding,
 )
-from reshard.recipes.coupling import HeldBlock, HeldBlockReader, Inspection, marks_of
+from reshard.recipes.coupling import Inspection, ShardBlock, ShardBlockReader, find_annotations
 from reshard.recipes.expressions import (
     NO_NUMBERS,
     Numbers,
@@ -56,7 +56,7 @@ from reshard.recipes.expressions import (
     find_expressions,
     parse_expression,
 )
-from reshard.recipes.layer_placement import BY_BYTES, Places, check_cut, sizes_by_weight
+from reshard.recipes.layer_placement import BY_BYTES, LayerPlacement, balance_weights, check_cut
 from reshard.recipes.overrides import describe_unknown, parse_allowed
 from reshard.recipes.quantization import find_quantized
 from reshard.recipes.quantized_sharding import FoldedWeights
@@ -195,7 +195,7 @@ class _AssignmentBuilder:
         self.recipe_mesh = (
             DeviceMesh(f"recipe {recipe.name}", sizes, recipe.axes) if recipe else None
         )
-        self.places: dict[str, Places] = {}
+        self.places: dict[str, LayerPlacement] = {}
         self.texts = self._write_out_cuts(recipe)
         self.asked_names = [
             {name for variable in find_expressions(text) for name in variable.index_names}
@@ -207,8 +207,8 @@ class _AssignmentBuilder:
         # Of the recipe's rules, by their numbers.
         known = recipe.words if recipe else {}
         numbered = list(enumerate(self.rules))[self.by_hand :]
-        self.marks = {number: marks_of(rule.spec, known) for number, rule in numbered}
-        self.reader = HeldBlockReader(mesh, self.mapping, recipe.storage if recipe else ())
+        self.marks = {number: find_annotations(rule.spec, known) for number, rule in numbered}
+        self.reader = ShardBlockReader(mesh, self.mapping, recipe.storage if recipe else ())
 
     def _write_out_cuts(self, recipe: Recipe | None) -> list[str]:
         """Return the specs with the recipe's own cuts written out; the rest in braces, a
@@ -310,7 +310,7 @@ class _AssignmentBuilder:
 
     def held_blocks(
         self, name: str, match: _Match, lives: _Coordinates, shape: _Shape, sharding: ShardingSpec
-    ) -> tuple[_Match | None, tuple[HeldBlock, ...]]:
+    ) -> tuple[_Match | None, tuple[ShardBlock, ...]]:
         """Return what ranks hold of the blocks of a tensor that the recipe cuts by names.
 
         With the match of the recipe's rule, which a rule given by hand may have come before.
@@ -330,7 +330,7 @@ class _AssignmentBuilder:
         lives: _Coordinates,
         asked: tuple[tuple[str, int], ...],
         instead: ShardingSpec | None,
-    ) -> tuple[HeldBlock, ...]:
+    ) -> tuple[ShardBlock, ...]:
         try:
             written, mapping = self.written(number, len(shape), dict(asked))
             only = self.restrict(written, mapping, lives)
@@ -388,10 +388,12 @@ class _AssignmentBuilder:
                         first, *things, last = self._weigh(
                             what, count, shapes, matches, itemsizes_bytes
                         )
-                        rule: CutRule = sizes_by_weight(things, parts, first, last)
+                        rule: CutRule = balance_weights(things, parts, first, last)
                     else:
                         rule = check_cut(numbering.cut)
-                    self.places[what] = Places.cut(rule, count, parts, numbering.beyond_last)
+                    self.places[what] = LayerPlacement.cut(
+                        rule, count, parts, numbering.beyond_last
+                    )
 
     def _weigh(
         self,

@@ -14,14 +14,14 @@ lengths of the tensors. A coupling names what is counted, the unit first::
 A member that counts fewer than the unit is shared: unit `u` of `U` uses `u * count // U`. A member
 that counts more is part of the unit: unit `u` has its `count / U` of them alone.
 
-1. Rules name the cuts of their dimensions, or of each block of a fused dimension (`CutMark`)::
+1. Rules name the cuts of dimensions, or of the blocks of a fused dimension (`ShardAnnotation`)::
 
        tp@{heads.query} / fsdp, -                           dimension 0: heads.query
        -, tp@{feed_forward}@blocks[{size},{size}]           dimension 1: feed_forward in each block
        -, tp@{feed_forward}@groups2                         dimension 1: feed_forward, by pairs
        tp@joined[{q}@{heads.query},{k}@{heads.key_value}]   dimension 0: a name per block
 
-2. Each rank's units of these blocks are read off the layouts (`HeldBlock`), without the axes that
+2. Each rank's units of these blocks are read off the layouts (`ShardBlock`), without the axes that
    only divide storage: what they shard is gathered before it is used. A sharding by another rule is
    read on the ranks where the recipe has the tensor; it may not shard other dimensions.
 3. Tensors of the same cut and layer are an operator; if names have no numbers, those of a module:
@@ -148,7 +148,7 @@ class CutName(NamedTuple):
         return self.name if self.member is None else f"{self.name}.{self.member}"
 
 
-class CutBlock(NamedTuple):
+class AnnotatedBlock(NamedTuple):
     """Indices `start:stop` of a dimension that are cut by a name, in units of `unit` indices."""
 
     name: CutName
@@ -158,7 +158,7 @@ class CutBlock(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class CutMark:
+class ShardAnnotation:
     """The names by which a dimension of a spec is sharded at one of its levels.
 
     Args:
@@ -171,12 +171,12 @@ class CutMark:
     level: int
     names: tuple[CutName | None, ...]
 
-    def blocks(self, rule: CutRule, length: int) -> list[CutBlock]:
+    def blocks(self, rule: CutRule, length: int) -> list[AnnotatedBlock]:
         """Return the blocks of a dimension that are cut by a name, for the rule that cuts it.
 
-        >>> mark = CutMark(0, 0, (CutName("heads", "query"),))
+        >>> mark = ShardAnnotation(0, 0, (CutName("heads", "query"),))
         >>> mark.blocks(Blocks((4, 4), Heads(2)), 8)[1]
-        CutBlock(name=CutName(name='heads', member='query'), start=4, stop=8, unit=2)
+        AnnotatedBlock(name=CutName(name='heads', member='query'), start=4, stop=8, unit=2)
         """
         sizes: Sequence[int] = rule.sizes if isinstance(rule, Blocks | Joined) else (length,)
         rules = rule.rules if isinstance(rule, Joined) else None
@@ -191,19 +191,19 @@ class CutMark:
             if isinstance(by, Heads) and name is not None and name.member is not None:
                 group = max(size // by.count, 1)
             if name is not None:
-                found.append(CutBlock(name, start, start + size, group))
+                found.append(AnnotatedBlock(name, start, start + size, group))
             start += size
         return found
 
 
-def marks_of(spec: str, known: Collection[str]) -> tuple[CutMark, ...]:
+def find_annotations(spec: str, known: Collection[str]) -> tuple[ShardAnnotation, ...]:
     """Return the marks of a rule's spec, with its braces.
 
     Args:
         spec: as the rule has it.
         known: the names that braces may hold, such as `feed_forward` and `heads.query`.
 
-    >>> for mark in marks_of("ep / fsdp, ..., tp@{heads.query} / fsdp", {"heads.query"}):
+    >>> for mark in find_annotations("ep / fsdp, ..., tp@{heads.query} / fsdp", {"heads.query"}):
     ...     print(mark.item, mark.level, *mark.names)
     -1 0 heads.query
     """
@@ -222,7 +222,7 @@ def marks_of(spec: str, known: Collection[str]) -> tuple[CutMark, ...]:
             names = _read_names(rule.strip(), texts, known)
             if any(name is not None for name in names):
                 at = number if number < behind else number - len(items)
-                found.append(CutMark(at, level, names))
+                found.append(ShardAnnotation(at, level, names))
     return tuple(found)
 
 
@@ -246,7 +246,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class HeldUnits:
+class ShardUnits:
     """The units of a tensor's block on each rank that has any.
 
     Attributes:
@@ -265,13 +265,13 @@ class HeldUnits:
         return frozenset(self.ranges.items())
 
 
-def held_units(
+def find_shard_units(
     layout: Layout,
     dimension: int,
     block: tuple[int, int],
     unit: int,
     ranks: Container[int] | None = None,
-) -> HeldUnits:
+) -> ShardUnits:
     """Return what each rank has of the block `(start, stop)` of a dimension, in units of `unit`
     indices.
 
@@ -280,9 +280,9 @@ def held_units(
     >>> from reshard.mesh import DeviceMesh
     >>> from reshard.sharding import spec
     >>> rows = spec(DeviceMesh.of(tp=2), "tp, -").layout((8, 3))
-    >>> held_units(rows, 0, (0, 8), 2).ranges
+    >>> find_shard_units(rows, 0, (0, 8), 2).ranges
     {0: ((0, 2),), 1: ((2, 4),)}
-    >>> held_units(rows, 0, (0, 8), 8).through
+    >>> find_shard_units(rows, 0, (0, 8), 8).through
     (0, (0, 4))
     """
     table = layout.tables[dimension]
@@ -300,7 +300,7 @@ def held_units(
             if through is None and (start % unit or stop % unit):
                 through = (rank, (start, stop))
             ranges.setdefault(rank, []).append((start // unit, stop // unit))
-    return HeldUnits({rank: tuple(found) for rank, found in ranges.items()}, through)
+    return ShardUnits({rank: tuple(found) for rank, found in ranges.items()}, through)
 
 
 def _bring_into_block(
@@ -323,7 +323,7 @@ def _join_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class HeldBlock:
+class ShardBlock:
     """A block of a tensor that is cut by a name: what ranks hold of it, over which axes.
 
     `place` distinguishes it from other blocks of the tensor, in messages.
@@ -333,10 +333,10 @@ class HeldBlock:
     place: str
     units: int
     axes: tuple[Axis, ...]
-    held: HeldUnits
+    held: ShardUnits
 
 
-class HeldBlockReader:
+class ShardBlockReader:
     """Reads what ranks of a mesh hold of tensors that a recipe cuts.
 
     Args:
@@ -356,12 +356,12 @@ class HeldBlockReader:
 
     def read(
         self,
-        marks: Sequence[CutMark],
+        marks: Sequence[ShardAnnotation],
         written: ShardingSpec,
         only: Sequence[tuple[str, tuple[int, ...]]],
         shape: tuple[int, ...],
         instead: ShardingSpec | None = None,
-    ) -> tuple[HeldBlock, ...]:
+    ) -> tuple[ShardBlock, ...]:
         """Return the blocks of a tensor of `shape`.
 
         Args:
@@ -387,12 +387,12 @@ class HeldBlockReader:
         for mark, dimension in marked:
             rule = written.dim_specs[dimension].levels[mark.level].rule
             for name, start, stop, unit in mark.blocks(rule, shape[dimension]):
-                held = held_units(layout, dimension, (start, stop), unit, ranks)
+                held = find_shard_units(layout, dimension, (start, stop), unit, ranks)
                 is_part = stop - start < shape[dimension]
                 place = f"[{', '.join([':'] * dimension + [f'{start}:{stop}'])}]" if is_part else ""
                 axes = own.dim_specs[dimension].axes
                 held = replace(held, also_cut=also_cut)
-                found.append(HeldBlock(name, place, (stop - start) // unit, axes, held))
+                found.append(ShardBlock(name, place, (stop - start) // unit, axes, held))
         return tuple(found)
 
 
@@ -410,17 +410,17 @@ class CutTensor(NamedTuple):
 
     tensor: str
     name: CutName
-    held: HeldUnits
+    held: ShardUnits
 
 
-def sizes_that_do(unit: int, others: Iterable[int]) -> tuple[int, ...]:
+def list_valid_sizes(unit: int, others: Iterable[int]) -> tuple[int, ...]:
     """Return the numbers of ranks that heads can be cut for.
 
     Args:
         unit: how many units there are.
         others: how many of each other member.
 
-    >>> sizes_that_do(40, [10])
+    >>> list_valid_sizes(40, [10])
     (1, 2, 5, 10, 20, 40)
     """
     found = []
@@ -594,7 +594,7 @@ class _Operator:
     """The tensors that are computed with together, the first of each kind by what it holds."""
 
     numbers: NumbersOfName
-    blocks: dict[HeldBlock, str] = field(default_factory=dict)
+    blocks: dict[ShardBlock, str] = field(default_factory=dict)
 
 
 class Inspection:
@@ -607,7 +607,7 @@ class Inspection:
         self._operators: dict[object, _Operator] = {}
         self._groups: dict[tuple[Axis, ...], tuple[tuple[int, ...], ...]] = {}
 
-    def add(self, tensor: str, numbers: NumbersOfName, blocks: Sequence[HeldBlock]) -> None:
+    def add(self, tensor: str, numbers: NumbersOfName, blocks: Sequence[ShardBlock]) -> None:
         """Add what ranks hold of a tensor to the operators that it belongs to."""
         for block in blocks:
             key: tuple[object, ...] = (block.name.name, numbers)
@@ -676,7 +676,7 @@ class Inspection:
 
     def _advise(self, coupling: Coupling, operator: _Operator, axes: tuple[Axis, ...]) -> str:
         unit, *others = coupling.counts(self.config, dict(operator.numbers[0])).values()
-        sizes = sizes_that_do(unit, others)
+        sizes = list_valid_sizes(unit, others)
         names = " ".join(map(str, axes)) or "the axis"
         size = 1
         for axis in axes:

@@ -77,7 +77,7 @@ def check_cut(text: str, expected: str = "a cut rule such as ceil, pad128 or uni
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class LayerPlacement:
     """The coordinates of each thing along an axis of `parts` coordinates.
 
     `coordinates[n]` are those of thing number `n`.
@@ -88,13 +88,15 @@ class Places:
     beyond_last: bool = False
 
     @classmethod
-    def cut(cls, rule: CutRule, count: int, parts: int, beyond_last: bool = False) -> Places:
+    def cut(
+        cls, rule: CutRule, count: int, parts: int, beyond_last: bool = False
+    ) -> LayerPlacement:
         """Divide `count` things among `parts` coordinates by a cut rule.
 
         Raises:
             RuleError: a rule that does not fit the count.
 
-        >>> Places.cut(parse_rule("ceil"), 6, 4).coordinates
+        >>> LayerPlacement.cut(parse_rule("ceil"), 6, 4).coordinates
         ((0,), (0,), (1,), (1,), (2,), (2,))
         """
         table = rule.table(count, parts)
@@ -121,7 +123,7 @@ class Places:
         return tuple(sorted({0 if end == "first" else self.parts - 1 for end in ends}))
 
 
-def sizes_by_weight(
+def balance_weights(
     weights: Sequence[float], parts: int, first: float = 0.0, last: float = 0.0
 ) -> Sizes:
     """Divide consecutive things into `parts` groups, minimizing the heaviest group.
@@ -132,9 +134,9 @@ def sizes_by_weight(
     Source: the linear partition problem, by dynamic programming over shape
     `(parts, things + 1)`.
 
-    >>> sizes_by_weight([1, 1, 1, 1, 1, 1], 3, last=2).sizes
+    >>> balance_weights([1, 1, 1, 1, 1, 1], 3, last=2).sizes
     (2, 3, 1)
-    >>> sizes_by_weight([5, 1, 1, 1], 2).sizes
+    >>> balance_weights([5, 1, 1, 1], 2).sizes
     (1, 3)
     """
     # Two passes: minimize the heaviest group, then the sum of squares under that limit.

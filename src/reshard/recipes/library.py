@@ -35,7 +35,7 @@ from reshard.recipes.rules import Rule
 # A file here is a recipe: nothing else lists them.
 SHIPPED = resources.files("reshard.recipes") / "shipped"
 # In errors: recipes that a model resembles, and rules for kinds of its tensors.
-_MOST_NEAR = _MOST_SUGGESTED = 3
+_MAX_NEAR = _MAX_SUGGESTED = 3
 
 
 def shipped_recipes() -> tuple[str, ...]:
@@ -262,7 +262,7 @@ def describe_unknown_model(config: Config | None, names: Iterable[str]) -> str:
         text = "there is no config.json to choose a recipe by; "
     else:
         text = f"no shipped recipe for the model type {config.get('model_type')!r}; "
-    ranked = rank_resembling(names, config or {})[:_MOST_NEAR]
+    ranked = rank_resembling(names, config or {})[:_MAX_NEAR]
     if not ranked or 2 * ranked[0].matched < ranked[0].tensors:
         # Names of types that look alike are of models that look alike.
         kind = str((config or {}).get("model_type") or "")
@@ -308,7 +308,7 @@ def suggest_rules(shapes: Mapping[str, tuple[int, ...]], axis: str) -> list[str]
     for pattern, shape in ranked:
         chosen.setdefault(pattern, shape)
     rules = []
-    for pattern, shape in [*chosen.items()][:_MOST_SUGGESTED]:
+    for pattern, shape in [*chosen.items()][:_MAX_SUGGESTED]:
         # Rows, or columns for a tensor of a single row.
         sharded = next((d for d, size in enumerate(shape) if size > 1), 0)
         spec = ", ".join(axis if d == sharded else "-" for d in range(len(shape)))

@@ -22,7 +22,7 @@ members have consecutive shares::
 A stack has an additional leading dimension, indexed by the number of its members, and a member can
 be stored with its last two dimensions swapped.
 
-A rank's part of a fused parameter (`fused_spec`) is its part of each member, in order::
+A rank's part of a fused parameter (`make_fused_spec`) is its part of each member, in order::
 
     queries of 8 heads, keys and values of 4, over two ranks
 
@@ -336,7 +336,7 @@ def _fill_in(entry: str, found: tuple[str, ...]) -> str:
 _Coordinates = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def fused_spec(
+def make_fused_spec(
     name: str,
     fusion: Fusion,
     specs: Mapping[str, ShardingSpec],
@@ -359,7 +359,7 @@ def fused_spec(
     >>> from reshard.sharding import spec
     >>> cut = spec(DeviceMesh.of(tp=2), "tp, -")
     >>> shapes = {"gate": (6, 4), "up": (6, 4)}
-    >>> print(fused_spec("fc1", Fusion(("gate", "up")), dict.fromkeys(shapes, cut), shapes))
+    >>> print(make_fused_spec("fc1", Fusion(("gate", "up")), dict.fromkeys(shapes, cut), shapes))
     tp@blocks[6,6], -
     """
     tensors, together = fusion.tensors, len(fusion.members)

@@ -773,7 +773,7 @@ def list_codes(
     return found
 
 
-def find_lacking(names: Collection[str], types: Mapping[str, str]) -> dict[str, str]:
+def find_missing_scales(names: Collection[str], types: Mapping[str, str]) -> dict[str, str]:
     """Return what is missing for each of some tensors of codes that lacks a scale.
 
     Args:
@@ -781,7 +781,7 @@ def find_lacking(names: Collection[str], types: Mapping[str, str]) -> dict[str, 
         types: of the elements of all tensors.
 
     >>> types = dict.fromkeys(["up.weight", "q.weight"], "float8_e4m3fn")
-    >>> find_lacking([*types], {**types, "q.weight_scale": "float32"})
+    >>> find_missing_scales([*types], {**types, "q.weight_scale": "float32"})
     {'up.weight': 'up.weight_scale'}
     """
     found: dict[str, str] = {}
@@ -816,10 +816,10 @@ def find_lacking(names: Collection[str], types: Mapping[str, str]) -> dict[str, 
     return found
 
 
-def describe_lacking(lacking: Mapping[str, Any], folder: object) -> str:
+def describe_missing_scales(lacking: Mapping[str, Any], folder: object) -> str:
     """Describe codes without scales.
 
-    >>> describe_lacking({"up.weight": "up.weight_scale_inv"}, "model")
+    >>> describe_missing_scales({"up.weight": "up.weight_scale_inv"}, "model")
     "1 quantised weight in model lacks its scale: 'up.weight' has no 'up.weight_scale_inv'"
     """
     name, scale = next(iter(lacking.items()))

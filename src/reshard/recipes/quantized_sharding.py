@@ -11,8 +11,8 @@ an int32. A rank must have whole groups::
 2. Cuts by name (`tp@{feed_forward}`) are aligned to groups that all weights with this cut have in
    common, since their members are sharded together: rows of gate and up, columns of down.
 3. The logical sharding is aligned to groups if its rule permits: by ceil, balanced, padded, in
-   blocks (`at_groups`). Any other cut through a group is reported (`describe_cut_group`).
-4. The stored tensors return, each sharded as the logical weight (`in_groups`).
+   blocks (`align_to_groups`). Any other cut through a group is reported (`describe_cut_group`).
+4. The stored tensors return, each sharded as the logical weight (`scale_to_groups`).
 
 A weight that no rule matches, and a stored tensor with a rule by hand for its own name, are left
 as they are.
@@ -50,17 +50,17 @@ from reshard.runs import PAD, RunTable
 from reshard.sharding import DimSpec, Level, ShardingSpec
 
 # How many sizes of an axis are tried for an error's advice.
-_MOST_SIZES = 256
+_MAX_SIZES = 256
 
 
-def move_rule(rule: CutRule, group: int) -> CutRule:
+def align_rule(rule: CutRule, group: int) -> CutRule:
     """Return a cut rule that keeps groups whole, where it is free to.
 
-    >>> move_rule(Ceil(unit=64), 96).text
+    >>> align_rule(Ceil(unit=64), 96).text
     'unit192'
-    >>> move_rule(Blocks((256, 256)), 128).text
+    >>> align_rule(Blocks((256, 256)), 128).text
     'unit128@blocks[256,256]'
-    >>> move_rule(Heads(8), 128).text
+    >>> align_rule(Heads(8), 128).text
     'heads8'
     """
     if isinstance(rule, Ceil):
@@ -70,15 +70,15 @@ def move_rule(rule: CutRule, group: int) -> CutRule:
     if isinstance(rule, Padded):
         return Padded(math.lcm(rule.multiple, group))
     if isinstance(rule, Blocks):
-        return dataclasses.replace(rule, rule=move_rule(rule.rule, group))
+        return dataclasses.replace(rule, rule=align_rule(rule.rule, group))
     return rule
 
 
-def at_groups(dim: DimSpec, group: int) -> DimSpec:
+def align_to_groups(dim: DimSpec, group: int) -> DimSpec:
     """Return a dimension's cut with the rules that are free moved to whole groups."""
     if group == 1:
         return dim
-    levels = [Level(level.axes, move_rule(level.rule, group)) for level in dim.levels]
+    levels = [Level(level.axes, align_rule(level.rule, group)) for level in dim.levels]
     return DimSpec(levels, dim.is_open, dim.priority)
 
 
@@ -126,7 +126,7 @@ def describe_cut_group(dim: DimSpec, mesh: DeviceMesh, length: int, group: int) 
 def _find_sizes(rule: CutRule, length: int, group: int, parts: int) -> list[int]:
     """Return the numbers of parts up to about `parts` that cut no group, and heads evenly."""
     found = []
-    for size in range(1, min(max(parts, 8), _MOST_SIZES) + 1):
+    for size in range(1, min(max(parts, 8), _MAX_SIZES) + 1):
         if isinstance(rule, Heads) and rule.count % size:
             continue
         try:
@@ -138,7 +138,7 @@ def _find_sizes(rule: CutRule, length: int, group: int, parts: int) -> list[int]
     return found or [1]
 
 
-def in_groups(
+def scale_to_groups(
     dim: DimSpec, mesh: DeviceMesh, length: int, stored: StoredDimension, stored_length: int
 ) -> DimSpec:
     """Return the cut of a stored dimension whose logical dimension of `length` is cut as `dim`.
@@ -147,9 +147,9 @@ def in_groups(
 
     >>> mesh = DeviceMesh.of(tp=2)
     >>> blocks = StoredDimension(0, 128)
-    >>> print(in_groups(DimSpec([Level(["tp"], Ceil(128))]), mesh, 384, blocks, 3))
+    >>> print(scale_to_groups(DimSpec([Level(["tp"], Ceil(128))]), mesh, 384, blocks, 3))
     tp
-    >>> print(in_groups(DimSpec([Level(["tp"], Heads(2))]), mesh, 384, blocks, 3))
+    >>> print(scale_to_groups(DimSpec([Level(["tp"], Heads(2))]), mesh, 384, blocks, 3))
     tp@windows[0:2,1:3]
     """
     if not dim.levels or (stored.elements == stored.indices == 1 and stored_length == length):
@@ -295,7 +295,7 @@ class FoldedWeights:
                 if cut in recipe.cuts and dimension not in uncut:
                     units[cut] = math.lcm(units.get(cut, 1), groups[dimension])
         moved = {
-            name: move_rule(parse_rule(recipe.cuts[name]), unit).text or "ceil"
+            name: align_rule(parse_rule(recipe.cuts[name]), unit).text or "ceil"
             for name, unit in units.items()
             if unit > 1
         }
@@ -358,7 +358,7 @@ def _list_named_cuts(spec: str, ndim: int) -> list[tuple[int, str]]:
 # Layers repeat: a few shardings serve all weights.
 @lru_cache(maxsize=1024)
 def _align(sharding: ShardingSpec, groups: tuple[int, ...]) -> ShardingSpec:
-    dims = [at_groups(dim, n) for dim, n in zip(sharding.dim_specs, groups, strict=True)]
+    dims = [align_to_groups(dim, n) for dim, n in zip(sharding.dim_specs, groups, strict=True)]
     return _replace_dims(sharding, dims)
 
 
@@ -393,7 +393,7 @@ def _lay_out_stored(
             found.append(DimSpec())
             continue
         dim = sharding.dim_specs[one.dimension]
-        found.append(in_groups(dim, sharding.mesh, shape[one.dimension], one, length))
+        found.append(scale_to_groups(dim, sharding.mesh, shape[one.dimension], one, length))
     spec = _replace_dims(sharding, found)
     return spec, spec.layout(stored)
 

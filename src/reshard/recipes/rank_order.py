@@ -23,7 +23,7 @@ RANK_ORDER = (
     *("vp", "tp", "etp", "vtp", "cp", "ep"),
     *("dp_shard", "fsdp", "dp", "dp_replicate", "pp"),
 )
-_MOST_SHOWN = 8
+_MAX_SHOWN = 8
 TEXT_ORDER = "text"
 """The order of axes as they are written, the last one fastest."""
 
@@ -102,7 +102,7 @@ def describe_groups(mesh: DeviceMesh, axis: str) -> str:
         ranks.setdefault(coordinate, []).append(rank)
     shown = [
         f"{axis} {coordinate} is ranks {rank_text(sorted(ranks[coordinate]))}"
-        for coordinate in sorted(ranks)[:_MOST_SHOWN]
+        for coordinate in sorted(ranks)[:_MAX_SHOWN]
     ]
     more = len(ranks) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

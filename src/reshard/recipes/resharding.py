@@ -39,7 +39,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -221,7 +221,7 @@ class _Cancelled(Exception):
     """Ends the work on an array between two copies."""
 
 
-class ReshardingRun:
+class _Run:
     """An execution of a plan in a process.
 
     Attributes:
@@ -233,7 +233,7 @@ class ReshardingRun:
     """
 
     def __init__(
-        self, plan: ReshardingPlan, shards: SourceShards, cancellation: Cancellation | None
+        self, plan: ReshardingPlan, shards: SourceShards, is_cancelled: Callable[[], bool]
     ) -> None:
         if plan.job is None:
             raise PlanError(
@@ -244,7 +244,7 @@ class ReshardingRun:
         self._plan = plan
         self.job = plan.job
         self._shards = shards
-        self._cancellation = cancellation
+        self._is_cancelled = is_cancelled
         self._arrays: dict[str, dict[int, Any]] = {}
         self._found: dict[int, dict[str, Any]] = {}
         self._copied_bytes: dict[int, int] = {}
@@ -309,7 +309,7 @@ class ReshardingRun:
         return [item for item in self.job.items if item.change.target.local_shape(rank) is not None]
 
     def _stop_where_cancelled(self) -> None:
-        if self._cancellation is not None and self._cancellation.is_set():
+        if self._is_cancelled():
             raise _Cancelled
 
     def result(self, ranks: Iterable[int], notes: Sequence[str] = ()) -> ReshardingResult:
@@ -361,14 +361,14 @@ def _join(things: Iterable[object]) -> str:
     return first_text([*things], _SHOWN)
 
 
-class Turn:
+class _Turn:
     """A run's position in its coordinator's queue, taken when it is made.
 
     `wait` comes back when all earlier runs have left. `leave` must be called in any case, for
     later ones wait for it.
 
     >>> processes = object()
-    >>> first, second = Turn(processes), Turn(processes)
+    >>> first, second = _Turn(processes), _Turn(processes)
     >>> first.wait()
     >>> first.leave()
     >>> second.wait()
@@ -376,7 +376,7 @@ class Turn:
     """
 
     # By the identity of a coordinator, which need not be hashable: its turns hold it.
-    _queues: ClassVar[dict[int, deque[Turn]]] = {}
+    _queues: ClassVar[dict[int, deque[_Turn]]] = {}
     _has_changed: ClassVar[threading.Condition] = threading.Condition()
 
     def __init__(self, coordinator: object) -> None:
@@ -407,22 +407,10 @@ class TensorMetadata(NamedTuple):
     layout: Layout
 
 
-class HasLayout(Protocol):
-    """A `TensorMetadata`, or a tensor of an opened checkpoint."""
-
-    @property
-    def dtype(self) -> Any:
-        """Of its elements, by name or as an object."""
-
-    @property
-    def layout(self) -> Layout:
-        """Which source rank holds what."""
-
-
 class Coordinator(Protocol):
-    """Processes that share the work, seen from one of them.
+    """The processes that share the work, as seen from this process.
 
-    `reshard.checkpoint.running_processes` gives one for a job of torchrun, or for one process.
+    `reshard.checkpoint.running_processes` gives the processes of torchrun, or this process alone.
     """
 
     rank: int
@@ -432,57 +420,58 @@ class Coordinator(Protocol):
         """Return the values of all processes, on every process."""
 
 
-class _ThisProcess:
-    """The coordinator of a strategy that shares its work with nobody."""
-
-    rank = 0
-    size = 1
-
-    def collect(self, value: Any) -> list[Any]:
-        return [value]
-
-
+@dataclass(frozen=True)
 class ReshardingStrategy:
-    """Makes plans from N ranks to M ranks, and carries them out on arrays.
+    """Makes plans from N ranks to M ranks, and runs them on arrays.
 
-    Attributes:
+    Every process of a coordinator calls `create_plan` and `execute` with the same arguments, and
+    gets the shards of its own target ranks: consecutive ranks, divided evenly. Give source shards
+    that are mapped from files; then a process needs memory for its own ranks only.
+
+    Args:
         policy: gives each tensor its layout.
-        coordinator: the processes that share the target ranks; usually this process alone.
-        threads: how many target ranks a process treats at the same time.
+        coordinator: the processes that share the target ranks; this process alone when None.
+        threads: how many target ranks a process fills at the same time.
+
+    Raises:
+        UsageError: threads below 1 or not an integer.
     """
 
     policy: Strategy
-    coordinator: Coordinator
-    threads: int
+    coordinator: Coordinator | None = None
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threads", check_int(self.threads, "threads", minimum=1))
 
     def create_plan(
         self,
-        metadata: Mapping[str, HasLayout],
+        metadata: Mapping[str, Any],
         target_world_size: int,
         config: Config | None = None,
     ) -> ReshardingPlan:
-        """Return the plan from the layouts that tensors have to those that the policy gives them.
+        """Plan the change from the layouts of tensors to those that the policy gives them.
 
         Args:
-            metadata: of each tensor by name; the `tensors` of an opened checkpoint will do.
+            metadata: `TensorMetadata` by name; the `tensors` of an opened checkpoint will do.
             target_world_size: the number of ranks to reshard to.
-            config: the model's config.json, for policies that look into it.
+            config: the model's config.json, for policies that use it.
 
         Raises:
             UsageError: a world size below 1 or not an integer; metadata without dtype or layout.
             RecipeError: a policy that cannot lay out these tensors.
-            PlanError: a source that leaves out an element.
+            PlanError: a source that lacks an element.
         """
         _check_metadata(metadata)
         ranks = check_int(target_world_size, "target world size", minimum=1)
-        dtypes = {name: as_dtype(one.dtype) for name, one in metadata.items()}
-        tensors = {name: (dtypes[name], one.layout.shape) for name, one in metadata.items()}
+        dtypes = {name: as_dtype(tensor.dtype) for name, tensor in metadata.items()}
+        tensors = {name: (dtypes[name], tensor.layout.shape) for name, tensor in metadata.items()}
         layouts = self.policy(tensors, ranks, config)
         job = Job(
-            JobItem.between_ranks(name, dtypes[name], one.layout, layouts[name])
-            for name, one in metadata.items()
+            JobItem.between_ranks(name, dtypes[name], tensor.layout, layouts[name])
+            for name, tensor in metadata.items()
         )
-        sources = max((one.layout.slots for one in metadata.values()), default=0)
+        sources = max((tensor.layout.slots for tensor in metadata.values()), default=0)
         return ReshardingPlan.of_job(job, sources, ranks)
 
     def execute(
@@ -491,22 +480,23 @@ class ReshardingStrategy:
         source_shards: SourceShards,
         cancellation: Cancellation | None = None,
     ) -> ReshardingResult:
-        """Return the target's shards, from the source's.
+        """Make the target's shards from the source's.
 
         Runs of a coordinator take turns, in the order in which they were begun.
 
         Args:
-            plan: that `create_plan` made.
+            plan: made by `create_plan`.
             source_shards: for each source rank, its arrays by name. They are only read.
-            cancellation: looked at before each box; once it is set, the rest is left undone.
+            cancellation: checked before each box; once it is set, the rest is left undone.
 
         Raises:
             ShardError: an array that is missing, or has another shape or dtype; nothing was
                 copied.
-            PlanError: a plan that was written by hand, or is not that of the other processes.
+            PlanError: a plan that was written by hand, or differs from that of another process.
             RunError: another process that failed.
         """
-        return self._execute_in_turn(self._begin(), plan, source_shards, cancellation)
+        is_cancelled = _never if cancellation is None else cancellation.is_set
+        return self._execute_in_turn(self._begin(), plan, source_shards, is_cancelled)
 
     async def execute_async(
         self,
@@ -514,17 +504,21 @@ class ReshardingStrategy:
         source_shards: SourceShards,
         cancellation: Cancellation | None = None,
     ) -> ReshardingResult:
-        """`execute` in a thread, so that the event loop goes on meanwhile.
+        """Run `execute` in a thread, so that the event loop continues meanwhile.
 
-        Where the task is cancelled, the work ends before its next box, and the CancelledError
-        says what was done. The source is as it was.
+        If the task is cancelled, the work ends before its next box, and the CancelledError
+        reports the progress. The source is unchanged.
         """
-        stop = _Stop(cancellation)
+        stop = threading.Event()
+
+        def is_cancelled() -> bool:
+            return stop.is_set() or (cancellation is not None and cancellation.is_set())
+
         turn = self._begin()
         # A thread of its own: runs that wait for their turn must not use up the loop's threads.
         pool = ThreadPoolExecutor(1, thread_name_prefix="reshard-strategy")
         running = asyncio.get_running_loop().run_in_executor(
-            pool, self._execute_in_turn, turn, plan, source_shards, stop
+            pool, self._execute_in_turn, turn, plan, source_shards, is_cancelled
         )
         pool.shutdown(wait=False)
         try:
@@ -540,47 +534,49 @@ class ReshardingStrategy:
             message = "cancelled when all was done" if result.success else result.warnings[-1]
             raise asyncio.CancelledError(message) from None
 
-    def _begin(self) -> Turn | None:
-        """Return the place of a run that begins now; runs of a single process need none."""
-        return Turn(self.coordinator) if self.coordinator.size > 1 else None
+    def _begin(self) -> _Turn | None:
+        """Queue a run that begins now; runs of a single process need no queue."""
+        coordinator = self.coordinator
+        return _Turn(coordinator) if coordinator is not None and coordinator.size > 1 else None
 
     def _execute_in_turn(
         self,
-        turn: Turn | None,
+        turn: _Turn | None,
         plan: ReshardingPlan,
         shards: SourceShards,
-        cancellation: Cancellation | None,
+        is_cancelled: Callable[[], bool],
     ) -> ReshardingResult:
         if turn is None:
-            return self._execute(plan, shards, cancellation)
+            return self._execute(plan, shards, is_cancelled)
         try:
             turn.wait()
-            return self._execute(plan, shards, cancellation)
+            return self._execute(plan, shards, is_cancelled)
         finally:
             turn.leave()
 
     def _execute(
-        self, plan: ReshardingPlan, shards: SourceShards, cancellation: Cancellation | None
+        self, plan: ReshardingPlan, shards: SourceShards, is_cancelled: Callable[[], bool]
     ) -> ReshardingResult:
         run, problem, digest = None, None, None
         # On any failure here, the other processes must not wait for this process.
         try:
-            run = ReshardingRun(plan, shards, cancellation)
+            run = _Run(plan, shards, is_cancelled)
             run.check()
             digest = run.job.digest
         except Exception as error:
             problem = error
-        # Nobody copies before everybody can, and means the same.
+        # No process copies before all of them can, with equal plans.
         digests = self._exchange(problem, "nothing was copied", digest)
         if run is None or len(set(digests)) > 1:
             raise PlanError(
                 "the processes have different plans; nothing was copied. Give every process the "
                 "same metadata, number of ranks and policy, and begin their runs in one order"
             )
-        place = self.coordinator.rank
-        # Consecutive target ranks, as equal in number as can be; the same split in every process.
-        shares = np.array_split(np.arange(plan.target_world_size), self.coordinator.size)
-        ranks = shares[place].tolist()
+        process, count = 0, 1
+        if self.coordinator is not None:
+            process, count = self.coordinator.rank, self.coordinator.size
+        # Consecutive target ranks, divided evenly; every process computes the same split.
+        ranks = np.array_split(np.arange(plan.target_world_size), count)[process].tolist()
         try:
             run.fill_all(ranks, self.threads)
         except Exception as error:
@@ -588,17 +584,16 @@ class ReshardingStrategy:
         otherwise = "the target ranks of other processes are not complete"
         cancelled = self._exchange(problem, otherwise, run.was_cancelled)
         notes = [
-            f"process {process} was cancelled; its target ranks are not complete"
-            for process, is_so in enumerate(cancelled)
-            if is_so and process != place
+            f"process {other} was cancelled; its target ranks are not complete"
+            for other, was_cancelled in enumerate(cancelled)
+            if was_cancelled and other != process
         ]
         return run.result(ranks, notes)
 
     def _exchange(self, problem: Exception | None, otherwise: str, value: Any) -> list[Any]:
-        """Return the values of all processes. Raises this one's problem, or RunError for
-        another's.
-        """
-        received = self.coordinator.collect((None if problem is None else repr(problem), value))
+        """Collect the values of all processes. Raises the problem, or RunError for another's."""
+        sent = (None if problem is None else repr(problem), value)
+        received = [sent] if self.coordinator is None else self.coordinator.collect(sent)
         if problem is not None:
             raise problem
         for process, (other, _) in enumerate(received):
@@ -607,46 +602,21 @@ class ReshardingStrategy:
         return [value for _, value in received]
 
 
-@dataclass(frozen=True)
-class SimpleReshardingStrategy(ReshardingStrategy):
-    """One target rank after the other, in this process."""
-
-    policy: Strategy = field(default_factory=lambda: strategy("simple"))
-    coordinator: Coordinator = field(default=_ThisProcess(), init=False, repr=False)
-    threads: int = field(default=1, init=False, repr=False)
+def _never() -> bool:
+    return False
 
 
-@dataclass(frozen=True)
-class ParallelReshardingStrategy(ReshardingStrategy):
-    """Target ranks at the same time: in the processes of a coordinator, and in threads of each.
-
-    Every process calls `create_plan` and `execute` with the same arguments, and gets the shards
-    of its own target ranks: consecutive ranks, divided evenly. Give source
-    shards that are mapped from files; then a process needs memory for its own ranks only.
-
-    Raises:
-        UsageError: no whole number of threads from 1 on.
-    """
-
-    coordinator: Coordinator
-    policy: Strategy = field(default_factory=lambda: strategy("parallel"))
-    threads: int = 4
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "threads", check_int(self.threads, "threads", minimum=1))
-
-
-def _check_metadata(metadata: Mapping[str, HasLayout]) -> None:
-    """Raise UsageError for what does not give every tensor a dtype and a layout."""
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Raise UsageError for metadata without a dtype and a layout for every tensor."""
     if not isinstance(metadata, Mapping):
         raise UsageError(
             f"metadata of type {type(metadata).__name__}; give a mapping of names to "
             "TensorMetadata, or the tensors of an opened checkpoint"
         )
-    for name, one in metadata.items():
-        if not isinstance(getattr(one, "layout", None), Layout) or not hasattr(one, "dtype"):
+    for name, tensor in metadata.items():
+        if not isinstance(getattr(tensor, "layout", None), Layout) or not hasattr(tensor, "dtype"):
             raise UsageError(
-                f"the metadata {one!r} of tensor {name!r}; give TensorMetadata(dtype, layout), "
+                f"the metadata {tensor!r} of tensor {name!r}; give TensorMetadata(dtype, layout), "
                 "such as TensorMetadata('float32', spec.layout(shape))"
             )
 
@@ -654,12 +624,12 @@ def _check_metadata(metadata: Mapping[str, HasLayout]) -> None:
 def create_strategy(name: str, coordinator: Coordinator | None = None) -> ReshardingStrategy:
     """Return the strategy of a name; case does not matter.
 
-    `parallel` shares the work among a coordinator's processes. All others, those that
-    `reshard.recipes.strategies.register_strategy` added included, need none.
+    `parallel` shares the work among a coordinator's processes. All others, including those that
+    `reshard.recipes.strategies.register_strategy` added, need none.
 
     Raises:
         UsageError: `parallel` without a coordinator.
-        RecipeError: an unknown name; the known ones are listed.
+        RecipeError: an unknown name; the known names are listed.
 
     >>> create_strategy("Simple").policy.name
     'simple'
@@ -672,25 +642,11 @@ def create_strategy(name: str, coordinator: Coordinator | None = None) -> Reshar
     """
     policy = strategy(name)
     if policy.name != "parallel":
-        return SimpleReshardingStrategy(policy)
+        return ReshardingStrategy(policy)
     if coordinator is None:
         raise UsageError(
             f"the strategy {name!r} needs a coordinator, whose processes share the work: "
             f"create_strategy({name!r}, coordinator); "
             "reshard.checkpoint.OneProcess() is one of a single process"
         )
-    return ParallelReshardingStrategy(coordinator, policy)
-
-
-class _Stop:
-    """Set by itself, or by what the caller gave."""
-
-    def __init__(self, given: Cancellation | None) -> None:
-        self._given = given
-        self._own = threading.Event()
-
-    def set(self) -> None:
-        self._own.set()
-
-    def is_set(self) -> bool:
-        return self._own.is_set() or (self._given is not None and self._given.is_set())
+    return ReshardingStrategy(policy, coordinator, threads=4)

@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.mesh import DeviceMesh
 from reshard.recipes import assign, load_recipe
-from reshard.recipes.naming import Fusion, Meaning, find_by_pattern, fused_spec
+from reshard.recipes.naming import Fusion, Meaning, find_by_pattern, make_fused_spec
 
 # For each tensor in Megatron's names, the boxes `[start, stop]` that every rank has.
 Held = dict[str, dict[str, list[Any]]]
@@ -99,7 +99,7 @@ def hold_by_recipe(
         if isinstance(own, Fusion):
             length = sum(wholes[member][0] for member in own.members)
             shape = (length, *wholes[own.members[0]][1:])
-            layout = fused_spec(name, own, assignment.specs, wholes).layout(shape)
+            layout = make_fused_spec(name, own, assignment.specs, wholes).layout(shape)
         else:
             layout = assignment.layouts[own]
         used |= set(own.members) if isinstance(own, Fusion) else {own}

@@ -42,8 +42,8 @@ from reshard.layout import Layout
 from reshard.recipes.overrides import UNSCALED
 from reshard.recipes.quantization import (
     QuantizedWeight,
-    describe_lacking,
-    find_lacking,
+    describe_missing_scales,
+    find_missing_scales,
     find_quantized,
     list_codes,
     quantization_config,
@@ -136,15 +136,15 @@ def find_unscaled(
     types = {name: one.name for name, one in types_of(columns).items() if name not in kept}
     dims = {name: len(shape) for name, shape in shapes_of(columns).items()}
     codes = list_codes(types, dims, is_quantized=is_quantized or bool(quantization_config(config)))
-    return find_lacking(codes, types)
+    return find_missing_scales(codes, types)
 
 
 def expect_scales(lacking: Mapping[str, str], folder: Path, allow: Iterable[str]) -> None:
     """Raise RecipeError for quantised weights without scales, unless `allow` has `unscaled`."""
     if lacking and UNSCALED not in allow:
         raise RecipeError(
-            f"{describe_lacking(lacking, folder)}: what they stand for is not known. Complete the "
-            "checkpoint, leave them out with --exclude, or keep them as they are: "
+            f"{describe_missing_scales(lacking, folder)}: their values are unknown. Complete "
+            "the checkpoint, leave them out with --exclude, or keep them as they are: "
             f"--allow {UNSCALED}, in Python allow=['{UNSCALED}']"
         )
 
@@ -175,7 +175,7 @@ def note_unscaled(
     lacking = find_unscaled(checkpoint, config, is_quantized=is_quantized)
     if not lacking:
         return checkpoint
-    note = f"{describe_lacking(lacking, checkpoint.folder)}; they are copied as they are"
+    note = f"{describe_missing_scales(lacking, checkpoint.folder)}; they are copied as they are"
     return dataclasses.replace(checkpoint, notes=(*checkpoint.notes, note))
 
 

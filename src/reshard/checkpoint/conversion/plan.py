@@ -96,7 +96,7 @@ from reshard.recipes.library import (
     load_recipe,
     suggest_rules,
 )
-from reshard.recipes.naming import Fusion, fused_spec
+from reshard.recipes.naming import Fusion, make_fused_spec
 from reshard.recipes.overrides import IDLE_AXES
 from reshard.recipes.recipe import REPLICA_AXES, Recipe, parse_options
 from reshard.recipes.rules import Rule
@@ -804,7 +804,7 @@ def _place_by_rules(
         # A fused parameter is cut as its members are, so that ranks keep whole members.
         if name in source.fused:
             fusion = source.fused[name]
-            spec = fused_spec(name, fusion, assignment.specs, shapes, storage_axes)
+            spec = make_fused_spec(name, fusion, assignment.specs, shapes, storage_axes)
             layout = spec.layout(own_shapes[name])
         planned[name] = plan(types[name], layout, write(spec))
     return PlacedTensors(planned, assignment)

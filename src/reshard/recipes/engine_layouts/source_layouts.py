@@ -43,7 +43,7 @@ Stretches = tuple[tuple[int, int], ...]
 # Stretches along each dimension; the region is all combinations.
 Product = tuple[Stretches, ...]
 
-MOST_PRODUCTS = 1 << 17
+MAX_PRODUCTS = 1 << 17
 
 
 @lru_cache(maxsize=1 << 16)
@@ -77,8 +77,8 @@ def find_products(
         return tuple(
             tuple(((a, b),) for a, b in zip(start, stop, strict=True)) for start, stop in ends
         )
-    found = list(itertools.islice(_list_products(shape, joined, offset), MOST_PRODUCTS + 1))
-    if len(found) > MOST_PRODUCTS:
+    found = list(itertools.islice(_list_products(shape, joined, offset), MAX_PRODUCTS + 1))
+    if len(found) > MAX_PRODUCTS:
         raise LayoutError(
             f"the region of sizes {list(sizes)} at {offset} with strides {list(strides)} of a "
             f"tensor of shape {list(shape)} is no few boxes of it"
