@@ -78,8 +78,8 @@ def test_what_tensorstore_writes(tmp_path: Path, most_node_bytes: int) -> None:
     assert found.find("a/nothing") is None
 
 
-@pytest.mark.parametrize("most_keys", [7, 1000])
-def test_what_tensorstore_reads(tmp_path: Path, most_keys: int) -> None:
+@pytest.mark.parametrize("max_keys", [7, 1000])
+def test_what_tensorstore_reads(tmp_path: Path, max_keys: int) -> None:
     data = bytes(range(256)) * 4
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "data").write_bytes(data)
@@ -87,7 +87,7 @@ def test_what_tensorstore_reads(tmp_path: Path, most_keys: int) -> None:
     for n in range(300):
         place = DataPlace("", "d/data", n, n + 1)
         values.append((f"k/{n:04d}/x".encode(), b"v" * n if n % 2 else place))
-    for name, content in encode_database(values, "d/nodes", bytes(16), most_keys):
+    for name, content in encode_database(values, "d/nodes", bytes(16), max_keys):
         (tmp_path / name).write_bytes(content)
     expected = {
         key.decode(): value if isinstance(value, bytes) else data[value.start_bytes :][: n + 1]

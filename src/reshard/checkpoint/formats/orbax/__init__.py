@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.checkpoint.contents import Checkpoint
@@ -39,33 +38,28 @@ AGGREGATE_NAME = "checkpoint"
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
-# Of several items, the one that has the model.
+# Names of items that contain the model, the preferred first.
 _PREFERRED = ("default", "state", "items", "params")
 
-
-@dataclass(frozen=True, slots=True)
-class TreeFolder:
-    """The folder of a tree, and what a user should know of how it was chosen."""
-
-    folder: Path
-    notes: tuple[str, ...] = ()
+#: The folder of a tree, and notes for the user on how it was chosen.
+TreeFolder = tuple[Path, tuple[str, ...]]
 
 
 def find_tree(path: Path) -> TreeFolder | None:
     """Return the folder of the tree at `path`, or None if there is none.
 
     Raises:
-        CheckpointError: a save that was not finished; several items, none of which is known.
+        CheckpointError: a save that was not finished; several items, none of which is preferred.
     """
     if not path.is_dir():
         known = path.name in (METADATA_NAME, MANIFEST_NAME)
-        return TreeFolder(path.parent) if known and _has_tree(path.parent) else None
+        return (path.parent, ()) if known and _has_tree(path.parent) else None
     if _has_tree(path):
         if _UNFINISHED in path.name:
             raise CheckpointError(
                 f"{path} is a save of Orbax that was not finished; give one that was"
             )
-        return TreeFolder(path)
+        return path, ()
     found = _choose_item(path)
     if found is not None:
         return found
@@ -78,14 +72,15 @@ def find_tree(path: Path) -> TreeFolder | None:
         return None
     number, name = steps[-1]
     step = path / name
-    inner = TreeFolder(step) if _has_tree(step) else _choose_item(step)
+    inner = (step, ()) if _has_tree(step) else _choose_item(step)
     if inner is None:
         return None
-    notes = list(inner.notes)
+    folder, notes = inner
     if len(steps) > 1:
         others = ", ".join(name for _, name in steps[:-1][-8:])
-        notes.append(f"step {number} of {path}, the last; give the folder of another ({others})")
-    return TreeFolder(inner.folder, tuple(notes))
+        note = f"step {number} of {path}, the last; give the folder of another ({others})"
+        notes = (*notes, note)
+    return folder, notes
 
 
 def _has_tree(folder: Path) -> bool:
@@ -99,7 +94,7 @@ def is_aggregate(folder: Path) -> bool:
         return False
     with path.open("rb") as file:
         first = file.read(1)
-    # A map of msgpack.
+    # The type of a map in MessagePack.
     return bool(first) and (first[0] >> 4 == 8 or first[0] in (0xDE, 0xDF))
 
 
@@ -114,9 +109,9 @@ def _is_step(folder: Path) -> bool:
 
 
 def _choose_item(step: Path) -> TreeFolder | None:
-    """Return the item of a step that has the model."""
+    """Return the folder of the item of a step that contains the model."""
     items = [folder.name for folder in _list_folders(step) if _has_tree(folder)]
-    # Steps of a manager without items are trees, too.
+    # The steps of a manager without items are trees, and not items.
     if not items or any(_STEP.fullmatch(name) for name in items):
         return None
     chosen = next((name for name in _PREFERRED if name in items), None)
@@ -129,7 +124,7 @@ def _choose_item(step: Path) -> TreeFolder | None:
     notes: tuple[str, ...] = ()
     if others:
         notes = (f"item {chosen} of {step}; it also has {', '.join(others)}, which are not read",)
-    return TreeFolder(step / chosen, notes)
+    return step / chosen, notes
 
 
 _OWN = re.compile(
@@ -153,16 +148,16 @@ class OrbaxFormat(CheckpointFormat):
         return find_tree(path) is not None
 
     def open(self, path: Path) -> Checkpoint:
-        """Return the checkpoint of the tree."""
+        """Describe the checkpoint of the tree."""
         from reshard.checkpoint.formats.orbax.reader import read
 
         found = find_tree(path)
         if found is None:
             raise CheckpointError(f"no tree of Orbax in {path}; give the folder of `_METADATA`")
-        return read(found)
+        return read(*found)
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
-        """Return the checkpoint of the tree, with digests; its names are those of the tree."""
+        """Describe the checkpoint with digests, in the names of the tree."""
         checkpoint = self.open(folder)
         first: dict[tuple[str | int, ...], str] = {}
         for name in checkpoint.tensors:
@@ -171,7 +166,7 @@ class OrbaxFormat(CheckpointFormat):
         tensors = dict(manifest.tensors)
         for name in checkpoint.tensors:
             path = checkpoint.paths[name]
-            # Other programs' weights are placed among `params`; a count of steps is written once.
+            # Other programs' weights are stored below `params`; a step count is stored once.
             for other in (name, ".".join(map(str, path[1:])), first.get(path, "")):
                 if other in manifest.tensors and (other == name or name not in manifest.tensors):
                     tensors[name] = manifest.tensors[other]
@@ -181,11 +176,11 @@ class OrbaxFormat(CheckpointFormat):
         return check_against_manifest(checkpoint, dataclasses.replace(manifest, tensors=tensors))
 
     def has_file(self, name: str) -> bool:
-        """Return no names of files tell: they are hashes, or places in a grid."""
+        """Return False: names of files are hashes, or indices in a grid."""
         return False
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
-        """Return what says where the arrays are, and the database."""
+        """Return the files of metadata and of the database, and of arrays outside of it."""
         found: list[str] = []
         arrays: list[str] = []
         for parent, _, names in walk_folder(checkpoint.folder):
@@ -198,10 +193,10 @@ class OrbaxFormat(CheckpointFormat):
         return tuple(found)
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
-        """Return chunks in one file a rank."""
-        from reshard.checkpoint.formats.orbax.writer import arrange_chunks
+        """Plan a file of chunks for each rank."""
+        from reshard.checkpoint.formats.orbax.writer import plan_files
 
-        return arrange_chunks(new)
+        return plan_files(new)
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         """Return the tree, its shardings, and the database that says where the chunks are."""

@@ -1,6 +1,6 @@
-"""Optax's optimizer states, by the names that training state has here.
+"""Names of Optax's optimizer states.
 
-Optax keeps states as nested tuples, in each of which are trees like that of the parameters::
+Optax stores states as nested tuples, which contain trees like that of the parameters::
 
     params.dense.kernel
     opt_state.1.0.mu.dense.kernel       optimizer.state.dense.kernel.exp_avg
@@ -8,13 +8,13 @@ Optax keeps states as nested tuples, in each of which are trees like that of the
     opt_state.1.0.count                 optimizer.state.dense.kernel.step, of each parameter
     opt_state.2.acc_grads.dense.kernel  optimizer.state.dense.kernel.acc_grads
 
-1. A node below `opt_state`, or another word for optimizers, whose leaves are those of parameters,
-   is what a state keeps of them. Without weights beside, `mu` and `nu` with the same leaves are.
-2. Nodes that PyTorch's optimizers have too, with the same meaning, get their keys; others keep
-   theirs. Of two states that keep the same of a parameter, the second's keys end in `_2`.
-3. A tensor's place in the tree is not changed: what comes from Orbax goes back to where it was.
-4. Training state of other programs is placed as that of `optax.adamw`, `lion`, `sgd`, `rmsprop`,
-   `adagrad` or `adadelta`, by what it keeps.
+1. A node below `opt_state`, or a similar name, whose leaves are those of parameters is the state of
+   these. If the tree has no weights, `mu` and `nu` with equal leaves are recognised.
+2. Nodes with the meaning of a key of PyTorch's optimizers get that key; others keep their names. If
+   two states have the same key of a parameter, the second's keys end in `_2`.
+3. A tensor's path in the tree is kept, so that a checkpoint of Orbax is restored as it was.
+4. Training state of other programs gets paths of `optax.adamw`, `lion`, `sgd`, `rmsprop`,
+   `adagrad` or `adadelta`, by its keys.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _MU, _NU = "mu", "nu"
 _COUNT, _VALUE = "count", "value"
 _OPTIMIZER, _PARAMS = "opt_state", "params"
 _WORD = re.compile(r"opts?|opt(im(izer)?)?s?_?states?|optim(izer)?s?")
-# What Muon keeps beside its momentum.
+# A state of Muon in addition to its momentum.
 _COEFFICIENTS = "ns_coeffs"
-# PyTorch's keys of the nodes, by the nodes of the state; `max_exp_avg_sq` is none of them, since
-# AMSGrad's `nu_max` is of corrected moments.
+# PyTorch's keys by the names of nodes. `max_exp_avg_sq` is not among them, since AMSGrad's `nu_max`
+# is of corrected moments.
 _ADAM = {_MU: "exp_avg", _NU: "exp_avg_sq"}
 _CENTERED = {_MU: "grad_avg", _NU: "square_avg"}
 _ALONE = {
@@ -48,8 +48,8 @@ _ALONE = {
     "e_g": "square_avg",
     "e_x": "acc_delta",
 }
-# Where what optimizers of other programs keep goes: keys and nodes, the number of the state in the
-# chain, and those in the chain that keep nothing.
+# Optimizers by their keys: the node of each key, the number of the state in the chain, and the
+# numbers of empty states in the chain.
 _PLACES: tuple[tuple[Mapping[str, str], int, tuple[int, ...]], ...] = (
     ({"exp_avg": _MU, "exp_avg_sq": _NU}, 0, (1, 2)),
     ({"square_avg": "e_g", "acc_delta": "e_x"}, 1, (0, 2)),
@@ -63,12 +63,12 @@ _PLACES: tuple[tuple[Mapping[str, str], int, tuple[int, ...]], ...] = (
 
 @dataclass(slots=True)
 class _ChainState:
-    """One state of a chain: the leaves below each of its nodes that are parameters'."""
+    """A state of a chain: the parameters' leaves below each of its nodes."""
 
     nodes: dict[str, dict[TreePath, None]] = field(default_factory=dict)
 
     def keys(self, *, has_count: bool, has_coefficients: bool) -> dict[str, str]:
-        """Return the keys of the nodes."""
+        """Return the key of each node."""
         mu, nu = self.nodes.get(_MU), self.nodes.get(_NU)
         found = _ALONE
         if mu and nu and mu.keys() == nu.keys():
@@ -83,7 +83,7 @@ def _name(path: TreePath) -> str:
 
 
 def name_states(paths: Iterable[TreePath]) -> dict[TreePath, tuple[str, ...]]:
-    """Return the names of tensors by their paths; a count of steps has one for each parameter.
+    """Return the names of tensors by path; a step count has a name for each parameter.
 
     >>> name_states([("params", "w"), ("o", 0, "mu", "w"), ("o", 0, "nu", "w"), ("o", 0, "count")])
     {('params', 'w'): ('params.w',), ('o', 0, 'mu', 'w'): ('optimizer.state.w.exp_avg',),
@@ -111,7 +111,7 @@ def name_states(paths: Iterable[TreePath]) -> dict[TreePath, tuple[str, ...]]:
 
 
 def _free_name(leaf: TreePath, key: str, named: set[str]) -> str:
-    """Return a name of what is kept of a parameter that no other state has."""
+    """Return an unused name for the state of a parameter."""
     name, number = state_name(_name(leaf), key), 1
     while name in named:
         number += 1
@@ -120,7 +120,7 @@ def _free_name(leaf: TreePath, key: str, named: set[str]) -> str:
 
 
 def _find_states(paths: Iterable[TreePath]) -> dict[TreePath, _ChainState]:
-    """Return the states, by their places, in the order of the tree."""
+    """Return the states by path, in the order of the tree."""
     inside: dict[TreePath, int] = {}
     leaves: set[TreePath] = set()
     for path in paths:
@@ -132,7 +132,7 @@ def _find_states(paths: Iterable[TreePath]) -> dict[TreePath, _ChainState]:
             inside[path] = first
     leaves -= {(), (STEP,), (_COUNT,)}
     states: dict[TreePath, _ChainState] = {}
-    # Nodes of which no weights are beside, or some leaves are no parameters'.
+    # Nodes with leaves that are not those of parameters, or in a tree without weights.
     foreign: dict[TreePath, _ChainState] = {}
     for path, first in inside.items():
         known = (
@@ -155,7 +155,7 @@ def _find_states(paths: Iterable[TreePath]) -> dict[TreePath, _ChainState]:
 
 
 def _find_optimizer(path: TreePath) -> int | None:
-    """Return where in a path the states of an optimizer begin, or None for what is none of one."""
+    """Return the position in a path at which optimizer states begin, or None if there are none."""
     for at, key in enumerate(path[:-1]):
         if isinstance(key, str) and _WORD.fullmatch(key):
             return at + 1
@@ -165,7 +165,7 @@ def _find_optimizer(path: TreePath) -> int | None:
 
 
 def is_count(path: TreePath) -> bool:
-    """Return whether a path is that of a count of steps, which several names may share."""
+    """Return whether a path is that of a step count, which several names may share."""
     return bool(path) and path[-1 - (path[-1] == _VALUE) :][:1] == (_COUNT,)
 
 
@@ -183,7 +183,7 @@ def place_states(
     kept: dict[str, dict[str, str]] = {}
     for name in there:
         split = split_state_name(name)
-        # What was read from Orbax has a place.
+        # State that was read from Orbax has a path.
         if split is not None and paths.get(name, (name,)) == (name,):
             parameter, key = split
             kept.setdefault(parameter, {})[key] = name
@@ -206,7 +206,7 @@ def place_states(
             elif key == STEP:
                 found[name] = (_OPTIMIZER, number, _COUNT)
             else:
-                # Optax has no such state.
+                # Optax does not have such state.
                 found[name] = ("optimizer", "state", *leaf, key)
     empty_places = sorted({n for numbers in used.values() for n in numbers} - used.keys())
     return found, [(_OPTIMIZER, n) for n in empty_places]

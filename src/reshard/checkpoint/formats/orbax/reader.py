@@ -1,13 +1,13 @@
-"""Orbax checkpoints, read: arrays as tensors whose shards are chunks, and plain values.
+"""Opening Orbax checkpoints: arrays as tensors whose shards are chunks, and plain values.
 
-1. Find the folder of the tree, and read the tree (`folders`, `tree_metadata`, `aggregate`).
-2. Find where the values of Zarr's keys lie (`key_values`).
-3. Each array says its type and its grid of chunks (`zarr_metadata`); each chunk becomes a shard
-   that is bound to its bytes (`chunks`), of the rank whose part JAX had there (`shardings`).
-4. Optimizer states of Optax get the names that training state has (`optax_states`).
-5. Numbers, text, None and empty nodes are plain values; a sequence of nothing but these is one.
+1. Read the tree (`tree`).
+2. Open the key-value store (`ocdbt`).
+3. Read the description of each array, and bind each chunk to its bytes (`zarr`). It is a shard of
+   the rank whose part it was in JAX (`shardings`).
+4. Name the optimizer states of Optax as training state (`optax_states`).
+5. Collect numbers, text, None and empty nodes as plain values; a sequence of these is a value.
 
-Nothing of Orbax, JAX or TensorStore is imported.
+Neither Orbax nor JAX nor TensorStore is imported.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from reshard.checkpoint.formats.orbax import (
     METADATA_NAME,
     ZARR2_NAME,
     ZARR3_NAME,
-    TreeFolder,
     is_aggregate,
 )
 from reshard.checkpoint.formats.orbax.ocdbt import (
-    MOST_READ_BYTES,
+    MAX_READ_BYTES,
     KeyValues,
     StoredValue,
     open_key_values,
@@ -72,21 +71,20 @@ from reshard.layout import Box, Layout
 from reshard.sharding import ShardingSpec
 from reshard.text import count_text
 
-# Attributes of this format: arrays that are keys of random numbers, and those of narrow types.
+# Attributes of this format: arrays that are keys of random numbers, and those of narrow dtypes.
 RANDOM_KEYS, NARROW_TYPES = "random_keys", "narrow_types"
 _PROCESS = re.compile(r"ocdbt\.process_(\d{1,6})/")
 _UNKNOWN_KINDS = ("Unknown",)
 
 
-def read(found: TreeFolder) -> Checkpoint:
-    """Describe the checkpoint in a folder with `_METADATA`.
+def read(folder: Path, notes: tuple[str, ...] = ()) -> Checkpoint:
+    """Describe the checkpoint in the folder of a tree, with notes for the user.
 
     Raises:
         CheckpointError: a file that is missing.
         FormatError: a file that is damaged.
         CoverageError: a chunk that is missing.
     """
-    folder = found.folder
     has_metadata = (folder / METADATA_NAME).is_file()
     tree = read_tree(folder) if has_metadata else TreeMetadata({}, has_all=False)
     values = open_key_values(folder)
@@ -141,14 +139,14 @@ def read(found: TreeFolder) -> Checkpoint:
     keys = _find_random_keys(folder)
     if keys:
         attributes[RANDOM_KEYS] = keys
-    notes = list(found.notes)
     if narrow:
         attributes[NARROW_TYPES] = narrow
         first, kind = next(iter(narrow.items()))
-        notes.append(
-            f"{count_text(len(narrow), 'tensor')} of less than a byte an element, which Orbax has "
-            f"in the lower bits of one: those are read as uint8 (first: {first}, {kind})"
+        note = (
+            f"{count_text(len(narrow), 'tensor')} of less than a byte an element, which Orbax "
+            f"stores in the lower bits of bytes, read as uint8 (first: {first}, {kind})"
         )
+        notes = (*notes, note)
     used = {
         place.path.removesuffix("/unpacked")
         for tensor in tensors.values()
@@ -176,15 +174,18 @@ def read(found: TreeFolder) -> Checkpoint:
         values={".".join(map(str, path)): value for path, value in joined.items()},
         unread=tuple(unread),
         unreadable=unreadable,
-        notes=tuple(notes),
+        notes=notes,
     )
 
 
 def _add_aggregate(
     folder: Path, tree: TreeMetadata, plain: dict[TreePath, Any], unreadable: dict[str, str]
 ) -> tuple[TreeMetadata, dict[TreePath, PackedArray]]:
-    """Return the tree with what the one file of an older save has; its plain values go into
-    `plain`, and the arrays that lie in the file itself are returned."""
+    """Add the contents of the single file of an older save; plain values are added to `plain`.
+
+    Returns:
+        The tree with its leaves, and the arrays that are stored in the file.
+    """
     leaves = dict(tree.leaves)
     whole: dict[TreePath, PackedArray] = {}
     for path, value in read_aggregate(folder / AGGREGATE_NAME):
@@ -203,7 +204,7 @@ def _add_aggregate(
 
 
 def _bind_whole(name: str, array: PackedArray) -> StoredTensor:
-    """Return a tensor that lies whole in the one file of an older save."""
+    """Return a tensor that is stored whole in the single file of an older save."""
     place = FileRange(AGGREGATE_NAME, array.start_bytes)
     binding = Binding(Layout.whole(array.shape, [0], 1), {0: place}, {})
     return StoredTensor(name, array.dtype, binding)
@@ -215,12 +216,12 @@ def _find_rank(name: str) -> int:
 
 
 def _find_array(values: KeyValues, name: str) -> tuple[ArrayMetadata, str]:
-    """Return what an array is, by either version of Zarr."""
+    """Read the description of an array, of either version of Zarr."""
     for metadata in (ZARR2_NAME, ZARR3_NAME):
         found = values.find(f"{name}/{metadata}")
         if found is not None:
             label = f"{values.folder / name / metadata}"
-            if found.size_bytes > MOST_READ_BYTES:
+            if found.size_bytes > MAX_READ_BYTES:
                 raise FormatError(f"{label} has {found.size_bytes} bytes; it is damaged")
             return read_array(found.read(values.folder), label), label
     where = "the database" if values.is_database else "the folder"
@@ -231,14 +232,14 @@ def _find_array(values: KeyValues, name: str) -> tuple[ArrayMetadata, str]:
 
 
 def _read_number(values: KeyValues, name: str, array: ArrayMetadata, label: str) -> Any:
-    """Return the value of an array without dimensions as a number of Python."""
+    """Read an array without dimensions as a Python number."""
     if array.shape:
         raise FormatError(f"{label} has the shape {list(array.shape)}, expected a number")
     key, _ = next(array.list_keys())
     stored: StoredValue | None = values.find(f"{name}/{key}")
     if stored is None:
         raise CoverageError(f"{values.folder / name / key} is missing, which is a number")
-    if stored.size_bytes > MOST_READ_BYTES:
+    if stored.size_bytes > MAX_READ_BYTES:
         raise FormatError(f"{label} has {stored.size_bytes} bytes for one number; it is damaged")
     content = read_scalar(stored, array, str(values.folder / name / key), values.folder)
     kind = array.dtype.name
@@ -258,7 +259,7 @@ def _bind(
 ) -> StoredTensor:
     """Return a tensor whose shards are chunks."""
     if not chunks:
-        # Without elements, nothing is stored but the shape.
+        # Only the shape of an empty array is stored.
         raise FormatError(
             f"the array {leaf.name!r} of shape {list(array.shape)} has no elements; Orbax has no "
             "such arrays, so its metadata are damaged"
@@ -269,14 +270,14 @@ def _bind(
     views: dict[int, tuple[View, ...]] = {}
     full = View(0, array.strides)
     for slot, found in numbers.items():
-        # A chunk at the end of the array reaches beyond it; others may be in another order.
+        # A chunk at the end of the array extends beyond it; others may be in column-major order.
         shapes = [boxes[n].shape for n in found]
         if not all(is_dense(full, shape) for shape in shapes):
             views[slot] = tuple(full for _ in shapes)
     return StoredTensor(leaf.name, array.dtype, Binding(layout, addresses, views), text)
 
 
-# Many arrays of a model are cut alike.
+# Many arrays of a model have equal layouts.
 @lru_cache(maxsize=4096)
 def _lay_out(
     shape: tuple[int, ...], boxes: tuple[Box, ...], sharding: ShardingSpec | None
@@ -328,7 +329,7 @@ def _find_random_keys(folder: Path) -> dict[str, str]:
     if not metadatas.is_dir():
         return found
     for path in sorted(metadatas.iterdir())[:1024]:
-        if not path.is_file() or path.stat().st_size > MOST_READ_BYTES:
+        if not path.is_file() or path.stat().st_size > MAX_READ_BYTES:
             continue
         try:
             content = parse_json(read_range(path, 0, path.stat().st_size).decode())
@@ -338,6 +339,6 @@ def _find_random_keys(folder: Path) -> dict[str, str]:
                 if isinstance(kind, str):
                     found[str(one["param_name"])] = kind
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, FormatError):
-            # Orbax itself reads without.
+            # Orbax itself ignores such files.
             continue
     return found

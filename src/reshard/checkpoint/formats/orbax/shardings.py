@@ -1,11 +1,11 @@
-"""`_sharding`: how JAX had arrays cut over devices, as meshes and shardings of this library.
+"""`_sharding`: JAX's meshes and shardings of arrays, read and written.
 
     {"dw==": "{\"sharding_type\": \"NamedSharding\", \"shape\": [4], \"axis_names\": [\"x\"],
                \"partition_spec\": [\"x\", null], \"device_mesh\": {\"mesh\": [{\"id\": 0}, ...]}}"}
 
-The key is the array's name in base 64. The axes of one dimension cut it at once, as the flat cut of
-`x y` does. What the file does not say, or says of another kind of sharding, is not known: chunks
-say the rest.
+The key is the array's name in base 64. Several axes of a dimension shard it like the flat sharding
+`x y`. Other kinds of shardings, and missing entries, are ignored: the chunks suffice to read
+arrays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard._validation import MAX_RANKS
-from reshard.checkpoint.formats.orbax.ocdbt import MOST_NODE_BYTES, read_range
+from reshard.checkpoint.formats.orbax.ocdbt import MAX_NODE_BYTES, read_range
 from reshard.errors import ReshardError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec, spec
@@ -27,13 +27,13 @@ SHARDING_NAME = "_sharding"
 
 
 def read_shardings(folder: Path) -> dict[str, ShardingSpec]:
-    """Return the shardings that the file names, by array; none where there is no such file."""
+    """Read the shardings of arrays by name; the result is empty if there is no such file."""
     path = folder / SHARDING_NAME
     if not path.exists():
         return {}
     found: dict[str, ShardingSpec] = {}
     try:
-        content = json.loads(read_range(path, 0, min(path.stat().st_size, MOST_NODE_BYTES)))
+        content = json.loads(read_range(path, 0, min(path.stat().st_size, MAX_NODE_BYTES)))
         pairs = list(content.items())
     except (ValueError, AttributeError, RecursionError):
         return {}
@@ -54,7 +54,7 @@ def read_shardings(folder: Path) -> dict[str, ShardingSpec]:
 
 
 def _read(text: str) -> ShardingSpec | None:
-    """Return a sharding as JAX has it; None if it is not known, or of another kind."""
+    """Parse a sharding of JAX; return None if it is of another kind."""
     try:
         described = json.loads(text)
         if described["sharding_type"] != "NamedSharding":
@@ -79,7 +79,7 @@ def _make_mesh(shape: list[int], names: Any, devices: Any) -> DeviceMesh:
     if devices is None or mesh.size > MAX_RANKS:
         return mesh
     ids = list(_list_ids(devices["mesh"]))
-    # Ids of devices that are no ranks from 0 on say nothing of an order of ranks.
+    # Other ids of devices do not determine an order of ranks.
     return (
         DeviceMesh("mesh", shape, mesh.axis_names, ids)
         if sorted(ids) == list(range(mesh.size))
@@ -96,7 +96,7 @@ def _list_ids(level: Any) -> Iterator[int]:
 
 
 def find_mesh(shardings: Mapping[str, ShardingSpec]) -> DeviceMesh | None:
-    """Return the mesh that all shardings share, if there is one."""
+    """Return the mesh of all shardings, or None if they have several or none."""
     meshes = {sharding.mesh for sharding in shardings.values()}
     return meshes.pop() if len(meshes) == 1 else None
 
@@ -116,7 +116,7 @@ def sharding_bytes(mesh: DeviceMesh | None, specs: Mapping[str, str | None]) -> 
     """Return the content of `_sharding` for arrays on a mesh, by name and the text of their
     sharding.
 
-    JAX looks there for every array: one whose cut it has no word for is replicated.
+    JAX expects an entry for every array: arrays with other shardings than its own are replicated.
     """
     found = {}
     for name, text in specs.items():
@@ -136,7 +136,7 @@ def sharding_bytes(mesh: DeviceMesh | None, specs: Mapping[str, str | None]) -> 
 
 
 def _list_entries(mesh: DeviceMesh, text: str) -> list[str | list[str] | None] | None:
-    """Return the entries of a partition spec, or None for a cut that JAX has no word for."""
+    """Return the entries of a partition spec, or None if JAX has no such sharding."""
     sharding = spec(mesh, text)
     entries: list[str | list[str] | None] = []
     for dimension in sharding.dim_specs:

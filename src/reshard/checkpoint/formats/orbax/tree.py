@@ -1,6 +1,6 @@
-"""`_METADATA`: the tree that Orbax saved, by the paths of its leaves.
+"""The tree of an Orbax checkpoint: its leaves, in `_METADATA` or in a file of older versions.
 
-Each leaf has the keys that lead to it, of dicts or of sequences, and what it was::
+`_METADATA` has the path of each leaf, of keys of dicts and of sequences, and its kind::
 
     {"tree_metadata": {"('b', '0')": {
         "key_metadata": [{"key": "b", "key_type": 2}, {"key": "0", "key_type": 1}],
@@ -8,6 +8,15 @@ Each leaf has the keys that lead to it, of dicts or of sequences, and what it wa
 
 A leaf's name is its keys, joined by dots: `b.0`. Empty nodes and None are leaves without a value,
 text is in `_strings.json`, and a number is an array without dimensions.
+
+Older versions of Orbax, and Flax, store a tree in the single file `checkpoint` (`read_aggregate`).
+It is MessagePack: a map of maps, whose leaves are numbers, text, arrays, or the names of arrays
+that are stored separately (`PLACEHOLDER://params.w`). An array is an extension of type 1 with its
+shape, its dtype and its bytes, which are read in place::
+
+    {"params": {"w": ext 1 ((8, 4), "float32", <128 bytes>)}, "step": 7}
+
+Sources: the specification of MessagePack; `flax.serialization`.
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.checkpoint.formats.orbax import METADATA_NAME
-from reshard.checkpoint.formats.orbax.ocdbt import MOST_NODE_BYTES, read_range
+from reshard.checkpoint.formats.orbax.ocdbt import MAX_NODE_BYTES, read_range
 from reshard.checkpoint.storage.json_text import parse_json
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
@@ -30,43 +39,43 @@ STRINGS_NAME = "_strings.json"
 _SEQUENCE, _DICT = 1, 2
 ARRAY, NUMPY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
 
-# Leaves that have no value, and what they are.
+# Kinds of leaves without a value, and the Python values that they stand for.
 _EMPTY: dict[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
 TreePath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A leaf: where it stood, and what it was (`jax.Array`, `scalar`, `None`, ...)."""
+    """A leaf: its path, and its kind (`jax.Array`, `scalar`, `None`, ...)."""
 
     path: TreePath
     kind: str
 
     @property
     def name(self) -> str:
-        """Its keys, joined by dots."""
+        """The keys, joined by dots."""
         return ".".join(map(str, self.path))
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no value of its own."""
+        """Whether the leaf has no value, such as an empty dict."""
         return self.kind in _EMPTY
 
     @property
     def empty_value(self) -> Any:
-        """What an empty leaf is."""
+        """The Python value of an empty leaf."""
         return _EMPTY[self.kind]
 
 
 @dataclass(frozen=True)
 class TreeMetadata:
-    """The leaves by name, and how their arrays are stored.
+    """The leaves of a tree, and how their arrays are stored.
 
     Attributes:
-        leaves: in the order of the file.
-        is_zarr3: whether arrays are of Zarr 3, rather than 2.
-        has_all: whether chunks of nothing but the fill value are stored as well.
-        custom: what the user added.
+        leaves: by name, in the order of the file.
+        is_zarr3: whether arrays are of Zarr 3, instead of 2.
+        has_all: whether chunks that consist of the fill value are stored too.
+        custom: the user's metadata.
     """
 
     leaves: Mapping[str, Leaf]
@@ -76,11 +85,11 @@ class TreeMetadata:
 
 
 def read_tree(folder: Path) -> TreeMetadata:
-    """Return the tree in a folder with `_METADATA`.
+    """Read the `_METADATA` of a folder.
 
     Raises:
         CheckpointError: a file that cannot be read.
-        FormatError: one that is damaged.
+        FormatError: a file that is damaged.
     """
     path = folder / METADATA_NAME
     content = _read_json(path)
@@ -102,7 +111,7 @@ def read_tree(folder: Path) -> TreeMetadata:
                 "one of them and save again"
             )
         leaves[leaf.name] = leaf
-    # A node that was empty when it was saved first, and was filled later, is no leaf.
+    # A node that was empty in the first save, and was filled later, is not a leaf.
     inner = {leaf.path[:size] for leaf in leaves.values() for size in range(len(leaf.path))}
     return TreeMetadata(
         {name: leaf for name, leaf in leaves.items() if leaf.path not in inner},
@@ -115,11 +124,11 @@ def read_tree(folder: Path) -> TreeMetadata:
 def _read_json(path: Path) -> dict[str, Any]:
     size = path.stat().st_size
     try:
-        content = parse_json(read_range(path, 0, min(size, MOST_NODE_BYTES + 1)).decode())
+        content = parse_json(read_range(path, 0, min(size, MAX_NODE_BYTES + 1)).decode())
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise FormatError(f"{path} is no JSON object, but a {type(content).__name__}")
+        raise FormatError(f"{path} is not a JSON object, but a {type(content).__name__}")
     return content
 
 
@@ -136,9 +145,9 @@ def _read_key(key: Mapping[str, Any]) -> str | int:
 
 
 def read_strings(folder: Path, leaves: Iterable[Leaf]) -> dict[str, str]:
-    """Return the text of the leaves that are text.
+    """Read the texts of leaves from `_strings.json`.
 
-    Raises FormatError where one is not in the file.
+    Raises FormatError for a leaf that is not in the file.
     """
     leaves = list(leaves)
     path = folder / STRINGS_NAME
@@ -150,7 +159,7 @@ def read_strings(folder: Path, leaves: Iterable[Leaf]) -> dict[str, str]:
     found = {}
     for leaf in leaves:
         value: Any = content
-        # Orbax takes the name for a path in JSON, in which slashes are levels.
+        # Orbax uses the name as a path in the JSON, with slashes between levels.
         for key in leaf.name.split("/"):
             value = value.get(key) if isinstance(value, dict) else None
         if not isinstance(value, str):
@@ -192,7 +201,7 @@ def strings_bytes(strings: Mapping[str, str]) -> bytes:
 def join_sequences(
     values: Mapping[TreePath, Any], tensors: Iterable[TreePath]
 ) -> dict[TreePath, Any]:
-    """Return plain values by path, with sequences that have no tensor in them as one value each.
+    """Combine the plain values of each sequence without tensors into a value.
 
     >>> join_sequences({("g", 0, "lr"): 0.1, ("g", 1, "lr"): 0.2, ("n",): 3}, [])
     {('g',): [{'lr': 0.1}, {'lr': 0.2}], ('n',): 3}
@@ -214,14 +223,14 @@ def join_sequences(
 
 
 def _put(content: dict[Any, Any], keys: Sequence[Any], value: Any) -> None:
-    """Put a value into nested dicts, those that are missing included."""
+    """Put a value into nested dicts, which are created as needed."""
     for key in keys[:-1]:
         content = content.setdefault(key, {})
     content[keys[-1]] = value
 
 
 def _as_sequences(value: Any) -> Any:
-    """Return a dict by position as a list, where it has all positions; else as it is."""
+    """Return a dict with the keys 0, 1, 2, ... as a list, and other values unchanged."""
     if not isinstance(value, dict) or not value:
         return value
     made = {key: _as_sequences(one) for key, one in value.items()}
@@ -231,7 +240,7 @@ def _as_sequences(value: Any) -> Any:
 
 
 def flatten(path: TreePath, value: Any) -> list[tuple[TreePath, Any]]:
-    """Return the leaves of a plain value: what is in lists, tuples and dicts, and empty ones.
+    """Return the leaves of a plain value: the elements of lists, tuples and dicts, or empty ones.
 
     >>> flatten(("g",), [{"lr": 0.1}, ()])
     [(('g', 0, 'lr'), 0.1), (('g', 1), ())]
@@ -243,7 +252,7 @@ def flatten(path: TreePath, value: Any) -> list[tuple[TreePath, Any]]:
 
 
 def kind_of(value: Any) -> str | None:
-    """Return the kind of a plain value as a leaf; None if Orbax has none for it.
+    """Return the kind of a plain value as a leaf, or None if Orbax cannot store it.
 
     >>> kind_of(3), kind_of("x"), kind_of(()), kind_of(b"x")
     ('scalar', 'string', 'Tuple', None)
@@ -261,8 +270,8 @@ def kind_of(value: Any) -> str | None:
 
 
 PLACEHOLDER = "PLACEHOLDER://"
-MOST_BYTES = 1 << 30
-_MOST_DEPTH = 64
+MAX_BYTES = 1 << 30
+_MAX_DEPTH = 64
 _CHUNKED = "__msgpack_chunked_array__"
 _ARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4
 
@@ -274,7 +283,7 @@ _NUMBERS = {
 
 
 class PackedArray(NamedTuple):
-    """An array in the file: its bytes are at `start_bytes`."""
+    """An array in the file, whose bytes begin at `start_bytes`."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -284,7 +293,7 @@ class PackedArray(NamedTuple):
 
 @dataclass
 class _PackReader:
-    """MessagePack, read from a place of a file's content on."""
+    """A parser of MessagePack at an offset of a file's content."""
 
     content: bytes
     label: str
@@ -304,8 +313,8 @@ class _PackReader:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def value(self, depth: int = 0) -> Any:
-        if depth > _MOST_DEPTH:
-            raise self.fail(f"is nested more than {_MOST_DEPTH} levels deep")
+        if depth > _MAX_DEPTH:
+            raise self.fail(f"is nested more than {_MAX_DEPTH} levels deep")
         first = self.number(">B")
         if first < 0x80:
             return first
@@ -341,7 +350,7 @@ class _PackReader:
         try:
             return self.take(size).decode()
         except UnicodeDecodeError:
-            raise self.fail("has a text that is none") from None
+            raise self.fail("has a text that is not UTF-8") from None
 
     def _list(self, size: int, depth: int) -> list[Any]:
         return [self.value(depth + 1) for _ in range(self._check(size))]
@@ -351,7 +360,7 @@ class _PackReader:
         for _ in range(self._check(size)):
             key = self.value(depth + 1)
             if not isinstance(key, str | int) or str(key) in found:
-                raise self.fail(f"has the key {str(key)[:50]!r}, which is none, or is twice there,")
+                raise self.fail(f"has an invalid or repeated key {str(key)[:50]!r}")
             found[str(key)] = self.value(depth + 1)
         return found
 
@@ -379,7 +388,7 @@ class _PackReader:
         shape, name = self.value(1), self.value(1)
         name = name.decode(errors="replace") if isinstance(name, bytes) else name
         first = self.number(">B")
-        # Bytes, or text of the older MessagePack, which had one kind for both.
+        # Bytes, or text of older versions of MessagePack, which had a single type for both.
         forms = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I", 0xD9: ">B", 0xDA: ">H", 0xDB: ">I"}
         size = self.number(forms[first]) if first in forms else first & 31
         if first not in forms and not 0xA0 <= first < 0xC0:
@@ -403,22 +412,24 @@ class _PackReader:
 
 
 def read_aggregate(path: Path) -> list[tuple[TreePath, Any]]:
-    """Return the leaves of the file by their paths: plain values, `PackedArray`s, and placeholders;
-    for an array that cannot be read, the error.
+    """Read the leaves of the single file of older versions, with their paths.
+
+    A leaf is a plain value, a `PackedArray`, a placeholder, or the error of an array that cannot be
+    read.
 
     Raises:
         FormatError: a file that is damaged.
         CheckpointError: a file that is too large.
     """
     size = path.stat().st_size
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         raise CheckpointError(
-            f"{path} has {size} bytes, and is read as a whole; {MOST_BYTES} are the most"
+            f"{path} has {size} bytes, and is read as a whole; {MAX_BYTES} are the most"
         )
     reader = _PackReader(read_range(path, 0, size), str(path))
     tree = reader.value()
     if reader.at != size or not isinstance(tree, dict):
-        raise reader.fail("is not one map")
+        raise reader.fail("is not a single map")
     return list(_list_leaves(tree, (), path))
 
 

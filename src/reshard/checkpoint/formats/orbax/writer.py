@@ -1,12 +1,12 @@
-"""The files of a new Orbax checkpoint, and where in them each chunk goes.
+"""Planning the files of a new Orbax checkpoint.
 
-1. Every tensor is stored in a regular grid of chunks: those of its target layout, where its cuts
-   are regular. Chunks at the end of a dimension are as long as the others, filled with zeros.
-2. Cuts that are not regular (uneven, interleaved) get a grid in which every cut is one of chunks;
-   along a dimension where that would be many chunks, the tensor stays whole.
-3. A rank's chunks lie one behind the other in its file; they are not compressed, so that a chunk is
-   a range of a file.
-4. The database, with one node of keys, the tree and the shardings are written last.
+1. Every tensor is stored in a regular grid of chunks: that of its target layout, if it is regular.
+   Chunks at the end of a dimension have the length of the others, filled with zeros.
+2. Irregular shards (uneven, interleaved) are stored in a grid whose boundaries include those of the
+   shards. A dimension that would need many chunks is not divided.
+3. A rank's chunks are consecutive in its file. They are not compressed, so that a chunk is a range
+   of a file.
+4. The database, the tree and the shardings are written last.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.runs import OWNED, PAD, RunTable
 
-# A cut that is not regular is kept in chunks if they are at most so many for each part.
-_MOST_CHUNKS_A_PART = 8
+# The limit of chunks for each part of an irregularly sharded dimension.
+_MAX_CHUNKS_A_PART = 8
 
-# Smaller chunks lie one behind the other.
-_LEAST_ALIGNED_BYTES = 16 << 10
+# Smaller chunks are not aligned.
+_MIN_ALIGNED_BYTES = 16 << 10
 _MISSING_TYPES = ("complex32", "float8_e4m3")
 _WIDE_TYPES = ("int64", "uint64", "float64", "complex128")
 _NUMBERS = {bool: "bool", int: "int64", float: "float64"}
@@ -68,30 +68,30 @@ _NUMBERS = {bool: "bool", int: "int64", float: "float64"}
 
 @dataclass(frozen=True)
 class _Grid:
-    """The chunks of a tensor: their shape, their layout, and whether it is the target's own."""
+    """The chunks of a tensor: their shape, their layout, and whether it is the target's."""
 
     chunk: tuple[int, ...]
     layout: Layout
     is_own: bool
 
 
-def arrange_chunks(new: NewCheckpoint) -> WritePlan:
-    """Return chunks in one file a rank.
+def plan_files(new: NewCheckpoint) -> WritePlan:
+    """Plan a file of chunks for each rank.
 
     Raises:
         RecipeError: a partial layout.
-        UsageError: a tensor without elements, or of a type that Zarr does not have; a name that
-            is another's.
+        UsageError: a tensor without elements, or of a dtype that Zarr does not have; names of
+            equal paths.
     """
     check_values(new.tensors)
     for name, tensor in new.tensors.items():
         _check_tensor(name, tensor)
     values, paths = _take_values(new)
-    tensors = _leave_out_copies(new.tensors, paths)
+    tensors = _merge_step_counts(new.tensors, paths)
     storing = find_storing_ranks(tensors, "once")
     ends: dict[int, int] = {}
     stored: dict[str, StoredTensor] = {}
-    notes: list[str] = []
+
     for name, tensor in tensors.items():
         grid = _find_grid(tensor.layout, storing[name])
         size = math.prod(grid.chunk) * tensor.dtype.itemsize_bytes
@@ -100,7 +100,7 @@ def arrange_chunks(new: NewCheckpoint) -> WritePlan:
             ranges = []
             for _ in grid.layout.cells_of(slot):
                 start = ends.get(slot, 0)
-                if size >= _LEAST_ALIGNED_BYTES:
+                if size >= _MIN_ALIGNED_BYTES:
                     start = -(-start // PAGE_BYTES) * PAGE_BYTES
                 ranges.append(FileRange(name_data_file(slot), start))
                 ends[slot] = start + size
@@ -117,7 +117,6 @@ def arrange_chunks(new: NewCheckpoint) -> WritePlan:
         new.mesh,
         stored,
         tuple(files),
-        tuple(notes),
         paths=paths,
         attributes=new.attributes,
         values=values,
@@ -125,7 +124,7 @@ def arrange_chunks(new: NewCheckpoint) -> WritePlan:
 
 
 def name_data_file(rank: int) -> str:
-    """Return the file of a rank's chunks, as OCDBT names files: by 32 digits that are no others'.
+    """Return the name of the file of a rank's chunks: as in OCDBT, 32 unique digits.
 
     >>> name_data_file(1)
     'ocdbt.process_1/d/099094bd7fb48367c884be3c6d70e132'
@@ -168,13 +167,12 @@ def _take_values(new: NewCheckpoint) -> tuple[dict[str, Any], dict[str, TreePath
     return values, paths
 
 
-def _leave_out_copies(
+def _merge_step_counts(
     tensors: Mapping[str, PlannedTensor], paths: Mapping[str, TreePath]
 ) -> dict[str, PlannedTensor]:
-    """Return the tensors without those that another one stands for: one count of steps of all
-    parameters.
+    """Drop all but one of the step counts of parameters, which share a path.
 
-    Raises UsageError where two names stand at one place of the tree, or one inside another.
+    Raises UsageError for other names that share a path, or whose path is inside another's.
     """
     kept = dict(tensors)
     by_path: dict[tuple[str, ...], str] = {}
@@ -229,7 +227,7 @@ def _find_grid(layout: Layout, storing: frozenset[int]) -> _Grid:
 
 
 def _find_step(table: RunTable) -> int:
-    """Return the length of chunks along a dimension, such that its cuts are between chunks."""
+    """Return the length of chunks along a dimension whose boundaries include those of shards."""
     length = table.dimension_length
     edges = set()
     for part in range(table.parts):
@@ -240,11 +238,11 @@ def _find_step(table: RunTable) -> int:
     if not inner:
         return length
     step = math.gcd(*inner)
-    return step if -(-length // step) <= _MOST_CHUNKS_A_PART * table.parts else length
+    return step if -(-length // step) <= _MAX_CHUNKS_A_PART * table.parts else length
 
 
 def _make_table(length: int, step: int) -> RunTable:
-    """Return equal chunks of a dimension, the last one filled up."""
+    """Return equal chunks of a dimension, the last padded."""
     rows: list[tuple[int, ...]] = []
     for part, start in enumerate(range(0, length, step)):
         held = min(step, length - start)
@@ -262,7 +260,7 @@ def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
     narrow = write_plan.attributes.get(NARROW_TYPES)
     narrow = narrow if isinstance(narrow, Mapping) else {}
     for name, tensor in write_plan.tensors.items():
-        # JAX has no elements of 64 bits, unless it is asked to: as its arrays they would be cast.
+        # By default JAX has no dtypes of 64 bits: its arrays would be cast.
         is_array = is_cut and tensor.dtype.name not in _WIDE_TYPES
         leaf = Leaf(write_plan.paths[name], ARRAY if is_array else NUMPY)
         layout = tensor.layout
@@ -316,7 +314,7 @@ def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
 
 
 def _list_boxes(tensor: StoredTensor, slot: int) -> Iterator[tuple[int, ...]]:
-    """Yield where the chunks of a rank begin, in the order of its cells."""
+    """Yield the start of each chunk of a rank, in the order of its cells."""
     layout = tensor.layout
     for cell in layout.cells_of(slot):
         parts = layout.cell_part[cell].tolist()
@@ -326,18 +324,18 @@ def _list_boxes(tensor: StoredTensor, slot: int) -> Iterator[tuple[int, ...]]:
 
 
 def _as_json(value: Any) -> Any:
-    """Return plain values as JSON has them. Raises UsageError for what it has not."""
+    """Convert plain values to those of JSON. Raises UsageError for other values."""
     try:
         return json.loads(json.dumps(value, default=list))
     except (TypeError, ValueError):
         raise UsageError(
-            f"the attributes {str(value)[:200]} of the source cannot be said in Orbax's "
+            f"the attributes {str(value)[:200]} of the source cannot be stored in Orbax's "
             "custom_metadata, which is JSON; leave them out"
         ) from None
 
 
 def _describe_keys(write_plan: WritePlan, keys: Mapping[str, Any]) -> bytes:
-    """Return what Orbax says of arrays beside Zarr: which are keys of random numbers."""
+    """Return Orbax's metadata of arrays, which mark keys of random numbers."""
     entries = []
     for name, tensor in write_plan.tensors.items():
         chunk = tensor.layout.cell_shape[0].tolist()

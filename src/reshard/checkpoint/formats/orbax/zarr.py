@@ -1,12 +1,17 @@
-"""What Zarr says of an array: its type, its grid of chunks, and what a chunk's bytes are.
+"""Arrays of Zarr: dtype, grid of chunks and codec, and the chunks as shards of tensors.
 
-Zarr 2 has `.zarray`, Zarr 3 `zarr.json`. An array is cut into a grid of equal chunks; those at its
-end reach beyond it, and are stored as long as the others::
+`.zarray` of Zarr 2, or `zarr.json` of Zarr 3, describes an array. It is divided into a grid of
+equal chunks; those at its end extend beyond it, and are stored in full length::
 
     shape 10, chunks 4      0.  [0 1 2 3]   1.  [4 5 6 7]   2.  [8 9 . .]
 
-In Zarr 3, Orbax puts each chunk into a *shard*: the chunk's bytes, and behind them an index of
-where they are.
+In Zarr 3, Orbax puts each chunk into a *shard*: the chunk's bytes, followed by an index of their
+locations.
+
+1. A chunk without compression is read in place, as a range of a file.
+2. A compressed chunk, or a chunk in a node of the database, is unpacked when it is first read: into
+   the memory of a reader that requests all of it, or else into an unnamed file (`ScratchFile`).
+3. A chunk that is not stored, in a checkpoint that omits chunks of zeros, is a hole in that file.
 
 Sources: the specifications of Zarr 2 and Zarr 3; Zarr 3's `sharding-indexed` codec.
 """
@@ -47,13 +52,13 @@ from reshard.errors import (
 )
 from reshard.layout import Box
 
-MOST_CHUNKS = 1_000_000
+MAX_CHUNKS = 1_000_000
 _LARGEST = 2**62
 _NUMPY_TYPE = re.compile(r"([<>|=])([biufc])(\d{1,2})")
 _KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 _OWN_TYPE = re.compile(r"(bool|int|uint|float|complex)\d*")
 
-# Types of less than a byte, which TensorStore has in the lower bits of one: their bits are read.
+# Dtypes of less than a byte, which TensorStore stores in the lower bits of a byte.
 _NARROW = ("int4", "int2", "uint4", "float4_e2m1fn")
 
 # Codecs whose streams are decoded, by the names of Zarr.
@@ -62,7 +67,7 @@ CODECS = {"zstd": "zstd", "gzip": "deflate", "zlib": "deflate"}
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """The index of a Zarr 3 shard: of which chunks, and where it stands."""
+    """The index of a Zarr 3 shard: the grid of its chunks, and its location."""
 
     counts: tuple[int, ...]
     is_at_end: bool
@@ -70,26 +75,27 @@ class ShardIndex:
 
     @property
     def size_bytes(self) -> int:
-        """Its bytes: a start and a length for each chunk."""
+        """The size of the index: an offset and a length for each chunk."""
         return 16 * math.prod(self.counts) + 4 * self.has_checksum
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayMetadata:
-    """One array.
+    """The description of an array.
 
     Attributes:
-        dtype: of its elements as they are read.
-        stored_type: what Zarr calls it.
+        dtype: with which it is read.
+        stored_type: the dtype's name in Zarr.
         shape: of the array.
-        chunk: the shape of all chunks; of those in shards, where there are such.
-        shard: the shape of what a key has.
+        chunk: the shape of chunks, in shards if there are any.
+        shard: the shape of the part that is stored under a key.
         codec: `""`, `"zstd"` or `"deflate"`.
         order: the order of a chunk's dimensions in its bytes, outermost first.
         has_checksum: whether a CRC-32C follows a chunk's bytes.
-        separator: between the indices of a key; in Zarr 3 they begin with `c`.
+        separator: between the indices of a key.
+        prefix: of a key: `c` in Zarr 3.
         index: of shards.
-        fills_zeros: whether what is not stored is zero.
+        fills_zeros: whether chunks that are not stored are zeros.
     """
 
     dtype: DType
@@ -107,7 +113,7 @@ class ArrayMetadata:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk, as elements."""
+        """The size of a chunk's elements."""
         return math.prod(self.chunk) * self.dtype.itemsize_bytes
 
     @property
@@ -121,7 +127,7 @@ class ArrayMetadata:
         return tuple(found)
 
     def list_keys(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the keys of the array, and where in it each begins."""
+        """Yield the keys of the array, each with the index at which its part begins."""
         counts = [-(-size // step) for size, step in zip(self.shape, self.shard, strict=True)]
         for at in itertools.product(*map(range, counts)):
             start = tuple(i * step for i, step in zip(at, self.shard, strict=True))
@@ -129,7 +135,7 @@ class ArrayMetadata:
             yield self.separator.join(parts) or "0", start
 
     def box(self, start: tuple[int, ...]) -> Box | None:
-        """Return what of the array is in the chunk that begins at `start`; None if nothing is."""
+        """Return the box of the chunk that begins at `start`, or None if it is outside."""
         stop = tuple(
             min(a + step, n) for a, step, n in zip(start, self.chunk, self.shape, strict=True)
         )
@@ -139,11 +145,11 @@ class ArrayMetadata:
 
 
 def read_array(content: bytes, label: str) -> ArrayMetadata:
-    """Return what `.zarray` or `zarr.json` says; `label` names it in errors.
+    """Parse `.zarray` or `zarr.json`; `label` names it in errors.
 
     Raises:
-        FormatError: what is no description of an array.
-        CheckpointError: a codec or a type that is not known.
+        FormatError: content that does not describe an array.
+        CheckpointError: an unknown codec or dtype.
     """
     try:
         described = parse_json(content.decode())
@@ -169,9 +175,9 @@ def _check(found: ArrayMetadata, label: str) -> None:
             raise FormatError(f"{label} has chunks {list(what)} of shape {list(found.shape)}")
     grid = math.prod(-(-n // step) for n, step in zip(found.shape, found.shard, strict=True))
     inner = math.prod(found.index.counts) if found.index else 1
-    if grid * inner > MOST_CHUNKS:
+    if grid * inner > MAX_CHUNKS:
         raise FormatError(
-            f"{label} has {grid * inner} chunks, {MOST_CHUNKS} are the most that are read; save it "
+            f"{label} has {grid * inner} chunks, {MAX_CHUNKS} are the most that are read; save it "
             "with larger chunks"
         )
     if found.chunk_bytes > _LARGEST or math.prod(found.shape) > _LARGEST // 16:
@@ -294,7 +300,7 @@ def _refuse_codec(names: list[str], label: str) -> UnreadableTensorError:
 
 
 def _find_type(name: str, label: str) -> DType:
-    """Return the type that a name of Zarr means.
+    """Return the dtype of a name of Zarr.
 
     >>> _find_type("<f4", "w"), _find_type("bfloat16", "w"), _find_type("int4", "w")
     (DType('float32'), DType('bfloat16'), DType('uint8'))
@@ -319,12 +325,12 @@ def _find_type(name: str, label: str) -> DType:
 
 
 def is_narrow(stored_type: str) -> bool:
-    """Return whether a type of Zarr has less than a byte, and is read as one of a byte."""
+    """Return whether a dtype of Zarr has less than a byte, and is read as uint8."""
     return stored_type in _NARROW
 
 
 def array_bytes(stored_type: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> bytes:
-    """Return the `.zarray` of an array without compression."""
+    """Return the content of `.zarray` for an array without compression."""
     content = {
         "chunks": list(chunk),
         "compressor": None,
@@ -340,7 +346,7 @@ def array_bytes(stored_type: str, shape: tuple[int, ...], chunk: tuple[int, ...]
 
 
 def name_type(dtype: DType) -> str:
-    """Return what Zarr 2, as TensorStore has it, calls a type.
+    """Return the name of a dtype in TensorStore's Zarr 2.
 
     >>> name_type(as_dtype("float32")), name_type(as_dtype("bfloat16"))
     ('<f4', 'bfloat16')
@@ -360,15 +366,15 @@ _CHECKSUM_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class PackedChunk:
-    """A chunk that is not read where it lies: `size_bytes` when it is unpacked.
+    """A chunk that must be unpacked.
 
     Attributes:
-        label: in errors.
-        packed: where its bytes are, or these, or None for a chunk of zeros, which is not stored.
-        codec: what unpacks it.
+        label: for errors.
+        packed: the stored bytes, or None for a chunk of zeros, which is not stored.
+        codec: of the stored bytes.
         size_bytes: of its elements.
-        has_checksum: whether a CRC-32C follows the packed bytes.
-        start_bytes: where it has its place in the file without a name.
+        has_checksum: whether a CRC-32C follows the stored bytes.
+        start_bytes: the offset in the unnamed file to which it is unpacked.
     """
 
     label: str
@@ -381,18 +387,18 @@ class PackedChunk:
 
 @dataclass
 class PackedChunks:
-    """The packed chunks of a checkpoint while it is opened: a file without a name for each file.
+    """The packed chunks of a checkpoint, collected while it is opened, by their file.
 
-    `anchor` is a file of the checkpoint, for chunks that are in none.
+    `anchor` is a file of the checkpoint, to which chunks without a file are added.
     """
 
     anchor: str = METADATA_NAME
     by_file: dict[str, list[PackedChunk]] = field(default_factory=dict)
 
     def add(self, chunk: PackedChunk) -> FileRange:
-        """Return where the chunk will be when it is unpacked.
+        """Add a chunk, and return the location to which it will be unpacked.
 
-        Raises FormatError where so much cannot be.
+        Raises FormatError if the chunks are too large for any disk.
         """
         place = chunk.packed.place if chunk.packed is not None else None
         source = place.path if place is not None else self.anchor
@@ -410,7 +416,7 @@ class PackedChunks:
 
     @property
     def derived(self) -> dict[str, PackedChunkFile]:
-        """The files, by the name under which tensors find them."""
+        """The unpacked files, by the name with which tensors refer to them."""
         return {
             f"{source}/unpacked": PackedChunkFile(source, tuple(chunks))
             for source, chunks in self.by_file.items()
@@ -419,7 +425,7 @@ class PackedChunks:
 
 @dataclass(frozen=True, slots=True)
 class PackedChunkFile:
-    """The chunks of one file, in the order in which they lie in the file without a name."""
+    """The packed chunks of a file, in the order of their unpacked offsets."""
 
     source: str
     chunks: tuple[PackedChunk, ...]
@@ -430,7 +436,7 @@ class PackedChunkFile:
 
 
 class _ChunkFile(ScratchFile):
-    """The unpacked chunks of one file."""
+    """The unpacked chunks of a file."""
 
     def __init__(
         self,
@@ -451,7 +457,7 @@ class _ChunkFile(ScratchFile):
         super().__init__(path, parts, packed, scratch)
 
     def make_part(self, number: int) -> None:
-        """Unpack a chunk; one of zeros stays a hole."""
+        """Unpack a chunk; a chunk of zeros stays a hole."""
         chunk = self._chunks[number]
         if chunk.packed is None:
             return
@@ -461,8 +467,7 @@ class _ChunkFile(ScratchFile):
             at += len(piece)
 
     def read_into(self, region: BufferRegion | memoryview, offset_bytes: int) -> None:
-        """As `ScratchFile.read_into`; what is asked for as a whole is unpacked where it is asked
-        for, if it is not unpacked yet."""
+        """Read a region; a whole chunk that is still packed is unpacked into it directly."""
         memory = region.memory if isinstance(region, BufferRegion) else region
         number = self.find_whole(offset_bytes, memory.nbytes)
         if number is None or self._chunks[number].packed is None:
@@ -492,23 +497,23 @@ class _ChunkFile(ScratchFile):
     def _check(
         self, chunk: PackedChunk, read: Callable[[int, int], bytes], start: int, size: int
     ) -> None:
-        """Compare the CRC-32C behind the packed bytes, where there is one."""
+        """Verify the CRC-32C that follows the stored bytes, if there is one."""
         if not chunk.has_checksum:
             return
         found = 0
         # A chunk may be a shard of any size.
         for at in range(0, size, _PIECE_BYTES):
             found = crc32c(read(start + at, min(_PIECE_BYTES, size - at)), found)
-        said = int.from_bytes(read(start + size, _CHECKSUM_BYTES), "little")
-        if found != said:
+        stored = int.from_bytes(read(start + size, _CHECKSUM_BYTES), "little")
+        if found != stored:
             raise DigestError(
-                f"{chunk.label} is not what was written: its CRC-32C is {found:08x}, the file says "
-                f"{said:08x}; fetch it again"
+                f"{chunk.label} is not what was written: its CRC-32C is {found:08x}, and "
+                f"{stored:08x} by the file; fetch it again"
             )
 
 
 def _unpack(chunk: PackedChunk, packed: ByteStream) -> Iterator[bytes]:
-    """Yield the elements of a chunk, in pieces that together are `size_bytes`."""
+    """Yield the elements of a chunk in pieces, `size_bytes` in total."""
     stream = packed
     if chunk.codec:
         kind = ZStandardStream if chunk.codec == "zstd" else DeflateStream
@@ -525,15 +530,15 @@ def _unpack(chunk: PackedChunk, packed: ByteStream) -> Iterator[bytes]:
         yield piece
     if stream.read(1):
         raise FormatError(
-            f"{chunk.label} goes on behind its {chunk.size_bytes} bytes; it is damaged, or of "
+            f"{chunk.label} continues after its {chunk.size_bytes} bytes; it is damaged, or of "
             "another save"
         )
 
 
 def read_scalar(value: StoredValue, array: ArrayMetadata, label: str, folder: Path) -> bytes:
-    """Return the bytes of the one chunk of an array without dimensions.
+    """Read the only chunk of an array without dimensions.
 
-    Raises FormatError for what is damaged.
+    Raises FormatError for a chunk that is damaged.
     """
     content = value.read(folder)
     if array.index is not None:
@@ -551,11 +556,11 @@ def read_scalar(value: StoredValue, array: ArrayMetadata, label: str, folder: Pa
 def list_chunks(
     name: str, array: ArrayMetadata, values: KeyValues, packed: PackedChunks, *, has_all: bool
 ) -> Iterator[tuple[Box, FileRange]]:
-    """Yield the chunks of an array: what each has of it, and where its bytes begin.
+    """Yield the box of each chunk of an array, and the location of its bytes.
 
     Raises:
-        CoverageError: a chunk that is missing, where all should be there.
-        FormatError: one that is not as long as it should be.
+        CoverageError: a chunk that is missing, unless missing chunks are zeros.
+        FormatError: a chunk of another size.
     """
     for key, start in array.list_keys():
         value = values.find(f"{name}/{key}")
@@ -575,7 +580,7 @@ def list_chunks(
             if box is None:
                 continue
             if one is None:
-                # What is left out is zero, in a checkpoint that leaves it out.
+                # Missing chunks are zeros if the checkpoint omits those.
                 if has_all or not array.fills_zeros:
                     raise CoverageError(
                         f"{label} is missing, which has {box} of tensor {name!r}; the checkpoint "
@@ -603,17 +608,17 @@ def _list_starts(start: tuple[int, ...], array: ArrayMetadata) -> Iterator[tuple
 def _list_inner(
     value: StoredValue, array: ArrayMetadata, label: str, folder: Path
 ) -> list[tuple[tuple[int, ...], StoredValue | None]]:
-    """Return the chunks in a shard: where each begins in it, and its bytes; None if it has none."""
+    """Return the index of each chunk in a shard, and its bytes, or None if it is not stored."""
     index = array.index
     if index is None or value.size_bytes < index.size_bytes:
         raise FormatError(f"{label} has {value.size_bytes} bytes, too few for an index of chunks")
     start = value.size_bytes - index.size_bytes if index.is_at_end else 0
     content = value.read(folder, start, index.size_bytes)
     if index.has_checksum:
-        content, said = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
-        if crc32c(content) != int.from_bytes(said, "little"):
+        content, stored = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+        if crc32c(content) != int.from_bytes(stored, "little"):
             raise FormatError(
-                f"{label} is not what was written: the CRC-32C of its index of chunks is another; "
+                f"{label} is not what was written: the CRC-32C of its index of chunks differs; "
                 "fetch it again"
             )
     numbers = struct.unpack(f"<{2 * math.prod(index.counts)}Q", content)
