@@ -175,14 +175,14 @@ class _Side:
 
     def sections_of(self, columns: TensorColumns, sections: Sequence[Section]) -> list[Section]:
         """Sections of the other's columns, each of one tensor, as those of the same names here."""
-        rows = [self.columns.rows([columns.names[int(one.rows[0])]]) for one in sections]
+        rows = [self.columns.rows([columns.names[int(section.rows[0])]]) for section in sections]
         return [
-            Section(int(self.columns.kind[row[0]]), row, one.block)
-            for row, one in zip(rows, sections, strict=True)
+            Section(int(self.columns.kind[row[0]]), row, section.block)
+            for row, section in zip(rows, sections, strict=True)
         ]
 
     def read(self, sections: Sequence[Section], memory: Workspace) -> list[BlockMemory]:
-        """The blocks of sections, valid until the next call."""
+        """Return the blocks of sections, valid until the next call."""
         name = self.columns.names[int(sections[0].rows[0])]
         if name not in self.computed:
             return self._reader.read(sections, memory)
@@ -190,7 +190,7 @@ class _Side:
         return [BlockMemory(block, np.zeros(1, np.int64), block.nbytes)]
 
     def new_workspace(self, names: list[str], batch_bytes: int) -> Workspace:
-        """The memory of one thread that reads these tensors."""
+        """Return the memory of one thread that reads these tensors."""
         if self.conversion is not None:
             return self.conversion.new_workspace(0)
         rows = self.columns.rows(names)
@@ -263,27 +263,29 @@ def compare(
     results = run_in_threads(blocks.batches(rows, batch_bytes), work, new_memory, threads)
     try:
         # A format that holds tensors only has lost the rest by its nature: that is no difference.
-        holds_items = all(_can_hold(one.format, Capability.ITEMS) for one in (a, b))
-        holds_values = all(_can_hold(one.format, Capability.VALUES) for one in (a, b))
+        holds_items = all(_can_hold(item.format, Capability.ITEMS) for item in (a, b))
+        holds_values = all(_can_hold(item.format, Capability.VALUES) for item in (a, b))
         # One may have pickles of what the other has as values, or of parts of it.
         if holds_values and {*a.items} != {*b.items}:
             a, b = in_plain_values(a), in_plain_values(b)
         elif holds_items:
             differences += _compare_items(a, b, files_a, files_b)
         if holds_values:
-            differences += [Difference(*one, is_tensor=False) for one in differing_values(a, b)]
-        for one in results:
-            blocks.note(one.batch.numbers, one.digests)
-            for number, count, first in one.unlike:
+            differences += [
+                Difference(*difference, is_tensor=False) for difference in differing_values(a, b)
+            ]
+        for result in results:
+            blocks.note(result.batch.numbers, result.digests)
+            for number, count, first in result.unlike:
                 row, block = blocks.place(number)
                 # Blocks come in the order they are finished: the smallest (block, place) is the
                 # first.
                 before, first_block, first_at = found.get(row, (0, math.inf, 0))
                 earliest = min((first_block, first_at), (block, first))
                 found[row] = (before + count, int(earliest[0]), int(earliest[1]))
-            done += one.batch.size_bytes
+            done += result.batch.size_bytes
             if progress is not None:
-                progress(Progress(done, total, 0, blocks.last_name(one.batch)))
+                progress(Progress(done, total, 0, blocks.last_name(result.batch)))
     finally:
         # The threads end before the files they read are closed.
         results.close()
@@ -309,13 +311,13 @@ def _compare_copies(checkpoints: Sequence[Checkpoint]) -> tuple[list[Difference]
     differences, notes = [], []
     for checkpoint in checkpoints:
         report = compare_copies(checkpoint, reads_recorded=True)
-        texts = [f"copies in {checkpoint.folder}: {one}" for one in report.differing]
+        texts = [f"copies in {checkpoint.folder}: {difference}" for difference in report.differing]
         if DIFFERING_COPIES in checkpoint.allowed:
             notes += texts
         else:
             how: dict[str, list[str]] = {}
-            for one in report.differing:
-                how.setdefault(one.tensor, []).append(one.how)
+            for difference in report.differing:
+                how.setdefault(difference.tensor, []).append(difference.how)
             differences += [
                 Difference(
                     name, f"has copies that differ in {checkpoint.folder}: {'; '.join(parts[:4])}"
@@ -341,7 +343,7 @@ class _Compared:
 def _find_unlike(
     left: BlockMemory, right: BlockMemory, itemsize_bytes: int
 ) -> Iterator[tuple[int, int, int]]:
-    """The blocks of a section that are unlike: which, how many elements, and the first of them."""
+    """Return the differing blocks of a section: row, number of elements, and the first of them."""
     size = left.size_bytes
     for a, b in split_equal_steps(left.at, right.at):
         # Bytes, not values: 0.0 and -0.0 differ, and a NaN equals itself. A row is a block.
@@ -369,9 +371,9 @@ def _compare_descriptions(
         return None
 
     differences = [
-        Difference(name, f"of {one.folder} cannot be read: it is {why}")
-        for one in (a, b)
-        for name, why in one.unreadable.items()
+        Difference(name, f"of {item.folder} cannot be read: it is {why}")
+        for item in (a, b)
+        for name, why in item.unreadable.items()
     ]
     unreadable = {*a.unreadable, *b.unreadable}
     right_kinds = others.kind.tolist()
@@ -426,9 +428,9 @@ def check_digests(
     rows = np.flatnonzero([name not in unreadable for name in columns.names])
     # The files' own checksums are found in passing, for tensors without a digest.
     own = [
-        one
-        for one in checkpoint.checksums
-        if one.tensor in columns and one.tensor not in unreadable
+        checksum
+        for checksum in checkpoint.checksums
+        if checksum.tensor in columns and checksum.tensor not in unreadable
     ]
     seen = source_checksums(own)
     reader = BatchReader(columns, files, seen.add if own else None)
@@ -449,11 +451,12 @@ def check_digests(
             if progress is not None:
                 progress(Progress(done, total, 0, blocks.last_name(batch)))
         damaged += [
-            _describe_damaged_range(one, found) for one, found in damaged_ranges(own, seen, files)
+            _describe_damaged_range(damaged_range, found)
+            for damaged_range, found in damaged_ranges(own, seen, files)
         ]
         damaged += _find_damaged_items(checkpoint, files)
         # Copies that have checksums of their own were compared with these.
-        checked = {one.tensor for one in own}
+        checked = {part.tensor for part in own}
         recorded_names = itertools.compress(columns.names, known)
         damaged += _find_damaged_copies(
             checkpoint, [name for name in recorded_names if name not in checked]
@@ -464,14 +467,14 @@ def check_digests(
     for row in rows.tolist():
         if recorded is not None and known[row] and recorded.of_blocks(row) != blocks.of(row):
             damaged += _list_damaged(columns.tensor(row), blocks.of(row), files)
-    without = tuple(itertools.compress(columns.names, (not one for one in known)))
+    without = tuple(itertools.compress(columns.names, (not item for item in known)))
     return DigestReport(blocks.digests(rows.tolist()), without, tuple(damaged), done)
 
 
 def _list_damaged(
     tensor: StoredTensor, found: bytes, files: OpenFiles[SourceFile]
 ) -> Iterator[DamagedBlock]:
-    """The blocks of a tensor whose digests are not those that were recorded."""
+    """Yield the blocks of a tensor whose digests are not those that were recorded."""
     reader = BlockReader(tensor, files)
     for block, expected in enumerate(tensor.digest.blocks if tensor.digest is not None else ()):
         digest = found[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
@@ -483,7 +486,7 @@ def _list_damaged(
 def _find_damaged_sources(
     checkpoint: Checkpoint, files: OpenFiles[SourceFile], threads: int
 ) -> list[DamagedBlock]:
-    """The parts of tensors in derived files whose source, such as an archive, is damaged."""
+    """Return the parts of tensors in derived files whose source, such as an archive, is damaged."""
 
     def work(task: tuple[str, str, FileRange], memory: Workspace) -> DamagedBlock | None:
         name, box, place = task
@@ -517,7 +520,7 @@ def _find_damaged_copies(checkpoint: Checkpoint, names: Iterable[str]) -> Iterat
 
 
 def _find_damaged_items(checkpoint: Checkpoint, files: OpenFiles[SourceFile]) -> list[DamagedBlock]:
-    """The items whose digest differs from the recorded one."""
+    """Return the items whose digest differs from the recorded one."""
     damaged = []
     for name, item in checkpoint.items.items():
         found = item_digest(item, files) if item.digest is not None else None
@@ -551,7 +554,7 @@ def _can_hold(name: str, what: Capability) -> bool:
 
 
 def _describe_damaged_range(one: StoredChecksum, found: int) -> DamagedBlock:
-    """A range of a file that contradicts the file's own checksum, as a damaged block."""
+    """Return a range of a file that contradicts the file's own checksum, as a damaged block."""
     start = one.place.start_bytes
     place = f"{one.place.path} bytes {start}:{start + one.size_bytes}"
     return DamagedBlock(one.tensor, one.part, f"{one.crc32:08x}", f"{found:08x}", (place,))

@@ -58,10 +58,10 @@ class StoredTensor:
         if isinstance(self.binding.addresses, FileRanges):
             return
         for slot, address in self.binding.addresses.items():
-            for one in address if isinstance(address, tuple) else (address,):
-                if not isinstance(one, FileRange):
+            for item in address if isinstance(address, tuple) else (address,):
+                if not isinstance(item, FileRange):
                     raise CheckpointError(
-                        f"rank {slot} of {self.name!r} is bound to {one}, no file"
+                        f"rank {slot} of {self.name!r} is bound to {item}, no file"
                     )
 
     @property
@@ -80,7 +80,7 @@ class StoredTensor:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize_bytes
 
     def file_range(self, slot: int, cell: int = 0, offset: int = 0) -> FileRange:
-        """Where a cell of a stored shard begins: cell number `cell` of `slot`, which has
+        """Return the address of a cell of a stored shard: cell number `cell` of `slot`, which has
         `offset` elements before it where the slot's cells lie one behind the other.
 
         Raises CheckpointError where the slot stores none.
@@ -93,12 +93,12 @@ class StoredTensor:
         return FileRange(address.path, address.start_bytes + offset * self.dtype.itemsize_bytes)
 
     def view(self, slot: int, cell: int) -> View | None:
-        """How a cell lies behind its address; None if it is dense and row major."""
+        """Return the strides of a cell at its address, or None if it is dense and row major."""
         view = self.binding.views.get(slot)
         return view[cell] if isinstance(view, tuple) else view
 
     def shard_size_bytes(self, slot: int) -> int:
-        """Bytes of one slot's shard, pads and halos included."""
+        """Return the number of bytes of one slot's shard, pads and halos included."""
         shape = self.layout.local_shape(slot)
         if shape is None:
             return 0
@@ -152,7 +152,7 @@ class StoredTensor:
 # Many tensors of a model have one shape.
 @lru_cache(maxsize=1024)
 def _make_whole(shape: tuple[int, ...], slot: int) -> Layout:
-    """The whole tensor on `slot`, the first behind those that store it."""
+    """Return the whole tensor on `slot`, the first behind those that store it."""
     return Layout.whole(shape, [slot], slot + 1)
 
 
@@ -211,14 +211,14 @@ class DerivedFile(Protocol):
         """The name of the file that it is derived from."""
 
     def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
-        """The file for reading; `path` names it in errors, `scratch` is a folder with room."""
+        """Open the file; `path` is its name in errors, `scratch` a folder with free space."""
 
 
 class HeldFile(Protocol):
     """A file that is no file: bytes in memory, such as those of arrays."""
 
     def open(self) -> SourceFile:
-        """The bytes, for reading."""
+        """Return the bytes, for reading."""
 
 
 @dataclass(frozen=True)
@@ -322,12 +322,12 @@ class Checkpoint:
         )
 
     def path(self, name: str) -> Path:
-        """The full path of one of its files."""
+        """Return the full path of one of its files."""
         return join_path(self.folder, name)
 
 
 def missing_box(layout: Layout) -> Box | None:
-    """The first box, in row-major order, that no cell of a layout owns.
+    """Return the first box, in row-major order, that no cell of a layout owns.
 
     >>> missing_box(Layout.from_boxes((4, 4), [(0, Box((0, 0), (4, 2))), (1, Box((2, 2), (4, 4)))]))
     Box(start=(0, 2), stop=(2, 4))

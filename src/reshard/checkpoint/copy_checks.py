@@ -265,7 +265,7 @@ def compare_copies(
         classes = _group_equal(zip(group.ranks, digests, strict=True))
         if len(classes) > 1:
             unlike.append((group, classes, read.how))
-    unlike.sort(key=lambda one: (index.columns.row(one[0].tensor), one[1]))
+    unlike.sort(key=lambda item: (index.columns.row(item[0].tensor), item[1]))
     differing: list[DifferingCopies] = []
     by_nature: list[DifferingCopies] = []
     for number, (group, classes, how) in enumerate(unlike):
@@ -315,13 +315,15 @@ def list_read_checksums(checkpoint: Checkpoint) -> tuple[StoredChecksum, ...]:
                 (needed if is_read else skipped).add((file, storage[0]))
     unread = skipped - needed
     return tuple(
-        one for one in checkpoint.checksums if (one.place.path, one.place.start_bytes) not in unread
+        checksum
+        for checksum in checkpoint.checksums
+        if (checksum.place.path, checksum.place.start_bytes) not in unread
     )
 
 
 def describe_differing(checkpoint: Checkpoint, differing: Sequence[DifferingCopies]) -> str:
     """Return the error text for copies that differ: which, why that can be, and what to do."""
-    names = list(dict.fromkeys(one.tensor for one in differing))
+    names = list(dict.fromkeys(difference.tensor for difference in differing))
     text = (
         f"{checkpoint.folder}: ranks hold copies, by sizes and offsets, whose contents differ, of "
         f"{_count_tensors(differing)}: {_list_some(differing)}. "
@@ -420,16 +422,16 @@ class _Storages:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._by_file: dict[str, list[tuple[int, int, int]]] = {}
-        for one in checkpoint.checksums:
-            storage = (one.place.start_bytes, one.size_bytes, one.crc32)
-            self._by_file.setdefault(one.place.path, []).append(storage)
+        for checksum in checkpoint.checksums:
+            storage = (checksum.place.start_bytes, checksum.size_bytes, checksum.crc32)
+            self._by_file.setdefault(checksum.place.path, []).append(storage)
         for storages in self._by_file.values():
             storages.sort()
 
     def find(self, file: str, start_bytes: int) -> tuple[int, int, int] | None:
         """Return start, size and checksum of the range that contains a byte."""
         storages = self._by_file.get(file, [])
-        at = bisect_right(storages, start_bytes, key=lambda one: one[0]) - 1
+        at = bisect_right(storages, start_bytes, key=lambda item: item[0]) - 1
         if at < 0 or start_bytes >= storages[at][0] + storages[at][1]:
             return None
         return storages[at]
@@ -483,10 +485,10 @@ class _Index:
             kind = columns.kinds[number]
             has_digest = digests is not None and (digests.known is None or bool(digests.known[row]))
             for region in self._regions[number]:
-                starts = (int(columns.starts[first + one.place]) for one in region.members)
+                starts = (int(columns.starts[first + member.place]) for member in region.members)
                 places = tuple(
-                    (kind.files[one.place], start + one.offset_bytes)
-                    for one, start in zip(region.members, starts, strict=True)
+                    (kind.files[member.place], start + member.offset_bytes)
+                    for member, start in zip(region.members, starts, strict=True)
                 )
                 # Several ranks may be bound to one range of a file.
                 if len(set(places)) > 1:
@@ -494,7 +496,7 @@ class _Index:
 
 
 def _has_copies(kind: TensorKind) -> bool:
-    """Whether the shards of a kind's tensors have more elements together than the tensor."""
+    """Return whether the shards of a kind's tensors have more elements together than the tensor."""
     layout = kind.layout
     if len(kind.places) < 2:
         return False
@@ -540,7 +542,7 @@ def _find_overlaps(kind: TensorKind, layout: Layout, tiles: list[Tile]) -> Itera
         for behind in np.flatnonzero((low < high).all(axis=1)).tolist():
             shared = (Box(tuple(low[behind].tolist()), tuple(high[behind].tolist())),)
             pair = (tile, tiles[number + 1 + behind])
-            yield _Region(shared, tuple(_make_member(kind, one, shared) for one in pair))
+            yield _Region(shared, tuple(_make_member(kind, value, shared) for value in pair))
 
 
 def _list_boxes(tile: Tile) -> tuple[Box, ...]:
@@ -848,12 +850,12 @@ def _make_buffer() -> AlignedBuffer:
 
 def _suggest_cut(differing: Sequence[DifferingCopies]) -> str:
     """Return the options that specify the axis which the files lack."""
-    pattern = _find_pattern(list(dict.fromkeys(one.tensor for one in differing)))
-    first = [one for one in differing if one.tensor == differing[0].tensor]
+    pattern = _find_pattern(list(dict.fromkeys(difference.tensor for difference in differing)))
+    first = [difference for difference in differing if difference.tensor == differing[0].tensor]
     classes = first[0].ranks
     missing, replicas = len(classes), len(classes[0])
     is_regular = all(
-        len(one.ranks) == missing and {*map(len, one.ranks)} == {replicas} for one in first
+        len(part.ranks) == missing and {*map(len, part.ranks)} == {replicas} for part in first
     )
     if not is_regular:
         return f"--source-mesh fsdp=...,ep=... --source-rule '{pattern}=ep / fsdp, ...'"
@@ -873,7 +875,7 @@ def _find_pattern(names: list[str]) -> str:
 
 
 def _count_tensors(differing: Sequence[DifferingCopies]) -> str:
-    return count_text(len({one.tensor for one in differing}), "tensor")
+    return count_text(len({difference.tensor for difference in differing}), "tensor")
 
 
 def _list_some(differing: Sequence[DifferingCopies]) -> str:

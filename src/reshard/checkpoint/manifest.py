@@ -101,15 +101,15 @@ class ManifestTensors(Mapping[str, ManifestTensor]):
 
     @classmethod
     def of(cls, tensors: Mapping[str, ManifestTensor]) -> ManifestTensors:
-        """The same tensors as columns."""
+        """Return the same tensors as columns."""
         if isinstance(tensors, ManifestTensors):
             return tensors
         kinds: dict[ManifestKind, int] = {}
         kind = [
-            kinds.setdefault(ManifestKind(one.dtype, one.layout, one.spec), len(kinds))
-            for one in tensors.values()
+            kinds.setdefault(ManifestKind(tensor.dtype, tensor.layout, tensor.spec), len(kinds))
+            for tensor in tensors.values()
         ]
-        digests = DigestColumns.of_each(one.digest for one in tensors.values())
+        digests = DigestColumns.of_each(tensor.digest for tensor in tensors.values())
         return cls(tensors, tuple(kinds), kind, digests)
 
     @cached_property
@@ -132,7 +132,7 @@ class ManifestTensors(Mapping[str, ManifestTensor]):
         return name in self._rows
 
     def rows(self, names: Iterable[str]) -> IntArray:
-        """The rows of tensors. Raises KeyError."""
+        """Return the rows of tensors. Raises KeyError."""
         return np.fromiter(map(self._rows.__getitem__, names), np.int64)
 
 
@@ -163,11 +163,11 @@ class Manifest:
         return replace(self, tensors=renamed)
 
     def to_json(self) -> str:
-        """The text of the manifest file."""
+        """Return the text of the manifest file."""
         return "".join(self.json_pieces())
 
     def json_pieces(self) -> Iterator[str]:
-        """The same in pieces, of which one at a time is in memory."""
+        """Yield the same in pieces, of which one at a time is in memory."""
         mesh = self.mesh
         content: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
@@ -195,7 +195,7 @@ class Manifest:
 
 
 def _describe_tensors(tensors: ManifestTensors) -> Iterator[str]:
-    """The text of the tensors; that of a kind is made once."""
+    """Yield the text of the tensors; that of a kind is made once."""
     kinds = [_describe_kind(kind) for kind in tensors.kinds]
     digests = tensors.digests
     for low in range(0, len(tensors), _TENSORS_A_PIECE):
@@ -231,7 +231,7 @@ def _describe_digest(digests: DigestColumns, row: int) -> str:
 
 
 def _list_boxes(layout: Layout) -> list[tuple[int, Box]]:
-    """The boxes of every slot, an empty one where the slot has a shard without elements."""
+    """Return the boxes of every slot, an empty one where the slot has a shard without elements."""
     return [
         (slot, box)
         for slot in layout.holders
@@ -245,7 +245,7 @@ def _make_empty_box(layout: Layout, slot: int) -> Box:
 
 
 def can_describe(layout: Layout) -> bool:
-    """Whether a manifest can describe a layout that has no sharding: it is boxes, nothing else.
+    """Return whether a manifest can describe a layout without a sharding, by its boxes alone.
 
     >>> can_describe(Layout.whole((2, 3), [1], 2))
     True
@@ -265,7 +265,7 @@ def manifest_of(
     carried: tuple[str, ...],
     items: Mapping[str, bytes],
 ) -> Manifest:
-    """The manifest of tensors about to be committed, with their digests."""
+    """Return the manifest of tensors about to be committed, with their digests."""
     columns = TensorColumns.of(tensors)
     kinds = [ManifestKind(kind.dtype, kind.layout, kind.spec) for kind in columns.kinds]
     if not isinstance(digests, DigestColumns):
@@ -275,7 +275,7 @@ def manifest_of(
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint folder, or None if it has none.
+    """Return the manifest of a checkpoint folder, or None if it has none.
 
     Raises:
         FormatError: a manifest that is damaged, of a later version, or contradicts itself.
@@ -314,7 +314,7 @@ _Entry = tuple[str, str, Mapping[str, Any] | str, tuple[Any, Any] | None]
 
 
 def _find_tensors(text: bytes) -> tuple[int, int]:
-    """Where the object of the tensors begins and ends in a text as this package writes it.
+    """Return the start and the stop of the tensors' object in a text that this package wrote.
 
     Raises ValueError for one that is written in another way, as `_read_entries` does.
     """
@@ -326,7 +326,7 @@ def _find_tensors(text: bytes) -> tuple[int, int]:
 
 
 def _read_entries(text: bytes, begin: int, end: int) -> Iterator[_Entry]:
-    """The tensors, one after the other: all of them as JSON would take 1 KB each."""
+    """Yield the tensors, one after the other: all of them as JSON would take 1 KB each."""
     at, more = begin + 1, b","
     kinds: dict[bytes, str] = {}
     while more:
@@ -493,7 +493,7 @@ def _parse_digests(value: Any, count: int, what: str, name: str) -> bytes:
 
 
 def is_name_inside(name: str) -> bool:
-    """Whether the path of a file, relative to its folder, leads to a place inside of it.
+    """Return whether the path of a file, relative to its folder, leads to a place inside of it.
 
     >>> [is_name_inside(name) for name in ("a.pt", "step1/a.pt", "../a.pt", "/a.pt", "a//b.pt")]
     [True, True, False, False, False]
@@ -502,7 +502,7 @@ def is_name_inside(name: str) -> bool:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a file name that was read from a file stays inside its folder.
+    """Return whether a file name that was read from a file stays inside its folder.
 
     >>> [is_plain_name(name) for name in ("a.safetensors", "../a", "/a", "sub/a", "")]
     [True, False, False, False, False]

@@ -506,7 +506,7 @@ class ConversionRequest:
 
     def _check_kept(self) -> None:
         """Refuse what shards over a mesh, if none is given."""
-        is_for_names = any(isinstance(one, str) for one in (self.source_names, self.target_names))
+        is_for_names = any(isinstance(item, str) for item in (self.source_names, self.target_names))
         given = {
             "rules": bool(self.rules),
             "a recipe": self.has_recipe and not is_for_names,
@@ -524,9 +524,9 @@ class ConversionRequest:
         if isinstance(given, str | os.PathLike) or not isinstance(given, Iterable):
             raise UsageError(f"adapters {given!r}; give a list of paths")
         given = list(given)
-        if not all(isinstance(one, str | os.PathLike) for one in given):
+        if not all(isinstance(value, str | os.PathLike) for value in given):
             raise UsageError(f"adapters {given!r}; give a list of paths")
-        paths = tuple(os.fspath(one) for one in given)
+        paths = tuple(os.fspath(value) for value in given)
         object.__setattr__(self, "adapters", paths)
         others = {
             "names of other programs in the target": self.target_names,
@@ -616,7 +616,7 @@ class ConversionRequest:
             _refuse(self.strategy is not None, placed_by, "a strategy")
         _refuse(bool(self.rules), placed_by, "rules")
         # A recipe may be there for its names alone; a table has names of its own.
-        is_for_names = any(isinstance(one, str) for one in (self.source_names, self.target_names))
+        is_for_names = any(isinstance(item, str) for item in (self.source_names, self.target_names))
         _refuse(self.has_recipe and not is_for_names, placed_by, "a recipe")
 
     @cached_property

@@ -58,10 +58,10 @@ class Processes(Protocol):
     size: int
 
     def share(self, value: Any) -> Any:
-        """The value of process 0, on every process."""
+        """Return the value of process 0, on every process."""
 
     def collect(self, value: Value) -> list[Value]:
-        """The values of all processes, on every process."""
+        """Return the values of all processes, on every process."""
 
     def check(self) -> None:
         """Say that this process is alive. Raises RunError when another failed or is gone."""
@@ -113,11 +113,11 @@ class HostProcesses:
         self.rank, self.size = self._members.index(everybody.rank), len(self._members)
 
     def share(self, value: Any) -> Any:
-        """The value of this host's process 0, on every process of the host."""
+        """Return the value of this host's process 0, on every process of the host."""
         return self._everybody.collect(value)[self._members[0]]
 
     def collect(self, value: Value) -> list[Value]:
-        """The values of this host's processes, on every process of the host."""
+        """Return the values of this host's processes, on every process of the host."""
         found = self._everybody.collect(value)
         return [found[rank] for rank in self._members]
 
@@ -256,7 +256,7 @@ class ProcessMark:
 
     @classmethod
     def of_this_process(cls) -> ProcessMark:
-        """The mark of the process that calls this."""
+        """Return the mark of the process that calls this."""
         return cls(name_process_space(), os.getpid(), find_process_start(os.getpid()))
 
     @property
@@ -283,7 +283,7 @@ def _meet_first(store: Any, rank: int, size: int, wait_s: float) -> dict[int, Pr
         for other in [other for other in missing if store.check([f"come/{other}"])]:
             marks[other] = ProcessMark(*json.loads(store.get(f"come/{other}")))
             missing.remove(other)
-        gone = [other for other, one in marks.items() if one.is_gone]
+        gone = [other for other, mark in marks.items() if mark.is_gone]
         if gone and missing:
             raise RunError(f"{ranks_text(gone)} ended before the others came; start all again")
         if missing and time.monotonic() - begun_s > wait_s:
@@ -299,7 +299,7 @@ def _meet_first(store: Any, rank: int, size: int, wait_s: float) -> dict[int, Pr
 
 
 def _open_store(distributed: Any, rank: int, wait_s: float) -> Any:
-    """The store that `torchrun` serves, or else process 0. Raises RunError."""
+    """Return the store that `torchrun` serves, or else process 0. Raises RunError."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_server = rank == 0 and not is_agents
@@ -336,7 +336,7 @@ def _wait_for_server(host: str, port: int, wait_s: float) -> None:
 def running_processes(
     timeout_s: float = DEFAULT_TIMEOUT_S, wait_s: float = DEFAULT_WAIT_S
 ) -> Iterator[Processes]:
-    """The processes that this one was started with: one, unless WORLD_SIZE says otherwise.
+    """Connect the processes that this one was started with; one without WORLD_SIZE.
 
     A process group that exists already is used; otherwise one is made, and taken down after.
 

@@ -14,11 +14,11 @@ from reshard.errors import FormatError
 
 _MARK = ".quant_state.bitsandbytes__"
 # Of JSON with a shape, a type and some numbers; what is longer is none.
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 
 
 def read_flat_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """The shapes of the flat weights of a checkpoint, by name.
+    """Return the shapes of the flat weights of a checkpoint, by name.
 
     Raises:
         FormatError: bytes that are no JSON with a shape.
@@ -31,7 +31,7 @@ def read_flat_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         for tensor in states:
             reader = BlockReader(tensor, files)
             content = b""
-            if reader.grid.count == 1 and reader.grid.largest_bytes <= _MOST_BYTES:
+            if reader.grid.count == 1 and reader.grid.largest_bytes <= _MAX_BYTES:
                 workspace = Workspace(reader.grid.largest_bytes, reader.span_bytes)
                 content = bytes(reader.read(0, workspace))
                 workspace.close()

@@ -101,7 +101,7 @@ _OPTIONS = (
 
 
 def report_options(command: Command) -> Command:
-    """The options of a report: `report_path`, `overwrite`, `ranks_per_host`."""
+    """Return the options of a report: `report_path`, `overwrite`, `ranks_per_host`."""
     # Decorators apply from the last to the first: reversed, the help lists them in order.
     for option in reversed(_OPTIONS):
         command = option(command)

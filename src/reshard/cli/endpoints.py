@@ -140,14 +140,14 @@ def _plan_for_hf(
     most_file_bytes: int | None = None,
     **others: Any,
 ) -> Conversion:
-    from reshard.checkpoint.pretrained.conversion import MOST_FILE_BYTES, plan_for_pretrained
+    from reshard.checkpoint.pretrained.conversion import MAX_FILE_BYTES, plan_for_pretrained
 
     if to not in (None, "full"):
         raise UsageError(
             f"--for hf with --to {to}: its tensors are whole; leave --to out, or --for hf for "
             "files of ranks"
         )
-    most = MOST_FILE_BYTES if most_file_bytes is None else most_file_bytes
+    most = MAX_FILE_BYTES if most_file_bytes is None else most_file_bytes
     return plan_for_pretrained(source, target, most_file_bytes=most, **others)
 
 
@@ -192,7 +192,9 @@ def _plan_for_vllm(
         name = None if dtype is None else cast_type(dtype).name
         sources = None
         if selection:
-            sources = {key: (one.dtype.name, one.shape) for key, one in chosen.tensors.items()}
+            sources = {
+                key: (tensor.dtype.name, tensor.shape) for key, tensor in chosen.tensors.items()
+            }
         derived = derive_layout("vllm", model, to or "", dtype=name, sources=sources)
     planned = plan_for_vllm(
         source,
@@ -247,7 +249,7 @@ config_option = click.option(
 def plan_from_options(
     source: str, target: str, target_kind: str | None, config: str | None, **arguments: Any
 ) -> Conversion:
-    """The conversion that the options of a command say.
+    """Return the conversion that the options of a command say.
 
     Raises:
         UsageError: an option that the target does not take.
@@ -258,8 +260,8 @@ def plan_from_options(
     source_cut = {name: arguments.pop(name) for name in names}
     # Copies belong to the source, whatever the target takes.
     allow = arguments.get("allow", ())
-    arguments["allow"] = tuple(one for one in allow if one != DIFFERING_COPIES)
-    about_copies = [one for one in allow if one == DIFFERING_COPIES]
+    arguments["allow"] = tuple(word for word in allow if word != DIFFERING_COPIES)
+    about_copies = [word for word in allow if word == DIFFERING_COPIES]
     opened = open_source(source, **source_cut, allow=about_copies)
     format = arguments.get("format")
     is_for_ranks = arguments.get("to") not in (None, "full") or arguments.get("layout") is not None
@@ -288,9 +290,9 @@ def plan_from_options(
 
 
 def _name_option(parameter: str) -> str:
-    """What a parameter is called on the command line."""
+    """Return the flag of a parameter."""
     context = click.get_current_context(silent=True)
-    for one in context.command.params if context is not None else ():
-        if one.name == parameter:
-            return one.opts[0]
+    for item in context.command.params if context is not None else ():
+        if item.name == parameter:
+            return item.opts[0]
     return f"--{parameter.replace('_', '-')}"

@@ -59,7 +59,7 @@ class Side:
         return None if isinstance(sharding, Layout) else sharding.mesh
 
     def layout(self, shape: tuple[int, ...]) -> Layout:
-        """Where the elements are. Raises UsageError where a text has another shape."""
+        """Return the layout. Raises UsageError if a text has another shape."""
         sharding = self.reading.sharding
         if not isinstance(sharding, Layout):
             return sharding.layout(shape)
@@ -227,7 +227,7 @@ class Explanation:
         return max(self.plan.source.slots, self.plan.target.slots) <= FEW_RANKS
 
     def _program_text(self) -> str:
-        """The program as a table, or why there is none between two sides on the same devices."""
+        """Return the program as a table, or the reason why there is none on equal devices."""
         if self.program is None:
             return self.why_no_program or "" if self.is_on_same_devices else ""
         if not self.program.steps:

@@ -39,7 +39,7 @@ class Failure:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What an exception means for the user of the command.
+    """Return the report of an exception.
 
     >>> from reshard.errors import RecipeError
     >>> failure_of(RecipeError("unknown recipe 'lama'"))

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from reshard.mesh import DeviceMesh
 
 LINE_WIDTH = 100
-MOST_LISTED = 12
-LEAST_NAME_COLUMNS = 24
+MAX_LISTED = 12
+MIN_NAME_COLUMNS = 24
 _ENCODER = json.JSONEncoder(indent=1)
 
 
@@ -85,7 +85,7 @@ def _indent(text: str, by: str) -> str:
 
 
 def write_error(text: str) -> None:
-    """A line on stderr; a stream that is closed or broken is ignored."""
+    """Write a line to stderr; a closed or broken stream is ignored."""
     if sys.stderr is None:
         return
     with suppress(OSError):
@@ -109,7 +109,7 @@ def settle_streams() -> None:
 
 
 def can_draw_boxes() -> bool:
-    """Whether stdout has box-drawing characters."""
+    """Return whether stdout has box-drawing characters."""
     try:
         "─│▶…".encode(getattr(sys.stdout, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -118,7 +118,7 @@ def can_draw_boxes() -> bool:
 
 
 def listing(title: str, names: Iterable[str]) -> list[str]:
-    """A title and names behind it, on one line where they fit; no lines for no names.
+    """Return a title and names behind it, on one line where they fit; no lines for no names.
 
     >>> listing("replicated", ["a", "b"])
     ['replicated: a, b']
@@ -131,46 +131,46 @@ def listing(title: str, names: Iterable[str]) -> list[str]:
         line = f"{title}: {', '.join(map(printable, names))}"
         if display_width(line) <= LINE_WIDTH:
             return [line]
-    rest = len(names) - MOST_LISTED
+    rest = len(names) - MAX_LISTED
     more = [f"  ... and {rest:,} more, --json lists all"] if rest > 0 else []
-    return [f"{title}:", *(f"  {name_text(name)}" for name in names[:MOST_LISTED]), *more]
+    return [f"{title}:", *(f"  {name_text(name)}" for name in names[:MAX_LISTED]), *more]
 
 
 def noted(notes: Sequence[str]) -> list[str]:
-    """A line a note, of many the first ones.
+    """Return a line a note, of many the first ones.
 
     >>> noted(["tied"])
     ['note: tied']
     """
-    rest = len(notes) - MOST_LISTED
+    rest = len(notes) - MAX_LISTED
     more = [f"... and {rest:,} more notes, --json lists all"] if rest > 0 else []
-    return [f"note: {printable(note)}" for note in notes[:MOST_LISTED]] + more
+    return [f"note: {printable(note)}" for note in notes[:MAX_LISTED]] + more
 
 
-def name_text(name: str, most_columns: int | None = LINE_WIDTH - 4) -> str:
-    """A name, cut in the middle where it is wider; whole where `most_columns` is None.
+def name_text(name: str, max_columns: int | None = LINE_WIDTH - 4) -> str:
+    """Return a name, cut in the middle where it is wider; whole where `max_columns` is None.
 
     >>> len(name_text("model." * 99)), len(name_text("model." * 99, None))
     (96, 594)
     """
     text = printable(name)
-    return text if most_columns is None else cut_in_the_middle(text, most_columns, ellipsis())
+    return text if max_columns is None else cut_in_the_middle(text, max_columns, ellipsis())
 
 
 def ellipsis() -> str:
-    """What stands for left out letters on stdout."""
+    """Return the ellipsis that stdout can encode."""
     return "…" if can_draw_boxes() else "..."
 
 
 def name_columns(beside: Iterable[Sequence[str]]) -> int | None:
-    """The columns that a terminal has for names in the first column of a table.
+    """Return the columns that a terminal has for names in the first column of a table.
 
     `beside` are the other columns. None if stdout is no terminal: programs read whole names.
     """
     if sys.stdout is None or not sys.stdout.isatty():
         return None
     others = sum(2 + max(map(display_width, column), default=0) for column in beside)
-    return max(LEAST_NAME_COLUMNS, shutil.get_terminal_size().columns - others)
+    return max(MIN_NAME_COLUMNS, shutil.get_terminal_size().columns - others)
 
 
 def cut_text(tensor: StoredTensor) -> str:
@@ -190,7 +190,7 @@ def cut_text(tensor: StoredTensor) -> str:
 
 
 def mesh_json(mesh: DeviceMesh | None) -> dict[str, Any] | None:
-    """A mesh for `--json`: keys `text`, `axes`, `devices`."""
+    """Return a mesh for `--json`: keys `text`, `axes`, `devices`."""
     if mesh is None:
         return None
     return {
@@ -201,5 +201,5 @@ def mesh_json(mesh: DeviceMesh | None) -> dict[str, Any] | None:
 
 
 def file_json(file: StoredFile) -> dict[str, Any]:
-    """A tensor file for `--json`: keys `name`, `rank`, `size_bytes`."""
+    """Return a tensor file for `--json`: keys `name`, `rank`, `size_bytes`."""
     return {"name": file.name, "rank": file.rank, "size_bytes": file.size_bytes}

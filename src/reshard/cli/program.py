@@ -22,13 +22,13 @@ class Commands(click.Group):
     """Commands in the order they were added; the error for a misspelt one names its near match."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names of all commands."""
+        """Return the names of all commands."""
         return list(self.commands)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that the first argument names. Raises `click.UsageError`."""
+        """Return the command that the first argument names. Raises `click.UsageError`."""
         name, names = args[0], self.list_commands(ctx)
         if name not in names and not name.startswith("-"):
             near = difflib.get_close_matches(name, names, 1)
@@ -50,11 +50,11 @@ class ModuleCommands(Commands):
         self.package, self.summaries = package, summaries
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names of all commands."""
+        """Return the names of all commands."""
         return list(self.summaries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """A command, imported if it was not yet, or None if there is none of that name."""
+        """Return a command, imported if it was not yet, or None if there is none of that name."""
         if cmd_name not in self.summaries:
             return None
         if cmd_name not in self.commands:

@@ -68,7 +68,7 @@ def progress_text(progress: Progress, elapsed_s: float) -> str:
 
 
 def left_text(left_s: float | None, elapsed_s: float) -> str:
-    """The time that is left, or nothing while work is too young to say it.
+    """Return the time that is left, or nothing while work is too young to say it.
 
     >>> left_text(43.2, 6.0), left_text(900_000.0, 6.0), left_text(900_000.0, 9_000.0)
     ('43.2 s left', '', '10 d 10 h left')
@@ -80,7 +80,7 @@ def left_text(left_s: float | None, elapsed_s: float) -> str:
 
 @contextmanager
 def shown_progress(verb: str, quiet: bool = False) -> Iterator[ProgressFunction | None]:
-    """A function to give to long work, which shows how far it is; None when quiet."""
+    """Show the progress of long work, by the yielded function; yield None if quiet."""
     if quiet or sys.stderr is None:
         yield None
     elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":

@@ -27,7 +27,7 @@ ALONE = {
     "Megatron ranks by buckets": ["distrib_optim.pt"],
     "Orbax zarr": ["0", "0.0", "0.1", "1.0", "1.1"],
 }
-MOST_FILES = 8
+MAX_FILES = 8
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -64,7 +64,7 @@ def test_files_that_end_early_or_are_gone(source: Source, tmp_path: Path) -> Non
     files = sorted(one for one in path.rglob("*") if one.is_file())
     refused = 0
     # Of many files some, spread over them.
-    for file in files[:: 1 + len(files) // MOST_FILES]:
+    for file in files[:: 1 + len(files) // MAX_FILES]:
         content = file.read_bytes()
         for size in {5, len(content) // 3, len(content) - 1}:
             if 0 <= size < len(content):
@@ -103,7 +103,7 @@ def test_pickles_that_run_something(source: Source, tmp_path: Path) -> None:
     state = {"w": torch.ones(3), "b": ran, "model": {"x": ran}}
     contents = [save(state), save(state, _use_new_zipfile_serialization=False), pickle.dumps(state)]
     files = sorted(one for one in path.rglob("*") if one.is_file())
-    for file in files[:: 1 + len(files) // MOST_FILES]:
+    for file in files[:: 1 + len(files) // MAX_FILES]:
         content = file.read_bytes()
         for hostile in contents:
             file.write_bytes(hostile)

@@ -85,7 +85,7 @@ def test_companions(made: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> N
     (folder / "broken").symlink_to(folder / "nowhere")
     (folder / "linked.json").symlink_to(folder / "config.json")
     os.mkfifo(folder / "pipe")
-    monkeypatch.setattr(opening, "LARGEST_CARRIED_BYTES", 1000)
+    monkeypatch.setattr(opening, "MAX_CARRIED_BYTES", 1000)
     found = checkpoint.open(folder)
     assert set(found.carried) == {"config.json", "linked.json", "inner/vocabulary.txt"}
     assert dict(found.left_out) == {

@@ -406,7 +406,7 @@ def test_what_cannot_be_taken_apart(tmp_path: Path) -> None:
 
 
 def test_more_pieces_than_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "MOST_BOXES", 7)
+    monkeypatch.setattr(fusing, "MAX_BOXES", 7)
     write_file(tmp_path / "model.safetensors", {"f": tensor("int16", (32, 2))})
     table = {"f": Fusion(("x", "y"), groups=4)}
     checkpoint.convert(tmp_path, beside(tmp_path, "t"), to="full", source_names=table)

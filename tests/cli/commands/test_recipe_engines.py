@@ -88,7 +88,7 @@ def test_a_layout_is_derived_compared_and_cut_by(folder: Path) -> None:
     assert (compared.code, compared.errors) == (1, "")
     tail = compared.output.partition("against toy 1.0 for tp=2: 3 tensors alike\n")[2]
     assert tail.splitlines() == [
-        "layers.*.down.weight  1 tensor cut otherwise, on ranks 0,1",
+        "layers.*.down.weight  1 tensor sharded otherwise, on ranks 0,1",
         "    layers.0.down.weight, rank 0",
         "      here  [0:8, 0:4]",
         "      toy  [0:4, 0:8]",

@@ -238,7 +238,7 @@ def _without_expected(
     ]
     return dataclasses.replace(
         found,
-        missing=tuple(one for one in found.missing if one[0] not in left_out),
+        missing=tuple(name for name in found.missing if name[0] not in left_out),
         unknown=tuple(name for name in found.unknown if name not in ignored),
         ignored=(*found.ignored, *ignored),
     )

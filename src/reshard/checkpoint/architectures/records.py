@@ -163,16 +163,18 @@ class _Expected(NamedTuple):
 
     @property
     def missing(self) -> list[str]:
-        return [one for one in self.tensors if one not in self.given]
+        return [tensor for tensor in self.tensors if tensor not in self.given]
 
     @property
     def unknown(self) -> list[str]:
-        left = [one for one in self.given if one not in self.tensors]
-        return [one for one in left if not any(p.fullmatch(one) for p in self.optional)]
+        left = [value for value in self.given if value not in self.tensors]
+        return [item for item in left if not any(p.fullmatch(item) for p in self.optional)]
 
     def count_misshapen(self, shapes: Mapping[str, Shape]) -> int:
         """Count the tensors that are there in another shape."""
-        expected = ((self.tensors.get(one), shapes[called]) for one, called in self.given.items())
+        expected = (
+            (self.tensors.get(value), shapes[called]) for value, called in self.given.items()
+        )
         return sum(known is not None and not _fits(own, known) for known, own in expected)
 
 
@@ -218,32 +220,32 @@ def _compare(
         ties = [tuple(map(_compile, pair)) for pair in own["ties"]]
         # A target that the config does not tie is a tensor of its own.
         tied = [pair for pair in ties if not any(map(pair[0].fullmatch, tensors))]
-        missing = [one for one in missing if not _is_tied(one, given, tied)]
+        missing = [name for name in missing if not _is_tied(name, given, tied)]
         known = [*itertools.chain.from_iterable(ties)]
-        unknown = [one for one in unknown if not any(p.fullmatch(one) for p in known)]
+        unknown = [name for name in unknown if not any(p.fullmatch(name) for p in known)]
     others = _list_other_patterns(record, expected.rows, prefix) if unknown else []
     ignores = [re.compile(expression) for expression in own["ignored"]]
 
-    def is_ignored(one: str) -> bool:
-        """Whether the class ignores a tensor, or another class of the model type has it."""
-        if any(expression.search(one) for expression in ignores):
+    def is_ignored(name: str) -> bool:
+        """Return whether the class ignores a tensor, or another class of the model type has it."""
+        if any(expression.search(name) for expression in ignores):
             return True
-        names = {one, given[one], prefix + one, one.removeprefix(prefix)}
+        names = {name, given[name], prefix + name, name.removeprefix(prefix)}
         return any(pattern.fullmatch(called) for pattern in others for called in names)
 
-    ignored = {one for one in unknown if is_ignored(one)}
+    ignored = {name for name in unknown if is_ignored(name)}
     return TensorDifferences(
         f"the record of {name} of transformers {record['transformers']}",
-        tuple(sorted((one, _closed(tensors[one])) for one in missing)),
-        tuple(sorted(given[one] for one in unknown if one not in ignored)),
+        tuple(sorted((name, _closed(tensors[name])) for name in missing)),
+        tuple(sorted(given[name] for name in unknown if name not in ignored)),
         tuple(
             sorted(
-                (called, tuple(shapes[called]), tuple(n or 0 for n in tensors[one]))
-                for one, called in given.items()
-                if one in tensors and not _fits(shapes[called], tensors[one])
+                (called, tuple(shapes[called]), tuple(n or 0 for n in tensors[value]))
+                for value, called in given.items()
+                if value in tensors and not _fits(shapes[called], tensors[value])
             )
         ),
-        tuple(sorted(given[one] for one in ignored)),
+        tuple(sorted(given[item] for item in ignored)),
     )
 
 
@@ -252,10 +254,10 @@ def list_row(
 ) -> dict[str, tuple[int | None, ...]] | None:
     """Return the tensors of a row for a config, by name; None if the row leaves them open."""
     pattern, counts, shape, when = row
-    sizes = [find_number(one, config) if one != OPEN else None for one in counts]
+    sizes = [find_number(count, config) if count != OPEN else None for count in counts]
     if when == OPEN or shape == OPEN or None in sizes:
         return None
-    lengths = tuple(None if one == OPEN else find_number(one, config) for one in shape)
+    lengths = tuple(None if length == OPEN else find_number(length, config) for length in shape)
     terms, is_negated = (when["unless"], True) if isinstance(when, Mapping) else (when, False)
     is_numbered = not all(map(is_about_config, terms))
     found, parts = {}, pattern.split("*")
@@ -298,8 +300,8 @@ def _is_tied(
 ) -> bool:
     """Return whether a tensor is there under another name, to which it is tied."""
     for pair in ties:
-        if any(one.fullmatch(name) for one in pair):
-            return any(one.fullmatch(other) for one in pair for other in given)
+        if any(value.fullmatch(name) for value in pair):
+            return any(value.fullmatch(other) for value in pair for other in given)
     return False
 
 
@@ -313,7 +315,7 @@ def _list_other_patterns(
         for number, row in enumerate(record["rows"])
         if number not in ours and row[0].removeprefix(prefix) not in bare
     }
-    return [_compile(one) for one in sorted(patterns)]
+    return [_compile(pattern) for pattern in sorted(patterns)]
 
 
 def _fits(shape: Shape, expected: tuple[int | None, ...]) -> bool:
@@ -323,7 +325,7 @@ def _fits(shape: Shape, expected: tuple[int | None, ...]) -> bool:
 
 
 def _closed(shape: tuple[int | None, ...]) -> Shape | None:
-    return None if None in shape else tuple(one or 0 for one in shape)
+    return None if None in shape else tuple(length or 0 for length in shape)
 
 
 Config = Mapping[str, Any]

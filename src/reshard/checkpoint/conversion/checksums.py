@@ -69,7 +69,7 @@ class ChecksumTracker:
         return self._written.add if self._written.ranges else None
 
     def state(self) -> ChecksumState:
-        """The checksums of this process, for `merge` in process 0."""
+        """Return the checksums of this process, for `merge` in process 0."""
         return self._read.state(), self._written.state()
 
     def merge(self, state: ChecksumState) -> None:
@@ -128,7 +128,7 @@ class ChecksumTracker:
         return digests
 
     def staged(self) -> OpenFiles[SourceFile]:
-        """The files that are written, to be read."""
+        """Return the files that are written, to be read."""
         return OpenFiles(lambda name: SourceFile(self._content / name))
 
     def close_targets(
@@ -162,7 +162,7 @@ class ChecksumTracker:
 
 
 def item_ranges(write_plan: WritePlan) -> dict[str, list[tuple[int, int]]]:
-    """The ranges of files that have items: first byte and end."""
+    """Return the ranges of files that have items: first byte and end."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for item in write_plan.items.values():
         start = item.place.start_bytes
@@ -171,7 +171,7 @@ def item_ranges(write_plan: WritePlan) -> dict[str, list[tuple[int, int]]]:
 
 
 def late_ranges(write_plan: WritePlan) -> dict[str, list[tuple[int, int]]]:
-    """The ranges of files that `ChecksumTracker.complete_targets` writes: first byte and end."""
+    """Return the ranges of files that `ChecksumTracker.complete_targets` writes: start and stop."""
     ranges = item_ranges(write_plan)
     for file in write_plan.files:
         # Where they lie does not depend on what the checksums are.
@@ -185,35 +185,37 @@ def _list_checked(write_plan: WritePlan) -> list[NewFile]:
 
 
 def source_checksums(checksums: Iterable[StoredChecksum]) -> RangeChecksums:
-    """The ranges with a checksum whose bytes are each read once when the tensors are."""
+    """Return the ranges with a checksum whose bytes are each read once when the tensors are."""
     ranges: dict[str, list[tuple[int, int]]] = {}
-    for one in checksums:
-        if one.is_read_once:
-            ranges.setdefault(one.place.path, []).append((one.place.start_bytes, one.size_bytes))
+    for checksum in checksums:
+        if checksum.is_read_once:
+            ranges.setdefault(checksum.place.path, []).append(
+                (checksum.place.start_bytes, checksum.size_bytes)
+            )
     return RangeChecksums(ranges)
 
 
 def damaged_ranges(
     checksums: Iterable[StoredChecksum], found: RangeChecksums, sources: OpenFiles[SourceFile]
 ) -> Iterator[tuple[StoredChecksum, int]]:
-    """The ranges whose bytes differ from the file's own checksum, each with the one found.
+    """Yield the ranges whose bytes differ from the file's own checksum, each with the one found.
 
     Ranges that `found` has seen only in part are read; where all but padding was seen, only that.
     """
-    for one in checksums:
-        name, start = one.place.path, one.place.start_bytes
-        for padding, size_bytes in one.padding if one.is_read_once else ():
+    for item in checksums:
+        name, start = item.place.path, item.place.start_bytes
+        for padding, size_bytes in item.padding if item.is_read_once else ():
             for at, piece in _read_pieces(sources[name], padding, size_bytes):
                 found.add(name, at, piece)
-        checksum = found.of(name, start) if one.is_read_once else None
+        checksum = found.of(name, start) if item.is_read_once else None
         if checksum is None:
-            checksum = _compute_checksum(sources[name], start, one.size_bytes)
-        if checksum != one.crc32:
-            yield one, checksum
+            checksum = _compute_checksum(sources[name], start, item.size_bytes)
+        if checksum != item.crc32:
+            yield item, checksum
 
 
 def item_pieces(item: StoredItem, files: OpenFiles[SourceFile]) -> Iterator[memoryview]:
-    """The bytes of an item, 1 MiB at a time; its digest is that of the digests of these."""
+    """Yield the bytes of an item, 1 MiB at a time; its digest is that of the digests of these."""
     for offset in range(0, item.size_bytes, _PIECE_BYTES):
         piece = memoryview(bytearray(min(_PIECE_BYTES, item.size_bytes - offset)))
         files[item.place.path].read_into(piece, item.place.start_bytes + offset)
@@ -221,12 +223,12 @@ def item_pieces(item: StoredItem, files: OpenFiles[SourceFile]) -> Iterator[memo
 
 
 def item_digest(item: StoredItem, files: OpenFiles[SourceFile]) -> bytes:
-    """The digest of an item's bytes as they are now."""
+    """Return the digest of an item's bytes as they are now."""
     return tensor_digest(block_digest(piece) for piece in item_pieces(item, files)).tensor
 
 
 def _compute_checksum(file: SourceFile, start_bytes: int, size_bytes: int) -> int:
-    """The CRC-32 of a range of a file."""
+    """Return the CRC-32 of a range of a file."""
     checksum = 0
     for _, part in _read_pieces(file, start_bytes, size_bytes):
         checksum = crc32(part, checksum)
@@ -236,7 +238,7 @@ def _compute_checksum(file: SourceFile, start_bytes: int, size_bytes: int) -> in
 def _read_pieces(
     file: SourceFile, start_bytes: int, size_bytes: int
 ) -> Iterator[tuple[int, memoryview]]:
-    """A range of a file in pieces, each valid until the next: where it begins, and its bytes."""
+    """Yield a range of a file in pieces: offset and bytes, valid until the next piece."""
     piece = memoryview(bytearray(min(size_bytes, _PIECE_BYTES)))
     for offset in range(0, size_bytes, _PIECE_BYTES):
         part = piece[: min(_PIECE_BYTES, size_bytes - offset)]

@@ -49,7 +49,7 @@ from reshard.recipes.rules import Rule
 from reshard.text import count_text
 
 # Of files that are not copied, so many are named.
-_MOST_FILES = 8
+_MAX_FILES = 8
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,13 @@ class Conversion:
     def uncopied(self) -> tuple[str, ...]:
         """A note of the files beside the tensors that the target does not get, if there are any."""
         left_out = self.source.left_out
-        files = [f"{name} ({why})" for name, why in left_out[:_MOST_FILES]]
+        files = [f"{name} ({why})" for name, why in left_out[:_MAX_FILES]]
         more = len(left_out) - len(files)
         note = f"not copied, of the files beside the tensors: {', '.join(files)}"
         rest = f", and {more} more, which `reshard inspect` lists" if more else ""
         notes = [note + rest] if files else []
         if self.is_single_file and self._own_companions:
-            names = ", ".join([*self._own_companions][:_MOST_FILES])
+            names = ", ".join([*self._own_companions][:_MAX_FILES])
             notes.append(
                 f"a single file has nothing beside it, so these are not written: {names}; a folder "
                 "as the target gets them"
@@ -248,7 +248,7 @@ class Conversion:
         """Bytes read from the files of each source rank."""
         total: dict[int, int] = {}
         stored = [t for name, t in self.source.tensors.items() if name not in self.computed]
-        inputs = {one.name: one for made in self.computed.values() for one in made.sources}
+        inputs = {source.name: source for made in self.computed.values() for source in made.sources}
         for tensor in (*stored, *inputs.values()):
             change = tensor.assembly
             # One row a route of the assembly: the rank that it reads from, and how many elements.
@@ -294,7 +294,7 @@ class Conversion:
         return WorkspaceSize(block, span, inputs, SCRATCH_BYTES if self.computed else 0)
 
     def _buffers(self, extra_bytes: int) -> WorkspaceSize:
-        """What a thread gets: batches are smaller where larger ones would not fit."""
+        """Return the memory of a thread; batches are smaller if larger ones would not fit."""
         batch_bytes, has_casts = self.work_items.batched_bytes, bool(self.work_items.is_cast.any())
         while batch_bytes:
             size = self._least.with_batches(batch_bytes, has_inputs=has_casts)
@@ -308,15 +308,15 @@ class Conversion:
         return self._buffers(extra_bytes).size_bytes
 
     def batch_bytes(self, extra_bytes: int) -> int:
-        """The most that a batch of small tensors has, where a run may use `extra_bytes`."""
+        """Return the most that a batch of small tensors has, where a run may use `extra_bytes`."""
         return self._buffers(extra_bytes).batch_bytes
 
     def new_workspace(self, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> Workspace:
-        """The memory of one thread of a run that may use `extra_bytes`."""
+        """Return the memory of one thread of a run that may use `extra_bytes`."""
         return self._buffers(extra_bytes).new_workspace()
 
     def threads(self, extra_bytes: int, most: int | None = None) -> int:
-        """How many threads fit into `extra_bytes`.
+        """Return the number of threads that fit into `extra_bytes`.
 
         Raises:
             UsageError: not even one does, or numbers that cannot be.
@@ -351,12 +351,12 @@ class Conversion:
     def extra_bytes(
         self, extra_bytes: int = DEFAULT_EXTRA_BYTES, most_threads: int | None = None
     ) -> int:
-        """The peak memory that a run allocates for its work."""
+        """Return the peak memory that a run allocates for its work."""
         threads = self.threads(extra_bytes, most_threads)
         return threads * self.workspace_bytes_of(extra_bytes)
 
     def description(self, sources: OpenFiles[SourceFile]) -> dict[str, Any]:
-        """What this conversion is, for a journal: two equal descriptions mean equal results."""
+        """Describe this conversion for a journal: equal descriptions mean equal results."""
         write_plan = hashlib.blake2b(digest_size=16)
         for file in self.write_plan.files:
             write_plan.update(file.stored.name.encode() + b"\0")
@@ -405,7 +405,7 @@ class ConversionReport:
 
 
 def describe_counts(counts: CastCounts) -> Iterator[str]:
-    """What became of numbers that the new type does not have."""
+    """Describe the elements that the new type cannot represent."""
     if counts.overflowed:
         yield (
             f"{count_text(counts.overflowed, 'element')} were too great for the new type and are "

@@ -39,7 +39,7 @@ from reshard.text import count_text
 #: The layout of the ranks, beside a state that reshard wrote.
 LAYOUT_NAME = "reshard.engine-layout.json"
 # Steps of a region that takes every second index: each is a box of its own.
-_MOST_BOXES = 100_000
+_MAX_BOXES = 100_000
 
 
 @dataclass
@@ -61,13 +61,13 @@ class _Source:
 
 
 def find_layout(checkpoint: Checkpoint) -> EngineLayout | None:
-    """The layout beside a state that reshard wrote, or None if there is none."""
+    """Return the layout beside a state that reshard wrote, or None if there is none."""
     path: Path = checkpoint.folder / LAYOUT_NAME
     return read_layout_file(path) if checkpoint.format == NAME and path.is_file() else None
 
 
 def as_model(checkpoint: Checkpoint, layout: EngineLayout) -> Checkpoint:
-    """The model's own tensors, bound to the files of the ranks' parameters.
+    """Return the model's own tensors, bound to the files of the ranks' parameters.
 
     Args:
         checkpoint: what the ranks of an engine hold, of the format `vllm-sharded-state`.
@@ -132,13 +132,14 @@ def as_model(checkpoint: Checkpoint, layout: EngineLayout) -> Checkpoint:
 def _find_parameters(
     checkpoint: Checkpoint, rank: RankLayout, prefix: str
 ) -> dict[str, StoredTensor]:
-    """A rank's parameters in the state; of tied ones, one is there."""
+    """Return a rank's parameters in the state; of tied ones, one is there."""
     tied = {name: group for group in rank.tied for name in group}
     found: dict[str, StoredTensor] = {}
     for name, parameter in rank.parameters.items():
         names = (name, *sorted(tied.get(name, ())))
         stored = next(
-            (checkpoint.tensors[prefix + one] for one in names if prefix + one in checkpoint), None
+            (checkpoint.tensors[prefix + name] for name in names if prefix + name in checkpoint),
+            None,
         )
         if stored is None:
             raise RecipeError(
@@ -171,9 +172,9 @@ def _add_rank(
         (slot,) = tensor.stored_slots
         place = tensor.file_range(slot)
         strides = View.row_major(tensor.shape).strides
-        for one in parameter.computed:
-            how = f"{name!r} is made of it by {', '.join(one.operations)}"
-            computed |= {source: how for source in one.sources if source not in computed}
+        for part in parameter.computed:
+            how = f"{name!r} is made of it by {', '.join(part.operations)}"
+            computed |= {source: how for source in part.sources if source not in computed}
         for piece in parameter.pieces:
             changes = [step for step in piece.steps if not step.startswith("bits as ")]
             source = known[piece.source]
@@ -191,7 +192,7 @@ def _add_rank(
 def _list_boxes(
     name: str, piece: SourcePiece, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> Iterator[tuple[Box, int, View]]:
-    """The boxes of a source that a piece is, with where each begins in the parameter, in elements,
+    """Yield the boxes of a source that a piece covers, with the offset of each in the parameter,
     and its strides there."""
     steps = View.row_major(shape).strides
     first = [piece.view.offset // s % n for s, n in zip(steps, shape, strict=True)]
@@ -211,8 +212,8 @@ def _list_boxes(
         along[at] = (size, by, own)
     # Dimensions of which every second index is taken are gone through one by one.
     single = [d for d, (_, by, _) in along.items() if by > 1]
-    if math.prod(along[d][0] for d in single) > _MOST_BOXES:
-        raise RecipeError(f"{name!r} takes {piece.source!r} in more than {_MOST_BOXES} pieces")
+    if math.prod(along[d][0] for d in single) > _MAX_BOXES:
+        raise RecipeError(f"{name!r} takes {piece.source!r} in more than {_MAX_BOXES} pieces")
     for indices in itertools.product(*(range(along[d][0]) for d in single)):
         start, stop, view = list(first), [a + 1 for a in first], [0] * len(shape)
         offset = origin
@@ -231,7 +232,7 @@ def _list_boxes(
 def _bind(
     name: str, layout: EngineLayout, found: _Source, computed: Mapping[str, str]
 ) -> StoredTensor:
-    """A tensor of the model. Raises where the ranks do not have all of it."""
+    """Return a tensor of the model. Raises where the ranks do not have all of it."""
     source = layout.sources[name]
     boxes = [(rank, box) for rank, parts in sorted(found.boxes.items()) for box in parts]
     whole = Layout.from_boxes(source.shape, boxes, max(layout.mesh.devices) + 1)
@@ -260,7 +261,7 @@ def _explain_computed(name: str, how: str) -> RecipeError:
 def shard_by_engine(
     checkpoint: Checkpoint, engine: EngineLayout
 ) -> tuple[dict[str, Layout], tuple[str, ...]]:
-    """The layout of every tensor over the engine's ranks, and notes for the user.
+    """Return the layout of every tensor over the engine's ranks, and notes for the user.
 
     Raises:
         RecipeError: a layout for another checkpoint: names or shapes that differ.

@@ -98,7 +98,7 @@ class FinishedBlocks(Mapping[tuple[int, int], bytes]):
         raise KeyError(block)
 
     def columns(self) -> tuple[IntArray, IntArray, bytes]:
-        """The numbers of tensors and of their blocks, and the digests one behind the other."""
+        """Return the numbers of tensors and of their blocks, and the concatenated digests."""
         return self._keys >> 32, self._keys & 0xFFFFFFFF, self._digests.tobytes()
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -216,7 +216,7 @@ class Journal(Closing):
             self._append(_BLOCKS_KIND, payload)
 
     def append_columns(self, tensors: IntArray, blocks: IntArray, digests: bytes) -> None:
-        """The same for very many blocks: their numbers as columns, digests one behind the other."""
+        """Append many blocks: their numbers as columns, and their concatenated digests."""
         if len(digests) != DIGEST_BYTES * len(tensors):
             raise UsageError(f"{len(digests)} bytes of digests for {len(tensors)} blocks")
         for column, limit in ((tensors, _TENSOR_LIMIT), (blocks, _BLOCK_LIMIT)):

@@ -285,7 +285,7 @@ def _rename(names: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, An
 def open_apart(
     source: str | os.PathLike[str] | Checkpoint, target: str | os.PathLike[str]
 ) -> tuple[Checkpoint, Path]:
-    """The source, and the path of a target that is apart from it.
+    """Return the source, and the path of a target that is apart from it.
 
     Raises:
         CheckpointError: a source that cannot be used.
@@ -339,7 +339,7 @@ def expect_one_file(file_name: str | None, target: Path, write_plan: WritePlan) 
 
 
 def unwritten_target(source: str | os.PathLike[str]) -> Path:
-    """A target for a conversion that is planned and not run: a name alone, apart from its source.
+    """Return a target for a conversion that is only planned: a free name next to the source.
 
     >>> unwritten_target("/data/model")
     PosixPath('/data/model.planned')
@@ -353,12 +353,12 @@ def unwritten_target(source: str | os.PathLike[str]) -> Path:
 
 
 def arrange_whole(request: ConversionRequest, checkpoint: Checkpoint) -> WritePlan:
-    """The files of a target that has the tensors of a checkpoint, and each of them whole."""
+    """Return the files of a target that has the tensors of a checkpoint, and each of them whole."""
     return request.target_format.plan_write(
         NewCheckpoint(
             {
-                name: PlannedTensor(one.dtype, Layout.whole(one.shape, [0], 1))
-                for name, one in checkpoint.tensors.items()
+                name: PlannedTensor(tensor.dtype, Layout.whole(tensor.shape, [0], 1))
+                for name, tensor in checkpoint.tensors.items()
             },
             metadata=checkpoint.metadata,
             most_file_bytes=request.most_file_bytes,
@@ -394,12 +394,12 @@ def _is_among(path: Path, others: Iterable[Path]) -> bool:
     if path in others:
         return True
     # File systems that ignore case give a folder many names.
-    paths = [one for one in (path, *others) if not isinstance(one, RemotePath) and one.exists()]
+    paths = [item for item in (path, *others) if not isinstance(item, RemotePath) and item.exists()]
     return path in paths and any(path.samefile(other) for other in paths if other != path)
 
 
 def _decode_items(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoint:
-    """The source with plain values for pickled items, where the target's program looks there."""
+    """Decode pickled items to plain values if the target's program looks for them there."""
     source, target = find_format(checkpoint.format), request.target_format
     keeps_others = Capability.ITEMS in target.capabilities
     # Megatron has both, and asks for no items of another program's names.
@@ -414,7 +414,7 @@ def _decode_items(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpo
 
 
 def _translate(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedElements:
-    """The source with its training state as the target's program keeps it."""
+    """Return the source with its training state as the target's program keeps it."""
     style = request.training_style
     if style is None or (request.training is None and find_training_state(checkpoint) is None):
         return ChangedElements(checkpoint)
@@ -454,13 +454,13 @@ def _change_elements(request: ConversionRequest, checkpoint: Checkpoint) -> Chan
 
 
 def _list_optimizer_state(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The tensors of a checkpoint that are optimizer state: they are neither cast nor quantised."""
+    """Return the tensors that are optimizer state, which is neither cast nor quantised."""
     state = find_training_state(checkpoint)
     return () if state is None else state.optimizer_names
 
 
 def _resolve(request: ConversionRequest, named: RenamedSource) -> dict[str, Any]:
-    """A request as plain values. Journals on disk have these keys and values."""
+    """Return a request as plain values. Journals on disk have these keys and values."""
     options = parse_options(request.options)
     # Only where they were given: journals of other conversions have no such keys.
     changes = {
@@ -612,7 +612,7 @@ class RenamedSource:
     to_names: NameTable | None = None
 
     def replaced_by(self, checkpoint: Checkpoint) -> RenamedSource:
-        """The same with another checkpoint: other elements, and perhaps other tensors."""
+        """Return the same with another checkpoint: other elements, and perhaps other tensors."""
         if self.to_names is not None:
             return dataclasses.replace(self, checkpoint=checkpoint)
         names = {name: name for name in checkpoint}
@@ -622,7 +622,7 @@ class RenamedSource:
 
 
 def take_source(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoint:
-    """What a request takes of a checkpoint: of what an engine's ranks hold, the model's tensors.
+    """Return the requested part of a checkpoint; for an engine's ranks, the model's tensors.
 
     Raises:
         RecipeError: another layout than that of the ranks; two things of one name.
@@ -637,7 +637,7 @@ def take_source(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoin
 
 
 def name_source(request: ConversionRequest, checkpoint: Checkpoint) -> RenamedSource:
-    """A checkpoint in the names that a request asks for.
+    """Return a checkpoint in the names that a request asks for.
 
     Raises:
         RecipeError: no such recipe; tables that do not fit the tensors.
@@ -666,7 +666,7 @@ def find_recipe(
     checkpoint: Checkpoint,
     options: Mapping[str, str] | Iterable[str] = (),
 ) -> Recipe | None:
-    """The recipe of a name or a path, with options; `auto` is what the config.json says, `none` no
+    """Load the recipe of a name or a path, with options; `auto` is that for config.json, `none` no
     recipe.
 
     Raises:
@@ -716,7 +716,7 @@ class PlacedTensors:
 
 
 def place_tensors(request: ConversionRequest, source: RenamedSource) -> PlacedTensors:
-    """Where a request puts the tensors of a source.
+    """Assign a layout to each tensor of a source.
 
     Raises:
         RecipeError: rules, a recipe or an engine's layout that do not fit.
@@ -831,7 +831,7 @@ def _expect_used_axes(
 def _place_by_strategy(
     request: ConversionRequest, checkpoint: Checkpoint
 ) -> tuple[Mapping[str, Layout], tuple[str, ...]]:
-    """The layouts that a strategy gives the tensors, or whole ones, with notes for the user.
+    """Return the layouts that a strategy gives the tensors, or whole ones, with notes for the user.
 
     Optimizer state goes where its parameter does.
     """
@@ -862,7 +862,7 @@ def assign_tensors(
     recipe: Recipe | None,
     allow: Iterable[str] = (),
 ) -> Assignment:
-    """How rules and a recipe cut the tensors of a checkpoint over a mesh.
+    """Assign shardings to the tensors of a checkpoint by rules and a recipe.
 
     Raises:
         RecipeError: rules or a recipe that do not fit.

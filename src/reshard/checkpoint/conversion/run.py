@@ -141,7 +141,7 @@ class _ConversionRun:
         self._lock = threading.Lock()
 
     def _open(self, checksums: ChecksumTracker | None) -> tuple[ChangedReader, BatchWriter]:
-        """What reads and writes blocks, and shows them to the checksums that they count for."""
+        """Return the reader and the writer of blocks, which also update checksums."""
         of, work_items = checksums, self.work_items
         reader = ChangedReader(
             work_items.source,
@@ -547,7 +547,7 @@ def run_conversion(
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether an error is of wrong use or bad input, so that the same command fails again."""
+    """Return whether an error is wrong use or bad input: the same command fails again."""
     if isinstance(error, OtherProcessError):
         return error.is_final
     return isinstance(error, ReshardError) and not isinstance(error, RunError)

@@ -338,7 +338,7 @@ class Staging(Closing):
 
 
 def staging_folder(target: Path) -> Path:
-    """The staging folder of the checkpoint `target`.
+    """Return the staging folder of the checkpoint `target`.
 
     >>> staging_folder(Path("models/llama-tp4")).as_posix()
     'models/.llama-tp4.reshard-staging'
@@ -353,7 +353,7 @@ def check_target(
     written: Collection[str] | None = None,
     file: str | None = None,
 ) -> Path | None:
-    """The staging folder that an earlier run left, of a target to which a conversion could go.
+    """Return the staging folder that an earlier run left for a valid target, or None.
 
     Raises UsageError and RunError where the conversion would be refused for its target.
     """
@@ -400,7 +400,7 @@ def _exists(path: Path) -> bool:
 def _check_target(
     target: Path, overwrite: bool, written: Collection[str] | None, file: str | None
 ) -> Path:
-    """The target with links followed, so that the staging folder is on its file system."""
+    """Return the target with links followed, so that the staging folder is on its file system."""
     target = Path(os.path.realpath(target))
     parent = target.parent
     if file is not None and _exists(target) and not target.is_file():
@@ -440,7 +440,7 @@ def _check_target(
 
 
 def _find_kept(target: Path) -> str | None:
-    """What no conversion replaces that a target is or has in it; None for others."""
+    """Return a protected folder that the target is or contains, or None."""
     kept = {
         "the user's home folder": os.path.expanduser("~"),
         "the working folder": os.curdir,
@@ -585,7 +585,7 @@ class SharedStaging:
         return self.journal
 
     def other_records(self) -> Iterator[JournalRecord]:
-        """The records of the journals of the processes other than process 0."""
+        """Yield the records of the journals of the processes other than process 0."""
         root = self.content.parent
         with translate_os_errors("look for the journals of the processes", root):
             paths = sorted(root.glob("journal.*"))
@@ -608,7 +608,7 @@ def open_shared(
     written: Collection[str] | None = None,
     file: str | None = None,
 ) -> Iterator[SharedStaging]:
-    """The staging folder of a conversion, opened by all processes together.
+    """Open the staging folder of a conversion in all processes together.
 
     `written` and `file` are as for `Staging.open`. Raises what that raises, on process 0; RunError
     with its message on the others.
@@ -726,7 +726,7 @@ def find_others(target: Path, written: Collection[str]) -> Iterator[str]:
                 entered.append(name)
             elif relative == ".cache":
                 # `hf download --local-dir` keeps notes there.
-                if any(one.name != "huggingface" for one in (parent / name).iterdir()):
+                if any(path.name != "huggingface" for path in (parent / name).iterdir()):
                     yield f"{relative}/"
             elif not _is_cache(target, relative):
                 yield f"{relative}/"
@@ -740,7 +740,7 @@ def find_others(target: Path, written: Collection[str]) -> Iterator[str]:
 
 
 def _is_cache(target: Path, relative: str) -> bool:
-    """Whether a name is that of a cache; markers of uploads are kept apart from checkpoints."""
+    """Return whether a name is that of a cache, or of the markers of uploads."""
     is_marker = isinstance(target, RemotePath) and relative == MARKER_FOLDER
     name = relative.rpartition("/")[2]
     return is_marker or name in _CACHES or is_attribute_file(name)
@@ -770,13 +770,15 @@ def _list_checkpoint_files(target: Path) -> Iterator[str]:
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Whether the name of a file is one of a checkpoint's own, of any format.
+    """Return whether the name of a file is one of a checkpoint's own, of any format.
 
     >>> is_checkpoint_file("model.safetensors"), is_checkpoint_file("config.json")
     (True, False)
     """
     last = name.rpartition("/")[2]
-    return last in (MANIFEST_NAME, ".metadata") or any(one.has_file(last) for one in all_formats())
+    return last in (MANIFEST_NAME, ".metadata") or any(
+        format_.has_file(last) for format_ in all_formats()
+    )
 
 
 def _list_by_name(

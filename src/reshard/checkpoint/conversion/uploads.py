@@ -122,7 +122,7 @@ class ConversionUpload(Closing):
         self._sender = PartSender(self._send, threads)
 
     def is_complete(self, staging: SharedStaging, options: RunOptions) -> bool:
-        """Whether an earlier run put all of it in its place; the same on all processes.
+        """Return whether an earlier run put all of it in its place; the same on all processes.
 
         Raises as `Upload.find_target`; RunError with its message on the other processes.
         """
@@ -173,7 +173,7 @@ class ConversionUpload(Closing):
             finished[numbers[blocks[lost[parts]]]] = False
 
     def divide(self, finished: NDArray[np.bool_]) -> HostBlocks:
-        """The blocks that this host does. All processes call it. Raises RunError.
+        """Return the blocks that this host does. All processes call it. Raises RunError.
 
         Args:
             finished: the blocks that were done on this host.
@@ -184,7 +184,10 @@ class ConversionUpload(Closing):
             return HostBlocks.alone(finished)
         packed = self._processes.collect(np.packbits(finished))
         firsts = [self.here.host_of.index(host) for host in range(self.hosts)]
-        done = np.array([np.unpackbits(packed[one], count=len(finished)) for one in firsts]) > 0
+        done = (
+            np.array([np.unpackbits(packed[process], count=len(finished)) for process in firsts])
+            > 0
+        )
         touched = list(self._find_touched(np.arange(len(finished))))
         none: IntArray = np.zeros(0, dtype=np.int64)
         blocks = np.concatenate([none, *(found for found, _ in touched)])
@@ -208,7 +211,7 @@ class ConversionUpload(Closing):
         return HostBlocks(own, is_known, counts, counts & done[host])
 
     def _find_padded(self) -> NDArray[np.bool_]:
-        """The parts of files with checksums of bytes that no block writes; others are `spread`."""
+        """Return the parts of files with checksums of bytes that no block writes; set `spread`."""
         written = np.zeros(len(self._upload.files), dtype=np.int64)
         rows, blocks = self._work_items.places(np.arange(self._work_items.count))
         for found in find_written_ranges(self._writer, rows, blocks):
@@ -226,9 +229,9 @@ class ConversionUpload(Closing):
         return padded
 
     def _find_items(self) -> NDArray[np.bool_]:
-        """The parts that have bytes of items."""
+        """Return the parts that have bytes of items."""
         items = item_ranges(self._write_plan)
-        return self._upload.parts_with([items.get(one.name, ()) for one in self._upload.files])
+        return self._upload.parts_with([items.get(file.name, ()) for file in self._upload.files])
 
     def _use(
         self,
@@ -252,14 +255,14 @@ class ConversionUpload(Closing):
         self._left = np.where(is_own, mine, -1)
 
     def _count(self, numbers: IntArray) -> IntArray:
-        """How often blocks touch each part."""
+        """Return the number of blocks that touch each part."""
         counts = np.zeros(self._upload.grid.count, dtype=np.int64)
         for _, parts in self._find_touched(numbers):
             counts += np.bincount(parts, minlength=len(counts))
         return counts
 
     def _find_touched(self, numbers: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
-        """The places in `numbers` of blocks, and the parts that these touch."""
+        """Yield the places in `numbers` of blocks, and the parts that these touch."""
         rows, blocks = self._work_items.places(numbers)
         for found in find_written_ranges(self._writer, rows, blocks):
             files = self._file_numbers[found.file]
@@ -287,7 +290,7 @@ class ConversionUpload(Closing):
         self._targets[name].give_back(start_bytes, stop_bytes)
 
     def state(self) -> bytes:
-        """Which parts were sent, for `meet`. Waits for those under way; raises RunError."""
+        """Return which parts were sent, for `meet`. Waits for parts in flight; raises RunError."""
         self._sender.finish()
         return self._upload.state()[2]
 
@@ -350,7 +353,7 @@ class ConversionUpload(Closing):
 def divide_parts(
     blocks: IntArray, parts: IntArray, done: NDArray[np.bool_], count: int
 ) -> tuple[IntArray, IntArray]:
-    """Which host sends each part, and in whose stretch each block lies.
+    """Assign a host to each part, and to each block.
 
     Blocks that no host has done are divided into equally long stretches. A part goes to the host
     that has done most of its blocks, or in whose stretch most of them are.
@@ -425,12 +428,14 @@ def expect_staging_read(target: Path, staging: str | os.PathLike[str] | None) ->
 
 
 def find_staged(target: RemotePath, staging: str | os.PathLike[str] | None = None) -> list[Path]:
-    """The folders of this machine with what runs and saves staged for an address.
+    """Return the folders of this machine with what runs and saves staged for an address.
 
     Raises RunError.
     """
     targets = list_local_targets(target, staging)
-    roots = [staging_folder(one) for one in targets] + [rank_save_folder(one) for one in targets]
+    roots = [staging_folder(target) for target in targets] + [
+        rank_save_folder(target) for target in targets
+    ]
     with translate_os_errors("look for staged files", roots[0]):
         return [root for root in roots if root.is_dir()]
 

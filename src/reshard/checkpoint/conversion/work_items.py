@@ -115,7 +115,7 @@ class WorkItems:
             columns.by_kind([types.setdefault(kind.dtype, len(types)) for kind in columns.kinds])
             for columns in (self.source, self.target)
         )
-        can_be = np.array([is_castable(one) for one in types] or [False])
+        can_be = np.array([is_castable(dtype) for dtype in types] or [False])
         rows = self._named_rows
         found = np.zeros(len(rows), dtype=bool)
         there = rows >= 0
@@ -180,12 +180,12 @@ class WorkItems:
         return min(int(sizes.sum()) * 17 // 16, blocks.BLOCK_BYTES)
 
     def places(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
-        """The rows of the tensors of blocks, and the blocks' numbers in these."""
+        """Return the rows of the tensors of blocks, and the blocks' numbers in these."""
         rows = np.searchsorted(self.first_block, numbers, "right") - 1
         return rows, numbers - self.first_block[rows]
 
     def size_bytes(self, numbers: IntArray) -> int:
-        """Bytes of blocks."""
+        """Return the number of bytes of blocks."""
         rows, numbers = self.places(numbers)
         alone = self.block_counts[rows] == 1
         total = int(self.target.tensor_bytes[rows[alone]].sum())
@@ -194,7 +194,7 @@ class WorkItems:
         return total
 
     def batches(self, numbers: IntArray, batch_bytes: int) -> Iterator[Batch]:
-        """The blocks of these numbers, ascending, in batches of at most `batch_bytes`."""
+        """Yield the blocks of these numbers, ascending, in batches of at most `batch_bytes`."""
         if not len(numbers):
             return
         rows = np.searchsorted(self.first_block, numbers, "right") - 1
@@ -254,32 +254,32 @@ class BlockDigests:
         self.found = np.zeros((work_items.count, DIGEST_BYTES), dtype=np.uint8)
 
     def batches(self, rows: IntArray, batch_bytes: int) -> Iterator[Batch]:
-        """The blocks of the tensors in these rows, those of small ones together."""
+        """Yield the blocks of the tensors in these rows, those of small ones together."""
         is_wanted = np.zeros(len(self.work_items.target), dtype=bool)
         is_wanted[rows] = True
         numbers = np.flatnonzero(np.repeat(is_wanted, self.work_items.block_counts))
         return self.work_items.batches(numbers, batch_bytes)
 
     def note(self, numbers: IntArray, digests: bytes) -> None:
-        """The digests of blocks, one behind the other."""
+        """Record the concatenated digests of blocks."""
         self.found[numbers] = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
 
     def place(self, number: int) -> tuple[int, int]:
-        """The row of the tensor of a block, and the block's number in it."""
+        """Return the row of the tensor of a block, and the block's number in it."""
         rows, blocks = self.work_items.places(np.array([number]))
         return int(rows[0]), int(blocks[0])
 
     def last_name(self, batch: Batch) -> str:
-        """The name of the last tensor of a batch."""
+        """Return the name of the last tensor of a batch."""
         return self.work_items.target.names[int(batch.written[-1].rows[-1])]
 
     def of(self, row: int) -> bytes:
-        """The digests of the blocks of a tensor, one behind the other."""
+        """Return the digests of the blocks of a tensor, one behind the other."""
         begin, end = self.work_items.first_block[row : row + 2].tolist()
         return self.found[begin:end].tobytes()
 
     def columns(self) -> DigestColumns:
-        """The digests of all tensors and of their blocks."""
+        """Return the digests of all tensors and of their blocks."""
         first, blocks = self.work_items.first_block, self.found.tobytes()
         ends = (first * DIGEST_BYTES).tolist()
         memory = memoryview(blocks)
@@ -287,13 +287,13 @@ class BlockDigests:
         return DigestColumns(first, blocks, whole)
 
     def digests(self, rows: Iterable[int]) -> dict[str, str]:
-        """The digests of tensors, as text."""
+        """Return the digests of tensors, as text."""
         names = self.work_items.target.names
         return {names[row]: block_digest(self.of(row)).hex() for row in rows}
 
 
 def size_workspace(reader: BatchReader, rows: IntArray, batch_bytes: int) -> WorkspaceSize:
-    """The memory that a thread needs to read the tensors in these rows."""
+    """Return the memory that a thread needs to read the tensors in these rows."""
     kinds = np.unique(reader.columns.kind[rows]).tolist()
     block = max((reader.grid(kind).largest_bytes for kind in kinds), default=0)
     span = max(map(reader.span_bytes, kinds), default=0)

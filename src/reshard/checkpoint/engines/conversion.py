@@ -94,7 +94,9 @@ def plan_for_vllm(
             left_out=list_left_out(source_checkpoint, selection),
         )
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
-    ranks = {f"{rank_prefix(one.rank, tp, pp)}/": one for one in layout.ranks}
+    ranks = {
+        f"{rank_prefix(rank_layout.rank, tp, pp)}/": rank_layout for rank_layout in layout.ranks
+    }
     found = rank_parameters(checkpoint, ranks)
     checkpoint = expect_equal_copies(found.bound)
     request = ConversionRequest(to="full", format=NAME, most_file_bytes=most_file_bytes)

@@ -133,15 +133,15 @@ class RankParameters:
             else:
                 for box, place, strides in _resolve(name, piece, stored):
                     put(box, place, strides)
-        for one in parameter.computed:
-            if one.view is None or len(one.sources) != 1:
+        for part in parameter.computed:
+            if part.view is None or len(part.sources) != 1:
                 raise RecipeError(
-                    f"{name!r} is computed by {', '.join(one.operations)} of "
-                    f"{', '.join(one.sources)}, not element by element; let the engine load the "
+                    f"{name!r} is computed by {', '.join(part.operations)} of "
+                    f"{', '.join(part.sources)}, not element by element; let the engine load the "
                     "checkpoint as it is"
                 )
-            made.append((one.box, one.sources[0], one.view, one.operations, 0.0))
-        made += [(one.box, None, None, (), one.value) for one in parameter.constants]
+            made.append((part.box, part.sources[0], part.view, part.operations, 0.0))
+        made += [(constant.box, None, None, (), constant.value) for constant in parameter.constants]
         if made:
             start = 0
             regions = []
@@ -151,11 +151,11 @@ class RankParameters:
                 regions.append(DerivedRegion(start, box.shape, source, view, steps, value))
                 put(box, FileRange(file, start * itemsize), View.row_major(box.shape).strides)
                 start += box.elements
-            if start * itemsize > MOST_BYTES:
+            if start * itemsize > MAX_BYTES:
                 casts = sorted({step for _, _, _, steps, _ in made for step in steps})
                 raise RecipeError(
                     f"{name!r} has {start * itemsize:,} bytes that are made by "
-                    f"{', '.join(casts) or 'one value'}, more than {MOST_BYTES:,}; convert the "
+                    f"{', '.join(casts) or 'one value'}, more than {MAX_BYTES:,}; convert the "
                     "checkpoint to the engine's element type first"
                 )
             first = next((self._file_of(r.source) for r in regions if r.source), None)
@@ -176,7 +176,7 @@ class RankParameters:
 def _resolve(
     name: str, piece: SourcePiece, stored: StoredTensor
 ) -> Iterator[tuple[Box, FileRange, tuple[int, ...]]]:
-    """The boxes of a parameter that a piece fills, with their places in files and strides there."""
+    """Yield the boxes of a parameter that a piece fills, with their file ranges and strides."""
     itemsize = stored.dtype.itemsize_bytes
     cells = list(list_stored_boxes(stored))
     if len(cells) == 1 and is_dense(View(0, cells[0].strides), stored.shape):
@@ -245,7 +245,7 @@ def check_sources(layout: EngineLayout, checkpoint: Checkpoint) -> None:
 def rank_parameters(
     checkpoint: Checkpoint, ranks: Mapping[str, RankLayout] | RankLayout
 ) -> RankParameters:
-    """The parameters of ranks as tensors of a checkpoint.
+    """Return the parameters of ranks as tensors of a checkpoint.
 
     Args:
         checkpoint: the sources.
@@ -261,7 +261,7 @@ def rank_parameters(
 
 
 # Of one parameter: more is no detail of it.
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 
 
 def _exponentiate(values: NDArray[Any]) -> NDArray[Any]:
@@ -330,7 +330,7 @@ class DerivedElements:
                 _ = kind.numpy
 
     def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
-        """The file for reading, made in the folder `scratch`."""
+        """Return the file for reading, made in the folder `scratch`."""
         content = b"".join(
             np.ascontiguousarray(self._make(region)).tobytes() for region in self.regions
         )
@@ -391,7 +391,7 @@ def apply_step(values: NDArray[Any], step: str) -> NDArray[Any]:
 
 def check_steps(label: str, steps: Sequence[str]) -> None:
     """Raise RecipeError for operations that are not known."""
-    unknown = [one for one in steps if one not in OPERATIONS and not one.startswith("to ")]
+    unknown = [step for step in steps if step not in OPERATIONS and not step.startswith("to ")]
     if unknown:
         raise RecipeError(
             f"{label} is computed by {', '.join(steps)}, of which {', '.join(unknown)} is not "
@@ -410,7 +410,7 @@ def load_parameters(
     threads: int | None = None,
     readers_on_host: int = 1,
 ) -> dict[str, NDArray[Any]]:
-    """The parameters of one rank of an engine, by the names that it gives them.
+    """Return the parameters of one rank of an engine, by the names that it gives them.
 
     Only the bytes that they are made of are read. What is cast, constant or computed element by
     element, by operations that are known, is made; what the engine's loader does not fill is left
@@ -442,7 +442,7 @@ def load_parameters(
     check_sources(layout, checkpoint)
     own = layout.rank(rank)
     if names is None:
-        wanted = [name for name, one in own.parameters.items() if not one.unfilled]
+        wanted = [name for name, parameter in own.parameters.items() if not parameter.unfilled]
     else:
         wanted = list(names)
         for name in wanted:
@@ -459,7 +459,7 @@ def load_parameters(
     for name in dict.fromkeys(first.get(name, name) for name in wanted):
         found.add_parameter(own.parameters[name], name)
     bound = found.bound
-    whole = {name: Layout.whole(one.shape, [0], 1) for name, one in bound.tensors.items()}
+    whole = {name: Layout.whole(tensor.shape, [0], 1) for name, tensor in bound.tensors.items()}
     if out is not None:
         out = {first.get(name, name): out[name] for name in reversed(wanted) if name in out}
     options = LoadOptions(out=out, threads=threads, readers_on_host=readers_on_host)

@@ -78,7 +78,7 @@ from reshard.runs import IntArray
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
-    """The named tensor, put together from its shards, as a NumPy array.
+    """Return the named tensor, put together from its shards, as a NumPy array.
 
     Types that NumPy does not have (bfloat16, float8) are those of ml_dtypes.
 
@@ -129,7 +129,7 @@ class _Region:
     lengths: tuple[int, ...]
 
     def part_of(self, array: NDArray[Any]) -> NDArray[Any]:
-        """The part of a rank's array that it fills."""
+        """Return the part of a rank's array that it fills."""
         if self.part is not None:
             begin, shape = self.part
             array = array[begin : begin + math.prod(shape)].reshape(shape)
@@ -190,13 +190,13 @@ class _Group:
 
     @classmethod
     def of(cls, first: StoredTensor, layout: Layout, rank: int, wanted: DType | None) -> _Group:
-        """The group of a tensor, whose type becomes `wanted` if it is cast."""
+        """Return the group of a tensor, whose type becomes `wanted` if it is cast."""
         is_cast = wanted is not None and is_castable(first.dtype)
         loaded = wanted if wanted is not None and is_cast else first.dtype
         return cls(layout, _find_local_shape(first, layout, rank), loaded)
 
     def read(self, columns: TensorColumns, rank: int, shared: SharedReads) -> Iterator[_Read]:
-        """What is read to fill the arrays; small pieces are added to those that share reads."""
+        """Yield the reads that fill the arrays; small pieces are added to the shared reads."""
         if not self.rows:
             return
         kind = columns.kinds[int(columns.kind[self.rows[0]])]
@@ -204,22 +204,29 @@ class _Group:
         first = columns.first[np.array(self.rows)]
         tensors: list[StoredTensor] = []
         stored = columns.tensor(self.rows[0]).stored_layout
-        for one in _find_regions(stored, self.layout, rank):
-            view = kind.view(one.slot, one.number) or View.row_major(one.shape)
-            piece = PieceKind.of(kind.dtype, cast, view, one.local, one.lengths)
-            targets = map(one.part_of, self.arrays)
+        for region in _find_regions(stored, self.layout, rank):
+            view = kind.view(region.slot, region.number) or View.row_major(region.shape)
+            piece = PieceKind.of(kind.dtype, cast, view, region.local, region.lengths)
+            targets = map(region.part_of, self.arrays)
             if piece is not None:
-                place, is_slot = kind.find_place(one.slot, one.number)
+                place, is_slot = kind.find_place(region.slot, region.number)
                 starts = columns.starts[first + place]
                 if is_slot:
-                    starts = starts + one.offset * kind.dtype.itemsize_bytes
+                    starts = starts + region.offset * kind.dtype.itemsize_bytes
                 names = [columns.names[row] for row in self.rows]
                 shared.add(piece, kind.files[place], starts, names, [*targets])
                 continue
             tensors = tensors or list(map(columns.tensor, self.rows))
             for tensor, target in zip(tensors, targets, strict=True):
                 read = _Read(
-                    tensor, one.slot, one.number, one.offset, one.shape, one.local, target, cast
+                    tensor,
+                    region.slot,
+                    region.number,
+                    region.offset,
+                    region.shape,
+                    region.local,
+                    target,
+                    cast,
                 )
                 yield from _split(read)
 
@@ -360,7 +367,7 @@ def load_layouts(
 def _share(
     checkpoint: Checkpoint, readers: int, tasks: Iterable[_Read | SharedTask]
 ) -> tuple[SharedReadCache, list[_Read | SharedTask]]:
-    """The reads that processes of this host share, and the tasks as they are begun then."""
+    """Return the reads that processes of this host share, and the tasks as they are begun then."""
     sizes = {
         file.name: file.size_bytes
         for file in checkpoint.files
@@ -375,7 +382,7 @@ def _share(
 
 
 def _take_columns(checkpoint: Checkpoint, names: Iterable[str]) -> TensorColumns:
-    """The tensors of these names as columns, perhaps with others. Raises CheckpointError."""
+    """Return the tensors of these names as columns, perhaps with others. Raises CheckpointError."""
     if isinstance(checkpoint.tensors, TensorColumns):
         for name in names:
             if name not in checkpoint.tensors:
@@ -433,7 +440,7 @@ def _check_given(
 
 @lru_cache(maxsize=256)
 def _find_regions(stored: Layout, layout: Layout, rank: int) -> tuple[_Region, ...]:
-    """The boxes to read to fill a rank's array, from shards of `stored`.
+    """Return the boxes to read to fill a rank's array, from shards of `stored`.
 
     Where the file of that rank has a copy, it is read: ranks of equal jobs read their own files.
     """
@@ -485,7 +492,7 @@ def _is_large(read: _Read) -> bool:
 
 
 def _is_wide(read: _Read) -> bool:
-    """Whether it reaches over so much of a file that others would wait for its end."""
+    """Return whether it reaches over so much of a file that others would wait for its end."""
     (span,) = read.spans
     return span.stop - span.start > 2 * PIECE_BYTES
 
@@ -506,7 +513,7 @@ def _split(read: _Read, is_large: Callable[[_Read], bool] = _is_large) -> list[_
 
 
 # A longer one gains nothing by company.
-_MOST_PIECE_BYTES = 256 * 1024
+_MAX_PIECE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,7 +535,7 @@ class PieceKind:
     def of(
         cls, kind: DType, cast: DType | None, view: View, local: Sequence[int], shape: Sequence[int]
     ) -> PieceKind | None:
-        """The box of `shape` that begins at `local` of a shard; None if it is no small range.
+        """Return the box of `shape` at `local` of a shard, or None if it is not a short range.
 
         Args:
             kind: of its elements in the file.
@@ -538,7 +545,7 @@ class PieceKind:
         """
         reach = reach_at_once(view.strides, shape, kind.itemsize_bytes)
         size_bytes = math.prod(shape) * kind.itemsize_bytes
-        if reach is None or not size_bytes or reach * kind.itemsize_bytes > _MOST_PIECE_BYTES:
+        if reach is None or not size_bytes or reach * kind.itemsize_bytes > _MAX_PIECE_BYTES:
             return None
         first = view.offset + sum(a * s for a, s in zip(local, view.strides, strict=True))
         return cls(kind, cast, tuple(shape), view.strides, first, reach)
@@ -549,7 +556,7 @@ class PieceKind:
         return math.prod(self.shape) * (self.cast or self.dtype).itemsize_bytes
 
     def arrays(self, memory: memoryview, at: IntArray) -> NDArray[Any]:
-        """The elements of pieces at equal distances in memory, as they go into the arrays."""
+        """Return the elements of pieces at equal distances in memory, as the arrays have them."""
         found = strided_arrays(memory, self.dtype.storage, self.shape, at, self.strides)
         if self.cast is None:
             return found
@@ -574,8 +581,10 @@ class SharedTask:
     def spans(self) -> list[ReadSpan]:
         """What is read of an object."""
         return [
-            ReadSpan(self.path, one.start_bytes, one.start_bytes + one.size_bytes, one.size_bytes)
-            for one in self.ranges
+            ReadSpan(
+                self.path, span.start_bytes, span.start_bytes + span.size_bytes, span.size_bytes
+            )
+            for span in self.ranges
         ]
 
 
@@ -624,7 +633,7 @@ class SharedReads:
             [np.concatenate(column)] for column in (self._kind, self._file, self._start)
         )
         (kind,), (file,), (start,) = self._kind, self._file, self._start
-        reaches = [one.reach * one.dtype.itemsize_bytes for one in self._kinds]
+        reaches = [kind.reach * kind.dtype.itemsize_bytes for kind in self._kinds]
         size = np.array(reaches, dtype=np.int64)[kind]
         # A page holds what lies around a short piece in any case.
         gaps = np.where(size <= PAGE_BYTES, PAGE_BYTES, (size * MAX_WASTE).astype(np.int64))
@@ -632,12 +641,12 @@ class SharedReads:
         room = AlignedBuffer.capacity_for(BUFFER_BYTES)
         together: list[CoalescedRange] = []
         filled = 0
-        for one in coalesce(file, start, size, gaps, BUFFER_BYTES):
-            needed = AlignedBuffer.capacity_for(one.size_bytes)
-            if together and (filled + needed > room or one.file != together[0].file):
+        for span in coalesce(file, start, size, gaps, BUFFER_BYTES):
+            needed = AlignedBuffer.capacity_for(span.size_bytes)
+            if together and (filled + needed > room or span.file != together[0].file):
                 yield SharedTask(paths[together[0].file], together)
                 together, filled = [], 0
-            together.append(one)
+            together.append(span)
             filled += needed
         if together:
             yield SharedTask(paths[together[0].file], together)
@@ -654,10 +663,10 @@ class SharedReads:
         done = []
         for together in pack_rounds(iter(task.ranges), buffer):
             at = []
-            for one, region in together:
-                file.read_into(region, one.start_bytes)
-                at.append(self._start[0][one.pieces] + (region.start - one.start_bytes))
-            pieces = np.concatenate([one.pieces for one, _ in together])
+            for read, region in together:
+                file.read_into(region, read.start_bytes)
+                at.append(self._start[0][read.pieces] + (region.start - read.start_bytes))
+            pieces = np.concatenate([read.pieces for read, _ in together])
             self._spread(pieces, np.concatenate(at), buffer.memory)
             done.append(pieces)
         return np.concatenate(done)
@@ -678,14 +687,14 @@ class SharedReads:
             low = high
 
     def size_bytes(self, pieces: IntArray) -> int:
-        """The bytes of arrays that these pieces fill."""
+        """Return the bytes of arrays that these pieces fill."""
         counts = np.bincount(self._kind[0][pieces], minlength=len(self._kinds)).tolist()
         return sum(
             kind.target_bytes * count for kind, count in zip(self._kinds, counts, strict=True)
         )
 
     def describe(self, pieces: IntArray) -> Iterator[tuple[str, int]]:
-        """The name of each piece's tensor, and the bytes of an array that it fills."""
+        """Yield the name of each piece's tensor, and the bytes of an array that it fills."""
         kinds = self._kind[0][pieces].tolist()
         for piece, kind in zip(pieces.tolist(), kinds, strict=True):
             yield self._names[piece], self._kinds[kind].target_bytes

@@ -47,7 +47,7 @@ class BackgroundWork(Generic[Result]):
             self._tell(progress)
 
     def done(self) -> bool:
-        """Whether the work has come to an end: done, failed or cancelled."""
+        """Return whether the work has come to an end: done, failed or cancelled."""
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -58,7 +58,7 @@ class BackgroundWork(Generic[Result]):
         return self.done()
 
     def result(self, timeout_s: float | None = None) -> Result:
-        """What the work gives, when it has come to its end.
+        """Wait for the work, and return its result.
 
         Raises:
             InterruptedRunError: it was cancelled.

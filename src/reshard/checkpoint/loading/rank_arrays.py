@@ -66,7 +66,7 @@ def describe_ranks(
     allow: Iterable[str] = (),
     dtype: str = "float32",
 ) -> Checkpoint:
-    """The checkpoint that the arrays of ranks are, without copying them.
+    """Return the checkpoint that the arrays of ranks are, without copying them.
 
     Args:
         ranks: the arrays of each rank of the mesh, by name: NumPy arrays, PyTorch tensors, shapes,
@@ -98,13 +98,13 @@ def describe_ranks(
     parsed = parse_rules(rules)
 
     first = {name: next(iter(own.values())) for name, own in parts.items()}
-    itemsizes = {name: one.dtype.itemsize_bytes for name, one in first.items()}
+    itemsizes = {name: part.dtype.itemsize_bytes for name, part in first.items()}
 
     def find_specs(shapes: Mapping[str, Shape]) -> dict[str, ShardingSpec]:
         return assign(shapes, mesh, parsed, found, config, itemsizes, allow=allow).specs
 
     found_layouts = find_layouts(
-        {name: {rank: one.shape for rank, one in own.items()} for name, own in parts.items()},
+        {name: {rank: part.shape for rank, part in own.items()} for name, own in parts.items()},
         mesh,
         find_specs,
     )
@@ -125,17 +125,17 @@ class HeldArray(NamedTuple):
 
 
 def hold_arrays(arrays: Mapping[str, HeldArray]) -> Checkpoint:
-    """The checkpoint that arrays of known layouts are, by name, without copying them.
+    """Return the checkpoint that arrays of known layouts are, by name, without copying them.
 
     >>> whole = HeldArray(as_dtype("int64"), Layout.replicated((2,)), {0: np.arange(2)})
     >>> hold_arrays({"w": whole})["w"].shape
     (2,)
     """
     parts = {
-        name: {rank: _HeldPart(one.dtype, part.shape, part) for rank, part in one.parts.items()}
-        for name, one in arrays.items()
+        name: {rank: _HeldPart(array.dtype, part.shape, part) for rank, part in array.parts.items()}
+        for name, array in arrays.items()
     }
-    return _hold(parts, {name: one.layout for name, one in arrays.items()}, {}, None)
+    return _hold(parts, {name: array.layout for name, array in arrays.items()}, {}, None)
 
 
 def _no_checkpoint() -> Checkpoint:
@@ -146,7 +146,7 @@ def _no_checkpoint() -> Checkpoint:
 def _read_parts(
     ranks: Mapping[int, Mapping[str, Held]], mesh: DeviceMesh, kind: DType
 ) -> dict[str, dict[int, _HeldPart]]:
-    """What ranks hold, by tensor and rank."""
+    """Read the arguments: what each rank holds of each tensor."""
     if not isinstance(ranks, Mapping) or not all(
         isinstance(own, Mapping) for own in ranks.values()
     ):
@@ -171,11 +171,11 @@ def _read_parts(
             "rank that holds nothing"
         )
     for name, found in parts.items():
-        first, one = next(iter(found.items()))
+        first, part = next(iter(found.items()))
         for rank, other in found.items():
-            if other.dtype is not one.dtype or len(other.shape) != len(one.shape):
+            if other.dtype is not part.dtype or len(other.shape) != len(part.shape):
                 raise ShardError(
-                    f"{name!r} is {one.dtype.name} {list(one.shape)} on rank {first}, and "
+                    f"{name!r} is {part.dtype.name} {list(part.shape)} on rank {first}, and "
                     f"{other.dtype.name} {list(other.shape)} on rank {rank}; they are not of one "
                     "tensor"
                 )
@@ -228,7 +228,7 @@ def _hold(
     specs: Mapping[str, str],
     mesh: DeviceMesh | None,
 ) -> Checkpoint:
-    """The checkpoint of these parts, each rank's in a file that is its arrays."""
+    """Return the checkpoint of these parts, each rank's in a file that is its arrays."""
     ranks = {rank for own in parts.values() for rank in own} if mesh is None else mesh.devices
     held: dict[int, list[tuple[int, _HeldPart]]] = {rank: [] for rank in sorted(ranks)}
     sizes = dict.fromkeys(held, 0)
@@ -264,7 +264,7 @@ class ArrayFile:
         self.rank, self.parts = rank, parts
 
     def open(self) -> SourceFile:
-        """The bytes of the arrays. Raises ShardError where there are shapes alone."""
+        """Return the bytes of the arrays. Raises ShardError where there are shapes alone."""
         for _, part in self.parts:
             if part.array is None:
                 raise ShardError(

@@ -109,4 +109,4 @@ def _find_layouts(
     request = choose_recipe_by_default(request, taken)
     named = name_source(request, taken)
     placed = place_tensors(request, named)
-    return named.checkpoint, {name: one.layout for name, one in placed.tensors.items()}
+    return named.checkpoint, {name: tensor.layout for name, tensor in placed.tensors.items()}

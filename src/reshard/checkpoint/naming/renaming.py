@@ -51,7 +51,7 @@ def names_of(
     recipe: Recipe | None,
     config: Mapping[str, object] | None,
 ) -> NameTable | None:
-    """The table of `names`, which were given as `argument`; None if `names` is None.
+    """Return the table of `names`, which were given as `argument`; None if `names` is None.
 
     Raises:
         UsageError: a convention without a recipe, or what is no table.
@@ -81,7 +81,7 @@ def names_of(
 def find_stacked_names(
     checkpoint: Checkpoint, recipe: Recipe | None, config: Mapping[str, object] | None
 ) -> NameTable | None:
-    """The recipe's table of stacked names, where a checkpoint has any of them; None elsewhere.
+    """Return the recipe's table of stacked names if a checkpoint has any of them, or None.
 
     Programs save the experts of one model stacked (transformers 5, where it is asked to) or each by
     itself (the Hub); the names tell which.
@@ -90,13 +90,17 @@ def find_stacked_names(
         RecipeError: a config that does not give the numbers of the stacks.
     """
     patterns = recipe.names.get(STACKED, {}) if recipe is not None else {}
-    if any(compile_pattern(one).fullmatch(name) for one in patterns for name in checkpoint.tensors):
+    if any(
+        compile_pattern(pattern).fullmatch(name)
+        for pattern in patterns
+        for name in checkpoint.tensors
+    ):
         return names_of("names", STACKED, recipe, config)
     return None
 
 
 def in_recipe_names(checkpoint: Checkpoint, table: Mapping[str, Meaning]) -> Checkpoint:
-    """The checkpoint in a recipe's names, every fused parameter as its members.
+    """Return the checkpoint in a recipe's names, every fused parameter as its members.
 
     Args:
         checkpoint: in the names of a convention.
@@ -137,7 +141,7 @@ def find_meaning(name: str, table: Mapping[str, Meaning]) -> Meaning:
 def in_names_of(
     checkpoint: Checkpoint, table: Mapping[str, Meaning]
 ) -> tuple[Checkpoint, dict[str, str], dict[str, Fusion]]:
-    """The checkpoint in the names of a convention.
+    """Return the checkpoint in the names of a convention.
 
     Args:
         checkpoint: in a recipe's names.
@@ -169,14 +173,14 @@ def in_names_of(
         elif theirs.name not in new.made_of:
             new.expect_alike(name)
             names = theirs.fusion.tensors
-            members = [_find_member(checkpoint, theirs.name, one) for one in names]
+            members = [_find_member(checkpoint, theirs.name, name) for name in names]
             new.add(fuse_members(theirs.name, theirs.fusion, members), *names)
     new.expect_change(table)
     return new.checkpoint(), {name: made[0] for name, made in new.made_of.items()}, fused
 
 
 def _find_around(name: str, tensors: _Tensors, table: Mapping[str, Meaning]) -> ForeignName:
-    """The name of a convention for optimizer state, or for a weight behind a prefix."""
+    """Return the name of a convention for optimizer state, or for a weight behind a prefix."""
     before, behind, parameter = tensors.take_apart(name)
     theirs = find_foreign_name(parameter, table)
     if theirs is None:
@@ -207,7 +211,7 @@ class _Tensors:
         self._state = find_training_state(old)
 
     def take_apart(self, name: str) -> tuple[str, str, str]:
-        """What stands before and behind a parameter's name in that of a tensor, and the name."""
+        """Split a tensor's name into text, the parameter's name, and text."""
         if self._state is None or name not in self._state.tensors:
             return "", "", name
         before, behind = self._state.around(name)
@@ -223,7 +227,7 @@ class _Tensors:
         return before, behind, parameter
 
     def is_common(self, name: str) -> bool:
-        """Whether members of a fused parameter have it in common: a number of steps or the like."""
+        """Return whether all members of a fused parameter share it, such as a number of steps."""
         known = None if self._state is None else self._state.tensors.get(name)
         if self._state is None or known is None or not known.key:
             return False
@@ -275,7 +279,7 @@ class _Tensors:
             )
 
     def checkpoint(self) -> Checkpoint:
-        """The old checkpoint with these tensors."""
+        """Return the old checkpoint with these tensors."""
         old, changed = self.old, set[str]()
         for name, made_of in self.made_of.items():
             if self.tensors[name].binding == old.tensors[made_of[0]].binding:
@@ -289,8 +293,10 @@ class _Tensors:
             )
         # With strides, what lies between is read along, and may be read again.
         checksums = (
-            dataclasses.replace(one, is_read_once=one.is_read_once and one.tensor not in changed)
-            for one in old.checksums
+            dataclasses.replace(
+                checksum, is_read_once=checksum.is_read_once and checksum.tensor not in changed
+            )
+            for checksum in old.checksums
         )
         kept = {name for name in self.tensors if self.made_of[name] == (name,)} | {*old.items}
         paths = {name: path for name, path in old.paths.items() if name in kept}

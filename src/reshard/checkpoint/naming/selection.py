@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from reshard.recipes.recipe import Recipe
     from reshard.recipes.rules import Rule
 
-_MOST_LISTED = 8
+_MAX_LISTED = 8
 _PART = re.compile(r"\*|\{(\d{1,4})\}")
 
 
@@ -108,7 +108,7 @@ class TensorSelection:
         return tuple(_parse_renaming(text) for text in self.rename)
 
     def takes(self, name: str) -> bool:
-        """Whether what has this name is taken."""
+        """Return whether what has this name is taken."""
         if not name.startswith(self.selected_prefix):
             return False
         name = name.removeprefix(self.selected_prefix)
@@ -116,26 +116,26 @@ class TensorSelection:
         return is_in and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
     def new_name(self, name: str) -> str | None:
-        """What a name becomes; None if it is left out."""
+        """Return the new name, or None if it is left out."""
         if not self.takes(name):
             return None
         stripped = self.strip(name)
         return self.renamed(stripped) or stripped
 
     def strip(self, name: str) -> str:
-        """A name without the prefixes."""
+        """Return a name without the prefixes."""
         name = name.removeprefix(self.selected_prefix)
         for prefix in self.strip_prefix:
             name = name.removeprefix(prefix)
         return name
 
     def renamed(self, name: str) -> str | None:
-        """What `rename` makes of a name without prefixes; None if no pattern matches it."""
+        """Apply `rename` to a name without prefixes; return None if no pattern matches it."""
         found = (renaming.apply(name) for renaming in self._renamings)
         return next((new for new in found if new is not None), None)
 
     def to_json(self) -> dict[str, str | list[str]]:
-        """The options that are given, as plain values."""
+        """Return the options that are given, as plain values."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             name: texts if isinstance(texts, str) else list(texts)
@@ -153,17 +153,17 @@ class _Renaming:
     pieces: tuple[str | int, ...]
 
     def apply(self, name: str) -> str | None:
-        """The new name; None if the pattern does not match."""
+        """Return the new name; None if the pattern does not match."""
         found = self.pattern.fullmatch(name)
         if found is None:
             return None
-        return "".join(one if isinstance(one, str) else found[one] for one in self.pieces)
+        return "".join(piece if isinstance(piece, str) else found[piece] for piece in self.pieces)
 
 
 def find_new_names(
     checkpoint: Checkpoint, selection: TensorSelection, *, is_expected: bool = True
 ) -> dict[str, str | None]:
-    """What becomes of the name of each tensor, item and value; None of what is left out.
+    """Return the new name of each tensor, item and value, or None if it is left out.
 
     Args:
         checkpoint: of which things are taken.
@@ -203,7 +203,7 @@ def list_left_out(checkpoint: Checkpoint, selection: TensorSelection) -> list[st
 
 
 def by_new_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> Checkpoint:
-    """A checkpoint whose tensors, items and values have other names, each its own.
+    """Return a checkpoint whose tensors, items and values have other names, each its own.
 
     Args:
         checkpoint: by its old names.
@@ -234,15 +234,15 @@ def by_new_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> Check
         values=_rename_keys(checkpoint.values, find),
         paths=paths,
         checksums=tuple(
-            dataclasses.replace(one, tensor=renamed)
-            for one in checkpoint.checksums
-            if (renamed := find(one.tensor)) is not None
+            dataclasses.replace(checksum, tensor=renamed)
+            for checksum in checkpoint.checksums
+            if (renamed := find(checksum.tensor)) is not None
         ),
     )
 
 
 def move_path(path: tuple[str | int, ...], name: str) -> tuple[str | int, ...] | None:
-    """Where in a nested state dict a thing stands by its new name; None if that is not told.
+    """Return the path in a nested state dict for a new name, or None if it is unknown.
 
     What the path has at its beginning and at its end, joined by dots, stays apart as it was.
 
@@ -270,14 +270,14 @@ def move_path(path: tuple[str | int, ...], name: str) -> tuple[str | int, ...] |
 def _rename_all(things: Mapping[str, Any], find: Callable[[str], str | None]) -> dict[str, Any]:
     """Things that have a `name`, by their new ones."""
     return {
-        renamed: one if renamed == name else dataclasses.replace(one, name=renamed)
-        for name, one in things.items()
+        renamed: thing if renamed == name else dataclasses.replace(thing, name=renamed)
+        for name, thing in things.items()
         if (renamed := find(name)) is not None
     }
 
 
 def _rename_keys(things: Mapping[str, Any], find: Callable[[str], str | None]) -> dict[str, Any]:
-    return {renamed: one for name, one in things.items() if (renamed := find(name)) is not None}
+    return {renamed: thing for name, thing in things.items() if (renamed := find(name)) is not None}
 
 
 def _expect_different_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> None:
@@ -329,7 +329,7 @@ def _expect_matches(
 def _describe_idle(checkpoint: Checkpoint, option: str, text: str, names: list[str]) -> str:
     if option == "select":
         fronts = dict.fromkeys(name.rpartition(".")[0].split(".")[0] for name in names)
-        listed = ", ".join(map(repr, [front for front in fronts if front][:_MOST_LISTED]))
+        listed = ", ".join(map(repr, [front for front in fronts if front][:_MAX_LISTED]))
         return (
             f"--select {text!r}: no tensor in {checkpoint.folder} has a name that begins with "
             f"{text + '.'!r}; names begin with {listed or 'no such word'}"
@@ -357,7 +357,7 @@ def _read_texts(what: str, given: Iterable[str]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _parse_renaming(text: str) -> _Renaming:
-    """The renaming that `pattern=name` writes. Raises UsageError where it cannot be read."""
+    """Return the renaming that `pattern=name` writes. Raises UsageError where it cannot be read."""
     pattern, divider, name = text.partition("=")
     if not divider or not pattern or not name or "=" in name:
         raise UsageError(
@@ -408,7 +408,7 @@ def select(
     rename: Iterable[str] = (),
     select: str | None = None,
 ) -> Checkpoint:
-    """The checkpoint with some of its tensors, items and values, by the names they shall have.
+    """Return the checkpoint with some of its tensors, items and values, by their new names.
 
     No byte is copied or read.
 
@@ -468,7 +468,7 @@ def open_selected(
 def select_from(
     checkpoint: Checkpoint, selection: TensorSelection, *, is_expected: bool = True
 ) -> Checkpoint:
-    """What a selection takes of a checkpoint.
+    """Return the selected part of a checkpoint.
 
     Args:
         checkpoint: of which things are taken.
@@ -507,7 +507,7 @@ def _name_options(selection: TensorSelection) -> str:
 def _follow_parameters(
     checkpoint: Checkpoint, selection: TensorSelection, new: dict[str, str | None]
 ) -> dict[str, str]:
-    """The new names of parameters, by those that optimizer state has them under.
+    """Return the new names of parameters, by those that optimizer state has them under.
 
     They are put into `new` for what is not renamed by a pattern of its own.
     """
@@ -539,7 +539,7 @@ def _follow_parameters(
 
 
 def _find_parameter(weight: str, renamed: str, state: TrainingState) -> str:
-    """The new name of the parameter whose weight `weight` becomes `renamed`."""
+    """Return the new name of the parameter whose weight `weight` becomes `renamed`."""
     for prefix in sorted(state.weight_prefixes, key=len, reverse=True):
         if prefix and weight.startswith(prefix) and renamed.startswith(prefix):
             return renamed.removeprefix(prefix)
@@ -547,7 +547,7 @@ def _find_parameter(weight: str, renamed: str, state: TrainingState) -> str:
 
 
 def _replace_parameter(name: str, parameter: str, moved: str) -> str:
-    """The name of optimizer state with another parameter in it.
+    """Return the name of optimizer state with another parameter in it.
 
     >>> _replace_parameter("optim.state.a.w.exp_avg", "a.w", "b")
     'optim.state.b.exp_avg'
@@ -560,7 +560,7 @@ def _replace_parameter(name: str, parameter: str, moved: str) -> str:
 
 
 def _rename_groups(name: str, value: Any, moved: Mapping[str, str]) -> Any:
-    """The groups of an optimizer with the new names of its parameters."""
+    """Return the groups of an optimizer with the new names of its parameters."""
     if not moved or name.rpartition(".")[2] != _GROUPS or not isinstance(value, list | tuple):
         return value
     from reshard.checkpoint.training.model_sets import bare_name
@@ -570,7 +570,8 @@ def _rename_groups(name: str, value: Any, moved: Mapping[str, str]) -> Any:
         names = group.get("params") if isinstance(group, dict) else None
         if isinstance(names, list | tuple):
             found = [
-                moved.get(bare_name(one), one) if isinstance(one, str) else one for one in names
+                moved.get(bare_name(name), name) if isinstance(name, str) else name
+                for name in names
             ]
             group = {**group, "params": found}
         groups.append(group)

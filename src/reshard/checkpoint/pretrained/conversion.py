@@ -94,8 +94,8 @@ if TYPE_CHECKING:
 
 
 #: Files are begun anew beyond so many bytes, as `save_pretrained` does.
-MOST_FILE_BYTES = 5_000_000_000
-_MOST_LISTED = 8
+MAX_FILE_BYTES = 5_000_000_000
+_MAX_LISTED = 8
 
 
 def plan_for_pretrained(
@@ -105,7 +105,7 @@ def plan_for_pretrained(
     config: str | os.PathLike[str] | None = None,
     recipe: RecipeName | None = None,
     source_names: str | None = None,
-    most_file_bytes: int | None = MOST_FILE_BYTES,
+    most_file_bytes: int | None = MAX_FILE_BYTES,
     **arguments: Unpack[PretrainedArguments],
 ) -> Conversion:
     """Plan a folder that `from_pretrained` of transformers loads, from any training checkpoint.
@@ -184,7 +184,7 @@ def plan_for_pretrained(
         "prefix": names.prefix,
         "source_names": names.convention,
         "dtype": request.dtype,
-        "adapters": [str(as_path(one).resolve()) for one in request.adapters],
+        "adapters": [str(as_path(path).resolve()) for path in request.adapters],
         "config": hashlib.blake2b(content, digest_size=16).hexdigest(),
         **request.selection.to_json(),
     }
@@ -207,7 +207,7 @@ def _name_weights(
     source_names: str | None,
     request: ConversionRequest,
 ) -> tuple[Checkpoint, ModelNames]:
-    """The weights of a checkpoint, in the names of the architecture."""
+    """Return the weights of a checkpoint, in the names of the architecture."""
     keeps_prefix = bool(request.strip_prefix or request.rename)
     expect_single_model(checkpoint, recipe, keeps_prefix=keeps_prefix)
     containers = _find_containers(checkpoint)
@@ -256,8 +256,8 @@ def _name_left_out(
     is_llama = names.convention in CONVENTIONS
     table = None if is_llama else names_of("source_names", names.convention, recipe, config)
     found: set[str] = set()
-    for one in list_left_out(checkpoint, request.selection):
-        name = model_name(one).removeprefix(names.prefix)
+    for item in list_left_out(checkpoint, request.selection):
+        name = model_name(item).removeprefix(names.prefix)
         name = translate_name(name) if is_llama else name
         meaning = name if table is None else find_meaning(name, table.table)
         found |= {meaning} if isinstance(meaning, str) else {*meaning.tensors}
@@ -274,30 +274,32 @@ def _describe_renames(checkpoint: Checkpoint, request: ConversionRequest) -> lis
 
 
 def _find_containers(checkpoint: Checkpoint) -> list[str]:
-    """The prefixes of weights that the trainer's state shows to be its own."""
+    """Return the prefixes of weights that the trainer's state shows to be its own."""
     state = find_training_state(checkpoint)
     shown = [*state.weight_prefixes] if state is not None else []
     fronts = {path[:-1] for name, path in checkpoint.paths.items() if name in checkpoint.tensors}
     shown += [".".join(map(str, front)) + "." for front in fronts if front]
-    return [model_name(f"{one}x").removesuffix("x") for one in shown if one]
+    return [model_name(f"{name}x").removesuffix("x") for name in shown if name]
 
 
 def _cut_padding(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint without rows of the vocabulary that config.json does not have."""
+    """Return the checkpoint without rows of the vocabulary that config.json does not have."""
     rows = find_padded_vocabulary(shapes_of(checkpoint.tensors), config)
     if not rows:
         return checkpoint
     size = next(iter(rows.values()))
     padded = {name: checkpoint.tensors[name] for name in rows}
-    first, shape = next((name, one.shape) for name, one in padded.items())
+    first, shape = next((name, item.shape) for name, item in padded.items())
     note = (
         f"{count_text(len(padded), 'tensor')} cut to the {size} rows of config.json's vocab_size "
         f"(first: {first}, which has {shape[0]}): the others pad it for ranks"
     )
     cut = {name: slice_rows(tensor, size) for name, tensor in padded.items()}
     checksums = (
-        dataclasses.replace(one, is_read_once=one.is_read_once and one.tensor not in cut)
-        for one in checkpoint.checksums
+        dataclasses.replace(
+            checksum, is_read_once=checksum.is_read_once and checksum.tensor not in cut
+        )
+        for checksum in checkpoint.checksums
     )
     return dataclasses.replace(
         checkpoint,
@@ -326,7 +328,7 @@ def _expect_all_numbers(
     for name in (*checkpoint.tensors, *left_out):
         kind = re.sub(r"\d", "0", name)
         if kind not in rule_of:
-            rule_of[kind] = next((one for one in recipe.rules if one.matches(name)), None)
+            rule_of[kind] = next((rule for rule in recipe.rules if rule.matches(name)), None)
         rule = rule_of[kind]
         if rule is not None:
             for number, value in (rule.numbers_in(name) or {}).items():
@@ -338,10 +340,8 @@ def _expect_all_numbers(
             continue
         missing = sorted({*range(int(count))} - values)
         if missing:
-            shown = ", ".join(map(str, missing[:_MOST_LISTED]))
-            shown += (
-                f"... {len(missing) - _MOST_LISTED} more" if len(missing) > _MOST_LISTED else ""
-            )
+            shown = ", ".join(map(str, missing[:_MAX_LISTED]))
+            shown += f"... {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
             raise CheckpointError(
                 f"{checkpoint.folder} lacks {number} {shown}, of {count} that config.json says; "
                 "name the whole checkpoint, or the config.json that is true of it"
@@ -352,7 +352,7 @@ def _change_elements(
     checkpoint: Checkpoint, config: Mapping[str, Any], request: ConversionRequest
 ) -> ChangedElements:
     checkpoint, merged = merge_adapters(checkpoint, request.adapters)
-    kinds = {one.dtype for one in checkpoint.tensors.values() if is_castable(one.dtype)}
+    kinds = {tensor.dtype for tensor in checkpoint.tensors.values() if is_castable(tensor.dtype)}
     # Of a model that is trained in one type, none is kept in float32 on purpose.
     if len(kinds) == 1:
         config = {

@@ -53,7 +53,7 @@ class ModelFiles(NamedTuple):
 def find_model_files(
     checkpoint: Checkpoint, given: str | os.PathLike[str] | None = None
 ) -> ModelFiles:
-    """The config of the model that a checkpoint is of, and the files beside it.
+    """Return the config of the model that a checkpoint is of, and the files beside it.
 
     Args:
         checkpoint: whose folder is looked at.
@@ -77,7 +77,9 @@ def find_model_files(
     else:
         folder = checkpoint.folder
         places = (folder, folder / "huggingface", folder.parent / "huggingface", folder.parent)
-        path = next((one / CONFIG for one in places if (one / CONFIG).is_file()), Path())
+        path = next(
+            (location / CONFIG for location in places if (location / CONFIG).is_file()), Path()
+        )
         if not path.name:
             raise CheckpointError(
                 f"no config.json in {folder}, which says what the model is; name the folder of the "
@@ -123,16 +125,16 @@ def _find_companions(folder: Path) -> dict[str, Path]:
 
 
 def most_common_type(checkpoint: Checkpoint) -> DType | None:
-    """The type that most bytes of floating-point tensors have; None if there are none."""
+    """Return the type that most bytes of floating-point tensors have; None if there are none."""
     sizes: Counter[DType] = Counter()
     for tensor in checkpoint.tensors.values():
         if is_castable(tensor.dtype):
             sizes[tensor.dtype] += tensor.size_bytes
-    return max(sizes, key=lambda one: sizes[one]) if sizes else None
+    return max(sizes, key=lambda item: sizes[item]) if sizes else None
 
 
 def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:
-    """A config that says a type, under the key that it has for it.
+    """Return a config that says a type, under the key that it has for it.
 
     >>> from reshard.dtypes import dtype
     >>> with_dtype({"torch_dtype": "bfloat16"}, dtype("float32"))
@@ -146,7 +148,7 @@ def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]
     for key, part in found.items():
         # Parts of models of several kinds, such as `text_config`, have types of their own.
         if key.endswith("_config") and isinstance(part, Mapping):
-            typed = {one: dtype.name for one in _DTYPE_KEYS if part.get(one) is not None}
+            typed = {item: dtype.name for item in _DTYPE_KEYS if part.get(item) is not None}
             found[key] = {**part, **typed}
     return found
 
@@ -176,7 +178,7 @@ class TiedWeights(NamedTuple):
 
 
 def store_tied_once(checkpoint: Checkpoint, config: Mapping[str, Any]) -> TiedWeights:
-    """The checkpoint without output layers that are their embeddings.
+    """Return the checkpoint without output layers that are their embeddings.
 
     Raises:
         RunError: a file that cannot be read.
@@ -188,10 +190,10 @@ def store_tied_once(checkpoint: Checkpoint, config: Mapping[str, Any]) -> TiedWe
     inputs = [name for name in checkpoint.tensors if _INPUT.fullmatch(name)]
     dropped, differing = [], []
     for output in outputs:
-        alike = [one for one in inputs if _are_alike(checkpoint, output, one)]
+        alike = [input_ for input_ in inputs if _are_alike(checkpoint, output, input_)]
         if not alike:
             continue
-        if any(_are_equal(checkpoint, output, one) for one in alike):
+        if any(_are_equal(checkpoint, output, member) for member in alike):
             dropped.append(output)
         else:
             differing.append((output, alike[0]))
@@ -208,33 +210,35 @@ def store_tied_once(checkpoint: Checkpoint, config: Mapping[str, Any]) -> TiedWe
             f"{TIE} is false"
         )
         _set_tie(found)
-    tensors = {name: one for name, one in checkpoint.tensors.items() if name not in dropped}
-    checksums = tuple(one for one in checkpoint.checksums if one.tensor not in dropped)
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in dropped}
+    checksums = tuple(
+        checksum for checksum in checkpoint.checksums if checksum.tensor not in dropped
+    )
     return TiedWeights(
         dataclasses.replace(checkpoint, tensors=tensors, checksums=checksums), found, tuple(notes)
     )
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether a config ties the output layer to the input embedding.
+    """Return whether a config ties the output layer to the input embedding.
 
     >>> is_tied({"text_config": {"tie_word_embeddings": True}})
     True
     """
     texts = config.get("text_config")
-    for one in (config, texts if isinstance(texts, Mapping) else {}):
-        if TIE in one:
-            return one[TIE] is True
+    for item in (config, texts if isinstance(texts, Mapping) else {}):
+        if TIE in item:
+            return item[TIE] is True
     return False
 
 
 def describe_missing_output(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str | None:
-    """What to say of a causal model without an output layer, which config.json does not tie."""
+    """Describe a missing output layer of a causal model that config.json does not tie."""
     texts = config.get("text_config")
-    says = [one[TIE] for one in (config, texts) if isinstance(one, Mapping) and TIE in one]
+    says = [item[TIE] for item in (config, texts) if isinstance(item, Mapping) and TIE in item]
     architectures = config.get("architectures")
     is_causal = isinstance(architectures, list) and any(
-        str(one).endswith("ForCausalLM") for one in architectures
+        str(architecture).endswith("ForCausalLM") for architecture in architectures
     )
     if not is_causal or not says or says[0] is not False:
         return None
@@ -262,7 +266,7 @@ def _are_alike(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
-    """Whether two tensors have the same bytes."""
+    """Return whether two tensors have the same bytes."""
     a, b = checkpoint.tensors[one], checkpoint.tensors[other]
     if a.binding == b.binding:
         return True

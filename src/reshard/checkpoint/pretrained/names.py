@@ -83,7 +83,7 @@ _BASES = {
     **dict.fromkeys(("siglip", "siglip_text_model", "siglip_vision_model"), ""),
     **dict.fromkeys(("siglip2", "siglip2_text_model", "siglip2_vision_model"), ""),
 }
-_MOST_WORDS = 6
+_MAX_WORDS = 6
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _WORD = re.compile(r"[A-Za-z]\w*")
 
@@ -108,7 +108,7 @@ def find_model_names(
     containers: Iterable[str] = (),
     keeps_prefix: bool = False,
 ) -> ModelNames:
-    """How the weights of a checkpoint are named.
+    """Find the prefix and the convention of the weights' names.
 
     Args:
         checkpoint: of weights alone, without wrappers in their names.
@@ -170,7 +170,9 @@ def _list_own_words(recipe: Recipe) -> frozenset[str]:
     """Return the words in the names of an architecture."""
     patterns = [rule.pattern for rule in recipe.rules]
     patterns += [pattern for names in recipe.names.values() for pattern in names]
-    return frozenset(word for one in patterns for word in _WORD.findall(one)) - TRAINER_WORDS
+    return (
+        frozenset(word for pattern in patterns for word in _WORD.findall(pattern)) - TRAINER_WORDS
+    )
 
 
 class _PrefixMatch(NamedTuple):
@@ -181,11 +183,11 @@ class _PrefixMatch(NamedTuple):
 
 
 def _list_prefixes(kinds: Mapping[str, int]) -> list[str]:
-    """The prefixes of half of the names, none included."""
+    """Return the prefixes of half of the names, none included."""
     counts: Counter[str] = Counter()
     for name, count in kinds.items():
         at = -1
-        for _ in range(_MOST_WORDS):
+        for _ in range(_MAX_WORDS):
             at = name.find(".", at + 1)
             if at < 0:
                 break
@@ -206,7 +208,7 @@ def _find_best(
 
 
 def _matcher_of(recipe: Recipe) -> Callable[[str], bool]:
-    """Whether a name is one of the recipe's own, or of its stacked tensors."""
+    """Return whether a name is one of the recipe's own, or of its stacked tensors."""
     stacked = _matches_any(recipe.names.get(STACKED, {}))
     # A rule for whatever is left over says nothing of names.
     rules = [rule for rule in recipe.rules if rule.pattern.strip("*")]
@@ -221,8 +223,8 @@ def _matcher_of(recipe: Recipe) -> Callable[[str], bool]:
 
 
 def _matches_any(patterns: Iterable[str]) -> Callable[[str], bool]:
-    compiled = [compile_pattern(one) for one in patterns]
-    return lambda name: any(one.fullmatch(name) for one in compiled)
+    compiled = [compile_pattern(pattern) for pattern in patterns]
+    return lambda name: any(pattern.fullmatch(name) for pattern in compiled)
 
 
 def _matches_either(
@@ -237,11 +239,13 @@ def _choose(
     kinds: Mapping[str, int],
     config: Mapping[str, Any],
 ) -> str:
-    """The prefix of several that fit equally well. Raises RecipeError where none is to prefer."""
+    """Choose among prefixes that fit equally well. Raises RecipeError if none is preferable."""
     # One that a part of the names has must have made more of them fit.
-    prefixes = [one for one in prefixes if all(name.startswith(one) for name in kinds)] or prefixes
+    prefixes = [
+        prefix for prefix in prefixes if all(name.startswith(prefix) for name in kinds)
+    ] or prefixes
     base = base_prefix(config)
-    full = [one for one in prefixes if any(name.startswith(one + base) for name in kinds)]
+    full = [prefix for prefix in prefixes if any(name.startswith(prefix + base) for name in kinds)]
     if base and full:
         return max(full, key=len)
     trainers = [
@@ -261,7 +265,7 @@ def _choose(
 
 
 def base_prefix(config: Mapping[str, Any]) -> str:
-    """What names of an architecture's base model begin with in its other classes; `""` for nothing.
+    """Return the prefix of the base model's names in other classes of the architecture, or `""`.
 
     >>> base_prefix({"model_type": "gpt2"}), base_prefix({"model_type": "llama"})
     ('transformer.', 'model.')
@@ -277,7 +281,11 @@ def _take_as_saved(
     keeps_prefix: bool,
 ) -> ModelNames:
     """Names of a model type without a recipe: without what the trainer's state shows as its own."""
-    shown = [one for one in containers if one and all(name.startswith(one) for name in kinds)]
+    shown = [
+        container
+        for container in containers
+        if container and all(name.startswith(container) for name in kinds)
+    ]
     prefix = "" if keeps_prefix or not shown else max(shown, key=len)
     what = f"without {prefix!r}, under which the trainer saved them" if prefix else "as they are"
     note = (
@@ -295,7 +303,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 def take_weights(checkpoint: Checkpoint) -> Checkpoint:
-    """The weights of a training checkpoint, without wrappers in their names.
+    """Return the weights of a training checkpoint, without wrappers in their names.
 
     Raises:
         CheckpointError: no weights, adapters that are not merged into them, or weights of Flax.
@@ -361,7 +369,7 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def model_name(name: str) -> str:
-    """A weight's name without what wrappers of modules have in it.
+    """Return a weight's name without what wrappers of modules have in it.
 
     >>> model_name("module._orig_mod.model.layers.0._checkpoint_wrapped_module.mlp.w")
     'model.layers.0.mlp.w'
@@ -376,14 +384,14 @@ def model_name(name: str) -> str:
 def _describe_rest(
     checkpoint: Checkpoint, new: dict[str, str | None], optimizer: Sequence[str]
 ) -> list[str]:
-    """What of a training checkpoint no model folder has."""
+    """Return whether a name belongs to training state, which model folders do not have."""
     known = {*optimizer}
     others = [name for name in checkpoint.tensors if new[name] is None and name not in known]
     beside = [*checkpoint.items, *checkpoint.values, *checkpoint.attributes]
     beside += [*dict(checkpoint.unread), *checkpoint.unreadable]
     parts = [
-        f"{count_text(len(names), one)}{many} (first: {names[0]})"
-        for one, many, names in (
+        f"{count_text(len(names), item)}{many} (first: {names[0]})"
+        for item, many, names in (
             ("tensor", " of optimizer state", optimizer),
             ("other tensor", "", others),
             ("value", "", beside),
@@ -494,8 +502,10 @@ def in_transformers_names(
         f"{next(iter(moved), '')}) are put from pairs in the order of transformers"
     )
     checksums = tuple(
-        dataclasses.replace(one, is_read_once=one.is_read_once and one.tensor not in moved)
-        for one in named.checksums
+        dataclasses.replace(
+            checksum, is_read_once=checksum.is_read_once and checksum.tensor not in moved
+        )
+        for checksum in named.checksums
     )
     tensors = {**named.tensors, **moved}
     notes = (*named.notes, note)
@@ -536,7 +546,7 @@ def _find_convention(source: Checkpoint, first: str) -> str:
     """Return whose names they are, by the files."""
     if source.format == "torch-dcp":
         return "torchtitan"
-    is_meta = any(Path(one.name).name.startswith("consolidated.") for one in source.files)
+    is_meta = any(Path(file.name).name.startswith("consolidated.") for file in source.files)
     if is_meta and (source.folder / PARAMETERS).is_file():
         return "meta"
     if is_meta:

@@ -81,12 +81,12 @@ def bare_name(name: str) -> str:
 
 
 def is_wrapper(word: str) -> bool:
-    """Whether a word of a name is a wrapper around a module."""
+    """Return whether a word of a name is a wrapper around a module."""
     return word in _WRAPPERS
 
 
 def is_trainer_prefix(prefix: str) -> bool:
-    """Whether trainers put a prefix before all names of a model.
+    """Return whether trainers put a prefix before all names of a model.
 
     >>> is_trainer_prefix("model."), is_trainer_prefix("app.model."), is_trainer_prefix("layers.0.")
     (True, True, False)
@@ -96,7 +96,7 @@ def is_trainer_prefix(prefix: str) -> bool:
 
 
 def is_beside_model(name: str) -> bool:
-    """Whether a name belongs to an entry that programs save beside a model, such as random states.
+    """Return whether a name belongs to state that is saved with a model, such as random states.
 
     >>> is_beside_model("rng_state"), is_beside_model("model.norm.weight")
     (True, False)
@@ -131,7 +131,7 @@ def find_model_sets(
     found = _find_twins(kinds, ends, is_of_model, own_words)
     sets = {
         prefix: [name for kind in kinds if kind.startswith(prefix) for name in kinds[kind]]
-        for prefix in sorted(found, key=lambda one: (len(one), one))
+        for prefix in sorted(found, key=lambda item: (len(item), item))
         if not any(other and prefix != other and prefix.startswith(other) for other in found)
     }
     if "" in sets:
@@ -266,7 +266,7 @@ def _has_evidence(
     is_of_model: Callable[[str], bool] | None,
     own_words: frozenset[str],
 ) -> bool:
-    """Whether two prefixes with equal ends of names are those of two models."""
+    """Return whether two prefixes with equal ends of names are those of two models."""
     words = [_last_word(prefix) for prefix in pair]
     if words[0] == words[1]:
         # Models by number, or wrapped and plain tensors.
@@ -315,7 +315,7 @@ def _find_unnamed_copies(
             groups.setdefault(f"{front}.", []).extend(names)
     found: dict[str, list[str]] = {}
     for prefix, names in groups.items():
-        if any(prefix.startswith(one) for one in sets if one):
+        if any(prefix.startswith(group) for group in sets if group):
             continue
         others = [
             name
@@ -347,6 +347,6 @@ def _find_unnamed_copies(
 
 
 def _are_in_order(shapes: list[tuple[int, ...]], others: list[tuple[int, ...]]) -> bool:
-    """Whether others begin with these shapes, in order, possibly with more between them."""
+    """Return whether others begin with these shapes, in order, possibly with more between them."""
     rest = iter(others)
     return len(shapes) > 1 and all(shape in rest for shape in shapes)

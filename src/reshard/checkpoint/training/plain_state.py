@@ -30,7 +30,7 @@ from reshard.checkpoint.training.model_sets import bare_name
 from reshard.checkpoint.training.state import TrainingState
 from reshard.errors import CheckpointError, FormatError
 
-LARGEST_ITEM_BYTES = 16 * 1024 * 1024
+MAX_ITEM_BYTES = 16 * 1024 * 1024
 PARAMETERS = "params"
 #: Hyper-parameters of Optax, by PyTorch's names; both betas are one.
 INJECTED = {
@@ -47,7 +47,7 @@ INJECTED = {
 def decode_items(
     checkpoint: Checkpoint, names: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The plain values in the named items, and of those that have none the reason."""
+    """Return the plain values in the named items, and of those that have none the reason."""
     values: dict[str, Any] = {}
     unread: dict[str, str] = {}
     by_file: dict[str, list[StoredItem]] = {}
@@ -66,7 +66,7 @@ def decode_items(
 
 
 def in_plain_values(checkpoint: Checkpoint, *, keeps_others: bool = False) -> Checkpoint:
-    """A checkpoint whose pickled items are plain values.
+    """Return a checkpoint whose pickled items are plain values.
 
     Those that are none are its `unread`, or stay items where it `keeps_others`.
     """
@@ -86,8 +86,8 @@ def _decode(
     if item.transforms:
         unread[item.name] = f"its bytes are {', '.join(item.transforms)}"
         return
-    if item.size_bytes > LARGEST_ITEM_BYTES:
-        unread[item.name] = f"more than {LARGEST_ITEM_BYTES} bytes"
+    if item.size_bytes > MAX_ITEM_BYTES:
+        unread[item.name] = f"more than {MAX_ITEM_BYTES} bytes"
         return
     start, size = item.place.start_bytes, item.size_bytes
     content = read_range(file, start, size)
@@ -110,8 +110,11 @@ def _decode(
 
 
 def names_of_groups(names: Iterable[str], state: TrainingState) -> list[str]:
-    """Those of the names under which groups of the optimizers are."""
-    prefixes = tuple(f"{one}.param_groups" if one else "param_groups" for one in state.containers)
+    """Return the names under which groups of the optimizers are stored."""
+    prefixes = tuple(
+        f"{container}.param_groups" if container else "param_groups"
+        for container in state.containers
+    )
     return [name for name in names if name.startswith(prefixes)]
 
 
@@ -156,7 +159,7 @@ def _rename_members(members: list[Any], names: Mapping[str, Iterable[str]]) -> l
 
 
 def find_groups(values: Mapping[str, Any], state: TrainingState) -> list[dict[str, Any]]:
-    """The groups of all optimizers; `params` are bare names of parameters."""
+    """Return the groups of all optimizers; `params` are bare names of parameters."""
     groups: list[dict[str, Any]] = []
     for container in state.containers:
         prefix = f"{container}.param_groups" if container else "param_groups"
@@ -176,7 +179,7 @@ def find_groups(values: Mapping[str, Any], state: TrainingState) -> list[dict[st
         for group in found:
             members = group.get(PARAMETERS)
             if isinstance(members, list):
-                group[PARAMETERS] = [_name_member(one, known) for one in members]
+                group[PARAMETERS] = [_name_member(member, known) for member in members]
         groups += found
     return groups
 
@@ -209,14 +212,14 @@ def _collect_by_parameter(inside: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def differing_values(a: Checkpoint, b: Checkpoint) -> Iterator[tuple[str, str]]:
-    """The plain values that differ, each with how."""
+    """Yield the plain values that differ, each with how."""
     left, right = dict(_list_leaves(a.values)), dict(_list_leaves(b.values))
-    formats = [one for one in (find_format(a.format), find_format(b.format)) if one is not None]
+    formats = [item for item in (find_format(a.format), find_format(b.format)) if item is not None]
     for name in [*left, *(name for name in right if name not in left)]:
         found = [side[name] for side in (left, right) if name in side]
         if len({*map(repr, found)}) == len(found) - 1:
             continue
-        if any(all(one.is_own_value(name, value) for value in found) for one in formats):
+        if any(all(format_.is_own_value(name, value) for value in found) for format_ in formats):
             continue
         if len(found) == 2:
             yield name, f"is {found[0]!r} and {found[1]!r}"
@@ -225,7 +228,7 @@ def differing_values(a: Checkpoint, b: Checkpoint) -> Iterator[tuple[str, str]]:
 
 
 def _list_leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """What lists and dicts have in them, by its path; empty ones are values themselves."""
+    """Flatten lists and dicts to values by path; empty ones are values themselves."""
     for name, value in values.items():
         path = f"{prefix}{name}"
         if isinstance(value, list | tuple) and value:

@@ -125,7 +125,7 @@ class TrainingState:
         return (*placed, *(name for name, _ in self.unplaced))
 
     def around(self, name: str) -> tuple[str, str]:
-        """What stands before and behind the parameter in the name of a tensor.
+        """Return the text before and after the parameter in the name of a tensor.
 
         >>> find_training_state({"optim.state.module.up.exp_avg": (4,)}).around(
         ...     "optim.state.module.up.exp_avg")
@@ -155,7 +155,7 @@ def find_training_state(
     paths: Mapping[str, Path] | None = None,
     groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
 ) -> TrainingState | None:
-    """The training state in a checkpoint; None if it has no optimizer state.
+    """Return the training state in a checkpoint; None if it has no optimizer state.
 
     Args:
         tensors: a checkpoint, or the shapes of its tensors by name.
@@ -188,7 +188,7 @@ def shapes_without_state(checkpoint: Checkpoint) -> Mapping[str, Shape]:
 
 
 def is_optimizer_state(name: str) -> bool:
-    """Whether a name is that of optimizer state, by itself.
+    """Return whether a name is that of optimizer state, by itself.
 
     >>> is_optimizer_state("optim.state.up.weight.exp_avg"), is_optimizer_state("up.weight")
     (True, False)
@@ -197,15 +197,15 @@ def is_optimizer_state(name: str) -> bool:
 
 
 def _find_numbered_groups(values: Mapping[str, Any]) -> dict[str, list[list[int]]]:
-    """The numbers of the parameters of each group, by container, where a checkpoint has them."""
+    """Return the numbers of the parameters of each group, by container, if there are any."""
     found: dict[str, list[list[int]]] = {}
     for name, groups in values.items():
         container, _, last = name.rpartition(".")
         if last != "param_groups" or not isinstance(groups, list):
             continue
         lists = [group.get("params") if isinstance(group, dict) else None for group in groups]
-        if all(isinstance(one, list) and all(type(n) is int for n in one) for one in lists):
-            found[container] = [[*one] for one in lists if one is not None]
+        if all(isinstance(items, list) and all(type(n) is int for n in items) for items in lists):
+            found[container] = [[*items] for items in lists if items is not None]
     return found
 
 
@@ -225,7 +225,7 @@ def _find_containers(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _is_optimizer_word(container: str) -> bool:
-    """Whether the last word, with numbers behind it, is one for optimizers."""
+    """Return whether the last word, with numbers behind it, is one for optimizers."""
     words = container.split(".")
     while len(words) > 1 and words[-1].isdigit():
         words.pop()
@@ -274,7 +274,7 @@ class _StateBuilder:
         )
 
     def _has_numbers(self, entries: Mapping[str, str]) -> bool:
-        """Whether parameters have numbers, such as `7.exp_avg`; `0.weight.exp_avg` has a name."""
+        """Return whether parameters have numbers: `7.exp_avg`, but not `0.weight.exp_avg`."""
         for name, rest in entries.items():
             number, _, key = rest.partition(".")
             path = self.paths.get(name, ())
@@ -284,7 +284,7 @@ class _StateBuilder:
         return True
 
     def _names_under(self, prefix: str) -> dict[str, str]:
-        """The tensors outside of optimizers whose names begin with a prefix, by bare names."""
+        """Return the tensors with a prefix outside of optimizers, by bare names."""
         if prefix not in self.by_prefix:
             found: dict[str, str] = {}
             for name in self.outside:
@@ -297,7 +297,7 @@ class _StateBuilder:
         return self.by_prefix[prefix]
 
     def _choose_prefix(self, guesses: Sequence[str]) -> dict[str, str]:
-        """The weights under the prefix with most of the guessed parameters, by bare names."""
+        """Return the weights under the prefix with most of the guessed parameters."""
         candidates = [""]
         for guess in guesses[:4]:
             bare = bare_name(guess)
@@ -382,7 +382,7 @@ class _StateBuilder:
 
 
 def _widen(name: str, prefix: str) -> str:
-    """The beginning of a name that is `prefix` but for wrappers."""
+    """Return the beginning of a name that is `prefix` but for wrappers."""
     at, kept = 0, ""
     for part in name.split("."):
         if kept == prefix:
@@ -393,7 +393,7 @@ def _widen(name: str, prefix: str) -> str:
 
 
 def _common_prefix(names: Sequence[str]) -> list[str]:
-    """The first word of most names with a dot behind it, where it is one for models."""
+    """Return the first word of most names with a dot behind it, where it is one for models."""
     for word in MODEL_PREFIXES:
         if any(name.startswith(word) for name in names) and all(
             name.startswith(word)
@@ -407,7 +407,7 @@ def _common_prefix(names: Sequence[str]) -> list[str]:
 
 
 def _split_path(path: Path, rest: str) -> tuple[str, str]:
-    """The parameter and the key by the place in a nested state, or by the last dot."""
+    """Return the parameter and the key by the place in a nested state, or by the last dot."""
     if len(path) > 2 and path[-3] == "state":
         return str(path[-2]), str(path[-1])
     first, _, last = rest.partition(".")
@@ -419,7 +419,7 @@ def _split_path(path: Path, rest: str) -> tuple[str, str]:
 
 
 def _split_by_known(rest: str, known: Mapping[str, str]) -> tuple[str, str]:
-    """The longest known parameter that `rest` begins with, and the key behind it."""
+    """Return the longest known parameter that `rest` begins with, and the key behind it."""
     at = rest.rfind(".")
     while at > 0:
         bare = bare_name(rest[:at])
@@ -432,7 +432,7 @@ def _split_by_known(rest: str, known: Mapping[str, str]) -> tuple[str, str]:
 def _match_groups(
     groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], weights: Mapping[str, Shape]
 ) -> dict[int, str] | None:
-    """The weights that numbers stand for; None if shapes and order do not tell."""
+    """Return the weights that numbers stand for; None if shapes and order do not tell."""
     names, found = [*weights], dict[int, str]()
     for group in groups:
         forward = _match_in_order(group, shapes, [(n, weights[n]) for n in names])
@@ -503,7 +503,7 @@ class TrainingStyle:
     are_numbered: bool = False
 
     def weight_name(self, parameter: str) -> str:
-        """The name of a weight.
+        """Return the name of a weight.
 
         >>> training_style("fsdp2").weight_name("up.weight")
         'model.up.weight'
@@ -516,7 +516,7 @@ class TrainingStyle:
         return self.are_groups_apart or self.are_numbered
 
     def state_name(self, parameter: str, key: str) -> str:
-        """The name of what an optimizer keeps of a parameter.
+        """Return the name of what an optimizer keeps of a parameter.
 
         >>> training_style("fsdp2").state_name("up.weight", "exp_avg")
         'optim.state.up.weight.exp_avg'
@@ -524,12 +524,12 @@ class TrainingStyle:
         return f"{self.optimizer}{parameter}.{key}"
 
     def weight_path(self, parameter: str) -> tuple[str | int, ...]:
-        """Where a weight stands in the nested state."""
+        """Return the path of a weight in the nested state."""
         words = tuple(parameter.split(".")) if self.are_names_nested else (parameter,)
         return (*_words(self.weights), *words)
 
     def state_path(self, parameter: str, key: str) -> tuple[str | int, ...] | None:
-        """Where what an optimizer keeps of a parameter stands; None if the format says that."""
+        """Return the path of a parameter's optimizer state, or None if the format determines it."""
         return None if self.are_names_nested else (*_words(self.optimizer), parameter, key)
 
 
@@ -588,7 +588,7 @@ STYLES = {
 
 
 def training_style(name: str) -> TrainingStyle:
-    """The style of a name.
+    """Return the style of a name.
 
     Raises:
         UsageError: an unknown name; the known ones are listed.

@@ -123,16 +123,16 @@ class StateSharding:
             self._followers[name] = _Follower(leader, dims)
 
     def _find_copied(self, name: str) -> str | None:
-        """The weight whose name and shape a tensor has, behind another prefix (`ema.NAME`)."""
+        """Return the weight with a tensor's name and shape under another prefix (`ema.NAME`)."""
         words, shape = bare_name(name).split("."), self.shapes[name]
         behind = (".".join(words[at:]) for at in range(1, len(words)))
-        weights = (self._state.weights[one] for one in behind if one in self._state.weights)
-        return next((one for one in weights if shape and self.shapes[one] == shape), None)
+        weights = (self._state.weights[key] for key in behind if key in self._state.weights)
+        return next((weight for weight in weights if shape and self.shapes[weight] == shape), None)
 
     def _is_decided_by_hand(self, name: str, of_weight: Sequence[str]) -> bool:
-        """Whether a rule by hand is for the state before one is for the weight."""
+        """Return whether a rule by hand is for the state before one is for the weight."""
         for rule in self._by_hand:
-            if any(rule.matches(one) for one in of_weight):
+            if any(rule.matches(key) for key in of_weight):
                 return False
             if rule.matches(name):
                 return True
@@ -144,10 +144,10 @@ class StateSharding:
             return
         names = {name: self.aliases.get(name, name) for name in self.leaders}
         # Several models, such as weights and their average, have a prefix each.
-        rest = [bare_name(one) for one in names.values()]
+        rest = [bare_name(name) for name in names.values()]
         while rest and (prefix := _find_foreign_prefix(rest, recipe.rules)):
             self._prefixes.append(prefix)
-            rest = [one for one in rest if not one.startswith(prefix)]
+            rest = [item for item in rest if not item.startswith(prefix)]
         for name, called in names.items():
             bare = bare_name(called)
             bare = bare.removeprefix(self._find_prefix(bare))
@@ -171,7 +171,7 @@ class StateSharding:
         return next((prefix for prefix in self._prefixes if bare.startswith(prefix)), "")
 
     def spread(self, found: Assignment, mesh: DeviceMesh) -> Assignment:
-        """The assignment of all tensors, from that of the leaders."""
+        """Return the assignment of all tensors, from that of the leaders."""
         if not self._followers and not self._whole:
             return found
         specs, matched = dict(found.specs), dict(found.matched)
@@ -194,7 +194,7 @@ class StateSharding:
         )
 
     def spread_layouts(self, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-        """The layouts of all tensors, from those of the leaders."""
+        """Return the layouts of all tensors, from those of the leaders."""
         found = dict(layouts)
         for name, (leader, _) in self._followers.items():
             own = layouts[leader]
@@ -219,7 +219,7 @@ def assign_with_state(
     mesh: DeviceMesh,
     assign_leaders: Callable[[Mapping[str, Shape], Mapping[str, str]], Assignment],
 ) -> Assignment:
-    """The assignment of a checkpoint's tensors; optimizer state follows its parameters.
+    """Return the assignment of a checkpoint's tensors; optimizer state follows its parameters.
 
     Args:
         checkpoint: with or without optimizer state.
@@ -235,7 +235,7 @@ def assign_with_state(
 
 
 def find_dims(parameter: Shape, state: Shape, key: str) -> Dims | None:
-    """Which dimensions of its parameter a tensor of optimizer state has.
+    """Return the dimensions of its parameter that a tensor of optimizer state has.
 
     None if shapes do not tell. Of a square matrix, keys that have `row` in them have the first
     dimension, those with `col` the last, as Adafactor's.
@@ -268,7 +268,7 @@ def find_dims(parameter: Shape, state: Shape, key: str) -> Dims | None:
 
 
 def _restrict(sharding: ShardingSpec, dims: Dims) -> ShardingSpec:
-    """The sharding of a tensor with some of the dimensions of another."""
+    """Return the sharding of a tensor with some of the dimensions of another."""
     if dims == tuple(range(len(sharding.dim_specs))):
         return sharding
     return _restrict_dims(sharding, dims)
@@ -292,7 +292,7 @@ def _hold_whole(shape: Shape, holders: tuple[int, ...], slots: int) -> Layout:
 
 
 def _find_foreign_prefix(names: Sequence[str], rules: Iterable[Rule]) -> str:
-    """What stands before a recipe's names in most of a checkpoint's, wrappers left out."""
+    """Return the prefix of a recipe's names in most of a checkpoint's, without wrappers."""
     # Names with numbers are those that a recipe is particular about; a `*` matches any.
     particular = [rule for rule in rules if not rule.pattern.startswith("*")]
     sample = [bare_name(name) for name in names[:: max(1, len(names) // _SAMPLED_NAMES)]]
@@ -311,7 +311,7 @@ def _find_foreign_prefix(names: Sequence[str], rules: Iterable[Rule]) -> str:
 
 
 def _list_prefixes(names: Sequence[str]) -> list[str]:
-    """The first one to three words that names have, the frequent ones first."""
+    """Return the first one to three words that names have, the frequent ones first."""
     counts: dict[str, int] = {}
     for name in names:
         words = name.split(".")
@@ -323,7 +323,7 @@ def _list_prefixes(names: Sequence[str]) -> list[str]:
 
 
 def _describe(shapes: Mapping[str, Shape], state: TrainingState, apart: Sequence[str]) -> list[str]:
-    """What of optimizer state does not follow its parameters, for the user."""
+    """Describe the optimizer state that is not sharded like its parameters."""
     notes = []
     if apart:
         first = apart[0]
@@ -333,7 +333,7 @@ def _describe(shapes: Mapping[str, Shape], state: TrainingState, apart: Sequence
             "every rank that has some of its parameter"
         )
     for why in dict.fromkeys(why for _, why in state.unplaced):
-        names = [name for name, one in state.unplaced if one == why]
+        names = [name for name, item in state.unplaced if item == why]
         notes.append(
             f"{count_text(len(names), 'tensor')} of optimizer state (first: {names[0]}) are "
             f"whole on every rank, unless a rule is for them: {why}"

@@ -47,13 +47,13 @@ _KEYS_WITHOUT_STEPS = frozenset({MASTER, STEP, "momentum_buffer"})
 # Hyper-parameters whose defaults change what an optimizer computes.
 _HYPER = ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "dampening", "nesterov")
 # What fits into the int32 that Optax counts in.
-MOST_STEPS = 1 << 31
+MAX_STEPS = 1 << 31
 
 
 def translate(
     checkpoint: Checkpoint, style: TrainingStyle, *, has_items: bool, keeps_items: bool
 ) -> ChangedElements:
-    """A checkpoint with its training state as another program keeps it.
+    """Return a checkpoint with its training state as another program keeps it.
 
     Args:
         checkpoint: with optimizer state.
@@ -86,7 +86,7 @@ def _expect_one_model(checkpoint: Checkpoint, state: TrainingState) -> None:
     names = {*map(bare_name, outside)}
     fitting = {}
     for prefix, count in sets.items():
-        called = [bare_name(f"{prefix}.{one}".removeprefix(".")) for one in state.optimizer]
+        called = [bare_name(f"{prefix}.{name}".removeprefix(".")) for name in state.optimizer]
         if state.unplaced or 2 * sum(name in names for name in called) >= len(called):
             fitting[prefix] = count
     if len(fitting) > 1:
@@ -130,15 +130,15 @@ class _Translation:
             self._add(name, self.old.tensors[name], self.old.paths.get(name))
         self._add_groups(groups)
         for why in dict.fromkeys(why for _, why in self.state.unplaced):
-            names = [name for name, one in self.state.unplaced if one == why]
+            names = [name for name, item in self.state.unplaced if item == why]
             self.notes.append(
                 f"{count_text(len(names), 'tensor')} of optimizer state keep their names (first: "
                 f"{names[0]}): {why}"
             )
         checksums = (
-            dataclasses.replace(one, is_read_once=one.is_read_once and times == 1)
-            for one in self.old.checksums
-            if (times := self.sources[one.tensor])
+            dataclasses.replace(checksum, is_read_once=checksum.is_read_once and times == 1)
+            for checksum in self.old.checksums
+            if (times := self.sources[checksum.tensor])
         )
         changed = dataclasses.replace(
             self.old,
@@ -229,7 +229,7 @@ class _Translation:
         return completed
 
     def _keys_of(self, group: Mapping[str, Any]) -> Iterable[str]:
-        """What is kept of the parameters of a group; of all where it does not name them."""
+        """Return the keys of the state of a group's parameters, of all if it does not name them."""
         state = self.state.optimizer
         named = [n for n in group.get(PARAMETERS) or () if isinstance(n, str) and n in state]
         return {key for name in named for key in state[name]} or self.state.keys
@@ -259,7 +259,7 @@ class _Translation:
         return groups
 
     def _number_parameters(self, groups: list[dict[str, Any]]) -> dict[str, str]:
-        """What parameters are called in optimizer state, where that is not their name."""
+        """Return the names of parameters in optimizer state that differ from their own."""
         if not self.style.are_numbered:
             return {}
         if not self.state.optimizer:
@@ -267,7 +267,7 @@ class _Translation:
             return {}
         for group in groups:
             own = group.get(PARAMETERS)
-            group[PARAMETERS] = own = [one for one in own or () if type(one) is str]
+            group[PARAMETERS] = own = [part for part in own or () if type(part) is str]
         order = dict.fromkeys(name for group in groups for name in group[PARAMETERS])
         left = [name for name in self.state.optimizer if name not in order]
         if left:
@@ -342,7 +342,7 @@ class _Translation:
             )
 
     def _add_state(self) -> None:
-        """What the optimizer keeps of each parameter, but for masters and steps."""
+        """Translate the optimizer state of each parameter, except masters and steps."""
         keys = self.style.keys
         foreign = [
             key
@@ -363,7 +363,7 @@ class _Translation:
                 self._add(self.style.state_name(known, key), self.old.tensors[called], path)
 
     def _add_steps(self, groups: Sequence[dict[str, Any]]) -> None:
-        """The number of steps of each parameter."""
+        """Translate the number of steps of each parameter."""
         stored = {p: kept[STEP] for p, kept in self.state.optimizer.items() if STEP in kept}
         numbers = self._find_numbers(groups)
         missing, kind = [], dtype(self.style.step_type)
@@ -395,7 +395,7 @@ class _Translation:
                 self._add_group_step(group, stored, numbers)
 
     def _list_counted(self) -> list[str]:
-        """The parameters that have a number of steps in the target."""
+        """Return the parameters that have a number of steps in the target."""
         keys = self.style.step_keys
         state = self.state.optimizer
         found = [bare for bare, kept in state.items() if keys is None or keys & kept.keys()]
@@ -410,7 +410,7 @@ class _Translation:
     def _find_one_number(
         self, counted: Sequence[str], stored: Mapping[str, str], numbers: Mapping[str, float]
     ) -> dict[str, float]:
-        """The number of steps of all parameters: that which most of them have."""
+        """Return the number of steps of all parameters: that which most of them have."""
         counts: Counter[float] = Counter()
         for bare in counted:
             if bare in stored:
@@ -465,7 +465,7 @@ class _Translation:
         return found
 
     def _read_scalar(self, tensor: StoredTensor) -> float | None:
-        """The first element, or None if there is none."""
+        """Return the first element, or None if there is none."""
         reader = BlockReader(tensor, self.files)
         workspace = Workspace(reader.grid.largest_bytes, reader.span_bytes)
         try:
@@ -481,10 +481,10 @@ class _Translation:
     def _read_number(self, tensor: StoredTensor) -> float:
         found = self._read_scalar(tensor)
         number = -1.0 if found is None else found
-        if not 0 <= number < MOST_STEPS:
+        if not 0 <= number < MAX_STEPS:
             raise FormatError(
                 f"{tensor.name!r} in {self.old.folder} should be a number of steps, and is "
-                f"{number}; expected one from 0 to {MOST_STEPS - 1}. Leave it out with --exclude, "
+                f"{number}; expected one from 0 to {MAX_STEPS - 1}. Leave it out with --exclude, "
                 "or save again"
             )
         return number
@@ -500,7 +500,7 @@ class _Translation:
         )
 
     def _add_groups(self, groups: list[dict[str, Any]]) -> None:
-        """The hyper-parameters, as the target has them."""
+        """Translate the hyper-parameters."""
         style = self.style
         if not groups:
             if style.groups is not None:

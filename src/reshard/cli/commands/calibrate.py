@@ -134,7 +134,7 @@ def _check_launched() -> None:
 
 @contextmanager
 def _process_group(backend: str | None) -> Iterator[None]:
-    """The process group of this rank, destroyed at the end.
+    """Join the process group, and destroy it on exit.
 
     Raises:
         MissingExtraError: torch is not installed.
@@ -267,8 +267,8 @@ def _as_text(found: Calibration, output_path: str | None) -> list[str]:
         reverse=True,
     )[:_WORST_SHOWN]
     worst_text = ", ".join(
-        f"{one.name} of {bytes_text(one.size_bytes or one.copied_bytes)} ({ratio:.2f})"
-        for one, ratio in worst
+        f"{run.name} of {bytes_text(run.size_bytes or run.copied_bytes)} ({ratio:.2f})"
+        for run, ratio in worst
     )
     return [
         *lines,
@@ -287,16 +287,16 @@ def _as_json(found: Calibration, text: str, output_path: str | None) -> dict[str
         "typical_error": found.fitted.typical_error,
         "measurements": [
             {
-                "subject": one.subject,
-                "name": one.name,
-                "messages": one.messages,
-                "size_bytes": one.size_bytes,
-                "runs": one.runs,
-                "copied_bytes": one.copied_bytes,
-                "combined_bytes": one.combined_bytes,
-                "seconds_s": one.seconds_s,
-                "estimate_s": ratio * one.seconds_s,
+                "subject": measurement.subject,
+                "name": measurement.name,
+                "messages": measurement.messages,
+                "size_bytes": measurement.size_bytes,
+                "runs": measurement.runs,
+                "copied_bytes": measurement.copied_bytes,
+                "combined_bytes": measurement.combined_bytes,
+                "seconds_s": measurement.seconds_s,
+                "estimate_s": ratio * measurement.seconds_s,
             }
-            for one, ratio in zip(found.measurements, found.fitted.ratios, strict=True)
+            for measurement, ratio in zip(found.measurements, found.fitted.ratios, strict=True)
         ],
     }

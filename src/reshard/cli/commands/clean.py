@@ -54,14 +54,14 @@ def clean(url: str, yes: bool, staging: str | None, as_json: bool) -> int:
             "folder beside its target, which the same command with --restart throws away"
         )
     found = find_orphaned_uploads(folder)
-    staged = {one.target: find_staged(one.target, staging) for one in found}
+    staged = {item.target: find_staged(item.target, staging) for item in found}
     if yes:
         remove_orphaned_uploads(found)
-        for one in found:
-            if not one.is_half_visible:
-                remove_staged(one.target, staging)
+        for item in found:
+            if not item.is_half_visible:
+                remove_staged(item.target, staging)
     if as_json:
-        uploads = [_as_json(one, staged[one.target]) for one in found]
+        uploads = [_as_json(item, staged[item.target]) for item in found]
         write_json({"url": str(folder), "removed": yes, "uploads": uploads})
     else:
         write("\n".join(_as_text(folder, found, staged, yes)))
@@ -78,26 +78,26 @@ def _as_text(
         return [f"nothing is left of conversions to {printable(str(folder))}"]
     rows = [
         (
-            printable(str(one.target)),
-            bytes_text(one.size_bytes),
-            count_text(len(one.uploads)),
-            duration_text(_age_s(one)),
-            "half in its place" if one.is_half_visible else "",
-            printable(", ".join(map(str, staged[one.target]))),
+            printable(str(item.target)),
+            bytes_text(item.size_bytes),
+            count_text(len(item.uploads)),
+            duration_text(_age_s(item)),
+            "half in its place" if item.is_half_visible else "",
+            printable(", ".join(map(str, staged[item.target]))),
         )
-        for one in found
+        for item in found
     ]
     lines = [
         table(rows, ("target", "parts", "files", "begun ago", "", "staged here"), "lrrrll"),
         "",
     ]
-    is_half = any(one.is_half_visible for one in found)
+    is_half = any(item.is_half_visible for item in found)
     if is_half:
         lines.append(
             "what is half in its place is kept: the same command brings it to its end, or delete "
             "the folder with the store's own tools"
         )
-    if not all(one.is_half_visible for one in found):
+    if not all(item.is_half_visible for item in found):
         lines.append(
             "removed" if is_removed else "nothing was removed; with --yes what is listed is"
         )

@@ -225,11 +225,11 @@ def _run_notes(conversion: Conversion, report: ConversionReport) -> list[str]:
 
 
 def _as_dry_text(source: str, conversion: Conversion, begun: Path | None) -> list[str]:
-    """What a run would write, tensor by tensor and file by file."""
+    """Return the lines of a dry run: each tensor and file that would be written."""
     write_plan = conversion.write_plan
     kinds = [
-        (one.dtype.name, "x".join(map(str, one.shape)) or "scalar", cut_text(one))
-        for one in write_plan.tensors.values()
+        (tensor.dtype.name, "x".join(map(str, tensor.shape)) or "scalar", cut_text(tensor))
+        for tensor in write_plan.tensors.values()
     ]
     headers = ("dtype", "shape", "sharding")
     most = name_columns(zip(headers, *kinds, strict=True))
@@ -237,10 +237,10 @@ def _as_dry_text(source: str, conversion: Conversion, begun: Path | None) -> lis
         (name_text(name, most), *kind) for name, kind in zip(write_plan.tensors, kinds, strict=True)
     ]
     files = [
-        (one.stored.name, one.stored.rank, bytes_text(one.stored.size_bytes))
-        for one in write_plan.files
+        (file.stored.name, file.stored.rank, bytes_text(file.stored.size_bytes))
+        for file in write_plan.files
     ]
-    size_bytes = sum(one.size_bytes for one in write_plan.tensors.values())
+    size_bytes = sum(tensor.size_bytes for tensor in write_plan.tensors.values())
     lines = [
         f"{printable(source)} would be written to {printable(str(conversion.target))}, for "
         f"{conversion.resolved['to']}{recipe_text(conversion)}, as {write_plan.format}: "
@@ -270,32 +270,32 @@ def _as_dry_json(source: str, conversion: Conversion, begun: Path | None) -> dic
         "recipe": conversion.recipe_name,
         "format": write_plan.format,
         "mesh": mesh_json(write_plan.mesh),
-        "size_bytes": sum(one.size_bytes for one in write_plan.tensors.values()),
+        "size_bytes": sum(tensor.size_bytes for tensor in write_plan.tensors.values()),
         "copy_bytes": write_plan.copy_bytes,
         "begun": None if begun is None else str(begun),
         "tensors": [
             {
                 "name": name,
-                "dtype": one.dtype.name,
-                "shape": list(one.shape),
-                "cut": cut_text(one),
-                "size_bytes": one.size_bytes,
+                "dtype": tensor.dtype.name,
+                "shape": list(tensor.shape),
+                "cut": cut_text(tensor),
+                "size_bytes": tensor.size_bytes,
             }
-            for name, one in write_plan.tensors.items()
+            for name, tensor in write_plan.tensors.items()
         ],
-        "files": [file_json(one.stored) for one in write_plan.files],
+        "files": [file_json(file.stored) for file in write_plan.files],
         **matching_json(conversion),
     }
 
 
 def _by_process(report: ConversionReport) -> list[tuple[int, int, int]]:
-    """What each process read, wrote, and allocated for that."""
+    """Return the bytes that each process read, wrote, and allocated."""
     pairs = zip(report.by_process, report.buffers_by_process, strict=True)
     return [(read, written, buffers) for (read, written), buffers in pairs]
 
 
 def _bytes_per_s(report: ConversionReport) -> float | None:
-    """The bytes of tensors this run converted, a second; None if it had nothing to do."""
+    """Return the bytes of tensors this run converted, a second; None if it had nothing to do."""
     converted = report.size_bytes - report.resumed_bytes
     return converted / report.seconds_s if converted > 0 and report.seconds_s > 0 else None
 

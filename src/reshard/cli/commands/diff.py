@@ -16,7 +16,7 @@ from reshard.cli.options import (
     options_of,
     quiet_option,
 )
-from reshard.cli.output import MOST_LISTED, printable, write, write_json
+from reshard.cli.output import MAX_LISTED, printable, write, write_json
 from reshard.cli.progress import shown_progress
 from reshard.text import bytes_text, count_text, duration_text
 
@@ -130,8 +130,8 @@ def _as_text(before: str, after: str, out: str, report: DeltaReport) -> list[str
         ("removed", report.removed),
     ):
         if names:
-            shown = ", ".join(printable(name) for name in names[:MOST_LISTED])
-            more = f", {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+            shown = ", ".join(printable(name) for name in names[:MAX_LISTED])
+            more = f", {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
             lines.append(f"{what}: {shown}{more}")
     lines.append(
         f"{printable(out)} has {bytes_text(report.size_bytes)}; read "

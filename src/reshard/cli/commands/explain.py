@@ -171,7 +171,7 @@ _RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 
 
 def ranks_of(text: str) -> list[int]:
-    """The ranks that a list of numbers and ranges writes, in its order.
+    """Return the ranks that a list of numbers and ranges writes, in its order.
 
     Raises:
         UsageError: anything else.
@@ -196,7 +196,7 @@ _SHAPE = re.compile(r"\d{1,18}(?:\s*[x×,]\s*\d{1,18})*", re.ASCII)
 
 
 def shape_of(text: str) -> tuple[int, ...]:
-    """The shape that `6x6` writes; `scalar` has no dimensions.
+    """Return the shape that `6x6` writes; `scalar` has no dimensions.
 
     Raises:
         UsageError: anything else.

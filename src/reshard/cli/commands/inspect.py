@@ -155,7 +155,7 @@ def inspect(
 
 
 def _choose_tensors(checkpoint: Checkpoint, patterns: tuple[str, ...]) -> Checkpoint:
-    """The checkpoint with only the tensors that a pattern matches; all without patterns."""
+    """Return the checkpoint with only the tensors that a pattern matches; all without patterns."""
     if not patterns:
         return checkpoint
     for pattern in patterns:
@@ -255,7 +255,7 @@ def _tensor_lines(columns: TensorColumns, shows_all: bool) -> Iterator[str]:
     ]
     kind_of = columns.kind.tolist()
     if shows_all:
-        folded = [FoldedName(*one, 1) for one in zip(columns.names, kind_of, strict=True)]
+        folded = [FoldedName(*item, 1) for item in zip(columns.names, kind_of, strict=True)]
     else:
         # Kinds that differ in their places in files alone look the same.
         alike: dict[tuple[str, ...], int] = {}
@@ -263,22 +263,23 @@ def _tensor_lines(columns: TensorColumns, shows_all: bool) -> Iterator[str]:
         folded = fold_names(columns.names, [first[kind] for kind in kind_of])
     headers = ["dtype", "shape", "sharding", "ranks", "size"]
     rows: list[tuple[str, ...]] = [
-        (*kinds[one.kind], bytes_text(one.number * samples[one.kind].size_bytes)) for one in folded
+        (*kinds[line.kind], bytes_text(line.number * samples[line.kind].size_bytes))
+        for line in folded
     ]
     if len(folded) < len(columns.names):
         headers.insert(0, "number")
-        rows = [(count_text(one.number), *row) for one, row in zip(folded, rows, strict=True)]
+        rows = [(count_text(line.number), *row) for line, row in zip(folded, rows, strict=True)]
     most = name_columns(zip(headers, *rows, strict=True))
     yield from table_lines(
-        ((name_text(one.text, most), *row) for one, row in zip(folded, rows, strict=True)),
+        ((name_text(line.text, most), *row) for line, row in zip(folded, rows, strict=True)),
         ("tensor", *headers),
         "l" + "".join("r" if header in ("number", "size") else "l" for header in headers),
     )
 
 
 def _copy_lines(copies: CopyReport) -> Iterator[str]:
-    for one in copies.differing:
-        yield f"copies differ: {printable(str(one))}"
+    for difference in copies.differing:
+        yield f"copies differ: {printable(str(difference))}"
     yield from (f"note: {printable(note)}" for note in copies.describe())
 
 
@@ -385,9 +386,9 @@ def _as_json(
             "parts": copies.parts,
             "unchecked": copies.unchecked,
             "read_bytes": copies.read_bytes,
-            "differing": [dataclasses.asdict(one) for one in copies.differing],
+            "differing": [dataclasses.asdict(difference) for difference in copies.differing],
             "lost": list(copies.lost),
-            "by_nature": [dataclasses.asdict(one) for one in copies.by_nature],
+            "by_nature": [dataclasses.asdict(difference) for difference in copies.by_nature],
         },
         "digest_check": found
         and {

@@ -150,7 +150,7 @@ def recipe_text(conversion: Conversion) -> str:
 
 
 def matching_lines(conversion: Conversion) -> list[str]:
-    """What the user should know of how rules matched: tensors, rules and axes left over."""
+    """Return the lines about unmatched tensors, rules and axes, and the notes."""
     unknown, total = conversion.unknown, len(conversion.write_plan.tensors)
     lines = []
     size_bytes = int(conversion.work_items.target.tensor_bytes.sum())
@@ -181,7 +181,7 @@ def _notes(conversion: Conversion) -> list[str]:
 
 
 def matching_json(conversion: Conversion) -> dict[str, Any]:
-    """The same for `--json`."""
+    """Return the same for `--json`."""
     assignment = conversion.assignment
     return {
         "unknown": list(conversion.unknown),

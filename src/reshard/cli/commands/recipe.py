@@ -1,7 +1,7 @@
 """`reshard recipe`: recipes, how one shards a checkpoint, and layouts of engines.
 
-`show` lists recipes, `check` applies one, also against an engine's layout, and `derive` writes the
-layout that an engine's own loader has.
+`show` lists recipes, `check` applies one recipe, also against an engine's layout, and `derive`
+writes the layout that an engine's own loader has.
 """
 
 from __future__ import annotations
@@ -84,16 +84,16 @@ def show(name: str | None, as_json: bool) -> int:
     if name is None:
         found = [load_recipe(known) for known in known_recipes()]
         if as_json:
-            write_json({"recipes": [_summary_json(one) for one in found]})
+            write_json({"recipes": [_summary_json(item) for item in found]})
         else:
-            rows = [(one.name, ", ".join(one.model_types), one.description) for one in found]
+            rows = [(item.name, ", ".join(item.model_types), item.description) for item in found]
             write(table(rows, ("recipe", "model types", "description")))
         return DONE
-    one = load_recipe(name)
+    shown = load_recipe(name)
     if as_json:
-        write_json(_recipe_json(one))
+        write_json(_recipe_json(shown))
     else:
-        write("\n".join(_recipe_lines(one)))
+        write("\n".join(_recipe_lines(shown)))
     return DONE
 
 
@@ -350,28 +350,28 @@ class _Report:
         }
 
 
-def _recipe_lines(one: Recipe) -> list[str]:
-    options = [(f"{name}={cut}", "a cut rule") for name, cut in one.cuts.items()]
-    for name, numbering in one.numbers.items():
+def _recipe_lines(shown: Recipe) -> list[str]:
+    options = [(f"{name}={cut}", "a cut rule") for name, cut in shown.cuts.items()]
+    for name, numbering in shown.numbers.items():
         what = f"where each {name} lives on {numbering.axis}, {numbering.count} of them"
         options.append((f"{name}={numbering.cut}", what))
-    for axis in one.axes:
-        stand_in = f"; if it has none, {one.stand_ins[axis]}" if axis in one.stand_ins else ""
+    for axis in shown.axes:
+        stand_in = f"; if it has none, {shown.stand_ins[axis]}" if axis in shown.stand_ins else ""
         options.append((f"{axis}={axis}", f"axes of the mesh for {axis}{stand_in}"))
     coupled = [
         (f"{name}.{member}", count + ("" if member != coupling.unit else ", each on one rank"))
-        for name, coupling in one.coupled.items()
+        for name, coupling in shown.coupled.items()
         for member, count in coupling.members
     ]
-    rules = [(rule.pattern, rule.spec, _where_text(rule)) for rule in one.rules]
+    rules = [(rule.pattern, rule.spec, _where_text(rule)) for rule in shown.rules]
     lines = [
-        f"{one.name}: {one.description}" if one.description else one.name,
-        *listing("model types", one.model_types),
+        f"{shown.name}: {shown.description}" if shown.description else shown.name,
+        *listing("model types", shown.model_types),
         "",
         table(options, ("option", "meaning")),
         "",
         *([table(coupled, ("cut together", "how many")), ""] if coupled else []),
-        *([table([*one.sizes.items()], ("size", "what it is")), ""] if one.sizes else []),
+        *([table([*shown.sizes.items()], ("size", "what it is")), ""] if shown.sizes else []),
         table(rules, ("pattern, first match", "sharding", "where")),
     ]
     return [printable(line, keep="\n") for line in lines]
@@ -382,23 +382,23 @@ def _where_text(rule: Rule) -> str:
     return ", ".join([*places, *([f"if {rule.when}"] if rule.when else [])])
 
 
-def _summary_json(one: Recipe) -> dict[str, Any]:
+def _summary_json(shown: Recipe) -> dict[str, Any]:
     return {
-        "name": one.name,
-        "description": one.description,
-        "model_types": list(one.model_types),
+        "name": shown.name,
+        "description": shown.description,
+        "model_types": list(shown.model_types),
     }
 
 
-def _recipe_json(one: Recipe) -> dict[str, Any]:
+def _recipe_json(shown: Recipe) -> dict[str, Any]:
     return {
-        **_summary_json(one),
-        "axes": list(one.axes),
-        "stand_ins": dict(one.stand_ins),
-        "storage": [axis for axis in one.storage if axis in one.axes],
-        "cuts": dict(one.cuts),
-        "coupled": {name: dict(coupling.members) for name, coupling in one.coupled.items()},
-        "sizes": dict(one.sizes),
+        **_summary_json(shown),
+        "axes": list(shown.axes),
+        "stand_ins": dict(shown.stand_ins),
+        "storage": [axis for axis in shown.storage if axis in shown.axes],
+        "cuts": dict(shown.cuts),
+        "coupled": {name: dict(coupling.members) for name, coupling in shown.coupled.items()},
+        "sizes": dict(shown.sizes),
         "numbers": {
             name: {
                 "axis": numbering.axis,
@@ -407,7 +407,7 @@ def _recipe_json(one: Recipe) -> dict[str, Any]:
                 "beyond_last": numbering.beyond_last,
                 "behind": list(numbering.behind),
             }
-            for name, numbering in one.numbers.items()
+            for name, numbering in shown.numbers.items()
         },
         "rules": [
             {
@@ -417,13 +417,13 @@ def _recipe_json(one: Recipe) -> dict[str, Any]:
                 "when": rule.when,
                 "note": rule.note,
             }
-            for rule in one.rules
+            for rule in shown.rules
         ],
     }
 
 
 def find_engine_layout(against: str, checkpoint: str, mesh: DeviceMesh) -> EngineLayout:
-    """The layout of an engine by name, derived for a mesh, or that in a file.
+    """Return the layout of an engine by name, derived for a mesh, or that in a file.
 
     Raises:
         UsageError: a layout of other ranks than those of the mesh.
@@ -434,7 +434,7 @@ def find_engine_layout(against: str, checkpoint: str, mesh: DeviceMesh) -> Engin
 
     derived = against in ENGINES
     engine = derive_layout(against, checkpoint, mesh) if derived else read_layout_file(against)
-    ours, theirs = (_size_axes(one) for one in (mesh, engine.mesh))
+    ours, theirs = (_size_axes(item) for item in (mesh, engine.mesh))
     same_axes = sorted(ours) == sorted(theirs)
     if mesh.size != engine.mesh.size or (same_axes and ours != theirs):
         raise UsageError(
@@ -471,7 +471,7 @@ class EngineComparison:
         theirs = engine.source_layouts()
         read = {name: layout for name, layout in theirs.items() if layout.holders}
         differences = tuple(list_differences(layouts, read))
-        counted = sum(len(one.names) for one in differences)
+        counted = sum(len(difference.names) for difference in differences)
         return cls(
             engine,
             differences,
@@ -493,20 +493,20 @@ class EngineComparison:
     def as_text(self) -> list[str]:
         """Lines for people."""
         lines = ["", f"against {printable(self.title)}: {count_text(self.same, 'tensor')} alike"]
-        for one in self.differences:
+        for difference in self.differences:
             lines += [
-                f"{printable(one.pattern)}  {count_text(len(one.names), 'tensor')} cut otherwise, "
-                f"on ranks {rank_text(one.ranks)}",
-                f"    {printable(one.names[0])}, rank {one.rank}",
-                f"      here  {one.ours}",
-                f"      {printable(self.engine.engine)}  {one.theirs}",
+                f"{printable(difference.pattern)}  {count_text(len(difference.names), 'tensor')} "
+                f"sharded otherwise, on ranks {rank_text(difference.ranks)}",
+                f"    {printable(difference.names[0])}, rank {difference.rank}",
+                f"      here  {difference.ours}",
+                f"      {printable(self.engine.engine)}  {difference.theirs}",
             ]
         lines += listing(f"not read by {self.engine.engine}", self.unread)
         lines += listing("not in its layout, which is of another checkpoint", self.unknown)
         return lines
 
     def as_json(self) -> dict[str, Any]:
-        """The value of the key `against`."""
+        """Return the value of the key `against`."""
         return {
             "engine": self.engine.engine,
             "version": self.engine.version,
@@ -514,12 +514,16 @@ class EngineComparison:
             "same": self.same,
             "differences": [
                 {
-                    "pattern": one.pattern,
-                    "tensors": list(one.names),
-                    "ranks": list(one.ranks),
-                    "example": {"rank": one.rank, "here": one.ours, "engine": one.theirs},
+                    "pattern": difference.pattern,
+                    "tensors": list(difference.names),
+                    "ranks": list(difference.ranks),
+                    "example": {
+                        "rank": difference.rank,
+                        "here": difference.ours,
+                        "engine": difference.theirs,
+                    },
                 }
-                for one in self.differences
+                for difference in self.differences
             ],
             "unread": list(self.unread),
             "unknown": list(self.unknown),
@@ -529,7 +533,7 @@ class EngineComparison:
 def layout_lines(
     model: str, file: str, layout: EngineLayout, size_bytes: int, taken_s: float
 ) -> list[str]:
-    """What was derived, for people."""
+    """Return the derived layout as lines of text."""
     first = layout.ranks[0]
     lines = [
         f"{printable(model)} by {printable(layout.engine)} {printable(layout.version)} for "
@@ -558,7 +562,7 @@ def layout_lines(
 
 
 def _list_unfilled(layout: EngineLayout) -> list[str]:
-    """The parameters of which some rank's loader leaves something as it is."""
+    """Return the parameters of which some rank's loader leaves something as it is."""
     found: dict[str, None] = {}
     for rank in layout.ranks:
         for name, parameter in rank.parameters.items():
@@ -568,7 +572,7 @@ def _list_unfilled(layout: EngineLayout) -> list[str]:
 
 
 def layout_json(layout: EngineLayout) -> dict[str, Any]:
-    """What was derived, for `--json`."""
+    """Return the derived layout for `--json`."""
     return {
         "engine": layout.engine,
         "version": layout.version,

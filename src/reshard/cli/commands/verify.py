@@ -18,7 +18,7 @@ from reshard.cli.options import (
     options_of,
     quiet_option,
 )
-from reshard.cli.output import MOST_LISTED, noted, printable, write, write_json
+from reshard.cli.output import MAX_LISTED, noted, printable, write, write_json
 from reshard.cli.progress import shown_progress
 from reshard.errors import UsageError
 from reshard.text import bytes_text, count_text, duration_text
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     "--all",
     "shows_all",
     is_flag=True,
-    help=f"List all differences. [default: the first {MOST_LISTED}]",
+    help=f"List all differences. [default: the first {MAX_LISTED}]",
 )
 @json_option
 @quiet_option
@@ -129,7 +129,7 @@ def verify(
     began_s = time.monotonic()
     first = open_source(left, source_mesh, source_rules, source_recipe, check_copies, allow)
     second = open_source(right, check_copies=check_copies, allow=allow)
-    are_named = any(one is not None for one in (left_names, right_names, recipe, target_kind))
+    are_named = any(item is not None for item in (left_names, right_names, recipe, target_kind))
     if target_kind is not None:
         if right_names is not None:
             raise UsageError("--right-names with --for hf: RIGHT has the architecture's own names")
@@ -173,14 +173,16 @@ def verify(
 def _select_both(
     left: str | Checkpoint, right: str | Checkpoint, selection: TensorSelection
 ) -> list[str | Checkpoint]:
-    """What is chosen of both checkpoints."""
+    """Return the selected parts of both checkpoints."""
     from reshard.checkpoint.contents import Checkpoint
     from reshard.checkpoint.formats.opening import open_checkpoint
     from reshard.checkpoint.naming.selection import select_from
 
     if not selection:
         return [left, right]
-    opened = [one if isinstance(one, Checkpoint) else open_checkpoint(one) for one in (left, right)]
+    opened = [
+        item if isinstance(item, Checkpoint) else open_checkpoint(item) for item in (left, right)
+    ]
     first = select_from(opened[0], selection)
     if selection.changes_names:
         return [first, opened[1]]
@@ -189,7 +191,7 @@ def _select_both(
 
 
 def _change(checkpoint: str | Checkpoint, **options: Any) -> str | Checkpoint | Conversion:
-    """The checkpoint, or what a conversion would write of it that makes other tensors."""
+    """Return the checkpoint, or what a conversion would write of it that makes other tensors."""
     from reshard.checkpoint.contents import Checkpoint
     from reshard.checkpoint.conversion.plan import plan_conversion, unwritten_target
     from reshard.checkpoint.formats.opening import open_checkpoint
@@ -215,14 +217,17 @@ def _name_both(
     given = {"--left-names": left_names, "--right-names": right_names}
     if left_names is None and right_names is None and recipe is None:
         return chosen
-    opened = [one if isinstance(one, Checkpoint) else open_checkpoint(one) for one in chosen]
-    configs = [read_config(one) for one in opened]
+    opened = [
+        checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+        for checkpoint in chosen
+    ]
+    configs = [read_config(checkpoint) for checkpoint in opened]
     # One of them may have no config.json; both are of one model.
     with_config = opened[1] if configs[0] is None and configs[1] is not None else opened[0]
     of_names = find_recipe(recipe or "auto", with_config)
     found: list[str | Checkpoint] = []
     for option, checkpoint, config in zip(given, opened, configs, strict=True):
-        other = next((one for one in (config, *configs) if one is not None), None)
+        other = next((item for item in (config, *configs) if item is not None), None)
         named = names_of(option, given[option], of_names, other)
         if named is None:
             named = find_stacked_names(checkpoint, of_names, other)
@@ -231,27 +236,33 @@ def _name_both(
 
 
 def _is_one_stacked(left: str | Checkpoint, right: str | Checkpoint) -> bool:
-    """Whether one of two checkpoints of a model has stacked experts, and the other has not."""
+    """Return whether exactly one of two checkpoints has stacked experts."""
     from reshard.checkpoint.contents import Checkpoint
     from reshard.checkpoint.formats.opening import open_checkpoint, read_config
     from reshard.checkpoint.naming.renaming import find_stacked_names
     from reshard.recipes.library import choose_recipe
 
-    opened = [one if isinstance(one, Checkpoint) else open_checkpoint(one) for one in (left, right)]
+    opened = [
+        item if isinstance(item, Checkpoint) else open_checkpoint(item) for item in (left, right)
+    ]
     config = next((c for c in map(read_config, opened) if c is not None), None)
     recipe = choose_recipe(config) if config is not None else None
-    stacked = [one for one in opened if find_stacked_names(one, recipe, config) is not None]
+    stacked = [
+        checkpoint
+        for checkpoint in opened
+        if find_stacked_names(checkpoint, recipe, config) is not None
+    ]
     return len(stacked) == 1
 
 
 def _have_other_names(found: Comparison) -> bool:
-    """Whether every difference is a tensor of one side alone."""
-    tensors = [one for one in found.differences if one.is_tensor]
-    return bool(tensors) and all(one.kind.startswith("only in ") for one in tensors)
+    """Return whether every difference is a tensor of one side alone."""
+    tensors = [difference for difference in found.differences if difference.is_tensor]
+    return bool(tensors) and all(tensor.kind.startswith("only in ") for tensor in tensors)
 
 
 def _as_text(found: Comparison, seconds_s: float, shows_all: bool) -> list[str]:
-    shown = found.differences if shows_all else found.differences[:MOST_LISTED]
+    shown = found.differences if shows_all else found.differences[:MAX_LISTED]
     lines = [
         f"{printable(difference.name)} {printable(difference.problem)}"
         if difference.elements is None
