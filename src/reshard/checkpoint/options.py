@@ -414,7 +414,8 @@ class ConversionRequest:
         "rule matches or the architecture lacks (unknown), missing tensors of the architecture "
         "(incomplete), copies that differ, of which the lowest rank's are read (differing-copies), "
         "quantized weights without their scales, which stay as they are (unscaled), a mesh axis "
-        "that shards nothing (replicas). Repeatable.",
+        "that shards nothing (replicas), parameters in groups that have no optimizer state, as "
+        "frozen ones, for DeepSpeed (stateless). Repeatable.",
         choices=ALLOWANCES,
     )
     include: Iterable[str] = option(

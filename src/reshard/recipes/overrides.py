@@ -11,7 +11,10 @@ from reshard.text import count_text, first_text
 DIFFERING_COPIES = "differing-copies"
 UNSCALED = "unscaled"
 IDLE_AXES = "replicas"
-ALLOWANCES = ("incomplete", "uncomputable", "unknown", UNSCALED, DIFFERING_COPIES, IDLE_AXES)
+STATELESS = "stateless"
+ALLOWANCES = (
+    *("incomplete", "uncomputable", "unknown", UNSCALED, DIFFERING_COPIES, IDLE_AXES, STATELESS),
+)
 FORMER_ALLOWANCES = {"unmatched": "unknown"}
 """Words of earlier versions, with those that replace them."""
 

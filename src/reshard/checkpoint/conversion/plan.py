@@ -172,6 +172,7 @@ def plan_conversion(
             checkpoint.values,
             find_kept_files(request, checkpoint),
             file_name,
+            tuple(request.allow),
         )
     )
     expect_one_file(file_name, target, write_plan)

@@ -56,6 +56,7 @@ class NewCheckpoint:
         values: plain values, as in a `Checkpoint`.
         source_files: the source's file of each tensor, if whole tensors stay in their files.
         file_name: of a target that is a single file; by default the format chooses a name.
+        allow: conditions that are errors unless the user allows them.
 
     Raises:
         UsageError: an unknown value of `replicas`.
@@ -72,6 +73,7 @@ class NewCheckpoint:
     values: Mapping[str, Any] = field(default_factory=dict)
     source_files: Mapping[str, str] = field(default_factory=dict)
     file_name: str | None = None
+    allow: Collection[str] = ()
 
     def __post_init__(self) -> None:
         if self.replicas not in REPLICAS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -268,12 +269,60 @@ def test_frozen_parameters_are_listed_all_or_none(
     to = "full" if format == "deepspeed-universal" else "dp=2"
     if format == "deepspeed-zero3" and left_out != FROZEN:
         # Its frozen parameters are stored in no other place.
-        with pytest.raises(UsageError, match=r"not 'layers\.0\.weight', which is frozen too"):
+        told = r"2 frozen .*scale\.weight.* and lacks 1 \(layers\.0\.weight\)"
+        with pytest.raises(UsageError, match=told):
             reshard.checkpoint.convert(source, target, to=to, format=format, exclude=left_out)
         return
     reshard.checkpoint.convert(source, target, to=to, format=format, exclude=left_out)
     for file in target.glob("*/*model_states.pt"):
         assert torch.load(file, weights_only=False)["frozen_param_fragments"] is None
+
+
+def save_training(
+    path: Path, frozen: dict[str, Any], trained: list[str], without: str = ""
+) -> Path:
+    """Save what a program of PyTorch does, with a parameter that has no state."""
+    weights = {name: torch.ones(2, 3) for name in trained}
+    state = {
+        name: {"step": torch.tensor(1.0), "exp_avg": value, "exp_avg_sq": value}
+        for name, value in weights.items()
+        if name != without
+    }
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": trained}]}
+    torch.save({"model": {**weights, **frozen}, "optimizer": optimizer}, path)
+    return path
+
+
+@pytest.mark.parametrize("format", [*STAGES, "deepspeed-universal"])
+def test_a_part_of_the_weights_under_adapters_is_recognised(format: str, tmp_path: Path) -> None:
+    """DeepSpeed 0.19.8 ends in KeyError under stage 3, and loads the others without strictness."""
+    trained = [f"{one}.lora_{side}.default.weight" for one in "qv" for side in "AB"]
+    bases = {f"{one}.base_layer.weight": torch.ones(3, 3) for one in "qv"}
+    to = "full" if format == "deepspeed-universal" else "dp=2"
+    for name, kept in (("all", [*bases]), ("none", []), ("part", [*bases][:1])):
+        frozen = {base: bases[base] for base in kept}
+        source = save_training(tmp_path / f"{name}.pt", frozen, trained)
+        target = tmp_path / name
+        if format == "deepspeed-zero3" and name == "part":
+            told = r"has 1 frozen parameter \(q\.base_layer\.weight\) and lacks 1 \(v\.base_layer"
+            with pytest.raises(UsageError, match=told):
+                reshard.checkpoint.convert(source, target, to=to, format=format)
+            continue
+        report = reshard.checkpoint.convert(source, target, to=to, format=format)
+        is_noted = any("load_module_strict=False" in note for note in report.notes)
+        assert is_noted == (name == "part" and format == "deepspeed-zero1")
+
+
+@pytest.mark.parametrize("format", [*STAGES, "deepspeed-universal"])
+def test_parameters_of_groups_without_state_are_refused(format: str, tmp_path: Path) -> None:
+    """DeepSpeed 0.19.8 ends in RuntimeError or FileNotFoundError if its model trains them."""
+    source = save_training(tmp_path / "s.pt", {}, ["a.weight", "b.weight"], without="b.weight")
+    to = "full" if format == "deepspeed-universal" else "dp=2"
+    with pytest.raises(UsageError, match=r"1 parameter \(b\.weight\) in a group .*--allow state"):
+        reshard.checkpoint.convert(source, tmp_path / "n", to=to, format=format)
+    reshard.checkpoint.convert(source, tmp_path / "n", to=to, format=format, allow=["stateless"])
+    (group,) = reshard.checkpoint.open(tmp_path / "n").values["optimizer.param_groups"]
+    assert group["params"] == ["a.weight"]
 
 
 def test_a_source_without_counters_and_scheduler_is_noted(tmp_path: Path) -> None:

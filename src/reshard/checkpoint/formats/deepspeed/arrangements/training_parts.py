@@ -6,7 +6,7 @@ value `optimizer.param_groups`. The order of parameters in their groups is that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,13 @@ from reshard.checkpoint.formats.torch_files.optimizer_states import (
     state_name,
 )
 from reshard.errors import UsageError
-from reshard.text import count_text
+from reshard.recipes.overrides import STATELESS
+from reshard.text import count_text, first_text
 
 Shape = tuple[int, ...]
 CONFIG = "ds_config"
+# How many names an error or a note lists.
+MAX_SHOWN = 4
 _PARAMS = "params"
 # Whether weight decay is decoupled is the optimizer's, which DeepSpeed does not let set it again.
 _NEW_GROUP = {key: value for key, value in ADAM_GROUP.items() if key != DECOUPLED}
@@ -56,7 +59,8 @@ class TrainingParts:
         weights: parameters whose weights are there beside.
         buffers: tensors of the module that are no parameters.
         frozen: the shapes of parameters that no optimizer has.
-        missing_frozen: those of them that the source names and does not have.
+        missing_frozen: frozen parameters that the model has and the source lacks, as far as known.
+        stateless: parameters that a group of the source lists, with weights and without state.
         is_sure: whether the source says which these and the buffers are.
         shared: second names of parameters, with the first ones.
         others: tensors of a user's state.
@@ -74,6 +78,7 @@ class TrainingParts:
     is_sure: bool
     notes: tuple[str, ...] = ()
     missing_frozen: tuple[str, ...] = ()
+    stateless: tuple[str, ...] = ()
 
     @property
     def are_frozen_listed(self) -> bool:
@@ -82,6 +87,36 @@ class TrainingParts:
         DeepSpeed looks up every frozen parameter of its model in a list, unless there is None.
         """
         return self.is_sure and bool(self.frozen) and not self.missing_frozen
+
+    def expect_all_frozen(self) -> None:
+        """Raise UsageError where a part of the frozen parameters is missing.
+
+        DeepSpeed's stage 3 loads all of them or none, and ends in a KeyError elsewhere.
+        """
+        if self.frozen and self.missing_frozen:
+            raise UsageError(
+                f"the source has {count_text(len(self.frozen), 'frozen parameter')} "
+                f"({first_text([*self.frozen], MAX_SHOWN)}) and lacks "
+                f"{len(self.missing_frozen)} ({first_text(self.missing_frozen, MAX_SHOWN)}): "
+                "DeepSpeed's stage 3 loads all of them or none. Give a source with all of them, or "
+                "leave out those that are present (--exclude), and load with "
+                "load_module_strict=False"
+            )
+
+    def expect_state(self, allow: Collection[str]) -> None:
+        """Raise UsageError where a parameter in a group has no state, unless that is allowed.
+
+        Without its state, no stage of DeepSpeed loads the checkpoint into a model that trains it.
+        """
+        if self.stateless and STATELESS not in allow:
+            raise UsageError(
+                f"{count_text(len(self.stateless), 'parameter')} "
+                f"({first_text(self.stateless, MAX_SHOWN)}) in a group of the source "
+                f"{'has' if len(self.stateless) == 1 else 'have'} no optimizer state, without "
+                "which DeepSpeed cannot resume if the model trains them: train a step in which "
+                "they have gradients, zeros suffice, and save again. If they are frozen: "
+                f"--allow {STATELESS}, in Python allow=['{STATELESS}']"
+            )
 
     @property
     def experts(self) -> tuple[str, ...]:
@@ -121,6 +156,8 @@ def find_parts(shapes: Mapping[str, Shape], values: Mapping[str, Any]) -> Traini
     placed = {*ordered, *shared}
     rest = [n for n in shapes if split_state_name(n) is None and n not in placed]
     buffers, frozen, others = _sort_rest(rest, values, shapes, notes)
+    named = [*_named_frozen(values), *_list_adapted(ordered)] if frozen else _named_frozen(values)
+    listed = _list_group_members(values)
     return TrainingParts(
         groups,
         ordered,
@@ -132,7 +169,8 @@ def find_parts(shapes: Mapping[str, Shape], values: Mapping[str, Any]) -> Traini
         others,
         isinstance(values.get("buffer_names"), list),
         tuple(notes),
-        tuple(name for name in _named_frozen(values) if name not in {*shapes, *placed}),
+        tuple(name for name in dict.fromkeys(named) if name not in {*shapes, *placed}),
+        tuple(name for name in listed if name in shapes and name not in placed),
     )
 
 
@@ -215,6 +253,27 @@ def _named_frozen(values: Mapping[str, Any]) -> list[str]:
     return [*found] if isinstance(found, list) else []
 
 
+def _list_adapted(trained: Iterable[str]) -> list[str]:
+    """Return the frozen weights that PEFT's adapters of these names add to.
+
+    >>> _list_adapted(["q.lora_A.default.weight", "q.lora_B.default.weight"])
+    ['q.base_layer.weight']
+    """
+    modules = (name.partition(".lora_A.") for name in trained)
+    return [f"{module}.base_layer.weight" for module, word, _ in modules if word]
+
+
+def _list_group_members(values: Mapping[str, Any]) -> list[str]:
+    groups = values.get(GROUPS)
+    members = [
+        name
+        for group in (groups if isinstance(groups, list) else ())
+        if isinstance(group, dict)
+        for name in group.get(_PARAMS) or ()
+    ]
+    return [name for name in dict.fromkeys(members) if isinstance(name, str)]
+
+
 def _sort_rest(
     rest: list[str], values: Mapping[str, Any], shapes: Mapping[str, Shape], notes: list[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
@@ -234,6 +293,7 @@ def _sort_rest(
     if found:
         notes.append(
             f"{count_text(len(found), 'tensor')} without optimizer state (first: {found[0]}) are "
-            "taken for frozen parameters, by their names"
+            "taken for frozen parameters, by their names; a model that trains them, or that has "
+            "other frozen ones under stage 3, cannot load this"
         )
     return buffers, found, ()

@@ -29,6 +29,7 @@ from reshard.checkpoint.formats.deepspeed.arrangements.new_states import (
 )
 from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import (
     CONFIG,
+    MAX_SHOWN,
     TrainingParts,
     find_parts,
 )
@@ -54,6 +55,7 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
+from reshard.text import count_text, first_text
 
 #: The axis of a mesh along which ranks share out experts.
 EXPERT_AXIS = "ep"
@@ -153,6 +155,7 @@ class Arranger:
         shapes = {name: tensor.layout.shape for name, tensor in new.tensors.items()}
         dtypes = {name: tensor.dtype for name, tensor in new.tensors.items()}
         self.parts = find_parts(shapes, new.values)
+        self.parts.expect_state(new.allow)
         self.low = find_low(self.parts, dtypes, new.values)
         self.values = NewValues(new.values, new.paths, self.low)
         self.plain_states = find_plain_states(new.values)
@@ -177,12 +180,8 @@ class ZeroArranger(Arranger):
     def __init__(self, new: NewCheckpoint, stage: int) -> None:
         super().__init__(new)
         self.stage = stage
-        if stage == 3 and self.parts.frozen and self.parts.missing_frozen:
-            raise UsageError(
-                f"the source has {next(iter(self.parts.frozen))!r} and not "
-                f"{self.parts.missing_frozen[0]!r}, which is frozen too: DeepSpeed's stage 3 loads "
-                "all frozen parameters or none; leave all of them out (--exclude), or none"
-            )
+        if stage == 3:
+            self.parts.expect_all_frozen()
         self.ranks = max(tensor.layout.slots for tensor in new.tensors.values())
         self.shared = share_experts(self.ranks, new.mesh, self.values)
         self.plan = plan_partitions(self.parts, stage, self.shared, self.values, self.low)
@@ -195,6 +194,12 @@ class ZeroArranger(Arranger):
         for rank in range(self.ranks):
             self._write_partition(rank)
         notes = [*self.parts.notes, *describe_order(self.parts), *self.values.describe_missing()]
+        if self.parts.missing_frozen:
+            notes.append(
+                f"{count_text(len(self.parts.missing_frozen), 'frozen parameter')} "
+                f"({first_text(self.parts.missing_frozen, MAX_SHOWN)}) are not in the source: "
+                "DeepSpeed loads this with load_module_strict=False, and keeps the model's own"
+            )
         if self.parts.experts:
             notes.append(
                 f"experts are shared out over {self.shared.sets} of {self.ranks} ranks (`ep` in "
