@@ -1,4 +1,4 @@
-"""What Megatron saves beside tensors: arguments, steps, the optimizer's groups.
+"""The state of Megatron's checkpoints without tensors: arguments, steps, parameter groups.
 
 It is a nested state: `common.pt` of `torch_dist`, and a part of each rank's file elsewhere::
 
@@ -7,14 +7,14 @@ It is a nested state: `common.pt` of `torch_dist`, and a part of each rank's fil
     optimizer          {"optimizer": {"param_groups"}}   optimizer.param_groups, with names
     opt_param_scheduler                                  opt_param_scheduler.num_steps, ...
 
-1. What is plain becomes a value under the words of its path; the types among the arguments are
-   text (`torch.bfloat16`).
-2. The groups of all optimizers of a chain become one list. Megatron puts parameters into groups by
-   what they are (experts, vectors and biases, embeddings), and so are they told here.
-3. The loss scaler of 16-bit gradients is a value too; its scale is a tensor of one number there.
-4. What is no plain value is listed. Nothing of it is made.
+1. Plain values are named by their paths; dtypes among the arguments become text
+   (`torch.bfloat16`).
+2. The groups of all optimizers of a chain are a single list. Megatron assigns parameters to groups
+   by their kind (experts, vectors and biases, embeddings), and so does this module.
+3. The loss scaler of 16-bit gradients is a value; in the files its scale is a tensor.
+4. Other objects are listed, and never instantiated.
 
-`nest_values` is the way back.
+`nest_values` is the inverse.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ _PARALLELISM = {
     "dp": "data_parallel_size",
 }
 
-# What files have that nothing else says.
+# Values that files contain by default.
 DEFAULTS: Mapping[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
 EXTRA_STATE = "._extra_state/"
 
-# What tells the groups of a Megatron optimizer apart.
+# The marks that distinguish the groups of a Megatron optimizer.
 GROUP_MARKS = {
     "wd_mult": 1.0,
     "lr_mult": 1.0,
@@ -97,7 +97,7 @@ GROUP_MARKS = {
 
 @dataclass
 class CommonState:
-    """Plain values by name, where each stood, the groups of optimizers, and what is not read."""
+    """Plain values by name, their paths, the groups of optimizers, and a list of unread parts."""
 
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, StatePath] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class CommonState:
     def add(self, path: StatePath, value: Any, label: str = "the state") -> None:
         """Add a part of a nested state; `label` names its file in errors.
 
-        Raises FormatError for one that is too deep.
+        Raises FormatError for a state that is too deep.
         """
         nested = _without_namespaces(value)
         for part in reversed(path):
@@ -116,7 +116,7 @@ class CommonState:
         self.unread += flat.unread.items()
         self.unread += [(name, "a tensor among plain values") for name in flat.tensors]
         for name, plain in flat.values.items():
-            # Two parts of a state can have one name when the words of their paths are joined.
+            # Two parts of a state may have equal names when the keys of their paths are joined.
             if name in self.values:
                 self.unread.append((name, "another value has this name"))
                 continue
@@ -151,7 +151,7 @@ class CommonState:
                     self.add(("optimizer", key), value)
 
     def _add_scaler(self, state: Any, read: ReadStorage | None) -> None:
-        """Add a loss scaler; the optimizers of a chain have one together."""
+        """Add a loss scaler, which the optimizers of a chain share."""
         if isinstance(state, dict):
             state = dict(state)
             scale = state.get(_SCALE)
@@ -188,19 +188,19 @@ class CommonState:
 
 
 def number_in(storage: bytes, tensor: ArchivedTensor) -> float:
-    """Return the number that is all of a tensor."""
+    """Return the only element of a tensor."""
     found = np.frombuffer(storage, tensor.dtype.numpy)[tensor.view.offset]
     return float(found)
 
 
 def scaler_state(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loss scaler among plain values, as the state of an optimizer has it: or nothing.
+    """Return the loss scaler among plain values as in an optimizer's state, or an empty dict.
 
     >>> [*scaler_state({"optimizer.grad_scaler.growth_tracker": 3})["grad_scaler"]]
     ['growth_tracker']
     """
     if SCALER in values:
-        # One whose scale is constant has no state.
+        # A scaler with a constant scale has no state.
         return {_SCALER: values[SCALER]}
     found = {
         name.removeprefix(f"{SCALER}."): value
@@ -230,7 +230,7 @@ def groups_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def step_of(values: Mapping[str, Any]) -> Any:
-    """Return the number of steps of the first group that has it; None if none has."""
+    """Return the number of steps of the first group that has it, or None."""
     return next((group["step"] for group in groups_of(values) if "step" in group), None)
 
 
@@ -254,7 +254,7 @@ def without_steps(new: NewCheckpoint) -> NewCheckpoint:
 
 
 def _without_namespaces(value: Any, depth: int = 4) -> Any:
-    """Return a value with dicts in the place of Namespaces."""
+    """Replace Namespaces in a value by dicts."""
     if isinstance(value, Call) and value.function == _NAMESPACE and isinstance(value.state, dict):
         value = value.state
     if type(value) is dict and depth:
@@ -263,7 +263,7 @@ def _without_namespaces(value: Any, depth: int = 4) -> Any:
 
 
 def chain_of(state: Any) -> Iterator[dict[str, Any]]:
-    """Yield the states of the optimizers in a chain; of one alone, itself."""
+    """Yield the states of the optimizers in a chain, or of a single optimizer."""
     if isinstance(state, list | tuple):
         members: Sequence[Any] = state
     elif isinstance(state, dict) and state and all(type(key) is int for key in state):
@@ -281,7 +281,7 @@ def is_expert(name: str) -> bool:
 
 
 def has_stacked_experts(arguments: Mapping[str, Any]) -> bool:
-    """Return whether a layer's experts are one weight (`GroupedMLP`), by Megatron's arguments."""
+    """Return whether a layer's experts are a single weight (`GroupedMLP`), by the arguments."""
     is_local = arguments.get("transformer_impl") == "local"
     is_stacked = is_local or bool(arguments.get("moe_use_legacy_grouped_gemm"))
     return bool(arguments.get("moe_grouped_gemm")) and is_stacked
@@ -342,14 +342,14 @@ def _decays(name: str, shape: tuple[int, ...]) -> bool:
 def split_groups(
     groups: Iterable[Mapping[str, Any]], step: float | None, *, of_experts: bool
 ) -> list[dict[str, Any]]:
-    """Return the groups that a Megatron optimizer looks up: with its marks, and without names.
+    """Return the groups of a Megatron optimizer, with its marks and without names.
 
-    Groups of other programs have no marks; each is then there with weight decay and without, as
-    Megatron tells vectors and biases from the rest.
+    Groups of other programs have no marks; each results in a group with weight decay and a group
+    without, since Megatron separates vectors and biases from the rest.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     groups = [dict(group) for group in groups]
-    # Who has one kind of parameters may need the same group for the other: own groups come first.
+    # Groups of one kind of parameters may be needed for the other kind: own groups come first.
     for flips in (False, True):
         for group in groups:
             own = {key: value for key, value in group.items() if key != "params"}
@@ -381,8 +381,7 @@ def nest_values(values: Mapping[str, Any], paths: Mapping[str, StatePath]) -> di
 
 
 def is_own_value(name: str, value: Any) -> bool:
-    """Return whether a plain value is Megatron's own: of how ranks share the model, or one of
-    defaults.
+    """Return whether a plain value is a default of Megatron, or describes its parallelism.
 
     >>> is_own_value("iteration", 0), is_own_value("iteration", 7)
     (True, False)
@@ -398,7 +397,7 @@ def is_own_value(name: str, value: Any) -> bool:
 
 
 def with_parallelism(values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with the sizes of the target's axes, where they have Megatron's arguments.
+    """Set the sizes of the target's axes in Megatron's arguments, if there are any.
 
     >>> with_parallelism({"args.tensor_model_parallel_size": 8}, {"tp": 2})
     {'args.tensor_model_parallel_size': 2}
@@ -417,10 +416,10 @@ def _as_type(value: Any) -> Any:
 
 
 def read_object(folder: Path, item: StoredItem) -> Any:
-    """Return the value of an object; its tensors lie behind the object's first byte.
+    """Read an object that was saved as an item; offsets of its tensors are relative to its start.
 
     Raises:
-        FormatError: an object that was transformed, ends early, or is no value.
+        FormatError: an object that was transformed, is truncated, or is not a value.
     """
     path, start_bytes = folder / item.place.path, item.place.start_bytes
     label = f"{path} bytes {start_bytes}: object {item.name!r}"

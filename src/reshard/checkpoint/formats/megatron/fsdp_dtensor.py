@@ -1,13 +1,14 @@
 """The format `megatron-fsdp`: Megatron FSDP's DTensors in a distributed checkpoint.
 
-    model.module.decoder.layers.0.mlp.linear_fc1.weight_w       the halves of a gated layer apart
+    model.module.decoder.layers.0.mlp.linear_fc1.weight_w       the halves of a gated layer
     optimizer.state.module.decoder.layers.0. ... .exp_avg
     optimizer.param_to_group_meta.module.decoder. ... .lr       the group of each parameter
 
-1. It is read as any distributed checkpoint of PyTorch; ranks' uneven parts are chunks.
-2. Names lose `model.` and `module.`, halves become one again, optimizer state gets the names of
-   all training formats. The weights are those that the optimizer steps, of 32 bits if it has them.
-3. Parameters with equal settings are one group.
+1. It is opened as a distributed checkpoint of PyTorch; ranks' uneven parts are chunks.
+2. The prefixes `model.` and `module.` are removed, halves are joined, and optimizer state gets the
+   names of all training formats. The weights are those that the optimizer updates, float32 if it
+   has them.
+3. Parameters with equal settings form a group.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ FORMAT_NAME = "megatron-fsdp"
 _STEP_FOLDER = re.compile(r"iter_\d{7}|release")
 _META = "optimizer.param_to_group_meta."
 _HALF = re.compile(r"_[wv]$")
-# Objects of more bytes are none of the settings of a group.
+# Larger objects are not settings of a group.
 _LARGEST_VALUE_BYTES = 1 << 20
 
 
 def read(folder: Path) -> Checkpoint:
-    """Describe the checkpoint of one step; one of other names is as PyTorch has it.
+    """Describe the checkpoint of a step; a checkpoint with other names is left unchanged.
 
     Raises:
         CheckpointError, FormatError, CoverageError: as a distributed checkpoint of PyTorch.
@@ -105,7 +106,7 @@ def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
         for name, tensor in found.tensors.items():
             state = split_state_name(name)
             if state is not None:
-                # The key stands in front, so that halves end in what they are halves of.
+                # The key comes first, so that the names of halves end with their suffix.
                 parameter, key = state
                 yield dataclasses.replace(tensor, name=f"{key}\0{_bare(parameter)}")
             elif name.startswith("model."):
@@ -136,7 +137,7 @@ class MegatronFsdpFormat(CheckpointFormat):
         return (folder / METADATA_NAME).is_file() and not (folder / "common.pt").exists()
 
     def open(self, path: Path) -> Checkpoint:
-        """Return the checkpoint of the step that is asked for, or of the last one."""
+        """Describe the checkpoint of the requested step, or of the last."""
         return read(find_iteration(path) or path)
 
 

@@ -1,8 +1,8 @@
-"""Names of Megatron's modules: those of its two implementations of a layer, and of experts.
+"""The parameters of Megatron's modules: their names, their order, and how they are sharded.
 
-The local implementation has norms of their own, Transformer Engine has them inside of the layer
-behind; `dist_checkpointing` keys both as Transformer Engine does. Experts are named by who computes
-them::
+Names differ between Megatron's two implementations of a layer. The local implementation has
+separate norms; Transformer Engine has them inside of the next layer, and `dist_checkpointing` uses
+its names for both. Experts are named by the module that computes them (`engine_name`)::
 
     local                               Transformer Engine, torch_dist
     input_layernorm.weight              self_attention.linear_qkv.layer_norm_weight
@@ -10,8 +10,40 @@ them::
                                         pre_mlp_layernorm.weight               in layers of experts
     experts.local_experts.3.linear_fc1.weight     experts.linear_fc1.weight3   grouped
 
-Of a Mamba layer `torch_dist` has the parts of two weights (`mixer.in_proj.weight.z`, `.x` and so
-on), and ranks' folders the weights; neither is made of the other here.
+For a Mamba layer `torch_dist` has the parts of two weights (`mixer.in_proj.weight.z`, `.x` and so
+on), and ranks' folders have the weights; neither is converted into the other here.
+
+Optimizer state has the key before the parameter's name in `torch_dist`, with a prefix for each
+optimizer of a chain (dense parameters, experts)::
+
+    optimizer.state.exp_avg.decoder.final_layernorm.weight
+    optimizer.state.fp32_param.decoder.final_layernorm.weight       `param` in other versions
+    chained_1.optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight
+
+The formats that are read have `optimizer.state.decoder.final_layernorm.weight.exp_avg`, with
+`master` for float32 weights (`split_megatron_name`).
+
+Tensor parallelism shards parameters by their names (`find_cut`)::
+
+    column-parallel   linear_qkv, linear_fc1, linear_q_up_proj, linear_kv_up_proj, output_layer,
+                      word_embeddings           rows, and a bias
+    row-parallel      linear_proj, linear_fc2   columns; the bias is replicated
+    replicated        norms, routers, position_embeddings, linear_kv_down_proj
+
+Each rank has a part of both halves of a gated `linear_fc1` (a stride of 2). Experts have tensor
+parallelism of their own.
+
+Optimizers that store parameters without names store them in the order in which modules are
+constructed (`order_key`)::
+
+    embedding, decoder.layers.0, ..., decoder.final_layernorm, output_layer
+
+In a layer that is the first norm, attention with its output before queries, keys and values, the
+second norm, and the layers of the MLP or the experts. In Transformer Engine a norm is inside of the
+next layer, before its weight. Grouped experts have all first layers before all second layers.
+
+Sources: the constructors of Megatron-core 0.16's GPT models, and the `partition_dim` and
+`partition_stride` of their parameters.
 """
 
 from __future__ import annotations
@@ -42,7 +74,7 @@ _SEPARATE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weig
 def engine_name(name: str, names: Collection[str]) -> str:
     """Return a parameter as Transformer Engine's layers and separate experts have it.
 
-    `names` are those of the model: a norm goes into the layer behind it where there is one.
+    `names` are those of the model: a norm becomes part of the next layer, if there is one.
 
     >>> engine_name("decoder.layers.0.input_layernorm.weight",
     ...             {"decoder.layers.0.self_attention.linear_qkv.weight"})
@@ -50,7 +82,8 @@ def engine_name(name: str, names: Collection[str]) -> str:
     """
     inside = _FUSED_NORM.match(name)
     if inside is not None and f"{inside[1]}{inside[2]}.weight" not in names:
-        # Layers of experts have no layer behind the norm; the local implementation keys it alike.
+        # In layers of experts no layer follows the norm; the local implementation uses the same
+        # key.
         return f"{inside[1]}{_NORM_OF[inside[2]]}.{inside[3]}"
     match = _NORM.match(name)
     if match is not None:
@@ -64,8 +97,7 @@ def engine_name(name: str, names: Collection[str]) -> str:
 def find_read_names(names: Collection[str]) -> dict[str, str]:
     """Map names of weights and optimizer state to those that a reader of Megatron's files gives.
 
-    Files have one name for the norm of a layer, and one for an expert's weight, by whichever
-    implementation of layers they were called before.
+    In files, norms and experts' weights have the same names for both implementations of layers.
 
     >>> find_read_names(["decoder.layers.0.input_layernorm.weight",
     ...                  "decoder.layers.0.self_attention.linear_qkv.weight"])
@@ -135,13 +167,12 @@ def expect_mixers(names: Iterable[str], *, in_parts: bool) -> None:
 
 _MEGATRON = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([A-Za-z_]\w*)\.(.+)$")
 
-# How the weights of 32 bits are called, by what the optimizer's state is called in code.
+# Keys of float32 weights in different versions.
 MASTER_KEYS = ("param", "fp32_param", "master_param")
 
 
 def split_megatron_name(name: str) -> tuple[str, str] | None:
-    """Return the parameter and the key in a name of `torch_dist`, or None for what is no optimizer
-    state.
+    """Return the parameter and the key in a name of `torch_dist`, or None for other names.
 
     >>> split_megatron_name("chained_0.optimizer.state.fp32_param.output_layer.weight")
     ('output_layer.weight', 'master')
@@ -153,7 +184,7 @@ def split_megatron_name(name: str) -> tuple[str, str] | None:
 
 
 def common_key(key: str) -> str:
-    """Return what a key of Megatron's optimizer is called in every training format.
+    """Return the name of a key of Megatron's optimizer in every training format.
 
     >>> common_key("fp32_param"), common_key("exp_avg")
     ('master', 'exp_avg')
@@ -186,7 +217,7 @@ _FIRST = re.compile(r"linear_fc1\.(weight|bias)(\d*)$")
 
 
 class ParameterCut(NamedTuple):
-    """The dimension that is cut, None for none, and the stretches of each part."""
+    """The sharded dimension, or None, and the number of stretches of each part."""
 
     dimension: int | None
     stride: int = 1
@@ -195,12 +226,12 @@ class ParameterCut(NamedTuple):
 def find_cut(
     name: str, shapes: Mapping[str, tuple[int, ...]], q_rank: int | None = None
 ) -> ParameterCut | None:
-    """Return how a parameter is cut, or None for one that is not known.
+    """Return how a parameter is sharded, or None if it is unknown.
 
     Args:
         name: of the parameter, in the model or on its rank.
-        shapes: of the parameters on one rank, by such names.
-        q_rank: the rank of compressed queries, where there is one.
+        shapes: of the parameters on a rank, by such names.
+        q_rank: the rank of compressed queries, if there is one.
 
     >>> find_cut("mlp.linear_fc1.weight", {"mlp.linear_fc1.weight": (16, 8),
     ...                                    "mlp.linear_fc2.weight": (8, 8)})
@@ -209,7 +240,7 @@ def find_cut(
     first = _FIRST.search(name)
     if first is not None:
         behind = f"{name[: first.start()]}linear_fc2.weight{first[2]}"
-        # A gated layer has two rows for each column of the next one.
+        # A gated layer has two rows for each column of the next layer.
         is_gated = behind in shapes and shapes[name][0] == 2 * shapes[behind][1]
         return ParameterCut(0, 2 if is_gated else 1)
     if _ROWS.search(name):
@@ -251,7 +282,7 @@ OrderKey = tuple[int, ...]
 
 
 def order_key(name: str, *, is_local: bool, is_grouped: bool = False) -> OrderKey | None:
-    """Return what sorts parameters of the whole model, or None for one whose place is not known.
+    """Return a key that sorts the parameters of a model, or None for an unknown parameter.
 
     >>> names = ["output_layer.weight", "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
     ...          "decoder.layers.0.self_attention.linear_proj.weight"]
@@ -281,6 +312,6 @@ def order_key(name: str, *, is_local: bool, is_grouped: bool = False) -> OrderKe
 
 
 def _order_in_module(name: str) -> OrderKey:
-    """Return the place of a parameter among those of one module."""
+    """Return a key that sorts the parameters of a module."""
     last = name.rpartition(".")[2]
     return (_LAST_PARAMETERS.index(last),) if last in _LAST_PARAMETERS else (len(_LAST_PARAMETERS),)

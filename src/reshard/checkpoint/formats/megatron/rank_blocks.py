@@ -1,13 +1,29 @@
-"""The parts of a tensor that ranks hold, put together: boxes of a rank's block as those of it.
+"""Blocks of ranks: their boxes in the whole parameter, and their locations in flat buffers.
 
-A rank has a block of each parameter. Along the dimension that tensor parallelism cuts, the block is
-one stretch of the whole, or several: of a gated layer it has its share of the gate, then its share
-of the other half::
+A rank has a block of each parameter. Along the dimension of tensor parallelism, the block is a
+stretch of the whole, or several: of a gated layer a part of the gate, then a part of the other half
+(`BlockPlace`)::
 
     whole  | gate 0 | gate 1 | up 0 | up 1 |        block of rank 1  | gate 1 | up 1 |
                                                     stretches        (0, 4, 4), (4, 8, 12)
 
-A block lies in a file as a tensor, or as a flat range of a bucket (`flat_block`).
+A block is stored as a tensor (`dense_block`), or flat in a bucket of the distributed optimizer
+(`flat_block`). `WholeTensors` assembles the blocks of all ranks.
+
+Megatron-core's optimizer puts the parameters of a dtype on a rank into a buffer, in reversed order,
+each at a multiple of 64 elements, and divides the buffer into buckets that data-parallel ranks can
+share (`plan_buffer`)::
+
+    buffer   | output_layer | final_layernorm |pad| ... | pad || word_embeddings | pad |
+             |<----------------- bucket 0 ----------->|        |<---- bucket 1 ------->|
+                                                  unpadded: without the padding at its end
+
+1. A bucket ends when it has the requested number of elements, if gradients are reduced during the
+   backward pass.
+2. An embedding that two pipeline stages share has a bucket of its own.
+3. A `coalesced` buffer consists of the buckets without the padding at their ends.
+
+The lengths are compared with those in the checkpoint (`find_plan`).
 """
 
 from __future__ import annotations
@@ -26,7 +42,7 @@ from reshard.layout import Box, flat_range_boxes
 
 
 class Stretch(NamedTuple):
-    """Indices `start:stop` of a block, which are those from `whole_start` on of the whole."""
+    """Indices `start:stop` of a block, which begin at `whole_start` in the whole."""
 
     start: int
     stop: int
@@ -35,7 +51,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """Where a rank's block is in the whole of `shape`, along one dimension, or None of them."""
+    """The place of a rank's block in the whole of `shape`, sharded in a dimension or in none."""
 
     shape: tuple[int, ...]
     dimension: int | None = None
@@ -54,9 +70,9 @@ class BlockPlace:
     def cut(
         cls, block: Sequence[int], dimension: int | None, part: int, parts: int, stride: int = 1
     ) -> BlockPlace:
-        """Return the place of block number `part` of `parts` equal ones of the shape `block`.
+        """Return the place of block number `part` of `parts` blocks of the shape `block`.
 
-        `stride` is how many stretches each block has, as Megatron's `partition_stride`.
+        `stride` is the number of stretches of a block, as Megatron's `partition_stride`.
 
         >>> BlockPlace.cut((8, 4), 0, 1, 2, 2).stretches
         (Stretch(start=0, stop=4, whole_start=4), Stretch(start=4, stop=8, whole_start=12))
@@ -72,7 +88,7 @@ class BlockPlace:
         return cls(whole, dimension, stretches)
 
     def boxes(self) -> list[Box]:
-        """Return the boxes of the whole that the block is, in its order."""
+        """Return the boxes of the block in the whole, in the block's order."""
         return [box for box, _ in self.split(Box((0,) * len(self.shape), self.block_shape))]
 
     def split(self, box: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
@@ -97,7 +113,7 @@ class BlockPlace:
 def dense_block(
     slot: int, path: str, start_bytes: int, shape: Sequence[int], view: View
 ) -> StoredBox:
-    """Return a block that is one tensor of a file, whose storage begins at `start_bytes`."""
+    """Return a block that is a tensor of a file, whose storage begins at `start_bytes`."""
     box = Box((0,) * len(shape), tuple(shape))
     place = FileRange(path, start_bytes)
     return StoredBox(slot, box, place, view.strides)
@@ -106,9 +122,9 @@ def dense_block(
 def flat_block(
     boxes: Iterable[StoredBox], start: int, shape: Sequence[int], itemsize_bytes: int
 ) -> Iterator[StoredBox]:
-    """Yield the block of `shape` that lies flat from index `start` on in a tensor of one dimension.
+    """Yield the block of `shape` that is flat in a 1-D tensor, from index `start` on.
 
-    `boxes` are those that the flat tensor is stored in.
+    `boxes` are those in which the 1-D tensor is stored.
     """
     stop = start + math.prod(shape)
     for one in boxes:
@@ -125,17 +141,17 @@ def flat_block(
 
 @dataclass
 class WholeTensor:
-    """A tensor that is put together of the blocks of ranks."""
+    """A tensor that is assembled from the blocks of ranks."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    # Where its first block is, for errors.
+    # The label of its first block, for errors.
     first: str
     boxes: list[StoredBox] = field(default_factory=list)
 
     def add(self, block: Iterable[StoredBox], place: BlockPlace) -> None:
-        """Add the boxes of a block, which are in its own indices."""
+        """Add the boxes of a block, given in the block's indices."""
         itemsize_bytes = self.dtype.itemsize_bytes
         for one in block:
             for box, first in place.split(one.box):
@@ -145,14 +161,14 @@ class WholeTensor:
     def stored(self, slots: int) -> StoredTensor:
         """Return the tensor over `slots` ranks.
 
-        Raises CoverageError for a part that no rank has.
+        Raises CoverageError if a part is missing.
         """
         binding = bind_stored_boxes(self.shape, self.boxes, slots)
         return StoredTensor(self.name, self.dtype, binding)
 
 
 class WholeTensors:
-    """All tensors that blocks of ranks are put into."""
+    """The tensors that are assembled from the blocks of ranks."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, WholeTensor] = {}
@@ -165,9 +181,9 @@ class WholeTensors:
         block: Iterable[StoredBox],
         label: str,
     ) -> None:
-        """Add a rank's block; `label` says whose it is.
+        """Add a rank's block; `label` names its rank in errors.
 
-        Raises FormatError where ranks have other types or shapes.
+        Raises FormatError if ranks have different dtypes or shapes.
         """
         found = self.tensors.get(name)
         if found is None:
@@ -200,7 +216,7 @@ class BufferedParameter(NamedTuple):
 
 
 class BucketPlace(NamedTuple):
-    """Where a parameter begins: the bucket, and the index in it."""
+    """The bucket of a parameter, and its first index there."""
 
     bucket: int
     start: int
@@ -208,7 +224,7 @@ class BucketPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """The buckets of one buffer: their lengths without padding, and where parameters are."""
+    """The buckets of a buffer: their lengths without padding, and the places of parameters."""
 
     lengths: tuple[int, ...]
     places: tuple[tuple[BufferedParameter, BucketPlace], ...]
@@ -219,7 +235,7 @@ class BufferPlan:
         return sum(self.lengths)
 
     def coalesced(self) -> Iterator[tuple[BufferedParameter, int]]:
-        """Yield where each parameter begins in the buffer without padding between buckets."""
+        """Yield the first index of each parameter in the buffer without padding."""
         ahead = [sum(self.lengths[:bucket]) for bucket in range(len(self.lengths))]
         for parameter, place in self.places:
             yield parameter, ahead[place.bucket] + place.start
@@ -228,9 +244,9 @@ class BufferPlan:
 def plan_buffer(
     parameters: Sequence[BufferedParameter], bucket_elements: int | None = None
 ) -> BufferPlan:
-    """Return the buckets of parameters, given in the order of the modules.
+    """Plan the buckets of parameters, given in the order of the modules.
 
-    `bucket_elements` is how many a bucket should have, or None for one bucket.
+    `bucket_elements` is the requested number of elements of a bucket, or None for a single bucket.
 
     >>> plan_buffer([BufferedParameter("a", (5,)), BufferedParameter("b", (70,))]).places[1]
     (BufferedParameter(name='a', shape=(5,), is_shared=False), BucketPlace(bucket=0, start=128))
@@ -261,12 +277,12 @@ def find_plan(
     lengths: int | Sequence[int],
     bucket_elements: Iterable[int] = (),
 ) -> BufferPlan | None:
-    """Return the plan whose buckets have the lengths that a checkpoint says; None if none has.
+    """Return a plan whose buckets have the lengths in a checkpoint, or None.
 
     Args:
         parameters: in the order of the modules.
-        lengths: of each bucket without padding, or of all of them.
-        bucket_elements: how many elements a bucket may have been asked to have.
+        lengths: of each bucket without padding, or their sum.
+        bucket_elements: possible requested numbers of elements of a bucket.
     """
     sizes: list[int | None] = [None, *bucket_elements]
     if not isinstance(lengths, int):

@@ -173,9 +173,9 @@ def test_ranges_are_boxes_of_the_parameter(tmp_path: Path) -> None:
     assert np.array_equal(found, whole)
 
 
-def test_blocks_that_do_not_make_the_shape(tmp_path: Path) -> None:
+def test_blocks_that_do_not_form_the_shape(tmp_path: Path) -> None:
     tensor, _ = flat_tensor(tmp_path, np.zeros((4, 6), np.float32))
-    with pytest.raises(FormatError, match="they do not make the shape"):
+    with pytest.raises(FormatError, match="they do not form its shape"):
         bind_flat_ranges(tensor, {KEY: (4, 5)})
     # Of a tensor that was not flattened, nothing is said.
     assert bind_flat_ranges(tensor, {}) is tensor

@@ -27,7 +27,7 @@ _LARGEST_CONFIG_BYTES = 1 << 20
 
 
 def backend_of(folder: Path) -> str | None:
-    """Return the backend that `metadata.json` names; None if there is none of Megatron's."""
+    """Return the backend in `metadata.json`, or None if it is not a file of Megatron."""
     path = folder / CONFIG_NAME
     try:
         with path.open("rb") as file:
@@ -43,7 +43,7 @@ class TorchDistFormat(CheckpointFormat):
 
     name = FORMAT_NAME
     training = "megatron"
-    evidence = f"`{CONFIG_NAME}` of Megatron beside `{METADATA_NAME}`"
+    evidence = f"`{CONFIG_NAME}` of Megatron and `{METADATA_NAME}`"
     suffixes = (SUFFIX,)
     capabilities = frozenset(
         {
@@ -56,7 +56,7 @@ class TorchDistFormat(CheckpointFormat):
     )
 
     def detect(self, path: Path) -> bool:
-        """Return whether Megatron wrote it: the folder of a step, or the one with all steps."""
+        """Return whether Megatron wrote the folder of a step, or the folder of all steps."""
         folder = find_iteration(path)
         if folder is None or not folder.is_dir():
             return False
@@ -64,13 +64,13 @@ class TorchDistFormat(CheckpointFormat):
         return backend_of(folder) is not None or (has_metadata and (folder / COMMON_NAME).exists())
 
     def open(self, path: Path) -> Checkpoint:
-        """Return the checkpoint of the step that is asked for, or of the last one."""
+        """Describe the checkpoint of the requested step, or of the last."""
         from reshard.checkpoint.formats.megatron.torch_dist.reader import read
 
         return read(find_iteration(path) or path)
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
-        """Return the checkpoint in the layouts of the manifest."""
+        """Describe the checkpoint in the layouts of the manifest."""
         from reshard.checkpoint.formats.torch_dcp.reader import bind_to_manifest
 
         return bind_to_manifest(self.open(folder), manifest)
@@ -88,17 +88,17 @@ class TorchDistFormat(CheckpointFormat):
         return is_own_value(name, value)
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
-        """Return the states beside the tensors."""
+        """Return the files of states without tensors."""
         return (COMMON_NAME, CONFIG_NAME)
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
-        """Return chunks in one file a rank."""
+        """Plan a file of chunks for each rank."""
         from reshard.checkpoint.formats.megatron.torch_dist.writer import plan_files
 
         return plan_files(new)
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
-        """Return the states beside the tensors, and `.metadata`."""
+        """Yield the states without tensors, and `.metadata`."""
         from reshard.checkpoint.formats.megatron.torch_dist.writer import list_final_files
 
         return list_final_files(write_plan)

@@ -1,19 +1,19 @@
 """Optimizer state in buckets: `dp_reshardable` and `dp_zero_gather_scatter`, without names.
 
-Of each model-parallel rank, the buckets of its distributed optimizer are tensors of one dimension;
-or all of its buffers are one object, which holds them as a rank's `distrib_optim.pt` does::
+For each model-parallel rank, the buckets of its distributed optimizer are 1-D tensors, or all of
+its buffers are an object, in the form of a rank's `distrib_optim.pt`::
 
     optimizer.distributed.dp_group_idx_3.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)
       .bucket_idx_0.exp_avg                           rank 3 of tensor and pipeline parallelism
     optimizer.distributed.dp_group_idx_3.param_state/shard_0_1
 
-1. The arguments say how the model was cut; which parameters a rank has, and how much of each,
-   follows (`legacy.stage_layouts`), and so does their order (`module_order`).
-2. The order gives each parameter its place in a bucket (`buckets`); the buckets' lengths must be
-   those that the checkpoint has.
-3. Groups are in objects as well; those of the first rank count.
+1. The arguments specify the parallelism, from which the parameters of a rank and their blocks
+   follow (`legacy.stage_layouts`), and their order (`order_key`).
+2. The order determines the place of each parameter in a bucket (`rank_blocks`). The buckets'
+   lengths must be those in the checkpoint.
+3. Groups are in objects too; those of the first rank are used.
 
-What does not fit is listed as unread, and nothing is guessed.
+State that does not fit is listed as unread.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from reshard.mesh import DeviceMesh
 
 _PREFIX = r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
 _BUCKET = re.compile(_PREFIX + r"gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)$")
-# What an optimizer's state has beside buffers.
+# The parts of an optimizer's state other than buffers.
 _STATE_PARTS = ("optimizer", "grad_scaler")
 _OBJECT = re.compile(_PREFIX + r"(\w+)/shard_0_1$")
 
@@ -80,7 +80,7 @@ def is_of_buckets(name: str) -> bool:
 
 @dataclass
 class _Buffer:
-    """A buffer of one rank: for each key, its buckets; or all of it flat."""
+    """A buffer of a rank: its buckets by key, or the whole buffer by key."""
 
     buckets: dict[str, dict[int, StoredTensor]] = field(default_factory=dict)
     flat: dict[str, tuple[ArchivedTensor, StoredItem]] = field(default_factory=dict)
@@ -91,7 +91,7 @@ _Buffers = dict[tuple[int, int, int], _Buffer]
 
 
 class BucketSpace:
-    """The state of a checkpoint that is in buckets; `unread` says what is not read."""
+    """The state of a checkpoint in buckets; `unread` lists the parts that are not read."""
 
     def __init__(self, folder: Path, found: Checkpoint, state: CommonState) -> None:
         self._folder = folder
@@ -101,7 +101,7 @@ class BucketSpace:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is any."""
+        """Whether the checkpoint has such state."""
         return any(map(is_of_buckets, (*self._found.tensors, *self._found.items)))
 
     def tensors(self, weights: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
@@ -200,7 +200,7 @@ class BucketSpace:
         own: Mapping[int, _Buffer],
         arguments: Mapping[str, Any],
     ) -> None:
-        """Add what one rank has in its buffers."""
+        """Add the blocks in the buffers of a rank."""
         is_shared = stages.grid.sizes.pp > 1 and stages.is_tied
         for number, buffer in enumerate(list_buffers(parameters, is_embedding_shared=is_shared)):
             stored = own.get(number, _Buffer())
@@ -214,7 +214,7 @@ class BucketSpace:
                     "which cannot be told"
                 )
             for key, dtype, parameter, boxes in _list_blocks(stored, plan):
-                # The embedding once more, on the last stage, says the same.
+                # The last stage has a copy of the embedding.
                 if place.pp > 0 and parameter.name == EMBEDDING:
                     continue
                 block = stages.block(parameter.name, stages.weights[parameter.name], place)
@@ -236,13 +236,13 @@ def _sort(stages: StageLayouts, arguments: Mapping[str, Any]) -> list[str]:
             f"the place of {unknown[0]!r} among Megatron's modules is not known; which part of a "
             "bucket is of which parameter cannot be told"
         )
-    # Buffers of a module's state, such as a router's bias, are no parameters.
+    # Buffers of modules, such as a router's bias, are not parameters.
     known = [name for name in keys if not name.endswith("expert_bias")]
     return sorted(known, key=lambda name: keys[name] or ())
 
 
 def _find_place(sizes: Parallelism, rank: int, *, is_expert: bool) -> RankPlace:
-    """Return the place of a model-parallel rank: tensor parallelism counts first."""
+    """Return the place of a model-parallel rank; tensor parallelism is the fastest axis."""
     tp, rest = rank % sizes.tp, rank // sizes.tp
     return RankPlace(tp, rest // sizes.ep, rest % sizes.ep) if is_expert else RankPlace(tp, rest)
 
@@ -267,7 +267,7 @@ def _list_parameters(
 def _find_lengths(
     stored: _Buffer, parameters: Sequence[BufferedParameter], arguments: Mapping[str, Any]
 ) -> BufferPlan | None:
-    """Return the plan of a buffer whose lengths are those that are stored."""
+    """Return the plan of a buffer whose lengths are those in the checkpoint, or None."""
     sizes = bucket_sizes(arguments)
     if stored.flat:
         lengths = {tensor.shape[0] for tensor, _ in stored.flat.values()}
@@ -282,7 +282,7 @@ _Block = tuple[str, DType, BufferedParameter, list[StoredBox]]
 
 
 def _list_blocks(stored: _Buffer, plan: BufferPlan) -> Iterator[_Block]:
-    """Yield of each key the block of each parameter, in the boxes that it is stored in."""
+    """Yield the block of each parameter for each key, in the boxes in which it is stored."""
     for key, (tensor, item) in stored.flat.items():
         itemsize_bytes = tensor.dtype.itemsize_bytes
         ahead = item.place.start_bytes + tensor.view.offset * itemsize_bytes

@@ -1,23 +1,33 @@
-"""Reading `torch_dist`: a distributed checkpoint of PyTorch with Megatron's names and states.
+"""Opening `torch_dist`: a distributed checkpoint of PyTorch with Megatron's names and states.
 
     .metadata, __R_N.distcp   tensors and objects, by the keys of `dist_checkpointing`
     metadata.json             {"sharded_backend": "torch_dist", ...}
     common.pt                 the state that all ranks share: arguments, iteration, groups
 
-1. The distributed checkpoint is read as any (`torch_dcp`).
-2. Tensors with layers or experts in front become those of the modules (`stacked_names`).
-3. Optimizer state gets the names of all training formats (`optimizer_names`). How it was sharded
-   is told by what there is:
+1. The distributed checkpoint is opened as any other (`torch_dcp`).
+2. Stacks of layers or experts are split into the tensors of the modules (`stacked_names`).
+3. Optimizer state gets the names of all training formats. Its sharding type follows from its form:
 
-       fully_reshardable, and a        tensors in the shape of their parameter
+       fully_reshardable, and a        tensors of the shapes of their parameters
          non-distributed optimizer
-       fully_sharded_model_space       the flat ranges of ranks, behind dimensions that count blocks
-         (Megatron-core to 0.15)       (`flat_ranges`)
+       fully_sharded_model_space       flat ranges of ranks, with leading dimensions that count
+       blocks
+         (Megatron-core to 0.15)       (`bind_flat_ranges`)
        dp_reshardable,                 buckets of parameters without names (`bucket_space`)
          dp_zero_gather_scatter,
          fully_sharded_bucket_space
 
 4. `common.pt` and the groups in objects are plain values (`common_state`).
+
+In `fully_sharded_model_space`, each rank has a range of the flattened block of a parameter of its
+tensor-parallel rank. The dimensions of the parameter count blocks, and a further dimension the
+elements of a block; the true shape is in the attribute `mcore_data`::
+
+    parameter (64, 32) in 2 x 1 blocks of (32, 32)       stored as (2, 1, 1024)
+      block (1, 0), elements 40:72                        chunk [1:2, 0:1, 40:72]
+      = rows 33, columns 8:32, and row 34, columns 0:8
+
+A range consists of a few boxes of the parameter, each dense in the file (`flat_range_boxes`).
 """
 
 from __future__ import annotations
@@ -57,7 +67,7 @@ from reshard.checkpoint.formats.torch_files.values import as_sizes, explain
 from reshard.errors import CheckpointError, FormatError
 from reshard.layout import Box, flat_range_boxes
 
-# How tensors are stored, in `content_metadata`: of this checkpoint only.
+# Keys of `content_metadata` that describe the storage of tensors in this checkpoint only.
 CONTENT_KEYS = (
     "distrib_optim_sharding_type",
     "distrib_optim_fully_reshardable_mem_efficient",
@@ -73,12 +83,12 @@ def read(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: a file that is missing; another backend.
         FormatError, CoverageError: as of a distributed checkpoint of PyTorch; a state in
-            `common.pt` that is none.
+            `common.pt` that is not a state.
     """
     backend = backend_of(folder)
     if backend not in (None, BACKEND):
         raise CheckpointError(
-            f"{folder / CONFIG_NAME} says that tensors are kept by {backend!r}; only {BACKEND!r} "
+            f"{folder / CONFIG_NAME} has the backend {backend!r}; only {BACKEND!r} "
             "is read. Load it with the Megatron-core that wrote it, and save it as torch_dist"
         )
     found = reader.read(folder)
@@ -127,12 +137,12 @@ def _read_common(folder: Path) -> CommonState:
         elif type(key) is str:
             state.add((key,), value, str(path))
         else:
-            state.unread.append((repr(key), "its name is no text"))
+            state.unread.append((repr(key), "its name is not text"))
     return state
 
 
 def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
-    """Yield the tensors by the names of modules, optimizer state behind its parameter."""
+    """Yield the tensors by the names of modules and of training state."""
     reshaped = found.attributes.get("mcore_data")
     reshaped = reshaped if isinstance(reshaped, Mapping) else {}
 
@@ -178,7 +188,7 @@ def _keep_paths(found: Checkpoint, tensors: Mapping[str, Any]) -> dict[str, Any]
 def _name_checksums(
     checksums: Iterable[StoredChecksum], tensors: Mapping[str, StoredTensor]
 ) -> Iterator[StoredChecksum]:
-    """Yield the checksums of archives, each under the first tensor that lies in it."""
+    """Yield the checksums of archives, each by the name of its first tensor."""
     names: dict[tuple[str, int], str] = {}
     for name, tensor in tensors.items():
         for address in tensor.binding.addresses.values():
@@ -194,10 +204,10 @@ _SHAPE_KEY = "nd_reformulated_orig_global_shape"
 
 
 def bind_flat_ranges(tensor: StoredTensor, described: object) -> StoredTensor:
-    """Return a tensor of blocks and elements as the tensor that it was; `described` has its shape.
+    """Bind a tensor of blocks and elements to its true shape, which `described` contains.
 
     Raises:
-        FormatError: a shape that its blocks do not make.
+        FormatError: a shape that does not consist of the blocks.
     """
     shape = as_sizes(described.get(_SHAPE_KEY)) if isinstance(described, dict) else None
     stored = tensor.shape
@@ -210,17 +220,17 @@ def bind_flat_ranges(tensor: StoredTensor, described: object) -> StoredTensor:
         or math.prod(blocks) != stored[-1]
     ):
         raise FormatError(
-            f"tensor {tensor.name!r} is stored as {list(stored)}, blocks and the elements of one; "
-            f"they do not make the shape {list(shape)} that its metadata says"
+            f"tensor {tensor.name!r} is stored as {list(stored)}, blocks and elements of a block; "
+            f"they do not form its shape {list(shape)}"
         )
     return bind_boxes(tensor.name, tensor, shape, _list_boxes(tensor, blocks))
 
 
 def _list_boxes(tensor: StoredTensor, block: tuple[int, ...]) -> Iterator[StoredBox]:
-    """Yield the boxes of the true tensor, block by block."""
+    """Yield the boxes in the true shape, block by block."""
     itemsize_bytes = tensor.dtype.itemsize_bytes
     for one in list_stored_boxes(tensor):
-        # A chunk is of one block, but a tensor that is put together may have boxes of several.
+        # A chunk is inside a block, but the boxes of a tensor may extend over several.
         for index in product(*map(range, one.box.start[:-1], one.box.stop[:-1])):
             steps = zip(index, one.box.start, one.strides, strict=False)
             ahead = sum((at - start) * stride for at, start, stride in steps)

@@ -1,7 +1,7 @@
-"""Layers and experts: one tensor for all of them, as `torch_dist` has, or one for each.
+"""Stacks of layers and experts, the tensors of `torch_dist`, and their members.
 
-`dist_checkpointing` keeps what layers have alike in one tensor with a dimension of layers in front,
-and the experts of these with one more behind it::
+`dist_checkpointing` stores equal tensors of layers as a tensor with a leading dimension of layers,
+and their experts with a second dimension::
 
     decoder.layers.mlp.linear_fc2.weight (4, 32, 48)
       = decoder.layers.0.mlp.linear_fc2.weight (32, 48), decoder.layers.1.mlp. ...
@@ -9,9 +9,10 @@ and the experts of these with one more behind it::
     decoder.layers.mlp.experts.experts.linear_fc2.weight (4, 8, 32, 48)
       = decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight (32, 48), ...
 
-The names below are those of Megatron's modules, numbered over the whole model; recipes know them.
-Where layers differ, a checkpoint has the number in the name already. With `singleton_local_shards`
-it has each expert's too, and the two halves of a gated layer apart (`weight_w`, `weight_v`).
+The names of members are those of Megatron's modules, numbered over the whole model; recipes know
+them. If layers differ, names of tensors contain the number of the layer. With
+`singleton_local_shards` they also contain the expert's number, and the halves of a gated layer are
+separate (`weight_w`, `weight_v`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from reshard.checkpoint.formats.torch_dcp.writer import StackedPlace
 from reshard.layout import Layout
 from reshard.recipes.naming import Fusion
 
-# `layers.` without a number behind it, and the experts of a layer without theirs.
+# `layers.` and `experts.` that are not followed by a number.
 _LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d+\.)")
 _EXPERTS = re.compile(r"\.experts\.experts\.(?!\d+\.)")
 _EXPERT = re.compile(r"\.experts\.experts\.(\d+)\.")
@@ -49,7 +50,7 @@ def has_stacks(key: str) -> bool:
 
 
 def unstack(tensor: StoredTensor) -> Iterator[StoredTensor]:
-    """Yield the tensors that a stacked one holds, by the names of the modules; itself elsewhere."""
+    """Yield the members of a stack by the names of the modules, or a tensor that is not a stack."""
     key = _EXPERT.sub(r".experts.local_experts.\1.", tensor.name)
     for pattern, into in ((_LAYERS, "{}."), (_EXPERTS, None)):
         match = pattern.search(key)
@@ -61,7 +62,7 @@ def unstack(tensor: StoredTensor) -> Iterator[StoredTensor]:
             member = f"{key[: match.end()]}{into}{key[match.end() :]}"
         if not tensor.shape[0]:
             continue
-        # Not as members of a fusion, which have dimensions: a layer may have a scalar.
+        # Not as members of a fusion, which have dimensions: a member may be a scalar.
         of_numbers = split_stack(
             list_stored_boxes(tensor), tensor.dtype.itemsize_bytes, tensor.shape[0]
         )
@@ -73,7 +74,7 @@ def unstack(tensor: StoredTensor) -> Iterator[StoredTensor]:
 
 
 def join_halves(tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
-    """Yield tensors with those halves joined that `singleton_local_shards` keeps apart."""
+    """Join the halves of gated layers, which `singleton_local_shards` separates."""
     waiting: dict[str, dict[str, StoredTensor]] = {}
     for tensor in tensors:
         match = _HALF.match(tensor.name)
@@ -95,13 +96,13 @@ def _rename(tensor: StoredTensor, name: str) -> StoredTensor:
 
 
 def find_places(layouts: Mapping[str, tuple[object, Layout]]) -> dict[str, StackedPlace]:
-    """Return where `torch_dist` has each tensor, by the names of the modules.
+    """Return the place in a stack of each tensor, by the names of the modules.
 
     Args:
-        layouts: element type and layout by name.
+        layouts: dtype and layout by name.
 
-    Layers are stacked where all of a row of them have the same tensors, as Megatron does, else
-    numbered; experts are always stacked.
+    As in Megatron, layers are stacked if all of them have equal tensors; otherwise they are
+    numbered. Experts are always stacked.
     """
     shapes = {name: (dtype, layout.shape) for name, (dtype, layout) in layouts.items()}
     with_experts = _stack_experts(shapes)
@@ -122,7 +123,7 @@ _Shapes = Mapping[str, tuple[object, tuple[int, ...]]]
 
 
 def _stack_experts(shapes: _Shapes) -> dict[str, StackedPlace]:
-    """Return the places of experts that are complete, from 0 on, and of one shape."""
+    """Return the places of experts with numbers from 0 on and equal shapes."""
     found: dict[str, dict[int, str]] = {}
     for name in shapes:
         match = _LOCAL_EXPERT.search(name)
@@ -140,7 +141,7 @@ def _stack_experts(shapes: _Shapes) -> dict[str, StackedPlace]:
 
 
 def _find_alike_layers(shapes: _Shapes) -> dict[str, int]:
-    """Return the rows of layers of which all have the same tensors, with their number."""
+    """Return the number of layers of each sequence of layers with equal tensors."""
     rows: dict[str, dict[int, set[tuple[object, ...]]]] = {}
     for name, kind in shapes.items():
         match = _LAYER.match(name)

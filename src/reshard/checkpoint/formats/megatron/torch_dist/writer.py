@@ -1,12 +1,12 @@
-"""The files of a new `torch_dist` checkpoint, which Megatron-core loads under any parallelism.
+"""Planning a new `torch_dist` checkpoint, which Megatron-core loads under any parallelism.
 
-1. Parameters go where Megatron looks for them: in one tensor for all layers where these are alike,
-   and for all experts (`stacked_names`). Optimizer state goes beside them as `fully_reshardable`
-   has it, or as an optimizer that is not distributed, by the argument `use_distributed_optimizer`.
-2. Chunks are those of any distributed checkpoint (`torch_dcp.writer`), each one layer high.
-3. Linear layers have an object of extra state, which Megatron wants to find. What the source does
-   not have is written as nothing, in a file of its own.
-4. `common.pt` has the plain values, with the optimizer's groups as Megatron looks them up.
+1. Parameters are stored under Megatron's keys: in stacks of layers, if these are equal, and of
+   experts (`stacked_names`). Optimizer state is that of `fully_reshardable`, or of an optimizer
+   that is not distributed, by the argument `use_distributed_optimizer`.
+2. Chunks are those of a distributed checkpoint (`torch_dcp.writer`), each in a single layer.
+3. Megatron expects an object of extra state for each linear layer. Objects that the source lacks
+   are None, in a file of their own.
+4. `common.pt` contains the plain values, with the optimizer's groups in Megatron's form.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _LINEAR = re.compile(r"^(.*\.linear_\w+)\.weight$")
 
 
 def plan_files(new: NewCheckpoint) -> WritePlan:
-    """Return chunks in one file a rank, and extra states that the source lacks in one more.
+    """Plan a file of chunks for each rank, and a file of the extra states that the source lacks.
 
     Raises:
         RecipeError, UsageError: as for a distributed checkpoint of PyTorch.
@@ -119,7 +119,7 @@ def _find_all_places(
     known = {parameter for names in by_key.values() for parameter in names}
     places = {}
     for key, names in by_key.items():
-        # The same places as the weights', so that all that Megatron asks for has one form.
+        # The same places as the weights', as Megatron expects.
         keyed = {
             parameter: keyed_name(engine_name(parameter, known), is_local=is_local)
             for parameter in names
