@@ -77,7 +77,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_one_host_is_all_that_some_have() -> None:
-    with pytest.raises(LayoutError, match="'gloo-host' is of one host, 2 were asked for"):
+    with pytest.raises(LayoutError, match="'gloo-host' has a single host, 2 were requested"):
         load_preset("gloo-host").topology(hosts=2)
     with pytest.raises(LayoutError, match="hosts 0 must be at least 1"):
         load_preset("h100-8").topology(hosts=0)

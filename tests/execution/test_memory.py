@@ -121,7 +121,7 @@ def once_for_each_row() -> NDArray[Any]:
         (dict, r"no array for rank 0 in out; the target holds data on ranks \[0, 1, 2, 3, 5, 7\]"),
         (
             lambda: columns(r3=np.zeros((2, 4), np.float32)),
-            r"rank 3 in out has shape \[2, 4\], but the target layout says \[4, 2\]",
+            r"rank 3 in out has shape \[2, 4\], but the target layout has \[4, 2\]",
         ),
         (
             lambda: columns(r3=np.zeros((4, 2), np.float64)),
@@ -130,7 +130,7 @@ def once_for_each_row() -> NDArray[Any]:
         (lambda: columns(r3=torch.zeros((4, 2))), "rank 3 in out is TorchTensors of float32"),
         (lambda: columns(r3=[[0.0, 0.0]] * 4), "rank 3 in out is a list"),
         (lambda: columns(r3=read_only()), "rank 3 in out is read-only"),
-        (lambda: columns(r3=once_for_each_row()), "rank 3 in out has several elements in one"),
+        (lambda: columns(r3=once_for_each_row()), "rank 3 in out has several elements at the"),
     ],
 )
 def test_arrays_that_cannot_be_written_to_are_refused(
@@ -262,10 +262,10 @@ def test_a_number_of_threads_may_be_numpys() -> None:
 @pytest.mark.parametrize(
     ("arrays", "out", "message"),
     [
-        (None, None, "what is given is a NoneType; give arrays by tensor and rank"),
+        (None, None, "shards is a NoneType; give arrays by tensor and rank"),
         ({"b": {}, 1: {}}, None, r"no arrays for tensor 'a'; got \['b', 1\]"),
         ({"a": {}}, None, "no array of 'a' for rank 0; the source holds data on ranks"),
-        ({"a": [np.zeros(2)]}, None, "what is given of 'a' is a list"),
+        ({"a": [np.zeros(2)]}, None, "shards of 'a' is a list"),
         ({"a": rows() | {3: np.zeros(2)}}, None, r"the array of rank 3 of 'a' has shape \[2\]"),
         ({"a": rows() | {3: None}}, None, "the array of rank 3 of 'a' is a NoneType"),
         (
@@ -436,7 +436,7 @@ def test_arrays_that_have_no_slots_are_refused() -> None:
         reshard.plan(*(side.layout((4, 4)) for side in sides)),
         find_program(*sides, (4, 4)),
     ):
-        with pytest.raises(ShardError, match="given is a list"):
+        with pytest.raises(ShardError, match="shards is a list"):
             moves.run(arrays)  # type: ignore[attr-defined]
         with pytest.raises(ShardError, match="out is a ndarray"):
             moves.run(shards, out=np.zeros((2, 4, 2)))  # type: ignore[attr-defined]

@@ -50,8 +50,8 @@ def wrapper(*shape: int) -> torch.Tensor:
 
 
 BAD = [
-    (freed, "is a tensor whose memory was freed: 32 bytes are not there"),
-    (cut_off, "is a tensor whose memory was freed: 4 bytes are not there"),
+    (freed, "is a tensor whose memory was freed: 32 bytes are missing"),
+    (cut_off, "is a tensor whose memory was freed: 4 bytes are missing"),
     (wrapper, r"is a Wrapper whose memory cannot be shared \(.*\); give a plain tensor"),
     (lambda *shape: torch.ones(shape, device="meta"), "is a tensor on device meta"),
     (lambda *shape: torch.ones(shape).to_sparse(), "is a tensor of layout torch.sparse_coo"),

@@ -185,7 +185,7 @@ def replaced(rank: int, array: Any) -> Shards:
         (lambda: {"0": np.zeros((2, 4)), 1: np.zeros((2, 4))}, r"rank 0; .* got \['0', 1\]"),
         (
             lambda: replaced(3, np.zeros((4, 2), np.float32)),
-            r"array of rank 3 has shape \[4, 2\], but the source layout says \[2, 4\]",
+            r"array of rank 3 has shape \[4, 2\], but the source layout has \[2, 4\]",
         ),
         (
             lambda: replaced(3, np.zeros((2, 4), np.float64)),
@@ -261,7 +261,7 @@ def test_rank_by_rank_is_as_at_once(case: Any) -> None:
     # By windows and by lists of positions, where few boxes are copied one by one.
     for elements in (1, 1 << 30):
         with (
-            patch.object(copies, "_MOST_BOXES", 1),
+            patch.object(copies, "_MAX_BOXES", 1),
             patch.object(copies, "_ELEMENTS_FOR_A_WINDOW", elements),
         ):
             found_again = run_change(change, shards)

@@ -328,7 +328,7 @@ def complete_shards(
 
     Raises ShardError where no array is given for a rank that holds elements.
     """
-    check_by_slot(shards, "what is given")
+    check_by_slot(shards, "shards")
     missing = [rank for rank in layout.holders if rank not in shards]
     if not missing:
         return shards

@@ -44,16 +44,16 @@ from reshard.topology import LEVELS, Link, Topology, link_levels, link_of, slowe
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One collective, or messages that are all sent at once.
+    """A collective, or messages that are all sent at once.
 
     Args:
-        name: what it is.
-        algorithm: by which it is counted.
-        messages: that the busiest rank sends, or receives, one after another.
-        busiest_bytes: that it sends, or receives.
-        latency_s: seconds for the messages' latencies.
-        transfer_s: seconds for the bytes.
-        copy_s: seconds for packing, unpacking and copying, where that is counted.
+        name: of the part.
+        algorithm: the algorithm assumed.
+        messages: number that the busiest rank sends, or receives, one after another.
+        busiest_bytes: number that it sends, or receives.
+        latency_s: seconds of the messages' latencies.
+        transfer_s: seconds of the bytes.
+        copy_s: seconds of packing, unpacking and copying, if counted.
     """
 
     name: str
@@ -66,18 +66,18 @@ class Part:
 
     @property
     def seconds_s(self) -> float:
-        """Seconds from the beginning to the end."""
+        """Seconds from start to end."""
         return self.latency_s + self.transfer_s + self.copy_s
 
     @classmethod
     def nothing(cls, name: str) -> Part:
-        """What moves nothing, and takes no time."""
+        """Return a part that moves nothing and takes no time."""
         return cls(name, "-", 0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The parts of something, one after another, and their seconds.
+    """The parts of an operation, one after another, and their seconds.
 
     Args:
         parts: in their order.
@@ -97,22 +97,22 @@ class Estimate:
 
     @property
     def seconds_s(self) -> float:
-        """Seconds from the beginning to the end."""
+        """Seconds from start to end."""
         return sum((part.seconds_s for part in self.parts), self.call_s)
 
     @property
     def latency_s(self) -> float:
-        """Seconds that do not depend on the sizes."""
+        """Seconds that do not depend on sizes."""
         return sum((part.latency_s for part in self.parts), self.call_s)
 
     @property
     def transfer_s(self) -> float:
-        """Seconds that bytes are under way."""
+        """Seconds of transferring bytes."""
         return sum((part.transfer_s for part in self.parts), 0.0)
 
     @property
     def copy_s(self) -> float:
-        """Seconds that ranks pack, unpack and copy, where that is counted."""
+        """Seconds of packing, unpacking and copying, if counted."""
         return sum((part.copy_s for part in self.parts), 0.0)
 
     def __str__(self) -> str:
@@ -157,13 +157,13 @@ _COLUMNS = ("rank", "size_bytes", "runs", "combined_bytes")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalCopies:
-    """Copies as columns of shape `(copies,)`.
+    """Local copies as columns of shape `(copies,)`.
 
     Args:
-        rank: who copies.
-        size_bytes: of each.
-        runs: in how many they lie.
-        combined_bytes: how many of the bytes are combined with what is there; none when None.
+        rank: the rank that copies.
+        size_bytes: of each copy.
+        runs: number of contiguous runs of each copy.
+        combined_bytes: bytes that are combined with the elements in place; none if None.
 
     Raises UsageError for columns of different lengths, or a number below 0.
 
@@ -193,18 +193,18 @@ class LocalCopies:
 
     @classmethod
     def none(cls) -> LocalCopies:
-        """No copies."""
+        """Return no copies."""
         nothing = np.zeros(0, dtype=np.int64)
         return cls(nothing, nothing, nothing)
 
     @classmethod
     def joined(cls, parts: Iterable[LocalCopies]) -> LocalCopies:
-        """All of several."""
+        """Concatenate copies."""
         every = [cls.none(), *parts]
         return cls(*(np.concatenate([getattr(part, name) for part in every]) for name in _COLUMNS))
 
     def by_rank(self, ranks: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Bytes, runs and combined bytes of each rank, of shapes `(ranks,)`."""
+        """Return bytes, runs and combined bytes of each rank, of shapes `(ranks,)`."""
         size_bytes, runs, combined_bytes = (np.zeros(ranks, dtype=np.int64) for _ in range(3))
         for name, total in zip(_COLUMNS[1:], (size_bytes, runs, combined_bytes), strict=True):
             np.add.at(total, self.rank, getattr(self, name))
@@ -212,9 +212,9 @@ class LocalCopies:
 
 
 def copy_s(copies: LocalCopies, ranks: int, link: Link | None, combining: float) -> FloatArray:
-    """Seconds of each rank's copies, of shape `(ranks,)`; 0 where no link says how fast they are.
+    """Return the seconds of each rank's copies, of shape `(ranks,)`; 0 without a link.
 
-    `combining` is how many times as long it takes to combine bytes as to copy them.
+    `combining` is the time of combining bytes relative to copying them.
     """
     if link is None:
         return np.zeros(ranks)
@@ -232,14 +232,14 @@ def message_cost(
     name: str = "exchange",
     copies: LocalCopies | None = None,
 ) -> Part:
-    """The seconds until the last message has arrived, and is where it belongs.
+    """Return the seconds until the last message has arrived and is in place.
 
     Args:
-        sender, receiver, size_bytes: of each piece, all of shape `(pieces,)`. The pieces from
-            one rank to another are one message; those that stay on a rank take no time.
+        sender, receiver, size_bytes: of each piece, all of shape `(pieces,)`. The pieces from a
+            rank to another are a single message; those that stay on a rank take no time.
         topology: the hosts of the ranks, and the links.
         name: for people.
-        copies: what ranks copy beside; it takes time where the topology's overhead says so.
+        copies: local copies; counted if the topology's overhead has links for them.
 
     Raises:
         UsageError: columns of different lengths, or a negative size.
@@ -263,12 +263,12 @@ def message_cost(
     moving = columns[0] != columns[1]
     begin, end, size = (column[moving] for column in columns)
     levels = link_levels(topology, begin, end)
-    # All pieces from one rank to another are one message; both ranks are one number here.
+    # All pieces from a rank to another are a message; both ranks are encoded as a number.
     pair, of_piece = np.unique(begin * topology.ranks + end, return_inverse=True)
     total = np.zeros(len(pair), dtype=np.int64)
     np.add.at(total, of_piece.reshape(-1), size)
     of_pair = np.zeros(len(pair), dtype=np.int64)
-    # All pieces of a pair of ranks have one link.
+    # All pieces of a pair of ranks have the same link.
     of_pair[of_piece.reshape(-1)] = levels
     work = _MessageWork(name, topology, of_pair, total, copies or LocalCopies.none())
     best = Part.nothing(name)
@@ -295,7 +295,7 @@ class _MessageWork:
     copies: LocalCopies
 
     def of_busiest_rank(self, ranks: IntArray) -> Part:
-        """What the rank that takes longest sends, or receives; the first of equals."""
+        """Return the cost of the slowest rank, sending or receiving; the first of equals."""
         topology = self.topology
         # Messages of each rank on each kind of link: shape `(levels, ranks)`.
         count = np.zeros((len(LEVELS), topology.ranks), dtype=np.int64)
@@ -315,7 +315,7 @@ class _MessageWork:
         )
 
     def of_busiest_host(self, sender: IntArray) -> Part:
-        """What takes longest of what all ranks of a host do together, as far as they share it."""
+        """Return the cost of the slowest host for the messages and copies that its ranks share."""
         topology, overhead = self.topology, self.topology.overhead
         count = np.zeros(topology.hosts, dtype=np.int64)
         total = np.zeros_like(count)
@@ -335,7 +335,7 @@ class _MessageWork:
         return self._find_longest(count, total, latency_s, transfer_s, copying_s)
 
     def of_shared_links(self, ranks: IntArray) -> Iterator[Part]:
-        """What the busiest host sends to others, or receives, and the busiest rack likewise."""
+        """Yield the cost of the busiest network card, and of the busiest uplink."""
         topology, overhead = self.topology, self.topology.overhead
         host = topology.host_of(ranks)
         for link, min_level, box in (
@@ -380,9 +380,9 @@ def collective_cost(
     library: str = "nccl",
     name: str = "",
 ) -> Part:
-    """The seconds of one collective, on the slowest link of its group.
+    """Return the seconds of a collective, on the slowest link of its group.
 
-    Within a host where the topology's `Overhead` has a link of this kind, that one is taken.
+    Within a host, the link of this kind in the topology's `Overhead` is preferred.
 
     Args:
         kind: a key of `FORMULAS`.
@@ -403,7 +403,9 @@ def collective_cost(
     """
     group = len(ranks)
     if not group or len(set(ranks)) != group:
-        raise UsageError(f"a group of ranks {list(ranks)}; one rank or more, each once, expected")
+        raise UsageError(
+            f"a group of ranks {list(ranks)}; one or more distinct ranks were expected"
+        )
     # Raises LayoutError for a rank outside the topology.
     topology.host_of(ranks)
     link = _find_link(kind, ranks, topology)
@@ -419,9 +421,9 @@ def collective_cost(
 
 
 def _find_link(kind: str, ranks: Sequence[int], topology: Topology) -> Link:
-    """The link of a kind where it was measured, else the slowest one."""
+    """Return the measured link of a kind, or the slowest link of the group."""
     if len(ranks) < 2:
-        # A rank by itself has no link, and sends nothing.
+        # A single rank has no link, and sends nothing.
         return Link(1)
     is_one_host = len(set(topology.host_of(ranks).tolist())) == 1
     measured = topology.overhead.collective(kind) if is_one_host else None

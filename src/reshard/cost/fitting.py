@@ -1,7 +1,6 @@
-"""Links and overheads fitted to measurements.
+"""Fitting of links and overheads to measurements.
 
-A measurement has the number of messages, bytes, runs and so on, and the seconds that they took in
-all::
+A measurement has the numbers of messages, bytes, runs and so on, and their total seconds::
 
     seconds = call + messages * latency + bytes / bandwidth      a link
                    + runs * latency + copied bytes / bandwidth   copies
@@ -42,30 +41,30 @@ COPIES = "copies"
 WITHIN_HOST = "within_host"
 BETWEEN_HOSTS = "between_hosts"
 SHARED = "shared"
-# What can be measured; kinds of collectives are keys of `FORMULAS`.
+# The subjects of measurements, in addition to the kinds of collectives in `FORMULAS`.
 SUBJECTS = (CALL, STEP, COPIES, WITHIN_HOST, BETWEEN_HOSTS, SHARED)
 
-# Relative errors beyond this one count less and less.
+# Relative errors beyond this have decreasing weight.
 _USUAL_ERROR = 0.1
 _REWEIGHTINGS = 30
-# The share of a measurement that bytes take at most, where no measurement shows any.
+# The maximum share of a measurement that is attributed to bytes if no measurement shows any.
 _UNSEEN_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """How long something took, and what it was.
+    """The duration of an operation, and its counts.
 
     Args:
-        subject: what it measures: one of `SUBJECTS`, or a kind of collective.
-        name: for people.
+        subject: one of `SUBJECTS`, or a kind of collective.
+        name: for display.
         seconds_s: the median of several times.
-        messages, size_bytes: what the busiest rank sends or receives; of all ranks of a host
-            together where the subject is what they share.
-        runs, copied_bytes: its copies, likewise.
-        combined_bytes: what it combines with what is there, likewise, and not copies.
+        messages, size_bytes: sent or received by the busiest rank; by all ranks of a host
+            together if the subject is shared.
+        runs, copied_bytes: of its copies, or those of the host.
+        combined_bytes: bytes combined with elements in place, which are not counted as copied.
 
-    Raises UsageError for an unknown subject, seconds that are not above 0, or a count below 0.
+    Raises UsageError for an unknown subject, seconds not above 0, or a count below 0.
     """
 
     subject: str
@@ -103,9 +102,9 @@ class Fitted:
     """Links and overheads that explain measurements. Make one with `fit`.
 
     Args:
-        within_host, between_hosts: links, None where nothing was measured.
-        overhead: what takes time besides.
-        ratios: by measurement, the estimate over the measured seconds.
+        within_host, between_hosts: links, None if not measured.
+        overhead: additional time.
+        ratios: for each measurement, the estimate over the measured seconds.
     """
 
     within_host: Link | None
@@ -115,15 +114,15 @@ class Fitted:
 
     @property
     def typical_error(self) -> float:
-        """Half of all measurements are explained at least as well: a share of the seconds."""
+        """The median relative error."""
         return median([abs(ratio - 1) for ratio in self.ratios] or [0.0])
 
 
 def fit(measurements: Iterable[Measurement]) -> Fitted:
-    """The links and overheads that explain measurements best.
+    """Return the links and overheads that explain measurements best.
 
-    What no measurement is about stays None. Where all sizes took as long, the bandwidth is
-    so large that bytes take a hundredth of any measurement at most.
+    Links without measurements are None. If the time does not grow with the size, the bandwidth is
+    so large that bytes take at most a hundredth of any measurement.
 
     >>> link = Link(1e9, 1e-4)
     >>> found = fit(
@@ -136,13 +135,13 @@ def fit(measurements: Iterable[Measurement]) -> Fitted:
     1.0
     """
     every = tuple(measurements)
-    of = {subject: [one for one in every if one.subject == subject] for subject in SUBJECTS}
-    call_s = median([one.seconds_s for one in of[CALL]] or [0.0])
-    # A measured step has a call in it.
-    step_s = max(median([one.seconds_s for one in of[STEP]] or [0.0]) - call_s, 0.0)
-    kinds = [kind for kind in FORMULAS if any(one.subject == kind for one in every)]
+    of = {subject: [item for item in every if item.subject == subject] for subject in SUBJECTS}
+    call_s = median([item.seconds_s for item in of[CALL]] or [0.0])
+    # A measured step includes a call.
+    step_s = max(median([item.seconds_s for item in of[STEP]] or [0.0]) - call_s, 0.0)
+    kinds = [kind for kind in FORMULAS if any(item.subject == kind for item in every)]
     costs = {
-        subject: _fit_costs([one for one in every if one.subject == subject], call_s)
+        subject: _fit_costs([item for item in every if item.subject == subject], call_s)
         for subject in [*SUBJECTS[2:], *kinds]
     }
     within_host, between_hosts, shared_messages, *collectives = (
@@ -155,98 +154,98 @@ def fit(measurements: Iterable[Measurement]) -> Fitted:
         call_s,
         step_s,
         copies,
-        # Never less than copying: what is there is read as well.
+        # Never less than copying: the elements in place are read as well.
         max(combined_s * shared_copies.bandwidth_bytes_per_s, 1.0) if shared_copies else 1.0,
         shared_messages,
         shared_copies,
         tuple((kind, link) for kind, link in zip(kinds, collectives, strict=True) if link),
     )
-    # Seconds of a movement beside what its counts cost.
+    # Seconds of a movement that do not depend on its counts.
     fixed_s = dict.fromkeys([*SUBJECTS, *kinds], call_s) | {STEP: call_s + step_s}
     ratios = tuple(
-        (fixed_s[one.subject] + (costs[one.subject].of(one) if one.subject in costs else 0.0))
-        / one.seconds_s
-        for one in every
+        (fixed_s[item.subject] + (costs[item.subject].of(item) if item.subject in costs else 0.0))
+        / item.seconds_s
+        for item in every
     )
     return Fitted(within_host, between_hosts, overhead, ratios)
 
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """What each thing of one subject costs: pairs of a latency, and seconds a byte.
+    """The unit costs of a subject: pairs of a latency, and seconds per byte.
 
-    A pair is None where nothing of it was measured.
+    A pair is None if it was not measured.
     """
 
     messages: tuple[float, float] | None
     copies: tuple[float, float] | None
     combined_s: float
 
-    def of(self, one: Measurement) -> float:
-        """Seconds of a measurement, without the call."""
+    def of(self, item: Measurement) -> float:
+        """Return the estimated seconds of a measurement, without the call."""
         message_s, byte_s = self.messages or (0.0, 0.0)
         run_s, copied_s = self.copies or (0.0, 0.0)
         return (
-            one.messages * message_s
-            + one.size_bytes * byte_s
-            + one.runs * run_s
-            + one.copied_bytes * copied_s
-            + one.combined_bytes * self.combined_s
+            item.messages * message_s
+            + item.size_bytes * byte_s
+            + item.runs * run_s
+            + item.copied_bytes * copied_s
+            + item.combined_bytes * self.combined_s
         )
 
 
 def _fit_costs(measurements: Sequence[Measurement], call_s: float) -> _Costs:
     if not measurements:
         return _Costs(None, None, 0.0)
-    counts = np.array([one.counts for one in measurements], dtype=np.float64)
-    seconds_s = np.array([one.seconds_s for one in measurements])
-    # Divided by the measured seconds on both sides, so that errors are relative.
-    found = _solve_robustly(counts / seconds_s[:, None], 1 - call_s / seconds_s).tolist()
+    counts = np.array([item.counts for item in measurements], dtype=np.float64)
+    seconds_s = np.array([item.seconds_s for item in measurements])
+    # Both sides are divided by the measured seconds, so that errors are relative.
+    solution = _solve_robustly(counts / seconds_s[:, None], 1 - call_s / seconds_s).tolist()
     pairs: list[tuple[float, float] | None] = []
     # Columns of `counts`: messages and their bytes, runs and copied bytes.
     for latency, size in ((0, 1), (2, 3)):
         size_bytes = counts[:, size]
-        # Where time does not grow with bytes, they take next to nothing of any measurement.
+        # If time does not grow with bytes, they take next to nothing of any measurement.
         min_s = _UNSEEN_SHARE * float((seconds_s / np.maximum(size_bytes, 1)).min())
-        pairs.append((found[latency], found[size] or min_s) if size_bytes.any() else None)
-    return _Costs(pairs[0], pairs[1], found[4])
+        pairs.append((solution[latency], solution[size] or min_s) if size_bytes.any() else None)
+    return _Costs(pairs[0], pairs[1], solution[4])
 
 
 def _make_link(costs: tuple[float, float] | None) -> Link | None:
     return None if costs is None else Link(1 / costs[1], costs[0])
 
 
-def _solve_robustly(rows: FloatArray, wanted: FloatArray) -> FloatArray:
-    """Costs of 0 or more with `rows @ costs` near `wanted`, errors measured as they are."""
-    # Bytes cost far less than messages: columns of one size are solved for more exactly.
+def _solve_robustly(rows: FloatArray, expected: FloatArray) -> FloatArray:
+    """Return non-negative costs with `rows @ costs` close to `expected`, robust to outliers."""
+    # Bytes cost far less than messages: scaled columns are better conditioned.
     size = np.abs(rows).max(axis=0, initial=0)
     scale = np.where(size > 0, size, 1)
-    weights = np.ones(len(wanted))
+    weights = np.ones(len(expected))
     costs = np.zeros(rows.shape[1])
     for _ in range(_REWEIGHTINGS):
         root = np.sqrt(weights)
-        costs = _solve_without_negatives(rows / scale * root[:, None], wanted * root)
-        # Errors over the usual one count by their size, not its square: outliers pull less.
-        errors = np.abs(rows / scale @ costs - wanted)
+        costs = _solve_without_negatives(rows / scale * root[:, None], expected * root)
+        # Huber's weights: large errors count linearly, so that outliers have less influence.
+        errors = np.abs(rows / scale @ costs - expected)
         weights = _USUAL_ERROR / np.maximum(errors, _USUAL_ERROR)
-    found: FloatArray = costs / scale
-    return found
+    solution: FloatArray = costs / scale
+    return solution
 
 
-def _solve_without_negatives(rows: FloatArray, wanted: FloatArray) -> FloatArray:
-    """Least squares with no unknown below 0: of all subsets the best, and the first of equals."""
-    # A column of zeros shows nothing of its cost, which stays 0.
+def _solve_without_negatives(rows: FloatArray, expected: FloatArray) -> FloatArray:
+    """Return the non-negative least squares solution: the best of all subsets of the unknowns."""
+    # The cost of a column of zeros is undetermined, and stays 0.
     things = [int(column) for column in np.flatnonzero(rows.any(axis=0))]
-    best, least = np.zeros(rows.shape[1]), float(wanted @ wanted)
+    best, least = np.zeros(rows.shape[1]), float(expected @ expected)
     for count in range(1, len(things) + 1):
         for chosen in combinations(things, count):
             columns = list(chosen)
-            solved = np.linalg.lstsq(rows[:, columns], wanted, rcond=None)[0]
+            solved = np.linalg.lstsq(rows[:, columns], expected, rcond=None)[0]
             if (solved < 0).any():
                 continue
-            left = rows[:, columns] @ solved - wanted
+            left = rows[:, columns] @ solved - expected
             error = float(left @ left)
-            # More unknowns have to explain more.
+            # More unknowns must reduce the error.
             if error < least * (1 - 1e-9):
                 least, best = error, np.zeros(rows.shape[1])
                 best[columns] = solved

@@ -1,9 +1,9 @@
-"""The seconds of a collective in a group of `p` ranks, by its algorithm.
+"""Cost formulas of collectives in a group of `p` ranks, by algorithm.
 
 A message of `n` bytes takes `alpha + n / beta` seconds: a latency, and the bytes over the
 bandwidth (Hockney 1994). A rank sends one message at a time, and receives one at the same time.
-Every algorithm is then two numbers: its rounds, and the share of `n` that passes the busiest
-link.
+The cost of an algorithm is then given by two numbers: its rounds, and the share of `n` that passes
+the busiest link.
 
 ::
 
@@ -22,8 +22,8 @@ link.
                     bruck             ceil(log2 p)       ceil(log2 p) / 2
     permute         direct            1                  1
 
-`n` are the bytes that a rank has after an all-gather, before a reduce-scatter, before and after
-an all-reduce, before an all-to-all (what it keeps included), and the shard of a permute.
+`n` is the number of bytes of a rank after an all-gather, before a reduce-scatter, before and after
+an all-reduce, before an all-to-all (including its own share), and of the shard of a permute.
 
 Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", 2005 (ring, doubling, halving, pairwise); Rabenseifner, "Optimization of Collective
@@ -33,8 +33,8 @@ two in doubling either, and, run backwards, in halving (Träff 2023); Sanders, S
 "Two-Tree Algorithms for Full Bandwidth Broadcast, Reduction and Scan", 2009 (tree, in many
 small messages); Chan et al., "Collective communication: theory, practice, and experience", 2007.
 
-Combining contributions and packing take no time here, and links do not slow one another down;
-where that was measured, a topology's `Overhead` has links of each kind that know of it.
+Reductions and packing take no time here, and links do not contend. If these were measured, the
+`Overhead` of a topology has effective links for each kind.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from reshard.topology import Link
 
 
 def _count_doublings(group: int) -> int:
-    """`ceil(log2(group))`, exactly."""
+    """Return `ceil(log2(group))`, exactly."""
     return (group - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """An algorithm of one kind of collective, as the two numbers of its cost.
+    """An algorithm of a kind of collective, as the two numbers of its cost.
 
     Args:
         name: of the algorithm.
-        rounds: how many messages a rank sends one after another, by ranks of the group.
-        parts: over how many `p`-ths of `n` those have together, by ranks of the group.
+        rounds: number of consecutive messages of a rank, as a function of the group size.
+        parts: their total in `p`-ths of `n`, as a function of the group size.
 
     >>> ring = FORMULAS["all-gather"]["ring"]
     >>> ring.rounds(8), ring.busiest_bytes(8, 800)
@@ -73,19 +73,19 @@ class Formula:
     parts: Callable[[int], int | Fraction]
 
     def busiest_bytes(self, group: int, size_bytes: float | Fraction) -> float:
-        """Bytes that the busiest rank of the group sends, or receives."""
+        """Return the bytes that the busiest rank of the group sends, or receives."""
         return float(self.parts(group) * size_bytes / group)
 
     def latency_s(self, group: int, link: Link) -> float:
-        """Seconds that do not depend on the size."""
+        """Return the seconds that do not depend on the size."""
         return self.rounds(group) * link.latency_s
 
     def transfer_s(self, group: int, size_bytes: float | Fraction, link: Link) -> float:
-        """Seconds that the busiest rank's bytes take."""
+        """Return the seconds of the busiest rank's bytes."""
         return self.busiest_bytes(group, size_bytes) / link.bandwidth_bytes_per_s
 
     def seconds(self, group: int, size_bytes: float | Fraction, link: Link) -> float:
-        """Both."""
+        """Return the total seconds."""
         return self.latency_s(group, link) + self.transfer_s(group, size_bytes, link)
 
 
@@ -93,7 +93,7 @@ def _by_name(*formulas: Formula) -> dict[str, Formula]:
     return {formula.name: formula for formula in formulas}
 
 
-# By kind, then by algorithm. The first of a kind moves as few bytes as any.
+# By kind, then by algorithm. The first of a kind moves the fewest bytes.
 FORMULAS: dict[str, dict[str, Formula]] = {
     "all-gather": _by_name(
         Formula("ring", lambda p: p - 1, lambda p: p - 1),
@@ -105,7 +105,7 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     ),
     "all-reduce": _by_name(
         Formula("ring", lambda p: 2 * (p - 1), lambda p: 2 * (p - 1)),
-        # A tree has no more to send than the whole, up and down; alone, a rank sends nothing.
+        # A tree sends the whole up and down; a single rank sends nothing.
         Formula("tree", lambda p: 2 * _count_doublings(p), lambda p: 2 * p if p > 1 else 0),
         Formula("halving-doubling", lambda p: 2 * _count_doublings(p), lambda p: 2 * (p - 1)),
     ),
@@ -116,10 +116,9 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "permute": _by_name(Formula("direct", lambda p: min(p - 1, 1), lambda p: p if p > 1 else 0)),
 }
 
-# Which algorithms a library has, of each kind. NCCL: those of its setting NCCL_ALGO that need no
-# special network. Gloo: its ring all-gather and its default, ring all-reduce, half of which
-# stands for a reduce-scatter. XLA: rings along the axes of a torus. All three send an all-to-all
-# as one message for each pair of ranks.
+# The algorithms of each library. NCCL: those of NCCL_ALGO that need no special network. Gloo: its
+# ring all-gather and its default, ring all-reduce, half of which represents a reduce-scatter. XLA:
+# rings along the axes of a torus. All three send an all-to-all as a message per pair of ranks.
 LIBRARIES: dict[str, dict[str, tuple[str, ...]]] = {
     "any": {kind: tuple(formulas) for kind, formulas in FORMULAS.items()},
     "nccl": {
@@ -147,13 +146,13 @@ LIBRARIES: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def check_library(library: str) -> None:
-    """Raises UsageError for a library that is not a key of `LIBRARIES`."""
+    """Raise UsageError for a library that is not a key of `LIBRARIES`."""
     if library not in LIBRARIES:
         raise UsageError(f"unknown library {library!r}; it is one of {', '.join(LIBRARIES)}")
 
 
 def check_kind(kind: str) -> None:
-    """Raises UsageError for a kind of collective that is not a key of `FORMULAS`."""
+    """Raise UsageError for a kind of collective that is not a key of `FORMULAS`."""
     if kind not in FORMULAS:
         raise UsageError(f"unknown kind of collective {kind!r}; it is one of {', '.join(FORMULAS)}")
 
@@ -161,11 +160,11 @@ def check_kind(kind: str) -> None:
 def fastest_formula(
     kind: str, group: int, size_bytes: float | Fraction, link: Link, library: str = "any"
 ) -> Formula:
-    """The algorithm of a library that takes the least time, the earlier one of equals.
+    """Return the fastest algorithm of a library, the earlier one of equals.
 
     Args:
         kind: a key of `FORMULAS`.
-        group: how many ranks take part.
+        group: number of ranks.
         size_bytes: `n` of the formulas.
         link: between any two ranks of the group.
         library: a key of `LIBRARIES`; "any" has all algorithms.
@@ -183,6 +182,6 @@ def fastest_formula(
         raise UsageError(f"a {kind} in a group of {group} ranks; 1 or more were expected")
     if not 0 <= size_bytes < float("inf"):
         raise UsageError(f"a {kind} of {size_bytes} bytes; 0 or more were expected")
-    # `min` takes the first of equals, and libraries list the algorithm of fewest bytes first.
-    known = (FORMULAS[kind][name] for name in LIBRARIES[library][kind])
-    return min(known, key=lambda formula: formula.seconds(group, size_bytes, link))
+    # `min` returns the first of equals, and libraries list the algorithm of fewest bytes first.
+    formulas = (FORMULAS[kind][name] for name in LIBRARIES[library][kind])
+    return min(formulas, key=lambda formula: formula.seconds(group, size_bytes, link))

@@ -75,16 +75,16 @@ class Preset:
     """The links of a kind of machine. `load_preset` reads one from a file.
 
     Args:
-        name: for people and messages.
-        description: one line on what it is.
+        name: for display.
+        description: of the machine, in a line.
         library: a key of `reshard.cost.LIBRARIES`.
-        ranks_per_host: how many ranks the fastest links join.
+        ranks_per_host: number of ranks connected by the fastest links.
         within_host: the link between ranks of a host.
-        between_hosts: the link between hosts; None for a machine of one host.
-        hosts_per_rack: hosts that `between_hosts` joins; all of them when None.
-        between_racks: the link beyond.
-        overhead: what takes time besides messages; nothing by default.
-        device: how fast a rank computes; None where not known.
+        between_hosts: the link between hosts; None for a machine of a single host.
+        hosts_per_rack: number of hosts connected by `between_hosts`; all if None.
+        between_racks: the link between racks.
+        overhead: time in addition to messages; none by default.
+        device: the speed of a rank's device; None if unknown.
 
     Raises:
         LayoutError: a number of ranks or hosts below 1, or racks without a link between them.
@@ -108,13 +108,13 @@ class Preset:
             check_kind(kind)
         if (self.hosts_per_rack is None) != (self.between_racks is None):
             raise LayoutError(
-                f"preset {self.name!r} gives one of hosts_per_rack and between_racks; give both "
+                f"preset {self.name!r} has only one of hosts_per_rack and between_racks; give both "
                 "or none"
             )
         self.topology()
 
     def topology(self, hosts: int = 1) -> Topology:
-        """The topology of so many hosts.
+        """Return the topology of so many hosts.
 
         Raises LayoutError for a number below 1, or more hosts than there are links for.
 
@@ -123,7 +123,7 @@ class Preset:
         """
         if hosts != 1 and self.between_hosts is None:
             raise LayoutError(
-                f"preset {self.name!r} is of one host, {hosts!r} were asked for; write a preset "
+                f"preset {self.name!r} has a single host, {hosts!r} were requested; write a preset "
                 "with a table [between_hosts]"
             )
         return Topology.of(
@@ -162,7 +162,7 @@ _DEVICE = {"memory_bytes_per_s", "operations_per_s"}
 
 @cache
 def shipped_presets() -> tuple[str, ...]:
-    """The names of the presets that come with reshard, sorted.
+    """Return the names of the presets that come with reshard, sorted.
 
     >>> shipped_presets()
     ('gb200-nvl72', 'gloo-host', 'h100-8', 'tpu-v5p')
@@ -177,9 +177,9 @@ def shipped_presets() -> tuple[str, ...]:
 
 
 def load_preset(name_or_path: str | Path) -> Preset:
-    """The preset of a shipped name, or of a TOML file.
+    """Return the preset of a shipped name, or of a TOML file.
 
-    Text is a path when it ends in `.toml` or holds a `/`; a `Path` always is one.
+    A string is a path if it ends in `.toml` or contains a `/`; a `Path` always is.
 
     Raises:
         UsageError: an unknown name, or an unknown library.
@@ -198,8 +198,8 @@ def load_preset(name_or_path: str | Path) -> Preset:
     if text not in shipped_presets():
         raise UsageError(
             f"unknown preset {text!r}; those that come with reshard are "
-            f"{', '.join(shipped_presets())}; write the path of a file of your own with its "
-            "ending .toml"
+            f"{', '.join(shipped_presets())}; give the path of your own file with its "
+            "suffix .toml"
         )
     return _read_shipped(text)
 
@@ -211,7 +211,7 @@ def _read_shipped(name: str) -> Preset:
 
 
 def read_preset(content: bytes, where: str) -> Preset:
-    """The preset that a file's bytes write; `where` is what to call it in errors.
+    """Parse the bytes of a preset file; `where` names it in errors.
 
     Raises LayoutError or UsageError, see `load_preset`.
     """
@@ -219,13 +219,13 @@ def read_preset(content: bytes, where: str) -> Preset:
         table = tomllib.loads(content.decode())
     except ValueError as error:
         raise LayoutError(f"{where} is not TOML: {error}") from error
-    known = _REQUIRED | _OPTIONAL
+    types = _REQUIRED | _OPTIONAL
     for key, value in table.items():
-        if key not in known:
-            raise LayoutError(f"{where}: unknown key {key!r}; it is one of {', '.join(known)}")
+        if key not in types:
+            raise LayoutError(f"{where}: unknown key {key!r}; it is one of {', '.join(types)}")
         # Not isinstance: True would pass for a number.
-        if type(value) is not known[key]:
-            raise LayoutError(f"{where}: {key} is {value!r}; {known[key].__name__} was expected")
+        if type(value) is not types[key]:
+            raise LayoutError(f"{where}: {key} is {value!r}; {types[key].__name__} was expected")
     for key in _REQUIRED:
         if key not in table:
             raise LayoutError(f"{where} has no {key!r}; add it")
@@ -242,7 +242,7 @@ def read_preset(content: bytes, where: str) -> Preset:
 
 
 def preset_text(preset: Preset, comment: str = "") -> str:
-    """The TOML file of a preset, with lines of comment above; `load_preset` reads it back.
+    """Return the TOML file of a preset, with lines of comment above; `load_preset` reads it back.
 
     >>> preset = load_preset("gloo-host")
     >>> print(preset_text(preset, "measured by hand"), end="")
@@ -267,7 +267,7 @@ def preset_text(preset: Preset, comment: str = "") -> str:
     """
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     for key in ("name", "description", "library"):
-        # A string of JSON is one of TOML, but for DEL, which TOML wants escaped.
+        # A JSON string is a TOML string, except for DEL, which TOML requires escaped.
         text = json.dumps(getattr(preset, key), ensure_ascii=False).replace("\x7f", "\\u007f")
         lines.append(f"{key} = {text}")
     lines.append(f"ranks_per_host = {preset.ranks_per_host}")
@@ -275,7 +275,7 @@ def preset_text(preset: Preset, comment: str = "") -> str:
         lines.append(f"hosts_per_rack = {preset.hosts_per_rack}")
     tables: list[tuple[str, Link | None]] = [(key, getattr(preset, key)) for key in LEVELS]
     overhead = preset.overhead
-    # What nobody measured is left out, and is the default when it is read.
+    # Defaults are omitted, and restored when the file is read.
     if overhead != NO_OVERHEAD:
         lines += ["", "[overhead]"]
         lines += [f"{key} = {getattr(overhead, key)!r}" for key in _OVERHEAD_NUMBERS]

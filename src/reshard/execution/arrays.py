@@ -38,34 +38,37 @@ _TORCH_OPERATIONS = {
 
 
 class ArrayKind(Protocol):
-    """What the executor needs of one kind of array. `Storage` holds bare elements."""
+    """The operations that the executor needs of a kind of array. `Storage` holds bare elements."""
 
     dtype: DType
 
     def storage(self, array: Any, name: str = "the array") -> Storage:
-        """The array's elements, sharing its memory. Raises ShardError where that cannot be."""
+        """Return the array's elements, sharing its memory.
+
+        Raises ShardError if that is impossible.
+        """
 
     def writable(self, array: Any, name: str) -> Storage:
-        """The same, to be written. Raises ShardError where it cannot be; `name` says whose."""
+        """Return writable elements, as `storage` does; `name` is used in errors."""
 
     def array(self, storage: Storage) -> Any:
-        """An array of this kind over dense storage, sharing its memory."""
+        """Return an array of this kind over dense storage, sharing its memory."""
 
     def combine(self, reduction: str, left: Storage, right: Storage) -> Storage:
-        """Two contributions as one."""
+        """Return the reduction of two contributions."""
 
     def scale(self, storage: Storage, numerator: int, denominator: int) -> Storage:
-        """Every element times a fraction."""
+        """Return every element times a fraction."""
 
     def element(self, value: float) -> Storage:
-        """One element of that value: storage of shape `(1,)`."""
+        """Return an element of that value: storage of shape `(1,)`."""
 
     def float_limits(self) -> tuple[float, float]:
-        """The least and greatest number of a floating type, infinities where it has them."""
+        """Return the smallest and largest number of a floating type, infinities if it has them."""
 
 
 class NumpyArrays:
-    """NumPy arrays, ml_dtypes' included."""
+    """NumPy arrays, including those of ml_dtypes."""
 
     def __init__(self, numpy_dtype: np.dtype[Any]) -> None:
         self._numpy_dtype = numpy_dtype
@@ -83,14 +86,14 @@ class NumpyArrays:
         return storage.view(self._numpy_dtype)
 
     def combine(self, reduction: str, left: Storage, right: Storage) -> Storage:
-        # What overflows is infinite and what cannot be is no number, as in torch: no warning.
+        # Overflow gives infinity and invalid operations NaN, as in torch, without a warning.
         with np.errstate(all="ignore"):
             return self._store(
                 _UFUNCS[reduction](self._view_as_type(left), self._view_as_type(right))
             )
 
     def scale(self, storage: Storage, numerator: int, denominator: int) -> Storage:
-        # A narrow type may not have the denominator: 17 is 16 in float8_e4m3fn.
+        # A narrow type may not represent the denominator: 17 is 16 in float8_e4m3fn.
         wide = np.complex64 if is_complex(self.dtype) else np.float32
         typed = self._view_as_type(storage)
         typed = typed.astype(np.result_type(wide, typed) if typed.itemsize > 4 else wide)
@@ -103,7 +106,7 @@ class NumpyArrays:
     def float_limits(self) -> tuple[float, float]:
         least, greatest = np.array([-np.inf, np.inf]).astype(self._numpy_dtype).astype(np.float64)
         if not np.isinf(greatest):
-            # A type of one byte without infinities: its limits are found among all its values.
+            # A one-byte type without infinities: find its limits among all its values.
             every = np.arange(256, dtype=np.uint8).view(self._numpy_dtype).astype(np.float64)
             finite = every[np.isfinite(every)]
             return float(finite.min()), float(finite.max())
@@ -123,7 +126,7 @@ class TorchTensors:
         self._torch = sys.modules["torch"]
         self._torch_dtype = example.dtype
         self.dtype = as_dtype(example.dtype)
-        # torch has no element of 16 bytes without arithmetic, and NumPy knows those types.
+        # torch has no 16-byte integer; complex128 copies bits too.
         carriers = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
         self._carrier = getattr(self._torch, carriers.get(self.dtype.itemsize_bytes, "complex128"))
 
@@ -148,9 +151,9 @@ class TorchTensors:
                 "give a plain tensor, for a DTensor its to_local()"
             ) from error
         if freed_bytes > 0:
-            # NumPy would take memory of its own in its place, with anything in it.
+            # NumPy would allocate undefined memory in its place.
             raise ShardError(
-                f"{name} is a tensor whose memory was freed: {freed_bytes} bytes are not there, "
+                f"{name} is a tensor whose memory was freed: {freed_bytes} bytes are missing, "
                 "as in parameters that FSDP keeps sharded; gather it first, or give the shards"
             )
         return viewed.view(self.dtype.storage)
@@ -164,13 +167,13 @@ class TorchTensors:
         return self.storage(array, name)
 
     def array(self, storage: Storage) -> Any:
-        # The NumPy type of the carrier, as which torch takes the memory without a copy.
+        # The NumPy type of the carrier, which torch accepts without a copy.
         carrier = self._torch.empty((), dtype=self._carrier).numpy().dtype
         return self._torch.from_numpy(storage.view(carrier)).view(self._torch_dtype)
 
     def combine(self, reduction: str, left: Storage, right: Storage) -> Storage:
         if is_integer(self.dtype):
-            # The same in both, and torch lacks it for most unsigned types.
+            # Equal in both libraries, and torch lacks it for most unsigned types.
             numbers = np.dtype(self.dtype.name)
             combined = _UFUNCS[reduction](left.view(numbers), right.view(numbers))
             return np.asarray(combined).view(self.dtype.storage)
@@ -195,7 +198,7 @@ class TorchTensors:
 
     def _computable(self, storage: Storage) -> Any:
         tensor = self.array(np.array(storage, order="C"))
-        # torch computes little in these types; each step is rounded back to them.
+        # torch has few operations for these types: compute in a wider type and round back.
         if self.dtype.name == "complex32":
             return tensor.to(self._torch.complex64)
         narrow = self.dtype.name.startswith("float8")
@@ -206,9 +209,10 @@ class TorchTensors:
 
 
 def missing_bytes(tensor: Any) -> int:
-    """How many bytes behind the end of its memory a tensor would need. At most 0: none.
+    """Return how many bytes a tensor extends beyond the end of its memory; 0 or less if it does
+    not.
 
-    FSDP frees the memory of parameters that it keeps sharded, and the tensors stay.
+    FSDP frees the memory of parameters that it keeps sharded, while the tensors remain.
     """
     if tensor.numel() == 0:
         return 0
@@ -219,21 +223,20 @@ def missing_bytes(tensor: Any) -> int:
 
 
 def is_integer(dtype: DType) -> bool:
-    """Whether elements are whole numbers or truth values."""
+    """Return whether elements are integers or booleans."""
     return dtype.name.startswith(("int", "uint", "bool"))
 
 
 def is_complex(dtype: DType) -> bool:
-    """Whether elements are complex numbers."""
+    """Return whether elements are complex numbers."""
     return dtype.name.startswith("complex")
 
 
 def kind_of(array: Any, name: str) -> ArrayKind:
-    """The kind of an array; `name` says whose it is.
+    """Return the kind of an array; `name` is used in errors.
 
     Raises:
-        ShardError: something that is no NumPy array or torch tensor, or of a dtype that
-            cannot be moved.
+        ShardError: anything but a NumPy array or torch tensor, or a dtype that cannot be moved.
 
     >>> kind_of(np.zeros(2, np.float32), "x").dtype
     DType('float32')
@@ -247,9 +250,9 @@ def kind_of(array: Any, name: str) -> ArrayKind:
                     "initialized; dense tensors are expected"
                 )
             return TorchTensors(array)
-        # Loaded by whoever made such an array; by others not, it takes a while.
+        # Importing numpy.ma is slow; it is loaded if there are masked arrays.
         if "numpy.ma" in sys.modules and isinstance(array, np.ma.MaskedArray):
-            # Its mask would stay behind, and what it hides would show.
+            # The mask would be lost, and the masked elements would appear.
             raise ShardError(f"{name} is masked; give its values, array.filled()")
         if isinstance(array, np.ndarray | np.generic):
             return _numpy_arrays(array.dtype)
@@ -260,7 +263,7 @@ def kind_of(array: Any, name: str) -> ArrayKind:
     )
 
 
-# NumPy puts the name of a dtype together whenever it is asked for.
+# NumPy composes the name of a dtype on every access.
 _numpy_arrays = lru_cache(maxsize=64)(NumpyArrays)
 
 
@@ -272,7 +275,7 @@ def _has_shape(tensor: Any) -> bool:
 
 
 def check_reduction(reduction: str, dtype: DType) -> None:
-    """Raise ShardError for a reduction that elements of this type do not have.
+    """Raise ShardError for a reduction that is undefined for elements of this type.
 
     >>> from reshard.dtypes import dtype
     >>> check_reduction("mean", dtype("int8"))
@@ -293,12 +296,12 @@ def check_reduction(reduction: str, dtype: DType) -> None:
 
 
 def identity(reduction: str, kind: ArrayKind) -> Storage:
-    """The one element that changes nothing when combined: storage of shape `(1,)`."""
+    """Return the identity element of a reduction: storage of shape `(1,)`."""
     if reduction in ("sum", "mean"):
         return kind.element(0)
     if reduction == "product":
         return kind.element(1)
-    # NumPy gives no limits for truth values.
+    # NumPy has no limits for booleans.
     if kind.dtype.name == "bool":
         least, greatest = 0.0, 1.0
     elif is_integer(kind.dtype):

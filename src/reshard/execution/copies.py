@@ -52,12 +52,12 @@ from reshard.geometry.transfers import Transfers
 from reshard.runs import IntArray, ragged_arange, ragged_ranges
 from reshard.system import count_processors
 
-# The longest pattern of pieces that is looked for.
+# The longest pattern of pieces that is tried.
 _MAX_PATTERN = 8
 
 
 class Window(NamedTuple):
-    """So many pieces of `length` indices of a dimension, at equal distances in both arrays."""
+    """`pieces` ranges of `length` indices of a dimension, at equal distances in both arrays."""
 
     pieces: int
     length: int
@@ -68,7 +68,7 @@ class Window(NamedTuple):
 
 
 def find_windows(length: IntArray, target: IntArray, source: IntArray) -> list[Window]:
-    """The windows of pieces, given by length and by where they begin in target and source.
+    """Return the windows of pieces, given by their lengths and their offsets in target and source.
 
     >>> find_windows(np.array([2, 2, 2]), np.array([0, 2, 4]), np.array([0, 4, 8]))
     [Window(pieces=3, length=2, target=0, target_step=2, source=0, source_step=4)]
@@ -87,14 +87,14 @@ def find_windows(length: IntArray, target: IntArray, source: IntArray) -> list[W
         ]
         if not best or len(windows) < len(best):
             best = windows
-        # A longer period gives more windows than that: one at least for each place in it.
+        # A longer period results in at least as many windows as its length.
         if len(best) <= period:
             break
     return best
 
 
 def _split_progressions(length: IntArray, target: IntArray, source: IntArray) -> Iterator[Window]:
-    """Windows of pieces that follow one another."""
+    """Yield windows of consecutive pieces."""
     target_step, source_step = np.diff(target), np.diff(source)
     alike = length[1:] == length[:-1]
     # A piece that is like the one before ends its window where the distance changes.
@@ -117,15 +117,17 @@ def _split_progressions(length: IntArray, target: IntArray, source: IntArray) ->
 def view_windows(
     array: Storage, windows: Sequence[Window], places: Sequence[tuple[int, int]]
 ) -> Storage:
-    """What windows show of an array, where they begin at `(begin, step)` in each dimension."""
+    """Return the strided view of an array at windows that begin at `(begin, step)` per
+    dimension.
+    """
     if all(window.pieces == 1 for window in windows):
         dims = zip(places, windows, strict=True)
-        # A scalar is shown as an array too, so that it can be written to.
+        # Keep a scalar an array, so that it can be written to.
         return array[tuple(slice(at, at + w.length) for (at, _), w in dims) or ...]
     shape: list[int] = []
     strides: list[int] = []
     for stride, (_, step), window in zip(array.strides, places, windows, strict=True):
-        # Each dimension becomes two: the number of the piece, and the index in it.
+        # Each dimension becomes two: the piece, and the index in the piece.
         shape += [window.pieces, window.length]
         strides += [step * stride, stride]
     first = array[tuple(slice(begin, None) for begin, _ in places)]
@@ -133,26 +135,25 @@ def view_windows(
 
 
 PIECE_BYTES = 1 << 18
-# A thread takes as long to start as some hundred KiB to copy.
+# Starting a thread takes as long as copying some hundred KiB.
 BYTES_FOR_A_THREAD = 1 << 20
-# NumPy copies fewer than 500 elements under Python's lock, so that threads would take turns.
+# NumPy holds the interpreter lock for fewer than 500 elements, which serializes threads.
 _BYTES_WITHOUT_LOCK = 1 << 11
-# How many copies are asked which side is scattered.
+# Number of copies sampled to decide which side is scattered.
 _COPIES_LOOKED_AT = 32
 
 Combine = Callable[[Storage, Storage], Storage]
 
 
 class Copy(NamedTuple):
-    """Elements of one array that go to another, of the same shape, and of the same dtype.
+    """A copy of elements of an array to another of the same shape and dtype.
 
     Args:
         target, source: the arrays; the target is written in place.
-        order: copies of a lower order come before. Those of one order are disjoint.
-        combine: what becomes of what is there and what comes; None where it is replaced.
-        target_index, source_index: which elements, where it is not all of them: index lists
-            as `np.ix_` gives them.
-        target_address, source_address: of the first elements, where they are known.
+        order: copies of lower order are carried out first. Copies of equal order are disjoint.
+        combine: reduces the elements in place and the new ones; None to replace them.
+        target_index, source_index: the elements, if not all: index lists as of `np.ix_`.
+        target_address, source_address: of the first elements, if known.
     """
 
     target: Storage
@@ -161,13 +162,13 @@ class Copy(NamedTuple):
     combine: Combine | None = None
     target_index: Any = ...
     source_index: Any = ...
-    # Asking an array for its address takes longer than copying a small box.
+    # Reading the address of an array takes longer than copying a small box.
     target_address: int | None = None
     source_address: int | None = None
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that are written."""
+        """Number of bytes that are written."""
         if self.target_index is ...:
             return self.target.nbytes
         count = self.target.itemsize
@@ -176,7 +177,7 @@ class Copy(NamedTuple):
         return count
 
     def carry_out(self) -> None:
-        """Copy all elements, or combine them with what is there."""
+        """Copy all elements, or combine them with the elements in place."""
         if self.combine is None and self.target_index is ...:
             self.target[...] = self.source
             return
@@ -186,19 +187,19 @@ class Copy(NamedTuple):
         self.target[self.target_index] = data
 
     def pieces(self) -> Iterator[Copy]:
-        """The same elements, in copies of about `PIECE_BYTES`."""
+        """Yield the same elements, in copies of about `PIECE_BYTES`."""
         if self.size_bytes <= PIECE_BYTES:
             yield self
         elif self.target_index is ...:
             strides = self.target.strides
-            # The dimension of the largest stride first: a piece lies together in the target.
+            # Largest stride first, so that a piece is contiguous in the target.
             axes = sorted(range(self.target.ndim), key=lambda axis: -abs(strides[axis]))
             views = self.target.transpose(axes), self.source.transpose(axes)
             for target, source in _cut_views(*views):
                 yield Copy(target, source, self.order, self.combine)
         else:
             counts = [positions.size for positions in self.target_index]
-            # The longest dimension has the smallest rows, so pieces come closest to their size.
+            # The longest dimension has the smallest rows, so pieces are closest to their size.
             axis = counts.index(max(counts))
             rows = max(1, PIECE_BYTES * counts[axis] // self.size_bytes)
             for low in range(0, counts[axis], rows):
@@ -211,12 +212,12 @@ class Copy(NamedTuple):
 
 
 def _cut_views(target: Storage, source: Storage) -> Iterator[tuple[Storage, Storage]]:
-    """Parts along the first dimension, and of its rows where one is too large."""
+    """Yield parts along the first dimension, and parts of its rows if a row is too large."""
     if target.nbytes <= PIECE_BYTES:
         yield target, source
         return
     rows = PIECE_BYTES * len(target) // target.nbytes
-    # A single row is too large: cut within it.
+    # A single row is too large: divide it.
     if rows == 0:
         for row in range(len(target)):
             yield from _cut_views(target[row], source[row])
@@ -226,7 +227,7 @@ def _cut_views(target: Storage, source: Storage) -> Iterator[tuple[Storage, Stor
 
 
 def available_threads() -> int:
-    """The processors that this process may use: how many threads copy where none are asked for.
+    """Return the number of processors of this process, the default number of threads.
 
     >>> available_threads() >= 1
     True
@@ -235,28 +236,25 @@ def available_threads() -> int:
 
 
 def check_threads(threads: int | None) -> int:
-    """A number of threads, the available ones for None. Raises UsageError for fewer than one.
+    """Return a number of threads, the available ones for None. Raises UsageError below 1.
 
     >>> check_threads(0)
     Traceback (most recent call last):
         ...
-    reshard.errors.UsageError: threads=0; at least one thread copies, or None for one on each
-    processor
+    reshard.errors.UsageError: threads=0; expected at least 1, or None for one per processor
     """
     if threads is None:
         return available_threads()
     is_number = isinstance(threads, int | np.integer) and not isinstance(threads, bool)
     if not is_number or threads < 1:
-        raise UsageError(
-            f"threads={threads!r}; at least one thread copies, or None for one on each processor"
-        )
+        raise UsageError(f"threads={threads!r}; expected at least 1, or None for one per processor")
     return int(threads)
 
 
 def carry_out(copies: Iterable[Copy], threads: int) -> None:
-    """Carry out copies, order by order, by at most so many threads.
+    """Carry out copies, order by order, with at most so many threads.
 
-    What fails in a thread is raised here when all threads have ended.
+    Exceptions of threads are raised when all threads have ended.
 
     >>> import numpy as np
     >>> source, target = np.arange(4), np.zeros(4, int)
@@ -267,11 +265,11 @@ def carry_out(copies: Iterable[Copy], threads: int) -> None:
     phases: dict[int, list[Copy]] = defaultdict(list)
     for copy in copies:
         phases[copy.order].append(copy)
-    # A phase begins when the one before has ended, since it combines with what that wrote.
+    # A phase begins when the previous one has ended, since it combines with its results.
     for _, phase in sorted(phases.items()):
         sizes_bytes = [copy.size_bytes for copy in phase]
         total_bytes = sum(sizes_bytes)
-        # Few bytes lie in the processor's cache altogether, wherever they are.
+        # Few bytes fit the processor's cache, wherever they are.
         if total_bytes < max(BYTES_FOR_A_THREAD, len(phase) * _BYTES_WITHOUT_LOCK):
             _share(phase, 1)
             continue
@@ -280,9 +278,9 @@ def carry_out(copies: Iterable[Copy], threads: int) -> None:
 
 
 def _sort_pieces(copies: Sequence[Copy], sizes_bytes: Sequence[int]) -> list[Copy]:
-    """The pieces of copies by where they begin, on the side that is scattered more widely.
+    """Return the pieces of copies sorted by address, on the side that is scattered more widely.
 
-    Where neither is, by what is read: then the copies of one piece follow one another.
+    If neither is, they are sorted by the addresses that are read.
     """
     pieces: list[Copy] = []
     for copy, size_bytes in zip(copies, sizes_bytes, strict=True):
@@ -290,10 +288,10 @@ def _sort_pieces(copies: Sequence[Copy], sizes_bytes: Sequence[int]) -> list[Cop
             pieces.append(copy)
         else:
             pieces += copy.pieces()
-    # The copies between two layouts are mostly alike, so some of them say it of all.
-    some = copies[:: max(1, len(copies) // _COPIES_LOOKED_AT)]
-    read = sum(_extent_bytes(copy.source) for copy in some)
-    written = sum(_extent_bytes(copy.target) for copy in some)
+    # Copies between two layouts are mostly alike, so a sample suffices.
+    sample = copies[:: max(1, len(copies) // _COPIES_LOOKED_AT)]
+    read = sum(_extent_bytes(copy.source) for copy in sample)
+    written = sum(_extent_bytes(copy.target) for copy in sample)
     pieces.sort(key=_source_address if read >= written else _target_address)
     return pieces
 
@@ -307,7 +305,7 @@ def _target_address(copy: Copy) -> int:
 
 
 def _extent_bytes(array: Storage) -> int:
-    """Bytes from the first of an array's elements to the last."""
+    """Return the bytes from the first of an array's elements to the last."""
     extent = array.itemsize
     for size, stride in zip(array.shape, array.strides, strict=True):
         extent += (size - 1) * abs(stride)
@@ -344,13 +342,13 @@ def _share(pieces: Sequence[Copy], workers: int) -> None:
             for worker in [pool.submit(work) for _ in range(workers)]:
                 worker.result()
         finally:
-            # Whoever interrupts this thread ends the others, too.
+            # An interruption of this thread ends the others, too.
             waiting.clear()
 
 
-# What a copy by windows takes to set up, in elements copied by lists of positions.
+# The setup cost of a copy by windows, in elements copied by lists of positions.
 _ELEMENTS_FOR_A_WINDOW = 1024
-# A strided view takes as long to make as the slices of so many boxes.
+# Creating a strided view takes as long as slicing so many boxes.
 _MAX_BOXES = 16
 
 Cells = Mapping[int, Storage]
@@ -362,9 +360,9 @@ class CopyColumns:
 
     Args:
         source_cell, target_cell: the numbers of the cells.
-        order: the place among the contributions that are combined there; the first replaces.
-        elements: how many each copies.
-        pieces: of each dimension, the pieces of every copy.
+        order: the position among the contributions combined there; the first replaces.
+        elements: number of elements of each copy.
+        pieces: for each dimension, the pieces of every copy.
     """
 
     source_cell: IntArray
@@ -375,50 +373,50 @@ class CopyColumns:
 
     @classmethod
     def of_routes(cls, routes: Routes, pieces: tuple[RoutePieces, ...]) -> CopyColumns:
-        """Every route as one copy, of the product of its pieces."""
+        """Return every route as a copy of the product of its pieces."""
         return cls(routes.source_cell, routes.target_cell, routes.order, routes.elements, pieces)
 
     @classmethod
     def of_transfers(cls, transfers: Transfers) -> CopyColumns:
-        """Every box as one copy."""
+        """Return every box as a copy."""
         t = transfers
         pieces = _pieces_of_boxes(t.start, t.shape, t.source_start, t.target_start)
         return cls(t.source_cell, t.target_cell, t.order, t.elements, pieces)
 
     @classmethod
     def of_cells(cls, source_cell: IntArray, target_cell: IntArray, shape: IntArray) -> CopyColumns:
-        """Whole cells, of shape `(copies, dims)`, as they are."""
+        """Return copies of whole cells, of shape `(copies, dims)`."""
         begin = np.zeros_like(shape)
         pieces = _pieces_of_boxes(begin, shape, begin, begin)
         return cls(source_cell, target_cell, np.zeros_like(source_cell), shape.prod(axis=1), pieces)
 
     def copies(self, sources: Cells, targets: Cells, combine: Combine) -> list[Copy]:
-        """The NumPy copies between the arrays of cells.
+        """Return the NumPy copies between the arrays of cells.
 
-        `combine` is what becomes of an element that is there and one of a later contribution.
+        `combine` reduces the elements in place and those of a later contribution.
         """
         count = np.ones(len(self.order), dtype=np.int64)
         for pieces in self.pieces:
             count *= pieces.count
-        # Rows of few boxes are written out together in NumPy; only the others are taken one by one.
+        # Rows of few boxes are expanded together in NumPy; only the others are taken one by one.
         few = count <= _MAX_BOXES
-        found = self._copies_of_boxes(np.flatnonzero(few), sources, targets, combine)
+        copies = self._copies_of_boxes(np.flatnonzero(few), sources, targets, combine)
         # Most rows share the pieces of a dimension with others.
-        known: dict[tuple[int, int, int], list[Window]] = {}
+        cache: dict[tuple[int, int, int], list[Window]] = {}
         for row in np.flatnonzero(~few).tolist():
             dims = []
             for dimension, pieces in enumerate(self.pieces):
                 key = (dimension, int(pieces.begin[row]), int(pieces.count[row]))
-                if key not in known:
-                    known[key] = find_windows(*_pieces_of(pieces, row))
-                dims.append(known[key])
-            found += self._copies_of_row(row, dims, sources, targets, combine)
-        return found
+                if key not in cache:
+                    cache[key] = find_windows(*_pieces_of(pieces, row))
+                dims.append(cache[key])
+            copies += self._copies_of_row(row, dims, sources, targets, combine)
+        return copies
 
     def _copies_of_boxes(
         self, rows: IntArray, sources: Cells, targets: Cells, combine: Combine
     ) -> list[Copy]:
-        # The rows written out: of each box its row, and its piece in every dimension.
+        # The expanded rows: the row of each box, and its piece in every dimension.
         at: list[IntArray] = []
         for pieces in self.pieces:
             of, piece = ragged_ranges(pieces.begin[rows], pieces.count[rows])
@@ -433,7 +431,7 @@ class CopyColumns:
         begin = [pieces.source_local[piece] for pieces, piece in columns]
         out_of = _Boxes(sources, self.source_cell[rows], begin, length)
         places: Iterable[tuple[int | None, int | None]] = itertools.repeat((None, None), len(rows))
-        # Addresses only sort the pieces, and copies of few bytes are not sorted.
+        # Addresses are for sorting only, and copies of few bytes are not sorted.
         if len(rows) and int(self.elements.sum()) * into.itemsize >= BYTES_FOR_A_THREAD:
             places = zip(into.addresses(), out_of.addresses(), strict=True)
         return [
@@ -455,7 +453,7 @@ class CopyColumns:
         order = int(self.order[row])
         reduction = combine if order else None
         count = math.prod(len(windows) for windows in dims)
-        # Many small views take longer than one copy by index lists.
+        # Many small views take longer than a copy by index lists.
         if count > 1 and count * _ELEMENTS_FOR_A_WINDOW > self.elements[row]:
             places, positions = (_positions(self.pieces, row, side) for side in range(2))
             return [Copy(into, out_of, order, reduction, places, positions)]
@@ -473,15 +471,15 @@ class CopyColumns:
 def _pieces_of_boxes(
     start: IntArray, shape: IntArray, source_start: IntArray, target_start: IntArray
 ) -> tuple[RoutePieces, ...]:
-    """Of every dimension one piece for each box."""
+    """Return a piece per box in every dimension."""
     row = np.arange(len(shape))
-    one = np.ones_like(row)
+    ones = np.ones_like(row)
     columns = zip(start.T, shape.T, source_start.T, target_start.T, strict=True)
-    return tuple(RoutePieces(row, one, *column) for column in columns)
+    return tuple(RoutePieces(row, ones, *column) for column in columns)
 
 
 class _Boxes(NamedTuple):
-    """Boxes of the arrays of cells: where they begin, and how long they are, by dimension."""
+    """Boxes of the arrays of cells: their offsets and lengths by dimension."""
 
     arrays: Cells
     cell: IntArray
@@ -493,12 +491,12 @@ class _Boxes(NamedTuple):
         return self.arrays[int(self.cell[0])].itemsize
 
     def views(self) -> Iterator[Storage]:
-        """The boxes, as views of the arrays."""
+        """Yield the boxes as views of the arrays."""
         slices = [
             map(slice, begin.tolist(), (begin + length).tolist())
             for begin, length in zip(self.begin, self.length, strict=True)
         ]
-        # A scalar is shown as an array too, so that it can be written to.
+        # Keep a scalar an array, so that it can be written to.
         boxes: Iterable[Any] = itertools.repeat(...)
         if slices:
             boxes = zip(*slices, strict=True)
@@ -506,15 +504,17 @@ class _Boxes(NamedTuple):
         return (self.arrays[cell][box] for cell, box in cells)
 
     def addresses(self) -> list[int]:
-        """Where the boxes begin in memory."""
-        # Each array gives its address once; the boxes' are computed for all of them together.
-        known, place = np.unique(self.cell, return_inverse=True)
-        arrays = [self.arrays[cell] for cell in known.tolist()]
+        """Return the addresses of the first elements."""
+        # Read the address of each array once, and compute those of all boxes together.
+        cells, position = np.unique(self.cell, return_inverse=True)
+        arrays = [self.arrays[cell] for cell in cells.tolist()]
         first = np.array([array.__array_interface__["data"][0] for array in arrays])
-        found = first[place]
+        begin_address = first[position]
         for dimension, begin in enumerate(self.begin):
-            found += begin * np.array([array.strides[dimension] for array in arrays])[place]
-        addresses: list[int] = found.tolist()
+            begin_address += (
+                begin * np.array([array.strides[dimension] for array in arrays])[position]
+            )
+        addresses: list[int] = begin_address.tolist()
         return addresses
 
 
@@ -524,9 +524,9 @@ def _pieces_of(pieces: RoutePieces, row: int) -> tuple[IntArray, IntArray, IntAr
 
 
 def _positions(pieces: tuple[RoutePieces, ...], row: int, side: int) -> Any:
-    """The positions of a row's elements in the target's cell (0), or the source's (1)."""
-    found = []
+    """Return the positions of a row's elements in the target's cell (0), or the source's (1)."""
+    positions = []
     for column in pieces:
         length, *begin = _pieces_of(column, row)
-        found.append(np.repeat(begin[side], length) + ragged_arange(length))
-    return np.ix_(*found)
+        positions.append(np.repeat(begin[side], length) + ragged_arange(length))
+    return np.ix_(*positions)

@@ -41,7 +41,7 @@ from reshard.runs import PAD, distinct
 
 
 def cell_arrays(layout: Layout, arrays: Mapping[int, Storage]) -> dict[int, Storage]:
-    """The arrays of the cells of the slots in `arrays`, by the cells' numbers."""
+    """Return the arrays of the cells of the slots in `arrays`, by cell number."""
     if layout.cells == len(layout.holders):
         return {cell: arrays[slot] for cell, slot in enumerate(layout.holders) if slot in arrays}
     cells: dict[int, Storage] = {}
@@ -52,14 +52,14 @@ def cell_arrays(layout: Layout, arrays: Mapping[int, Storage]) -> dict[int, Stor
             continue
         for cell in numbers:
             begin, shape = int(layout.cell_offset[cell]), layout.cell_shape[cell]
-            # A rank of several boxes has a flat array, with its boxes one after another.
+            # A rank with several boxes has a flat array, with its boxes one after another.
             stretch = array[begin : begin + int(shape.prod())]
             cells[cell] = stretch.reshape(tuple(shape.tolist()))
     return cells
 
 
 def clear_pads(layout: Layout, cells: Mapping[int, Storage]) -> None:
-    """Write zeros where the arrays of cells are padding."""
+    """Set the padding in the arrays of cells to zero."""
     if not layout.is_padded:
         return
     padded = layout.cell_elements != layout.cell_shape.prod(axis=1)
@@ -74,7 +74,7 @@ def clear_pads(layout: Layout, cells: Mapping[int, Storage]) -> None:
 
 
 def element_positions(layout: Layout, cell: int) -> Any:
-    """An index of a cell's array that leaves out its padding."""
+    """Return an index of a cell's array that excludes its padding."""
     real = []
     for dimension, table in enumerate(layout.tables):
         part = int(layout.cell_part[cell, dimension])
@@ -92,14 +92,14 @@ def complete_contributions(
     kind: ArrayKind,
     cells: Mapping[int, Storage],
 ) -> None:
-    """Scale means, and fill what combines nothing with the reduction's identity.
+    """Scale means, and fill contributions that combine nothing with the reduction's identity.
 
     Args:
         layout: of the target.
-        combines: for each contribution of it, those of the source that were combined.
-        scale: the numerator and denominator that combined elements are multiplied by.
+        combines: for each target contribution, the source contributions that were combined.
+        scale: the numerator and denominator by which combined elements are scaled.
         kind: of the arrays.
-        cells: the storages of target cells, by their number; not all need be given.
+        cells: the storage of target cells, by cell number; some may be missing.
     """
     numerator, denominator = scale
     if numerator == denominator and layout.reduction is None:
@@ -114,15 +114,15 @@ def complete_contributions(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorCopies:
-    """What is done for one tensor.
+    """The copies of a tensor.
 
     Args:
         source, target: its layouts.
-        combines: for each contribution of the target, those of the source that are combined.
-        scale: the numerator and denominator that combined elements are multiplied by.
-        find_stages: the columns of copies, one after another: first from cells of the source
-            to cells of the target, then from cells of the target to others. Called when the
-            arrays were checked.
+        combines: for each target contribution, the source contributions that are combined.
+        scale: the numerator and denominator by which combined elements are scaled.
+        find_stages: returns the columns of copies of each stage: first from cells of the source
+            to cells of the target, then between cells of the target. Called after the arrays
+            have been checked.
     """
 
     source: Layout
@@ -134,13 +134,13 @@ class TensorCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorArrays:
-    """The arrays of one tensor.
+    """The arrays of a tensor.
 
     Args:
-        shards: for every source slot that holds something, its array.
-        out: arrays to write to, for every target slot that holds something; new ones when None.
-        dtype: what all have to be of; anything when None.
-        name: what errors call the tensor, where a run has several.
+        shards: the array of every source slot that holds elements.
+        out: arrays to write to, for every target slot that holds elements; new arrays if None.
+        dtype: the required dtype; any if None.
+        name: the tensor's name in errors, if a run has several.
     """
 
     shards: Mapping[int, Any]
@@ -150,13 +150,15 @@ class TensorArrays:
 
     @property
     def label(self) -> str:
-        """The tensor, behind what an error names of it."""
+        """The tensor's name, as the end of a phrase in errors."""
         return "" if self.name is None else f" of {self.name!r}"
 
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """One tensor of a run: what is done, and the memory of its arrays.
+    """A tensor of a run: its copies, and the memory of its arrays.
+
+    Sources are by slot; targets by slot, and once they are allocated by cell too.
 
     Sources are by cell; targets by slot, and once they are found by cell too.
     """
@@ -170,19 +172,22 @@ class _Memory:
 
     @classmethod
     def of(cls, copies: TensorCopies, arrays: TensorArrays) -> _Memory:
-        """The memory of the sources. Raises ShardError for arrays that do not fit the layout."""
+        """Return the memory of the sources.
+
+        Raises ShardError for arrays that do not match the layout.
+        """
         source, label = copies.source, arrays.label
         kind = check_shards(source, arrays.shards, label, arrays.dtype, copies.target.reduction)
         held = source_storages(source, kind, arrays.shards, label)
         return cls(copies, arrays, kind, held, {}, {})
 
     def fill(self, filled: dict[int, Storage]) -> None:
-        """Write to these arrays of the target's slots."""
+        """Set the arrays of the target's slots."""
         self.filled = filled
         self.target_cells = cell_arrays(self.copies.target, filled)
 
     def stage(self, columns: CopyColumns, is_first: bool) -> list[Copy]:
-        """The copies of one stage: from the source, or from what the stages before filled."""
+        """Return the copies of a stage, from the source or from the results of earlier stages."""
         sources = self.target_cells
         if is_first:
             sources = cell_arrays(self.copies.source, self.held)
@@ -190,7 +195,7 @@ class _Memory:
         return columns.copies(sources, self.target_cells, combine)
 
     def finish(self) -> dict[int, Any]:
-        """The target's arrays, once contributions are complete."""
+        """Complete contributions, and return the target's arrays."""
         copies, out = self.copies, self.arrays.out
         complete_contributions(
             copies.target, copies.combines, copies.scale, self.kind, self.target_cells
@@ -203,38 +208,38 @@ class _Memory:
 def run(
     tensors: Sequence[tuple[TensorCopies, TensorArrays]], threads: int | None = None
 ) -> list[dict[int, Any]]:
-    """The target's arrays of every tensor, by slot: those of `out`, or new ones.
+    """Run the copies of tensors, and return the target's arrays of each, by slot.
 
     Args:
-        tensors: what is done, and to which arrays.
-        threads: how many copy at most, all tensors together; one for each processor when None.
+        tensors: the copies and the arrays of each tensor.
+        threads: maximum number of threads for all tensors together; one per processor if None.
             The result is the same for any number.
 
     Raises:
         ShardError: an array that is missing, has another shape or dtype, or is on a device; an
-            array of `out` that cannot be written, or shares memory with one of any tensor.
+            array of `out` that is read-only, or shares memory with another array.
         UsageError: fewer than one thread.
-        PlanError: what `find_stages` raises.
+        PlanError: raised by `find_stages`.
     """
     workers = check_threads(threads)
     every = [_Memory.of(copies, arrays) for copies, arrays in tensors]
     _find_targets(every, workers)
-    # The last thing that may fail is done before anything is written.
+    # The last step that may fail precedes all writes.
     stages = [memory.copies.find_stages() for memory in every]
     for memory in every:
         clear_pads(memory.copies.target, memory.target_cells)
-    # Stage by stage of all tensors together, so that threads share all of their copies.
+    # Stage by stage for all tensors together, so that threads share all copies.
     for number in range(max(map(len, stages), default=0)):
-        found: list[Copy] = []
+        batch: list[Copy] = []
         for memory, columns in zip(every, stages, strict=True):
             if number < len(columns):
-                found += memory.stage(columns[number], is_first=not number)
-        carry_out(found, workers)
+                batch += memory.stage(columns[number], is_first=not number)
+        carry_out(batch, workers)
     return [memory.finish() for memory in every]
 
 
 def check(tensors: Sequence[tuple[TensorCopies, TensorArrays]]) -> None:
-    """Raise what `run` raises of arrays that do not fit, and copy nothing."""
+    """Raise the errors of `run` for arrays that do not match, and copy nothing."""
     _find_given_targets([_Memory.of(*tensor) for tensor in tensors])
 
 
@@ -244,22 +249,22 @@ def run_slot(
     shards: Mapping[int, Any],
     before_copy: Callable[[], None] = lambda: None,
 ) -> Any:
-    """The array of one target slot, by one thread, from source arrays that were checked.
+    """Return the array of a target slot, computed by a single thread from checked source arrays.
 
-    Only those are read that the slot's copies are from.
+    Only the sources of the slot's copies are read.
 
     Args:
-        copies: what is done for the slot, in one stage.
-        slot: one that holds something.
+        copies: the copies of the slot, in a single stage.
+        slot: a slot that holds elements.
         shards: the arrays of the source's slots.
-        before_copy: called before every copy; what it raises ends the work.
+        before_copy: called before every copy; an exception ends the work.
     """
     (columns,) = copies.find_stages()
     kind = kind_of(next(iter(shards.values())), "the source's array")
     senders = distinct(copies.source.cell_slot[columns.source_cell]).tolist()
     held = {sender: kind.storage(shards[sender]) for sender in senders}
     memory = _Memory(copies, TensorArrays(shards), kind, held, {}, {})
-    # Zeros where it is padding.
+    # Zeros for padding.
     memory.fill({slot: np.zeros(copies.target.local_shape(slot) or (), kind.dtype.storage)})
     # In the order of the contributions, as `carry_out` does it with several threads.
     for copy in sorted(memory.stage(columns, is_first=True), key=lambda copy: copy.order):
@@ -269,7 +274,7 @@ def run_slot(
 
 
 def _find_targets(every: Sequence[_Memory], workers: int) -> None:
-    """Find the memory that is written: what was given first, since it may not fit."""
+    """Allocate the memory that is written, after checking the arrays in `out`."""
     _find_given_targets(every)
     fresh = FreshMemory()
     for memory in every:
@@ -279,14 +284,17 @@ def _find_targets(every: Sequence[_Memory], workers: int) -> None:
 
 
 def _find_given_targets(every: Sequence[_Memory]) -> None:
-    """Find the memory of the arrays in `out`. Raises ShardError for what does not fit."""
-    given = [(memory, out) for memory in every if (out := memory.arrays.out) is not None]
-    for memory, out in given:
+    """Collect the memory of the arrays in `out`.
+
+    Raises ShardError for arrays that do not match.
+    """
+    outputs = [(memory, out) for memory in every if (out := memory.arrays.out) is not None]
+    for memory, out in outputs:
         label = memory.arrays.label
         memory.fill(given_storages(memory.copies.target, memory.kind, out, label))
-    # When all are found: an array may also lie in one of another tensor.
-    if given:
-        check_apart(_name_outputs([memory for memory, _ in given]), _name_sources(every))
+    # After all are collected: an array may also overlap one of another tensor.
+    if outputs:
+        check_apart(_name_outputs([memory for memory, _ in outputs]), _name_sources(every))
 
 
 def _name_outputs(every: Sequence[_Memory]) -> Iterator[NamedStorage]:

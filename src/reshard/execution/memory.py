@@ -54,7 +54,7 @@ from reshard.system import advise_pages, has_large_pages
 
 
 def check_by_slot(arrays: object, name: str) -> None:
-    """Raise ShardError for what is no table of arrays by rank.
+    """Raise ShardError unless arrays are given by rank.
 
     >>> import numpy as np
     >>> check_by_slot([np.zeros(2)], "out")
@@ -69,7 +69,7 @@ def check_by_slot(arrays: object, name: str) -> None:
 
 
 def check_by_name(arrays: object, name: str) -> None:
-    """Raise ShardError for what is no table of tensors' arrays by name.
+    """Raise ShardError unless arrays are given by tensor name.
 
     >>> import numpy as np
     >>> check_by_name([{0: np.zeros(2)}], "out")
@@ -86,16 +86,16 @@ def check_by_name(arrays: object, name: str) -> None:
 
 
 def sort_for_reading(keys: Iterable[Any]) -> list[Any]:
-    """Keys as an error lists them: in their order, where they have one.
+    """Return keys sorted, for an error; unsorted if they cannot be compared.
 
     >>> sort_for_reading([2, 1]), sort_for_reading([2, "1"])
     ([1, 2], [2, '1'])
     """
-    found = list(keys)
+    listed = list(keys)
     try:
-        return sorted(found)
+        return sorted(listed)
     except TypeError:
-        return found
+        return listed
 
 
 def check_shards(
@@ -105,19 +105,20 @@ def check_shards(
     dtype: DType | None = None,
     target_reduction: str | None = None,
 ) -> ArrayKind:
-    """The kind of the arrays of a source layout. Raises ShardError where they do not fit it.
+    """Return the kind of the arrays of a source layout, or raise ShardError if they do not match
+    it.
 
     Args:
         source: the layout.
-        shards: the arrays by slot; those of slots that hold nothing are not looked at, and slots
-            without elements need none.
-        tensor: what errors call the tensor, where a run has several.
-        dtype: what the arrays have to be of; anything when None.
-        target_reduction: what they become contributions of.
+        shards: the arrays by slot; those of slots that hold nothing are ignored, and slots without
+            elements need none.
+        tensor: the tensor's name in errors, if a run has several.
+        dtype: the required dtype; any if None.
+        target_reduction: the reduction of the target, if it is partial.
     """
-    check_by_slot(shards, f"what is given{tensor}")
+    check_by_slot(shards, f"shards{tensor}")
     holders = [slot for slot in source.holders if slot in shards]
-    # Of a tensor without any element, one array has to show the type.
+    # If the tensor has no elements, an array is needed for the type.
     needed = source.element_holders or source.holders[: not holders]
     missing = [slot for slot in needed if slot not in shards]
     if missing:
@@ -126,15 +127,15 @@ def check_shards(
             f"{list(source.holders)}, got {sort_for_reading(shards)}"
         )
     if not holders:
-        raise ShardError(f"the source layout{tensor} holds nothing, so there is nothing to run on")
+        raise ShardError(f"the source layout{tensor} holds nothing, so there is nothing to copy")
     kinds = {slot: kind_of(shards[slot], source_name(slot, tensor)) for slot in holders}
     kind = kinds[holders[0]]
     for slot, other in kinds.items():
-        found, expected = tuple(shards[slot].shape), source.local_shapes[slot]
-        if found != expected:
+        shape, expected = tuple(shards[slot].shape), source.local_shapes[slot]
+        if shape != expected:
             raise ShardError(
-                f"{source_name(slot, tensor)} has shape {list(found)}, but the source layout "
-                f"says {list(expected)}"
+                f"{source_name(slot, tensor)} has shape {list(shape)}, but the source layout "
+                f"has {list(expected)}"
             )
         if other.dtype is not kind.dtype or type(other) is not type(kind):
             raise ShardError(
@@ -147,7 +148,7 @@ def check_shards(
             f"arrays{tensor} of {kind.dtype.name} for a plan of {dtype.name}; nothing is cast"
         )
     for reduction in {source.reduction, target_reduction} - {None}:
-        # Where only the target is a mean, its contributions are copies: nothing is divided.
+        # If only the target is a mean, its contributions are copies: nothing is divided.
         if reduction != "mean" or source.reduction == "mean":
             check_reduction(str(reduction), kind.dtype)
     return kind
@@ -156,39 +157,39 @@ def check_shards(
 def source_storages(
     source: Layout, kind: ArrayKind, shards: Mapping[int, Any], tensor: str = ""
 ) -> dict[int, Storage]:
-    """The memory of a source's arrays, that were checked.
+    """Return the memory of the source's arrays, which have been checked.
 
-    Raises ShardError where it is elsewhere, or cannot be shared; `tensor` as in `check_shards`.
+    Raises ShardError if it is on a device, or cannot be shared; `tensor` as in `check_shards`.
     """
-    found = {}
+    storages = {}
     for slot in source.holders:
         if slot in shards:
-            found[slot] = kind.storage(shards[slot], source_name(slot, tensor))
+            storages[slot] = kind.storage(shards[slot], source_name(slot, tensor))
         else:
-            # It has no elements, so that nothing is read.
-            found[slot] = np.empty(source.local_shapes[slot], dtype=kind.dtype.storage)
-    return found
+            # It has no elements, so nothing is read.
+            storages[slot] = np.empty(source.local_shapes[slot], dtype=kind.dtype.storage)
+    return storages
 
 
 def source_name(slot: int, tensor: str = "") -> str:
-    """What an error calls the array that was given for a slot."""
+    """Return the name of the array of a slot, for errors."""
     return f"the array of rank {slot}{tensor}"
 
 
-# Memory of smaller arrays the C library keeps when it is given back, and has it there at once the
-# next time: glibc's mallopt(3), M_MMAP_THRESHOLD, which rises to this and no further.
+# The C library keeps the freed memory of smaller arrays and reuses it: glibc's mallopt(3),
+# M_MMAP_THRESHOLD, which rises to this limit.
 LARGE_ARRAY_BYTES = 32 << 20
 _LARGE_PAGE_BYTES = 2 << 20
-# The smallest page of any system: one write to each finds a large page of small ones, too.
+# The smallest page of any system: a write to each maps a large page of small pages, too.
 _SMALL_PAGE_BYTES = 4 << 10
-# The processor clears 2 MiB in a quarter of this, or less.
+# A processor clears 2 MiB in a quarter of this, or less.
 _SLOW_S = 1e-3
-# One page may be slow because of another process.
+# A single page may be slow because of another process.
 _MAX_SLOW_PAGES = 3
 
 
 class FreshMemory:
-    """Memory of new arrays, to be found at once by `find`, or as they are written.
+    """Memory for new arrays, mapped by `find` or on their first write.
 
     >>> memory = FreshMemory()
     >>> array = memory.array((2, 3), np.dtype(np.uint8))
@@ -203,12 +204,12 @@ class FreshMemory:
         self._slow_pages = 0
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """A new array; its contents are undefined. Raises MemoryError where there is no room."""
+        """Return a new array with undefined contents. Raises MemoryError if there is no memory."""
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes < LARGE_ARRAY_BYTES or not has_large_pages():
             return np.empty(shape, dtype)
         try:
-            # Of this process alone: one that it starts has a copy.
+            # Private: a child process gets a copy.
             mapping = mmap.mmap(
                 -1,
                 size_bytes + _LARGE_PAGE_BYTES,
@@ -217,13 +218,13 @@ class FreshMemory:
         except (OSError, OverflowError):
             return np.empty(shape, dtype)
         whole: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
-        # To the first address where a large page may begin: one page more was mapped for that.
+        # Align to a large page: an additional page was mapped for that.
         begin = -whole.__array_interface__["data"][0] % _LARGE_PAGE_BYTES
         large_bytes = size_bytes // _LARGE_PAGE_BYTES * _LARGE_PAGE_BYTES
         if not advise_pages(mapping, begin, large_bytes, large=True):
             return np.empty(shape, dtype)
         self._mappings.append(mapping)
-        # One byte of each small page: writing it makes the system find the page.
+        # A byte of each small page: writing it makes the system map the page.
         self._large_pages.extend(
             whole[at : at + _LARGE_PAGE_BYTES : _SMALL_PAGE_BYTES]
             for at in range(begin, begin + large_bytes, _LARGE_PAGE_BYTES)
@@ -231,9 +232,9 @@ class FreshMemory:
         return whole[begin : begin + size_bytes].view(dtype).reshape(shape)
 
     def find(self, threads: int) -> None:
-        """Find the memory of the arrays that were made, by at most so many threads.
+        """Map the memory of the arrays, by at most so many threads.
 
-        To be called once, before anything is written to them.
+        Call it once, before anything is written to the arrays.
         """
         workers = min(threads, len(self._large_pages))
         if workers > 1:
@@ -245,7 +246,7 @@ class FreshMemory:
         if self._slow_pages >= _MAX_SLOW_PAGES:
             for mapping in self._mappings:
                 advise_pages(mapping, 0, len(mapping), large=False)
-        # What is kept here would keep the memory.
+        # References kept here would keep the memory.
         self._mappings.clear()
         self._large_pages.clear()
 
@@ -255,30 +256,30 @@ class FreshMemory:
                 page = self._large_pages.popleft()
             except IndexError:
                 return
-            # Of this thread alone, so that others on the processor do not count. NumPy lets
-            # Python's lock go for as many elements as these.
+            # The time of this thread only, without others on the processor. NumPy releases the
+            # interpreter lock for this many elements.
             begin_s = time.thread_time()
             page[...] = 0
             if time.thread_time() - begin_s > _SLOW_S:
                 self._slow_pages += 1
 
 
-# Two arrays of one memory are told apart by solving for indices of a common element; what takes
-# more attempts than this is refused.
+# Whether arrays in the same memory overlap is decided by solving for the indices of a common
+# element; arrays that need more attempts than this are refused.
 _MAX_ATTEMPTS = 1_000_000
-# NumPy's types know only two of the numbers of attempts that it takes.
+# NumPy's type stubs allow only two values of `max_work`.
 _shares_memory: Any = np.shares_memory
 
 
 class NamedStorage(NamedTuple):
-    """The memory of an array, and what an error calls it."""
+    """The memory of an array, and its name in errors."""
 
     name: str
     storage: Storage
 
 
 def new_storages(layout: Layout, kind: ArrayKind, memory: FreshMemory) -> dict[int, Storage]:
-    """New memory for each slot that holds something; its contents are undefined."""
+    """Return new memory for each slot that holds cells; its contents are undefined."""
     return {
         slot: memory.array(layout.local_shapes[slot], kind.dtype.storage) for slot in layout.holders
     }
@@ -287,16 +288,16 @@ def new_storages(layout: Layout, kind: ArrayKind, memory: FreshMemory) -> dict[i
 def given_storages(
     layout: Layout, kind: ArrayKind, out: Mapping[int, Any], tensor: str = ""
 ) -> dict[int, Storage]:
-    """The memory of the arrays in `out`, one for each slot that holds an element.
+    """Return the memory of the arrays in `out`, one for each slot that holds elements.
 
     Args:
         layout: of the target.
         kind: of the sources' arrays.
-        out: arrays by slot; those of other slots are not looked at.
-        tensor: what errors call the tensor, where a run has several.
+        out: arrays by slot; those of other slots are ignored.
+        tensor: the tensor's name in errors, if a run has several.
 
     Raises:
-        ShardError: one that is missing, of another shape, kind or dtype, or not to be written.
+        ShardError: an array that is missing, read-only, or of another shape, kind or dtype.
     """
     check_by_slot(out, f"out{tensor}")
     missing = [slot for slot in layout.element_holders if slot not in out]
@@ -305,41 +306,41 @@ def given_storages(
             f"no array{tensor} for rank {missing[0]} in out; the target holds data on ranks "
             f"{list(layout.holders)}, got {sort_for_reading(out)}"
         )
-    found = {}
+    storages = {}
     for slot in layout.holders:
         if slot not in out:
-            # It has no elements, so that nothing is written.
-            found[slot] = np.empty(layout.local_shapes[slot], dtype=kind.dtype.storage)
+            # It has no elements, so nothing is written.
+            storages[slot] = np.empty(layout.local_shapes[slot], dtype=kind.dtype.storage)
             continue
         name, array = output_name(slot, tensor), out[slot]
         other = kind_of(array, name)
         shape = layout.local_shapes[slot]
         if tuple(array.shape) != shape:
             raise ShardError(
-                f"{name} has shape {list(array.shape)}, but the target layout says {list(shape)}"
+                f"{name} has shape {list(array.shape)}, but the target layout has {list(shape)}"
             )
         if other.dtype is not kind.dtype or type(other) is not type(kind):
             raise ShardError(
                 f"{name} is {type(other).__name__} of {other.dtype.name}, the sources are "
                 f"{type(kind).__name__} of {kind.dtype.name}; nothing is cast"
             )
-        found[slot] = other.writable(array, name)
-        if _repeats_itself(found[slot]):
+        storages[slot] = other.writable(array, name)
+        if _repeats_itself(storages[slot]):
             raise ShardError(
-                f"{name} has several elements in one place of its memory (strides "
-                f"{list(found[slot].strides)} in bytes for shape {list(shape)}); each must have "
+                f"{name} has several elements at the same address (strides "
+                f"{list(storages[slot].strides)} in bytes for shape {list(shape)}); each needs "
                 "its own, as in a copy"
             )
-    return found
+    return storages
 
 
 def output_name(slot: int, tensor: str = "") -> str:
-    """What an error calls the array given for a slot."""
+    """Return the name of the output array of a slot, for errors."""
     return f"the array{tensor} for rank {slot} in out"
 
 
 def check_apart(written: Iterable[NamedStorage], read: Iterable[NamedStorage]) -> None:
-    """Raise ShardError where an array that is written shares an element with any other.
+    """Raise ShardError if an array that is written shares an element with any other.
 
     >>> memory = np.zeros(4)
     >>> ends = NamedStorage("the left", memory[:2]), NamedStorage("the right", memory[2:])
@@ -348,14 +349,14 @@ def check_apart(written: Iterable[NamedStorage], read: Iterable[NamedStorage]) -
     Traceback (most recent call last):
         ...
     reshard.errors.ShardError: the left shares memory with the middle; each array that is written
-    needs memory of its own
+    needs separate memory
     """
     entries = [(*_bounds(named.storage), True, named) for named in written if named.storage.size]
-    # A source may stand for many slots.
+    # Several slots may share a source array.
     sources = {_place(named.storage): named for named in read if named.storage.size}
     entries += [(*_bounds(named.storage), False, named) for named in sources.values()]
     entries.sort(key=lambda entry: entry[0])
-    # A sweep by address: `reaching` are the arrays whose bytes go on where the next one begins.
+    # A sweep by address: `reaching` are the arrays that extend beyond the start of the next.
     reaching: list[tuple[int, bool, NamedStorage]] = []
     for low, high, is_written, named in entries:
         reaching = [entry for entry in reaching if entry[0] > low]
@@ -368,17 +369,17 @@ def check_apart(written: Iterable[NamedStorage], read: Iterable[NamedStorage]) -
 
 def _check_pair(written: NamedStorage, other: NamedStorage) -> None:
     try:
-        # Arrays whose bounds cross may be disjoint all the same, as columns of one matrix are.
+        # Arrays with overlapping bounds may still be disjoint, as columns of a matrix are.
         shared = _shares_memory(written.storage, other.storage, max_work=_MAX_ATTEMPTS)
     except np.exceptions.TooHardError:
         raise ShardError(
-            f"{written.name} lies in the same memory as {other.name}, and whether they share an "
-            "element takes too long to find out; give memory of its own"
+            f"{written.name} is in the same memory as {other.name}, and it takes too long to find "
+            "out whether they share an element; give it separate memory"
         ) from None
     if shared:
         raise ShardError(
             f"{written.name} shares memory with {other.name}; each array that is written needs "
-            "memory of its own"
+            "separate memory"
         )
 
 
@@ -387,7 +388,7 @@ def _place(array: Storage) -> tuple[Any, ...]:
 
 
 def _bounds(array: Storage) -> tuple[int, int]:
-    """The addresses of the first byte and behind the last."""
+    """Return the address of the first byte, and the address after the last."""
     low = high = array.__array_interface__["data"][0]
     for size, stride in zip(array.shape, array.strides, strict=True):
         low += min(0, (size - 1) * stride)
@@ -396,10 +397,10 @@ def _bounds(array: Storage) -> tuple[int, int]:
 
 
 def _repeats_itself(array: Storage) -> bool:
-    """Whether two elements lie in one place, or not each dimension steps over those below it."""
+    """Return whether two elements share an address, unless strides prove that none do."""
     reach = array.itemsize
     dims = zip(array.strides, array.shape, strict=True)
-    # From the smallest stride up: `reach` is how far all dimensions so far go.
+    # From the smallest stride up: `reach` is the extent of the dimensions so far.
     for stride, size in sorted((abs(stride), size) for stride, size in dims if size != 1):
         if stride < reach and array.size:
             return True

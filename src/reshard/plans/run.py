@@ -149,7 +149,7 @@ def _run_named(
     threads: int | None,
 ) -> dict[str, dict[int, Any]]:
     names = [name for name, _, _ in copies]
-    check_by_name(arrays, "what is given")
+    check_by_name(arrays, "shards")
     _check_names(names, arrays, "")
     if out is not None:
         check_by_name(out, "out")
