@@ -17,10 +17,11 @@ import itertools
 import math
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from reshard.errors import UsageError
+from reshard.errors import FormatError, UsageError
 
 
 def display_width(text: str) -> int:
@@ -458,3 +459,31 @@ def file_table(files: Sequence[tuple[str, int, int]]) -> str:
             )
         ]
     return table(rows, ("file", "rank", "size"), "lrr")
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text in which no object has a key twice.
+
+    Raises:
+        FormatError: a key that appears twice in an object.
+        ValueError, RecursionError: invalid JSON.
+
+    >>> parse_json('{"a": 1, "a": 2}')
+    Traceback (most recent call last):
+    reshard.errors.FormatError: the key 'a' appears twice
+    """
+    import json
+
+    return json.loads(text, object_pairs_hook=_unique_pairs)
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise FormatError(f"the key {first_duplicate(key for key, _ in pairs)!r} appears twice")
+    return content
+
+
+def first_duplicate(names: Iterable[str]) -> str:
+    """Return the first name that appears more than once."""
+    return next(name for name, times in Counter(names).items() if times > 1)

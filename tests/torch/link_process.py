@@ -170,7 +170,7 @@ def buckets() -> None:
             if SIDE == "trainer":
                 set_values(model, step)
                 refused(lambda: sync.run(guard=lock), UsageError, "guard= on a trainer")
-                refused(lambda: sync.run(stop=True), UsageError, "give a threading.Event")
+                refused(lambda: sync.run(stop=True), UsageError, "expected a threading.Event")
                 sync.run(progress=told.append)
                 expect(sync.buckets == (), "a trainer's weights are complete")
             else:

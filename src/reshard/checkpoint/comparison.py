@@ -55,7 +55,7 @@ from reshard.checkpoint.formats.registry import find_format
 from reshard.checkpoint.naming.selection import TensorSelection, select_from
 from reshard.checkpoint.storage.byte_ranges import split_equal_steps, strided_arrays
 from reshard.checkpoint.storage.local_files import SourceFile
-from reshard.checkpoint.storage.remote_files import default_threads
+from reshard.checkpoint.storage.remote_files import choose_threads
 from reshard.checkpoint.storage.threads import Progress, ProgressFunction, run_in_threads
 from reshard.checkpoint.training.plain_state import decode_items, differing_values, in_plain_values
 from reshard.errors import FormatError, UsageError
@@ -227,7 +227,7 @@ def compare(
         left = select_from(opened, TensorSelection(select=select))
     sides = (_Side(left), _Side(right))
     a, b = sides[0].checkpoint, sides[1].checkpoint
-    threads = default_threads(threads, a.folder, b.folder)
+    threads = choose_threads(threads, a.folder, b.folder)
     mine, others = sides[0].columns, sides[1].columns
     differences = _compare_descriptions(a, b, mine, others)
     unequal = {difference.name for difference in differences}
@@ -405,7 +405,7 @@ def check_digests(
         RunError: a file that cannot be read.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    threads = default_threads(threads, checkpoint.folder)
+    threads = choose_threads(threads, checkpoint.folder)
     columns = TensorColumns.of(checkpoint.tensors)
     recorded = columns.digests
     known = [recorded is not None and recorded.of(row) is not None for row in range(len(columns))]

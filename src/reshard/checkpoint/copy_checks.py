@@ -46,7 +46,7 @@ from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind, 
 from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint, StoredChecksum
 from reshard.checkpoint.formats.registry import find_format
 from reshard.checkpoint.storage.local_files import AlignedBuffer, SourceFile
-from reshard.checkpoint.storage.remote_files import default_threads
+from reshard.checkpoint.storage.remote_files import choose_threads
 from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.checkpoint.storage.threads import run_in_threads
 from reshard.errors import CoverageError, MissingExtraError, UsageError
@@ -773,7 +773,7 @@ def _read_groups(checkpoint: Checkpoint, reads: list[_Read]) -> Iterator[tuple[_
         return number, member, _digest(reads[number], member, files, buffer)
 
     found: list[dict[int, bytes]] = [{} for _ in reads]
-    results = run_in_threads(tasks, work, _make_buffer, default_threads(None, checkpoint.folder))
+    results = run_in_threads(tasks, work, _make_buffer, choose_threads(None, checkpoint.folder))
     try:
         for number, member, digest in results:
             found[number][member] = digest

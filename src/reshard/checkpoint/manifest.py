@@ -32,7 +32,6 @@ import numpy as np
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid
 from reshard.checkpoint.blocks.tensor_columns import DigestColumns, TensorColumns
 from reshard.checkpoint.contents import StoredFile, StoredTensor, TensorDigest
-from reshard.checkpoint.storage.json_text import first_duplicate, parse_json
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, ReshardError
@@ -40,6 +39,7 @@ from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 from reshard.runs import IntArray
 from reshard.sharding import spec
+from reshard.text import first_duplicate, parse_json
 
 MANIFEST_NAME = "reshard.manifest.json"
 FORMAT_VERSION = 1

@@ -180,7 +180,7 @@ def test_killed_and_run_again(
     if "some/model/.reshard" not in "".join(server.objects):
         assert seen in (set(), set(expected))
     elif seen:
-        with pytest.raises(CheckpointError, match="half of one and half of another"):
+        with pytest.raises(CheckpointError, match="half old and half new"):
             open_checkpoint(ADDRESS)
     again = run("elsewhere" if is_elsewhere else "here")
     if again.error is not None:
@@ -321,7 +321,7 @@ def test_a_target_that_exists(
     assert server.objects["some/model/weights.old"] == b"old" and server.pending == []
     put(rows, tmp_path, overwrite=True, discard_others=True)
     assert server.objects == {**expected, "some/model-2/weights": b"another"}
-    with pytest.raises(UsageError, match="only read; write to s3://"):
+    with pytest.raises(UsageError, match="can only be read; write to s3://"):
         convert(rows, "https://host/model", **COLUMNS)
     with pytest.raises(UsageError, match="a whole bucket; name a folder"):
         convert(rows, "s3://weights", **COLUMNS)
@@ -336,7 +336,7 @@ def test_another_conversion_has_begun(
         rows, ADDRESS, staging=str(tmp_path / "a"), kill_at=60, **COLUMNS, **SMALL
     )
     assert outcome.was_killed and server.pending
-    with pytest.raises(CheckpointError, match="a conversion has begun to write one"):
+    with pytest.raises(CheckpointError, match="a conversion is writing one"):
         open_checkpoint(ADDRESS)
     with pytest.raises(RunError, match="another conversion has begun"):
         put(rows, tmp_path / "b", to="full", rules=[])
@@ -361,7 +361,7 @@ def test_a_reader_sees_the_old_or_the_new(server: BucketServer, rows: Path, tmp_
             found = json.loads((opened.folder / "reshard.manifest.json").read_bytes())
             seen.append("old" if found["conversion_id"] == old else "new")
         except CheckpointError as error:
-            seen.append("none" if "half of one and half of another" in str(error) else str(error))
+            seen.append("none" if "half old and half new" in str(error) else str(error))
         server.fault = look
 
     server.fault = look

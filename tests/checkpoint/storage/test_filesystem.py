@@ -36,7 +36,7 @@ from reshard.checkpoint.storage.filesystem import (
 )
 from reshard.checkpoint.storage.local_files import TargetFile
 from reshard.checkpoint.storage.object_stores import FileStream
-from reshard.checkpoint.storage.uploads import ReleasedRanges, read_released_ranges
+from reshard.checkpoint.storage.uploads import SentRecords, read_released_ranges
 from reshard.errors import RunError
 
 # Allocating it fails, so only a request that is cut to the file can pass.
@@ -91,7 +91,7 @@ def new_journal(path: Path) -> None:
 
 
 def note_given_back(path: Path) -> None:
-    ReleasedRanges(path.parent.parent, int(path.suffix.removeprefix(".")))
+    SentRecords(path.parent.parent, int(path.suffix.removeprefix(".")))
 
 
 # What is opened, by its name.
@@ -239,7 +239,7 @@ def test_a_folder_that_took_the_place_of_a_locked_one(tmp_path: Path) -> None:
         root.rename(tmp_path / "moved")
         root.mkdir()
         (root / "content").mkdir()
-        with pytest.raises(RunError, match="another folder took the place"):
+        with pytest.raises(RunError, match="was replaced by another folder"):
             work.commit()
     assert not (tmp_path / "out").exists()
 
@@ -354,7 +354,7 @@ def test_a_folder_that_vanishes_every_time_is_given_up(
         raise FileNotFoundError
 
     monkeypatch.setattr(os, "open", vanish)
-    with pytest.raises(RunError, match="removed as often as it is made"):
+    with pytest.raises(RunError, match="removed as often as it is created"):
         filesystem.FolderLock.acquire(tmp_path / "staging")
 
 

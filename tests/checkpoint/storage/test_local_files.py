@@ -21,15 +21,14 @@ from hypothesis import strategies as st
 
 from reshard import system
 from reshard.checkpoint.storage.filesystem import (
-    DIRECT_MINIMUM_BYTES,
     describe_free_space,
     sync_folder,
     translate_os_errors,
 )
 from reshard.checkpoint.storage.local_files import (
+    MIN_DIRECT_BYTES,
     PAGE_BYTES,
     AlignedBuffer,
-    BufferRegion,
     FileIdentity,
     SourceFile,
     TargetFile,
@@ -93,22 +92,11 @@ def test_capacity_for_is_enough_everywhere_and_not_a_page_too_much():
         buffer.region(4095, 5000)
 
 
-@pytest.mark.parametrize(("offset", "size", "at"), [(-1, 1, 0), (0, -1, 0), (0, 1, -1)])
-def test_negative_numbers_are_refused(offset, size, at):
-    with AlignedBuffer(PAGE_BYTES) as buffer, pytest.raises(UsageError, match="negative"):
-        buffer.region(offset, size, at)
-
-
-def test_a_negative_capacity_is_refused():
-    with pytest.raises(UsageError, match="-1 bytes"):
-        AlignedBuffer(-1)
-
-
 def test_what_does_not_fit_says_what_would():
     with AlignedBuffer(PAGE_BYTES) as buffer:
         with pytest.raises(UsageError, match=r"4096 bytes for file offset 1 .* room up to 8192"):
             buffer.region(1, 4096)
-        with pytest.raises(UsageError, match="behind position 1"):
+        with pytest.raises(UsageError, match="after position 1"):
             buffer.region(0, 1, at=1)
 
 
@@ -122,14 +110,6 @@ def test_a_region_outlives_its_buffer_but_a_closed_buffer_gives_none():
     with pytest.raises(UsageError, match="closed"):
         buffer.region(0, 10)
     assert repr(buffer) == "AlignedBuffer(closed)"
-
-
-def test_a_region_that_is_not_its_pages_is_refused():
-    memory = memoryview(bytearray(2 * PAGE_BYTES))
-    with pytest.raises(UsageError, match="4096 bytes of pages: expected 8192"):
-        BufferRegion(memory=memory[1:4097], pages=memory[:4096], lead_bytes=1, end_bytes=4096)
-    with pytest.raises(UsageError, match="4096 bytes into its first page"):
-        BufferRegion(memory=memory[4096:], pages=memory, lead_bytes=4096, end_bytes=8192)
 
 
 pytestmark = pytest.mark.linux_only(reason="direct I/O, and reads of the page cache alone")
@@ -163,7 +143,7 @@ class Machine:
         patch.setattr(os, "preadv", self.preadv)
         patch.setattr(os, "pwritev", self.pwritev)
         module = "reshard.checkpoint.storage.local_files"
-        patch.setattr(f"{module}.DIRECT_MINIMUM_BYTES", 1)
+        patch.setattr(f"{module}.MIN_DIRECT_BYTES", 1)
         patch.setattr(f"{module}.open_direct", lambda path, flags: os.open(path, flags | self.MARK))
         return self
 
@@ -332,7 +312,7 @@ def test_small_reads_plain_memory_and_other_offsets_go_through_the_cache(
         region = buffer.region(5000, 9000)
         source.read_into(region, 5001)
         assert bytes(region.memory) == CONTENT[5001:14_001]
-        monkeypatch.setattr("reshard.checkpoint.storage.local_files.DIRECT_MINIMUM_BYTES", 9001)
+        monkeypatch.setattr("reshard.checkpoint.storage.local_files.MIN_DIRECT_BYTES", 9001)
         source.read_into(region, 5000)
         assert bytes(region.memory) == CONTENT[5000:14_000]
     assert machine.spans("direct") == []
@@ -443,12 +423,10 @@ def test_what_is_no_readable_file_is_named(tmp_path):
     assert len(system.list_descriptors()) == open_before
 
 
-def test_reading_nothing_and_reading_nowhere(source_path):
+def test_reading_nothing_and_reading_a_closed_file(source_path):
     with SourceFile(source_path) as source:
         source.read_into(memoryview(b""), FILE_BYTES + 10)
         assert source.read_bytes == 0
-        with pytest.raises(UsageError, match="offset -1"):
-            source.read_into(memoryview(bytearray(1)), -1)
     with pytest.raises(RunError, match="Bad file descriptor"):
         source.read_into(memoryview(bytearray(1)), 0)
     source.close()
@@ -506,11 +484,6 @@ def test_what_is_no_identity_is_refused(change):
 def test_what_is_not_even_a_record_is_refused(value):
     with pytest.raises(FormatError, match="not a file identity"):
         FileIdentity.from_json(value)
-
-
-def test_an_identity_cannot_be_negative():
-    with pytest.raises(UsageError, match="-1 bytes"):
-        FileIdentity("a", -1, 0, 0)
 
 
 # Writing
@@ -671,7 +644,7 @@ def test_a_file_system_without_direct_descriptors(tmp_path, monkeypatch):
         return real_open(path, flags, mode)
 
     monkeypatch.setattr(os, "open", refuse)
-    size = 3 * DIRECT_MINIMUM_BYTES
+    size = 3 * MIN_DIRECT_BYTES
     content = random.Random(1).randbytes(size)
     with AlignedBuffer(size) as buffer:
         region = buffer.region(0, size)
@@ -722,7 +695,7 @@ def test_a_system_that_takes_nothing_is_an_error_and_not_a_loop(tmp_path, monkey
     monkeypatch.setattr(os, "pwritev", lambda *_: 0)
     with (
         TargetFile(tmp_path / "target", 10) as target,
-        pytest.raises(RunError, match="took no bytes"),
+        pytest.raises(RunError, match="wrote no bytes"),
     ):
         target.write(memoryview(b"0123456789"), 0)
 
@@ -755,13 +728,10 @@ def test_a_target_keeps_what_an_earlier_run_wrote(tmp_path):
     assert path.read_bytes() == b"abc"
 
 
-def test_an_empty_target_and_a_negative_one(tmp_path):
+def test_an_empty_target(tmp_path):
     with TargetFile(tmp_path / "empty", 0) as target:
         target.sync()
     assert (tmp_path / "empty").read_bytes() == b""
-    with pytest.raises(UsageError, match="-1 bytes"):
-        TargetFile(tmp_path / "negative", -1)
-    assert not (tmp_path / "negative").exists()
 
 
 def test_a_disk_too_small_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
@@ -825,7 +795,7 @@ def test_a_sync_that_fails_is_an_error(tmp_path, monkeypatch):
 def test_free_space_is_what_the_system_says(tmp_path):
     state = os.statvfs(tmp_path)
     assert 0 <= free_bytes(tmp_path) <= state.f_blocks * state.f_frsize
-    with pytest.raises(RunError, match="none: cannot ask for free space: No such file"):
+    with pytest.raises(RunError, match="none: cannot determine free space: No such file"):
         free_bytes(tmp_path / "none")
 
 

@@ -60,7 +60,7 @@ def test_what_goes_wrong_for_a_while_is_asked_for_again(
 @pytest.mark.parametrize(("status", "error"), [(403, PermissionError), (401, PermissionError)])
 def test_refusals_are_told_at_once(server: ObjectServer, status: int, error: type[OSError]) -> None:
     server.faults = [status] * 9
-    with pytest.raises(error, match="does not let this user in"):
+    with pytest.raises(error, match="denies access to this user"):
         source_of(server).read_into("model/a.bin", 0, memoryview(bytearray(8)))
     assert server.requests["GET /model/a.bin"] == 1
 
@@ -76,7 +76,7 @@ def test_a_web_server_is_asked_for_usual_names(server: ObjectServer) -> None:
     server.objects["/model/odd name.txt"] = b"text"
     found = source_of(server).list_folder("model")
     assert set(found.objects) == {"config.json"}
-    assert not found.is_whole
+    assert not found.is_complete
     assert source_of(server).head("model/odd name.txt") is not None
 
 

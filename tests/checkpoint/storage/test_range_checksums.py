@@ -9,25 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoint.storage.range_checksums import RangeChecksums, moved
+from reshard.checkpoint.storage.range_checksums import RangeChecksums, shift_crc32
 from reshard.errors import UsageError
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_moved_is_what_zlib_makes_of_bytes_in_front(front: bytes, back: bytes) -> None:
-    both = moved(zlib.crc32(front), len(back)) ^ zlib.crc32(back)
+    both = shift_crc32(zlib.crc32(front), len(back)) ^ zlib.crc32(back)
     assert both == zlib.crc32(front + back)
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 257, 65_535, 65_536, 1_000_003, 1 << 24])
 def test_moved_over_many_bytes(size: int) -> None:
     back = bytes(size)
-    assert moved(zlib.crc32(b"front"), size) ^ zlib.crc32(back) == zlib.crc32(b"front" + back)
+    assert shift_crc32(zlib.crc32(b"front"), size) ^ zlib.crc32(back) == zlib.crc32(b"front" + back)
 
 
 def test_moved_twice_is_moved_at_once_over_more_than_memory_holds() -> None:
     for size in (1 << 40, (1 << 41) + 12_345):
-        assert moved(moved(77, size), size - 1) == moved(77, 2 * size - 1)
+        assert shift_crc32(shift_crc32(77, size), size - 1) == shift_crc32(77, 2 * size - 1)
 
 
 @given(st.binary(min_size=1, max_size=100), st.lists(st.integers(0, 100)), st.randoms())

@@ -22,7 +22,8 @@ from reshard.checkpoint.storage.remote_files import (
     NamedRange,
     PrefetchedRanges,
     RemoteFile,
-    join_ranges,
+    choose_threads,
+    coalesce_named,
 )
 from reshard.checkpoint.storage.remote_paths import RemotePath
 
@@ -143,7 +144,7 @@ def test_what_is_wrong_with_an_address_is_said(server: ObjectServer, model: Path
     server.objects["/broken/model.safetensors"] = b"version https://git-lfs.github.com/spec/v1\n"
     with pytest.raises(FormatError, match="a pointer of git-LFS"):
         checkpoint.open(f"{server.url}/broken")
-    with pytest.raises(UsageError, match=r"is an address of http://, which is only read; write to"):
+    with pytest.raises(UsageError, match=r"http:// can only be read; write to"):
         checkpoint.convert(model, f"{server.url}/model", to="full")
 
 
@@ -157,34 +158,36 @@ def test_what_was_asked_for_is_found(server: ObjectServer) -> None:
         start = chosen.randrange(999_000)
         ranges.append(NamedRange(chosen.choice("ab"), start, start + chosen.randrange(1, 1000)))
     reads = PrefetchedRanges(RemotePath(f"{server.url}/m"))
-    reads.ask(ranges)
+    reads.fetch(ranges)
     for name, start, stop in ranges:
-        assert reads.find(name, start, stop - start) == contents[name][start:stop]
-        inner = reads.find(name, start, (stop - start) // 2)
+        assert reads.get(name, start, stop - start) == contents[name][start:stop]
+        inner = reads.get(name, start, (stop - start) // 2)
         assert inner == contents[name][start : start + (stop - start) // 2]
-    assert server.requests["GET /m/a"] + server.requests["GET /m/b"] == len([*join_ranges(ranges)])
-    assert reads.find("c", 0, 1) is None
-    assert reads.find("a", 999_999, 10) is None
+    assert server.requests["GET /m/a"] + server.requests["GET /m/b"] == len(
+        [*coalesce_named(ranges)]
+    )
+    assert reads.get("c", 0, 1) is None
+    assert reads.get("a", 999_999, 10) is None
     # Those of the next time replace them.
-    reads.ask([NamedRange("b", 5, 10)])
-    assert reads.find("b", 5, 5) == contents["b"][5:10]
-    assert reads.find("b", 0, 5) is None and reads.find("b", 6, 5) is None
+    reads.fetch([NamedRange("b", 5, 10)])
+    assert reads.get("b", 5, 5) == contents["b"][5:10]
+    assert reads.get("b", 0, 5) is None and reads.get("b", 6, 5) is None
 
 
 def test_ranges_far_apart_and_long_ones_stay_apart() -> None:
     size = 1 << 20
     ranges = [NamedRange("a", at, at + size // 4) for at in range(0, 2 * size, size // 4)]
-    joined = list(join_ranges(ranges))
+    joined = list(coalesce_named(ranges))
     assert [one.stop - one.start for one in joined] == [size, size]
     overlapping = [NamedRange("a", 0, 100), NamedRange("a", 50, 60), NamedRange("a", 99, 120)]
-    assert list(join_ranges(overlapping)) == [("a", 0, 120)]
-    assert not list(join_ranges([]))
+    assert list(coalesce_named(overlapping)) == [("a", 0, 120)]
+    assert not list(coalesce_named([]))
 
 
 def test_files_of_this_machine_are_not_read_ahead(tmp_path: Path) -> None:
     reads = PrefetchedRanges(tmp_path)
-    reads.ask([NamedRange("missing", 0, 10)])
-    assert reads.find("missing", 0, 10) is None
+    reads.fetch([NamedRange("missing", 0, 10)])
+    assert reads.get("missing", 0, 10) is None
 
 
 @pytest.fixture
@@ -261,3 +264,9 @@ def test_headers_far_from_each_other_bring_little(server: ObjectServer) -> None:
             file.seek(at)
             assert file.read(100) == content[at : at + 100]
             assert server.sent_bytes - before == most_bytes, at
+
+
+@pytest.mark.parametrize("threads", [0, -1, 2.0, "2", True])
+def test_an_invalid_number_of_threads_is_refused(threads: object, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="expected an integer of at least 1"):
+        choose_threads(threads, tmp_path)  # type: ignore[arg-type]

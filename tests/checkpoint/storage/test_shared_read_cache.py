@@ -311,7 +311,7 @@ def test_what_is_refused(server: ObjectServer, tmp_path: Path, folder: Path) -> 
         with pytest.raises(UsageError, match=r"readers_on_host=.*1 or more"):
             checkpoint.load(url, readers_on_host=wrong)  # type: ignore[arg-type]
     opened = checkpoint.open_checkpoint(url)
-    with pytest.raises(UsageError, match="beside them"):
+    with pytest.raises(UsageError, match="leave one of them out"):
         checkpoint.load(opened, files=open_sources(opened), readers_on_host=2)
     # Files of this machine share the page cache.
     checkpoint.load(tmp_path / "model", readers_on_host=2)
@@ -323,5 +323,5 @@ def test_another_users_folder_is_refused(
 ) -> None:
     make_model(server, tmp_path)
     monkeypatch.setattr(shared_read_cache.os, "getuid", lambda: 12345)
-    with pytest.raises(RunError, match="another user's; load without `readers_on_host`"):
+    with pytest.raises(RunError, match="belongs to another user; load without `readers_on_host`"):
         checkpoint.load(f"{server.url}/m", readers_on_host=2)

@@ -31,7 +31,7 @@ def abandon(server: BucketServer) -> None:
     """Leave a conversion of which three parts are there."""
     server.fault = lambda number, request: 403 if request.part and request.part[1] > 3 else None
     run = run_here(*CONVERT, "--threads", "1")
-    assert run.code == 3 and "see that these credentials may" in run.errors
+    assert run.code == 3 and "check that these credentials may" in run.errors
     server.fault = lambda number, request: None
 
 
@@ -88,4 +88,4 @@ def test_what_is_half_in_its_place_is_kept(server: BucketServer) -> None:
 def test_a_folder_of_this_machine(folder: Path) -> None:
     run = run_here("clean", "model")
     assert run.code == 2 and "is a path of this machine" in run.errors
-    assert "only read" in run_here("clean", "https://host/model").errors
+    assert "can only be read" in run_here("clean", "https://host/model").errors

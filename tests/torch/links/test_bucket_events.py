@@ -78,7 +78,7 @@ def test_a_run_stops_before_its_next_bucket() -> None:
     ("given", "told"),
     [
         ({"progress": 3}, "progress=3; give a function"),
-        ({"stop": True}, "stop=True; give a threading.Event"),
+        ({"stop": True}, "stop=True: expected a threading.Event"),
         ({"guard": 3}, "guard=3; give a lock"),
     ],
 )

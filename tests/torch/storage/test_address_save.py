@@ -161,15 +161,15 @@ def test_what_fails_while_it_is_put_in_place_is_not_read(
     with pytest.raises(CheckpointException, match="403"):
         save(make_state(1))
     server.fault = lambda number, request: None
-    # What is there now is half of one and half of another.
-    with pytest.raises(CheckpointError, match="half of one and half of another"):
+    # What is there now is half old and half new.
+    with pytest.raises(CheckpointError, match="half old and half new"):
         checkpoint.open(ADDRESS)
     # Nor while another is sent, which may not end either.
     server.fault = lambda number, request: 403 if request.part is not None else None
     with pytest.raises(CheckpointException, match="403"):
         save(make_state(1))
     server.fault = lambda number, request: None
-    with pytest.raises(CheckpointError, match="half of one and half of another"):
+    with pytest.raises(CheckpointError, match="half old and half new"):
         checkpoint.open(ADDRESS)
     save(make_state(2), overwrite=False)
     expect_loaded(make_state(2))
@@ -252,7 +252,7 @@ def test_ranks_of_several_hosts_write_no_common_file(server: BucketServer, tmp_p
 
 @pytest.mark.parametrize(
     ("address", "told"),
-    [("hf://org/model", "only read"), (f"s3://{BUCKET}", "a whole bucket")],
+    [("hf://org/model", "can only be read"), (f"s3://{BUCKET}", "a whole bucket")],
 )
 def test_addresses_that_cannot_be(address: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):

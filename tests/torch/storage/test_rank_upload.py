@@ -15,7 +15,7 @@ from reshard.checkpoint.contents import StoredFile
 from reshard.checkpoint.formats.torch_dcp.writer import ArchiveFile
 from reshard.checkpoint.formats.torch_files.building import NewArchive
 from reshard.checkpoint.formats.write_plan import NewFile
-from reshard.checkpoint.storage.range_checksums import crc32, moved
+from reshard.checkpoint.storage.range_checksums import crc32, shift_crc32
 from reshard.checkpoint.storage.uploads import PartGrid
 from reshard.dtypes import dtype
 from reshard.errors import RunError
@@ -113,7 +113,8 @@ def test_a_range_of_several_boxes(tmp_path: Path) -> None:
             write(upload, file, start, content, 1000)
             front, back = content[:8000], content[8000:]
             upload.contribute(file.stored.name, start, crc32(back), len(back))
-            upload.contribute(file.stored.name, start, moved(crc32(front), len(back)), len(front))
+            checksum = shift_crc32(crc32(front), len(back))
+            upload.contribute(file.stored.name, start, checksum, len(front))
             # As by a second thread, which finds the range whole too.
             upload.contribute(file.stored.name, start, 0, 0)
         upload.finish()

@@ -212,7 +212,7 @@ def test_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"path": 7}, "a checkpoint at 7; give a path"),
+        ({"path": 7}, "a checkpoint at 7: expected a path"),
         ({"path": "a", "thread_count": 0}, "thread_count=0; give a whole number from 1"),
         ({"path": "a", "thread_count": True}, "thread_count=True"),
     ],

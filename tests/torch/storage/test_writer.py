@@ -212,8 +212,8 @@ def test_ranks_that_do_not_talk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"path": 7}, "a checkpoint at 7; give a path"),
-        ({"path": "https://host/b"}, "an address of https://, which is only read"),
+        ({"path": 7}, "a checkpoint at 7: expected a path"),
+        ({"path": "https://host/b"}, "https:// can only be read"),
         ({"path": "a", "format": "x"}, "unknown format 'x'"),
         ({"path": "a", "thread_count": 0}, "thread_count=0"),
     ],

@@ -37,7 +37,7 @@ from reshard.checkpoint.options import ConversionRequest, check_limits
 from reshard.checkpoint.storage.host_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.checkpoint.storage.permissions import ModeLimits, find_mode_limits
-from reshard.checkpoint.storage.remote_files import default_threads
+from reshard.checkpoint.storage.remote_files import choose_threads
 from reshard.checkpoint.storage.remote_paths import as_path
 from reshard.elements import CastCounts
 from reshard.errors import UsageError
@@ -328,7 +328,7 @@ class Conversion:
                 f"a memory limit of {extra_bytes} bytes; one thread needs {self.workspace_bytes} "
                 "for one block of the largest tensor, give at least that"
             )
-        return min(fit, default_threads(most, *self.folders))
+        return min(fit, choose_threads(most, *self.folders))
 
     def expect_runnable(
         self, extra_bytes: int = DEFAULT_EXTRA_BYTES, most_threads: int | None = None

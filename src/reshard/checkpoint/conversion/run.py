@@ -65,7 +65,7 @@ from reshard.checkpoint.storage.filesystem import (
 )
 from reshard.checkpoint.storage.host_memory import release_freed_memory
 from reshard.checkpoint.storage.local_files import SourceFile, TargetFile
-from reshard.checkpoint.storage.remote_files import default_threads
+from reshard.checkpoint.storage.remote_files import choose_threads
 from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.checkpoint.storage.threads import (
     Progress,
@@ -468,7 +468,7 @@ def run_conversion(
         text = json.dumps(description, sort_keys=True).encode()
         conversion_id = hashlib.blake2b(text, digest_size=16).hexdigest()
         # The processes of one machine share its cores: the default is for all of them together.
-        usual = -(-default_threads(None, *conversion.folders) // machines.count(machine))
+        usual = -(-choose_threads(None, *conversion.folders) // machines.count(machine))
         workers = conversion.threads(options.extra_bytes, options.threads or usual)
         if address is not None:
             upload = ConversionUpload(conversion, address, conversion_id, processes, hosts, workers)

@@ -73,7 +73,6 @@ from reshard.checkpoint.storage.permissions import (
     NO_LIMITS,
     ModeLimits,
     describe_foreign_link,
-    is_link,
     restrict_file_mode,
     restrict_modes,
 )
@@ -719,7 +718,7 @@ def find_others(target: Path, written: Collection[str]) -> Iterator[str]:
         entered = []
         for name in folders:
             relative = prefix + name
-            if is_link(parent / name):
+            if (parent / name).is_symlink():
                 if relative not in own:
                     yield f"{relative} (a link to {os.readlink(parent / name)})"
             elif relative in within:
@@ -736,7 +735,7 @@ def find_others(target: Path, written: Collection[str]) -> Iterator[str]:
             relative = prefix + name
             if relative not in own and not _is_cache(target, relative):
                 path = parent / name
-                yield relative + (f" (a link to {os.readlink(path)})" if is_link(path) else "")
+                yield relative + (f" (a link to {os.readlink(path)})" if path.is_symlink() else "")
 
 
 def _is_cache(target: Path, relative: str) -> bool:

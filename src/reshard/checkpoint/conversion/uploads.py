@@ -287,7 +287,7 @@ class ConversionUpload(Closing):
         self._upload.send(part, self._content, self._give_back)
 
     def _give_back(self, name: str, start_bytes: int, stop_bytes: int) -> None:
-        self._targets[name].give_back(start_bytes, stop_bytes)
+        self._targets[name].release(start_bytes, stop_bytes)
 
     def state(self) -> bytes:
         """Return which parts were sent, for `meet`. Waits for parts in flight; raises RunError."""

@@ -54,7 +54,7 @@ from reshard.checkpoint.storage.filesystem import translate_os_errors
 from reshard.checkpoint.storage.host_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.checkpoint.storage.permissions import common_mode_bits
-from reshard.checkpoint.storage.remote_files import default_threads
+from reshard.checkpoint.storage.remote_files import choose_threads
 from reshard.checkpoint.storage.threads import Progress, ProgressFunction, run_in_threads
 from reshard.errors import UsageError
 from reshard.runs import IntArray
@@ -212,7 +212,7 @@ class _Making:
             most_bytes = max(before.block_bytes, after.block_bytes)
             each = before.size_bytes + after.size_bytes + SCRATCH_BYTES + 2 * most_bytes
             if each <= extra_bytes:
-                most = default_threads(most, self.a.folder, self.b.folder)
+                most = choose_threads(most, self.a.folder, self.b.folder)
                 return min(extra_bytes // each, most)
             if not batch_bytes:
                 raise UsageError(

@@ -47,7 +47,6 @@ from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest
 from reshard.checkpoint.formats.safetensors.header import check_shape
 from reshard.checkpoint.manifest import MANIFEST_NAME, is_plain_name
 from reshard.checkpoint.storage.filesystem import open_new, sync_folder, translate_os_errors
-from reshard.checkpoint.storage.json_text import parse_json
 from reshard.checkpoint.storage.local_files import FileIdentity
 from reshard.checkpoint.storage.permissions import common_mode_bits, restrict_mode
 from reshard.checkpoint.storage.remote_paths import check_path_text
@@ -55,6 +54,7 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, ReshardError, UsageError
 from reshard.system import sync
+from reshard.text import parse_json
 
 _DEEPEST = 64
 

@@ -39,7 +39,7 @@ from reshard.checkpoint.formats.registry import (
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.checkpoint.storage.host_memory import release_freed_memory
 from reshard.checkpoint.storage.local_files import FileIdentity
-from reshard.checkpoint.storage.permissions import describe_foreign_link, is_link
+from reshard.checkpoint.storage.permissions import describe_foreign_link
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path, walk_folder
 from reshard.checkpoint.storage.upload_marker import check_committed
 from reshard.errors import CheckpointError, FormatError, UsageError
@@ -245,7 +245,7 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
         # In place: only the folders that stay in the list are entered.
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
-            if is_link(parent / name):
+            if (parent / name).is_symlink():
                 left_out.append(((parent / name).relative_to(folder).as_posix(), _FOLDER_LINK))
         for name in files:
             path = parent / name

@@ -54,7 +54,7 @@ from reshard.checkpoint.storage.byte_ranges import (
     strided_arrays,
 )
 from reshard.checkpoint.storage.local_files import PAGE_BYTES, AlignedBuffer, SourceFile
-from reshard.checkpoint.storage.remote_files import JOINED_BYTES, default_threads
+from reshard.checkpoint.storage.remote_files import JOINED_BYTES, choose_threads
 from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.checkpoint.storage.shared_read_cache import (
     MAX_THREADS,
@@ -297,7 +297,7 @@ def load_layouts(
     tasks: list[_Read | SharedTask] = [*reads, *shared.tasks()]
     tasks.sort(key=lambda task: task.place)
     together: SharedReadCache | None = None
-    workers = default_threads(options.threads, checkpoint.folder)
+    workers = choose_threads(options.threads, checkpoint.folder)
     if options.readers_on_host > 1 and isinstance(checkpoint.folder, RemotePath):
         workers = min(workers, MAX_THREADS)
         together, tasks = _share(checkpoint, options.readers_on_host, tasks)

@@ -24,13 +24,12 @@ from typing import Any, NamedTuple
 from reshard.checkpoint.comparison import compare
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.opening import LARGEST_CARRIED_BYTES
-from reshard.checkpoint.storage.json_text import parse_json
 from reshard.checkpoint.storage.permissions import describe_foreign_link
 from reshard.checkpoint.storage.remote_paths import as_path
 from reshard.dtypes import DType
 from reshard.elements import is_castable
 from reshard.errors import CheckpointError, FormatError, UsageError
-from reshard.text import count_text
+from reshard.text import count_text, parse_json
 
 CONFIG = "config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")

@@ -1,12 +1,12 @@
-"""Containers of Azure Blob Storage, written block by block.
+"""Writing to containers of Azure Blob Storage, block by block.
 
-A blob that is begun has blocks that are not committed, which may be listed; `complete` commits the
-list of them. Blocks have names, and those of a conversion begin with its own: others' are not taken
-for it. Azure has nothing that deletes blocks; what is not committed goes by itself after a week.
+A begun blob has uncommitted blocks, which can be listed; `complete` commits their list. The names
+of a conversion's blocks begin with its id, so blocks of others are not used. Azure has no call that
+deletes blocks; uncommitted blocks expire after a week.
 
 Settings are those of the reading side: `AZURE_STORAGE_CONNECTION_STRING`, or
-`AZURE_STORAGE_ACCOUNT_NAME` with `AZURE_STORAGE_ACCOUNT_KEY`, `AZURE_STORAGE_SAS_TOKEN` or what
-azure-identity finds; `AZURE_STORAGE_ENDPOINT`.
+`AZURE_STORAGE_ACCOUNT_NAME` with `AZURE_STORAGE_ACCOUNT_KEY`, `AZURE_STORAGE_SAS_TOKEN` or the
+credential of azure-identity; `AZURE_STORAGE_ENDPOINT`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from reshard.checkpoint.storage.object_stores import (
     FileStream,
     PendingUpload,
     StoredObject,
-    StoredPart,
     shorten,
 )
 from reshard.errors import MissingExtraError
@@ -34,30 +33,30 @@ _DIGITS = 6
 
 
 class AzureTarget:
-    """A container; see `ObjectTarget`. An upload is the beginning of its blocks' names."""
+    """A container; see `ObjectTarget`. An upload's id is the prefix of its blocks' names."""
 
     def __init__(self, name: str, container: Any) -> None:
         self._name, self._container = name, container
 
     def begin(self, key: str, conversion_id: str, parts_key: str) -> str:
-        """Nothing is asked: blocks may be put to any name."""
+        """Return the id without a request: blocks may be put under any name."""
         return conversion_id[:_PREFIX]
 
     def put_part(self, key: str, upload: str, number: int, body: FileStream) -> str:
-        """Put a block; Azure lists no checksums of those that are not committed."""
+        """Put a block; Azure does not list checksums of uncommitted blocks."""
         with self._explain(key), self._blob(key) as blob:
             blob.stage_block(_block_id(upload, number), body, length=body.size_bytes)
             return ""
 
-    def list_parts(self, key: str, upload: str) -> dict[int, StoredPart] | None:
-        """Each block that is not committed; None where there are none."""
+    def list_parts(self, key: str, upload: str) -> dict[int, StoredObject] | None:
+        """Return the uncommitted blocks by number, or None if there are none."""
         with self._explain(key), self._blob(key) as blob:
             try:
                 _, blocks = blob.get_block_list("uncommitted")
             except _missing():
                 return None
-        named = ((_find_number(one.id, upload), one.size) for one in blocks)
-        return {n: StoredPart(size) for n, size in named if n is not None} or None
+        named = ((_find_number(block.id, upload), block.size) for block in blocks)
+        return {n: StoredObject(size) for n, size in named if n is not None} or None
 
     def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
         """Commit the blocks."""
@@ -73,15 +72,15 @@ class AzureTarget:
                     raise
             else:
                 return
-        found = self.head(key)
-        if found is None or found.conversion_id != conversion_id:
-            raise OSError(errno.EIO, "the store has not all of its blocks", self._address(key))
+        stored = self.head(key)
+        if stored is None or stored.conversion_id != conversion_id:
+            raise OSError(errno.EIO, "blocks are missing in the store", self._address(key))
 
     def abort(self, key: str, upload: str) -> None:
-        """Forget blocks, where there is no blob of that name that they wait beside."""
+        """Discard uncommitted blocks, unless a blob of that name exists."""
         if self.head(key) is None and self.list_parts(key, upload) is not None:
             with self._explain(key), self._blob(key) as blob:
-                # To commit no block forgets the others.
+                # Committing an empty list discards the blocks.
                 blob.commit_block_list([])
                 blob.delete_blob()
 
@@ -92,7 +91,7 @@ class AzureTarget:
             blob.upload_blob(body, length=len(body), overwrite=True, metadata=metadata)
 
     def get(self, key: str) -> bytes | None:
-        """The bytes of a small blob; None where there is none."""
+        """Return the bytes of a small blob, or None if it does not exist."""
         with self._explain(key), self._blob(key) as blob:
             try:
                 return bytes(blob.download_blob().readall())
@@ -100,38 +99,39 @@ class AzureTarget:
                 return None
 
     def head(self, key: str) -> StoredObject | None:
-        """A blob; None where there is none."""
+        """Return the state of a blob, or None if it does not exist."""
         with self._explain(key), self._blob(key) as blob:
             try:
-                found = blob.get_blob_properties()
+                properties = blob.get_blob_properties()
             except _missing():
                 return None
-        modified_s = found.last_modified.timestamp()
-        return StoredObject(found.size, modified_s, (found.metadata or {}).get(CONVERSION_KEY))
+        modified_s = properties.last_modified.timestamp()
+        metadata = properties.metadata or {}
+        return StoredObject(properties.size, modified_s, metadata.get(CONVERSION_KEY))
 
     def list_objects(self, prefix: str) -> Mapping[str, StoredObject]:
-        """All blobs whose names begin so."""
+        """Return all blobs whose names begin with `prefix`."""
         with self._explain(prefix):
             return {
-                one.name: StoredObject(one.size, one.last_modified.timestamp())
-                for one in self._container.list_blobs(name_starts_with=prefix)
+                blob.name: StoredObject(blob.size, blob.last_modified.timestamp())
+                for blob in self._container.list_blobs(name_starts_with=prefix)
             }
 
     def list_uploads(self, prefix: str) -> list[PendingUpload]:
-        """Names that have blocks and no blob. Those with a blob too cannot be listed."""
+        """Return the names with blocks and no blob. Names with a blob too cannot be listed."""
         with self._explain(prefix):
-            there = {one.name for one in self._container.list_blobs(name_starts_with=prefix)}
+            blobs = {blob.name for blob in self._container.list_blobs(name_starts_with=prefix)}
             every = self._container.list_blobs(
                 name_starts_with=prefix, include=["uncommittedblobs"]
             )
-            pending = [one.name for one in every if one.name not in there]
+            pending = [entry.name for entry in every if entry.name not in blobs]
         uploads = []
         for key in pending:
             with self._explain(key), self._blob(key) as blob:
                 _, blocks = blob.get_block_list("uncommitted")
-            for upload in sorted({_find_upload(one.id) for one in blocks}):
-                mine = [one.size for one in blocks if _find_upload(one.id) == upload]
-                uploads.append(PendingUpload(key, upload, 0.0, sum(mine)))
+            for upload in sorted({_find_upload(block.id) for block in blocks}):
+                sizes = [block.size for block in blocks if _find_upload(block.id) == upload]
+                uploads.append(PendingUpload(key, upload, 0.0, sum(sizes)))
         return uploads
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -160,7 +160,7 @@ class AzureTarget:
         try:
             yield
         except ClientAuthenticationError as error:
-            text = f"the store does not let this user: {_code(error)}"
+            text = f"the store denies access to this user: {_code(error)}"
             raise PermissionError(errno.EACCES, text, self._address(key)) from error
         except AzureError as error:
             text = shorten(f"{_code(error)} {str(error).partition(chr(10))[0]}".strip())
@@ -171,17 +171,17 @@ class AzureTarget:
 
 
 def open_az(name: str) -> AzureTarget:
-    """A container, with the settings in the environment.
+    """Open a container with the settings in the environment.
 
     Raises:
         MissingExtraError: azure-storage-blob is not installed.
-        OSError: settings that are missing or wrong.
+        OSError: missing or invalid settings.
     """
     try:
         from azure.storage.blob import ContainerClient
     except ImportError as error:
         raise MissingExtraError(
-            "to write to Azure needs the package azure-storage-blob; pip install 'reshard[azure]'"
+            "writing to Azure needs the package azure-storage-blob; pip install 'reshard[azure]'"
         ) from error
     retries = {"retry_total": ATTEMPTS, "retry_connect": ATTEMPTS, "retry_read": ATTEMPTS}
     connection = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
@@ -189,17 +189,17 @@ def open_az(name: str) -> AzureTarget:
     endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT")
     try:
         if connection:
-            made = ContainerClient.from_connection_string(connection, name, **retries)
-            return AzureTarget(name, made)
+            client = ContainerClient.from_connection_string(connection, name, **retries)
+            return AzureTarget(name, client)
         if not (account or endpoint):
             raise ValueError("set AZURE_STORAGE_ACCOUNT_NAME, or AZURE_STORAGE_CONNECTION_STRING")
         url = endpoint or f"https://{account}.blob.core.windows.net"
-        made = ContainerClient(url, name, credential=_find_credential(account), **retries)
+        client = ContainerClient(url, name, credential=_find_credential(account), **retries)
     except ValueError as error:
-        # The text of a connection string that cannot be read has its key.
-        said = "the connection string cannot be read" if connection else shorten(str(error))
-        raise OSError(errno.EINVAL, said, f"az://{name}") from error
-    return AzureTarget(name, made)
+        # The message about an invalid connection string contains its key.
+        message = "the connection string is invalid" if connection else shorten(str(error))
+        raise OSError(errno.EINVAL, message, f"az://{name}") from error
+    return AzureTarget(name, client)
 
 
 def _find_credential(account: str) -> Any:
@@ -217,12 +217,12 @@ def _find_credential(account: str) -> Any:
 
 
 def _block_id(upload: str, number: int) -> str:
-    """The name of a block: all of a blob are equally long."""
+    """Return the name of a block; names of a blob's blocks must have equal lengths."""
     return base64.b64encode(f"{upload}{number:0{_DIGITS}}".encode()).decode()
 
 
 def _decode(block_id: str) -> str:
-    # Some versions of the package give names as they were put, others as they are stored.
+    # Some versions of the package return names as they were put, others encoded.
     try:
         return base64.b64decode(block_id, validate=True).decode()
     except ValueError:
@@ -234,7 +234,7 @@ def _find_upload(block_id: str) -> str:
 
 
 def _find_number(block_id: str, upload: str) -> int | None:
-    """The number of a block of an upload; None for those of others.
+    """Return the number of a block of an upload, or None for blocks of other uploads.
 
     >>> _find_number(_block_id("c0ffee", 12), "c0ffee"), _find_number(_block_id("tea", 1), "c0ffee")
     (12, None)

@@ -1,20 +1,19 @@
-"""Ranges of files that many small pieces share, and the arrays that these are in memory.
+"""Coalescing: byte ranges of files that many small pieces share, and these pieces as arrays.
 
 ::
 
     file      [piece][piece]   [piece]                  [piece]
-    ranges    [--------- one ---------]                 [ two ]
+    ranges    [------- range 1 ------]                  [range 2]
 
-1. Pieces of a file that lie near together are one range, which is read or written by one call.
-2. As many ranges as a buffer has room for lie in it at once.
-3. Pieces of one shape at equal distances in memory are one array of a dimension more.
+1. Pieces of a file that are close together become one range, which one call reads or writes.
+2. As many ranges as fit share a buffer at a time.
+3. Pieces of one shape at equal distances in memory are one array with an additional dimension.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,9 +21,8 @@ from reshard.checkpoint.storage.local_files import AlignedBuffer, BufferRegion
 from reshard.runs import IntArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CoalescedRange:
-    """Bytes of a file that hold the pieces `pieces`, in the order in which they lie there."""
+class CoalescedRange(NamedTuple):
+    """A byte range of a file that contains the pieces `pieces`, in the order of the file."""
 
     file: int
     start_bytes: int
@@ -33,18 +31,19 @@ class CoalescedRange:
 
 
 def coalesce(
-    file: IntArray, start: IntArray, size: IntArray, gap_bytes: int | IntArray, most_bytes: int
+    file: IntArray, start: IntArray, size: IntArray, gap_bytes: int | IntArray, max_bytes: int
 ) -> Iterator[CoalescedRange]:
-    """The pieces that lie together, up to `most_bytes` of them or one piece.
+    """Yield ranges that cover all pieces, merging those that are close together.
 
     Args:
-        file: the number of the file of each piece, shape `(pieces,)`.
-        start, size: where in the file each begins, and how long it is, in bytes: the same shape.
-        gap_bytes: how much may lie between a piece and the next; one number, or one for each.
-        most_bytes: that a range has, unless it is one piece.
+        file: the file number of each piece, shape `(pieces,)`.
+        start: the first byte of each piece in its file, shape `(pieces,)`.
+        size: the bytes of each piece, shape `(pieces,)`.
+        gap_bytes: the largest gap to merge over: one number, or one for each piece.
+        max_bytes: the largest range; a single piece may be larger.
 
     >>> files, starts, sizes = np.array([0, 0, 0]), np.array([90, 0, 10]), np.array([5, 10, 10])
-    >>> [one.pieces.tolist() for one in coalesce(files, starts, sizes, 8, 100)]
+    >>> [r.pieces.tolist() for r in coalesce(files, starts, sizes, 8, 100)]
     [[1, 2], [0]]
     """
     count = len(start)
@@ -55,14 +54,14 @@ def coalesce(
     for high in ends:
         of_file = order[low:high]
         begins = start[of_file]
-        # Tied tensors may overlap: what counts is how far all before reach.
+        # Pieces of tied tensors may overlap, so compare with the furthest end so far.
         stops = begins + size[of_file]
         reach = np.maximum.accumulate(stops)
         breaks = np.flatnonzero(begins[1:] - reach[:-1] > gaps[of_file[:-1]]) + 1
         first = 0
         for last in (*breaks.tolist(), high - low):
             while first < last:
-                limit = begins[first] + most_bytes
+                limit = begins[first] + max_bytes
                 stop = first + int(np.searchsorted(reach[first:last], limit, "right"))
                 stop = max(stop, first + 1)
                 begin = int(begins[first])
@@ -79,22 +78,22 @@ def coalesce(
 def pack_rounds(
     ranges: Iterator[CoalescedRange], buffer: AlignedBuffer
 ) -> Iterator[list[tuple[CoalescedRange, BufferRegion]]]:
-    """The ranges with their places in a buffer, as many at a time as it has room for."""
-    together: list[tuple[CoalescedRange, BufferRegion]] = []
+    """Yield the ranges with their regions of a buffer, as many at a time as fit."""
+    packed: list[tuple[CoalescedRange, BufferRegion]] = []
     end = 0
-    for one in ranges:
-        if together and end + AlignedBuffer.capacity_for(one.size_bytes) > buffer.capacity_bytes:
-            yield together
-            together, end = [], 0
-        region = buffer.region(one.start_bytes, one.size_bytes, at=end)
-        together.append((one, region))
+    for joined in ranges:
+        if packed and end + AlignedBuffer.capacity_for(joined.size_bytes) > buffer.capacity_bytes:
+            yield packed
+            packed, end = [], 0
+        region = buffer.region(joined.start_bytes, joined.size_bytes, at=end)
+        packed.append((joined, region))
         end = region.end_bytes
-    if together:
-        yield together
+    if packed:
+        yield packed
 
 
 def split_equal_steps(*columns: IntArray) -> Iterator[tuple[int, int]]:
-    """The longest stretches, `(begin, end)`, in which every column has equal steps.
+    """Yield the longest stretches, `(begin, end)`, in which every column has equal steps.
 
     >>> list(split_equal_steps(np.array([0, 4, 8, 9, 20]), np.array([0, 1, 2, 3, 4])))
     [(0, 3), (3, 5)]
@@ -106,7 +105,7 @@ def split_equal_steps(*columns: IntArray) -> Iterator[tuple[int, int]]:
             steps = np.diff(column)
             changes |= steps[1:] != steps[:-1]
         for change in np.flatnonzero(changes).tolist():
-            # The step before the change ends a stretch, unless it belongs to the one before.
+            # The step before the change ends a stretch, unless the previous stretch has it.
             if change >= begin:
                 yield begin, change + 2
                 begin = change + 2
@@ -121,7 +120,7 @@ def strided_arrays(
     at: IntArray,
     strides: tuple[int, ...] | None = None,
 ) -> np.ndarray[Any, Any]:
-    """Arrays of one shape at equal distances in memory, as one of a dimension more."""
+    """Return arrays of one shape at equal distances in memory as one array."""
     inner: list[int] = []
     step = storage.itemsize
     for size in reversed(shape):

@@ -1,12 +1,12 @@
-"""Streams of bytes, and what they are before they were compressed.
+"""Byte streams, and their content before compression.
 
-What is compressed is decoded piece by piece, in bounded memory and to a bounded length:
+Compressed streams are decoded piece by piece, in bounded memory and to a bounded length:
 
-1. A frame of Zstandard that asks for a window of more than `MAX_WINDOW_BYTES` is refused.
-2. Behind the packed bytes its decoder is given a frame of nothing (`_LAST_FRAME`). One that is
-   still inside of a frame takes it for the head of a block of a size that no block has, so a
-   stream that was cut off is noticed wherever the cut is.
-3. What comes out beyond the promised length is an error, so that a small file cannot fill a disk.
+1. A Zstandard frame that requires a window of more than `MAX_WINDOW_BYTES` is refused.
+2. After the packed bytes the decoder is given an empty frame (`_LAST_FRAME`). A decoder that is
+   still inside a frame reads it as the header of a block of an impossible size, so a truncated
+   stream is detected wherever it was truncated.
+3. Output beyond the declared length is an error, so that a small file cannot fill a disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from reshard.errors import FormatError, MissingExtraError
 
-# What the format asks every decoder to support (RFC 8878, 3.1.1.1.2); all usual levels keep to it.
+# Every decoder should support this (RFC 8878, 3.1.1.1.2); the usual levels need no more.
 MAX_WINDOW_BYTES = 8 << 20
 READ_BYTES = 128 << 10
 _PART_BYTES = 4 << 20
@@ -43,63 +43,62 @@ class RangeStream:
         self._end = start_bytes + size_bytes
 
     def read(self, size: int, /) -> bytes:
-        """The next `size` bytes, or those that are left."""
+        """Return the next `size` bytes, or those that are left."""
         size = min(size, self._end - self._at)
         content = self._read(self._at, size) if size else b""
         self._at += size
         return content
 
 
-class _Followed:
-    """A stream, and some bytes behind its end."""
+class _Appended:
+    """A stream followed by some bytes."""
 
-    def __init__(self, stream: ByteStream, behind: bytes) -> None:
-        self._stream = stream
-        self._behind = behind
+    def __init__(self, stream: ByteStream, tail: bytes) -> None:
+        self._stream, self._tail = stream, tail
 
     def read(self, size: int, /) -> bytes:
         content = self._stream.read(size)
         if not content:
-            content, self._behind = self._behind[:size], self._behind[size:]
+            content, self._tail = self._tail[:size], self._tail[size:]
         return content
 
 
 class ZStandardStream:
-    """A stream of Zstandard frames, decoded, of at most `most_bytes`.
+    """The decoded content of Zstandard frames, of at most `max_bytes`.
 
-    `label` names it in errors, `promise` what says how long it is. Reading raises FormatError for
-    bytes that are no such stream, and for one that is longer.
+    `label` names it in errors, `promise` the declaration of its length. Reading raises FormatError
+    for an invalid stream, and for a longer one.
 
-    Raises MissingExtraError where zstandard is not installed.
+    Raises MissingExtraError if zstandard is not installed.
     """
 
-    def __init__(self, packed: ByteStream, most_bytes: int, label: str, promise: str) -> None:
+    def __init__(self, packed: ByteStream, max_bytes: int, label: str, promise: str) -> None:
         zstandard = import_zstandard(label)
         self._error: type[Exception] = zstandard.ZstdError
         self._label = label
         self._promise = promise
-        self._left = most_bytes
+        self._left = max_bytes
         decoder: Any = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
         self._reader = decoder.stream_reader(
-            _Followed(packed, _LAST_FRAME),
+            _Appended(packed, _LAST_FRAME),
             read_size=READ_BYTES,
             read_across_frames=True,
             closefd=False,
         )
 
     def read(self, size: int, /) -> bytes:
-        """The next `size` bytes, or those that are left."""
+        """Return the next `size` bytes, or those that are left."""
         parts: list[bytes] = []
-        # One byte more than there may be, to notice a stream that goes on.
+        # One byte more than declared, to detect a longer stream.
         left = min(size, self._left + 1)
         try:
-            # The reader allocates all that it is asked for before it decodes.
+            # The reader allocates the whole request before it decodes.
             while left and (part := self._reader.read(min(left, _PART_BYTES))):
                 parts.append(part)
                 left -= len(part)
         except self._error as error:
             raise FormatError(
-                f"{self._label} is damaged: it is no Zstandard stream that can be decoded in "
+                f"{self._label} is damaged: it is not a Zstandard stream with a window of at most "
                 f"{MAX_WINDOW_BYTES} bytes ({error}); fetch the file again"
             ) from error
         content = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -110,18 +109,18 @@ class ZStandardStream:
 
 
 class DeflateStream:
-    """A stream of gzip or zlib, decoded, as a `ZStandardStream` is."""
+    """The decoded content of a gzip or zlib stream; see `ZStandardStream`."""
 
-    def __init__(self, packed: ByteStream, most_bytes: int, label: str, promise: str) -> None:
+    def __init__(self, packed: ByteStream, max_bytes: int, label: str, promise: str) -> None:
         self._packed = packed
         self._label = label
         self._promise = promise
-        self._left = most_bytes
-        # 32 more bits than the window: the decoder finds out which of the two it is.
+        self._left = max_bytes
+        # Adding 32 makes the decoder detect which of the two it is.
         self._decoder = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)
 
     def read(self, size: int, /) -> bytes:
-        """The next `size` bytes, or those that are left."""
+        """Return the next `size` bytes, or those that are left."""
         parts: list[bytes] = []
         left = min(size, self._left + 1)
         while left and not self._decoder.eof:
@@ -130,11 +129,11 @@ class DeflateStream:
                 part = self._decoder.decompress(packed, left)
             except zlib.error as error:
                 raise FormatError(
-                    f"{self._label} is damaged: it is no stream of gzip or zlib ({error}); fetch "
+                    f"{self._label} is damaged: it is not a gzip or zlib stream ({error}); fetch "
                     "the file again"
                 ) from error
             if not packed and not part:
-                raise FormatError(f"{self._label} ends early; it was cut off, fetch it again")
+                raise FormatError(f"{self._label} ends early: it was truncated, fetch it again")
             parts.append(part)
             left -= len(part)
         content = b"".join(parts)
@@ -145,15 +144,15 @@ class DeflateStream:
 
 
 def expansion_error(label: str, promise: str) -> FormatError:
-    """The error of a stream that is longer than `promise` says."""
+    """Return the error for a stream that is longer than declared by `promise`."""
     return FormatError(
-        f"{label} expands beyond what {promise} promises of it; the file is damaged, or made to "
-        "fill the disk"
+        f"{label} expands beyond the length in {promise}; the file is damaged, or made to fill the "
+        "disk"
     )
 
 
 def import_zstandard(label: str) -> ModuleType:
-    """The package zstandard, which `label` needs. Raises MissingExtraError where there is none."""
+    """Import the package zstandard, which `label` needs. Raises MissingExtraError."""
     try:
         import zstandard
     except ImportError as error:

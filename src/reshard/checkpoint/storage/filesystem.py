@@ -1,37 +1,29 @@
-"""Descriptors of files, for the two roads to a disk: the page cache and direct I/O.
+"""Local files and folders whose content survives a crash and that no link redirects.
 
-A file is opened once for each road. Direct I/O moves whole pages between the disk and our own
-memory, and is several times faster for large blocks; the page cache takes any number of bytes
-at any offset. Whether a file system does direct I/O is only known by asking, once when the file
-is opened and again at each call, so a refusal is a return value here and not an error.
+Data is safe once its file is synced; a *name* is safe once the folder that contains it is synced.
+This module has the operations on names that a crash-proof commit consists of, and translates the
+operating system's errors into errors of this package.
 
-Files and folders of this user's own: links are never followed, other owners are refused.
+Staging folders, locks, journals and drafts have predictable names, and may be in a folder that
+other users can write to. Everything that this package writes in place, truncates, locks or deletes
+under such a name is opened here:
 
-Staging folders, locks, journals and drafts have names that anybody can guess, and may be in a
-folder that others can write to. Everything of this package that is written in place, truncated,
-locked or deleted by such a name is opened here:
+1. A folder is created with mode 0700. An existing one must be a folder, not a link to one, and
+   must belong to this user.
+2. A file is opened with `O_NOFOLLOW`. Before a byte of it is changed, it must be a regular file
+   with one name, owned by this user or by the owner of its folder.
+3. The owner that a file system assigns to new files may differ from this process's user: NFS with
+   squashed root, mounts with one fixed owner. If the owners differ, a temporary file shows which
+   owner new files get.
 
-1. A folder is made with mode 0700. One that exists must be a folder, not a link to one, and this
-   user must own it.
-2. A file is opened with `O_NOFOLLOW`. It must be a regular file with one name, owned by this user
-   or by the owner of its folder, before a byte of it is changed.
-3. The owner that a file system gives to new files may be another than this process's user: NFS
-   with squashed root, mounts with one fixed owner. Where the owners differ, a file that is made
-   and removed again shows which owner new files get.
+One process at a time works in a folder that it has locked. The kernel releases the lock when its
+holder ends in any way, so a killed run never has to be cleaned up by hand:
 
-Folders whose content survives a crash: names made durable, exchanged, and locked.
-
-Data is safe once its file is synced; a *name* is safe once the folder that holds it is synced.
-This module has the few operations on names that a crash-proof commit is made of, and one place
-where the operating system's refusals become errors of this package.
-
-One process at a time works in a folder that it has locked. The kernel drops the lock when its
-holder ends, however it ends, so a killed run never has to be cleaned up by hand:
-
-1. Make the folder and a file `lock` in it, and lock that file without waiting.
-2. Where somebody holds it, say who: the holder wrote its host and process into the file.
-3. Where the file that got locked is no longer the one with that name, the earlier holder was
-   just removing its folder: begin again.
+1. Create the folder and a file `lock` in it, and lock that file without waiting.
+2. If another process holds it, name that process: the holder wrote its host and process id into
+   the file.
+3. If the locked file is no longer the file of that name, the earlier holder was just removing its
+   folder: begin again.
 """
 
 from __future__ import annotations
@@ -53,20 +45,17 @@ from typing import BinaryIO, Protocol, Self
 from reshard.errors import RunError
 from reshard.system import MAX_CALL_BYTES, sync
 
-DIRECT_MINIMUM_BYTES = 64 * 1024
-"""Below this the page cache is quicker: it reads ahead and gathers writes."""
-
-# Requests up to this are not compared with the size of the file.
+# Requests up to this size are not compared with the size of the file.
 _UNCHECKED_BYTES = 1 << 20
 
 CONTINUES = "run the same command again, it continues"
 
 
 def read_up_to(file: BinaryIO, max_bytes: int) -> bytes:
-    """Read at most `max_bytes` of an open file, from where it stands.
+    """Read at most `max_bytes` of an open file from its position.
 
     Python allocates the memory of a whole request before it reads. So a request beyond the end of
-    the file, by a limit or by a size in damaged metadata, is cut to what the file has.
+    the file, such as by a size in damaged metadata, is limited to the size of the file.
     """
     if max_bytes > _UNCHECKED_BYTES:
         position = file.tell()
@@ -78,8 +67,8 @@ def read_up_to(file: BinaryIO, max_bytes: int) -> bytes:
 def read_range(file: BinaryIO, start_bytes: int, size_bytes: int) -> bytes:
     """Read a range of an open file; returns fewer bytes only where the file ends.
 
-    The system may give less than was asked for. Of a file without a descriptor, such as an object
-    of a store, only one thread reads. Memory is taken as in `read_up_to`.
+    The system may return less than requested, so this repeats. A file without a descriptor, such
+    as an object of a store, must be read by one thread. Memory is limited as in `read_up_to`.
     """
     try:
         descriptor = file.fileno()
@@ -97,21 +86,21 @@ def read_range(file: BinaryIO, start_bytes: int, size_bytes: int) -> bytes:
 
 
 def close_descriptor(descriptor: int) -> int:
-    """Close a descriptor if it is open; returns -1, which stands for closed."""
+    """Close a descriptor if it is open, and return -1, which stands for closed."""
     if descriptor >= 0:
         os.close(descriptor)
     return -1
 
 
 def reason(error: OSError) -> str:
-    """The system's message for an error."""
+    """Return the system's message for an error."""
     return error.strerror or str(error)
 
 
 def describe_free_space(path: Path) -> str | None:
-    """Return what is used up where a disk is full: bytes, or inodes; None if that is unknown.
+    """Return the free space of a full disk as text, in bytes or inodes, or None if unknown.
 
-    `path` is a file or folder that cannot be made or written, which need not exist.
+    `path` is a file or folder that could not be created or written; it need not exist.
     """
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -119,34 +108,34 @@ def describe_free_space(path: Path) -> str | None:
         state = os.statvfs(path)
     except OSError:
         return None
-    # File systems without a fixed number of inodes have none in all.
+    # File systems without a fixed number of inodes report a total of 0.
     if state.f_files and not state.f_favail and state.f_bavail:
-        return "no inode is free, of which every file takes one: delete files that are not needed"
+        return "no inode is free, and every file needs one: delete files that are not needed"
     return f"{state.f_bavail * state.f_frsize} bytes are free"
 
 
 class Closable(Protocol):
-    """Anything with `close()`."""
+    """An object with `close()`."""
 
     def close(self) -> None:
         """Release all resources."""
 
 
 class Closing:
-    """The base class of context managers that are left by `close()`.
+    """A base class of context managers that call `close()` on exit.
 
-    >>> class Door(Closing):
+    >>> class Connection(Closing):
     ...     def close(self):
-    ...         print("shut")
-    >>> with Door():
+    ...         print("closed")
+    >>> with Connection():
     ...     pass
-    shut
+    closed
     """
 
     __slots__ = ()
 
     def close(self) -> None:
-        """Release all resources. A second call does nothing."""
+        """Release all resources. Closing again does nothing."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -156,22 +145,22 @@ class Closing:
         self.close()
 
 
-# Links, and pipes without a reader; macOS answers differently for sockets.
+# Links, and pipes without a reader; macOS reports another error for sockets.
 _NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.EOPNOTSUPP)
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
-    """Open a file that this user made, or make it (`O_CREAT`), and return its descriptor.
+    """Open a file that belongs to this user, or create it (`O_CREAT`), and return its descriptor.
 
-    `flags` are as for `os.open`, without `O_TRUNC`: a caller truncates the open descriptor.
+    `flags` are those of `os.open` without `O_TRUNC`: a caller truncates the open descriptor.
 
     Raises:
         RunError: a link, a pipe or device, a file with another name, a file of another user.
-        OSError: the file system refuses.
+        OSError: another failure of the file system.
     """
     try:
-        # O_NONBLOCK: a pipe without a writer would wait. It does nothing for regular files.
+        # O_NONBLOCK: opening a pipe without a writer would wait. No effect on regular files.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     except OSError as error:
         if error.errno in _NOT_REGULAR and (problem := _find_problem(path)):
@@ -181,7 +170,7 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
         state = os.fstat(descriptor)
         problem = _describe_file(state)
         if problem is None and state.st_uid != os.geteuid():
-            # The folder was checked before: on some file systems all owners are alike.
+            # The folder was checked before: some file systems have one owner for all files.
             owner = os.stat(path.parent).st_uid
             problem = None if state.st_uid == owner else f"of another user, {state.st_uid}"
         if problem is not None:
@@ -194,7 +183,7 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
 
 
 def open_new(path: Path, mode: int = 0o666) -> int:
-    """Open a file of this user's own for writing, empty, and return its descriptor.
+    """Open an empty file of this user for writing, and return its descriptor.
 
     Raises as `open_own`.
     """
@@ -208,13 +197,14 @@ def open_new(path: Path, mode: int = 0o666) -> int:
 
 
 def read_own(path: Path) -> bytes:
-    """Read a file that this user made. Raises as `open_own`."""
+    """Read a file that belongs to this user. Raises as `open_own`."""
     with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
 
 def make_own_folder(folder: Path) -> os.stat_result:
-    """Make a folder that only this user can enter, or check one that exists, and return its state.
+    """Create a folder that only this user can enter, or check an existing one, and return its
+    state.
 
     Raises as `check_own_folder`.
 
@@ -232,7 +222,7 @@ def check_own_folder(folder: Path) -> os.stat_result:
 
     Raises:
         RunError: a link, a file, a folder of another user.
-        OSError: the file system refuses, such as where nothing is.
+        OSError: another failure of the file system, such as a folder that does not exist.
     """
     state = os.lstat(folder)
     problem = None if stat.S_ISDIR(state.st_mode) else _describe_file(state) or "a file"
@@ -244,12 +234,12 @@ def check_own_folder(folder: Path) -> os.stat_result:
 
 
 def is_exclusive(state: os.stat_result) -> bool:
-    """Whether only the owner of a folder can look into it and write there."""
+    """Return whether only the owner of a folder can list it and write there."""
     return not state.st_mode & _OTHERS and state.st_uid == os.geteuid()
 
 
 def _owner_of_new_files(folder: Path) -> int | None:
-    """The owner that new files get in the folder that has `folder` in it; None if unknown."""
+    """Return the owner that new files get in the parent of `folder`, or None if unknown."""
     if os.lstat(folder).st_uid == os.geteuid():
         return None
     try:
@@ -271,7 +261,7 @@ def _find_problem(path: Path) -> str | None:
 
 
 def _describe_file(state: os.stat_result) -> str | None:
-    """Return why a file cannot be this package's own; None if it can."""
+    """Return why a file cannot belong to this package, or None if it can."""
     if stat.S_ISLNK(state.st_mode):
         return "a link"
     if not stat.S_ISREG(state.st_mode):
@@ -282,20 +272,20 @@ def _describe_file(state: os.stat_result) -> str | None:
 def _refuse(path: Path, problem: str) -> RunError:
     return RunError(
         f"{path} is {problem}\n"
-        "expected a name that only reshard uses, made by this user: see who made it and remove it, "
-        "or choose another target"
+        "expected a file or folder created by reshard as this user: see who created it and remove "
+        "it, or choose another target"
     )
 
 
 _FOLDER_SYNC_UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _LOCK_NAME = "lock"
-# A lock whose folder its earlier holder removes meanwhile is tried again so often.
+# Attempts to lock a folder that earlier holders keep removing.
 _ATTEMPTS = 100
 
 
 @contextmanager
 def translate_os_errors(action: str, path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses into a `RunError` that names path and reason.
+    """Translate an OSError into a `RunError` that names the action, the path and the reason.
 
     >>> with translate_os_errors("read the notes", Path("/nowhere/notes")):
     ...     _ = Path("/nowhere/notes").read_bytes()
@@ -305,21 +295,21 @@ def translate_os_errors(action: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # Some calls carry the exact path, those on descriptors carry none.
+        # Calls on paths report the exact path, those on descriptors none.
         exact = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
         reason = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            full = describe_free_space(Path(exact))
-            reason += f" ({full})" if full is not None else ""
+            free = describe_free_space(Path(exact))
+            reason += f" ({free})" if free is not None else ""
         raise RunError(f"cannot {action}: {exact}: {reason}") from error
 
 
 def resolve_links(path: Path) -> Path:
-    """Return a path with its symbolic links followed, whether or not the file exists.
+    """Return a path with its symbolic links resolved, whether or not the file exists.
 
     Raises:
         OSError: ELOOP for a link that leads back to itself. `Path.resolve` raises RuntimeError
-            before Python 3.13, and later returns the path as it is.
+            before Python 3.13, and returns the path unchanged since.
     """
     try:
         resolved = path.resolve(strict=True)
@@ -333,7 +323,7 @@ def resolve_links(path: Path) -> Path:
 
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`, however many calls it takes. Raises `OSError`."""
+    """Write all of `data` at `offset`, in as many calls as needed. Raises `OSError`."""
     remaining = memoryview(data)
     while remaining:
         written = os.pwrite(descriptor, remaining[:MAX_CALL_BYTES], offset)
@@ -342,9 +332,10 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
-    """Write files below a folder, or copy them from wherever they are, until they are on the disk.
+    """Write or copy files into a folder, and sync them.
 
-    Raises `OSError`, and `RunError` for names that are links.
+    `files` has each file's content, or the path of the file to copy. Raises `OSError`, and
+    `RunError` for names that are links.
     """
     for name, content in files.items():
         path = folder / name
@@ -359,12 +350,12 @@ def write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` survive a crash. Raises `OSError`."""
+    """Make the names in `folder` durable. Raises `OSError`."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         sync(descriptor)
     except OSError as error:
-        # A file system that cannot sync folders says so with these; nothing else can be done.
+        # File systems that cannot sync folders report these; nothing else can be done.
         if error.errno not in _FOLDER_SYNC_UNSUPPORTED:
             raise
     finally:
@@ -372,7 +363,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_folders_under(folder: Path) -> None:
-    """Make every name in and under `folder` survive a crash. Raises `OSError`."""
+    """Make every name in and below `folder` durable. Raises `OSError`."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -382,9 +373,9 @@ def sync_folders_under(folder: Path) -> None:
 
 
 def is_attribute_file(name: str) -> bool:
-    """Return whether a name is that of a file in which macOS keeps attributes of another file.
+    """Return whether macOS uses a file of this name for the attributes of another file.
 
-    It writes one for each file on disks that have no such attributes, and into archives.
+    macOS writes such a file for each file on disks without attributes, and into archives.
 
     >>> is_attribute_file("._model.safetensors"), is_attribute_file("model.safetensors")
     (True, False)
@@ -393,21 +384,21 @@ def is_attribute_file(name: str) -> bool:
 
 
 def describe_two_renames(target: Path) -> str:
-    """Return the note for a folder that was replaced where names cannot be swapped."""
+    """Return the note for a folder that was replaced by two renames instead of a swap."""
     return (
         f"{target} was replaced by two renames, since this system or its file system cannot swap "
-        "two names: between them no checkpoint had this name"
+        "two names: between the renames no checkpoint had this name"
     )
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete `folder` and its contents, if it exists. Raises `OSError`."""
+    """Delete `folder` and its contents if it exists. Raises `OSError`."""
     if os.path.lexists(folder):
         shutil.rmtree(folder)
 
 
 class FolderLock(Closing):
-    """The exclusive right to work in `folder`, for this process and those it forks.
+    """An exclusive lock on `folder`, held by this process and its forked children.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as parent:
@@ -428,8 +419,8 @@ class FolderLock(Closing):
     def acquire(cls, folder: Path) -> FolderLock:
         """Lock `folder`, which is created if missing (its parent must exist).
 
-        Raises `RunError` where another process holds it, naming that process, where the folder
-        or its lock is a link or another user's, and where they cannot be made or locked.
+        Raises `RunError` if another process holds it, naming that process, if the folder or its
+        lock is a link or another user's, and if they cannot be created or locked.
         """
         with translate_os_errors("lock the folder", folder):
             for _ in range(_ATTEMPTS):
@@ -439,7 +430,7 @@ class FolderLock(Closing):
                 except FileNotFoundError:
                     if not folder.parent.is_dir():
                         raise
-                    continue  # removed by its earlier holder since the line above
+                    continue  # removed by its earlier holder meanwhile
                 try:
                     if _lock_and_sign(descriptor, folder):
                         return cls(folder, state, descriptor)
@@ -448,13 +439,13 @@ class FolderLock(Closing):
                     raise
                 os.close(descriptor)
         raise RunError(
-            f"cannot lock the folder: {folder}: it is removed as often as it is made\n"
+            f"cannot lock the folder: {folder}: it is removed as often as it is created\n"
             "another process uses the same folder: wait for it to end, then run this again"
         )
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether only this user could look into the folder and write there."""
+        """Whether only this user could list the folder and write there."""
         return is_exclusive(self._state)
 
     @property
@@ -463,28 +454,28 @@ class FolderLock(Closing):
         return self._state.st_ino
 
     def check_in_place(self) -> None:
-        """Raise `RunError` where another folder, or a link, has the name of the folder by now."""
+        """Raise `RunError` if another folder, or a link, has the folder's name by now."""
         if not os.path.samestat(os.lstat(self.folder), self._state):
             raise RunError(
-                f"another folder took the place of {self.folder} during the run\n"
-                "expected nobody else to rename it: see who can write to its parent folder, then "
-                "run this again"
+                f"{self.folder} was replaced by another folder during the run\n"
+                "expected no other program to rename it: see who can write to its parent folder, "
+                "then run this again"
             )
 
     def remove_folder(self) -> None:
-        """Remove the emptied folder, lock file and all, and release. Raises `OSError`."""
+        """Remove the lock file and the empty folder, and release the lock. Raises `OSError`."""
         (self.folder / _LOCK_NAME).unlink(missing_ok=True)
         try:
             self.folder.rmdir()
         except OSError:
-            # A process that came in between has made a lock file of its own: the folder is
-            # its now, with all in it.
+            # Another process has created its own lock file meanwhile: the folder with its content
+            # belongs to that process now.
             if not (self.folder / _LOCK_NAME).exists():
                 raise
         self.close()
 
     def close(self) -> None:
-        """Release the lock and leave the folder as it is. A second call does nothing."""
+        """Release the lock and keep the folder. Closing again does nothing."""
         if self._descriptor is not None:
             # Closing, not unlocking: an unlock in a forked child would unlock its parent too.
             os.close(self._descriptor)
@@ -492,7 +483,7 @@ class FolderLock(Closing):
 
 
 def _lock_and_sign(descriptor: int, folder: Path) -> bool:
-    """Lock the open file and sign it; False if its name belongs to another file by then."""
+    """Lock the open file and sign it; return False if its name belongs to another file by now."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -503,7 +494,7 @@ def _lock_and_sign(descriptor: int, folder: Path) -> bool:
             "then run this again"
         ) from error
     try:
-        # The lock is on the open file; its name may belong to another one by now, which a third
+        # The lock is on the open file; the name may belong to another file by now, which a third
         # process could lock.
         named = os.lstat(folder / _LOCK_NAME)
     except FileNotFoundError:

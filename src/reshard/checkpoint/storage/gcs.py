@@ -1,8 +1,8 @@
-"""Buckets of Google Cloud Storage, written as objects of parts that are composed.
+"""Writing to buckets of Google Cloud Storage, as objects of parts that are composed.
 
-A part is an object of its own beside the marker, so parts may be put in any order and listed;
-`complete` composes them, up to 32 at a time, and deletes them. Resumable uploads would take parts
-in one order only. Credentials are those that google-auth finds (`GOOGLE_APPLICATION_CREDENTIALS`,
+A part is an object of its own, stored with the marker, so parts are put in any order and can be
+listed; `complete` composes them, up to 32 at a time, and deletes them. Resumable uploads would
+require the parts in order. Credentials are those of google-auth (`GOOGLE_APPLICATION_CREDENTIALS`,
 gcloud's); `STORAGE_EMULATOR_HOST` names another server.
 """
 
@@ -22,7 +22,6 @@ from reshard.checkpoint.storage.object_stores import (
     FileStream,
     PendingUpload,
     StoredObject,
-    StoredPart,
     shorten,
 )
 from reshard.errors import MissingExtraError
@@ -34,18 +33,18 @@ _PARTS = "/parts/"
 
 
 class GcsTarget:
-    """A bucket; see `ObjectTarget`. An upload is what the keys of its parts begin with."""
+    """A bucket; see `ObjectTarget`. An upload's id is the prefix of its parts' keys."""
 
     def __init__(self, name: str, client: Any) -> None:
         from google.cloud.storage.retry import DEFAULT_RETRY
 
         self._name, self._client = name, client
         self._bucket = client.bucket(name)
-        # Every request here gives the same when it is made twice.
+        # Every request here is idempotent.
         self._retry = DEFAULT_RETRY.with_timeout(_GIVE_UP_S)
 
     def begin(self, key: str, conversion_id: str, parts_key: str) -> str:
-        """Nothing is asked: parts are objects."""
+        """Return the id without a request: parts are objects."""
         return parts_key
 
     def put_part(self, key: str, upload: str, number: int, body: FileStream) -> str:
@@ -60,26 +59,24 @@ class GcsTarget:
             blob.upload_from_file(body, size=len(body), rewind=True, retry=self._retry)
             return blob.crc32c or ""
 
-    def list_parts(self, key: str, upload: str) -> dict[int, StoredPart] | None:
-        """Each part; None where there are none."""
+    def list_parts(self, key: str, upload: str) -> dict[int, StoredObject] | None:
+        """Return the parts by number, or None if there are none."""
         if not upload:
             return None
-        found = self.list_objects(f"{upload}/")
         named = {
-            name.rpartition("/")[2]: StoredPart(one.size_bytes, one.checksum)
-            for name, one in found.items()
+            key.rpartition("/")[2]: part for key, part in self.list_objects(f"{upload}/").items()
         }
         return {int(name): part for name, part in named.items() if name.isdigit()} or None
 
     def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
         """Compose the parts, and delete them."""
-        there = self.list_parts(key, upload) or {}
-        if any(number not in there for number in range(parts)):
-            found = self.head(key)
-            if found is None or found.conversion_id != conversion_id:
+        stored_parts = self.list_parts(key, upload) or {}
+        if any(number not in stored_parts for number in range(parts)):
+            stored = self.head(key)
+            if stored is None or stored.conversion_id != conversion_id:
                 raise OSError(
                     errno.EIO,
-                    f"the store has {len(there)} of its {parts} parts",
+                    f"the store has {len(stored_parts)} of its {parts} parts",
                     self._address(key),
                 )
         else:
@@ -117,7 +114,7 @@ class GcsTarget:
         self._put(key, _Bytes(body) if isinstance(body, bytes) else body, metadata)
 
     def get(self, key: str) -> bytes | None:
-        """The bytes of a small object; None where there is none."""
+        """Return the bytes of a small object, or None if it does not exist."""
         from google.api_core.exceptions import NotFound
 
         with self._explain(key):
@@ -127,38 +124,38 @@ class GcsTarget:
                 return None
 
     def head(self, key: str) -> StoredObject | None:
-        """An object; None where there is none."""
+        """Return the state of an object, or None if it does not exist."""
         with self._explain(key):
-            found = self._bucket.get_blob(key, retry=self._retry)
-        return None if found is None else self._describe(found)
+            blob = self._bucket.get_blob(key, retry=self._retry)
+        return None if blob is None else self._describe(blob)
 
-    def _describe(self, found: Any) -> StoredObject:
-        metadata = found.metadata or {}
-        modified_s, checksum = found.updated.timestamp(), found.crc32c or ""
-        return StoredObject(found.size, modified_s, metadata.get(CONVERSION_KEY), checksum)
+    def _describe(self, blob: Any) -> StoredObject:
+        metadata = blob.metadata or {}
+        modified_s, checksum = blob.updated.timestamp(), blob.crc32c or ""
+        return StoredObject(blob.size, modified_s, metadata.get(CONVERSION_KEY), checksum)
 
     def list_objects(self, prefix: str) -> Mapping[str, StoredObject]:
-        """All objects whose keys begin so."""
+        """Return all objects whose keys begin with `prefix`."""
         with self._explain(prefix):
-            found = self._client.list_blobs(self._name, prefix=prefix, retry=self._retry)
-            return {one.name: self._describe(one) for one in found}
+            blobs = self._client.list_blobs(self._name, prefix=prefix, retry=self._retry)
+            return {blob.name: self._describe(blob) for blob in blobs}
 
     def list_uploads(self, prefix: str) -> list[PendingUpload]:
-        """The files whose parts are there."""
+        """Return the files with parts."""
         uploads: dict[str, tuple[float, int]] = {}
-        for key, one in self.list_objects(prefix).items():
+        for key, part in self.list_objects(prefix).items():
             # target/.reshard/conversion/parts/name/000000
-            folder, within, rest = key.partition(_PARTS)
-            if within and "/.reshard/" in f"/{folder}":
+            folder, infix, rest = key.partition(_PARTS)
+            if infix and "/.reshard/" in f"/{folder}":
                 upload = f"{folder}{_PARTS}{rest.rpartition('/')[0]}"
-                began_s, size = uploads.get(upload, (one.modified_s, 0))
-                uploads[upload] = min(began_s, one.modified_s), size + one.size_bytes
-        found = []
+                began_s, size = uploads.get(upload, (part.modified_s, 0))
+                uploads[upload] = min(began_s, part.modified_s), size + part.size_bytes
+        pending = []
         for upload, (began_s, size) in uploads.items():
             marker, _, name = upload.partition(_PARTS)
             target = marker.rpartition("/.reshard/")[0]
-            found.append(PendingUpload(f"{target}/{name}", upload, began_s, size))
-        return found
+            pending.append(PendingUpload(f"{target}/{name}", upload, began_s, size))
+        return pending
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects."""
@@ -201,14 +198,14 @@ class GcsTarget:
 
 
 class _Bytes(io.BytesIO):
-    """Bytes as a stream that knows its length."""
+    """Bytes as a stream with a length."""
 
     def __len__(self) -> int:
         return len(self.getbuffer())
 
 
 def open_gs(name: str) -> GcsTarget:
-    """A bucket, with the credentials that google-auth finds.
+    """Open a bucket with the credentials of google-auth.
 
     Raises:
         MissingExtraError: google-cloud-storage is not installed.
@@ -220,7 +217,7 @@ def open_gs(name: str) -> GcsTarget:
         from google.cloud import storage
     except ImportError as error:
         raise MissingExtraError(
-            "to write to Google Cloud Storage needs the package google-cloud-storage; pip install "
+            "writing to Google Cloud Storage needs the package google-cloud-storage; pip install "
             "'reshard[gcs]'"
         ) from error
     try:

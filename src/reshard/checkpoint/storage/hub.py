@@ -1,8 +1,8 @@
-"""Models of the Hugging Face Hub, read by ranges and not downloaded.
+"""Models of the Hugging Face Hub, read by ranges without downloading.
 
-The revision is looked up once and every request names its commit, so what is read cannot change on
-the way. Tokens, proxies and the server are those that huggingface_hub finds: `HF_TOKEN`, what
-`hf auth login` stored, `HF_ENDPOINT`, `HF_HUB_OFFLINE`.
+The revision is resolved once and every request names its commit, so the content cannot change
+during reading. Tokens, proxies and the server are those of huggingface_hub: `HF_TOKEN`, the token
+stored by `hf auth login`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from reshard.errors import MissingExtraError
 
 
 class HubSource:
-    """One model at one commit.
+    """A model at a commit.
 
     Args:
         files: the state of every file, by its path in the model.
-        server: where the files are.
-        prefix: of their keys there.
+        server: the server of the files.
+        prefix: of their keys on the server.
     """
 
     def __init__(self, files: Mapping[str, ObjectState], server: BucketSource, prefix: str) -> None:
         self._files, self._server, self._prefix = dict(files), server, prefix
 
     def head(self, key: str) -> ObjectState | None:
-        """A file; None where there is none."""
+        """Return the state of a file, or None if it does not exist."""
         return self._files.get(key)
 
     def list_folder(self, key: str) -> FolderListing:
-        """What is directly in a folder of the model."""
+        """List the files and folders directly in a folder of the model."""
         within = f"{key}/" if key else ""
         objects, folders = {}, set()
         for path, state in self._files.items():
@@ -51,18 +51,18 @@ class HubSource:
 
     def read_into(self, key: str, start_bytes: int, memory: memoryview) -> ObjectState:
         """Fill memory with a range of a file. Raises OSError."""
-        found = self._server.read_into(f"{self._prefix}/{key}", start_bytes, memory)
+        served = self._server.read_into(f"{self._prefix}/{key}", start_bytes, memory)
         state = self._files[key]
-        # What serves the bytes has times and tags of its own.
-        return state if found.size_bytes == state.size_bytes else found
+        # The server of the bytes has its own times and tags.
+        return state if served.size_bytes == state.size_bytes else served
 
 
 def open_hub(organisation: str, model: str) -> HubSource:
-    """A model, `name` or `name@revision`, of an organisation or a person.
+    """Open a model, `name` or `name@revision`, of an organisation or a user.
 
     Raises:
         MissingExtraError: huggingface_hub is not installed.
-        OSError: there is no such model or revision, or the Hub does not let this user in.
+        OSError: there is no such model or revision, or the Hub denies access to this user.
     """
     try:
         import huggingface_hub
@@ -78,7 +78,9 @@ def open_hub(organisation: str, model: str) -> HubSource:
         commit = api.model_info(repository, revision=revision or None).sha
         tree = api.list_repo_tree(repository, recursive=True, revision=commit)
         files = {
-            one.path: ObjectState(one.size, 0, one.blob_id) for one in tree if hasattr(one, "size")
+            entry.path: ObjectState(entry.size, 0, entry.blob_id)
+            for entry in tree
+            if hasattr(entry, "size")
         }
     except errors.GatedRepoError as error:
         raise PermissionError(
@@ -90,10 +92,10 @@ def open_hub(organisation: str, model: str) -> HubSource:
         what = "revision" if isinstance(error, errors.RevisionNotFoundError) else "model"
         raise FileNotFoundError(
             errno.ENOENT,
-            f"the Hub has no such {what}, or shows it to others only: log in with `hf auth login`",
+            f"the Hub has no such {what}, or it is private: log in with `hf auth login`",
             f"hf://{organisation}/{model}",
         ) from error
-    # What the Hub refuses is an error of whatever library asks, and so is it when nobody answers.
+    # Other refusals and lost connections are errors of the HTTP library in use.
     except (OSError, ValueError, *errors.HfHubHTTPError.__bases__) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise OSError(

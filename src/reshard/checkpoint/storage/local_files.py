@@ -1,35 +1,31 @@
-"""Memory in pages, where a block lies as in its file, for direct I/O.
+"""Reading and writing local files by many threads, with direct I/O where that is faster.
 
-Direct I/O moves bytes between a disk and a program's own memory without the page cache's copy.
-It wants three things to be multiples of a page: the address in memory, the offset in the file
-and the number of bytes. A block of a tensor begins anywhere, so:
+Direct I/O moves bytes between a disk and a program's own memory without the page cache's copy. The
+memory address, the file offset and the number of bytes must be multiples of a page. A block of a
+tensor begins anywhere, so:
 
-1. Memory comes in whole pages, straight from the operating system.
-2. A block that begins `d` bytes into a page of its *file* is put `d` bytes into a page of
-   *memory*. Then every page boundary of the file is a page boundary of the memory.
-3. A block gets its pages for itself. A read of whole pages around the block therefore lands in
-   this block's own pages, and may overwrite what lies there before and behind the block::
+1. Memory is allocated in whole pages (`AlignedBuffer`).
+2. A block that begins `d` bytes into a page of its *file* is placed `d` bytes into a page of
+   *memory*, so page boundaries of the file are page boundaries of the memory.
+3. Each block has its pages to itself. A read of whole pages around the block may overwrite the
+   bytes before and after the block in its first and last page::
 
        file     |---------|---------|---------|---------|
                      [======= block =======]
        memory   |----[=====|=========|=====]---|
                  `----------- pages -----------'
 
-Files that are read, fast and in bounded memory, by many threads at once.
+Reading a region (`SourceFile`):
 
-Reading a region:
-
-1. A few KiB are read through the page cache; the rest of the steps is for larger regions.
-2. What is in the page cache already is copied out of it (`RWF_NOWAIT`). The kernel answers a
-   miss by reading the whole request ahead, so the first question is one page and each next one
-   four times as large: a miss wastes at most about three times what was found.
+1. A few KiB are read through the page cache; the remaining steps are for larger regions.
+2. Bytes that are cached are copied out of the cache (`RWF_NOWAIT`). On a miss the kernel reads the
+   whole request ahead, so the first request is one page and each following one is four times as
+   large: a miss wastes at most about three times the bytes that were cached.
 3. From the first page that is not cached, whole pages around the region are read directly.
-   They land in the region's own pages (`aligned_memory`).
-4. What a file system refuses to do directly, and the end of a file, is read buffered.
+4. Requests that the file system refuses to serve directly, and the end of a file, are read
+   buffered.
 
-Files that are written by many threads at once, fast and for certain.
-
-Writing a region::
+Writing a region (`TargetFile`)::
 
     file    |---------|---------|---------|---------|
                   [====|=========|=========|==]
@@ -38,15 +34,15 @@ Writing a region::
 
 1. The body, the pages wholly inside the region, is written directly if the region's address is
    congruent to its offset; the head and the tail are written through the page cache.
-2. Why this is right when threads write disjoint regions at once: a page of the file that holds
-   the edge of some region is not wholly inside any region, so *no thread* writes it directly; the
-   page cache merges the buffered writes of the neighbours that share it, byte by byte. A page
-   that is wholly inside a region is touched by that region's writer alone. So no page is under a
-   direct and a buffered write at once, and the kernel keeps one page's two roads in step when
-   they follow each other (a direct write flushes and drops the cached copies of its pages).
-3. That needs the cache's pages to be no larger than ours. On a machine with larger ones every
-   write is buffered.
-4. `sync` makes both roads durable: the data, and what is needed to find it.
+2. This is safe when threads write disjoint regions at once. A page of the file that contains the
+   edge of a region is not wholly inside any region, so *no thread* writes it directly; the page
+   cache merges the buffered writes of the threads that share it, byte by byte. A page that is
+   wholly inside a region is written by that region's thread alone. So no page is written directly
+   and buffered at the same time, and the kernel keeps direct and buffered accesses that follow
+   each other consistent (a direct write flushes and drops the cached copies of its pages).
+3. The page cache's pages must be no larger than ours. On a machine with larger pages every write
+   is buffered.
+4. `sync` makes both kinds of writes durable: the data, and the metadata needed to find it.
 """
 
 from __future__ import annotations
@@ -60,13 +56,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from reshard.checkpoint.storage.filesystem import (
     CONTINUES,
-    DIRECT_MINIMUM_BYTES,
     Closing,
     close_descriptor,
     describe_free_space,
@@ -89,11 +84,13 @@ from reshard.system import (
 )
 
 PAGE_BYTES = 4096
-"""The unit of direct I/O: what every disk and file system in use accepts."""
+"""The unit of direct I/O, which every disk and file system in use accepts."""
+# Below this the page cache is faster: it reads ahead and gathers writes.
+MIN_DIRECT_BYTES = 64 * 1024
 
 
 def page_floor(position_bytes: int) -> int:
-    """The page boundary at or before a position.
+    """Return the page boundary at or before a position.
 
     >>> page_floor(4095), page_floor(4096)
     (0, 4096)
@@ -102,7 +99,7 @@ def page_floor(position_bytes: int) -> int:
 
 
 def page_ceiling(position_bytes: int) -> int:
-    """The page boundary at or after a position.
+    """Return the page boundary at or after a position.
 
     >>> page_ceiling(4096), page_ceiling(4097)
     (4096, 8192)
@@ -110,14 +107,13 @@ def page_ceiling(position_bytes: int) -> int:
     return position_bytes + -position_bytes % PAGE_BYTES
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BufferRegion:
-    """A place in an `AlignedBuffer` for bytes that lie somewhere in a file.
+class BufferRegion(NamedTuple):
+    """A region of an `AlignedBuffer` for bytes of a file.
 
-    `memory` is the place itself. `pages` are the whole pages around it: they belong to this
-    region alone, and whoever fills the region may overwrite all of them. `lead_bytes` is where
-    `memory` begins in `pages`. `end_bytes` is the position in the buffer behind the last page:
-    the `at` of the next region.
+    `memory` holds the bytes. `pages` are the whole pages around it; they belong to this region
+    alone, and filling the region may overwrite all of them. `lead_bytes` is the offset of `memory`
+    in `pages`, `end_bytes` the position in the buffer after the last page: the `at` of the next
+    region.
     """
 
     memory: memoryview
@@ -125,46 +121,28 @@ class BufferRegion:
     lead_bytes: int
     end_bytes: int
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.lead_bytes < PAGE_BYTES:
-            raise UsageError(
-                f"a region that begins {self.lead_bytes} bytes into its first page: "
-                f"expected 0 to {PAGE_BYTES - 1}; take regions from AlignedBuffer.region"
-            )
-        if self.pages.nbytes != page_ceiling(self.lead_bytes + self.memory.nbytes):
-            raise UsageError(
-                f"a region with {self.pages.nbytes} bytes of pages: expected "
-                f"{page_ceiling(self.lead_bytes + self.memory.nbytes)} around its "
-                f"{self.memory.nbytes} bytes; take regions from AlignedBuffer.region"
-            )
-
     @property
     def start(self) -> int:
-        """Where in the buffer the place begins."""
+        """The position in the buffer at which the region begins."""
         return self.end_bytes - self.pages.nbytes + self.lead_bytes
 
 
 class AlignedBuffer(Closing):
-    """Anonymous private memory that begins on a page boundary, for one thread to work in.
+    """A page-aligned anonymous private memory buffer for one thread.
 
-    Regions are handed out where the caller says, and nothing is remembered about them: a caller
-    who wants several at once puts each behind the one before it (`at=previous.end_bytes`) and
-    has room for all of them if the capacity is the sum of their `capacity_for`. The memory
-    counts as used only once it is touched.
+    The caller chooses where regions are placed; the buffer does not track them. For several
+    regions at once, place each after the previous (`at=previous.end_bytes`); they fit if the
+    capacity is the sum of their `capacity_for`. The memory counts as used only once it is touched.
 
     >>> with AlignedBuffer(AlignedBuffer.capacity_for(10_000)) as buffer:
     ...     region = buffer.region(file_offset_bytes=5000, size_bytes=10_000)
     ...     print(buffer.capacity_bytes, region.lead_bytes, len(region.memory), len(region.pages))
     16384 904 10000 12288
-
-    Raises `UsageError` for a negative capacity.
     """
 
     __slots__ = ("_mapping", "_memory", "capacity_bytes")
 
     def __init__(self, capacity_bytes: int) -> None:
-        if capacity_bytes < 0:
-            raise UsageError(f"a buffer of {capacity_bytes} bytes: expected 0 or more")
         self.capacity_bytes = max(page_ceiling(capacity_bytes), PAGE_BYTES)
         self._mapping: mmap.mmap | None = mmap.mmap(
             -1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -173,7 +151,7 @@ class AlignedBuffer(Closing):
 
     @staticmethod
     def capacity_for(size_bytes: int) -> int:
-        """The capacity that holds one region of `size_bytes`, wherever it lies in its file.
+        """Return the capacity that holds one region of `size_bytes` at any file offset.
 
         >>> AlignedBuffer.capacity_for(4096)
         8192
@@ -181,21 +159,15 @@ class AlignedBuffer(Closing):
         return page_ceiling(size_bytes + PAGE_BYTES - 1)
 
     def region(self, file_offset_bytes: int, size_bytes: int, at: int = 0) -> BufferRegion:
-        """The place for the `size_bytes` at `file_offset_bytes` of a file.
+        """Return a region for the `size_bytes` at `file_offset_bytes` of a file.
 
         Its address is congruent to the file offset modulo 4096, and none of its pages begins
         before position `at` of the buffer.
 
-        Raises `UsageError` for negative numbers, for a region that does not fit and for a
-        buffer that is closed.
+        Raises `UsageError` for a region that does not fit, and for a closed buffer.
         """
         if self._mapping is None:
             raise UsageError("a region of a closed buffer: expected an open AlignedBuffer")
-        if min(file_offset_bytes, size_bytes, at) < 0:
-            raise UsageError(
-                f"a region of {size_bytes} bytes at file offset {file_offset_bytes}, buffer "
-                f"position {at}: expected none of them to be negative"
-            )
         lead_bytes = file_offset_bytes % PAGE_BYTES
         first = page_ceiling(at)
         start = first + lead_bytes
@@ -203,7 +175,7 @@ class AlignedBuffer(Closing):
         if end > self.capacity_bytes:
             raise UsageError(
                 f"a region of {size_bytes} bytes for file offset {file_offset_bytes} does not fit "
-                f"behind position {at} of a buffer of {self.capacity_bytes} bytes: expected room "
+                f"after position {at} of a buffer of {self.capacity_bytes} bytes: expected room "
                 f"up to {end}; sum AlignedBuffer.capacity_for over the regions held at once"
             )
         return BufferRegion(
@@ -215,16 +187,16 @@ class AlignedBuffer(Closing):
 
     @property
     def memory(self) -> memoryview:
-        """All of it; what a region is of it begins at `region.start`."""
-        # A view of its own: who still looks at it does not keep this buffer from being closed.
+        """The whole buffer; a region begins at `region.start` of it."""
+        # A new view, so that users of it do not prevent this buffer from being closed.
         return self._memory[:]
 
     def close(self) -> None:
-        """Release the memory: at once, or with the last view of it that is still in use."""
+        """Release the memory, at once or with the last view of it that is in use."""
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             self._memory.release()
-            # Python refuses to unmap memory that is still looked at; it unmaps with the last view.
+            # Python does not unmap memory while views exist; it unmaps with the last view.
             with contextlib.suppress(BufferError):
                 mapping.close()
 
@@ -235,9 +207,9 @@ class AlignedBuffer(Closing):
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """The identity of a file, by which a change is noticed: it changes one of these.
+    """The identity of a file: if the file changes, at least one of these fields changes.
 
-    `name` is the last part of the path, so that the same file is the same from any folder.
+    `name` is the last part of the path, so the identity does not depend on the folder.
 
     >>> FileIdentity.from_json(FileIdentity("a.safetensors", 10, 1_700_000_000, 7).to_json())
     FileIdentity(name='a.safetensors', size_bytes=10, modified_ns=1700000000, inode=7)
@@ -248,21 +220,13 @@ class FileIdentity:
     modified_ns: int
     inode: int
 
-    def __post_init__(self) -> None:
-        # The clock of a file may stand before 1970.
-        if self.size_bytes < 0 or self.inode < 0:
-            raise UsageError(
-                f"a file identity of {self.name!r} with {self.size_bytes} bytes, inode "
-                f"{self.inode}: expected neither to be negative"
-            )
-
     @classmethod
     def of(cls, name: str, state: os.stat_result) -> FileIdentity:
-        """The identity of the file `name` whose state is `os.stat`'s answer."""
+        """Return the identity of the file `name` from its `os.stat` result."""
         return cls(name, state.st_size, state.st_mtime_ns, state.st_ino)
 
     def to_json(self) -> dict[str, str | int]:
-        """A value that `json.dumps` takes and `from_json` gives back."""
+        """Return a value for `json.dumps` that `from_json` reads."""
         return {
             "name": self.name,
             "size_bytes": self.size_bytes,
@@ -272,7 +236,7 @@ class FileIdentity:
 
     @classmethod
     def from_json(cls, value: Any) -> FileIdentity:
-        """The identity that `to_json` wrote. Raises `FormatError` for anything else."""
+        """Return the identity that `to_json` wrote. Raises `FormatError` for other values."""
         expected = {"name": str, "size_bytes": int, "modified_ns": int, "inode": int}
         if (
             not isinstance(value, Mapping)
@@ -281,14 +245,15 @@ class FileIdentity:
         ):
             raise FormatError(
                 f"not a file identity: {value!r}: expected name (text), size_bytes, modified_ns "
-                "and inode (whole numbers); was the record written by this program?"
+                "and inode (integers); was the record written by this program?"
             )
         return cls(**value)
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """`size_bytes` of the file `name` that are not what was written, and how that is known."""
+class Damage(NamedTuple):
+    """A range of the file `name` that differs from the bytes originally written, and how that was
+    detected.
+    """
 
     name: str
     start_bytes: int
@@ -297,14 +262,14 @@ class Damage:
 
 
 class SourceFile(Closing):
-    """A file that many threads read at once, each into memory of its own.
+    """A file that many threads read at once, each into its own memory.
 
-    `size_bytes` and `identity` are what the file was when it was opened; `read_bytes` counts the
-    bytes asked for and delivered. A context manager; holds two descriptors.
+    `size_bytes` and `identity` are those at opening; `read_bytes` counts the bytes requested and
+    delivered. A context manager; holds two descriptors.
 
-    A file without a name is given as `descriptor`; it is opened anew, and `path` names it in
-    errors. Raises `RunError` naming the file when it cannot be opened or is not a regular file,
-    and `SourceChangedError` when it is not the `expected` one.
+    A file without a name is passed as `descriptor`, which is reopened; `path` names it in errors.
+    Raises `RunError` if the file cannot be opened or is not a regular file, and
+    `SourceChangedError` if it is not the `expected` one.
     """
 
     def __init__(
@@ -345,29 +310,27 @@ class SourceFile(Closing):
 
     @property
     def read_bytes(self) -> int:
-        """How many bytes were asked for and delivered so far."""
+        """The number of bytes requested and delivered so far."""
         return self._read_bytes
 
     def read_into(self, region: BufferRegion | memoryview, offset_bytes: int) -> None:
         """Fill the whole of `region` with the file's bytes from `offset_bytes` on.
 
-        A `BufferRegion` made for this offset by an `AlignedBuffer` is read directly where that
-        pays; all of its `pages` may be overwritten. A plain memoryview is read through the page
-        cache, and nothing around it is touched.
+        A `BufferRegion` allocated for this offset by an `AlignedBuffer` is read directly where that
+        is faster; all of its `pages` may be overwritten. A plain memoryview is read through the
+        page cache, and nothing around it is touched.
 
-        Raises `SourceChangedError` when the file ends early, `RunError` when the system cannot
-        read, `UsageError` for a negative offset. Each names the file and the offset.
+        Raises `SourceChangedError` if the file ends early, and `RunError` if the system cannot
+        read. Both name the file and the offset.
         """
         memory = region.memory if isinstance(region, BufferRegion) else region
         size_bytes = memory.nbytes
-        if offset_bytes < 0:
-            raise UsageError(f"{self.path}: reading at offset {offset_bytes}: expected 0 or more")
         if size_bytes == 0:
             return
         view = memory.cast("B")
         try:
             filled = 0
-            if isinstance(region, BufferRegion) and size_bytes >= DIRECT_MINIMUM_BYTES:
+            if isinstance(region, BufferRegion) and size_bytes >= MIN_DIRECT_BYTES:
                 filled = self._read_cached(view, offset_bytes)
                 if offset_bytes % PAGE_BYTES == region.lead_bytes:
                     filled = self._read_pages(region, offset_bytes, filled)
@@ -381,10 +344,10 @@ class SourceFile(Closing):
             self._read_bytes += size_bytes
 
     def read_ranges(self, memory: memoryview, offsets: Sequence[int], size_bytes: int) -> None:
-        """Fill `memory` with ranges of `size_bytes` each, one behind the other.
+        """Fill `memory` with consecutive ranges of `size_bytes` each.
 
-        Those that are not cached are announced together before the first of them is read: many
-        small reads that each wait for the disk take its latency each, and share it then.
+        Ranges that are not cached are all announced to the system before the first of them is
+        read, so that they share the disk's latency instead of each waiting for it.
 
         Raises as `read_into`.
         """
@@ -403,7 +366,7 @@ class SourceFile(Closing):
         if cached_read is None or not size_bytes:
             return range(len(offsets))
         late: list[int] = []
-        # Calls in a loop of very many: names that are looked up once.
+        # Local names: this loop runs very many times.
         (read, flag), descriptor = cached_read, self._descriptor
         for number, offset in enumerate(offsets):
             begin = number * size_bytes
@@ -412,7 +375,7 @@ class SourceFile(Closing):
             except BlockingIOError:
                 count = 0
             except OSError as error:
-                # Another read meets what else is wrong.
+                # Other errors are raised by the read that follows.
                 if error.errno in REFUSALS:
                     self._cached_read = None
                 late += range(number, len(offsets))
@@ -424,18 +387,18 @@ class SourceFile(Closing):
         return late
 
     def check_unchanged(self) -> None:
-        """Raise `SourceChangedError` unless the file is what it was when it was opened."""
+        """Raise `SourceChangedError` unless the file is the same as when it was opened."""
         try:
             now = self._look_at_identity()
         except OSError as error:
-            raise RunError(f"{self.path}: cannot be looked at: {reason(error)}") from error
+            raise RunError(f"{self.path}: cannot stat: {reason(error)}") from error
         if now != self.identity:
             raise self._describe_change(now)
 
     def find_damage(self, offset_bytes: int) -> Damage | None:
-        """The damage, if any, in the bytes from which the byte at `offset_bytes` is derived.
+        """Return the damage, if any, in the bytes from which the byte at `offset_bytes` is derived.
 
-        None for a file that is read as it lies: only a derived file can know.
+        None for a plain file: only derived content can be checked.
         """
         return None
 
@@ -450,17 +413,17 @@ class SourceFile(Closing):
     def _describe_change(self, now: FileIdentity) -> SourceChangedError:
         return SourceChangedError(
             f"{self.path}: changed since it was opened: expected {_describe(self.identity)}, "
-            f"found {_describe(now)}; wait until nobody writes it and start over"
+            f"found {_describe(now)}; wait until no process writes it, then start over"
         )
 
     def _look_at_identity(self) -> FileIdentity:
         state = os.fstat(self._descriptor)
         if not stat.S_ISREG(state.st_mode):
-            raise RunError(f"{self.path}: not a regular file: expected a file with the bytes in it")
+            raise RunError(f"{self.path}: not a regular file; give a file with the bytes in it")
         return FileIdentity.of(self.path.name, state)
 
     def _read_cached(self, view: memoryview, offset: int) -> int:
-        """Copy what is cached from the start of the view on, and return the number of bytes."""
+        """Copy cached bytes from the start of the view on, and return their number."""
         filled, step = 0, PAGE_BYTES
         while (cached_read := self._cached_read) is not None and filled < len(view):
             read, flag = cached_read
@@ -481,23 +444,23 @@ class SourceFile(Closing):
         return filled
 
     def _read_pages(self, region: BufferRegion, offset: int, filled: int) -> int:
-        """Read whole pages from the one that holds byte `filled` on; returns the bytes filled.
+        """Read whole pages from that of byte `filled` on, and return the bytes filled.
 
-        That may be more than was needed: the last page is read whole.
+        The result may exceed the region: the last page is read whole.
         """
         first, lead = offset - region.lead_bytes, region.lead_bytes
         needed = lead + region.memory.nbytes
         done = page_floor(lead + filled)
-        while self._direct >= 0 and needed - (lead + filled) >= DIRECT_MINIMUM_BYTES:
+        while self._direct >= 0 and needed - (lead + filled) >= MIN_DIRECT_BYTES:
             try:
                 count = read_at(self._direct, region.pages[done:], first + done)
             except OSError as error:
                 if error.errno not in REFUSALS:
                     raise
                 break
-            # Behind what was granted anything may lie now, also where good bytes lay before.
+            # The call may have overwritten bytes after `count`, including ones read before.
             filled = max(0, done + count - lead)
-            # A page that came in part is asked for again; none at all is the end of the file.
+            # A page that was read in part is requested again; no page is the end of the file.
             if page_floor(done + count) == done:
                 break
             done = page_floor(done + count)
@@ -507,11 +470,11 @@ class SourceFile(Closing):
         while filled < len(view):
             count = read_at(self._descriptor, view[filled:], offset + filled)
             if count == 0:
-                found = os.fstat(self._descriptor).st_size
+                size = os.fstat(self._descriptor).st_size
                 raise SourceChangedError(
                     f"{self.path}: ends early: expected {len(view)} bytes at offset {offset}, "
                     f"found {filled}; the file had {self.size_bytes} bytes when it was opened and "
-                    f"has {found} now; put the whole file back and start over"
+                    f"has {size} now; restore the whole file and start over"
                 )
             filled += count
 
@@ -528,28 +491,29 @@ _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int:
-    """How many bytes an ordinary user may still write to the file system of an existing `path`.
+    """Return the bytes that an ordinary user may still write to the file system of `path`.
 
     Raises `RunError` naming the path.
     """
     try:
         state = os.statvfs(path)
     except OSError as error:
-        raise RunError(f"{os.fspath(path)}: cannot ask for free space: {reason(error)}") from error
+        raise RunError(
+            f"{os.fspath(path)}: cannot determine free space: {reason(error)}"
+        ) from error
     return state.f_bavail * state.f_frsize
 
 
 class TargetFile(Closing):
-    """A file of known size that many threads write at once, each its own disjoint regions.
+    """A file of known size that many threads write at once, each to disjoint regions.
 
-    The file is created, or opened with what an earlier run wrote, and all its space is taken up
-    front: a disk that is too small is noticed before anything is written. One that `is_sparse`
-    takes space as it is written, since parts of it are given back meanwhile (`give_back`).
-    `written_bytes` counts what was handed over; it is safe after `sync`. A context manager; holds
-    two descriptors.
+    The file is created, or opened with the content that an earlier run wrote, and all its space is
+    allocated up front, so a disk that is too small is reported before anything is written. With
+    `is_sparse`, space is taken as the file is written, because parts of it are released meanwhile
+    (`release`). `written_bytes` counts the bytes accepted; they are durable after `sync`. A context
+    manager; holds two descriptors.
 
-    Raises `RunError` naming the file when it cannot be created or there is no room for it, and
-    `UsageError` for a negative size.
+    Raises `RunError` naming the file if it cannot be created or there is no room for it.
     """
 
     def __init__(
@@ -557,8 +521,6 @@ class TargetFile(Closing):
     ) -> None:
         self.path = Path(path)
         self.size_bytes = size_bytes
-        if size_bytes < 0:
-            raise UsageError(f"{self.path}: a file of {size_bytes} bytes: expected 0 or more")
         self._is_sparse = is_sparse
         self._counter = threading.Lock()
         self._written_bytes = 0
@@ -574,17 +536,17 @@ class TargetFile(Closing):
 
     @property
     def written_bytes(self) -> int:
-        """How many bytes were handed to `write` and taken so far."""
+        """The number of bytes passed to `write` and accepted so far."""
         return self._written_bytes
 
     def write(self, region: memoryview, offset_bytes: int) -> None:
         """Write the whole of `region` at `offset_bytes`; other threads write other regions.
 
-        `region` is contiguous memory. Where its address is congruent to the offset modulo 4096
-        (the `memory` of a `BufferRegion` made for this offset) its whole pages go straight to the
-        disk.
+        `region` is contiguous memory. If its address is congruent to the offset modulo 4096 (the
+        `memory` of a `BufferRegion` allocated for this offset), its whole pages are written
+        directly.
 
-        Raises `RunError` naming file, offset and reason when the system cannot write, and
+        Raises `RunError` naming file, offset and reason if the system cannot write, and
         `UsageError` for bytes outside the file.
         """
         size_bytes = region.nbytes
@@ -599,7 +561,7 @@ class TargetFile(Closing):
         try:
             start = page_ceiling(offset_bytes) - offset_bytes
             stop = page_floor(offset_bytes + size_bytes) - offset_bytes
-            if stop - start >= DIRECT_MINIMUM_BYTES and _address(view[start:]) % PAGE_BYTES == 0:
+            if stop - start >= MIN_DIRECT_BYTES and _address(view[start:]) % PAGE_BYTES == 0:
                 self._write_buffered(view[:start], offset_bytes)
                 start += self._write_pages(view[start:stop], offset_bytes + start)
             else:
@@ -611,15 +573,16 @@ class TargetFile(Closing):
         with self._counter:
             self._written_bytes += size_bytes
 
-    def give_back(self, start_bytes: int, stop_bytes: int) -> None:
-        """Give the space of a range back, which reads as zeros then; no thread may write it.
+    def release(self, start_bytes: int, stop_bytes: int) -> None:
+        """Release the disk space of a range, which then reads as zeros.
 
-        Where the file system has no holes, nothing happens. Raises `RunError`.
+        No thread may write the range. Does nothing if the file system does not support holes.
+        Raises `RunError`.
         """
         try:
             punch_hole(self._descriptor, start_bytes, stop_bytes)
         except OSError as error:
-            action = f"cannot give back bytes {start_bytes}:{stop_bytes}"
+            action = f"cannot release bytes {start_bytes}:{stop_bytes}"
             raise self._explain_refusal(action, error) from error
 
     def sync(self) -> None:
@@ -645,13 +608,13 @@ class TargetFile(Closing):
             try:
                 allocate(self._descriptor, self.size_bytes)
             except OSError:
-                # Space that was taken in vain is free again for others.
+                # Free the space that was allocated in vain.
                 os.ftruncate(self._descriptor, min(state.st_size, self.size_bytes))
                 raise
         os.ftruncate(self._descriptor, self.size_bytes)
 
     def _write_pages(self, view: memoryview, offset: int) -> int:
-        """Write whole pages directly; returns the bytes written, fewer than all if refused."""
+        """Write whole pages directly, and return the bytes written, fewer than all if refused."""
         done = 0
         while self._direct >= 0 and done < len(view):
             try:
@@ -660,8 +623,8 @@ class TargetFile(Closing):
                 if error.errno not in REFUSALS:
                     raise
                 break
-            # A page that was written in part is written again; if none was, the other road is
-            # taken for what is left.
+            # A page that was written in part is written again; if none was, the rest is written
+            # buffered.
             if page_floor(count) == 0:
                 break
             done += page_floor(count)
@@ -671,13 +634,13 @@ class TargetFile(Closing):
         while view:
             count = write_at(self._descriptor, view, offset)
             if count == 0:
-                raise OSError(errno.EIO, "the system took no bytes and gave no reason")
+                raise OSError(errno.EIO, "the system wrote no bytes and reported no error")
             view, offset = view[count:], offset + count
 
     def _explain_refusal(self, action: str, error: OSError) -> RunError:
         if error.errno in _FULL:
-            found = describe_free_space(self.path.parent)
-            advice = f"{'' if found is None else f': {found}'}; free space and {CONTINUES}"
+            free = describe_free_space(self.path.parent)
+            advice = f"{'' if free is None else f': {free}'}; free space and {CONTINUES}"
         elif error.errno in _FORBIDDEN:
             advice = f"; make it writable and {CONTINUES}"
         else:

@@ -1,25 +1,25 @@
-"""What a place answers, and buckets and web servers that do.
+"""Object stores: protocols for reading and writing, and reading by obstore.
 
-Requests go through obstore, which signs them by each store's own conventions and repeats what a
-server could not answer (5xx, 429, connections that break), waiting longer each time. An answer that
-ends early is asked for again from the byte that is missing.
+obstore signs requests by each store's conventions and repeats those that the server could not
+answer (5xx, 429, broken connections), waiting longer each time. A response that ends early is
+requested again from the first missing byte.
 
 ==========  ============================================  ======================================
 scheme      credentials                                   another endpoint
 ==========  ============================================  ======================================
-`s3`        boto3's where it is installed, else `AWS_*`   `AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL`
+`s3`        boto3's if it is installed, else `AWS_*`      `AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL`
 `gs`        `GOOGLE_APPLICATION_CREDENTIALS`, gcloud's    `STORAGE_EMULATOR_HOST`
 `az`        `AZURE_STORAGE_*`                             `AZURE_STORAGE_ENDPOINT`
-`http(s)`   none
+`http(s)`   none                                          none
 ==========  ============================================  ======================================
 
-What a store does for a checkpoint that is written to it: objects that are put in parts.
+Objects are written in parts. An object that was *begun* does not exist yet: its parts are put in
+any order, by any process that knows the upload, and can be listed. `complete` creates the object
+from them at once. Writing does not use obstore, whose multipart uploads neither return the upload's
+id nor list its parts: an interrupted upload could not be resumed, nor aborted by a later run.
 
-An object that is *begun* is not there yet: its parts are put in any order, by any process that
-knows the upload, and may be listed. `complete` makes the object of them at once.
-
-What a store refuses is raised as `OSError`, with the address as its `filename` and the reason as
-its `strerror`.
+Both protocols raise failures as `OSError`, with the reason as its `strerror`; those of
+`ObjectTarget` have the URL as their `filename`.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from reshard.checkpoint.storage.filesystem import CONTINUES, close_descriptor, reason
 from reshard.errors import MissingExtraError, RunError
 from reshard.system import read_at
 
-# What is handed on at a time of an answer: it is all that an answer takes beside its target.
+# The bytes of a response that are buffered at a time.
 _PIECE_BYTES = 256 << 10
 _ATTEMPTS = 6
 _FIRST_WAIT_S = 0.2
 _GIVE_UP_S = 60
-#: Requests for names and headers at a time, of which none takes long.
+#: Short requests, for names and headers, in flight at a time.
 IN_FLIGHT = 16
-# A web server lists nothing: these names of a model's files are asked for.
-_USUAL_NAMES = (
+# Web servers do not list folders: these names of a model's files are requested.
+_COMMON_NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "reshard.manifest.json",
@@ -78,10 +78,10 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class ObjectState:
-    """An object as it was seen: it has changed where one of these differs.
+    """The state of an object: if the object changes, at least one of these changes.
 
-    `modified_s` is in whole seconds, since listings and single answers round differently. `tag` is
-    what the store calls this content, where it does.
+    `modified_s` is in whole seconds, since listings and single responses round differently. `tag`
+    is the store's name for this content, or None.
     """
 
     size_bytes: int
@@ -89,7 +89,7 @@ class ObjectState:
     tag: str | None = None
 
     def stat_result(self) -> os.stat_result:
-        """What `os.stat` would answer; `st_ino` is a digest of the tag, so that it is one number.
+        """Return the state as an `os.stat_result`, with a digest of the tag as `st_ino`.
 
         >>> ObjectState(7, 1_700_000_000).stat_result().st_mtime_ns
         1700000000000000000
@@ -103,39 +103,36 @@ class ObjectState:
 
 @dataclass(frozen=True, slots=True)
 class FolderListing:
-    """What is directly in a folder: its objects, and the names of the folders within.
+    """The objects in a folder, and the names of its subfolders.
 
-    `is_whole` says that there is nothing else.
+    `is_complete` is False if the store cannot list: there may be other objects.
     """
 
     objects: Mapping[str, ObjectState] = field(default_factory=dict)
     folders: frozenset[str] = frozenset()
-    is_whole: bool = True
+    is_complete: bool = True
 
 
 class ObjectSource(Protocol):
-    """Where objects are: by key, with folders where keys have slashes.
-
-    What a source refuses is raised as `OSError`, with the reason as its `strerror`.
-    """
+    """A store of objects that can be read: by key, with slashes separating folders."""
 
     def head(self, key: str) -> ObjectState | None:
-        """An object; None where there is none."""
+        """Return the state of an object, or None if it does not exist."""
 
     def list_folder(self, key: str) -> FolderListing:
-        """What is directly below a key, nothing where there is no such folder."""
+        """List the objects and folders directly below a key, none if there is no such folder."""
 
     def read_into(self, key: str, start_bytes: int, memory: memoryview) -> ObjectState:
-        """Fill memory with a range of an object, and say what the object was meanwhile."""
+        """Fill memory with a range of an object, and return the object's state meanwhile."""
 
 
 class BucketSource:
-    """A bucket, or a web server, which lists nothing.
+    """A bucket, or a web server.
 
     Args:
         store: of obstore.
-        lists: whether it can say what is in a folder.
-        has_tags: whether listings and answers call the same content the same.
+        lists: whether it can list folders, which web servers cannot.
+        has_tags: whether the tags of listings and of other responses agree.
     """
 
     def __init__(self, store: Any, *, lists: bool = True, has_tags: bool = True) -> None:
@@ -143,7 +140,7 @@ class BucketSource:
         self._obstore = import_obstore("s3")
 
     def head(self, key: str) -> ObjectState | None:
-        """An object; None where there is none."""
+        """Return the state of an object, or None if it does not exist."""
 
         def look() -> ObjectState | None:
             try:
@@ -154,29 +151,31 @@ class BucketSource:
         return None if not key else repeat(look, key)
 
     def list_folder(self, key: str) -> FolderListing:
-        """What is directly below a key, nothing where there is no such folder."""
+        """List the objects and folders directly below a key, none if there is no such folder."""
         if not self._lists:
-            return self._ask_for_usual_names(key)
-        found = repeat(lambda: self._obstore.list_with_delimiter(self._store, key or None), key)
-        # Consoles make folders as empty objects, which have the folder's own name.
+            return self._request_common_names(key)
+        listed = repeat(lambda: self._obstore.list_with_delimiter(self._store, key or None), key)
+        # Consoles create folders as empty objects with the folder's own name.
         return FolderListing(
             {
                 one["path"].rpartition("/")[2]: self._state_of(one)
-                for one in found["objects"]
+                for one in listed["objects"]
                 if one["path"] != key
             },
-            frozenset(prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"]),
+            frozenset(
+                prefix.rstrip("/").rpartition("/")[2] for prefix in listed["common_prefixes"]
+            ),
         )
 
-    def _ask_for_usual_names(self, key: str) -> FolderListing:
-        keys = [f"{key}/{name}" if key else name for name in _USUAL_NAMES]
+    def _request_common_names(self, key: str) -> FolderListing:
+        keys = [f"{key}/{name}" if key else name for name in _COMMON_NAMES]
         with ThreadPoolExecutor(IN_FLIGHT) as threads:
             states = list(threads.map(self.head, keys))
-        objects = {name: state for name, state in zip(_USUAL_NAMES, states, strict=True) if state}
-        return FolderListing(objects, is_whole=False)
+        objects = {name: state for name, state in zip(_COMMON_NAMES, states, strict=True) if state}
+        return FolderListing(objects, is_complete=False)
 
     def read_into(self, key: str, start_bytes: int, memory: memoryview) -> ObjectState:
-        """Fill memory with a range of an object, and say what the object was meanwhile."""
+        """Fill memory with a range of an object, and return the object's state meanwhile."""
         filled = 0
         seen: ObjectState | None = None
 
@@ -186,39 +185,39 @@ class BucketSource:
             answer = self._obstore.get(self._store, key, options=options)
             state = self._state_of(answer.meta)
             if seen not in (None, state):
-                # The second half of another object is of no use.
+                # The object was replaced: the rest of it does not belong to the first part.
                 return state
             seen = state
             for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
                 stop = filled + len(piece)
                 if stop > len(memory):
-                    raise OSError(errno.EIO, "answered with more bytes than were asked for")
+                    raise OSError(errno.EIO, "the response has more bytes than were requested")
                 memory[filled:stop] = memoryview(piece)
                 filled = stop
             if filled < len(memory):
-                raise ConnectionError(errno.ECONNRESET, "the answer ended early")
+                raise ConnectionError(errno.ECONNRESET, "the response ended early")
             return state
 
         return repeat(read, key)
 
     def _state_of(self, found: Mapping[str, Any]) -> ObjectState:
         modified: datetime.datetime = found["last_modified"]
-        # Azure's listings have tags without the quotes that its answers have.
+        # Azure's listings have tags without the quotes of its other responses.
         tag = (found["e_tag"] or "").strip('"') or None if self._has_tags else None
         return ObjectState(found["size"], int(modified.timestamp()), tag)
 
 
 def open_bucket(scheme: str, name: str, headers: Mapping[str, str] | None = None) -> BucketSource:
-    """A bucket of a store, or a web server, by its name.
+    """Open a bucket of a store, or a web server, by its name.
 
     Args:
-        scheme: of its address.
-        name: what follows the scheme.
+        scheme: of its URL.
+        name: the part of the URL after the scheme.
         headers: of requests to a web server.
 
     Raises:
         MissingExtraError: obstore is not installed.
-        OSError: settings in the environment that the store refuses.
+        OSError: invalid settings in the environment.
     """
     obstore = import_obstore(EXTRAS[scheme])
     stores = __import__("obstore.store", fromlist=["store"])
@@ -253,25 +252,25 @@ def open_bucket(scheme: str, name: str, headers: Mapping[str, str] | None = None
         try:
             return BucketSource(stores.HTTPStore(url, **client(url), **shared), lists=False)
         except ValueError as error:
-            raise OSError(errno.EINVAL, f"this is no address: {error}") from error
+            raise OSError(errno.EINVAL, f"this is not a URL: {error}") from error
     except obstore.exceptions.BaseError as error:
         remedy = "; set AZURE_STORAGE_ACCOUNT_NAME" if "Account must be" in str(error) else ""
-        raise OSError(errno.EINVAL, f"{_say(error)}{remedy}") from error
+        raise OSError(errno.EINVAL, f"{_describe_error(error)}{remedy}") from error
 
 
-def _endpoint(*names: str, otherwise: str = "") -> str:
-    """The first of these variables that is set, an address; empty where none is.
+def _endpoint(*names: str, default_scheme: str = "") -> str:
+    """Return the URL in the first of these variables that is set, or "" if none is.
 
-    `otherwise` begins one that has no scheme.
+    `default_scheme` is prepended to a value without a scheme.
     """
-    found = _environment(*names)
-    if found and "://" not in found:
-        found = f"{otherwise}{found}"
-    # obstore panics at others.
-    if found and not re.fullmatch(r"https?://[^\s/]+\S*", found):
+    url = _environment(*names)
+    if url and "://" not in url:
+        url = f"{default_scheme}{url}"
+    # obstore panics at other values.
+    if url and not re.fullmatch(r"https?://[^\s/]+\S*", url):
         name = next(name for name in names if os.environ.get(name))
-        raise OSError(errno.EINVAL, f"{name} is no address such as http://127.0.0.1:9000")
-    return found
+        raise OSError(errno.EINVAL, f"{name} is not a URL such as http://127.0.0.1:9000")
+    return url
 
 
 def _environment(*names: str) -> str:
@@ -279,7 +278,7 @@ def _environment(*names: str) -> str:
 
 
 def _find_credentials() -> dict[str, Any]:
-    """Those that boto3 finds, which knows profiles and single sign-on too; none for the public."""
+    """Return boto3's credentials, including profiles and single sign-on, or none if public."""
     if _environment("AWS_SKIP_SIGNATURE").lower() in ("1", "true", "yes"):
         return {"skip_signature": True}
     try:
@@ -298,8 +297,8 @@ def _find_credentials() -> dict[str, Any]:
 
 
 def _find_emulator() -> tuple[dict[str, Any], str]:
-    """The server that stands for Google's, as its own libraries are told of one."""
-    endpoint = _endpoint("STORAGE_EMULATOR_HOST", otherwise="http://")
+    """Return the options and the URL of an emulator of Google's store, if one is set."""
+    endpoint = _endpoint("STORAGE_EMULATOR_HOST", default_scheme="http://")
     if not endpoint:
         return {}, ""
     key = (
@@ -310,20 +309,20 @@ def _find_emulator() -> tuple[dict[str, Any], str]:
 
 
 def import_obstore(extra: str) -> Any:
-    """The package obstore. Raises MissingExtraError."""
+    """Import the package obstore. Raises MissingExtraError."""
     try:
         import obstore
         import obstore.exceptions
     except ImportError as error:
         raise MissingExtraError(
-            "an address of an object store or a web server needs the package obstore; "
+            "a URL of an object store or a web server needs the package obstore; "
             f"pip install 'reshard[{extra}]'"
         ) from error
     return obstore
 
 
 def repeat(action: Callable[[], Answer], key: str) -> Answer:
-    """What an action answers, tried again where the connection broke; refusals as `OSError`."""
+    """Return the result of an action, repeated if the connection broke; raise errors as OSError."""
     obstore = import_obstore("s3")
     refusals = obstore.exceptions
     attempt = 0
@@ -335,49 +334,48 @@ def repeat(action: Callable[[], Answer], key: str) -> Answer:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", key) from error
         except (refusals.PermissionDeniedError, refusals.UnauthenticatedError) as error:
             raise PermissionError(
-                errno.EACCES, f"the store does not let this user in: {_say(error)}", key
+                errno.EACCES, f"the store denies access to this user: {_describe_error(error)}", key
             ) from error
         except (refusals.BaseError, ConnectionError) as error:
-            if attempt == _ATTEMPTS or not _may_pass(error):
-                raise OSError(errno.EIO, _say(error), key) from error
+            if attempt == _ATTEMPTS or not _is_transient(error):
+                raise OSError(errno.EIO, _describe_error(error), key) from error
         time.sleep(_FIRST_WAIT_S * 2**attempt * random.uniform(0.25, 0.5))
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Whether a broken answer is worth another try: refusals of the server itself are not."""
+def _is_transient(error: BaseException) -> bool:
+    """Return whether to try again: after a broken response, but not after an error response."""
     text = str(error)
     return isinstance(error, ConnectionError) or "body" in text or "decod" in text
 
 
-def _say(error: BaseException) -> str:
-    """What a store says, in a line; nothing of addresses, whose queries may have secrets."""
+def _describe_error(error: BaseException) -> str:
+    """Return a store's message in a line, without URLs' queries, which may have secrets."""
     text = str(error)
     reason = text.partition("\n\nDebug source")[0].rpartition(" - ")[2]
     reason = reason.removeprefix("Server returned non-2xx status code: ").partition("<")[0]
     details = [
-        found[1].strip()
-        for found in (
+        match[1].strip()
+        for match in (
             re.search(r"<Message>(.*?)</Message>", text, re.DOTALL),
             re.search(r'message: "([^"]+)"', text),
         )
-        if found
+        if match
     ]
-    told = " ".join(" ".join([reason.strip(" :"), *details]).split())
-    return re.sub(r"\?\S*", "", told)[:300] or type(error).__name__
+    message = " ".join([reason.strip(" :"), *details])
+    return shorten(message) or type(error).__name__
 
 
-#: The name under which an object says which conversion wrote it: letters alone, since servers turn
-#: underscores of headers into hyphens, or drop them, and Azure takes no hyphens.
+#: The metadata key of the conversion that wrote an object: letters only, since servers turn
+#: underscores of headers into hyphens, or drop them, and Azure does not allow hyphens.
 CONVERSION_KEY = "reshardconversion"
-#: Attempts at a request before it is an error, where the store has a setting for that.
+#: Attempts at a request, if the store's client has a setting for that.
 ATTEMPTS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """An object that is there: its size, when it was written, by which conversion, its checksum.
+class StoredObject(NamedTuple):
+    """An object or a part of one: its size, time, writing conversion and checksum.
 
-    The checksum is text that the store makes of the bytes, empty where it lists none.
+    The checksum is the store's text for the bytes, or "" if it lists none.
     """
 
     size_bytes: int
@@ -386,17 +384,8 @@ class StoredObject:
     checksum: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPart:
-    """A part that is there: its size, and the store's checksum, empty where it lists none."""
-
-    size_bytes: int
-    checksum: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PendingUpload:
-    """An object that was begun and is not complete: its key, when it was begun, and its parts."""
+class PendingUpload(NamedTuple):
+    """An object that was begun and is not complete; `size_bytes` are those of its parts."""
 
     key: str
     upload: str
@@ -405,55 +394,52 @@ class PendingUpload:
 
 
 class ObjectTarget(Protocol):
-    """A bucket that is written to."""
+    """A bucket that can be written to."""
 
     def begin(self, key: str, conversion_id: str, parts_key: str) -> str:
-        """Begin an object; what the other methods call the upload.
+        """Begin an object, and return the id of its upload.
 
-        Where parts are objects themselves, their keys begin with `parts_key`.
+        If parts are objects themselves, their keys begin with `parts_key`.
         """
 
     def put_part(self, key: str, upload: str, number: int, body: FileStream) -> str:
-        """Put part `number`, counted from 0, and return the checksum that is listed for it.
+        """Put or replace part `number`, counted from 0, and return its listed checksum."""
 
-        One that is there is replaced.
-        """
-
-    def list_parts(self, key: str, upload: str) -> dict[int, StoredPart] | None:
-        """Each part that is there; None where there is no such upload."""
+    def list_parts(self, key: str, upload: str) -> dict[int, StoredObject] | None:
+        """Return the parts by number, or None if there is no such upload."""
 
     def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
-        """Make the object of parts 0 to `parts`; one that is there already is well."""
+        """Create the object from parts 0 to `parts`, unless it already exists."""
 
     def abort(self, key: str, upload: str) -> None:
-        """Give up an object that was begun, with its parts."""
+        """Remove an object that was begun, with its parts."""
 
     def put(self, key: str, body: FileStream | bytes, conversion_id: str = "") -> None:
         """Put a small object."""
 
     def get(self, key: str) -> bytes | None:
-        """The bytes of a small object; None where there is none."""
+        """Return the bytes of a small object, or None if it does not exist."""
 
     def head(self, key: str) -> StoredObject | None:
-        """An object; None where there is none."""
+        """Return the state of an object, or None if it does not exist."""
 
     def list_objects(self, prefix: str) -> Mapping[str, StoredObject]:
-        """All objects whose keys begin so; which conversion wrote them is not said."""
+        """Return all objects whose keys begin with `prefix`, without the writing conversions."""
 
     def list_uploads(self, prefix: str) -> list[PendingUpload]:
-        """What was begun and is not complete, of keys that begin so."""
+        """Return the incomplete uploads of keys that begin with `prefix`."""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that are not there are well."""
+        """Delete the objects that exist."""
 
     def close(self) -> None:
         """Close connections."""
 
 
 class FileStream(io.RawIOBase):
-    """A range of a file of this machine as a stream that can be read again from its begin."""
+    """A range of a local file as a seekable stream."""
 
-    # Where opening fails, the base class closes the object.
+    # If opening fails, the base class closes the object.
     _descriptor = -1
 
     def __init__(self, path: Path, start_bytes: int, stop_bytes: int) -> None:
@@ -466,30 +452,30 @@ class FileStream(io.RawIOBase):
         return self.size_bytes
 
     def readable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Where the next byte is read."""
+        """Return the current position."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Go to a byte, counted from the begin, from here, or from the end."""
+        """Set the position relative to the start, the current position, or the end."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size_bytes}[whence]
         self._at = max(base + offset, 0)
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill a buffer, or as much of it as there is up to the end."""
+        """Fill a buffer, or as much of it as is left before the end."""
         view = memoryview(buffer).cast("B")
         size = min(len(view), max(self.size_bytes - self._at, 0))
         count = read_at(self._descriptor, view[:size], self._start + self._at) if size else 0
         if size and not count:
-            raise OSError(errno.EIO, "the file ends early; did another program cut it?")
+            raise OSError(errno.EIO, "the file ends early; did another program truncate it?")
         self._at += count
         return count
 
@@ -501,22 +487,22 @@ class FileStream(io.RawIOBase):
 
 @contextmanager
 def translate_store_errors(action: str) -> Iterator[None]:
-    """Turn what a store or the system refuses into a `RunError` that says what to do."""
+    """Translate errors of a store or the system into a `RunError` with advice."""
     try:
         yield
     except OSError as error:
         advice = f"check the connection, then {CONTINUES}"
         if isinstance(error, PermissionError):
             advice = (
-                f"see that these credentials may read, write, list and delete, then {CONTINUES}"
+                f"check that these credentials may read, write, list and delete, then {CONTINUES}"
             )
         elif error.errno == errno.EINVAL:
-            advice = f"set that right, then {CONTINUES}"
+            advice = f"correct that, then {CONTINUES}"
         raise RunError(f"cannot {action}: {error.filename}: {reason(error)}; {advice}") from error
 
 
 def shorten(text: str) -> str:
-    """What a store says, in a line; nothing of queries, which may have secrets.
+    """Return a message as a line, without queries of URLs, which may have secrets.
 
     >>> shorten("no answer from http://host/key?X-Amz-Signature=abc\\n twice")
     'no answer from http://host/key twice'

@@ -1,15 +1,13 @@
-"""How open new files and folders are: never more than their source, or than what they replace.
+"""Permissions of new files, and links that may be followed.
 
-A new file has the bits that the umask leaves, of those the bits that its source has, and of those
-the bits of the file that it replaces. Its owner can always read and write it. A folder that takes
-the place of another gets its mode, its group and, for root, its owner. Objects of stores have no
-modes: the umask decides.
-
-Links beside the tensors of a checkpoint, and which of them are followed.
+A converted checkpoint never exposes more than its source. A new file has the mode bits that the
+umask leaves, restricted to those of its source and to those of the file that it replaces. Its owner
+can always read and write it. A folder that replaces another gets its mode, its group and, for root,
+its owner. Objects of stores have no modes: the umask decides.
 
 A downloaded folder must not decide which files of this machine are copied into a new checkpoint. A
-link is followed if its target is in the folder, or, in a snapshot of the Hugging Face cache, in the
-folder of the same repository: all files of a snapshot are links to its `blobs`::
+link is followed only if its target is in the folder or, in a snapshot of the Hugging Face cache, in
+the folder of the same repository, where all files of a snapshot are links to `blobs`::
 
     models--meta--llama/blobs/0f3c...
     models--meta--llama/snapshots/c0ffee/config.json -> ../../blobs/0f3c...
@@ -32,9 +30,9 @@ _ALL = 0o777
 
 @dataclass(frozen=True, slots=True)
 class ModeLimits:
-    """The most bits that the mode of a new folder, and of the files in it, may have.
+    """Limits on the mode bits of a new folder and of the files in it.
 
-    `of_file` is for the files, by their names, that have a source of their own.
+    `of_file` has the limits of files, by name, that are copies of a file each.
     """
 
     folder: int = _ALL
@@ -48,7 +46,7 @@ NO_LIMITS = ModeLimits()
 def find_mode_limits(
     folder: Path, files: Iterable[Path], copied: Mapping[str, Path] | None = None
 ) -> ModeLimits:
-    """Return the bits of a source: its folder, its files, and the files that are copied.
+    """Return the mode bits of a source: its folder, its files, and the files that are copied.
 
     >>> find_mode_limits(Path("/nowhere"), [])
     ModeLimits(folder=511, files=511, of_file={})
@@ -58,7 +56,7 @@ def find_mode_limits(
 
 
 def common_mode_bits(paths: Iterable[Path]) -> int:
-    """The bits that all files have; those that are not there do not count."""
+    """Return the mode bits that all existing files among `paths` have."""
     bits = _ALL
     for path in paths:
         bits &= _bits(path)
@@ -66,7 +64,7 @@ def common_mode_bits(paths: Iterable[Path]) -> int:
 
 
 def restrict_modes(folder: Path, bits: ModeLimits, replaced: Path) -> None:
-    """Make a new folder, and all in it, no more open than `bits` and than what it replaces.
+    """Restrict the modes of a new folder and its content to `bits` and to those it replaces.
 
     Raises OSError.
     """
@@ -87,10 +85,10 @@ def restrict_modes(folder: Path, bits: ModeLimits, replaced: Path) -> None:
 
 
 def restrict_file_mode(path: Path, bits: ModeLimits, replaced: Path) -> None:
-    """Make a new file no more open than `bits` and than the file that it replaces, if any.
+    """Restrict the mode of a new file to `bits` and to that of the file that it replaces, if any.
 
-    It gets that file's owner and group; without its group, the bits of the group are none. Raises
-    OSError.
+    The file gets the replaced file's owner and group. If the group cannot be set, the group's bits
+    are cleared. Raises OSError.
     """
     allowed = bits.of_file.get(path.name, bits.files) & _bits(replaced)
     if replaced.exists():
@@ -102,16 +100,16 @@ def restrict_file_mode(path: Path, bits: ModeLimits, replaced: Path) -> None:
     restrict_mode(path, allowed, 0o600)
 
 
-def restrict_mode(path: Path, allowed: int, least: int = 0o600) -> None:
-    """Take the bits of a mode away that are not `allowed`, nor among the `least` of its owner.
+def restrict_mode(path: Path, allowed: int, minimum: int = 0o600) -> None:
+    """Clear the mode bits that are neither `allowed` nor in `minimum`, those of the owner.
 
     Raises OSError.
     """
     mode = stat.S_IMODE(path.lstat().st_mode)
-    new = mode & ~(_ALL & ~(allowed | least))
+    new = mode & ~(_ALL & ~(allowed | minimum))
     if new != mode:
         path.chmod(new)
-        # The mode is as durable as the name that a folder is about to get.
+        # The mode must be as durable as the name that the folder is about to get.
         descriptor = os.open(path, os.O_RDONLY)
         try:
             sync(descriptor)
@@ -120,10 +118,10 @@ def restrict_mode(path: Path, allowed: int, least: int = 0o600) -> None:
 
 
 def copy_ownership(folder: Path, replaced: Path) -> None:
-    """Give a new folder, and the files in it, the owner and group of the one that it replaces.
+    """Set owner and group of a new folder and its files, and its mode, to those it replaces.
 
-    The folder gets its mode too. Who may not give them away keeps them: without its group, the
-    group's bits are those of others. Raises OSError.
+    Without permission to do so, owner and group stay. If the group cannot be set, the group's bits
+    become those of others. Raises OSError.
     """
     old, new = replaced.stat(), folder.stat()
     mode = stat.S_IMODE(old.st_mode)
@@ -137,13 +135,15 @@ def copy_ownership(folder: Path, replaced: Path) -> None:
             if old.st_gid != new.st_gid:
                 mode &= ~0o070 | (mode & 0o007) << 3
     if mode | 0o700 != stat.S_IMODE(folder.stat().st_mode):
-        # A bit that this file system or user may not set is not worth failing for.
+        # A bit that the file system or user may not set is not a reason to fail.
         with contextlib.suppress(PermissionError):
             folder.chmod(mode | 0o700)
 
 
 def _bits(path: Path) -> int:
-    """The bits of a file or folder, all of them where there is none, or it is in a store."""
+    """Return the mode bits of a file or folder, or all of them if it does not exist or is in a
+    store.
+    """
     if isinstance(path, RemotePath):
         return _ALL
     try:
@@ -155,27 +155,23 @@ def _bits(path: Path) -> int:
 _REPOSITORIES = ("models--", "datasets--", "spaces--")
 
 
-def is_link(path: Path) -> bool:
-    """Whether a path is a link; objects of stores are none."""
-    return not isinstance(path, RemotePath) and path.is_symlink()
-
-
 def describe_foreign_link(path: Path, folder: Path) -> str | None:
-    """Return why a file of a checkpoint's folder is not followed; None if it may be read.
+    """Return why a file of a checkpoint's folder is not followed, or None if it may be read.
 
     >>> describe_foreign_link(Path("/nowhere/config.json"), Path("/nowhere")) is None
     True
     """
-    if not is_link(path):
+    # Objects of stores are never links.
+    if not path.is_symlink():
         return None
     target = path.resolve()
-    if any(target.is_relative_to(one) for one in _allowed_folders(folder.resolve())):
+    if any(target.is_relative_to(parent) for parent in _allowed_folders(folder.resolve())):
         return None
     return f"a link to {os.readlink(path)}, outside the folder"
 
 
 def _allowed_folders(folder: Path) -> tuple[Path, ...]:
-    """The folders that links in a resolved folder may lead into.
+    """Return the folders that links in a resolved folder may lead into.
 
     >>> [path.name for path in _allowed_folders(Path("/hub/models--a--b/snapshots/c0ffee"))]
     ['c0ffee', 'models--a--b']

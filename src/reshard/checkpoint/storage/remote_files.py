@@ -1,16 +1,11 @@
-"""Objects that many threads read at once, as `SourceFile` reads files.
+"""Objects of a store as files: read by many threads at once, and prefetched.
 
-A request to a store takes as long as the bytes of a quarter of a mebibyte or so, so ranges that lie
-near each other are asked for together. Each thread waits for its own request: as many are under way
-as there are threads.
-
-Small ranges of many objects, such as what describes one tensor each, asked for together.
-
-A request takes as long as some hundred kibibytes, whatever is asked for; what opens a checkpoint
-would wait for one after the other::
+A request takes as long as transferring some hundred KiB, however little it asks for. So ranges that
+are close together are read by one request, and small ranges that are known beforehand, such as the
+metadata of each tensor, are all requested at once::
 
     objects    |head|.... w ....|tail|head|.... b ....|tail|
-    requests   |-1--|           |-----2---|           |-3--|       all under way at once
+    requests   |-1--|           |-----2---|           |-3--|       all in flight at once
 """
 
 from __future__ import annotations
@@ -20,26 +15,28 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from reshard.checkpoint.storage.byte_ranges import coalesce
 from reshard.checkpoint.storage.filesystem import CONTINUES, reason
 from reshard.checkpoint.storage.local_files import BufferRegion, FileIdentity, SourceFile
 from reshard.checkpoint.storage.object_stores import IN_FLIGHT, ObjectState
 from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.errors import RunError, SourceChangedError, UsageError
 
-#: What may be read in vain to save a request, and the most that is then in memory.
+#: The largest gap that is read to save a request, and the largest such request.
 JOINED_BYTES = 128 << 10
 _MAX_JOINED_BYTES = 4 << 20
 _THREADS = 4
-# They wait for answers, most of the time.
-_THREADS_OF_PLACES = 16
+# These wait for answers most of the time.
+_REMOTE_THREADS = 16
 
 
 class RemoteFile(SourceFile):
-    """An object, read by ranges; see `SourceFile`."""
+    """An object of a store, read by ranges; see `SourceFile`."""
 
     def __init__(self, path: RemotePath, expected: FileIdentity | None = None) -> None:
         self.path = path
@@ -47,7 +44,7 @@ class RemoteFile(SourceFile):
         self._read_bytes = 0
         self._key = path.key
         try:
-            self._source = path.place.source
+            self._source = path.store.source
             self.identity = self._look_at_identity() if expected is None else expected
         except OSError as error:
             raise RunError(f"{path}: cannot open for reading: {reason(error)}") from error
@@ -55,62 +52,62 @@ class RemoteFile(SourceFile):
     def read_into(self, region: BufferRegion | memoryview, offset_bytes: int) -> None:
         """Fill the whole of `region` with the object's bytes from `offset_bytes` on.
 
-        Raises `SourceChangedError` where it is another object by then, or shorter, `RunError` where
-        the store does not answer, `UsageError` for a negative offset.
+        Raises `SourceChangedError` if the object was replaced or is shorter, and `RunError` if the
+        store does not answer.
         """
         memory = region.memory if isinstance(region, BufferRegion) else region
-        if offset_bytes < 0:
-            raise UsageError(f"{self.path}: reading at offset {offset_bytes}: expected 0 or more")
         if memory.nbytes:
             self._read(memory.cast("B"), offset_bytes)
 
     def read_ranges(self, memory: memoryview, offsets: Sequence[int], size_bytes: int) -> None:
-        """Fill `memory` with ranges of `size_bytes` each; those near each other come together.
+        """Fill `memory` with consecutive ranges of `size_bytes` each, merging close ones.
 
         Raises as `read_into`.
         """
-        for first, last in _join(offsets, size_bytes):
-            low, high = offsets[first], offsets[last] + size_bytes
-            if first == last:
-                self.read_into(memory[first * size_bytes : (first + 1) * size_bytes], low)
+        start = np.array(offsets, dtype=np.int64)
+        file, size = np.zeros_like(start), np.full_like(start, size_bytes)
+        for joined in coalesce(file, start, size, JOINED_BYTES, _MAX_JOINED_BYTES):
+            if len(joined.pieces) == 1:
+                at = int(joined.pieces[0]) * size_bytes
+                self.read_into(memory[at : at + size_bytes], joined.start_bytes)
                 continue
-            joined = memoryview(bytearray(high - low))
-            self._read(joined, low)
-            for number in range(first, last + 1):
-                begin, at = offsets[number] - low, number * size_bytes
-                memory[at : at + size_bytes] = joined[begin : begin + size_bytes]
+            content = memoryview(bytearray(joined.size_bytes))
+            self._read(content, joined.start_bytes)
+            for number in joined.pieces.tolist():
+                begin, at = offsets[number] - joined.start_bytes, number * size_bytes
+                memory[at : at + size_bytes] = content[begin : begin + size_bytes]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no open file."""
 
     def _expect_inside(self, view: memoryview, offset: int) -> None:
         if offset + len(view) > self.size_bytes:
             raise SourceChangedError(
                 f"{self.path}: ends early: expected {len(view)} bytes at offset {offset}, and it "
-                f"had {self.size_bytes} bytes when it was opened; put the whole file back and "
-                "start over"
+                f"had {self.size_bytes} bytes when it was opened; restore the whole file and start "
+                "over"
             )
 
     def _read(self, view: memoryview, offset: int) -> None:
         self._expect_inside(view, offset)
         try:
-            found = self._source.read_into(self._key, offset, view)
+            state = self._source.read_into(self._key, offset, view)
         except OSError as error:
             raise RunError(
                 f"{self.path}: cannot read {len(view)} bytes at offset {offset}: {reason(error)}; "
                 f"check the connection, then {CONTINUES}"
             ) from error
-        identity = self._identify(found)
+        identity = self._identify(state)
         if identity != self.identity:
             raise self._describe_change(identity)
         with self._counter:
             self._read_bytes += len(view)
 
     def _look_at_identity(self) -> FileIdentity:
-        found = self._source.head(self._key)
-        if found is None:
+        state = self._source.head(self._key)
+        if state is None:
             raise FileNotFoundError(2, os.strerror(2), str(self.path))
-        return self._identify(found)
+        return self._identify(state)
 
     def _identify(self, state: ObjectState) -> FileIdentity:
         return FileIdentity.of(self.path.name, state.stat_result())
@@ -119,45 +116,32 @@ class RemoteFile(SourceFile):
         return SourceChangedError(
             f"{self.path}: changed since it was opened: expected {self.size_bytes} bytes of "
             f"{self.identity.modified_ns} ns, found {now.size_bytes} of {now.modified_ns} ns, or "
-            "other content of that size; wait until nobody writes it and start over"
+            "other content of that size; wait until no process writes it, then start over"
         )
 
 
-def _join(offsets: Sequence[int], size_bytes: int) -> Iterator[tuple[int, int]]:
-    """The first and last number of ranges that are asked for together.
-
-    >>> list(_join([0, 1000, 10**6, 10**6 + 50], 10))
-    [(0, 1), (2, 3)]
-    """
-    first = 0
-    for number in range(1, len(offsets) + 1):
-        if number < len(offsets):
-            gap = offsets[number] - offsets[number - 1] - size_bytes
-            span = offsets[number] + size_bytes - offsets[first]
-            if 0 <= gap <= JOINED_BYTES and span <= _MAX_JOINED_BYTES:
-                continue
-        if offsets:
-            yield first, number - 1
-        first = number
-
-
 def open_source(path: Path, expected: FileIdentity | None = None) -> SourceFile:
-    """A file of this machine, or an object, for reading. Raises as `SourceFile`."""
+    """Open a local file or an object for reading. Raises as `SourceFile`."""
     if isinstance(path, RemotePath):
         return RemoteFile(path, expected)
     return SourceFile(path, expected)
 
 
-def default_threads(said: int | None, *folders: Path) -> int:
-    """How many threads read checkpoints in these folders: as many as somebody said, or usual ones.
+def choose_threads(threads: int | None, *folders: Path) -> int:
+    """Return how many threads read checkpoints in these folders: `threads`, or the default if None.
 
-    >>> default_threads(None, Path("model")), default_threads(None, RemotePath("s3://bucket/model"))
+    Raises:
+        UsageError: `threads` is not an integer of at least 1.
+
+    >>> choose_threads(None, Path("model")), choose_threads(None, RemotePath("s3://bucket/model"))
     (4, 16)
     """
-    if said is not None:
-        return said
+    if threads is not None:
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+            raise UsageError(f"threads={threads!r}: expected an integer of at least 1")
+        return threads
     if any(isinstance(folder, RemotePath) for folder in folders):
-        return _THREADS_OF_PLACES
+        return _REMOTE_THREADS
     return _THREADS
 
 
@@ -174,55 +158,53 @@ class NamedRange(NamedTuple):
 
 
 class PrefetchedRanges:
-    """Ranges of the files of a folder that were asked for; none where it is of this machine."""
+    """Prefetched ranges of the files of a remote folder; always empty for a local folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._found: dict[str, list[tuple[int, bytes]]] = {}
+        # Of each file, the begin and the content of ranges, ascending.
+        self._content: dict[str, list[tuple[int, bytes]]] = {}
 
-    def ask(self, ranges: Iterable[NamedRange]) -> None:
-        """Ask for ranges, several at a time; what was asked for before is forgotten.
+    def fetch(self, ranges: Iterable[NamedRange]) -> None:
+        """Request ranges, several at a time, and drop those of earlier calls.
 
         Raises OSError.
         """
-        self._found = {}
+        self._content = {}
         if not isinstance(self._folder, RemotePath):
             return
-        joined = list(join_ranges(ranges))
+        joined = list(coalesce_named(ranges))
         with ThreadPoolExecutor(IN_FLIGHT) as threads:
-            found = list(threads.map(self._read, joined))
-        for one, content in zip(joined, found, strict=True):
-            self._found.setdefault(one.name, []).append((one.start, content))
+            for span, content in zip(joined, threads.map(self._read, joined), strict=True):
+                self._content.setdefault(span.name, []).append((span.start, content))
 
-    def _read(self, one: NamedRange) -> bytes:
-        with (self._folder / one.name).open("rb", buffering=0) as file:
+    def _read(self, span: NamedRange) -> bytes:
+        with (self._folder / span.name).open("rb", buffering=0) as file:
             stream: Any = file
-            return bytes(stream.fetch(one.start, one.stop - one.start))
+            return bytes(stream.fetch(span.start, span.stop - span.start))
 
-    def find(self, name: str, start: int, size: int) -> bytes | None:
-        """Bytes of a file, where all of them were asked for."""
-        ranges = self._found.get(name, [])
-        at = bisect_right(ranges, start, key=lambda one: one[0]) - 1
+    def get(self, name: str, start: int, size: int) -> bytes | None:
+        """Return bytes of a file, or None if not all of them were prefetched."""
+        ranges = self._content.get(name, [])
+        at = bisect_right(ranges, start, key=lambda entry: entry[0]) - 1
         if at < 0:
             return None
         begin, content = ranges[at]
         return content[start - begin :][:size] if start + size <= begin + len(content) else None
 
 
-def join_ranges(ranges: Iterable[NamedRange]) -> Iterator[NamedRange]:
-    """Ranges as they are asked for, by name and place: those near each other are one.
+def coalesce_named(ranges: Iterable[NamedRange]) -> Iterator[NamedRange]:
+    """Yield the ranges to request, by name and offset, merging those that are close together.
 
-    >>> near = [NamedRange("a", 0, 10), NamedRange("a", 900, 950), NamedRange("b", 5, 9)]
-    >>> [tuple(one) for one in join_ranges([NamedRange("a", 10**6, 10**6 + 1), *near])]
+    >>> close = [NamedRange("a", 0, 10), NamedRange("a", 900, 950), NamedRange("b", 5, 9)]
+    >>> [tuple(r) for r in coalesce_named([NamedRange("a", 10**6, 10**6 + 1), *close])]
     [('a', 0, 950), ('a', 1000000, 1000001), ('b', 5, 9)]
     """
-    for name, of_name in groupby(sorted(ranges), key=lambda one: one.name):
-        start, stop = -1, -1
-        for one in of_name:
-            if start >= 0 and (
-                one.start - stop > _PREFETCH_GAP_BYTES or one.stop - start > _MAX_PREFETCHED_BYTES
-            ):
-                yield NamedRange(name, start, stop)
-                start = -1
-            start, stop = (one.start, one.stop) if start < 0 else (start, max(stop, one.stop))
-        yield NamedRange(name, start, stop)
+    listed = [*ranges]
+    names = sorted({span.name for span in listed})
+    number = {name: at for at, name in enumerate(names)}
+    rows = [(number[name], start, stop - start) for name, start, stop in listed]
+    file, start, size = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    for joined in coalesce(file, start, size, _PREFETCH_GAP_BYTES, _MAX_PREFETCHED_BYTES):
+        stop = joined.start_bytes + joined.size_bytes
+        yield NamedRange(names[joined.file], joined.start_bytes, stop)

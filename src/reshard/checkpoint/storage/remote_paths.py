@@ -1,23 +1,16 @@
-"""An object as an open file, for headers: what is read brings what lies behind it.
-
-A read at the beginning, and one that goes on behind what is there, bring a long window; one
-elsewhere, as of the record of one tensor among others, a short one.
-
-One place, such as a bucket, and what was seen of it.
-
-A format asks for many names: is there an index, a config, a manifest? A folder is listed once and
-answers all of them. What was seen is forgotten when somebody names the place anew
-(`forget_store`), so that a checkpoint that is opened later is that of then.
-
-Paths in places: `s3://bucket/model/config.json` with the methods of `pathlib.Path` that read.
+"""URLs of object stores as paths: `s3://bucket/model/config.json` with methods of `pathlib.Path`.
 
 Formats look for names, read files and list folders by the methods of a `Path`. A `RemotePath` has
-them, so every format reads from every place. What would write raises `PermissionError`.
+those, so every format reads from every store. Methods that would write raise `PermissionError`.
 
-    as_path("model")               a path of this machine
-    as_path("file:///data/model")  likewise
+    as_path("model")               a local path
+    as_path("file:///data/model")  a local path
     as_path("s3://bucket/model")   a RemotePath
-    as_path("org/model")           a model of the Hub, where there is neither such a path nor `org`
+    as_path("org/model")           a model of the Hub, if neither this path nor `org` exists
+
+Formats look for many names: is there an index, a config, a manifest? A folder is listed once, and
+its listing answers all of them. Listings are dropped when the user names the store again
+(`forget_store`), so a checkpoint that is opened later is read as it is then.
 """
 
 from __future__ import annotations
@@ -46,15 +39,17 @@ from reshard.checkpoint.storage.object_stores import (
 )
 from reshard.errors import UsageError
 
-# A header of a few thousand tensors, in one answer.
+# The header of a few thousand tensors, in one request.
 _WINDOW_BYTES = 256 << 10
 _SHORT_WINDOW_BYTES = 16 << 10
 
 
 class RemoteStream(io.RawIOBase):
-    """The bytes of an object, by windows around what is asked for.
+    """An object as an open file, for headers: reads fetch a window of bytes.
 
-    Reading raises OSError where the object has changed since `state` was seen.
+    A read at the beginning, or one that continues the previous window, fetches a long window; a
+    read elsewhere, such as of the record of a tensor among others, a short one. Reading raises
+    OSError if the object has changed since its `state` was read.
     """
 
     def __init__(self, source: ObjectSource, key: str, state: ObjectState, name: str) -> None:
@@ -64,19 +59,19 @@ class RemoteStream(io.RawIOBase):
         self._window = memoryview(b"")
 
     def readable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Where the next byte is read."""
+        """Return the current position."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Go to a byte, counted from the begin, from here, or from the end."""
+        """Set the position relative to the start, the current position, or the end."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._state.size_bytes}
         if base[whence] + offset < 0:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), self.name)
@@ -84,40 +79,40 @@ class RemoteStream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill a buffer, or as much of it as there is up to the end."""
+        """Fill a buffer, or as much of it as is left before the end."""
         target = memoryview(buffer).cast("B")
         size = min(len(target), max(self._state.size_bytes - self._at, 0))
         begin = self._at - self._window_start
         if size and not (begin >= 0 and begin + size <= len(self._window)):
-            goes_on = not self._at or 0 <= begin <= len(self._window) + _WINDOW_BYTES
-            window_bytes = _WINDOW_BYTES if goes_on else _SHORT_WINDOW_BYTES
-            wanted = min(max(size, window_bytes), self._state.size_bytes - self._at)
-            content = self.fetch(self._at, wanted)
+            continues = not self._at or 0 <= begin <= len(self._window) + _WINDOW_BYTES
+            window_bytes = _WINDOW_BYTES if continues else _SHORT_WINDOW_BYTES
+            fetched = min(max(size, window_bytes), self._state.size_bytes - self._at)
+            content = self.fetch(self._at, fetched)
             self._window, self._window_start, begin = content, self._at, 0
         target[:size] = self._window[begin : begin + size]
         self._at += size
         return size
 
     def fetch(self, start: int, size: int) -> memoryview:
-        """Bytes of the object and no more, by a request of their own. Raises OSError."""
+        """Return bytes of the object by a separate request. Raises OSError."""
         content = memoryview(bytearray(size))
         try:
-            found = self._source.read_into(self._key, start, content)
+            state = self._source.read_into(self._key, start, content)
         except OSError as error:
             raise type(error)(error.errno, error.strerror, self.name) from error
-        if found != self._state:
+        if state != self._state:
             raise OSError(errno.ESTALE, "it was replaced while it was read", self.name)
         return content
 
 
-# Parts of an address that name the place: a bucket, a server, a model of somebody.
+# The parts of a URL that name the store: a bucket, a server, an organisation's model.
 PARTS = {"s3": 1, "gs": 1, "az": 1, "http": 1, "https": 1, "hf": 2}
-#: Other ways to write schemes.
+#: Aliases of schemes.
 ALIASES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
 
 
 class CachedStore:
-    """A source, with its folders as they were when they were first asked for.
+    """A store with cached listings of its folders.
 
     >>> class Shelf:
     ...     def head(self, key):
@@ -125,10 +120,10 @@ class CachedStore:
     ...
     ...     def list_folder(self, key):
     ...         return FolderListing({"x": ObjectState(3)} if key == "a" else {})
-    >>> place = CachedStore(Shelf())
-    >>> place.find("a/x")
+    >>> store = CachedStore(Shelf())
+    >>> store.find("a/x")
     ObjectState(size_bytes=3, modified_s=0, tag=None)
-    >>> [*place.find("a").objects], place.find("b") is None
+    >>> [*store.find("a").objects], store.find("b") is None
     (['x'], True)
     """
 
@@ -139,7 +134,7 @@ class CachedStore:
         self._objects: dict[str, ObjectState | None] = {}
 
     def find(self, key: str) -> ObjectState | FolderListing | None:
-        """The object or the folder of a key; None where there is neither. Raises OSError."""
+        """Return the object or folder of a key, or None if neither exists. Raises OSError."""
         with self._lock:
             if key in self._folders:
                 return self.list_folder(key)
@@ -148,47 +143,47 @@ class CachedStore:
             if listed is not None:
                 if name in listed.objects:
                     return listed.objects[name]
-                if listed.is_whole:
+                if listed.is_complete:
                     return self.list_folder(key) if name in listed.folders else None
             if key and key not in self._objects:
                 self._objects[key] = self.source.head(key)
             return self._objects.get(key) or self.list_folder(key)
 
     def list_folder(self, key: str) -> FolderListing | None:
-        """What is in a folder; None for one that is not there. Raises OSError."""
+        """List a folder, or return None if it does not exist. Raises OSError."""
         with self._lock:
             if key not in self._folders:
                 self._folders[key] = self.source.list_folder(key)
-            found = self._folders[key]
-            return found if found.objects or found.folders else None
+            listing = self._folders[key]
+            return listing if listing.objects or listing.folders else None
 
 
-_places: dict[tuple[str, ...], CachedStore] = {}
+_stores: dict[tuple[str, ...], CachedStore] = {}
 _lock = threading.Lock()
 
 
 def find_store(root: Sequence[str]) -> CachedStore:
-    """The place of a scheme and what follows it, such as `("s3", "bucket")`.
+    """Return the store of a scheme and names, such as `("s3", "bucket")`, opened once.
 
     Raises:
-        MissingExtraError: the package that reaches it is not installed.
-        OSError: it cannot be reached.
+        MissingExtraError: the package for such stores is not installed.
+        OSError: the store cannot be reached.
     """
     with _lock:
-        known = _places.get(tuple(root))
-    if known is not None:
-        return known
+        cached = _stores.get(tuple(root))
+    if cached is not None:
+        return cached
     scheme, name, *model = root
     source: ObjectSource
     source = open_hub(name, *model) if scheme == "hf" else open_bucket(scheme, name)
     with _lock:
-        return _places.setdefault(tuple(root), CachedStore(source))
+        return _stores.setdefault(tuple(root), CachedStore(source))
 
 
 def forget_store(root: Sequence[str]) -> None:
-    """Open a place anew when it is next named, with the settings and credentials of then."""
+    """Close a store: it is opened again when next used, with the settings of that time."""
     with _lock:
-        _places.pop(tuple(root), None)
+        _stores.pop(tuple(root), None)
 
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -197,11 +192,11 @@ _PLACE_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
 HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}(@[\w./-]+)?")
 
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class RemotePath(PosixPath):
-    """A path in a place; text of it is its address.
+    """A path in a store; its text is its URL.
 
     >>> path = RemotePath("s3://bucket/model") / "config.json"
     >>> str(path), path.name, str(path.parent), path.root_parts, path.key
@@ -211,7 +206,7 @@ class RemotePath(PosixPath):
     'config.json'
     """
 
-    # Its parts are those of the path `/s3:/bucket/model/config.json`.
+    # The parts are those of the path `/s3:/bucket/model/config.json`.
 
     def __new__(cls, *segments: str | os.PathLike[str]) -> RemotePath:
         return super().__new__(cls, *_split_addresses(segments))
@@ -237,81 +232,81 @@ class RemotePath(PosixPath):
         return RemotePath, (str(self),)
 
     def as_posix(self) -> str:
-        """The same as text of it."""
+        """Return the URL."""
         return str(self)
 
     @property
     def root_parts(self) -> tuple[str, ...]:
-        """What names the place: the scheme, and a bucket, a server, or two parts of the Hub."""
+        """The parts that name the store: the scheme, and a bucket, a server, or two of the Hub."""
         scheme = self.parts[1].rstrip(":")
         return (scheme, *self.parts[2 : 2 + PARTS[scheme]])
 
     @property
     def key(self) -> str:
-        """What names the object, or the folder, in the place."""
+        """The key of the object or folder in its store."""
         return "/".join(self.parts[1 + len(self.root_parts) :])
 
     @property
-    def place(self) -> CachedStore:
-        """Where it is. Raises as `find_store`."""
+    def store(self) -> CachedStore:
+        """The store. Raises as `find_store`."""
         return find_store(self.root_parts)
 
     def look(self) -> ObjectState | FolderListing | None:
-        """The object or folder there; None where there is neither. Raises OSError."""
+        """Return the object or folder, or None if neither exists. Raises OSError."""
         try:
-            return self.place.find(self.key)
+            return self.store.find(self.key)
         except OSError as error:
-            # A source knows keys, and nothing of addresses.
+            # Stores report keys instead of URLs.
             raise type(error)(error.errno, error.strerror, str(self)) from error
 
     def find(self) -> ObjectState | FolderListing:
-        """The object or folder there. Raises OSError."""
+        """Return the object or folder. Raises OSError."""
         found = self.look()
         if found is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         return found
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Size, time and identity. Raises OSError."""
+        """Return size, time and identity. Raises OSError."""
         found = self.find()
         if isinstance(found, FolderListing):
             return os.stat_result((stat.S_IFDIR | 0o555, 0, 0, 1, 0, 0, 0, 0, 0, 0))
         return found.stat_result()
 
     def lstat(self) -> os.stat_result:
-        """The same as `stat`: there are no links."""
+        """Return `stat()`: there are no links."""
         return self.stat()
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:
-        """Whether there is an object or a folder."""
+        """Return whether there is an object or a folder."""
         return self.look() is not None
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        """Whether there is a folder: keys that go on behind this one."""
+        """Return whether there is a folder: longer keys that begin with this one."""
         return isinstance(self.look(), FolderListing)
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        """Whether there is an object."""
+        """Return whether there is an object."""
         return isinstance(self.look(), ObjectState)
 
     def is_symlink(self) -> bool:
-        """No: there are none."""
+        """Return False: there are no links."""
         return False
 
     def is_mount(self) -> bool:
-        """No."""
+        """Return False."""
         return False
 
     def resolve(self, strict: bool = False) -> RemotePath:
-        """Itself."""
+        """Return the path itself."""
         return self
 
     def absolute(self) -> RemotePath:
-        """Itself."""
+        """Return the path itself."""
         return self
 
     def iterdir(self) -> Iterator[RemotePath]:  # type: ignore[override]
-        """What is in the folder. Raises OSError."""
+        """Return the entries of the folder. Raises OSError."""
         found = self.find()
         if not isinstance(found, FolderListing):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self))
@@ -320,7 +315,7 @@ class RemotePath(PosixPath):
     def glob(self, pattern: str, **options: Any) -> Generator[RemotePath]:
         """Yield the entries whose name matches a pattern without folders. Raises OSError."""
         if "/" in pattern or "**" in pattern:
-            raise UsageError(f"the pattern {pattern!r} in {self}; give one of names in the folder")
+            raise UsageError(f"the pattern {pattern!r} in {self}: expected a pattern of names")
         entries = self.iterdir() if self.is_dir() else ()
         return (entry for entry in entries if fnmatch.fnmatchcase(entry.name, pattern))
 
@@ -332,27 +327,27 @@ class RemotePath(PosixPath):
         errors: str | None = None,
         newline: str | None = None,
     ) -> IO[Any]:
-        """The object, for reading. Raises OSError."""
+        """Open the object for reading. Raises OSError."""
         if set(mode) - set("rbt"):
             self._refuse()
         found = self.find()
         if isinstance(found, FolderListing):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self))
-        stream: Any = RemoteStream(self.place.source, self.key, found, str(self))
+        stream: Any = RemoteStream(self.store.source, self.key, found, str(self))
         opened: IO[Any] = stream
         if "b" not in mode:
             opened = io.TextIOWrapper(io.BufferedReader(stream), encoding, errors, newline)
         return opened
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise PermissionError(errno.EROFS, "places are only read; give a path here", str(self))
+        raise PermissionError(errno.EROFS, "URLs can only be read; give a local path", str(self))
 
     mkdir = rmdir = unlink = rename = replace = touch = chmod = symlink_to = _refuse
     hardlink_to = _refuse
 
 
 def _split_addresses(segments: tuple[str | os.PathLike[str], ...]) -> Iterator[Any]:
-    """Segments of a path, where the first one may be an address."""
+    """Yield segments of a path, the first of which may be a URL."""
     for segment in segments:
         address = None if isinstance(segment, PurePath) else _ADDRESS.fullmatch(str(segment))
         yield segment if address is None else f"/{address[1]}:/{address[2]}"
@@ -369,21 +364,21 @@ def check_path_text(given: str | os.PathLike[str]) -> str:
     reshard.errors.UsageError: the path 'model\x00' has a null character; give one without it
     """
     if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
-        raise UsageError(f"a checkpoint at {given!r}; give a path as text, or a Path")
+        raise UsageError(f"a checkpoint at {given!r}: expected a path as a string or a Path")
     text = os.fspath(given)
-    # Each function of Python reports it in its own words, as a ValueError, and some as "not there".
+    # Functions of Python report it as different ValueErrors, or as a missing file.
     if "\0" in text:
         raise UsageError(f"the path {text!r} has a null character; give one without it")
     return text
 
 
 def as_path(given: str | os.PathLike[str]) -> Path:
-    """The path that a user names: of this machine, or an address.
+    """Return the local or remote path that a user gave.
 
     Raises:
-        UsageError: what is no path, or has a null character; an address without a bucket or a
-            model, or with a user's name or a query in it.
-        MissingExtraError: an address whose package is not installed.
+        UsageError: a value that is not a path, or has a null character; a URL without a bucket or a
+            model, or with a user name or a query.
+        MissingExtraError: a URL whose package is not installed.
 
     >>> as_path("file:///data/my%20model"), as_path("gcs://bucket//model/")
     (PosixPath('/data/my model'), RemotePath('gs://bucket/model'))
@@ -404,27 +399,27 @@ def as_path(given: str | os.PathLike[str]) -> Path:
     if len(names) < PARTS[scheme]:
         what = {"hf": "hf://organisation/model", "az": "az://container/folder"}
         raise UsageError(
-            f"the address {text!r} is too short; give {what.get(scheme, scheme + '://name/folder')}"
+            f"the URL {text!r} is too short; give {what.get(scheme, scheme + '://name/folder')}"
         )
     if "@" in names[0] and scheme != "hf":
         raise UsageError(
-            f"the address of {names[0].rpartition('@')[2]} has a user's name in it; give "
-            "credentials as the store's own tools take them, such as by the environment"
+            f"the URL of {names[0].rpartition('@')[2]} has a user name in it; give credentials as "
+            "the store's own tools take them, such as by the environment"
         )
     if not _PLACE_NAME.fullmatch(names[0]) and scheme not in ("http", "https"):
         raise UsageError(
-            f"the address {text!r} has the name {names[0]!r}; names are of letters, "
+            f"the URL {text!r} has the name {names[0]!r}; names consist of letters, "
             "digits, `.`, `-` and `_`"
         )
     if any(character.isspace() for character in names[0]):
-        raise UsageError(f"the address {text!r} has a space in its host; give it without")
+        raise UsageError(f"the URL {text!r} has a space in its host; give it without")
     if scheme in ("http", "https") and ("?" in text or "#" in text):
         raise UsageError(
-            f"the address {text.partition('?')[0]!r} has a query; give one without, or fetch the "
-            "file, and name that"
+            f"the URL {text.partition('?')[0]!r} has a query; give one without, or download the "
+            "file and give its path"
         )
     if ".." in names or "." in names:
-        raise UsageError(f"the address {text!r} has `.` or `..` in it; give it without them")
+        raise UsageError(f"the URL {text!r} has `.` or `..` in it; give it without them")
     path = RemotePath(f"{scheme}://" + "/".join(names))
     forget_store(path.root_parts)
     return path
@@ -433,12 +428,12 @@ def as_path(given: str | os.PathLike[str]) -> Path:
 def _path_of_file(text: str) -> Path:
     parts = urlsplit(text)
     if parts.netloc not in ("", "localhost"):
-        raise UsageError(f"the address {text!r} is of the host {parts.netloc!r}; give a path here")
+        raise UsageError(f"the URL {text!r} names the host {parts.netloc!r}; give a local path")
     return Path(check_path_text(unquote(parts.path)))
 
 
 def _find_on_hub(text: str) -> RemotePath | None:
-    """The model of a bare name; None for what is, or may be meant as, a path."""
+    """Return the model of a bare name, or None if it is, or may be meant as, a local path."""
     if not HUB_NAME.fullmatch(text) or os.path.lexists(text):
         return None
     if os.path.lexists(text.partition("/")[0]):
@@ -453,7 +448,7 @@ def _find_on_hub(text: str) -> RemotePath | None:
 
 
 def join_path(folder: Path, name: str) -> Path:
-    """A file of a folder; by its whole path or its address, one that is elsewhere.
+    """Return the path of a file in a folder, or an absolute path or URL unchanged.
 
     >>> join_path(Path("model"), "a.pt"), join_path(RemotePath("s3://bucket/model"), "/data/b.pt")
     (PosixPath('model/a.pt'), PosixPath('/data/b.pt'))
@@ -463,10 +458,10 @@ def join_path(folder: Path, name: str) -> Path:
     return Path(name) if name.startswith("/") else folder / name
 
 
-def map_paths(read: Callable[[Path], Found], paths: Iterable[Path]) -> Iterator[Found]:
-    """What is read of each path, in their order; of places, of several at a time.
+def map_paths(read: Callable[[Path], Result], paths: Iterable[Path]) -> Iterator[Result]:
+    """Yield `read(path)` of each path, in order; remote paths are read several at a time.
 
-    Of this machine each is read when it is asked for. Raises what `read` does.
+    Local paths are read one after the other as the results are consumed. Raises as `read`.
 
     >>> list(map_paths(len, map(Path, []))), list(map_paths(str, [Path("a"), Path("b")]))
     ([], ['a', 'b'])
@@ -480,19 +475,19 @@ def map_paths(read: Callable[[Path], Found], paths: Iterable[Path]) -> Iterator[
 
 
 def walk_folder(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Each folder from one on, with the names of the folders and of the other files in it, sorted.
+    """Walk a folder: yield each folder with the sorted names of its folders and of its files.
 
-    Only those folders are entered that are left in the list. Raises OSError.
+    Folders that the caller removes from the list are not entered. Raises OSError.
     """
     if not isinstance(folder, RemotePath):
         for parent, folders, files in os.walk(folder, onerror=_raise):
             folders.sort()
             yield Path(parent), folders, sorted(files)
         return
-    found = folder.find()
-    if isinstance(found, FolderListing):
-        folders = sorted(found.folders)
-        yield folder, folders, sorted(found.objects)
+    listing = folder.find()
+    if isinstance(listing, FolderListing):
+        folders = sorted(listing.folders)
+        yield folder, folders, sorted(listing.objects)
         for name in folders:
             yield from walk_folder(folder / name)
 

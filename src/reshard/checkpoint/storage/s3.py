@@ -1,8 +1,9 @@
-"""Buckets of Amazon S3, and of what speaks as it does, written by multipart uploads.
+"""Writing to buckets of Amazon S3, and of compatible stores, by multipart uploads.
 
-boto3 finds credentials and settings, signs, and repeats what a server could not answer (5xx, 429,
-connections that break), waiting longer each time. Where the answer to `complete` was lost, the
-upload is gone when it is asked for again; then the object itself says whether it is this one.
+boto3 finds credentials and settings, signs requests, and repeats those that the server could not
+answer (5xx, 429, broken connections), waiting longer each time. If the response to `complete` was
+lost, the upload no longer exists when `complete` is repeated; then the object's metadata shows
+whether it is the completed one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from reshard.checkpoint.storage.object_stores import (
     FileStream,
     PendingUpload,
     StoredObject,
-    StoredPart,
     shorten,
 )
 from reshard.errors import MissingExtraError
@@ -44,7 +44,7 @@ class S3Target:
             return str(answer["UploadId"])
 
     def put_part(self, key: str, upload: str, number: int, body: FileStream) -> str:
-        """Put a part, and return its tag, which follows from its bytes."""
+        """Put a part, and return its tag, which depends on its bytes only."""
         with self._explain(key):
             answer = self._client.upload_part(
                 Bucket=self._bucket,
@@ -56,8 +56,8 @@ class S3Target:
             )
             return str(answer.get("ETag", ""))
 
-    def list_parts(self, key: str, upload: str) -> dict[int, StoredPart] | None:
-        """Each part; None where there is no such upload."""
+    def list_parts(self, key: str, upload: str) -> dict[int, StoredObject] | None:
+        """Return the parts by number, or None if there is no such upload."""
         if not upload:
             return None
         with self._explain(key):
@@ -66,9 +66,9 @@ class S3Target:
             )
             try:
                 return {
-                    one["PartNumber"] - 1: StoredPart(one["Size"], one["ETag"])
+                    part["PartNumber"] - 1: StoredObject(part["Size"], checksum=part["ETag"])
                     for page in pages
-                    for one in page.get("Parts", ())
+                    for part in page.get("Parts", ())
                 }
             except self._client.exceptions.ClientError as error:
                 if _code(error) in ("NoSuchUpload", "404"):
@@ -76,13 +76,13 @@ class S3Target:
                 raise
 
     def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
-        """Make the object of its parts."""
-        there = self.list_parts(key, upload)
-        if there is not None:
+        """Create the object from its parts."""
+        stored_parts = self.list_parts(key, upload)
+        if stored_parts is not None:
             tags = [
-                {"PartNumber": number + 1, "ETag": there[number].checksum}
+                {"PartNumber": number + 1, "ETag": stored_parts[number].checksum}
                 for number in range(parts)
-                if number in there
+                if number in stored_parts
             ]
             if len(tags) < parts:
                 raise OSError(
@@ -103,12 +103,12 @@ class S3Target:
                         raise
                 else:
                     return
-        found = self.head(key)
-        if found is None or found.conversion_id != conversion_id:
+        stored = self.head(key)
+        if stored is None or stored.conversion_id != conversion_id:
             raise OSError(errno.EIO, "the upload is gone: it was aborted", self._address(key))
 
     def abort(self, key: str, upload: str) -> None:
-        """Give up a multipart upload."""
+        """Abort a multipart upload."""
         with self._explain(key):
             try:
                 self._client.abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload)
@@ -129,7 +129,7 @@ class S3Target:
             )
 
     def get(self, key: str) -> bytes | None:
-        """The bytes of a small object; None where there is none."""
+        """Return the bytes of a small object, or None if it does not exist."""
         with self._explain(key):
             try:
                 with self._client.get_object(Bucket=self._bucket, Key=key)["Body"] as body:
@@ -140,56 +140,57 @@ class S3Target:
                 raise
 
     def head(self, key: str) -> StoredObject | None:
-        """An object; None where there is none."""
+        """Return the state of an object, or None if it does not exist."""
         with self._explain(key):
             try:
-                found = self._client.head_object(Bucket=self._bucket, Key=key)
+                answer = self._client.head_object(Bucket=self._bucket, Key=key)
             except self._client.exceptions.ClientError as error:
                 if _code(error) in ("NoSuchKey", "404"):
                     return None
                 raise
         return StoredObject(
-            found["ContentLength"],
-            found["LastModified"].timestamp(),
-            found.get("Metadata", {}).get(CONVERSION_KEY),
+            answer["ContentLength"],
+            answer["LastModified"].timestamp(),
+            answer.get("Metadata", {}).get(CONVERSION_KEY),
         )
 
     def list_objects(self, prefix: str) -> Mapping[str, StoredObject]:
-        """All objects whose keys begin so."""
+        """Return all objects whose keys begin with `prefix`."""
         with self._explain(prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=prefix
             )
             return {
-                one["Key"]: StoredObject(one["Size"], one["LastModified"].timestamp())
+                entry["Key"]: StoredObject(entry["Size"], entry["LastModified"].timestamp())
                 for page in pages
-                for one in page.get("Contents", ())
+                for entry in page.get("Contents", ())
             }
 
     def list_uploads(self, prefix: str) -> list[PendingUpload]:
-        """What was begun and is not complete."""
+        """Return the incomplete uploads."""
         with self._explain(prefix):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self._bucket, Prefix=prefix
             )
-            found = [one for page in pages for one in page.get("Uploads", ())]
+            entries = [entry for page in pages for entry in page.get("Uploads", ())]
         uploads = []
-        for one in found:
-            parts = self.list_parts(one["Key"], one["UploadId"]) or {}
-            began_s = one["Initiated"].timestamp()
+        for entry in entries:
+            key, upload = entry["Key"], entry["UploadId"]
+            parts = self.list_parts(key, upload) or {}
+            began_s = entry["Initiated"].timestamp()
             size_bytes = sum(part.size_bytes for part in parts.values())
-            uploads.append(PendingUpload(one["Key"], one["UploadId"], began_s, size_bytes))
+            uploads.append(PendingUpload(key, upload, began_s, size_bytes))
         return uploads
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects."""
         listed = list(keys)
         for at in range(0, len(listed), _DELETED_AT_A_TIME):
-            some = listed[at : at + _DELETED_AT_A_TIME]
-            with self._explain(some[0]):
+            batch = listed[at : at + _DELETED_AT_A_TIME]
+            with self._explain(batch[0]):
                 answer = self._client.delete_objects(
                     Bucket=self._bucket,
-                    Delete={"Objects": [{"Key": key} for key in some], "Quiet": True},
+                    Delete={"Objects": [{"Key": key} for key in batch], "Quiet": True},
                 )
             for refused in answer.get("Errors", ()):
                 raise PermissionError(
@@ -212,11 +213,13 @@ class S3Target:
         try:
             yield
         except ClientError as error:
-            told = error.response.get("Error", {})
-            text = shorten(f"{_code(error)} {told.get('Message', '')}")
+            details = error.response.get("Error", {})
+            text = shorten(f"{_code(error)} {details.get('Message', '')}")
             if _code(error) in _FORBIDDEN:
                 raise PermissionError(
-                    errno.EACCES, f"the store does not let this user: {text}", self._address(key)
+                    errno.EACCES,
+                    f"the store denies access to this user: {text}",
+                    self._address(key),
                 ) from error
             number = errno.EINVAL if _code(error) == "NoSuchBucket" else errno.EIO
             raise OSError(number, text, self._address(key)) from error
@@ -227,11 +230,11 @@ class S3Target:
 
 
 def open_s3(bucket: str) -> S3Target:
-    """A bucket, with the settings and credentials that boto3 finds.
+    """Open a bucket with the settings and credentials of boto3.
 
     Raises:
         MissingExtraError: boto3 is not installed.
-        OSError: settings that it refuses.
+        OSError: invalid settings.
     """
     try:
         import boto3
@@ -240,7 +243,7 @@ def open_s3(bucket: str) -> S3Target:
         from botocore.exceptions import BotoCoreError
     except ImportError as error:
         raise MissingExtraError(
-            "to write to S3 needs the package boto3; pip install 'reshard[s3]'"
+            "writing to S3 needs the package boto3; pip install 'reshard[s3]'"
         ) from error
     unsigned = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true", "yes")
     config = Config(
@@ -250,7 +253,7 @@ def open_s3(bucket: str) -> S3Target:
     )
     try:
         session = boto3.Session()
-        # boto3 has other names for these two than the library that reads.
+        # obstore reads these two settings from other variables than boto3.
         region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
         client = session.client(
             "s3",
@@ -264,7 +267,7 @@ def open_s3(bucket: str) -> S3Target:
 
 
 def _has_endpoint() -> bool:
-    """Whether boto3 finds an endpoint itself."""
+    """Return whether boto3 finds an endpoint itself."""
     return any(os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
 
 

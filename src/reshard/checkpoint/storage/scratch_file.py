@@ -1,14 +1,14 @@
-"""Files without a name, whose parts are made when something in them is first read.
+"""Files without a name whose parts are created when they are first read.
 
-What cannot be read where it lies, such as a compressed shard, is made as a whole::
+Content that cannot be read in place, such as a compressed shard, is unpacked as a whole::
 
     data file         [packed w][packed b]
                           |         |
-    without a name    [w ........][b ..]            each from a page on; holes until read
+    scratch file      [w ........][b ..]            page-aligned; holes until read
 
-Each part is made once, by the first thread that needs it; others wait. The system removes the file
-when it is closed, or its process ends in any way. Memory does not grow with the parts, the disk
-needs room for those that are read.
+Each part is created once, by the first thread that needs it; other threads wait. The system removes
+the file when it is closed or its process ends in any way. Memory does not grow with the parts; the
+disk needs room for those that are read.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ import tempfile
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from reshard.checkpoint.storage.filesystem import read_range, reason
-from reshard.checkpoint.storage.local_files import PAGE_BYTES, BufferRegion, Damage, SourceFile
+from reshard.checkpoint.storage.local_files import BufferRegion, Damage, SourceFile, page_ceiling
 from reshard.errors import DigestError, FormatError, RunError
 from reshard.system import MAX_CALL_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class ScratchPart:
-    """A part of a scratch file: its bytes there, and what they are made of: `packed_bytes` from
-    `packed_start_bytes` on of the file `source`."""
+class ScratchPart(NamedTuple):
+    """A part of a scratch file, and the packed bytes of the file `source` that it is made of."""
 
     start_bytes: int
     size_bytes: int
@@ -43,26 +41,20 @@ class ScratchPart:
 
     @property
     def stop_bytes(self) -> int:
-        """Where it ends."""
+        """The end of the part."""
         return self.start_bytes + self.size_bytes
 
 
-def next_start_bytes(stop_bytes: int) -> int:
-    """Where a part may begin that comes behind another.
-
-    >>> next_start_bytes(1), next_start_bytes(4096)
-    (4096, 4096)
-    """
-    return -(-stop_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
 class ScratchFile(SourceFile):
-    """A file without a name; `parts` are in order, and `packed` is what they are made of.
+    """A file without a name, whose parts are made of a packed file.
 
-    `packed` stays open as long. It is made in `folder`, that of temporary files when None. It reads
-    nothing itself: `read_bytes` are those of `packed`.
+    Args:
+        path: names the file in errors.
+        parts: the parts, in order.
+        packed: the file that they are made of, which stays open as long.
+        folder: where the file is created; the folder of temporary files if None.
 
-    Raises `RunError` where no file can be made there.
+    Raises `RunError` if the file cannot be created.
     """
 
     def __init__(
@@ -74,7 +66,7 @@ class ScratchFile(SourceFile):
     ) -> None:
         self._parts = parts
         self._starts = [part.start_bytes for part in parts]
-        # One a part: threads make different parts of a file at once.
+        # A lock per part: threads create different parts of a file at once.
         self._locks = [threading.Lock() for _ in parts]
         self._is_made = [False] * len(parts)
         self._packed = packed
@@ -85,8 +77,8 @@ class ScratchFile(SourceFile):
         except OSError as error:
             raise self._explain_no_room(error) from error
         try:
-            # Only a size: the file takes no room where nothing is made yet.
-            self._scratch.truncate(next_start_bytes(parts[-1].stop_bytes))
+            # This sets the size only: parts take no room until they are created.
+            self._scratch.truncate(page_ceiling(parts[-1].stop_bytes))
             super().__init__(path, descriptor=self._scratch.fileno())
         except OSError as error:
             self._scratch.close()
@@ -99,11 +91,11 @@ class ScratchFile(SourceFile):
     def make_part(self, number: int) -> None:
         """Write a part with `write`, and check it.
 
-        Raises FormatError or DigestError for what it is made of.
+        Raises FormatError or DigestError if the packed bytes are damaged.
         """
 
     def write(self, content: bytes | memoryview, start_bytes: int) -> None:
-        """Write bytes of a part. Raises RunError where there is no room."""
+        """Write bytes of a part. Raises RunError if there is no room."""
         try:
             written = 0
             while written < len(content):
@@ -113,11 +105,11 @@ class ScratchFile(SourceFile):
             raise self._explain_no_room(error) from error
 
     def read_back(self, start_bytes: int, size_bytes: int) -> bytes:
-        """Bytes that were written."""
+        """Return bytes that were written."""
         return read_range(self._scratch, start_bytes, size_bytes)
 
     def read_packed(self, offset_bytes: int, size_bytes: int) -> bytes:
-        """Bytes of the file that parts are made of."""
+        """Return bytes of the file that parts are made of."""
         content = bytearray(size_bytes)
         self._packed.read_into(memoryview(content), offset_bytes)
         return bytes(content)
@@ -127,11 +119,11 @@ class ScratchFile(SourceFile):
 
     @property
     def read_bytes(self) -> int:
-        """None of its own: what parts are made of was read, and counted, in the packed file."""
+        """0: packed bytes are counted by the packed file."""
         return 0
 
     def check_unchanged(self) -> None:
-        """Do nothing: a file without a name cannot change; the packed file is checked itself."""
+        """Do nothing: the file has no name, and the packed file is checked itself."""
 
     def close(self) -> None:
         """Close the file, which removes it."""
@@ -139,9 +131,9 @@ class ScratchFile(SourceFile):
         self._scratch.close()
 
     def find_damage(self, offset_bytes: int) -> Damage | None:
-        """Make the part at `offset_bytes`; where what it is made of is damaged, how.
+        """Create the part at `offset_bytes`, and return the damage of its packed bytes, if any.
 
-        Raises RunError where there is no room, or if the packed file cannot be read.
+        Raises RunError if there is no room, or if the packed file cannot be read.
         """
         number = self._find(offset_bytes)
         try:
@@ -152,9 +144,9 @@ class ScratchFile(SourceFile):
         return None
 
     def read_into(self, region: BufferRegion | memoryview, offset_bytes: int) -> None:
-        """As `SourceFile.read_into`; makes parts that are not yet.
+        """Read as `SourceFile.read_into`, creating missing parts first.
 
-        Raises also FormatError or DigestError for what is damaged.
+        Raises also FormatError or DigestError for damaged parts.
         """
         memory = region.memory if isinstance(region, BufferRegion) else region
         number = self._find(offset_bytes)
@@ -164,7 +156,7 @@ class ScratchFile(SourceFile):
         super().read_into(region, offset_bytes)
 
     def read_ranges(self, memory: memoryview, offsets: Sequence[int], size_bytes: int) -> None:
-        """As `SourceFile.read_ranges`; makes parts that are not yet."""
+        """Read as `SourceFile.read_ranges`, creating missing parts first."""
         at = np.array(offsets, dtype=np.int64)
         first = np.maximum(np.searchsorted(self._starts, at, "right") - 1, 0)
         stop = np.searchsorted(self._starts, at + size_bytes, "left")
@@ -174,7 +166,7 @@ class ScratchFile(SourceFile):
         super().read_ranges(memory, offsets, size_bytes)
 
     def find_whole(self, offset_bytes: int, size_bytes: int) -> int | None:
-        """The part that these bytes are all of, if it is not made yet."""
+        """Return the part with exactly these bytes if it is not created yet."""
         number = self._find(offset_bytes)
         part = self._parts[number]
         if (part.start_bytes, part.size_bytes) != (offset_bytes, size_bytes):

@@ -1,26 +1,27 @@
-"""Reads that the processes of one host share: what several of them need is asked of a store once.
+"""A read cache shared by the processes of a host: bytes that several need are requested once.
 
-Processes that load a checkpoint at the same time meet in a folder in memory::
+Processes that load a checkpoint at the same time coordinate through a folder in shared memory::
 
-    /dev/shm/reshard-reads-.../   lock                    how many meetings are complete
+    /dev/shm/reshard-reads-.../   lock                    the number of complete generations
                                   member-0 ... member-3   locked while the process lives
-                                  shared-0                what a complete meeting shares
-                                  piece-0-17-...          4 MiB of an object, of a meeting
+                                  shared-0                the pieces shared in a complete generation
+                                  piece-0-17-...          4 MiB of an object, of a generation
 
-1. `SharedReadCache` takes a member's place, writes down what this process is going to read, and
-   waits until the others have done so. Who comes again while others still read waits for the next
-   meeting.
-2. A piece of 4 MiB is shared where to read it once is less than what all of them read in it. Who
-   comes last writes that down, since others may be asleep until some have read all and left.
-3. Who needs a shared piece and finds none locks it, asks the store, and leaves it in the folder;
-   whoever needs it meanwhile waits for the lock.
-4. Everybody reads in the order of the objects and says how far it is. The pieces behind the last of
-   them make room for new ones, so that the folder holds at most `WINDOW_BYTES`, and what somebody's
-   first unfinished work needs, for which nobody waits for room.
+1. `SharedReadCache` registers as a member, writes down the bytes that this process will read, and
+   waits until all others have done so. A process that comes again while others still read waits
+   for the next generation.
+2. A piece of 4 MiB is shared if reading it once is less than the sum of what the members read of
+   it. The last member to register writes the list of shared pieces, since others may not run again
+   before some have finished reading and left.
+3. A process that needs a missing shared piece locks it, requests it from the store, and stores it
+   in the folder; other processes that need it meanwhile wait for the lock.
+4. Every process reads in the order of the objects and publishes its position. Pieces before the
+   last position are removed to make room, so the folder holds at most `WINDOW_BYTES`, plus the
+   pieces of a member's first unfinished task, which never wait for room.
 
-Nobody depends on another: a process that ends, or that hangs for `_PATIENCE_S`, costs the others
-requests of their own, no more. What ends last removes the folder; what processes left that were
-killed is used and removed by the next.
+No process depends on another: a process that ends, or that hangs for `_PATIENCE_S`, costs the
+others additional requests only. The last process removes the folder; content left by killed
+processes is used and removed by the next.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,21 +52,21 @@ from reshard.runs import IntArray
 from reshard.system import read_at
 
 PIECE_BYTES = 4 << 20
-#: What pieces in the folder take at most, for all processes together.
+#: The largest total size of the pieces in the folder.
 WINDOW_BYTES = 256 << 20
-#: Of a process: what they have begun takes three quarters of the window, if others are as far.
+#: The most threads of a process: their pieces, with those of others at the same position, take
+#: three quarters of the window.
 MAX_THREADS = WINDOW_BYTES // (4 * PIECE_BYTES)
 _PATIENCE_S = 10.0
 _WAIT_S = 0.005
 _ATTEMPTS = 100
-# A member's file: the piece where its first unfinished work begins, how many rows it has, its
-# meeting, the piece where that work ends; then rows of piece, bytes, first and end.
+# A member's file: the first piece of its first unfinished task, the number of its rows, its
+# generation, the end of that task's pieces; then rows of piece, bytes, first byte and end.
 _HEADER_BYTES = 32
 _COLUMNS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ReadSpan:
+class ReadSpan(NamedTuple):
     """Bytes `start` to `stop` of the object `name`, of which `read_bytes` are read."""
 
     name: str
@@ -75,17 +76,17 @@ class ReadSpan:
 
 
 class SharedReadCache(Closing):
-    """One process's part in the reads that those of its host share.
+    """One process's view of the reads that the processes of its host share.
 
     Args:
-        place: of the checkpoint: processes that give the same meet.
-        count: how many processes there are on this host.
+        place: of the checkpoint: processes with the same value share their reads.
+        count: the number of processes on this host.
         sizes: of the objects, by name: the same in all processes.
-        tasks: what each piece of this process's work reads. Work is begun in the order of what it
-            reads first, and told by `finish`.
+        tasks: the bytes that each task of this process reads. Tasks are started in the order of
+            their first bytes, and reported by `finish`.
 
     Raises:
-        RunError: the folder cannot be made, or is another user's.
+        RunError: the folder cannot be created, or is another user's.
     """
 
     def __init__(
@@ -99,13 +100,13 @@ class SharedReadCache(Closing):
         self._end = int(pieces[-1])
         self._lock = threading.Lock()
         starts = [
-            min((self._first[one.name] + one.start // PIECE_BYTES for one in spans), default=0)
+            min((self._first[s.name] + s.start // PIECE_BYTES for s in spans), default=0)
             for spans in tasks
         ]
         self._order = np.argsort(np.array(starts, dtype=np.int64), kind="stable")
         self._starts = np.array(starts, dtype=np.int64)[self._order]
         stops = [
-            max((self._first[one.name] + -(-one.stop // PIECE_BYTES) for one in spans), default=0)
+            max((self._first[s.name] + -(-s.stop // PIECE_BYTES) for s in spans), default=0)
             for spans in tasks
         ]
         self._stops = np.array(stops, dtype=np.int64)[self._order]
@@ -117,41 +118,41 @@ class SharedReadCache(Closing):
             repr((place, count, sorted(sizes.items()))).encode(), digest_size=8
         ).hexdigest()
         self.folder = find_host_memory(2 * WINDOW_BYTES) / f"reshard-reads-{os.getuid()}-{digest}"
-        self._member = self._meeting = -1
+        self._member = self._generation = -1
         self._own = -1
         try:
-            self._take_place(self._rows([span for spans in tasks for span in spans]))
-            self._shared = self._wait_for_others()
+            self._register(self._rows([span for spans in tasks for span in spans]))
+            self._shared = self._wait_for_generation()
         except OSError as error:
             self.close()
             raise RunError(
-                f"{self.folder}: processes cannot share what they read: {reason(error)}; load "
-                "without `readers_on_host`"
+                f"{self.folder}: processes cannot share their reads: {reason(error)}; load without "
+                "`readers_on_host`"
             ) from error
 
-    # Who is there.
+    # Members and generations.
 
-    def _take_place(self, rows: IntArray) -> None:
+    def _register(self, rows: IntArray) -> None:
         """Lock the first free member's file, and write down what this process reads."""
         began_s = time.monotonic()
         while self._own < 0:
             with self._lock_folder() as lock:
                 if self._is_alone():
-                    # What killed processes left of the first meeting is used again.
+                    # Content that killed processes left of the first generation is used again.
                     os.ftruncate(lock, 0)
                 complete = int.from_bytes(os.pread(lock, 8, 0), "little")
                 for member in range(self._count):
                     path = self._path("member", member)
                     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
                     if _try_lock(descriptor):
-                        self._own, self._member, self._meeting = descriptor, member, complete
+                        self._own, self._member, self._generation = descriptor, member, complete
                         os.ftruncate(descriptor, 0)
                         write_all(descriptor, rows.tobytes(), _HEADER_BYTES)
-                        # Last, since it says that the rows are there.
+                        # Last, since the header marks the rows as complete.
                         self._row_count = len(rows)
                         self._write_header()
-                        if len(met := self._list_met()) == self._count:
-                            shared = _choose_shared(met).tobytes()
+                        if len(members := self._list_members()) == self._count:
+                            shared = _choose_shared(members).tobytes()
                             self._path("shared", complete).write_bytes(shared)
                             write_all(lock, (complete + 1).to_bytes(8, "little"), 0)
                         return
@@ -162,44 +163,44 @@ class SharedReadCache(Closing):
                 )
             time.sleep(_WAIT_S)
 
-    def _list_met(self) -> list[IntArray]:
-        """The rows of those that are in this process's meeting."""
-        found = map(self._rows_of, range(self._count))
-        return [rows for meeting, rows in found if meeting == self._meeting]
+    def _list_members(self) -> list[IntArray]:
+        """Return the rows of the members of this process's generation."""
+        members = map(self._rows_of, range(self._count))
+        return [rows for generation, rows in members if generation == self._generation]
 
-    def _wait_for_others(self) -> IntArray:
-        """The shared pieces, as soon as all members are there."""
+    def _wait_for_generation(self) -> IntArray:
+        """Return the shared pieces as soon as all members are registered."""
         began_s, lock = time.monotonic(), os.open(self.folder / "lock", os.O_RDONLY)
         try:
-            while int.from_bytes(os.pread(lock, 8, 0), "little") <= self._meeting:
+            while int.from_bytes(os.pread(lock, 8, 0), "little") <= self._generation:
                 if time.monotonic() - began_s > _PATIENCE_S:
-                    found = self._list_met()
+                    members = self._list_members()
                     LOGGER.warning(
-                        "%s: %d of %d processes of this host came to share what they read",
+                        "%s: %d of %d processes of this host came to share their reads",
                         self.folder,
-                        len(found),
+                        len(members),
                         self._count,
                     )
-                    return _choose_shared(found)
+                    return _choose_shared(members)
                 time.sleep(_WAIT_S)
         finally:
             os.close(lock)
-        content = self._path("shared", self._meeting).read_bytes()
+        content = self._path("shared", self._generation).read_bytes()
         return np.frombuffer(content, dtype=np.int64).reshape(-1, _COLUMNS)
 
     def _rows_of(self, member: int) -> tuple[int, IntArray]:
-        """The meeting that a member is in, and what it reads there; -1 where nobody is."""
-        nobody = -1, np.empty((0, _COLUMNS), dtype=np.int64)
+        """Return the generation of a member and the rows of its reads, or -1 if absent."""
+        absent = -1, np.empty((0, _COLUMNS), dtype=np.int64)
         if member == self._member:
             descriptor = os.dup(self._own)
         elif (opened := self._open_member(member)) is None:
-            return nobody
+            return absent
         else:
             descriptor = opened
         try:
             header = _read_header(descriptor)
             if not header.any():
-                return nobody
+                return absent
             size_bytes = int(header[1]) * _COLUMNS * 8
             rows = np.frombuffer(os.pread(descriptor, size_bytes, _HEADER_BYTES), dtype=np.int64)
             return int(header[2]), rows.reshape(-1, _COLUMNS)
@@ -207,7 +208,7 @@ class SharedReadCache(Closing):
             os.close(descriptor)
 
     def _open_member(self, member: int) -> int | None:
-        """The file of another member that lives; None where nobody is."""
+        """Return the open file of another live member, or None if there is none."""
         try:
             descriptor = os.open(self._path("member", member), os.O_RDONLY)
         except FileNotFoundError:
@@ -220,51 +221,51 @@ class SharedReadCache(Closing):
         return None
 
     def _is_alone(self) -> bool:
-        """Whether no process has a member's place."""
+        """Return whether no other process is registered."""
         others = [self._open_member(member) for member in range(self._count)]
         for descriptor in others:
             if descriptor is not None:
                 os.close(descriptor)
         return all(descriptor is None for descriptor in others)
 
-    def _list_work(self) -> list[tuple[int, int, int]]:
-        """Meeting, first piece and end of the first unfinished work of each member that lives."""
-        found = [(self._meeting, *self._first_work())]
+    def _list_first_tasks(self) -> list[tuple[int, int, int]]:
+        """Return generation, first piece and end of each live member's first unfinished task."""
+        tasks = [(self._generation, *self._first_task())]
         for member in range(self._count):
             if member != self._member and (descriptor := self._open_member(member)) is not None:
-                start, count, meeting, stop = _read_header(descriptor).tolist()
+                start, count, generation, stop = _read_header(descriptor).tolist()
                 os.close(descriptor)
                 if count:
-                    found.append((meeting, start, stop))
-        return found
+                    tasks.append((generation, start, stop))
+        return tasks
 
-    # How far this process is.
+    # The position of this process.
 
-    def _first_work(self) -> tuple[int, int]:
-        """The pieces of the first unfinished work."""
+    def _first_task(self) -> tuple[int, int]:
+        """Return the first piece and the end of the first unfinished task."""
         if self._low == len(self._starts):
             return self._end, self._end
         return int(self._starts[self._low]), int(self._stops[self._low])
 
     def _write_header(self) -> None:
-        start, stop = self._first_work()
-        header = np.array([start, self._row_count, self._meeting, stop], dtype=np.int64)
+        start, stop = self._first_task()
+        header = np.array([start, self._row_count, self._generation, stop], dtype=np.int64)
         write_all(self._own, header.tobytes(), 0)
 
     def finish(self, task: int) -> None:
-        """Say that a piece of work is done."""
+        """Report a task as done."""
         with self._lock:
             self._finished[self._number[task]] = True
             before = self._low
-            # The entry behind the last is never finished.
+            # The entry after the last task is never finished.
             self._low += int(np.argmin(self._finished[self._low :]))
             if self._low != before:
                 self._write_header()
 
     def _rows(self, spans: Sequence[ReadSpan]) -> IntArray:
-        """What is read, by pieces: shape `(pieces, 4)`; one empty row where nothing is."""
-        first = np.array([self._first[one.name] for one in spans], dtype=np.int64)
-        table = np.array([(one.start, one.stop, one.read_bytes) for one in spans], dtype=np.int64)
+        """Return the reads by piece: shape `(pieces, 4)`, with one empty row if there are none."""
+        first = np.array([self._first[s.name] for s in spans], dtype=np.int64)
+        table = np.array([(s.start, s.stop, s.read_bytes) for s in spans], dtype=np.int64)
         start, stop, size = table.reshape(-1, 3).T
         low = start // PIECE_BYTES
         counts = np.where(stop > start, (stop - 1) // PIECE_BYTES - low + 1, 0)
@@ -279,14 +280,14 @@ class SharedReadCache(Closing):
     # Pieces.
 
     def split(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """A range of an object in parts: first byte, end, and the row of the shared piece or -1."""
+        """Yield the parts of a range: first byte, end, and the row of the shared piece or -1."""
         first, at = self._first[name], start
         while at < stop:
             piece = first + at // PIECE_BYTES
             end = min(stop, (at // PIECE_BYTES + 1) * PIECE_BYTES)
             row = int(np.searchsorted(self._shared[:, 0], piece))
             if row == len(self._shared) or self._shared[row, 0] != piece:
-                # Parts that are not shared are read together, up to the next that is.
+                # Bytes that are not shared are read together, up to the next shared piece.
                 following = self._shared[row, 0] - first if row < len(self._shared) else None
                 end = stop if following is None else min(stop, int(following) * PIECE_BYTES)
                 yield at, end, -1
@@ -300,15 +301,15 @@ class SharedReadCache(Closing):
             at = end
 
     def read(self, row: int, file: CachedRemoteFile, view: memoryview, start: int) -> None:
-        """Fill memory from a shared piece, which is asked of the store where it is not there."""
+        """Fill memory from a shared piece, which is requested from the store if it is missing."""
         piece, _, low, high = self._shared[row].tolist()
-        path = self.folder / f"piece-{self._meeting}-{piece}-{low}-{high}-{file.tag}"
+        path = self.folder / f"piece-{self._generation}-{piece}-{low}-{high}-{file.tag}"
         descriptor, is_there = self._lock_piece(path, high - low)
         try:
             if is_there:
                 with memoryview(view) as target:
-                    found = read_at(descriptor, target, start - low)
-                if found == len(view):
+                    count = read_at(descriptor, target, start - low)
+                if count == len(view):
                     return
             content = memoryview(bytearray(high - low))
             file.fetch(content, low)
@@ -316,10 +317,10 @@ class SharedReadCache(Closing):
             self._make_room(int(piece), len(content))
             try:
                 write_all(descriptor, content, 0)
-                # The byte behind says that all of it is there.
+                # The last byte marks the piece as complete.
                 write_all(descriptor, b"\1", len(content))
             except OSError as error:
-                # No room in memory: everybody asks the store.
+                # No room in memory: every process requests it from the store.
                 LOGGER.warning("%s: a piece is not shared: %s", path, reason(error))
                 with contextlib.suppress(OSError):
                     os.unlink(path)
@@ -327,7 +328,9 @@ class SharedReadCache(Closing):
             os.close(descriptor)
 
     def _lock_piece(self, path: Path, size_bytes: int) -> tuple[int, bool]:
-        """A piece that is there, or that this thread alone may fill, by its locked file."""
+        """Return the locked file of a piece, and whether it is filled; if not, this thread fills
+        it.
+        """
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             for how in (fcntl.LOCK_SH, fcntl.LOCK_EX):
@@ -337,77 +340,77 @@ class SharedReadCache(Closing):
                     return descriptor, True
             if state.st_nlink:
                 return descriptor, False
-            # Removed since it was opened.
+            # It was removed since it was opened.
             os.close(descriptor)
 
     def _make_room(self, piece: int, size_bytes: int) -> None:
-        """Remove pieces that nobody needs any more, and wait until there is room for another."""
+        """Remove pieces that are no longer needed, and wait for room for another."""
         waited_s, seen = time.monotonic(), [(-1, -1, -1)]
         while True:
             held = self._list_pieces()
             excess = sum(size for _, size, _ in held) + size_bytes - WINDOW_BYTES
             if excess <= 0:
                 return
-            work = self._list_work()
+            tasks = self._list_first_tasks()
             late = time.monotonic() - waited_s > _PATIENCE_S
-            for (meeting, number), size, path in held:
-                # Where nobody is any more, all of a meeting's pieces may go.
-                is_needed = any(at == meeting and number >= start for at, start, _ in work)
+            for (generation, number), size, path in held:
+                # All pieces of a generation without members may be removed.
+                is_needed = any(at == generation and number >= start for at, start, _ in tasks)
                 if excess > 0 and (late or not is_needed):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(path)
                     excess -= size
-            # Who waits for this piece gives up none of those that take the room.
+            # The members that wait for this piece need the ones that take the room.
             is_first = any(
-                at == self._meeting and start <= piece < stop for at, start, stop in work
+                at == self._generation and start <= piece < stop for at, start, stop in tasks
             )
             if excess <= 0 or is_first:
                 return
-            if work != seen:
-                waited_s, seen = time.monotonic(), work
+            if tasks != seen:
+                waited_s, seen = time.monotonic(), tasks
             time.sleep(_WAIT_S)
 
     def _list_pieces(self) -> list[tuple[tuple[int, int], int, str]]:
-        """The pieces that are there: meeting and number, bytes and path, in their order."""
-        found = []
+        """Return the existing pieces in order: generation and number, bytes and path."""
+        pieces = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 if entry.name.startswith("piece-"):
                     with contextlib.suppress(FileNotFoundError):
                         size = entry.stat().st_size
-                        # One that is being filled is small yet, and must stay.
+                        # A piece that is being filled is empty, and must stay.
                         if size:
-                            meeting, piece = map(int, entry.name.split("-")[1:3])
-                            found.append(((meeting, piece), size, entry.path))
-        return sorted(found)
+                            generation, piece = map(int, entry.name.split("-")[1:3])
+                            pieces.append(((generation, piece), size, entry.path))
+        return sorted(pieces)
 
     # The folder.
 
     @contextlib.contextmanager
     def _lock_folder(self) -> Iterator[int]:
-        """Alone in the folder, which is made where there is none; the lock's file."""
+        """Hold the folder's lock, creating the folder if missing; yield the lock's descriptor."""
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(FileExistsError):
                 self.folder.mkdir(mode=0o700)
             state = self.folder.stat(follow_symlinks=False)
             if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
-                raise PermissionError(errno.EPERM, "it is another user's")
+                raise PermissionError(errno.EPERM, "it belongs to another user")
             try:
                 descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             except FileNotFoundError:
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-                # Removed by the last of the processes before.
+                # It may have been removed by the last process of an earlier run.
                 if os.fstat(descriptor).st_nlink:
                     yield descriptor
                     return
             finally:
                 os.close(descriptor)
-        raise OSError(errno.EBUSY, "it is removed as often as it is made")
+        raise OSError(errno.EBUSY, "it is removed as often as it is created")
 
     def close(self) -> None:
-        """Leave, and remove the folder as the last."""
+        """Unregister, and remove the folder if this was the last member."""
         if self._own < 0:
             return
         with contextlib.suppress(OSError), self._lock_folder():
@@ -421,9 +424,9 @@ class SharedReadCache(Closing):
 
 
 class CachedRemoteFile(RemoteFile):
-    """An object of which shared pieces are read by one process of the host.
+    """An object whose shared pieces are read by one process of the host.
 
-    `read_bytes` counts what this process asked the store for.
+    `read_bytes` counts the bytes that this process requested from the store.
     """
 
     def __init__(
@@ -432,11 +435,11 @@ class CachedRemoteFile(RemoteFile):
         super().__init__(path, expected)
         self._reads, self._name = reads, name
         identity = repr(self.identity).encode()
-        #: What tells pieces of this object from those of one that replaced it.
+        #: Distinguishes pieces of this object from those of an object that replaced it.
         self.tag = hashlib.blake2b(identity, digest_size=6).hexdigest()
 
     def fetch(self, view: memoryview, start_bytes: int) -> None:
-        """Ask the store. Raises as `read_into`."""
+        """Request bytes from the store. Raises as `read_into`."""
         super()._read(view, start_bytes)
 
     def _read(self, view: memoryview, offset: int) -> None:
@@ -450,7 +453,7 @@ class CachedRemoteFile(RemoteFile):
 
 
 def check_readers(count: object) -> int:
-    """How many processes share what they read. Raises UsageError."""
+    """Return the number of processes that share their reads. Raises UsageError."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise UsageError(
             f"readers_on_host={count!r}; give the number of processes of this host that load the "
@@ -468,13 +471,13 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _read_header(descriptor: int) -> IntArray:
-    """A member's header; zeros where none is written."""
+    """Return a member's header, or zeros if it is not written yet."""
     content = os.pread(descriptor, _HEADER_BYTES, 0)
     return np.frombuffer(content.ljust(_HEADER_BYTES, b"\0"), dtype=np.int64)
 
 
 def _sum_rows(rows: IntArray) -> IntArray:
-    """Rows of piece, bytes, first and end: one for each piece, in their order."""
+    """Return one row of piece, bytes, first byte and end for each piece, in order."""
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     begins = np.flatnonzero(np.append(True, rows[1:, 0] != rows[:-1, 0]))
     columns = [
@@ -487,10 +490,10 @@ def _sum_rows(rows: IntArray) -> IntArray:
 
 
 def _choose_shared(members: Sequence[IntArray]) -> IntArray:
-    """The pieces that are read once for all: those of which members read more than all of it.
+    """Return the pieces to read once: those of which members read more than all of it.
 
-    >>> one, other = np.array([[0, 60, 0, 90], [1, 9, 0, 9]]), np.array([[0, 50, 10, 100]])
-    >>> _choose_shared([one, other]).tolist()
+    >>> a, b = np.array([[0, 60, 0, 90], [1, 9, 0, 9]]), np.array([[0, 50, 10, 100]])
+    >>> _choose_shared([a, b]).tolist()
     [[0, 110, 0, 100]]
     """
     rows = np.concatenate(members)

@@ -1,13 +1,11 @@
-"""Progress of long work, and its end where the caller asks for one.
+"""Tasks in threads, with progress and a way to stop them.
 
-Work that takes `progress` calls it as it goes on. Work that takes `stop` ends soon after that event
-is set, as after ctrl-C: what was there before is untouched.
+Reading, copying and writing release the interpreter lock, so threads overlap them. Results are
+returned to the caller's thread in the order in which tasks finish. Leaving the loop, by an error or
+by ctrl-C, stops the threads after their current tasks and waits for them.
 
-Many independent pieces of work, a few at a time, in threads.
-
-Reading, copying and writing release the interpreter, so threads overlap them. The results
-come back to the caller's thread, in the order they are finished; leaving the loop, by an
-error or by ctrl-C, stops the threads after the piece each is at, and waits for them.
+Functions that take `progress` call it as they go. Functions that take `stop` end soon after that
+event is set, as after ctrl-C: the content that was there before is untouched.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from reshard.errors import InterruptedRunError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far work is: bytes of tensors done, of all, and of those done before this run."""
+    """The progress of a run, in bytes of tensors: done, total, and done by earlier runs."""
 
     done_bytes: int
     total_bytes: int
@@ -36,7 +34,7 @@ ProgressFunction = Callable[[Progress], None]
 
 
 class StoppedError(InterruptedRunError):
-    """Raised within work whose `stop` was set; the caller says what it came to."""
+    """Raised if `stop` was set; the caller replaces it by an error that describes the result."""
 
 
 def check_stop(stop: threading.Event | None) -> None:
@@ -49,9 +47,9 @@ def check_stop(stop: threading.Event | None) -> None:
 
 
 def check_stop_event(stop: object) -> None:
-    """Raise UsageError for a `stop` that is no event."""
+    """Raise UsageError if `stop` is neither None nor a threading.Event."""
     if stop is not None and not isinstance(stop, threading.Event):
-        raise UsageError(f"stop={stop!r}; give a threading.Event, which ends the work once set")
+        raise UsageError(f"stop={stop!r}: expected a threading.Event, which ends the run once set")
 
 
 Task = TypeVar("Task")
@@ -67,15 +65,11 @@ def run_in_threads(
     new_memory: Callable[[], Memory],
     threads: int,
 ) -> Generator[Result]:
-    """The results of `work(task, memory)` for all tasks, as they are finished.
+    """Yield the results of `work(task, memory)` for all tasks, as they finish.
 
-    Each thread has a memory of its own, from `new_memory()`, closed at its end. An exception
-    in a task is raised here, after the threads have stopped.
-
-    Raises UsageError for no threads, which would leave all of it undone.
+    Each thread has its own memory, from `new_memory()`, which is closed when the thread ends. An
+    exception in a task is raised here after the threads have stopped.
     """
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise UsageError(f"threads={threads!r}; give a whole number from 1 up")
     iterator = iter(tasks)
     lock = threading.Lock()
     stop = threading.Event()
@@ -109,7 +103,7 @@ def run_in_threads(
     try:
         for worker in workers:
             worker.start()
-        # Each thread puts one last result that says it ended, after all of its own.
+        # After its results, each thread puts a last item that marks its end.
         running = threads
         while running:
             result, error, ended = results.get()
@@ -142,9 +136,9 @@ class _Worker(threading.Thread):
 def _wait_for(workers: Sequence[_Worker]) -> None:
     """Wait for threads to end, however often ctrl-C is pressed meanwhile.
 
-    The caller goes on to close files, whose numbers the next files get: no thread may still
-    be writing to them. (`Thread.join` believes in some versions of Python, once interrupted,
-    that a thread which runs has ended.)
+    The caller then closes files, whose descriptor numbers are reused: no thread may still write to
+    them. (In some versions of Python an interrupted `Thread.join` takes a running thread for
+    ended.)
     """
     interrupt: KeyboardInterrupt | None = None
     for worker in workers:

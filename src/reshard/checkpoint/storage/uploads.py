@@ -1,37 +1,24 @@
-"""Parts of files: equal ranges of each, but for the last one, in which a store takes them.
+"""Uploads of a checkpoint's files to a store, in parts, resumable from any machine.
 
-Parts are numbered through all files, in their order: file `n` has those from `first[n]` on. How
-long they are follows from the size of the file alone, so every run of a conversion has the same.
+A conversion to a URL writes its files into a sparse local staging folder. Files are divided into
+equal parts, and the disk space of each part is released once the store has it. Released ranges are
+recorded durably before, so that a later run whose store has lost such a part writes it again.
 
-Parts that are sent in threads of their own, while others go on to read and write.
+`Upload` is one process's view of an upload:
 
-Both directions of a link are busy then. As many parts are under way as there are threads; who has
-another one waits, so that what is written and not sent stays little.
+1. `find_target` returns the state of the target: free, an unfinished upload, another checkpoint.
+2. `begin` begins every file in the store, or finds the parts that an earlier run sent.
+3. `send` sends a part from the staging folder, and releases its space there.
+4. `commit` creates the objects from their parts, puts the small files, and the manifest last.
+   Readers see the old checkpoint or none before, and the new one after; meanwhile the marker
+   (`upload_marker`) keeps them from reading.
 
-The spool: where parts of files wait on this machine until a store has them.
+Every step can be repeated, from the same machine or another, by the same conversion.
 
-A conversion to an address writes its files into a folder here, sparse ones, and gives the space of
-each part back when the store has it. What was given back is noted first, durably: a later run whose
-store has lost such a part does its blocks again.
-
-The stores that are written to, by the scheme of an address.
-
-Files of a checkpoint on their way to a store, seen from one process.
-
-1. `find_target` says what is at the address: nothing, an upload to go on with, another checkpoint.
-2. `begin` begins every file in the store, or finds which parts an earlier run sent.
-3. `send` sends a part from the spool, and gives its space here back.
-4. `commit` makes the objects of their parts, puts the small files, and the manifest last. Readers
-   see the old checkpoint or nothing before, and the new one after; meanwhile the marker says that
-   there is nothing to read.
-
-Every step can be done again, from the same machine or another, by the same conversion.
-
-Uploads that a store still holds of conversions that did not end.
-
-Only what a marker of a conversion names is found, and removed: its uploads with their parts, and
-the marker. An upload of another program that is under way is left alone, and so is a checkpoint
-that is half in its place, whose files would look like a whole one without the marker.
+Uploads of conversions that never ended are orphaned: `find_orphaned_uploads` lists those named by a
+conversion's marker, and `remove_orphaned_uploads` aborts them and deletes the marker. Uploads of
+other programs are not touched, nor is a half-replaced checkpoint, whose files would look complete
+without the marker.
 """
 
 from __future__ import annotations
@@ -45,14 +32,12 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.checkpoint.storage.azure import open_az
 from reshard.checkpoint.storage.filesystem import (
     Closing,
     close_descriptor,
@@ -61,7 +46,6 @@ from reshard.checkpoint.storage.filesystem import (
     translate_os_errors,
     write_all,
 )
-from reshard.checkpoint.storage.gcs import open_gs
 from reshard.checkpoint.storage.object_stores import (
     FileStream,
     ObjectTarget,
@@ -70,7 +54,6 @@ from reshard.checkpoint.storage.object_stores import (
     translate_store_errors,
 )
 from reshard.checkpoint.storage.remote_paths import RemotePath, forget_store
-from reshard.checkpoint.storage.s3 import open_s3
 from reshard.checkpoint.storage.upload_marker import (
     COMMIT_NAME,
     MARKER_FOLDER,
@@ -84,31 +67,34 @@ from reshard.log import LOGGER
 from reshard.runs import IntArray
 from reshard.system import sync_data
 
-#: Stores take no shorter ones (5 MiB), and a request costs as much as some mebibytes.
+#: Stores require at least 5 MiB, and a request costs as much as transferring some MiB.
 MIN_PART_BYTES = 8 << 20
-#: Of one file, in all stores.
+#: The limit of all stores for one file.
 MAX_PARTS = 10_000
 _STEP_BYTES = 1 << 20
 
 
 def choose_part_bytes(size_bytes: int) -> int:
-    """How long the parts of a file are.
+    """Return the size of the parts of a file.
 
     >>> choose_part_bytes(1 << 30) >> 20, choose_part_bytes(10**12) >> 20
     (8, 96)
     """
-    least = -(-size_bytes // MAX_PARTS)
-    if least <= MIN_PART_BYTES:
+    minimum = -(-size_bytes // MAX_PARTS)
+    if minimum <= MIN_PART_BYTES:
         return MIN_PART_BYTES
-    return -(-least // _STEP_BYTES) * _STEP_BYTES
+    return -(-minimum // _STEP_BYTES) * _STEP_BYTES
 
 
 class PartGrid:
-    """The parts of files.
+    """The parts of files: equal ranges of each file, except the last of a file.
+
+    Parts are numbered through all files in order: file `n` has those from `first[n]` on. Their size
+    depends on the size of the file only, so it is the same in every run of a conversion.
 
     Args:
         sizes: of the files, in bytes.
-        part_bytes: how long the parts of each are.
+        part_bytes: the size of the parts of each file.
 
     >>> grid = PartGrid([10, 0, 25], [10, 10, 10])
     >>> grid.count, grid.range_of(3), grid.parts_of(2)
@@ -125,40 +111,43 @@ class PartGrid:
 
     @property
     def count(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return int(self.first[-1])
 
     def parts_of(self, file: int) -> range:
-        """The parts of a file."""
+        """Return the parts of a file."""
         return range(int(self.first[file]), int(self.first[file + 1]))
 
     def range_of(self, part: int) -> tuple[int, int, int]:
-        """The file of a part, its first byte there, and its end."""
+        """Return the file of a part, its first byte, and its end."""
         file = int(np.searchsorted(self.first, part, "right")) - 1
         start = (part - int(self.first[file])) * int(self.part_bytes[file])
         return file, start, min(start + int(self.part_bytes[file]), int(self.sizes[file]))
 
     def touched(self, file: IntArray, start: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
-        """The parts in which ranges of files have bytes: the number of the range, and the part.
+        """Return the pairs of ranges and parts that overlap: number of the range, and part.
 
-        A part is there once for each range. Empty ranges have none.
+        Empty ranges overlap none.
         """
-        there = np.flatnonzero(stop > start)
-        of, low, high = file[there], start[there], stop[there]
+        filled = np.flatnonzero(stop > start)
+        of, low, high = file[filled], start[filled], stop[filled]
         first = self.first[of] + low // self.part_bytes[of]
         counts = self.first[of] + (high - 1) // self.part_bytes[of] - first + 1
-        ranges = np.repeat(there, counts)
+        ranges = np.repeat(filled, counts)
         begins = np.cumsum(counts) - counts
         parts = np.arange(len(ranges)) - np.repeat(begins - first, counts)
         return ranges, parts
 
 
 class PartSender(Closing):
-    """Sends parts by their numbers, with `send`. What that raises is raised by the next call.
+    """Sends parts in threads, while other threads read and write: both directions are busy.
+
+    `put` waits while all threads are sending, so few parts are written and not sent. An exception
+    of `send` is raised by the next call.
 
     Args:
-        send: sends a part.
-        count: of the threads.
+        send: sends a part by its number.
+        count: the number of threads.
 
     >>> sent = []
     >>> with PartSender(sent.append, 2) as sender:
@@ -175,7 +164,7 @@ class PartSender(Closing):
         self._error: BaseException | None = None
 
     def put(self, part: int) -> None:
-        """Send a part, as soon as one of the threads is free. Raises what an earlier one raised."""
+        """Send a part as soon as a thread is free. Raises the error of an earlier part."""
         self.check()
         self._free.acquire()
         self._threads.submit(self._send, part).add_done_callback(self._end)
@@ -186,19 +175,19 @@ class PartSender(Closing):
         self._free.release()
 
     def check(self) -> None:
-        """Raise what a part that was put raised."""
+        """Raise the error of an earlier part, if any."""
         if self._error is not None:
             raise self._error
 
     def finish(self) -> None:
-        """Wait until all parts that were put are sent. Raises what one of them raised."""
+        """Wait until all parts are sent. Raises the error of one of them."""
         for _ in range(self._count):
             self._free.acquire()
         self._free.release(self._count)
         self.check()
 
     def close(self) -> None:
-        """Wait for the parts that are under way; no other can be put."""
+        """Wait for the parts being sent; no more can be put."""
         self._threads.shutdown(cancel_futures=True)
 
 
@@ -207,10 +196,11 @@ _RECORD = struct.Struct("<QQQ")
 
 
 def local_target(target: RemotePath, folder: str | os.PathLike[str] | None, host: int = 0) -> Path:
-    """What stands for an address on this machine, in a folder that is made where it is missing.
+    """Return the local target in which a conversion to a URL stages its files.
 
-    By default the folder is `reshard` in the user's cache folder (`XDG_CACHE_HOME`). Hosts of a run
-    have numbers, since they may share such a folder. Raises RunError.
+    Its folder is created if missing; by default it is `reshard` in the user's cache folder
+    (`XDG_CACHE_HOME`). Hosts of a run have numbers, since they may share the folder. Raises
+    RunError.
 
     >>> local_target(RemotePath("s3://bucket/model"), "/tmp").name
     'model-70498e845ae8'
@@ -219,23 +209,23 @@ def local_target(target: RemotePath, folder: str | os.PathLike[str] | None, host
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(cache) / "reshard"
     digest = hashlib.blake2b(str(target).encode(), digest_size=6).hexdigest()
-    with translate_os_errors("make the folder for staged files", Path(folder)):
+    with translate_os_errors("create the folder for staged files", Path(folder)):
         Path(folder).mkdir(parents=True, exist_ok=True)
     return Path(folder) / f"{target.name[:60]}-{digest}{f'-host{host}' if host else ''}"
 
 
 def list_local_targets(target: RemotePath, folder: str | os.PathLike[str] | None) -> list[Path]:
-    """What may stand for an address on this machine, of any host of a run. Raises RunError."""
+    """Return the local targets of a URL, of any host of a run. Raises RunError."""
     first = local_target(target, folder)
     with translate_os_errors("look for staged files", first.parent):
-        # A staging folder is hidden, and has the name of its target in its own.
-        found = {one.name for one in first.parent.glob(f".{glob.escape(first.name)}-host*")}
-    names = [name.removeprefix(".").rpartition(".")[0] for name in sorted(found)]
+        # A staging folder is hidden, and its name contains that of its target.
+        folders = {path.name for path in first.parent.glob(f".{glob.escape(first.name)}-host*")}
+    names = [name.removeprefix(".").rpartition(".")[0] for name in sorted(folders)]
     return [first, *(first.with_name(name) for name in names)]
 
 
 def rank_save_folder(target: Path) -> Path:
-    """Where a save by ranks makes the files of the checkpoint `target`.
+    """Return the folder in which a save by ranks creates the files of `target`.
 
     >>> rank_save_folder(Path("models/step-1000")).as_posix()
     'models/.step-1000.reshard-saving'
@@ -243,145 +233,140 @@ def rank_save_folder(target: Path) -> Path:
     return target.with_name(f".{target.name}.reshard-saving")
 
 
-class ReleasedRanges(Closing):
-    """The ranges of files whose space one process gave back, as they are noted."""
+class SentRecords(Closing):
+    """The records of one process in the staging folder: parts that were sent, ranges released.
 
-    def __init__(self, content: Path, rank: int) -> None:
-        self._path = content / _FOLDER / f"given_back.{rank}"
-        self._descriptor = -1
-        with translate_os_errors("note what was sent", self._path):
-            self._path.parent.mkdir(exist_ok=True)
-            self._descriptor = open_own(self._path, os.O_WRONLY | os.O_CREAT)
-            size = os.fstat(self._descriptor).st_size
-            self._end = size - size % _RECORD.size
-
-    def note(self, file: int, start_bytes: int, stop_bytes: int) -> None:
-        """Note a range of a file by its number, durably. Raises RunError."""
-        with translate_os_errors("note what was sent", self._path):
-            record = _RECORD.pack(file, start_bytes, stop_bytes)
-            write_all(self._descriptor, record, self._end)
-            sync_data(self._descriptor)
-            self._end += len(record)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._descriptor = close_descriptor(self._descriptor)
-
-
-class PartChecksums(Closing):
-    """The checksums that a store gave for the parts that one process sent, as they are noted.
-
-    By them a later run finds out whether the store still has those bytes. They are durable before
-    the space of a part is given back, since `ReleasedRanges` is synced after them.
+    A later run compares the recorded checksums with those of the store. They are durable before the
+    space of a part is released, since released ranges are synced after them.
     """
 
     def __init__(self, content: Path, rank: int) -> None:
-        self._path = content / _FOLDER / f"sent.{rank}"
-        self._descriptor = -1
-        with translate_os_errors("note what was sent", self._path):
-            self._path.parent.mkdir(exist_ok=True)
-            self._descriptor = open_own(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._folder = content / _FOLDER
+        self._sent = self._released = -1
+        with translate_os_errors("record what was sent", self._folder):
+            self._folder.mkdir(exist_ok=True)
+            self._released = open_own(self._folder / f"given_back.{rank}", os.O_WRONLY | os.O_CREAT)
+            # The last record of a killed run may be incomplete.
+            size = os.fstat(self._released).st_size
+            self._end = size - size % _RECORD.size
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._sent = open_own(self._folder / f"sent.{rank}", flags)
 
-    def note(self, name: str, part: int, checksum: str) -> None:
-        """Note the checksum of a file's part. Raises RunError."""
-        with translate_os_errors("note what was sent", self._path):
-            os.write(self._descriptor, json.dumps([name, part, checksum]).encode() + b"\n")
-            sync_data(self._descriptor)
+    def add_released(self, file: int, start_bytes: int, stop_bytes: int) -> None:
+        """Record a released range of a file by its number, durably. Raises RunError."""
+        with translate_os_errors("record what was sent", self._folder):
+            record = _RECORD.pack(file, start_bytes, stop_bytes)
+            write_all(self._released, record, self._end)
+            sync_data(self._released)
+            self._end += len(record)
+
+    def add_sent(self, name: str, part: int, checksum: str) -> None:
+        """Record the store's checksum of a file's part, durably. Raises RunError."""
+        with translate_os_errors("record what was sent", self._folder):
+            os.write(self._sent, json.dumps([name, part, checksum]).encode() + b"\n")
+            sync_data(self._sent)
 
     def close(self) -> None:
-        """Close the file."""
-        self._descriptor = close_descriptor(self._descriptor)
+        """Close the files."""
+        self._sent = close_descriptor(self._sent)
+        self._released = close_descriptor(self._released)
 
 
 def read_part_checksums(content: Path) -> dict[tuple[str, int], str]:
-    """Return the checksums that earlier runs noted, by file and part. Raises RunError."""
-    found = {}
+    """Return the checksums that earlier runs recorded, by file and part. Raises RunError."""
+    checksums = {}
     with translate_os_errors("read what an earlier run sent", content):
         for path in sorted((content / _FOLDER).glob("sent.*")):
             for line in read_own(path).splitlines():
-                # The last line may be torn.
+                # The last line of a killed run may be incomplete.
                 with contextlib.suppress(ValueError):
                     name, part, checksum = json.loads(line)
-                    found[name, part] = checksum
-    return found
+                    checksums[name, part] = checksum
+    return checksums
 
 
 def read_released_ranges(content: Path) -> Iterator[tuple[int, int, int]]:
-    """The ranges of files that earlier runs noted: file, first byte and end. Raises RunError."""
+    """Yield the ranges that earlier runs released: file, first byte and end. Raises RunError."""
     with translate_os_errors("read what an earlier run sent", content):
         for path in sorted((content / _FOLDER).glob("given_back.*")):
-            noted = read_own(path)
-            for at in range(0, len(noted) - len(noted) % _RECORD.size, _RECORD.size):
-                yield _RECORD.unpack_from(noted, at)
+            records = read_own(path)
+            for at in range(0, len(records) - len(records) % _RECORD.size, _RECORD.size):
+                yield _RECORD.unpack_from(records, at)
 
 
 def list_other_staged(content: Path, names: set[str]) -> list[str]:
-    """The staged files that are none of `names`, in the order of their names. Raises RunError."""
+    """Return the other staged files than `names`, sorted. Raises RunError."""
     with translate_os_errors("list the staged files", content):
-        found = [
+        staged = [
             (Path(parent) / name).relative_to(content).as_posix()
             for parent, folders, files in os.walk(content)
             for name in files
         ]
     return sorted(
-        name for name in found if name not in names and not name.startswith(f"{_FOLDER}/")
+        name for name in staged if name not in names and not name.startswith(f"{_FOLDER}/")
     )
 
 
-_STORES: Mapping[str, Callable[[str], ObjectTarget]] = {
-    "s3": open_s3,
-    "az": open_az,
-    "gs": open_gs,
-}
+_STORES = ("s3", "az", "gs")
 
 
 def expect_writable(target: RemotePath) -> None:
-    """Raise UsageError for an address that cannot be a target.
+    """Raise UsageError for a URL that cannot be a target.
 
     >>> expect_writable(RemotePath("s3://bucket/model"))
     """
-    _expect_store(target)
+    _check_store_scheme(target)
     if not target.key:
         raise UsageError(
             f"the target {target} is a whole bucket; name a folder in it: {target}/model"
         )
 
 
-def _expect_store(target: RemotePath) -> None:
+def _check_store_scheme(target: RemotePath) -> None:
     scheme = target.root_parts[0]
     if scheme not in _STORES:
-        written = ", ".join(f"{one}://" for one in _STORES)
+        schemes = ", ".join(f"{name}://" for name in _STORES)
         raise UsageError(
-            f"the target {target} is an address of {scheme}://, which is only read; write to "
-            f"{written}, or to a folder of this machine"
+            f"the target {target}: {scheme}:// can only be read; write to {schemes}, or to a local "
+            "folder"
         )
 
 
 def open_store(target: RemotePath) -> ObjectTarget:
-    """The store of an address.
+    """Open the store of a URL for writing.
 
     Raises:
-        UsageError: an address where nothing is written.
+        UsageError: a URL that cannot be written.
         MissingExtraError: the package that writes there is not installed.
-        OSError: settings in the environment that it refuses.
+        OSError: invalid settings in the environment.
     """
-    _expect_store(target)
+    _check_store_scheme(target)
     scheme, name, *_ = target.root_parts
-    return _STORES[scheme](name)
+    # Each store's module is imported when it is used.
+    if scheme == "s3":
+        from reshard.checkpoint.storage.s3 import open_s3
+
+        return open_s3(name)
+    if scheme == "az":
+        from reshard.checkpoint.storage.azure import open_az
+
+        return open_az(name)
+    from reshard.checkpoint.storage.gcs import open_gs
+
+    return open_gs(name)
 
 
 _REQUESTS = 16
 _REPLACES = b"replaces"
-GiveBack = Callable[[str, int, int], None]
+Release = Callable[[str, int, int], None]
 Key = TypeVar("Key")
 
 
-@dataclass(frozen=True, slots=True)
-class SentFile:
+class SentFile(NamedTuple):
     """A file that is sent in parts.
 
-    `late` are the ranges `(start, stop)` that are only known when all elements are written.
-    `is_read_back` says that what is staged of it is read once more then.
+    `late` has the ranges `(start, stop)` whose content is known only when all elements are written.
+    If `is_read_back`, the staged content is read again at that time.
     """
 
     name: str
@@ -391,20 +376,20 @@ class SentFile:
 
 
 class Upload(Closing):
-    """The upload of one conversion's files to a folder of a store.
+    """One process's view of the upload of a conversion's files to a folder of a store.
 
     Args:
         target: the folder.
         conversion_id: the fingerprint of everything that decides the bytes of the files.
         files: those that are sent in parts.
         manifest_name: the file that is put last.
-        is_replaced: whether an object that is there goes with the old checkpoint, by its name in
-            the folder; all of them when None.
+        is_replaced: whether an existing object, by its name in the folder, is deleted with the old
+            checkpoint; all of them if None.
 
     Raises:
-        UsageError: an address where nothing is written.
+        UsageError: a URL that cannot be written.
         MissingExtraError: the package that writes there is not installed.
-        RunError: settings that the store refuses.
+        RunError: invalid settings of the store.
     """
 
     def __init__(
@@ -423,113 +408,111 @@ class Upload(Closing):
             self._store: ObjectTarget = open_store(target)
         self._is_committing = self._replaces = False
         self._lock = threading.Lock()
-        self._given_back: ReleasedRanges | None = None
-        self._checksums: PartChecksums | None = None
+        self._records: SentRecords | None = None
         # The checksums of parts that were sent from here, by file and number.
-        self._noted: dict[tuple[str, int], str] = {}
-        # What was below the target when it was looked at, until files are begun.
+        self._checksums: dict[tuple[str, int], str] = {}
+        # The keys below the target as listed by `find_target`, until files are begun.
         self._listed: frozenset[str] | None = None
         self.sent_bytes = 0
-        self._set_up({}, [choose_part_bytes(one.size_bytes) for one in files])
+        self._set_up({}, [choose_part_bytes(file.size_bytes) for file in files])
 
     def _set_up(self, uploads: dict[str, str], part_bytes: Sequence[int]) -> None:
         self._uploads = uploads
-        self.grid = PartGrid([one.size_bytes for one in self.files], part_bytes)
+        self.grid = PartGrid([file.size_bytes for file in self.files], part_bytes)
         self.sent: NDArray[np.bool_] = np.zeros(self.grid.count, dtype=bool)
 
-    # What is there.
+    # The target.
 
     def find_target(self, *, overwrite: bool, restart: bool, is_resumed: bool) -> bool:
-        """Look at the target; whether an earlier run of this conversion put all of it there.
+        """Check the target, and return whether an earlier run of this conversion completed it.
 
         Args:
-            overwrite: replace a checkpoint that is there.
-            restart: give up what earlier runs sent.
-            is_resumed: whether this machine has work of an earlier run.
+            overwrite: replace an existing checkpoint.
+            restart: abort the uploads of earlier runs.
+            is_resumed: whether this machine has staged files of an earlier run.
 
         Raises:
             UsageError: a target that exists.
             RunError: another conversion's upload; a store that does not answer.
         """
-        with translate_store_errors("look at the target"):
+        with translate_store_errors("inspect the target"):
             if self._store.head(self._folder) is not None:
                 raise UsageError(
-                    f"the target is an object: {self.target}\n"
-                    "expected a folder, or a name that is free"
+                    f"the target is an object: {self.target}\nexpected a folder, or a free name"
                 )
-            there = self._store.list_objects(f"{self._folder}/")
-            self._listed = frozenset(there)
-            found = {conversion_of(self._folder, key) for key in there} - {None}
-            others = found - {self._conversion_id}
+            objects = self._store.list_objects(f"{self._folder}/")
+            self._listed = frozenset(objects)
+            conversions = {conversion_of(self._folder, key) for key in objects} - {None}
+            others = conversions - {self._conversion_id}
             if others and not restart:
                 raise RunError(
                     f"another conversion has begun to write to {self.target}\n"
-                    "expected no other upload there: let it end, remove what is abandoned with "
-                    "`reshard clean`, or give it up with --restart"
+                    "expected no other upload there: wait for it to end, remove orphaned uploads "
+                    "with `reshard clean`, or abort it with --restart"
                 )
-            hides = {marker_key(self._folder, str(one), COMMIT_NAME) for one in found}
-            is_half = restart and not hides.isdisjoint(there)
+            commits = {marker_key(self._folder, str(id_), COMMIT_NAME) for id_ in conversions}
+            is_half = restart and not commits.isdisjoint(objects)
             if is_half:
-                # What is there is half of one checkpoint and half of another: it stays hidden.
+                # The checkpoint is half old and half new: it must stay hidden from readers.
                 self._store.put(self._key_of_marker(COMMIT_NAME), _REPLACES)
             if restart:
-                for one in found:
-                    self._give_up(str(one), there, keep=self._key_of_marker(COMMIT_NAME))
-                found.clear()
+                for id_ in conversions:
+                    self._abort(str(id_), objects, keep=self._key_of_marker(COMMIT_NAME))
+                conversions.clear()
             self._is_committing = is_half or (
-                self._key_of_marker(COMMIT_NAME) in there and not restart
+                self._key_of_marker(COMMIT_NAME) in objects and not restart
             )
-            # A run that began to replace goes on with it, however it is called.
+            # A run that began to replace the checkpoint continues, whatever its arguments.
             self._replaces = overwrite or (
                 self._is_committing
                 and self._store.get(self._key_of_marker(COMMIT_NAME)) == _REPLACES
             )
-            if self._is_committing or not self._list_old(there):
+            if self._is_committing or not self._list_old(objects):
                 return False
-            if is_resumed and not found and self._is_ours():
+            if is_resumed and not conversions and self._is_ours():
                 return True
         if not overwrite:
             raise UsageError(
                 f"the target exists: {self.target}\n"
-                "expected a name that is free: choose another, or replace it with --overwrite"
+                "expected a free name: choose another, or replace it with --overwrite"
             )
         return False
 
     def _is_ours(self) -> bool:
-        """Whether the manifest that is there is of this conversion."""
+        """Return whether the existing manifest is of this conversion."""
         manifest = self._store.get(f"{self._folder}/{self._manifest_name}")
         try:
-            found: Any = json.loads(manifest or b"{}")
+            document: Any = json.loads(manifest or b"{}")
         except ValueError:
             return False
-        return isinstance(found, dict) and found.get("conversion_id") == self._conversion_id
+        return isinstance(document, dict) and document.get("conversion_id") == self._conversion_id
 
-    def _list_old(self, there: Iterable[str]) -> list[str]:
-        return [key for key in there if conversion_of(self._folder, key) is None]
+    def _list_old(self, objects: Iterable[str]) -> list[str]:
+        return [key for key in objects if conversion_of(self._folder, key) is None]
 
-    def _give_up(self, conversion_id: str, there: Iterable[str], keep: str) -> None:
-        """Abort the uploads of a conversion and delete its marker, but for the key `keep`."""
+    def _abort(self, conversion_id: str, objects: Iterable[str], keep: str) -> None:
+        """Abort the uploads of a conversion and delete its marker except the key `keep`."""
         key = marker_key(self._folder, conversion_id, UPLOAD_NAME)
         content = self._store.get(key)
         if content is not None:
             marker = UploadMarker.from_bytes(content, f"{self.target}")
-            self._at_once(
+            self._run_all(
                 lambda name: self._store.abort(self._key(name), marker.uploads[name]),
                 marker.uploads,
             )
-        own = [one for one in there if conversion_of(self._folder, one) == conversion_id]
-        self._store.delete([one for one in own if one != keep])
+        own = [key for key in objects if conversion_of(self._folder, key) == conversion_id]
+        self._store.delete([key for key in own if key != keep])
 
-    # What was sent.
+    # The parts.
 
     def begin(self) -> None:
-        """Begin every file, or find the parts that are there. Raises RunError."""
+        """Begin every file, or find its existing parts. Raises RunError."""
         with translate_store_errors("begin the upload"):
             address = self._key_of_marker(UPLOAD_NAME)
             content = None if self._is_free(address) else self._store.get(address)
             if content is None:
                 marker = self._new_marker({})
-                # First, so that whatever is begun can be found.
+                # Before any file is begun, so that every begun upload can be found.
                 self._store.put(address, marker.to_bytes())
                 pending: dict[str, str] = {}
             else:
@@ -538,36 +521,38 @@ class Upload(Closing):
             self._set_up(
                 dict(marker.uploads),
                 [
-                    marker.part_bytes.get(one.name) or choose_part_bytes(one.size_bytes)
-                    for one in self.files
+                    marker.part_bytes.get(file.name) or choose_part_bytes(file.size_bytes)
+                    for file in self.files
                 ],
             )
             before = dict(self._uploads)
             self._uploads.update(pending)
-            self._at_once(self._begin_file, range(len(self.files)))
+            self._run_all(self._begin_file, range(len(self.files)))
             if self._uploads != before:
                 self._store.put(address, self._new_marker(self._uploads).to_bytes())
-        # Who begins again, to see what others sent, asks the store.
+        # A further `begin`, to find what other processes sent, lists the parts again.
         self._listed = None
 
     def _is_free(self, key: str) -> bool:
-        """Whether it is known, without asking, that there is no such object."""
+        """Return whether the listing shows that there is no such object."""
         return self._listed is not None and key not in self._listed
 
     def _new_marker(self, uploads: dict[str, str]) -> UploadMarker:
         sizes = self.grid.part_bytes.tolist()
-        names = [one.name for one in self.files]
+        names = [file.name for file in self.files]
         return UploadMarker(uploads, dict(zip(names, sizes, strict=True)))
 
     def _find_pending(self, marker: UploadMarker) -> dict[str, str]:
-        """Uploads that a run began, killed before the marker had them; they have no parts."""
-        names = {self._key(one.name): one.name for one in self.files}
+        """Return uploads without parts that a killed run began and did not add to the marker."""
+        names = {self._key(file.name): file.name for file in self.files}
         if all(name in marker.uploads for name in names.values()):
             return {}
         return {
-            names[one.key]: one.upload
-            for one in self._store.list_uploads(f"{self._folder}/")
-            if one.key in names and names[one.key] not in marker.uploads and not one.size_bytes
+            names[pending.key]: pending.upload
+            for pending in self._store.list_uploads(f"{self._folder}/")
+            if pending.key in names
+            and names[pending.key] not in marker.uploads
+            and not pending.size_bytes
         }
 
     def _begin_file(self, number: int) -> None:
@@ -576,74 +561,74 @@ class Upload(Closing):
             return
         key = self._key(file.name)
         upload = self._uploads.get(file.name, "")
-        there = self._store.list_parts(key, upload)
-        if there is None:
-            found = None if self._is_free(key) else self._store.head(key)
-            if self._is_this(found, file):
+        stored_parts = self._store.list_parts(key, upload)
+        if stored_parts is None:
+            stored_object = None if self._is_free(key) else self._store.head(key)
+            if self._is_complete(stored_object, file):
                 self.sent[parts.start : parts.stop] = True
                 return
-            # The lock guards the dictionary, which other threads add to.
+            # Other threads add to the dictionary too.
             parts_key = f"{self._key_of_marker('parts')}/{file.name}"
             upload = self._store.begin(key, self._conversion_id, parts_key)
             with self._lock:
                 self._uploads[file.name] = upload
             return
-        for part, stored in there.items():
+        for part, stored in stored_parts.items():
             if part < len(parts):
                 _, start, stop = self.grid.range_of(parts[part])
-                # Parts that other hosts sent are not noted here.
-                noted = self._noted.get((file.name, part), stored.checksum)
-                is_same = noted == stored.checksum
+                # Parts that other hosts sent are not recorded here.
+                recorded = self._checksums.get((file.name, part), stored.checksum)
+                is_same = recorded == stored.checksum
                 self.sent[parts[part]] = is_same and stored.size_bytes == stop - start
                 if not is_same:
                     LOGGER.warning(
-                        "%s/%s: the store has other bytes in part %d than were sent; it is sent "
-                        "again",
+                        "%s/%s: part %d in the store differs from the one that was sent; it is "
+                        "sent again",
                         self.target,
                         file.name,
                         part,
                     )
 
-    def _is_this(self, found: StoredObject | None, file: SentFile) -> bool:
+    def _is_complete(self, stored: StoredObject | None, file: SentFile) -> bool:
         return (
-            found is not None
-            and found.conversion_id == self._conversion_id
-            and found.size_bytes == file.size_bytes
+            stored is not None
+            and stored.conversion_id == self._conversion_id
+            and stored.size_bytes == file.size_bytes
         )
 
     def state(self) -> tuple[dict[str, str], list[int], bytes]:
-        """What other processes need to know of it, for `join`."""
+        """Return the state of the upload, for `join` in other processes."""
         return self._uploads, self.grid.part_bytes.tolist(), np.packbits(self.sent).tobytes()
 
     def join(self, state: tuple[dict[str, str], list[int], bytes]) -> None:
-        """Take part in the upload that process 0 began."""
+        """Join the upload that process 0 began."""
         uploads, part_bytes, sent = state
         self._set_up(dict(uploads), part_bytes)
         self.merge(sent)
 
     def merge(self, sent: bytes) -> None:
-        """Add the parts that another process sent; none where `sent` is empty."""
+        """Add the parts that another process sent; none if `sent` is empty."""
         if sent:
             packed = np.frombuffer(sent, np.uint8)
             self.sent |= np.unpackbits(packed, count=len(self.sent)).astype(bool)
 
     def lost_parts(self, content: Path) -> NDArray[np.bool_]:
-        """The parts that neither the store nor the spool has any more. Raises RunError."""
-        given = np.array(list(read_released_ranges(content)), dtype=np.int64).reshape(-1, 3)
-        given = given[given[:, 0] < len(self.files)]
-        _, parts = self.grid.touched(*given.T)
+        """Return the parts missing both in the store and in the staging folder. Raises RunError."""
+        released = np.array(list(read_released_ranges(content)), dtype=np.int64).reshape(-1, 3)
+        released = released[released[:, 0] < len(self.files)]
+        _, parts = self.grid.touched(*released.T)
         lost = np.zeros(self.grid.count, dtype=bool)
         lost[parts] = True
         return lost & ~self.sent
 
     @property
     def late_parts(self) -> NDArray[np.bool_]:
-        """The parts that have bytes which are only known at the end."""
+        """The parts with bytes that are known only at the end."""
         return self.parts_with([file.late for file in self.files])
 
     def parts_with(self, ranges: Iterable[Iterable[tuple[int, int]]]) -> NDArray[np.bool_]:
-        """The parts that have bytes of these ranges of each file, of first byte and end."""
-        rows = [(number, *one) for number, found in enumerate(ranges) for one in found]
+        """Return the parts that overlap these ranges `(first byte, end)` of each file."""
+        rows = [(number, *span) for number, spans in enumerate(ranges) for span in spans]
         _, parts = self.grid.touched(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
         is_touched = np.zeros(self.grid.count, dtype=bool)
         is_touched[parts] = True
@@ -652,13 +637,12 @@ class Upload(Closing):
     # Sending.
 
     def open_records(self, content: Path, rank: int) -> None:
-        """Begin to note which space this process gives back. Raises RunError."""
-        self._given_back = ReleasedRanges(content, rank)
-        self._noted = read_part_checksums(content)
-        self._checksums = PartChecksums(content, rank)
+        """Read the records of earlier runs, and begin those of this process. Raises RunError."""
+        self._checksums = read_part_checksums(content)
+        self._records = SentRecords(content, rank)
 
-    def send(self, part: int, content: Path, give_back: GiveBack | None) -> None:
-        """Send a part that is whole, unless the store has it, and give its space back.
+    def send(self, part: int, content: Path, release: Release | None) -> None:
+        """Send a complete part, unless the store has it, and release its local space.
 
         Raises RunError.
         """
@@ -674,64 +658,64 @@ class Upload(Closing):
                     self._key(file.name), self._uploads[file.name], number_in_file, body
                 )
             with self._lock:
-                if self._checksums is not None and checksum:
-                    self._checksums.note(file.name, number_in_file, checksum)
+                if self._records is not None and checksum:
+                    self._records.add_sent(file.name, number_in_file, checksum)
                 self.sent[part] = True
                 self.sent_bytes += stop - start
-        if give_back is not None and self._given_back is not None and not file.is_read_back:
+        if release is not None and self._records is not None and not file.is_read_back:
             with self._lock:
-                self._given_back.note(number, start, stop)
-            give_back(file.name, start, stop)
+                self._records.add_released(number, start, stop)
+            release(file.name, start, stop)
 
     def send_rest(self, content: Path, parts: NDArray[np.bool_]) -> None:
-        """Send every one of these parts that the store does not have. Raises RunError."""
+        """Send those of these parts that the store does not have. Raises RunError."""
         rest = np.flatnonzero(parts & ~self.sent).tolist()
-        self._at_once(lambda part: self.send(part, content, None), rest)
+        self._run_all(lambda part: self.send(part, content, None), rest)
 
-    # The end.
+    # Committing.
 
     def commit(self, content: Path) -> None:
-        """Make what was sent visible, and put what else is staged. Raises RunError."""
-        names = [one.name for one in self.files]
-        beside = list_other_staged(content, set(names))
-        with translate_store_errors("put the new checkpoint in its place"):
+        """Make the sent files visible, and put the other staged files. Raises RunError."""
+        names = [file.name for file in self.files]
+        others = list_other_staged(content, set(names))
+        with translate_store_errors("commit the new checkpoint"):
             old = self._list_old(self._store.list_objects(f"{self._folder}/"))
             if old and not (self._replaces or self._is_committing):
                 raise RunError(
-                    f"the target appeared during the run: {self.target}\n"
+                    f"the target was created during the run: {self.target}\n"
                     "expected its name to be free: move it away, or run this again with "
                     "--overwrite to replace it"
                 )
-            # 1. From here on there is nothing to read, until the manifest is there.
+            # 1. From here on the checkpoint is hidden from readers.
             self._store.put(self._key_of_marker(COMMIT_NAME), _REPLACES if self._replaces else b"")
             manifest = self._key(self._manifest_name)
             self._store.delete([key for key in old if key == manifest])
-            # 2. The large files, and those beside them.
-            self._at_once(self._complete_file, range(len(self.files)))
-            small = [name for name in beside if name != self._manifest_name]
-            self._at_once(lambda name: self._put_staged(content, name), small)
+            # 2. Files sent in parts, the other files, and the manifest last.
+            self._run_all(self._complete_file, range(len(self.files)))
+            small = [name for name in others if name != self._manifest_name]
+            self._run_all(lambda name: self._put_staged(content, name), small)
             self._put_staged(content, self._manifest_name)
-            # 3. What only the old checkpoint had.
-            kept = {self._key(name) for name in (*names, *beside)}
+            # 3. Remove objects that only the old checkpoint had.
+            kept = {self._key(name) for name in (*names, *others)}
             if self._replaces:
                 begin = len(self._key(""))
                 self._store.delete(
                     [key for key in old if key not in kept and self._is_replaced(key[begin:])]
                 )
             self._abort_repeated()
-            # What hides the rest from readers goes last.
-            hides = self._key_of_marker(COMMIT_NAME)
-            left = self._store.list_objects(self._key_of_marker(""))
-            self._store.delete([key for key in left if key != hides])
-            self._store.delete([hides])
+            # The commit marker, which hides the checkpoint from readers, is deleted last.
+            commit = self._key_of_marker(COMMIT_NAME)
+            rest = self._store.list_objects(self._key_of_marker(""))
+            self._store.delete([key for key in rest if key != commit])
+            self._store.delete([commit])
         forget_store(self.target.root_parts)
 
     def _abort_repeated(self) -> None:
-        """Abort the uploads of these files that were begun twice, since the answer was lost."""
-        keys = {self._key(one.name) for one in self.files}
-        for one in self._store.list_uploads(f"{self._folder}/"):
-            if one.key in keys and not one.size_bytes:
-                self._store.abort(one.key, one.upload)
+        """Abort uploads of these files that were begun twice because a response was lost."""
+        keys = {self._key(file.name) for file in self.files}
+        for pending in self._store.list_uploads(f"{self._folder}/"):
+            if pending.key in keys and not pending.size_bytes:
+                self._store.abort(pending.key, pending.upload)
 
     def _complete_file(self, number: int) -> None:
         file, parts = self.files[number], len(self.grid.parts_of(number))
@@ -748,11 +732,10 @@ class Upload(Closing):
             self._store.put(self._key(name), body, self._conversion_id)
 
     def close(self) -> None:
-        """Close connections and files; what was sent stays."""
+        """Close connections and files; the parts in the store stay."""
         self._store.close()
-        for one in (self._given_back, self._checksums):
-            if one is not None:
-                one.close()
+        if self._records is not None:
+            self._records.close()
 
     def _key(self, name: str) -> str:
         return f"{self._folder}/{name}"
@@ -760,8 +743,8 @@ class Upload(Closing):
     def _key_of_marker(self, name: str) -> str:
         return marker_key(self._folder, self._conversion_id, name)
 
-    def _at_once(self, action: Callable[[Key], object], keys: Iterable[Key]) -> None:
-        """Do something for each of many, some at a time."""
+    def _run_all(self, action: Callable[[Key], object], keys: Iterable[Key]) -> None:
+        """Run an action for each key, several at a time, and stop at the first error."""
         with ThreadPoolExecutor(_REQUESTS) as threads:
             futures = [threads.submit(action, key) for key in keys]
             try:
@@ -772,12 +755,11 @@ class Upload(Closing):
                 raise
 
 
-@dataclass(frozen=True, slots=True)
-class OrphanedUpload:
-    """What a store holds of one conversion.
+class OrphanedUpload(NamedTuple):
+    """The objects and parts that a store has of an unfinished conversion.
 
-    `began_s` is when it began, in seconds since 1970; `size_bytes` what its parts have.
-    `is_half_visible`: some of its files are in their place.
+    `began_s` is its begin in seconds since 1970. If `is_half_visible`, some of its files are
+    already committed.
     """
 
     target: RemotePath
@@ -789,21 +771,21 @@ class OrphanedUpload:
 
     @property
     def size_bytes(self) -> int:
-        """What its parts have."""
-        return sum(one.size_bytes for one in self.uploads)
+        """The bytes of its parts."""
+        return sum(pending.size_bytes for pending in self.uploads)
 
 
 def find_orphaned_uploads(folder: RemotePath) -> list[OrphanedUpload]:
-    """The conversions that did not end whose target is a folder, or lies in it.
+    """Return the unfinished conversions whose target is `folder` or is in it.
 
-    One that runs is among them: stores do not know who still works.
+    Running conversions are included: stores do not know which are still running.
 
     Raises:
-        UsageError: an address where nothing is written.
+        UsageError: a URL that cannot be written.
         MissingExtraError: the package that writes there is not installed.
         RunError: the store does not answer.
     """
-    with translate_store_errors(f"look for uploads in {folder}"):
+    with translate_store_errors(f"list uploads in {folder}"):
         store = open_store(folder)
         try:
             prefix = f"{folder.key}/" if folder.key else ""
@@ -819,41 +801,41 @@ def find_orphaned_uploads(folder: RemotePath) -> list[OrphanedUpload]:
             store.close()
 
 
-def remove_orphaned_uploads(found: Iterable[OrphanedUpload]) -> None:
-    """Abort the uploads of conversions and delete their markers; half visible ones are left.
+def remove_orphaned_uploads(uploads: Iterable[OrphanedUpload]) -> None:
+    """Abort the uploads of conversions and delete their markers, except half-visible ones.
 
     Raises:
         RunError: the store does not answer.
     """
-    for one in found:
-        if one.is_half_visible:
+    for orphan in uploads:
+        if orphan.is_half_visible:
             continue
-        with translate_store_errors(f"remove the upload to {one.target}"):
-            store = open_store(one.target)
+        with translate_store_errors(f"remove the upload to {orphan.target}"):
+            store = open_store(orphan.target)
             try:
-                for upload in one.uploads:
-                    store.abort(upload.key, upload.upload)
-                # The marker last: what it names can be found as long as it is there.
-                last = marker_key(one.target.key, one.conversion_id, UPLOAD_NAME)
-                store.delete([key for key in one.marker_keys if key != last])
+                for pending in orphan.uploads:
+                    store.abort(pending.key, pending.upload)
+                # The marker is deleted last: uploads are found by it.
+                last = marker_key(orphan.target.key, orphan.conversion_id, UPLOAD_NAME)
+                store.delete([key for key in orphan.marker_keys if key != last])
                 store.delete([last])
             finally:
                 store.close()
 
 
 def _group_markers(keys: Iterable[str]) -> dict[tuple[str, str], list[str]]:
-    """The keys of each marker by the key of its target and the conversion.
+    """Return the keys of each marker, by the key of its target and the conversion.
 
     >>> _group_markers(["a/b/.reshard/c0/upload.json", "a/b/x", "a/.reshard"])
     {('a/b', 'c0'): ['a/b/.reshard/c0/upload.json']}
     """
-    found: dict[tuple[str, str], list[str]] = {}
+    markers: dict[tuple[str, str], list[str]] = {}
     for key in keys:
-        target, within, rest = key.partition(f"/{MARKER_FOLDER}/")
+        target, marker, rest = key.partition(f"/{MARKER_FOLDER}/")
         conversion_id, slash, _ = rest.partition("/")
-        if within and slash:
-            found.setdefault((target, conversion_id), []).append(key)
-    return found
+        if marker and slash:
+            markers.setdefault((target, conversion_id), []).append(key)
+    return markers
 
 
 def _describe(
@@ -868,7 +850,7 @@ def _describe(
     content = store.get(at)
     marker = UploadMarker() if content is None else UploadMarker.from_bytes(content, str(target))
     names = {f"{target.key}/{name}": name for name in marker.part_bytes}
-    # One that was begun when the marker was written last has no upload there, and no parts.
+    # Uploads begun after the marker was last written are not in it, and have no parts.
     uploads = tuple(
         one
         for one in pending

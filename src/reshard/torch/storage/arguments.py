@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from reshard.checkpoint.storage.remote_files import default_threads
+from reshard.checkpoint.storage.remote_files import choose_threads
 from reshard.errors import UsageError
 
 
 def count_threads(thread_count: int | None) -> int:
-    """How many threads a rank has; 4 when None.
+    """Return how many threads a rank has; 4 if None.
 
-    Raises UsageError for what is no whole number from 1.
+    Raises UsageError if `thread_count` is not an integer of at least 1.
     """
-    threads = default_threads(thread_count)
-    if type(threads) is not int or threads < 1:
-        raise UsageError(f"thread_count={threads!r}; give a whole number from 1")
-    return threads
+    if thread_count is not None and (type(thread_count) is not int or thread_count < 1):
+        raise UsageError(f"thread_count={thread_count!r}; give a whole number from 1")
+    return choose_threads(thread_count)

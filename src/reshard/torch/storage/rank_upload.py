@@ -132,7 +132,7 @@ class RankUpload(Closing):
     def _send(self, part: int) -> None:
         number, start, stop = self._upload.grid.range_of(part)
         self._upload.send(part, self._folder, None)
-        self.targets[self._files[number].stored.name].give_back(start, stop)
+        self.targets[self._files[number].stored.name].release(start, stop)
 
     def close(self) -> None:
         """End the threads, and close files and connections; what was sent stays."""

@@ -36,7 +36,7 @@ from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.torch_dcp.packed_archives import unpacked
 from reshard.checkpoint.storage.byte_streams import RangeStream
 from reshard.checkpoint.storage.local_files import AlignedBuffer, SourceFile
-from reshard.checkpoint.storage.remote_files import JOINED_BYTES, default_threads
+from reshard.checkpoint.storage.remote_files import JOINED_BYTES, choose_threads
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
 from reshard.checkpoint.storage.shared_read_cache import (
     MAX_THREADS,
@@ -262,7 +262,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
             for read in reads:
                 yield from _list_part_reads(read, _resolve(read, planner), _PIECE_BYTES)
 
-        threads = default_threads(self.thread_count, self.checkpoint.folder)
+        threads = choose_threads(self.thread_count, self.checkpoint.folder)
         _run(list_tasks(), planner, partial(_fill, files=files), threads)
 
     def _read_together(self, reads: list[_TensorRead], planner: LoadPlanner) -> None:
@@ -282,7 +282,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
             if file.name not in checkpoint.derived and file.name not in checkpoint.held
         }
         spans = [[span for span in one.spans if span.name in sizes] for one in tasks]
-        threads = min(default_threads(self.thread_count, checkpoint.folder), MAX_THREADS)
+        threads = min(choose_threads(self.thread_count, checkpoint.folder), MAX_THREADS)
         place = str(checkpoint.folder)
         with (
             contextlib.closing(

@@ -46,7 +46,7 @@ from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.checkpoint.storage.filesystem import open_new, remove_folder, translate_os_errors
 from reshard.checkpoint.storage.host_memory import name_host
 from reshard.checkpoint.storage.local_files import AlignedBuffer, TargetFile
-from reshard.checkpoint.storage.range_checksums import RangeChecksums, crc32, moved
+from reshard.checkpoint.storage.range_checksums import RangeChecksums, crc32, shift_crc32
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
 from reshard.checkpoint.storage.threads import run_in_threads
 from reshard.checkpoint.storage.uploads import expect_writable
@@ -465,7 +465,7 @@ def _write_box(task: _TensorWrite, memory: AlignedBuffer, *, targets: OpenFiles[
             start, stop = place.start_bytes + offset, place.start_bytes + offset + len(part)
             target.write(part, start)
             if place.is_checked:
-                checksum ^= moved(crc32(part), range_bytes - offset - len(part))
+                checksum ^= shift_crc32(crc32(part), range_bytes - offset - len(part))
             if task.upload is not None:
                 task.upload.wrote(place.file, start, stop)
         if is_whole:

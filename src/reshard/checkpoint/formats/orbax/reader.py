@@ -65,11 +65,10 @@ from reshard.checkpoint.formats.orbax.zarr import (
     read_array,
     read_scalar,
 )
-from reshard.checkpoint.storage.json_text import parse_json
 from reshard.errors import CheckpointError, CoverageError, FormatError, UnreadableTensorError
 from reshard.layout import Box, Layout
 from reshard.sharding import ShardingSpec
-from reshard.text import count_text
+from reshard.text import count_text, parse_json
 
 # Attributes of this format: arrays that are keys of random numbers, and those of narrow dtypes.
 RANDOM_KEYS, NARROW_TYPES = "random_keys", "narrow_types"

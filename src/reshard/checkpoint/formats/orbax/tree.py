@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.formats.orbax import METADATA_NAME
 from reshard.checkpoint.formats.orbax.ocdbt import MAX_NODE_BYTES, read_range
-from reshard.checkpoint.storage.json_text import parse_json
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, UnreadableTensorError, UsageError
+from reshard.text import parse_json
 
 STRINGS_NAME = "_strings.json"
 _SEQUENCE, _DICT = 1, 2

@@ -37,9 +37,8 @@ from reshard.checkpoint.storage.byte_streams import (
     RangeStream,
     ZStandardStream,
 )
-from reshard.checkpoint.storage.json_text import parse_json
-from reshard.checkpoint.storage.local_files import BufferRegion, SourceFile
-from reshard.checkpoint.storage.scratch_file import ScratchFile, ScratchPart, next_start_bytes
+from reshard.checkpoint.storage.local_files import BufferRegion, SourceFile, page_ceiling
+from reshard.checkpoint.storage.scratch_file import ScratchFile, ScratchPart
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import (
@@ -51,6 +50,7 @@ from reshard.errors import (
     UsageError,
 )
 from reshard.layout import Box
+from reshard.text import parse_json
 
 MAX_CHUNKS = 1_000_000
 _LARGEST = 2**62
@@ -405,7 +405,7 @@ class PackedChunks:
         others = self.by_file.setdefault(source, [])
         start = 0
         if others:
-            start = next_start_bytes(others[-1].start_bytes + others[-1].size_bytes)
+            start = page_ceiling(others[-1].start_bytes + others[-1].size_bytes)
         if start + chunk.size_bytes > _LARGEST_OFFSET:
             raise FormatError(
                 f"{chunk.label} would be unpacked to {chunk.size_bytes} bytes, more than any disk "

@@ -47,10 +47,10 @@ from typing import Any, overload
 import numpy as np
 
 from reshard.checkpoint.storage.filesystem import is_attribute_file
-from reshard.checkpoint.storage.json_text import first_duplicate
 from reshard.dtypes import DType, dtype
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.runs import IntArray
+from reshard.text import first_duplicate
 
 #: The size of the length of the header, with which a file begins.
 LENGTH_BYTES = 8

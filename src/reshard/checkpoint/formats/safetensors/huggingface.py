@@ -46,12 +46,12 @@ from reshard.checkpoint.formats.write_plan import (
     group_by_file,
 )
 from reshard.checkpoint.manifest import Manifest, is_plain_name
-from reshard.checkpoint.storage.json_text import parse_json
 from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, FormatError
 from reshard.layout import Layout
 from reshard.runs import IntArray
+from reshard.text import parse_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

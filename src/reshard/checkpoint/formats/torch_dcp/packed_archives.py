@@ -46,8 +46,8 @@ from reshard.checkpoint.storage.byte_streams import (
     ZStandardStream,
     import_zstandard,
 )
-from reshard.checkpoint.storage.local_files import SourceFile
-from reshard.checkpoint.storage.scratch_file import ScratchFile, ScratchPart, next_start_bytes
+from reshard.checkpoint.storage.local_files import SourceFile, page_ceiling
+from reshard.checkpoint.storage.scratch_file import ScratchFile, ScratchPart
 from reshard.errors import CheckpointError, DigestError, FormatError
 
 ZSTANDARD = "stream.zstd"
@@ -138,7 +138,7 @@ class PackedArchive:
     @property
     def next_start_bytes(self) -> int:
         """The first offset for the next storage."""
-        return next_start_bytes(self.stop_bytes)
+        return page_ceiling(self.stop_bytes)
 
 
 def unpacked_name(file: str) -> str:

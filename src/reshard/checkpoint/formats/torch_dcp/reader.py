@@ -423,7 +423,7 @@ class ChunkReader(Closing):
         return self._read(place.file, place.start_bytes, place.size_bytes)
 
     def _read(self, name: str, offset: int, size: int) -> bytes:
-        known = self._prefetched.find(name, offset, size)
+        known = self._prefetched.get(name, offset, size)
         if known is not None:
             return known
         path = self._folder / name
@@ -466,7 +466,7 @@ class ChunkReader(Closing):
                 ranges.append(NamedRange(place.file, start, min(start + _HEAD_BYTES, stop)))
                 ranges.append(NamedRange(place.file, max(stop - _TAIL_BYTES, start), stop))
         try:
-            self._prefetched.ask(ranges)
+            self._prefetched.fetch(ranges)
         except OSError as error:
             raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
 

@@ -183,11 +183,11 @@ class _WindowReader:
 
     def read_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Request ranges of a store together. Raises OSError."""
-        self._ahead.ask(NamedRange(self._path.name, start, stop) for start, stop in ranges)
+        self._ahead.fetch(NamedRange(self._path.name, start, stop) for start, stop in ranges)
 
     def read(self, offset: int, size: int) -> bytes:
         """Return bytes of the file. Raises FormatError if it has fewer."""
-        known = self._ahead.find(self._path.name, offset, size)
+        known = self._ahead.get(self._path.name, offset, size)
         if known is not None:
             return known
         begin = offset - self._start
