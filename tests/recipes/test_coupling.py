@@ -90,8 +90,10 @@ WIDE, QUERY, KEY = CutName("wide"), CutName("heads", "query"), CutName("heads", 
         ("", []),
     ],
 )  # fmt: skip
-def test_marks(spec: str, expected: list[tuple[int, int, tuple[CutName | None, ...]]]) -> None:
-    found = [(mark.item, mark.level, mark.names) for mark in find_annotations(spec, KNOWN)]
+def test_annotations(
+    spec: str, expected: list[tuple[int, int, tuple[CutName | None, ...]]]
+) -> None:
+    found = [(one.item, one.level, one.names) for one in find_annotations(spec, KNOWN)]
     assert found == expected
 
 
@@ -110,8 +112,8 @@ def test_marks(spec: str, expected: list[tuple[int, int, tuple[CutName | None, .
 def test_blocks(
     spec: str, rule: str, length: int, expected: list[tuple[CutName, int, int, int]]
 ) -> None:
-    (mark,) = find_annotations(spec, KNOWN)
-    assert mark.blocks(parse_rule(rule), length) == expected
+    (annotation,) = find_annotations(spec, KNOWN)
+    assert annotation.list_blocks(parse_rule(rule), length) == expected
 
 
 LAYERS, WIDTH, FEED_FORWARD = 3, 2, 48

@@ -47,7 +47,12 @@ from reshard.recipes.axis_mapping import (
     map_sharding,
     read_sharding,
 )
-from reshard.recipes.coupling import Inspection, ShardBlock, ShardBlockReader, find_annotations
+from reshard.recipes.coupling import (
+    ComputabilityCheck,
+    ShardBlock,
+    ShardBlockReader,
+    find_annotations,
+)
 from reshard.recipes.expressions import (
     NO_NUMBERS,
     Numbers,
@@ -207,7 +212,7 @@ class _AssignmentBuilder:
         # Of the recipe's rules, by their numbers.
         known = recipe.words if recipe else {}
         numbered = list(enumerate(self.rules))[self.by_hand :]
-        self.marks = {number: find_annotations(rule.spec, known) for number, rule in numbered}
+        self.annotations = {number: find_annotations(rule.spec, known) for number, rule in numbered}
         self.reader = ShardBlockReader(mesh, self.mapping, recipe.storage if recipe else ())
 
     def _write_out_cuts(self, recipe: Recipe | None) -> list[str]:
@@ -316,7 +321,7 @@ class _AssignmentBuilder:
         With the match of the recipe's rule, which a rule given by hand may have come before.
         """
         own = match if match.number >= self.by_hand else self.match(name, self.by_hand)
-        if own is None or not self.marks[own.number]:
+        if own is None or not self.annotations[own.number]:
             return own, ()
         # By a rule given by hand, or moved to groups of a quantised weight.
         is_other = own is not match or sharding is not self.cut(match, shape, lives)[0]
@@ -334,7 +339,7 @@ class _AssignmentBuilder:
         try:
             written, mapping = self.written(number, len(shape), dict(asked))
             only = self.restrict(written, mapping, lives)
-            return self.reader.read(self.marks[number], written, only, shape, instead)
+            return self.reader.read(self.annotations[number], written, only, shape, instead)
         except (LayoutError, RecipeError):
             # A recipe's rule that does not fit does not apply to a tensor with a rule by hand.
             return ()
@@ -489,7 +494,7 @@ def assign(
     cut: dict[str, _Cut] = {}
     decided: dict[str, Rule] = {}
     cut_through: list[str] = []
-    inspection = Inspection(mesh, recipe.coupled if recipe else {}, config)
+    check = ComputabilityCheck(mesh, recipe.coupled if recipe else {}, config)
     replicated = cache(lambda ndim: spec(mesh, "...", ndim=ndim))
     for name, shape in whole.items():
         match = matches.get(name)
@@ -506,7 +511,7 @@ def assign(
                 found = folded.spread(name, sharding)
         own, blocks = builder.held_blocks(name, match, lives, shape, sharding)
         if own is not None:
-            inspection.add(name, (own.numbers, own.behind), blocks)
+            check.add(name, (own.numbers, own.behind), blocks)
         cut |= found
         decided |= dict.fromkeys(found, builder.rules[match.number])
     specs = {name: cut[name][0] for name in shapes}
@@ -516,7 +521,7 @@ def assign(
     if unknown and (rules or recipe) and "unknown" not in allowed:
         by = f"of the recipe {recipe.name!r}" if recipe else "given"
         raise UnmatchedError(describe_unknown(unknown, len(shapes), by))
-    uncomputable = (*map(str, inspection.findings), *cut_through)
+    uncomputable = (*check.list_problems(), *cut_through)
     if uncomputable and "uncomputable" not in allowed:
         more = f" (and {len(uncomputable) - 1} more such)" if len(uncomputable) > 1 else ""
         raise UncomputableError(

@@ -25,7 +25,7 @@ that counts more is part of the unit: unit `u` has its `count / U` of them alone
    only divide storage: what they shard is gathered before it is used. A sharding by another rule is
    read on the ranks where the recipe has the tensor; it may not shard other dimensions.
 3. Tensors of the same cut and layer are an operator; if names have no numbers, those of a module:
-   its weight and its bias (`Inspection`). Layers repeat, so few kinds of operators are checked.
+   its weight and its bias (`ComputabilityCheck`). Layers repeat, so few kinds are checked.
 4. Results are concatenated over columns or summed over rows. They are correct if, along the axes
    that shard an operator, a rank holds the same units of all tensors that have them; each unit is
    on exactly one rank; every rank holds equally many heads; and of a shared member, a rank holds
@@ -42,19 +42,19 @@ Source: tensor parallelism of attention and feed-forward layers, Shoeybi et al. 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from reshard.cut_rules import Blocks, CutRule, Grouped, Heads, Joined, split_outside_brackets
 from reshard.errors import RecipeError
 from reshard.layout import Layout
 from reshard.mesh import Axis, DeviceMesh
 from reshard.recipes.axis_mapping import map_sharding
-from reshard.recipes.expressions import NO_NUMBERS, Config, Numbers, parse_expression
+from reshard.recipes.expressions import BRACES, NO_NUMBERS, Config, Numbers, parse_expression
 from reshard.runs import PAD
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.text import count_text
@@ -127,7 +127,6 @@ class Coupling:
         return found
 
 
-_BRACES = re.compile(r"\{([^{}]*)\}")
 _NAME = re.compile(r"<(\d+)>(?:@blocks\[.*\]|@groups(?:\d+|<\d+>))?")
 _JOINED = re.compile(r"joined\[(.*)\]")
 
@@ -148,15 +147,6 @@ class CutName(NamedTuple):
         return self.name if self.member is None else f"{self.name}.{self.member}"
 
 
-class AnnotatedBlock(NamedTuple):
-    """Indices `start:stop` of a dimension that are cut by a name, in units of `unit` indices."""
-
-    name: CutName
-    start: int
-    stop: int
-    unit: int
-
-
 @dataclass(frozen=True, slots=True)
 class ShardAnnotation:
     """The names by which a dimension of a spec is sharded at one of its levels.
@@ -171,48 +161,51 @@ class ShardAnnotation:
     level: int
     names: tuple[CutName | None, ...]
 
-    def blocks(self, rule: CutRule, length: int) -> list[AnnotatedBlock]:
-        """Return the blocks of a dimension that are cut by a name, for the rule that cuts it.
+    def list_blocks(self, rule: CutRule, length: int) -> list[tuple[CutName, int, int, int]]:
+        """Return the named blocks of a dimension, for the rule that shards it.
 
-        >>> mark = ShardAnnotation(0, 0, (CutName("heads", "query"),))
-        >>> mark.blocks(Blocks((4, 4), Heads(2)), 8)[1]
-        AnnotatedBlock(name=CutName(name='heads', member='query'), start=4, stop=8, unit=2)
+        Returns:
+            For each block its name, its start and stop, and the number of indices of a unit.
+
+        >>> annotation = ShardAnnotation(0, 0, (CutName("heads", "query"),))
+        >>> annotation.list_blocks(Blocks((4, 4), Heads(2)), 8)[1]
+        (CutName(name='heads', member='query'), 4, 8, 2)
         """
         sizes: Sequence[int] = rule.sizes if isinstance(rule, Blocks | Joined) else (length,)
         rules = rule.rules if isinstance(rule, Joined) else None
         inner = rule.rule if isinstance(rule, Blocks) else rule
         names = self.names * len(sizes) if len(self.names) == 1 else self.names
-        found, start = [], 0
+        blocks, start = [], 0
         for number, (size, name) in enumerate(zip(sizes, names, strict=True)):
             by = inner if rules is None else rules[number]
-            group = by.size if isinstance(by, Grouped) else 1
+            unit = by.size if isinstance(by, Grouped) else 1
             by = by.rule if isinstance(by, Grouped) else by
             # For a cut that belongs to no coupling, every index or group of indices is a unit.
             if isinstance(by, Heads) and name is not None and name.member is not None:
-                group = max(size // by.count, 1)
+                unit = max(size // by.count, 1)
             if name is not None:
-                found.append(AnnotatedBlock(name, start, start + size, group))
+                blocks.append((name, start, start + size, unit))
             start += size
-        return found
+        return blocks
 
 
 def find_annotations(spec: str, known: Collection[str]) -> tuple[ShardAnnotation, ...]:
-    """Return the marks of a rule's spec, with its braces.
+    """Return the annotated dimensions of a rule's spec.
 
     Args:
         spec: as the rule has it.
         known: the names that braces may hold, such as `feed_forward` and `heads.query`.
 
-    >>> for mark in find_annotations("ep / fsdp, ..., tp@{heads.query} / fsdp", {"heads.query"}):
-    ...     print(mark.item, mark.level, *mark.names)
+    >>> for one in find_annotations("ep / fsdp, ..., tp@{heads.query} / fsdp", {"heads.query"}):
+    ...     print(one.item, one.level, *one.names)
     -1 0 heads.query
     """
-    texts = [braces[1].strip() for braces in _BRACES.finditer(spec)]
+    texts = [braces[1].strip() for braces in BRACES.finditer(spec)]
     if not any(text in known for text in texts):
         return ()
     numbers = iter(range(len(texts)))
     # Without braces, whose `|`, `,` and `//` are not the spec's.
-    plain = _BRACES.sub(lambda _: f"<{next(numbers)}>", spec).partition("|")[0]
+    plain = BRACES.sub(lambda _: f"<{next(numbers)}>", spec).partition("|")[0]
     items = [item.strip() for item in split_outside_brackets(plain, ",")]
     behind = items.index("...") if "..." in items else len(items)
     found = []
@@ -245,65 +238,51 @@ def _read_names(
 Ranges = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, eq=False)
-class ShardUnits:
-    """The units of a tensor's block on each rank that has any.
-
-    Attributes:
-        ranges: by rank, stretches `(start, stop)` of units in the order of its memory.
-        through: a rank and the indices `(start, stop)` of it that are no whole units; or None.
-        also_cut: another dimension that is cut, and should not be; or None.
-    """
-
-    ranges: dict[int, Ranges]
-    through: tuple[int, tuple[int, int]] | None = None
-    also_cut: int | None = None
-
-    @cached_property
-    def key(self) -> frozenset[tuple[int, Ranges]]:
-        """Equal for what is held alike."""
-        return frozenset(self.ranges.items())
-
-
 def find_shard_units(
     layout: Layout,
     dimension: int,
     block: tuple[int, int],
     unit: int,
     ranks: Container[int] | None = None,
-) -> ShardUnits:
-    """Return what each rank has of the block `(start, stop)` of a dimension, in units of `unit`
-    indices.
+) -> tuple[dict[int, Ranges], tuple[int, tuple[int, int]] | None]:
+    """Return the units of the block `(start, stop)` of a dimension that each rank holds.
 
-    Other ranks than `ranks`, if given, are left out.
+    Args:
+        layout: of the tensor, without axes that only divide storage.
+        dimension, block: the indices.
+        unit: how many indices a unit has.
+        ranks: others are ignored, if given.
 
-    >>> from reshard.mesh import DeviceMesh
+    Returns:
+        By rank, stretches `(start, stop)` of units in the order of its memory; and the first rank
+        and indices that split a unit, or None.
+
     >>> from reshard.sharding import spec
     >>> rows = spec(DeviceMesh.of(tp=2), "tp, -").layout((8, 3))
-    >>> find_shard_units(rows, 0, (0, 8), 2).ranges
-    {0: ((0, 2),), 1: ((2, 4),)}
-    >>> find_shard_units(rows, 0, (0, 8), 8).through
+    >>> find_shard_units(rows, 0, (0, 8), 2)
+    ({0: ((0, 2),), 1: ((2, 4),)}, None)
+    >>> find_shard_units(rows, 0, (0, 8), 8)[1]
     (0, (0, 4))
     """
     table = layout.tables[dimension]
     of_part: dict[int, Ranges] = {}
     ranges: dict[int, list[tuple[int, int]]] = {}
-    through = None
+    split_unit = None
     parts = layout.cell_part[:, dimension].tolist()
     for rank, part in zip(layout.cell_slot.tolist(), parts, strict=True):
         if ranks is not None and rank not in ranks:
             continue
         if part not in of_part:
             runs = [(a, b) for a, b, _, role in table.runs_of(part) if role != PAD]
-            of_part[part] = _join_ranges(_bring_into_block(runs, block))
+            of_part[part] = _join_ranges(_shift_into_block(runs, block))
         for start, stop in of_part[part]:
-            if through is None and (start % unit or stop % unit):
-                through = (rank, (start, stop))
+            if split_unit is None and (start % unit or stop % unit):
+                split_unit = (rank, (start, stop))
             ranges.setdefault(rank, []).append((start // unit, stop // unit))
-    return ShardUnits({rank: tuple(found) for rank, found in ranges.items()}, through)
+    return {rank: tuple(stretches) for rank, stretches in ranges.items()}, split_unit
 
 
-def _bring_into_block(
+def _shift_into_block(
     runs: Iterable[tuple[int, int]], block: tuple[int, int]
 ) -> Iterable[tuple[int, int]]:
     first, last = block
@@ -324,16 +303,25 @@ def _join_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ShardBlock:
-    """A block of a tensor that is cut by a name: what ranks hold of it, over which axes.
+    """A named block of a tensor, and the units of it that each rank holds.
 
-    `place` distinguishes it from other blocks of the tensor, in messages.
+    Attributes:
+        name: of the cut.
+        place: the indices of the block in the tensor, for messages; empty for all of it.
+        count: how many units it has.
+        axes: the mesh axes that shard it.
+        ranges: by rank, stretches `(start, stop)` of units in the order of its memory.
+        split_unit: a rank, and indices `(start, stop)` of it that split a unit; or None.
+        also_cut: another dimension that is sharded, and should not be; or None.
     """
 
     name: CutName
     place: str
-    units: int
+    count: int
     axes: tuple[Axis, ...]
-    held: ShardUnits
+    ranges: dict[int, Ranges]
+    split_unit: tuple[int, tuple[int, int]] | None
+    also_cut: int | None
 
 
 class ShardBlockReader:
@@ -356,7 +344,7 @@ class ShardBlockReader:
 
     def read(
         self,
-        marks: Sequence[ShardAnnotation],
+        annotations: Sequence[ShardAnnotation],
         written: ShardingSpec,
         only: Sequence[tuple[str, tuple[int, ...]]],
         shape: tuple[int, ...],
@@ -365,7 +353,7 @@ class ShardBlockReader:
         """Return the blocks of a tensor of `shape`.
 
         Args:
-            marks: of the recipe's rule.
+            annotations: of the recipe's rule.
             written: the sharding of the rule, over the recipe's axes.
             only: the coordinates of the mesh where the tensor lives.
             shape: of the tensor.
@@ -380,20 +368,20 @@ class ShardBlockReader:
         if instead is not None:
             layout = _drop_axes(instead, self._storage).layout(shape)
             ranks = frozenset(own_layout.holders)
-        marked = [(mark, mark.item % len(shape)) for mark in marks]
-        others = sorted(set(range(len(shape))) - {dimension for _, dimension in marked})
+        annotated = [(annotation, annotation.item % len(shape)) for annotation in annotations]
+        others = sorted(set(range(len(shape))) - {dimension for _, dimension in annotated})
         also_cut = next((d for d in others if layout.tables[d] is not own_layout.tables[d]), None)
-        found = []
-        for mark, dimension in marked:
-            rule = written.dim_specs[dimension].levels[mark.level].rule
-            for name, start, stop, unit in mark.blocks(rule, shape[dimension]):
-                held = find_shard_units(layout, dimension, (start, stop), unit, ranks)
+        blocks = []
+        for annotation, dimension in annotated:
+            rule = written.dim_specs[dimension].levels[annotation.level].rule
+            axes = own.dim_specs[dimension].axes
+            for name, start, stop, unit in annotation.list_blocks(rule, shape[dimension]):
+                ranges, split_unit = find_shard_units(layout, dimension, (start, stop), unit, ranks)
                 is_part = stop - start < shape[dimension]
                 place = f"[{', '.join([':'] * dimension + [f'{start}:{stop}'])}]" if is_part else ""
-                axes = own.dim_specs[dimension].axes
-                held = replace(held, also_cut=also_cut)
-                found.append(ShardBlock(name, place, (stop - start) // unit, axes, held))
-        return tuple(found)
+                count = (stop - start) // unit
+                blocks.append(ShardBlock(name, place, count, axes, ranges, split_unit, also_cut))
+        return tuple(blocks)
 
 
 def _drop_axes(sharding: ShardingSpec, dropped: Collection[Axis]) -> ShardingSpec:
@@ -405,12 +393,8 @@ def _drop_axes(sharding: ShardingSpec, dropped: Collection[Axis]) -> ShardingSpe
     return ShardingSpec(sharding.mesh, dims, only=sharding.only)
 
 
-class CutTensor(NamedTuple):
-    """A tensor, or a block of it, of an operator: by what it is cut, and what ranks hold."""
-
-    tensor: str
-    name: CutName
-    held: ShardUnits
+# A block with its label in messages: the tensor's name and the block's place.
+_Labelled = tuple[str, ShardBlock]
 
 
 def list_valid_sizes(unit: int, others: Iterable[int]) -> tuple[int, ...]:
@@ -432,107 +416,103 @@ def list_valid_sizes(unit: int, others: Iterable[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def find_mismatch(tensors: Sequence[CutTensor], *, is_unit: bool) -> str | None:
-    """Describe tensors of a member, or of a cut, that ranks do not hold alike.
+def find_mismatch(blocks: Sequence[_Labelled], *, is_unit: bool) -> str | None:
+    """Describe blocks of a member, or of a cut, that ranks do not hold alike.
 
-    `is_unit` for indices that are heads or the like.
+    `is_unit` is whether indices are heads or other units.
     """
-    for one in tensors:
-        if one.held.also_cut is not None:
+    for label, block in blocks:
+        if block.also_cut is not None:
+            return f"dimension {block.also_cut} of {label} would be cut too, beside {block.name}"
+        if block.split_unit is not None:
+            rank, (start, stop) = block.split_unit
             return (
-                f"dimension {one.held.also_cut} of {one.tensor} would be cut too, beside {one.name}"
+                f"rank {rank} would hold {start}:{stop} of {label}, which cuts through what "
+                f"belongs together ({block.name})"
             )
-        if one.held.through is not None:
-            rank, (start, stop) = one.held.through
-            return (
-                f"rank {rank} would hold {start}:{stop} of {one.tensor}, which cuts through what "
-                f"belongs together ({one.name})"
-            )
-    first, *others = tensors
-    for other in others:
-        if other.held.key == first.held.key:
+    (first_label, first), *others = blocks
+    for label, other in others:
+        if other.ranges == first.ranges:
             continue
-        for rank in sorted({*first.held.ranges, *other.held.ranges}):
-            has, lacks = (one.held.ranges.get(rank, ()) for one in (first, other))
-            if has != lacks:
+        for rank in sorted({*first.ranges, *other.ranges}):
+            ours, theirs = first.ranges.get(rank, ()), other.ranges.get(rank, ())
+            if ours != theirs:
                 return (
-                    f"rank {rank} would hold {_say(first.name, has, is_unit)} of {first.tensor}, "
-                    f"and {_say(None, lacks, is_unit)} of {other.tensor}; both are computed with "
-                    "together"
+                    f"rank {rank} would hold {_format_units(first.name, ours, is_unit)} of "
+                    f"{first_label}, and {_format_units(None, theirs, is_unit)} of {label}; both "
+                    "are computed with together"
                 )
     return None
 
 
 def find_repetition(
-    one: CutTensor, units: int, groups: Iterable[Sequence[int]], *, is_unit: bool
+    labelled: _Labelled, groups: Iterable[Sequence[int]], *, is_unit: bool
 ) -> str | None:
     """Describe a unit that is not on exactly one rank of each group that holds any."""
+    label, block = labelled
     for group in groups:
-        holders = [rank for rank in group if rank in one.held.ranges]
+        holders = [rank for rank in group if rank in block.ranges]
         if not holders:
             continue
         # In the order of units: each stretch begins where the previous stretch ends.
-        stretches = sorted((*part, rank) for rank in holders for part in one.held.ranges[rank])
+        stretches = sorted((*part, rank) for rank in holders for part in block.ranges[rank])
         reached, last = 0, holders[0]
-        for start, stop, rank in [*stretches, (units, units, holders[-1])]:
+        for start, stop, rank in [*stretches, (block.count, block.count, holders[-1])]:
             if start < reached:
-                twice = ((start, min(stop, reached)),)
+                repeated = ((start, min(stop, reached)),)
                 return (
-                    f"ranks {last} and {rank} would both hold {_say(one.name, twice, is_unit)} of "
-                    f"{one.tensor}, which would count twice in the sum over ranks"
+                    f"ranks {last} and {rank} would both hold "
+                    f"{_format_units(block.name, repeated, is_unit)} of {label}, which would "
+                    "count twice in the sum over ranks"
                 )
             if start > reached:
-                return (
-                    f"no rank of {_list_ranks(group)} would hold "
-                    f"{_say(one.name, ((reached, start),), is_unit)} of {one.tensor}"
-                )
+                missing = _format_units(block.name, ((reached, start),), is_unit)
+                return f"no rank of {_list_ranks(group)} would hold {missing} of {label}"
             reached, last = stop, rank
     return None
 
 
-def find_uneven(one: CutTensor, groups: Iterable[Sequence[int]]) -> str | None:
-    """Return what is wrong where ranks of a group that holds any do not hold equally many units."""
+def find_uneven(labelled: _Labelled, groups: Iterable[Sequence[int]]) -> str | None:
+    """Describe ranks of a group that do not hold equally many units, if any holds some."""
+    label, block = labelled
     for group in groups:
-        counts = {rank: _count(one.held.ranges.get(rank, ())) for rank in group}
+        counts = {rank: _count(block.ranges.get(rank, ())) for rank in group}
         if not any(counts.values()):
             continue
         few, many = min(group, key=counts.__getitem__), max(group, key=counts.__getitem__)
         if counts[few] != counts[many]:
             return (
-                f"rank {many} would hold {counts[many]} of {one.name} of {one.tensor}, and rank "
+                f"rank {many} would hold {counts[many]} of {block.name} of {label}, and rank "
                 f"{few} {counts[few]}; every rank needs equally many"
             )
     return None
 
 
-def find_unshared(unit: CutTensor, shared: CutTensor, units: int, count: int) -> str | None:
-    """Return what is wrong with what ranks hold of a member that units share, or have several of.
-
-    Args:
-        unit, shared: tensors of the unit and of the member.
-        units, count: how many there are of each.
-    """
-    # Ranks that hold the same, such as copies, are asked once.
+def find_unshared(unit: _Labelled, shared: _Labelled) -> str | None:
+    """Describe wrong shards of a member that units share, or have several of each."""
+    (unit_label, units), (shared_label, parts) = unit, shared
+    # Ranks that hold the same, such as copies, are checked once.
     ranks: dict[tuple[Ranges, Ranges], int] = {}
-    for rank in sorted({*unit.held.ranges, *shared.held.ranges}):
-        both = (unit.held.ranges.get(rank, ()), shared.held.ranges.get(rank, ()))
+    for rank in sorted({*units.ranges, *parts.ranges}):
+        both = (units.ranges.get(rank, ()), parts.ranges.get(rank, ()))
         ranks.setdefault(both, rank)
-    for (has, held), rank in ranks.items():
-        used = _find_used(has, units, count)
+    for (own, held), rank in ranks.items():
+        used = _find_used(own, units.count, parts.count)
         if held != used:
             return (
-                f"rank {rank} would hold {_say(shared.name, held)} of {shared.tensor}, and its "
-                f"{_say(unit.name, has)} of {unit.tensor} {_say(None, used, verb='use')}"
+                f"rank {rank} would hold {_format_units(parts.name, held)} of {shared_label}, and "
+                f"its {_format_units(units.name, own)} of {unit_label} "
+                f"{_format_units(None, used, verb='use')}"
             )
-    for (has, _), rank in ranks.items():
-        share = max(units // count, 1)
-        uses = Counter(one // share for start, stop in has for one in range(start, stop))
+    share = max(units.count // parts.count, 1)
+    for (own, _), rank in ranks.items():
+        uses = Counter(number // share for start, stop in own for number in range(start, stop))
         few, many = min(uses, key=uses.__getitem__), max(uses, key=uses.__getitem__)
         if uses[few] != uses[many]:
             return (
-                f"of the {_say(unit.name, has)} of {unit.tensor} on rank {rank}, {uses[many]} use "
-                f"{shared.name} {many} and {uses[few]} use {few}; all that a rank holds must be "
-                "used by equally many"
+                f"of the {_format_units(units.name, own)} of {unit_label} on rank {rank}, "
+                f"{uses[many]} use {parts.name} {many} and {uses[few]} use {few}; all that a rank "
+                "holds must be used by equally many"
             )
     return None
 
@@ -560,7 +540,9 @@ def _list_ranks(ranks: Sequence[int]) -> str:
     return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
 
 
-def _say(name: CutName | None, ranges: Ranges, is_unit: bool = True, verb: str = "") -> str:
+def _format_units(
+    name: CutName | None, ranges: Ranges, is_unit: bool = True, verb: str = ""
+) -> str:
     """`heads.query 10-19`, `feed_forward 0:4`, or `no heads.query`."""
     if not ranges:
         return f"{verb} none".strip() if name is None else f"no {name}"
@@ -577,110 +559,86 @@ def _say(name: CutName | None, ranges: Ranges, is_unit: bool = True, verb: str =
 NumbersOfName = tuple[tuple[tuple[str, int], ...], frozenset[str]]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """An operator that ranks could not compute with, as text, and how many are like it."""
-
-    text: str
-    operators: int
-
-    def __str__(self) -> str:
-        others = self.operators - 1
-        return self.text + (f" (and {count_text(others, 'operator')} like it)" if others else "")
-
-
-@dataclass
-class _Operator:
-    """The tensors that are computed with together, the first of each kind by what it holds."""
-
-    numbers: NumbersOfName
-    blocks: dict[ShardBlock, str] = field(default_factory=dict)
-
-
-class Inspection:
-    """The operators of a model, gathered tensor by tensor."""
+class ComputabilityCheck:
+    """The operators of a model, gathered tensor by tensor, and whether ranks can compute them."""
 
     def __init__(
         self, mesh: DeviceMesh, couplings: Mapping[str, Coupling], config: Config | None
     ) -> None:
         self.mesh, self.couplings, self.config = mesh, couplings, config
-        self._operators: dict[object, _Operator] = {}
+        # By the cut and the numbers of names: blocks, and the first tensor with each of them.
+        self._operators: dict[tuple[Any, ...], dict[ShardBlock, str]] = {}
         self._groups: dict[tuple[Axis, ...], tuple[tuple[int, ...], ...]] = {}
 
     def add(self, tensor: str, numbers: NumbersOfName, blocks: Sequence[ShardBlock]) -> None:
-        """Add what ranks hold of a tensor to the operators that it belongs to."""
+        """Add the shards of a tensor to the operators that it belongs to."""
         for block in blocks:
-            key: tuple[object, ...] = (block.name.name, numbers)
+            key: tuple[Any, ...] = (block.name.name, numbers)
             if block.name.member is None:
-                # Cuts of other lengths or axes, such as those of shared experts, are others.
+                # Cuts of other lengths or axes, such as those of shared experts, are separate.
                 module = None if numbers[0] else tensor.rpartition(".")[0]
-                key = (*key, block.units, block.axes, module)
-            operator = self._operators.get(key)
-            if operator is None:
-                operator = self._operators[key] = _Operator(numbers)
-            operator.blocks.setdefault(block, tensor)
+                key = (*key, block.count, block.axes, module)
+            self._operators.setdefault(key, {}).setdefault(block, tensor)
 
-    @cached_property
-    def findings(self) -> tuple[Finding, ...]:
-        """Descriptions of operators that ranks could not compute with, by kind."""
+    def list_problems(self) -> list[str]:
+        """Describe the operators that ranks could not compute with, once for each kind."""
         judged: dict[object, str | None] = {}
         counts: dict[str, int] = {}
-        for operator in self._operators.values():
-            # Blocks are those of the cache of layouts: the same objects for all layers cut alike.
-            key = frozenset(operator.blocks)
-            if key not in judged:
-                judged[key] = self._judge(operator)
-            text = judged[key]
-            if text is not None:
-                counts[text] = counts.get(text, 0) + 1
-        return tuple(Finding(text, count) for text, count in counts.items())
+        for key, blocks in self._operators.items():
+            # Blocks are cached with layouts: the same objects for all layers sharded alike.
+            kind = frozenset(blocks)
+            if kind not in judged:
+                judged[kind] = self._judge(key[0], key[1], blocks)
+            problem = judged[kind]
+            if problem is not None:
+                counts[problem] = counts.get(problem, 0) + 1
+        return [
+            problem + (f" (and {count_text(count - 1, 'operator')} like it)" if count > 1 else "")
+            for problem, count in counts.items()
+        ]
 
-    def _judge(self, operator: _Operator) -> str | None:
-        name = next(iter(operator.blocks)).name
-        if name.member is None:
-            return self._judge_cut(operator)
-        return self._judge_coupling(operator, self.couplings[name.name])
+    def _judge(
+        self, name: str, numbers: NumbersOfName, blocks: Mapping[ShardBlock, str]
+    ) -> str | None:
+        labelled = [(tensor + block.place, block) for block, tensor in blocks.items()]
+        if labelled[0][1].name.member is None:
+            return self._judge_cut(numbers, labelled)
+        return self._judge_coupling(self.couplings[name], numbers, labelled)
 
-    def _judge_cut(self, operator: _Operator) -> str | None:
-        tensors = _list_tensors(operator)
-        first = next(iter(operator.blocks))
-        # An embedding or output layer may be cut in its own way, but not apart from its bias.
-        if not operator.numbers[0] and len(tensors) == 1:
+    def _judge_cut(self, numbers: NumbersOfName, blocks: Sequence[_Labelled]) -> str | None:
+        # An embedding or output layer may be sharded in its own way, but together with its bias.
+        if not numbers[0] and len(blocks) == 1:
             return None
-        problem = find_mismatch(tensors, is_unit=False)
-        if problem is None and operator.numbers[0]:
-            groups = self._group(first.axes)
-            problem = find_repetition(tensors[0], first.units, groups, is_unit=False)
+        _, first = blocks[0]
+        problem = find_mismatch(blocks, is_unit=False)
+        if problem is None and numbers[0]:
+            problem = find_repetition(blocks[0], self._group(first.axes), is_unit=False)
         return problem and f"{problem}; cut all tensors of {first.name} alike, each index once"
 
-    def _judge_coupling(self, operator: _Operator, coupling: Coupling) -> str | None:
-        tensors = _list_tensors(operator)
-        counts = {block.name.member: block.units for block in operator.blocks}
-        axes = next(iter(operator.blocks)).axes
-        by_member: dict[str | None, list[CutTensor]] = {}
-        for one in tensors:
-            by_member.setdefault(one.name.member, []).append(one)
-        units = by_member.get(coupling.unit, [])
+    def _judge_coupling(
+        self, coupling: Coupling, numbers: NumbersOfName, blocks: Sequence[_Labelled]
+    ) -> str | None:
+        by_member: dict[str | None, list[_Labelled]] = {}
+        for labelled in blocks:
+            by_member.setdefault(labelled[1].name.member, []).append(labelled)
         problem = next(
             filter(None, (find_mismatch(same, is_unit=True) for same in by_member.values())), None
         )
-        if units:
-            axes = next(b.axes for b in operator.blocks if b.name.member == coupling.unit)
-            count = counts[coupling.unit]
-            problem = problem or find_repetition(units[0], count, self._group(axes), is_unit=True)
-            for member, (one, *_) in by_member.items():
+        axes = blocks[0][1].axes
+        if units := by_member.get(coupling.unit):
+            axes = units[0][1].axes
+            problem = problem or find_repetition(units[0], self._group(axes), is_unit=True)
+            for member, (shared, *_) in by_member.items():
                 if problem is None and member != coupling.unit:
-                    problem = find_unshared(units[0], one, count, counts[member])
+                    problem = find_unshared(units[0], shared)
             problem = problem or find_uneven(units[0], self._group(axes))
-        return problem and f"{problem}; {self._advise(coupling, operator, axes)}"
+        return problem and f"{problem}; {self._advise(coupling, numbers, axes)}"
 
-    def _advise(self, coupling: Coupling, operator: _Operator, axes: tuple[Axis, ...]) -> str:
-        unit, *others = coupling.counts(self.config, dict(operator.numbers[0])).values()
+    def _advise(self, coupling: Coupling, numbers: NumbersOfName, axes: tuple[Axis, ...]) -> str:
+        unit, *others = coupling.counts(self.config, dict(numbers[0])).values()
         sizes = list_valid_sizes(unit, others)
         names = " ".join(map(str, axes)) or "the axis"
-        size = 1
-        for axis in axes:
-            size *= self.mesh.axis_size(axis)
+        size = math.prod(self.mesh.axis_size(axis) for axis in axes)
         if size in sizes:
             return f"{size} ranks along {names} would do if all of it were cut alike"
         return f"{names} has size {size}; sizes that would do: {', '.join(map(str, sizes))}"
@@ -690,10 +648,3 @@ class Inspection:
         if axes not in self._groups:
             self._groups[axes] = self.mesh.groups(axes)
         return self._groups[axes]
-
-
-def _list_tensors(operator: _Operator) -> list[CutTensor]:
-    return [
-        CutTensor(tensor + block.place, block.name, block.held)
-        for block, tensor in operator.blocks.items()
-    ]
