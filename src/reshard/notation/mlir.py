@@ -22,7 +22,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from reshard.cut_rules import Ceil, CutRule, Halo, Sizes
 from reshard.errors import NotationError
@@ -43,18 +42,6 @@ _VOCABULARY = Vocabulary("MLIR", rules=(Halo, Sizes), reductions=tuple(_WORDS))
 _OPERATION = r"(?:%\w+\s*=\s*)?(?:shard|mesh)\.sharding\b"
 _ATTRIBUTE = r"(?:#(?:shard|mesh)\.shard(?:ing)?\s*)?<(?=\s*@)"
 _GRID = r"(?:shard\.grid|mesh\.mesh)\b"
-
-
-@dataclass(slots=True)
-class _Words:
-    """The contents of a text, in the dialect's own terms."""
-
-    mesh_name: str | None = None
-    split_axes: list[list[int]] = field(default_factory=list)
-    reduction: str = "sum"
-    partial_axes: list[int] = field(default_factory=list)
-    halo_sizes: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
 
 
 def parse_mlir(
@@ -86,13 +73,12 @@ def parse_mlir(
         while scanner.take(_GRID):
             grid = _read_grid(scanner)
             grids[grid.name] = grid
-        words = _read_sharding(scanner)
-        scanner.expect_end()
-        if words.mesh_name in grids:
-            mesh = grids[words.mesh_name]
-        elif grids and words.mesh_name is not None:
+        grid_name, is_attribute = _read_prefix(scanner)
+        if grid_name in grids:
+            mesh = grids[grid_name]
+        elif grids and grid_name is not None:
             known = ", ".join(map(symbol_text, grids))
-            raise NotationError(f"unknown grid @{words.mesh_name}; the text has {known}")
+            raise NotationError(f"unknown grid @{grid_name}; the text has {known}")
         elif len(grids) == 1:
             (mesh,) = grids.values()
         if mesh is None:
@@ -100,7 +86,7 @@ def parse_mlir(
                 "the axis numbers are of no mesh; give a mesh, or write `shard.grid @grid(shape = "
                 "2x3)` before the sharding"
             )
-        return _build(words, mesh, shape)
+        return _read_sharding(scanner, mesh, shape, is_attribute=is_attribute)
 
 
 def parse_mlir_mesh(text: str) -> DeviceMesh:
@@ -136,48 +122,54 @@ def _read_grid(scanner: Scanner) -> DeviceMesh:
     return DeviceMesh(name, sizes, [f"axis{number}" for number in range(len(sizes))])
 
 
-def _read_sharding(scanner: Scanner) -> _Words:
-    words = _Words()
+def _read_prefix(scanner: Scanner) -> tuple[str | None, bool]:
+    """Read the name of the grid, if any. Also return whether the text is an attribute."""
     # An attribute is closed by `>`, which an operation is not.
     is_attribute = False
-    if scanner.take(_OPERATION) or (is_attribute := scanner.take(_ATTRIBUTE) is not None):
-        words.mesh_name = scanner.symbol()
-        if words.mesh_name is None:
-            raise scanner.failure("the name of a grid, such as @grid")
-        scanner.accept(",")
+    if not scanner.take(_OPERATION):
+        is_attribute = scanner.take(_ATTRIBUTE) is not None
+        if not is_attribute:
+            return None, False
+    name = scanner.symbol()
+    if name is None:
+        raise scanner.failure("the name of a grid, such as @grid")
+    scanner.accept(",")
+    return name, is_attribute
+
+
+def _read_sharding(
+    scanner: Scanner, mesh: DeviceMesh, shape: Sequence[int] | None, *, is_attribute: bool
+) -> ShardingSpec:
+    """Read the axis lists and the keywords after them, up to the end."""
     if scanner.accept("split_axes"):
         scanner.expect("=")
-    words.split_axes = scanner.listed("[", scanner.numbers, "]")
+    dims = [
+        [_find_axis(number, mesh) for number in numbers]
+        for numbers in scanner.listed("[", scanner.numbers, "]")
+    ]
     scanner.accept(",")
+    reduction, partial_axes = "sum", []
     if scanner.accept("partial"):
         scanner.expect("=")
         word = scanner.take(r"\w+")
         if not word or word[0] not in _REDUCTIONS:
             given = f"the reduction {word[0]!r}" if word else "no reduction"
             raise NotationError(f"{given} of partial axes; it is one of {', '.join(_REDUCTIONS)}")
-        words.reduction = _REDUCTIONS[word[0]]
-        words.partial_axes = scanner.numbers()
+        reduction = _REDUCTIONS[word[0]]
+        partial_axes = [_find_axis(number, mesh) for number in scanner.numbers()]
         scanner.accept(",")
-    if scanner.accept("halo_sizes"):
-        scanner.expect("=")
-        words.halo_sizes = scanner.numbers()
-        scanner.accept(",")
-    if scanner.accept("sharded_dims_offsets"):
-        scanner.expect("=")
-        words.offsets = scanner.numbers()
+    halo_sizes, offsets = (
+        _read_numbers(scanner, keyword) for keyword in ("halo_sizes", "sharded_dims_offsets")
+    )
     if is_attribute:
         scanner.expect(">")
     if scanner.accept(":"):
         scanner.take(r"[!\w.<>]+")
-    return words
-
-
-def _build(words: _Words, mesh: DeviceMesh, shape: Sequence[int] | None) -> ShardingSpec:
-    if words.halo_sizes and words.offsets:
+    scanner.expect_end()
+    if halo_sizes and offsets:
         raise NotationError(
             "halo_sizes and sharded_dims_offsets together; MLIR allows one of the two"
         )
-    dims = [[_find_axis(number, mesh) for number in numbers] for numbers in words.split_axes]
     if shape is not None:
         # Empty lists are redundant, so surplus empty lists at the end are dropped.
         while len(dims) > len(shape) and not dims[-1]:
@@ -189,13 +181,24 @@ def _build(words: _Words, mesh: DeviceMesh, shape: Sequence[int] | None) -> Shar
             )
         dims += [[] for _ in range(len(shape) - len(dims))]
     # Halo sizes and offsets are listed for sharded dimensions only, so rules are taken in turn.
-    rules = _make_rules(words, [math.prod(map(mesh.axis_size, axes)) for axes in dims if axes])
+    parts = [math.prod(map(mesh.axis_size, axes)) for axes in dims if axes]
+    rules = _make_rules(halo_sizes, offsets, parts)
     return ShardingSpec(
         mesh,
         [DimSpec([Level(axes, next(rules))]) if axes else DimSpec() for axes in dims],
-        partial_axes=[_find_axis(number, mesh) for number in words.partial_axes],
-        reduction=words.reduction,
+        partial_axes=partial_axes,
+        reduction=reduction,
     )
+
+
+def _read_numbers(scanner: Scanner, keyword: str) -> list[int]:
+    """Read `keyword = [1, 2]`, if it is here."""
+    if not scanner.accept(keyword):
+        return []
+    scanner.expect("=")
+    numbers = scanner.numbers()
+    scanner.accept(",")
+    return numbers
 
 
 def _find_axis(number: int, mesh: DeviceMesh) -> Axis:
@@ -207,29 +210,28 @@ def _find_axis(number: int, mesh: DeviceMesh) -> Axis:
     return Axis(mesh.axis_names[number])
 
 
-def _make_rules(words: _Words, parts: list[int]) -> Iterator[CutRule]:
+def _make_rules(halo_sizes: list[int], offsets: list[int], parts: list[int]) -> Iterator[CutRule]:
     """Yield the rules of the sharded dimensions, which have these numbers of parts."""
-    if words.halo_sizes:
-        sizes = words.halo_sizes
-        if len(sizes) != 2 * len(parts):
+    if halo_sizes:
+        if len(halo_sizes) != 2 * len(parts):
             raise NotationError(
-                f"halo_sizes {sizes} for {len(parts)} sharded dimensions; give two numbers for "
-                "each of them"
+                f"halo_sizes {halo_sizes} for {len(parts)} sharded dimensions; give two numbers "
+                "for each of them"
             )
-        for before, after in zip(sizes[::2], sizes[1::2], strict=True):
+        for before, after in zip(halo_sizes[::2], halo_sizes[1::2], strict=True):
             yield Halo(before, after, padded_edges=True) if before or after else Ceil()
-    elif words.offsets:
+    elif offsets:
         # The starts of all parts and the end of the last, for all dimensions in a single list.
         expected = sum(parts) + len(parts)
-        if len(words.offsets) != expected:
+        if len(offsets) != expected:
             raise NotationError(
-                f"{len(words.offsets)} sharded_dims_offsets for dimensions in {parts} parts; give "
+                f"{len(offsets)} sharded_dims_offsets for dimensions in {parts} parts; give "
                 f"{expected}: for each sharded dimension the start of every part and the end of "
                 "the last"
             )
         begin = 0
         for count in parts:
-            yield Sizes.from_offsets(words.offsets[begin : begin + count + 1])
+            yield Sizes.from_offsets(offsets[begin : begin + count + 1])
             begin += count + 1
     else:
         yield from [Ceil()] * len(parts)
