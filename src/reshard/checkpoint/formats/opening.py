@@ -276,15 +276,15 @@ def read_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     Raises:
         FormatError: a file that is not a JSON object.
     """
-    found = _read_json(checkpoint.folder / "config.json")
+    result = _read_json(checkpoint.folder / "config.json")
     adapter = read_adapter_config(checkpoint)
     if adapter is None:
-        return found
+        return result
     # An adapter has the config of its base model, if that is a local folder.
     base = adapter.get("base_model_name_or_path")
-    if found is None and isinstance(base, str) and base:
-        found = _read_json(Path(base) / "config.json")
-    return None if found is None else {**found, "adapter_config": adapter}
+    if result is None and isinstance(base, str) and base:
+        result = _read_json(Path(base) / "config.json")
+    return None if result is None else {**result, "adapter_config": adapter}
 
 
 def read_adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:

@@ -170,15 +170,15 @@ def find_missing_axes(
     for mesh in _list_numberings(sharding.mesh):
         numbered = replace(sharding, mesh=mesh)
         try:
-            found = find_layouts(shapes, mesh, numbered.find_shardings, may_lack=True)
+            result = find_layouts(shapes, mesh, numbered.find_shardings, may_lack=True)
         except ShardError as error:
             problem = problem or str(error)
             continue
         wrong = next(
-            filter(None, (_find_contradiction(n, parts[n], *of) for n, of in found.items())), None
+            filter(None, (_find_contradiction(n, parts[n], *of) for n, of in result.items())), None
         )
         if wrong is None:
-            return found, mesh
+            return result, mesh
         problem = problem or wrong
     raise FormatError(f"{folder}: tensor {problem}")
 
@@ -274,18 +274,18 @@ def find_layouts(
         name: tuple(length * mesh.size for length in next(iter(own.values())))
         for name, own in parts.items()
     }
-    found: dict[str, tuple[ShardingSpec, Layout]] = {}
+    result: dict[str, tuple[ShardingSpec, Layout]] = {}
     for _ in range(_MAX_ROUNDS):
         specs = find_shardings(shapes)
-        found = {
+        result = {
             name: (specs[name], join_shapes(name, own, specs[name], may_lack=may_lack))
             for name, own in parts.items()
         }
-        again = {name: layout.shape for name, (_, layout) in found.items()}
+        again = {name: layout.shape for name, (_, layout) in result.items()}
         if again == shapes:
             break
         shapes = again
-    return found
+    return result
 
 
 def join_shapes(

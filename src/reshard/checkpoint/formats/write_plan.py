@@ -379,12 +379,12 @@ def first_indices(layout: Layout, slots: frozenset[int]) -> dict[int, tuple[int,
         ends = np.maximum(np.array(layout.shape, np.int64) - owned.local, 0)
         begins = np.where(owned.boxes[:, None] > 0, owned.begins, ends)
         return dict(zip(slots, map(tuple, begins.tolist()), strict=True))
-    found = {}
+    result = {}
     for slot in slots.intersection(layout.holders):
         boxes = layout.boxes(slot)
         own = layout.local_shapes[slot]
         # Several cells have no shape together.
         own = own if len(own) == layout.ndim else (0,) * layout.ndim
         ends = (max(0, n - size) for n, size in zip(layout.shape, own, strict=True))
-        found[slot] = boxes[0].start if boxes else tuple(ends)
-    return found
+        result[slot] = boxes[0].start if boxes else tuple(ends)
+    return result

@@ -270,9 +270,9 @@ def chain_of(state: Any) -> Iterator[dict[str, Any]]:
         members = [state[key] for key in sorted(state)]
     else:
         members = [state]
-    for one in members:
-        if isinstance(one, dict):
-            yield one
+    for member in members:
+        if isinstance(member, dict):
+            yield member
 
 
 def is_expert(name: str) -> bool:
@@ -402,12 +402,12 @@ def with_parallelism(values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dic
     >>> with_parallelism({"args.tensor_model_parallel_size": 8}, {"tp": 2})
     {'args.tensor_model_parallel_size': 2}
     """
-    found = dict(values)
+    result = dict(values)
     if any(name.startswith("args.") for name in values):
-        found |= {
+        result |= {
             f"args.{_PARALLELISM[axis]}": sizes[axis] for axis in sizes if axis in _PARALLELISM
         }
-    return found
+    return result
 
 
 def _as_type(value: Any) -> Any:

@@ -43,11 +43,11 @@ def read(folder: Path) -> Checkpoint:
     from reshard.checkpoint.formats.torch_dcp.reader import read as read_chunks
     from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, split_state_name
 
-    found = read_chunks(folder)
-    if not any(name.startswith("model.module.") for name in found.tensors):
-        return found
+    result = read_chunks(folder)
+    if not any(name.startswith("model.module.") for name in result.tensors):
+        return result
     state, metas, kept = CommonState(), dict[str, dict[str, Any]](), {}
-    for name, item in found.items.items():
+    for name, item in result.items.items():
         if name.startswith(_META):
             parameter, _, key = name.removeprefix(_META).rpartition(".")
             metas.setdefault(_bare(parameter), {})[key] = read_object(folder, item)
@@ -56,8 +56,8 @@ def read(folder: Path) -> Checkpoint:
         ):
             kept[name] = item
         else:
-            state.add(found.paths.get(name, (name,)), read_object(folder, item), name)
-    tensors = {one.name: one for one in _name_tensors(found)}
+            state.add(result.paths.get(name, (name,)), read_object(folder, item), name)
+    tensors = {one.name: one for one in _name_tensors(result)}
     known = [name for name in tensors if split_state_name(name) is None]
     groups: list[dict[str, Any]] = []
     for parameter, meta in metas.items():
@@ -72,14 +72,14 @@ def read(folder: Path) -> Checkpoint:
     if groups:
         state.values[GROUPS] = groups
     return dataclasses.replace(
-        found,
+        result,
         format=FORMAT_NAME,
         tensors=tensors,
         items=kept,
         values=state.values,
         paths=state.paths,
-        checksums=tuple(one for one in found.checksums if one.tensor in tensors),
-        unread=(*found.unread, *state.unread),
+        checksums=tuple(checksum for checksum in result.checksums if checksum.tensor in tensors),
+        unread=(*result.unread, *state.unread),
     )
 
 

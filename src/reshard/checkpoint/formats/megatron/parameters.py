@@ -106,12 +106,12 @@ def find_read_names(names: Collection[str]) -> dict[str, str]:
     """
     parts = {name: split_state_name(name) or (name, "") for name in names}
     known = {parameter for parameter, _ in parts.values()}
-    found = {}
+    result = {}
     for name, (parameter, key) in parts.items():
         read = engine_name(parameter, known)
         if read != parameter:
-            found[name] = state_name(read, key) if key else read
-    return found
+            result[name] = state_name(read, key) if key else read
+    return result
 
 
 def local_name(name: str) -> str:

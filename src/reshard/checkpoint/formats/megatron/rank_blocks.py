@@ -62,7 +62,7 @@ class BlockPlace:
         """The shape of the block."""
         if self.dimension is None:
             return self.shape
-        length = sum(one.stop - one.start for one in self.stretches)
+        length = sum(stretch.stop - stretch.start for stretch in self.stretches)
         at = self.dimension
         return (*self.shape[:at], length, *self.shape[at + 1 :])
 

@@ -60,9 +60,9 @@ def find_tree(path: Path) -> TreeFolder | None:
                 f"{path} is a save of Orbax that was not finished; give one that was"
             )
         return path, ()
-    found = _choose_item(path)
-    if found is not None:
-        return found
+    result = _choose_item(path)
+    if result is not None:
+        return result
     steps = sorted(
         (int(match[1]), folder.name)
         for folder in _list_folders(path)

@@ -88,11 +88,11 @@ def crc32c(content: bytes, before: int = 0) -> int:
 
 def _advance(checksum: int, size: int) -> int:
     """Return the contribution of content to its checksum if `size` bytes follow it."""
-    found = 0
+    result = 0
     for bit, column in enumerate(_find_columns(size)):
         if checksum >> bit & 1:
-            found ^= column
-    return found
+            result ^= column
+    return result
 
 
 @lru_cache(maxsize=64)
@@ -103,18 +103,18 @@ def _find_columns(size: int) -> tuple[int, ...]:
     step = tuple(_TABLE_LIST[(1 << bit) & 0xFF] ^ ((1 << bit) >> 8) for bit in range(32))
     while size:
         if size & 1:
-            columns = tuple(_multiply(step, one) for one in columns)
+            columns = tuple(_multiply(step, column) for column in columns)
         step = tuple(_multiply(step, one) for one in step)
         size >>= 1
     return columns
 
 
 def _multiply(matrix: tuple[int, ...], vector: int) -> int:
-    found = 0
+    result = 0
     for bit, column in enumerate(matrix):
         if vector >> bit & 1:
-            found ^= column
-    return found
+            result ^= column
+    return result
 
 
 MANIFEST_MAGIC = 0x0CDB3A2A
@@ -187,43 +187,43 @@ class _NodeColumns:
     def take(self, count: int) -> bytes:
         if count < 0:
             raise self.fail("has a value of a negative length")
-        found = self._body[self._at : self._at + count]
-        if len(found) != count:
+        result = self._body[self._at : self._at + count]
+        if len(result) != count:
             raise self.fail("ends within its tables")
         self._at += count
-        return found
+        return result
 
     def count(self) -> int:
         """Return a number of rows, each of which takes at least a byte."""
-        found = self.varint()
-        if not 0 <= found <= len(self._body) - self._at:
-            raise self.fail(f"has {found} rows in {len(self._body)} bytes")
-        return found
+        result = self.varint()
+        if not 0 <= result <= len(self._body) - self._at:
+            raise self.fail(f"has {result} rows in {len(self._body)} bytes")
+        return result
 
     def prefixed(self, prefixes: IntArray, suffixes: IntArray) -> list[bytes]:
         """Return texts, each of which shares a prefix with the text before."""
-        found: list[bytes] = []
+        result: list[bytes] = []
         last = b""
         for prefix, suffix in zip([0, *prefixes.tolist()], suffixes.tolist(), strict=False):
             if not 0 <= prefix <= len(last) or not 0 <= suffix <= 65535:
                 raise self.fail("has a key with a longer prefix than the key before it has")
             last = last[:prefix] + self.take(suffix)
-            found.append(last)
-        return found
+            result.append(last)
+        return result
 
     def files(self, transitive: str) -> list[tuple[str, str]]:
         """Return the table of data files: base paths and whole paths."""
         count = self.count()
         prefixes, suffixes = self.varints(max(count - 1, 0)), self.varints(count)
         bases = self.varints(count).tolist()
-        found = []
+        result = []
         for path, base in zip(self.prefixed(prefixes, suffixes), bases, strict=True):
             try:
                 text = path.decode()
             except UnicodeDecodeError:
                 raise self.fail(f"names a file {path!r}") from None
-            found.append((transitive + path[:base].decode(errors="replace"), transitive + text))
-        return found
+            result.append((transitive + path[:base].decode(errors="replace"), transitive + text))
+        return result
 
     def places(
         self, files: Sequence[tuple[str, str]], numbers: IntArray, starts: IntArray, sizes: IntArray
@@ -595,10 +595,10 @@ class KeyValues:
             FormatError: a key that leads out of the folder; a range that is not in its file.
         """
         if self._values is not None:
-            found = self._values.get(key)
-            if found is not None and found.place is not None:
-                self._check_inside(key, found.place, found.size_bytes)
-            return found
+            result = self._values.get(key)
+            if result is not None and result.place is not None:
+                self._check_inside(key, result.place, result.size_bytes)
+            return result
         if not is_inside(key):
             raise FormatError(f"the key {key!r} in {self.folder} would lie outside of the folder")
         size = self._find_size(key)

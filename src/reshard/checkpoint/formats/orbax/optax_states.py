@@ -90,24 +90,24 @@ def name_states(paths: Iterable[TreePath]) -> dict[TreePath, tuple[str, ...]]:
      ('o', 0, 'nu', 'w'): ('optimizer.state.w.exp_avg_sq',),
      ('o', 0, 'count'): ('optimizer.state.w.step',)}
     """
-    found: dict[TreePath, tuple[str, ...]] = {path: (_name(path),) for path in paths}
+    result: dict[TreePath, tuple[str, ...]] = {path: (_name(path),) for path in paths}
     named: set[str] = set()
-    for place, state in _find_states(found).items():
+    for place, state in _find_states(result).items():
         count = next(
-            (one for one in ((*place, _COUNT), (*place, _COUNT, _VALUE)) if one in found), None
+            (one for one in ((*place, _COUNT), (*place, _COUNT, _VALUE)) if one in result), None
         )
-        has_coefficients = any(path[: len(place) + 1] == (*place, _COEFFICIENTS) for path in found)
+        has_coefficients = any(path[: len(place) + 1] == (*place, _COEFFICIENTS) for path in result)
         keys = state.keys(has_count=count is not None, has_coefficients=has_coefficients)
         leaves = dict.fromkeys(leaf for node in state.nodes.values() for leaf in node)
         for node, own in state.nodes.items():
             names = {leaf: _free_name(leaf, keys[node], named) for leaf in own}
-            found |= {(*place, node, *leaf): (name,) for leaf, name in names.items()}
+            result |= {(*place, node, *leaf): (name,) for leaf, name in names.items()}
             named |= {*names.values()}
         steps = tuple(state_name(_name(leaf), STEP) for leaf in leaves)
         if count is not None and not named.intersection(steps):
-            found[count] = steps
+            result[count] = steps
             named |= {*steps}
-    return found
+    return result
 
 
 def _free_name(leaf: TreePath, key: str, named: set[str]) -> str:
@@ -187,7 +187,7 @@ def place_states(
         if split is not None and paths.get(name, (name,)) == (name,):
             parameter, key = split
             kept.setdefault(parameter, {})[key] = name
-    found: dict[str, TreePath] = {}
+    result: dict[str, TreePath] = {}
     used: dict[int, set[int]] = {}
     for parameter, keys in kept.items():
         known = (place for place in _PLACES if place[0].keys() <= keys.keys())
@@ -197,16 +197,16 @@ def place_states(
         if weight[:1] == (_PARAMS,):
             leaf = weight[1:]
         elif parameter in there:
-            found[parameter] = (_PARAMS, *leaf)
+            result[parameter] = (_PARAMS, *leaf)
         if nodes:
             used.setdefault(number, set()).update(empty)
         for key, name in keys.items():
             if key in nodes:
-                found[name] = (_OPTIMIZER, number, nodes[key], *leaf)
+                result[name] = (_OPTIMIZER, number, nodes[key], *leaf)
             elif key == STEP:
-                found[name] = (_OPTIMIZER, number, _COUNT)
+                result[name] = (_OPTIMIZER, number, _COUNT)
             else:
                 # Optax does not have such state.
-                found[name] = ("optimizer", "state", *leaf, key)
+                result[name] = ("optimizer", "state", *leaf, key)
     empty_places = sorted({n for numbers in used.values() for n in numbers} - used.keys())
-    return found, [(_OPTIMIZER, n) for n in empty_places]
+    return result, [(_OPTIMIZER, n) for n in empty_places]

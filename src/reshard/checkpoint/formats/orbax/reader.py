@@ -323,10 +323,10 @@ def _find_owner(start: tuple[int, ...], owners: list[tuple[Box, int]]) -> int:
 
 def _find_random_keys(folder: Path) -> dict[str, str]:
     """Return the arrays that are keys of random numbers, and their kind."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     metadatas = folder / "array_metadatas"
     if not metadatas.is_dir():
-        return found
+        return result
     for path in sorted(metadatas.iterdir())[:1024]:
         if not path.is_file() or path.stat().st_size > MAX_READ_BYTES:
             continue
@@ -336,8 +336,8 @@ def _find_random_keys(folder: Path) -> dict[str, str]:
                 one = entry["array_metadata"]
                 kind = (one.get("ext_metadata") or {}).get("random_key_impl")
                 if isinstance(kind, str):
-                    found[str(one["param_name"])] = kind
+                    result[str(one["param_name"])] = kind
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, FormatError):
             # Orbax itself ignores such files.
             continue
-    return found
+    return result

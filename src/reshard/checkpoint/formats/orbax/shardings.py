@@ -31,7 +31,7 @@ def read_shardings(folder: Path) -> dict[str, ShardingSpec]:
     path = folder / SHARDING_NAME
     if not path.exists():
         return {}
-    found: dict[str, ShardingSpec] = {}
+    result: dict[str, ShardingSpec] = {}
     try:
         content = json.loads(read_range(path, 0, min(path.stat().st_size, MAX_NODE_BYTES)))
         pairs = list(content.items())
@@ -49,8 +49,8 @@ def read_shardings(folder: Path) -> dict[str, ShardingSpec]:
                 known[text] = _read(text)
             sharding = known[text]
             if sharding is not None:
-                found[name] = sharding
-    return found
+                result[name] = sharding
+    return result
 
 
 def _read(text: str) -> ShardingSpec | None:

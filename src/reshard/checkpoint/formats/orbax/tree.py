@@ -156,7 +156,7 @@ def read_strings(folder: Path, leaves: Iterable[Leaf]) -> dict[str, str]:
     if not path.exists():
         raise FormatError(f"{path} is missing, which has the text {leaves[0].name!r}")
     content = _read_json(path)
-    found = {}
+    result = {}
     for leaf in leaves:
         value: Any = content
         # Orbax uses the name as a path in the JSON, with slashes between levels.
@@ -164,8 +164,8 @@ def read_strings(folder: Path, leaves: Iterable[Leaf]) -> dict[str, str]:
             value = value.get(key) if isinstance(value, dict) else None
         if not isinstance(value, str):
             raise FormatError(f"{path} has no text {leaf.name!r}; it belongs to another save")
-        found[leaf.name] = value
-    return found
+        result[leaf.name] = value
+    return result
 
 
 def tree_bytes(leaves: Iterable[tuple[Leaf, tuple[int, ...] | None]], custom: Any) -> bytes:
@@ -303,11 +303,11 @@ class _PackReader:
         return FormatError(f"{self.label} {problem} at byte {self.at}; it is damaged")
 
     def take(self, size: int) -> bytes:
-        found = self.content[self.at : self.at + size]
-        if len(found) != size:
+        result = self.content[self.at : self.at + size]
+        if len(result) != size:
             raise self.fail("ends early")
         self.at += size
-        return found
+        return result
 
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
@@ -356,13 +356,13 @@ class _PackReader:
         return [self.value(depth + 1) for _ in range(self._check(size))]
 
     def _map(self, size: int, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for _ in range(self._check(size)):
             key = self.value(depth + 1)
-            if not isinstance(key, str | int) or str(key) in found:
+            if not isinstance(key, str | int) or str(key) in result:
                 raise self.fail(f"has an invalid or repeated key {str(key)[:50]!r}")
-            found[str(key)] = self.value(depth + 1)
-        return found
+            result[str(key)] = self.value(depth + 1)
+        return result
 
     def _check(self, size: int) -> int:
         if size > len(self.content) - self.at:

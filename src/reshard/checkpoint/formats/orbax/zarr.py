@@ -156,7 +156,7 @@ def read_array(content: bytes, label: str) -> ArrayMetadata:
         version = described["zarr_format"]
         if version not in (2, 3):
             raise FormatError(f"{label} is of Zarr {version!r}; known are 2 and 3")
-        found = (_read_zarr2 if version == 2 else _read_zarr3)(described, label)
+        result = (_read_zarr2 if version == 2 else _read_zarr3)(described, label)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, IndexError) as error:
         if isinstance(error, FormatError | CheckpointError):
             raise
@@ -164,8 +164,8 @@ def read_array(content: bytes, label: str) -> ArrayMetadata:
             f"{label} does not describe an array ({type(error).__name__}: {str(error)[:100]}); it "
             "is damaged"
         ) from None
-    _check(found, label)
-    return found
+    _check(result, label)
+    return result
 
 
 def _check(found: ArrayMetadata, label: str) -> None:
@@ -270,10 +270,10 @@ def _read_zarr3(described: Mapping[str, Any], label: str) -> ArrayMetadata:
 
 
 def _read_shape(value: Any) -> tuple[int, ...]:
-    found = tuple(value)
-    if len(found) > 32 or any(type(n) is not int or not 0 <= n <= _LARGEST for n in found):
+    result = tuple(value)
+    if len(result) > 32 or any(type(n) is not int or not 0 <= n <= _LARGEST for n in result):
         raise ValueError(f"shape {str(value)[:100]}")
-    return found
+    return result
 
 
 def _read_separator(value: Any, label: str) -> str:
@@ -447,12 +447,12 @@ class _ChunkFile(ScratchFile):
     ) -> None:
         self._chunks = chunks
         parts = []
-        for one in chunks:
-            place = one.packed.place if one.packed is not None else None
-            size = one.packed.size_bytes if one.packed is not None else 0
+        for chunk in chunks:
+            place = chunk.packed.place if chunk.packed is not None else None
+            size = chunk.packed.size_bytes if chunk.packed is not None else 0
             start = place.start_bytes if place is not None else 0
             parts.append(
-                ScratchPart(one.start_bytes, one.size_bytes, packed.path.name, start, size)
+                ScratchPart(chunk.start_bytes, chunk.size_bytes, packed.path.name, start, size)
             )
         super().__init__(path, parts, packed, scratch)
 
@@ -622,12 +622,12 @@ def _list_inner(
                 "fetch it again"
             )
     numbers = struct.unpack(f"<{2 * math.prod(index.counts)}Q", content)
-    found: list[tuple[tuple[int, ...], StoredValue | None]] = []
+    result: list[tuple[tuple[int, ...], StoredValue | None]] = []
     origin = (0,) * len(array.chunk)
     for number, at in enumerate(_list_starts(origin, array)):
         begin, size = numbers[2 * number : 2 * number + 2]
         if begin == _NOTHING and size == _NOTHING:
-            found.append((at, None))
+            result.append((at, None))
             continue
         if begin + size > value.size_bytes:
             raise FormatError(
@@ -636,8 +636,8 @@ def _list_inner(
             )
         if value.place is None:
             part = (value.content or b"")[begin : begin + size]
-            found.append((at, StoredValue(size, content=part)))
+            result.append((at, StoredValue(size, content=part)))
         else:
             place = FileRange(value.place.path, value.place.start_bytes + begin)
-            found.append((at, StoredValue(size, place)))
-    return found
+            result.append((at, StoredValue(size, place)))
+    return result

@@ -156,7 +156,9 @@ class HeaderTensors(Sequence[TensorHeader]):
             return tensors
         tensors = tuple(tensors)
         numbers: dict[HeaderKind, int] = {}
-        kind = [numbers.setdefault((one.dtype, one.shape), len(numbers)) for one in tensors]
+        kind = [
+            numbers.setdefault((tensor.dtype, tensor.shape), len(numbers)) for tensor in tensors
+        ]
         starts = [one.start_bytes for one in tensors]
         return cls([one.name for one in tensors], tuple(numbers), kind, starts)
 
@@ -529,14 +531,14 @@ def _decode(header_json: bytes, label: str) -> str:
 
 def _parse_json(text: str, label: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        result = dict(pairs)
+        if len(result) != len(pairs):
             raise FormatError(
                 f"{label}: key {shown(first_duplicate(key for key, _ in pairs))} is there twice "
                 f"in one object of the header: {shown(pairs)}. Expected every tensor and every "
                 f"key once"
             )
-        return found
+        return result
 
     if not text.startswith("{"):
         raise FormatError(
@@ -669,11 +671,11 @@ def find_metadata(text: str) -> Mapping[str, object] | None:
     if not text.startswith('{"__metadata__":{'):
         return None
     try:
-        found: dict[str, object]
-        found, _ = json.JSONDecoder(object_pairs_hook=_expect_unique).raw_decode(text, 16)
+        result: dict[str, object]
+        result, _ = json.JSONDecoder(object_pairs_hook=_expect_unique).raw_decode(text, 16)
     except (ValueError, RecursionError):
         return None
-    return found
+    return result
 
 
 def find_offsets(text: str, names: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
@@ -729,10 +731,10 @@ def _read_kind(tag: str, shape: str) -> HeaderKind:
 
 
 def _expect_unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         raise ValueError("a key is there twice")
-    return found
+    return result
 
 
 def _join(columns: list[IntArray]) -> IntArray:

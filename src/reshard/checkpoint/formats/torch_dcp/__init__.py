@@ -65,7 +65,7 @@ def rank_metadata_names(folder: Path) -> tuple[str, ...]:
     """Return the metadata files of single ranks in a folder, in the order of ranks; often none.
 
     Raises:
-        CheckpointError: the file of a rank is missing, and a higher rank has one.
+        CheckpointError: the file of a rank is missing, but not that of a higher rank.
     """
     names = [path.name for path in folder.glob("__*.metadata")]
     ranks = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
@@ -123,7 +123,7 @@ class TorchDcpFormat(CheckpointFormat):
         return read_with_manifest(folder, manifest)
 
     def drops_copies(self, checkpoint: Checkpoint) -> bool:
-        """Return whether the save used collectives: PyTorch then stores one of equal chunks."""
+        """Return whether the save used collectives: PyTorch then stores equal chunks once."""
         folder = checkpoint.folder
         return (folder / METADATA_NAME).exists() and not (folder / MANIFEST_NAME).exists()
 
@@ -137,7 +137,7 @@ class TorchDcpFormat(CheckpointFormat):
         return () if has_metadata else rank_metadata_names(checkpoint.folder)
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
-        """Plan one file of chunks a rank; items and plain values go into the first rank's files."""
+        """Plan a file of chunks for each rank; items and plain values go into the first rank's."""
         from reshard.checkpoint.formats.torch_dcp.writer import add_values, plan_chunks
 
         return add_values(plan_chunks(new), new.values, new.paths)

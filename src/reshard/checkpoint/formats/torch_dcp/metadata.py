@@ -1,6 +1,6 @@
 """The `.metadata` of a PyTorch distributed checkpoint, read and written.
 
-`torch.distributed.checkpoint` (DCP) writes one or several files for each rank, and `.metadata`, a
+`torch.distributed.checkpoint` (DCP) writes files for each rank, and `.metadata`, a
 pickle of dataclasses::
 
     Metadata
@@ -10,7 +10,7 @@ pickle of dataclasses::
       storage_meta, version
 
 1. The pickle is read without executing it (`restricted_pickle`). Instances of unknown classes are
-   kept as their names; a tensor that is described by one is unreadable.
+   kept as their names; a tensor that such an instance describes is unreadable.
 2. Every chunk of every tensor must be in `storage_data`.
 3. Other attributes, such as Megatron's, do not affect the tensors. Plain values among them are kept
    (`plain_attributes`); the others are listed.
@@ -126,7 +126,7 @@ def read_metadata(content: bytes, label: str) -> DcpMetadata:
     """Parse the bytes of a `.metadata` file; `label` names the file in errors.
 
     Raises:
-        FormatError: a pickle of anything else, or one that contradicts itself.
+        FormatError: a pickle of anything else, or a contradictory pickle.
         CoverageError: a chunk that is listed and not stored.
     """
     root = read_pickle(content, label)
@@ -234,7 +234,7 @@ def _places(storage: Mapping[Any, Any], label: str) -> _Places:
         fields = _Fields(info, f"{label}: the place of {name!r}")
         transforms = fields.get("transform_descriptors") or []
         if not isinstance(transforms, list | tuple) or not all(
-            isinstance(one, str) for one in transforms
+            isinstance(transform, str) for transform in transforms
         ):
             raise fields.wrong("transform_descriptors", "a list of names")
         if key in places:

@@ -185,7 +185,7 @@ def _max_archive_bytes(storage_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """The transformed archives of one file, in the order of their unpacked storages."""
+    """The transformed archives of a file, in the order of their unpacked storages."""
 
     archives: tuple[PackedArchive, ...]
 
@@ -200,7 +200,7 @@ class PackedFile:
 
 
 class UnpackedFile(ScratchFile):
-    """The unpacked archives of one file; each is unpacked when it is first read.
+    """The unpacked archives of a file; each is unpacked when it is first read.
 
     Args:
         path: for errors.
@@ -222,13 +222,13 @@ class UnpackedFile(ScratchFile):
         self._archives = archives
         parts = [
             ScratchPart(
-                one.start_bytes,
-                one.front.storage_bytes,
-                one.place.path,
-                one.place.start_bytes,
-                one.packed_bytes,
+                archive.start_bytes,
+                archive.front.storage_bytes,
+                archive.place.path,
+                archive.place.start_bytes,
+                archive.packed_bytes,
             )
-            for one in archives
+            for archive in archives
         ]
         super().__init__(path, parts, packed, scratch)
 

@@ -96,7 +96,7 @@ def read(folder: Path, sharding: SourceSharding | None = None) -> Checkpoint:
         MissingExtraError: a compressed tensor, and the package for it is not installed.
         CoverageError: chunks that overlap, or leave part of a tensor out.
     """
-    # 1. The metadata: one for all ranks, or those of each rank merged.
+    # 1. The metadata of all ranks, or those of each rank, merged.
     names = () if (folder / METADATA_NAME).exists() else rank_metadata_names(folder)
     if names:
         metadata, copies, other_items = merge_rank_metadata(
@@ -248,7 +248,9 @@ def bind_to_manifest(found: Checkpoint, manifest: Manifest) -> Checkpoint:
         name: dataclasses.replace(item, digest=manifest.items.get(name))
         for name, item in found.items.items()
     }
-    checksums = tuple(one for one in found.checksums if tensors[one.tensor].digest is None)
+    checksums = tuple(
+        checksum for checksum in found.checksums if tensors[checksum.tensor].digest is None
+    )
     return dataclasses.replace(
         found, tensors=tensors, mesh=manifest.mesh, items=items, checksums=checksums
     )
@@ -430,7 +432,7 @@ class ChunkReader(Closing):
         try:
             file = self._files.get(name)
             if file is None:
-                # There may be thousands of files, one for each rank: the oldest is closed.
+                # There may be thousands of files: the oldest is closed.
                 if len(self._files) >= _MAX_OPEN_FILES:
                     self._files.pop(next(iter(self._files))).close()
                 file = self._files[name] = path.open("rb", buffering=0)

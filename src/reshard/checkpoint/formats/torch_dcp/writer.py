@@ -1,6 +1,6 @@
 """Planning the files of a new PyTorch distributed checkpoint.
 
-1. Every element of a tensor is stored once, in boxes. A shard that is a box is one chunk; an
+1. Every element of a tensor is stored once, in boxes. A shard that is a box is a chunk; an
    interleaved or padded shard is a chunk for each of its boxes, without the padding. Where shards
    overlap, the boxes of higher ranks are reduced by those of lower ranks.
 2. A rank's chunks are consecutive archives in its file `__R_0.distcp`. Bytes that are not tensors
@@ -58,7 +58,9 @@ class ArchiveFile(NewFile):
     @property
     def checked_ranges(self) -> tuple[tuple[int, int], ...]:
         """The byte ranges of the storages."""
-        return tuple((one.storage_start_bytes, one.storage_bytes) for one in self.archives)
+        return tuple(
+            (archive.storage_start_bytes, archive.storage_bytes) for archive in self.archives
+        )
 
     def closing_bytes(self, checksum: Callable[[int, int], int]) -> Iterator[tuple[int, bytes]]:
         """Yield the tails of the archives, which contain the checksums of their storages."""
@@ -79,7 +81,7 @@ class StackedPlace(NamedTuple):
 
 
 def plan_chunks(new: NewCheckpoint, places: Mapping[str, StackedPlace] | None = None) -> WritePlan:
-    """Plan one file of chunks a rank; items go into the first rank's.
+    """Plan a file of chunks for each rank; items go into the first rank's.
 
     Args:
         new: the contents of the checkpoint.
@@ -149,7 +151,7 @@ def metadata_bytes(
         joined: dict[str, DcpTensor] = {}
         for name, tensor in tensors.items():
             place = places.get(name) or StackedPlace(name)
-            chunks = (DcpChunk(_put_into(one.box, place), one.place) for one in tensor.chunks)
+            chunks = (DcpChunk(_put_into(chunk.box, place), chunk.place) for chunk in tensor.chunks)
             shape = (*place.counts, *tensor.shape)
             known = joined.get(place.key, DcpTensor(tensor.dtype, shape, ()))
             joined[place.key] = DcpTensor(tensor.dtype, shape, (*known.chunks, *chunks))

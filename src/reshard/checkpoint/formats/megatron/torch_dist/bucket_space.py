@@ -115,12 +115,12 @@ class BucketSpace:
             return {}
 
     def _collect(self) -> _Buffers:
-        found: _Buffers = {}
+        result: _Buffers = {}
         for name, tensor in self._found.tensors.items():
             match = _BUCKET.match(name)
             if match is not None:
                 chain, rank, buffer, bucket = (int(number or 0) for number in match.groups()[:4])
-                own = found.setdefault((chain, rank, buffer), _Buffer())
+                own = result.setdefault((chain, rank, buffer), _Buffer())
                 own.buckets.setdefault(match[5], {})[bucket] = tensor
         for name, item in self._found.items.items():
             match = _OBJECT.match(name)
@@ -132,13 +132,13 @@ class BucketSpace:
             for number, types in state.items() if isinstance(state, dict) else ():
                 tensors = next(iter(types.values()), None) if isinstance(types, dict) else None
                 if type(number) is int and isinstance(tensors, dict):
-                    own = found.setdefault((int(match[1] or 0), int(match[2]), number), _Buffer())
+                    own = result.setdefault((int(match[1] or 0), int(match[2]), number), _Buffer())
                     own.flat = {
                         key: (tensor, item)
                         for key, tensor in tensors.items()
                         if isinstance(tensor, ArchivedTensor) and len(tensor.shape) == 1
                     }
-        return found
+        return result
 
     def _read_groups(self) -> None:
         chains = set()

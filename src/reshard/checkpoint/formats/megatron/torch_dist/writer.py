@@ -196,11 +196,11 @@ def _optimizer_state(write_plan: WritePlan, is_distributed: bool) -> dict[Any, A
         inner: dict[str, Any] = {"param_groups": own}
         if not is_distributed and COMMON_STEP in write_plan.values:
             inner["state"] = {"common_step": step}
-        found: dict[str, Any] = {"optimizer": inner}
-        found |= scaler_state(write_plan.values)
+        result: dict[str, Any] = {"optimizer": inner}
+        result |= scaler_state(write_plan.values)
         if is_distributed:
-            found["param_state_sharding_type"] = "fully_reshardable"
-        return found
+            result["param_state_sharding_type"] = "fully_reshardable"
+        return result
 
     has_experts = any(map(is_expert, write_plan.tensors))
     if has_experts and _axis_sizes(write_plan).get("ep", 1) > 1:
