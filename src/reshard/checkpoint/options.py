@@ -583,6 +583,11 @@ class ConversionRequest:
         """The layout of an engine, if the target is cut by one."""
         return cast("EngineLayout | None", self.layout)
 
+    @property
+    def source_engine_layout(self) -> EngineLayout | None:
+        """The layout of the engine whose ranks hold the source, if given."""
+        return cast("EngineLayout | None", self.source_layout)
+
     def _check_format(self) -> None:
 
         from reshard.checkpoint.formats.format import Capability

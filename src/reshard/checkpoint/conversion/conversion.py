@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,11 +42,13 @@ from reshard.checkpoint.storage.remote_paths import as_path
 from reshard.elements import CastCounts
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
-from reshard.plans.job import Job, JobItem
 from reshard.recipes.assignment import Assignment
 from reshard.recipes.library import choose_recipe
 from reshard.recipes.rules import Rule
 from reshard.text import count_text
+
+if TYPE_CHECKING:
+    from reshard.plans.job import Job
 
 # Of files that are not copied, so many are named.
 _MAX_FILES = 8
@@ -236,6 +238,8 @@ class Conversion:
     @cached_property
     def job(self) -> Job:
         """The same conversion as a movement between ranks, for what it would move."""
+        from reshard.plans.job import Job, JobItem
+
         items = []
         for name, tensor in self.write_plan.tensors.items():
             stored = self.source.tensors[name]

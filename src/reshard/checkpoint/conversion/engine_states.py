@@ -26,15 +26,17 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.contents import Checkpoint, StoredTensor, missing_box
 from reshard.checkpoint.formats.vllm_sharded_state import NAME, rank_prefix
 from reshard.errors import CoverageError, RecipeError
 from reshard.layout import Box, Layout
-from reshard.recipes.engine_layouts import EngineLayout, RankLayout, SourcePiece, SourceTensor
-from reshard.recipes.engine_layouts.document import read_layout_file
 from reshard.text import count_text
+
+if TYPE_CHECKING:
+    from reshard.recipes.engine_layouts import EngineLayout, RankLayout, SourcePiece, SourceTensor
 
 #: The layout of the ranks, beside a state that reshard wrote.
 LAYOUT_NAME = "reshard.engine-layout.json"
@@ -63,7 +65,11 @@ class _Source:
 def find_layout(checkpoint: Checkpoint) -> EngineLayout | None:
     """Return the layout beside a state that reshard wrote, or None if there is none."""
     path: Path = checkpoint.folder / LAYOUT_NAME
-    return read_layout_file(path) if checkpoint.format == NAME and path.is_file() else None
+    if checkpoint.format != NAME or not path.is_file():
+        return None
+    from reshard.recipes.engine_layouts.document import read_layout_file
+
+    return read_layout_file(path)
 
 
 def as_model(checkpoint: Checkpoint, layout: EngineLayout) -> Checkpoint:

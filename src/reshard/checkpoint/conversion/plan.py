@@ -34,13 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from reshard._validation import check_used
-from reshard.checkpoint.architectures.checking import (
-    check_architecture,
-    check_sharded_model,
-    count_differences,
-)
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, shapes_of, types_of
-from reshard.checkpoint.changes.adapters import merge_adapters
 from reshard.checkpoint.changes.planning import (
     ChangedElements,
     add_copies,
@@ -76,20 +70,15 @@ from reshard.checkpoint.quant_states import read_flat_shapes
 from reshard.checkpoint.storage.filesystem import resolve_links, translate_os_errors
 from reshard.checkpoint.storage.host_memory import release_freed_memory
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
-from reshard.checkpoint.storage.uploads import expect_writable
 from reshard.checkpoint.training.model_sets import bare_name, is_beside_model
-from reshard.checkpoint.training.plain_state import in_plain_values
 from reshard.checkpoint.training.state import find_training_state
 from reshard.checkpoint.training.state_sharding import StateSharding, assign_with_state
-from reshard.checkpoint.training.translation import translate
 from reshard.dtypes import DType, dtype
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.plans.serialization import to_json
 from reshard.recipes.adapters import is_of_adapter
 from reshard.recipes.assignment import Assignment, assign
-from reshard.recipes.engine_layouts import EngineLayout
 from reshard.recipes.library import (
     choose_recipe,
     describe_unknown_model,
@@ -100,7 +89,6 @@ from reshard.recipes.naming import Fusion, make_fused_spec
 from reshard.recipes.overrides import IDLE_AXES
 from reshard.recipes.recipe import REPLICA_AXES, Recipe, parse_options
 from reshard.recipes.rules import Rule
-from reshard.recipes.strategies import strategy as find_strategy
 
 if TYPE_CHECKING:
     from reshard.checkpoint.keywords import RequestArguments
@@ -220,6 +208,8 @@ def _check_architecture(
         return ()
     if any(is_of_adapter(name) for name in source.tensors):
         return ("the tensors were not checked against an architecture: they have adapters",)
+    from reshard.checkpoint.architectures.checking import check_architecture, check_sharded_model
+
     shapes, types = shapes_of(source.tensors), types_of(source.tensors)
     models = _list_models(source, shapes, types, named.recipe, config)
     left_out = set()
@@ -272,6 +262,8 @@ def _list_models(
     if {*models} == {""}:
         return {"": names}
 
+    from reshard.checkpoint.architectures.checking import count_differences
+
     def count(model: Mapping[str, str]) -> int:
         return count_differences(_rename(model, shapes), _rename(model, types), config)
 
@@ -298,6 +290,8 @@ def open_apart(
         raise UsageError(f"a target {target!r}; give a path")
     target = as_path(target)
     if isinstance(target, RemotePath):
+        from reshard.checkpoint.storage.uploads import expect_writable
+
         expect_writable(target)
     with translate_os_errors("look at the target", target):
         _check_apart(
@@ -411,6 +405,8 @@ def _decode_items(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpo
     is_of_program = source is not None and source.training == target.training is not None
     if not has_values or is_of_program:
         return checkpoint
+    from reshard.checkpoint.training.plain_state import in_plain_values
+
     return in_plain_values(checkpoint, keeps_others=keeps_others)
 
 
@@ -425,6 +421,8 @@ def _translate(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedEle
     if request.training is None and source is not None and source.training == style.name:
         return ChangedElements(checkpoint)
     has_items = Capability.ITEMS in request.target_format.capabilities
+    from reshard.checkpoint.training.translation import translate
+
     translated = translate(
         checkpoint, style, has_items=has_items, keeps_items=has_items and is_same
     )
@@ -441,6 +439,8 @@ def _translate(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedEle
 def _change_elements(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedElements:
     if not request.changes_elements:
         return ChangedElements(note_unscaled(checkpoint, read_config))
+    from reshard.checkpoint.changes.adapters import merge_adapters
+
     checkpoint, merged = merge_adapters(checkpoint, request.adapters)
     return change_elements(
         checkpoint,
@@ -469,12 +469,13 @@ def _resolve(request: ConversionRequest, named: RenamedSource) -> dict[str, Any]
         for key in ("dtype", "dequantize", "quantize", "training", "adapters")
         if getattr(request, key)
     }
-    if request.engine_layout is not None:
-        text = to_json(request.engine_layout).encode()
-        changes["layout"] = hashlib.blake2b(text, digest_size=16).hexdigest()
-    if isinstance(request.source_layout, EngineLayout):
-        text = to_json(request.source_layout).encode()
-        changes["source_layout"] = hashlib.blake2b(text, digest_size=16).hexdigest()
+    for key in ("layout", "source_layout"):
+        layout = getattr(request, key)
+        if layout is not None:
+            from reshard.plans.serialization import to_json
+
+            text = to_json(layout).encode()
+            changes[key] = hashlib.blake2b(text, digest_size=16).hexdigest()
     if request.keeps_layouts:
         changes["cut"] = "as the source"
     # What is allowed is left out: it changes whether a conversion is done, and not what it writes.
@@ -629,10 +630,10 @@ def take_source(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoin
         RecipeError: another layout than that of the ranks; two things of one name.
         UsageError: a pattern that matches nothing; nothing left.
     """
-    layout = request.source_layout
+    layout = request.source_engine_layout
     if layout is None and request.target_format.name != checkpoint.format:
         layout = find_layout(checkpoint)
-    if isinstance(layout, EngineLayout):
+    if layout is not None:
         checkpoint = as_model(checkpoint, layout)
     return select_from(checkpoint, request.selection)
 
@@ -844,6 +845,8 @@ def _place_by_strategy(
     # The parameters of an optimizer alone are no tensors of it.
     types = {name: dtype("float32") for name in followers.leaders}
     types |= types_of(checkpoint.tensors)
+    from reshard.recipes.strategies import strategy as find_strategy
+
     place = find_strategy(request.strategy or "simple")
     layouts = place(
         {

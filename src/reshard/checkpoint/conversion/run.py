@@ -24,10 +24,12 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
+from reshard._validation import check_used
 from reshard.checkpoint.blocks.block_io import (
     BatchReader,
     BatchWriter,
@@ -41,13 +43,13 @@ from reshard.checkpoint.changes.source_digests import SourceDigests
 from reshard.checkpoint.conversion.checksums import ChecksumTracker
 from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport, describe_counts
 from reshard.checkpoint.conversion.journal import FinishedBlocks
-from reshard.checkpoint.conversion.staging import SharedStaging, open_shared
-from reshard.checkpoint.conversion.uploads import (
-    ConversionUpload,
-    HostBlocks,
-    expect_staging_read,
+from reshard.checkpoint.conversion.staging import (
+    SharedStaging,
+    check_target,
+    expect_nothing_lost,
+    open_shared,
 )
-from reshard.checkpoint.conversion.work_items import Batch, BlockDigests
+from reshard.checkpoint.conversion.work_items import Batch, BlockDigests, HostBlocks
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.checkpoint.options import RunOptions
 from reshard.checkpoint.processes import (
@@ -73,7 +75,6 @@ from reshard.checkpoint.storage.threads import (
     check_stop,
     run_in_threads,
 )
-from reshard.checkpoint.storage.uploads import local_target
 from reshard.elements import CastCounts
 from reshard.errors import DigestError, InterruptedRunError, ReshardError, RunError, UsageError
 from reshard.log import LOGGER
@@ -81,6 +82,7 @@ from reshard.runs import IntArray
 from reshard.system import sync
 
 if TYPE_CHECKING:
+    from reshard.checkpoint.conversion.uploads import ConversionUpload
     from reshard.checkpoint.keywords import RunArguments
 
 
@@ -458,6 +460,9 @@ def run_conversion(
     if address is not None:
         # A folder is shared by the processes of all hosts, what waits for an address by one's.
         here = hosts = HostProcesses(processes, machines)
+        from reshard.checkpoint.conversion.uploads import ConversionUpload
+        from reshard.checkpoint.storage.uploads import local_target
+
         target = local_target(address, options.staging, hosts.host)
     sources = open_sources(conversion.source, target.parent)
     run: _ConversionRun | None = None
@@ -544,6 +549,40 @@ def run_conversion(
         sources.close()
         if upload is not None:
             upload.close()
+
+
+def find_begun_run(conversion: Conversion, options: RunOptions) -> Path | None:
+    """Return the staging folder that an earlier run of a conversion left, or None.
+
+    Raises UsageError and RunError if the conversion would be refused for its target.
+    """
+    target, overwrite, restart = conversion.target, options.overwrite, options.restart
+    expect_staging_read(target, options.staging)
+    if not isinstance(target, RemotePath):
+        written = None if options.discard_others else conversion.written_names
+        return check_target(target, overwrite, restart, written, conversion.single_file)
+    from reshard.checkpoint.storage.uploads import expect_writable, local_target
+
+    expect_writable(target)
+    begun = check_target(local_target(target, options.staging), overwrite, restart)
+    if overwrite and not options.discard_others:
+        expect_nothing_lost(target, conversion.written_names)
+    if begun is None and not overwrite and target.exists():
+        raise UsageError(
+            f"the target exists: {target}\n"
+            "expected a name that is free: choose another, or replace it with --overwrite"
+        )
+    return begun
+
+
+def expect_staging_read(target: Path, staging: str | os.PathLike[str] | None) -> None:
+    """Refuse a staging folder for a target that has its own. Raises `UsageError`."""
+    check_used(
+        f"staging {staging!r}",
+        staging is None or isinstance(target, RemotePath),
+        "files for a target that is an address wait there, and those of a folder wait in a folder "
+        "beside it",
+    )
 
 
 def _is_final(error: BaseException) -> bool:

@@ -24,23 +24,20 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard._validation import check_used
 from reshard.checkpoint.blocks.block_io import BatchWriter, OpenFiles, find_written_ranges
 from reshard.checkpoint.conversion.checksums import item_ranges, late_ranges
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.staging import (
     SharedStaging,
-    check_target,
     expect_nothing_lost,
     staging_folder,
 )
-from reshard.checkpoint.conversion.work_items import WorkItems
+from reshard.checkpoint.conversion.work_items import HostBlocks, WorkItems
 from reshard.checkpoint.manifest import MANIFEST_NAME
 from reshard.checkpoint.options import RunOptions
 from reshard.checkpoint.processes import HostProcesses, Processes
@@ -56,36 +53,11 @@ from reshard.checkpoint.storage.uploads import (
     PartSender,
     SentFile,
     Upload,
-    expect_writable,
     list_local_targets,
-    local_target,
     rank_save_folder,
 )
 from reshard.errors import RunError, UsageError
 from reshard.runs import IntArray
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostBlocks:
-    """Which blocks one host does.
-
-    Attributes:
-        numbers: of the blocks that it does.
-        is_known: which blocks were done before, by any host.
-        counts: for which blocks it adds what they are to checksums; each counts on one host.
-        earlier: which of these it did before.
-    """
-
-    numbers: IntArray
-    is_known: NDArray[np.bool_]
-    counts: NDArray[np.bool_]
-    earlier: NDArray[np.bool_]
-
-    @classmethod
-    def alone(cls, finished: NDArray[np.bool_]) -> HostBlocks:
-        """That of a host that is the only one."""
-        done = finished.copy()
-        return cls(np.flatnonzero(~done), done, np.ones(len(done), dtype=bool), done)
 
 
 class ConversionUpload(Closing):
@@ -393,38 +365,6 @@ def _list_files(conversion: Conversion) -> list[SentFile]:
         )
         for file in conversion.write_plan.files
     ]
-
-
-def begun_target(conversion: Conversion, options: RunOptions) -> Path | None:
-    """Return the staging folder that an earlier run of a conversion left, or None.
-
-    Raises as `check_target`.
-    """
-    target, overwrite, restart = conversion.target, options.overwrite, options.restart
-    expect_staging_read(target, options.staging)
-    if not isinstance(target, RemotePath):
-        written = None if options.discard_others else conversion.written_names
-        return check_target(target, overwrite, restart, written, conversion.single_file)
-    expect_writable(target)
-    begun = check_target(local_target(target, options.staging), overwrite, restart)
-    if overwrite and not options.discard_others:
-        expect_nothing_lost(target, conversion.written_names)
-    if begun is None and not overwrite and target.exists():
-        raise UsageError(
-            f"the target exists: {target}\n"
-            "expected a name that is free: choose another, or replace it with --overwrite"
-        )
-    return begun
-
-
-def expect_staging_read(target: Path, staging: str | os.PathLike[str] | None) -> None:
-    """Refuse a staging folder for a target that has its own. Raises `UsageError`."""
-    check_used(
-        f"staging {staging!r}",
-        staging is None or isinstance(target, RemotePath),
-        "files for a target that is an address wait there, and those of a folder wait in a folder "
-        "beside it",
-    )
 
 
 def find_staged(target: RemotePath, staging: str | os.PathLike[str] | None = None) -> list[Path]:

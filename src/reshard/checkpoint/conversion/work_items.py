@@ -245,6 +245,29 @@ def _no_file(name: str) -> Any:
     raise UsageError(f"{name} is not read while planning")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HostBlocks:
+    """The blocks that one host does.
+
+    Attributes:
+        numbers: the numbers of the blocks to do.
+        is_known: whether each block was done before, by any host.
+        counts: whether this host adds each block to checksums; each block counts on one host.
+        earlier: whether this host did a block that it counts in an earlier run.
+    """
+
+    numbers: IntArray
+    is_known: NDArray[np.bool_]
+    counts: NDArray[np.bool_]
+    earlier: NDArray[np.bool_]
+
+    @classmethod
+    def alone(cls, finished: NDArray[np.bool_]) -> HostBlocks:
+        """Return the blocks of a host that is the only one."""
+        done = finished.copy()
+        return cls(np.flatnonzero(~done), done, np.ones(len(done), dtype=bool), done)
+
+
 class BlockDigests:
     """The blocks of a checkpoint's tensors, and their digests as they are found."""
 

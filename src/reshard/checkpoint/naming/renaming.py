@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from reshard.checkpoint.blocks.fusing import fuse_members, split_into_members
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.training.plain_state import rename_group_members
 from reshard.checkpoint.training.state import find_training_state
 from reshard.errors import RecipeError, UsageError
 from reshard.recipes.naming import (
@@ -306,6 +305,8 @@ class _Tensors:
         members = self._find_new_parameters()
         if self._state is None or all(found == {old: None} for old, found in members.items()):
             return new
+        from reshard.checkpoint.training.plain_state import rename_group_members
+
         return rename_group_members(new, self._state, members)
 
     def _find_new_parameters(self) -> dict[str, dict[str, None]]:

@@ -136,10 +136,10 @@ def describe_run(
     source: str, conversion: Conversion, options: RunOptions, as_json: bool, quiet: bool
 ) -> None:
     """Say what a run would write, and write nothing; refused for what the run would be."""
-    from reshard.checkpoint.conversion.uploads import begun_target
+    from reshard.checkpoint.conversion.run import find_begun_run
 
     conversion.expect_runnable(options.extra_bytes, options.threads)
-    begun = begun_target(conversion, options)
+    begun = find_begun_run(conversion, options)
     if as_json:
         write_json(_as_dry_json(source, conversion, begun))
     elif not quiet:
