@@ -12,6 +12,7 @@ import os
 import pkgutil
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -56,23 +57,20 @@ def folders() -> list[Path]:
 
 
 @functools.cache
-def read_prose(path: Path) -> str:
-    """Return the docstrings and comments of a module."""
+def count_uses(path: Path) -> Counter[str]:
+    """Return how often each habit occurs in a module's docstrings and comments, and their words."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = (node for node in ast.walk(trees()[path]) if isinstance(node, documented))
-    docstrings = [ast.get_docstring(node) or "" for node in nodes]
     comments = re.findall(r"^\s*# .*|  # .*", (SOURCE / path).read_text(), re.MULTILINE)
-    return "\n".join(docstrings + comments)
+    prose = "\n".join([*(ast.get_docstring(node) or "" for node in nodes), *comments])
+    uses = {habit: len(re.findall(pattern, prose)) for habit, pattern in DIALECT.items()}
+    return Counter(uses | {"words": len(re.findall(r"\w+", prose))})
 
 
 def count_dialect(paths: Iterable[Path]) -> dict[str, float]:
     """Return the uses of each habit that STYLE names in 10,000 words of the modules."""
-    prose = "\n".join(read_prose(path) for path in paths)
-    words = len(re.findall(r"\w+", prose))
-    return {
-        habit: round(10_000 * len(re.findall(pattern, prose)) / words, 1)
-        for habit, pattern in DIALECT.items()
-    }
+    uses = sum((count_uses(path) for path in paths), Counter[str]())
+    return {habit: round(10_000 * uses[habit] / uses["words"], 1) for habit in DIALECT}
 
 
 def format_census() -> str:

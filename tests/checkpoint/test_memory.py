@@ -20,6 +20,7 @@ import pytest
 
 from checkpoint.checkpoint_files import write_holes
 from reshard.checkpoint import plan_conversion
+from selection import keep_spread
 
 MIB = 1 << 20
 SLACK_BYTES = 64 * MIB
@@ -81,7 +82,7 @@ def measure(source: Path, target: Path, how: Mapping[str, object], **options: in
 COLUMNS = {"to": "tp=2", "rules": ["*=-, tp"]}
 
 
-@pytest.mark.parametrize("limit_mib", [64, None])
+@pytest.mark.parametrize("limit_mib", keep_spread(1, (64, None), "the larger limit by default"))
 def test_rows_to_columns(tmp_path: Path, limit_mib: int | None) -> None:
     whole = write_holes(tmp_path / "whole", {f"w{i}": (8192, 2048) for i in range(16)})
     source = cut_holes(whole, tmp_path / "rows", "tp=4", "*=tp, -")
@@ -90,7 +91,7 @@ def test_rows_to_columns(tmp_path: Path, limit_mib: int | None) -> None:
     assert peak_bytes < (limit_mib or 256) * MIB + SLACK_BYTES
 
 
-@pytest.mark.parametrize("how", [COLUMNS, {"to": "full"}])
+@pytest.mark.parametrize("how", keep_spread(1, (COLUMNS, {"to": "full"}), "the same rows, joined"))
 def test_rows_larger_than_the_limit(tmp_path: Path, how: dict[str, object]) -> None:
     whole = write_holes(tmp_path / "whole", {"large": (3, 40 * MIB), "flat": (50 * MIB,)})
     source = cut_holes(whole, tmp_path / "rows", "tp=3", "*=tp, ...")

@@ -18,7 +18,7 @@ from reshard import DeviceMesh
 from reshard.errors import UsageError
 from reshard.spmd.gradients.table import CONSTANT, REFUSED, find_pullback, pullbacks
 from reshard.spmd.operators.table import SHIPPED
-from selection import keep_where
+from selection import keep_spread, keep_where
 from spmd.derivative_cases import CASES, SAME, GradientCase
 from spmd.eager_cases import ruled_specs, specs
 from spmd.test_eager_exhaustively import sharded
@@ -124,7 +124,11 @@ def test_every_sharding(case: GradientCase, stride: int) -> None:
                 assert error <= 1e-9 * largest(right), (case.name, spec, error)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    keep_spread(60, CASES, "shards are NumPy's by default"),
+    ids=lambda case: case.name,
+)
 def test_torch_shards(case: GradientCase) -> None:
     torch = pytest.importorskip("torch")
     arrays = case.arrays()

@@ -5,6 +5,7 @@ Arguments: how many operations ahead movements begin, for each of which programs
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -425,8 +426,9 @@ def check_meshes_of_some_ranks() -> None:
     step = sp.value_and_grad(function, (0, 1, 2))
     steps = [step] + [
         sp.jit(step, strategy=strategy, overlap=overlap)
-        for strategy in ("eager", "basic")
-        for overlap in (0, 2)
+        for strategy, overlap in choose(
+            (("eager", 0), ("basic", 2)), itertools.product(("eager", "basic"), (0, 2))
+        )
     ]
     for run in steps:
         for _ in range(3):

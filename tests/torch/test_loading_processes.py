@@ -10,6 +10,7 @@ from checkpoint.checkpoint_files import tensor, write_file
 from live_processes import expect_all_end_well, run_ranks
 from object_server import object_server
 from reshard import checkpoint
+from selection import keep_spread
 
 pytest.importorskip("torch")
 
@@ -28,7 +29,7 @@ def test_checkpoints_of_one_to_four_ranks(tmp_path: Path, processes: int) -> Non
     expect_all_end_well(run_ranks("loading_process.py", processes, model, *folders))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", keep_spread(1, ("bfloat16", "float32"), "without a cast"))
 def test_ranks_ask_a_store_once_for_what_several_need(tmp_path: Path, dtype: str) -> None:
     pytest.importorskip("obstore")
     from safetensors.torch import save_file

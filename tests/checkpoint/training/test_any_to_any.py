@@ -6,6 +6,7 @@ is compared with the source in the names and kinds of training state, not with a
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from reshard import checkpoint
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.training.plain_state import find_groups, in_plain_values
 from reshard.checkpoint.training.state import MASTER, STEP, find_training_state
+from selection import keep_where
 
 # How a target is asked for. Files of ranks are read, and not written.
 TARGETS: dict[str, dict[str, Any]] = {
@@ -146,8 +148,14 @@ def expect_state(found: Held, source: Held) -> None:
             expect_arrays(found.weights[name], weight, name)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    keep_where(
+        lambda pair: ([*SOURCES].index(pair[0]) + [*TARGETS].index(pair[1])) % 2 == 0,
+        itertools.product(SOURCES, TARGETS),
+        "a pair whose source and target are in other pairs",
+    ),
+)
 def test_a_pair(sources: dict[str, Path], tmp_path: Path, source: str, target: str) -> None:
     report = checkpoint.convert(sources[source], tmp_path / "made", **TARGETS[target])
     before = Held(sources[source])

@@ -7,6 +7,7 @@ FSDP2 and AdamW, and stepped with these gradients.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
 from live_processes import run_ranks
 from reshard import checkpoint
+from selection import keep_covering
 
 SCRIPT = Path(__file__).with_name("next_step_process.py")
 # In 32 bits AdamW of PyTorch and that of the run differ by how they round.
@@ -65,8 +67,14 @@ def expect_next(found: dict[str, np.ndarray], recording: Path) -> None:
             assert (wrong > 0).mean() <= 0.01, name
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "mixtral", "halves"])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    keep_covering(
+        1,
+        itertools.product(("llama", "mixtral", "halves"), (2, 1)),
+        "the same source over another number of ranks",
+    ),
+)
 def test_fsdp2_goes_on_from_megatron_and_back(name: str, ranks: int, tmp_path: Path) -> None:
     recording = unpack(name, tmp_path)
     source, made = recording / "fully_reshardable", tmp_path / "made"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ from reshard import checkpoint
 from reshard.checkpoint import open_checkpoint, read_tensor
 from reshard.checkpoint.formats.torch_dcp.reader import read as read_dcp
 from reshard.checkpoint.formats.torch_files.reading import read_torch_file
+from selection import keep_covering
 
 SAME = ["tensor", "stages", "experts", "undistributed", "virtual"]
 
@@ -25,8 +27,12 @@ def convert(source: Path, target: Path, **arguments: Any) -> Path:
     return target
 
 
-@pytest.mark.parametrize("how", ["fully_reshardable", "legacy"])
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    keep_covering(
+        1, itertools.product(SAME, ("fully_reshardable", "legacy")), "a source by its other form"
+    ),
+)
 def test_keys_and_elements_are_those_of_megatron(name: str, how: str, tmp_path: Path) -> None:
     folder = unpack(name, tmp_path)
     target = convert(folder / how, tmp_path / "target")
