@@ -57,8 +57,8 @@ class RawFormat(CheckpointFormat):
     suffixes = (".raw",)
     capabilities = frozenset({Capability.WHOLE})
 
-    def detect(self, path):
-        return path.is_dir() and any(path.glob("*.raw"))
+    def detect(self, listing):
+        return any(name.endswith(".raw") for name in listing.names)
 
     def open(self, path):
         tensors, files = {}, []

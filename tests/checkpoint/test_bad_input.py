@@ -547,7 +547,7 @@ def test_arguments(whole: Path, options: dict[str, Any], says: str) -> None:
 
 @pytest.mark.parametrize("path", [None, 3, b"model", ["model"]])
 def test_what_is_no_path(whole: Path, path: Any) -> None:
-    with pytest.raises(UsageError, match="give a path"):
+    with pytest.raises(UsageError, match="expected a path"):
         checkpoint.open(path)
     if not isinstance(path, bytes):
         with pytest.raises(UsageError, match="give a path"):

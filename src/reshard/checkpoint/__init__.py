@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint.deltas.create import DeltaReport, diff
     from reshard.checkpoint.deltas.delta_file import Delta, read_delta
     from reshard.checkpoint.engines.rank_parameters import load_parameters
-    from reshard.checkpoint.formats.format import Capability, CheckpointFormat
+    from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
     from reshard.checkpoint.formats.registry import register_format
     from reshard.checkpoint.formats.write_plan import (
         NewCheckpoint,
@@ -71,6 +71,7 @@ __all__ = [
     "DeltaReport",
     "Difference",
     "DigestReport",
+    "Listing",
     "NewCheckpoint",
     "NewFile",
     "OneProcess",
@@ -129,6 +130,7 @@ __getattr__, __dir__ = attach(
         "Difference": "reshard.checkpoint.comparison",
         "DigestReport": "reshard.checkpoint.comparison",
         "find_training_state": "reshard.checkpoint.training.state",
+        "Listing": "reshard.checkpoint.formats.format",
         "load": "reshard.checkpoint.loading.request",
         "load_parameters": "reshard.checkpoint.engines.rank_parameters",
         "NewCheckpoint": "reshard.checkpoint.formats.write_plan",

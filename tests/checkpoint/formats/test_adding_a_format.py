@@ -18,6 +18,7 @@ from reshard.checkpoint import (
     Capability,
     Checkpoint,
     CheckpointFormat,
+    Listing,
     NewCheckpoint,
     NewFile,
     StoredFile,
@@ -47,9 +48,9 @@ class ArrayFolder(CheckpointFormat):
     suffixes = (".npy",)
     capabilities = frozenset({Capability.WHOLE})
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, listing: Listing) -> bool:
         """Whether it is a folder with such files."""
-        return path.is_dir() and any(path.glob("*.npy"))
+        return any(name.endswith(".npy") for name in listing.names)
 
     def open(self, path: Path) -> Checkpoint:
         """The arrays of a folder."""
@@ -209,12 +210,17 @@ def test_old_names_work_and_warn() -> None:
             def place(self, *_: object) -> None:
                 return None
 
-    assert [str(one.message).rpartition(".")[2] for one in warned] == [
+            def detect(self, path: Path) -> bool:  # type: ignore[override]
+                return path.name == "old"
+
+    assert [str(one.message).partition("OldFormat.")[2] for one in warned] == [
         "can_hold is now capabilities",
         "place is now assign_layouts",
+        "detect(path) is now detect(listing); the path is `listing.path`",
     ]
     assert OldFormat().capabilities == {Capability.SHARDS}
     assert OldFormat().shards_itself
+    assert OldFormat().detect(Listing(Path("old")))
     with pytest.warns(DeprecationWarning, match="can_hold of a format is now capabilities"):
         assert ArrayFolder().can_hold == {Capability.WHOLE}
     with pytest.raises(AttributeError, match="'ArrayFolder' object has no attribute 'nothing'"):

@@ -10,7 +10,7 @@ digests, journals and names are the same for all formats. To add one, derive a c
         suffixes = (".npy",)
 
         # Reading.
-        def detect(self, path): ...         # whether `path` is of this format
+        def detect(self, listing): ...      # whether a file or folder is of this format
         def open(self, path): ...           # the tensors, and the file range of each shard
 
         # Writing, unless the format is read only.
@@ -23,8 +23,9 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -64,6 +65,23 @@ class Capability(Enum):
     ATTRIBUTES = "attributes"
     REPLICAS = "a copy of equal shards for every rank"
     FILE_LIMIT = "a limit for the size of files"
+
+
+class Listing:
+    """A path and, if it is a folder, the names in it, listed once for the detection of all formats.
+
+    >>> Listing(Path("/nowhere")).is_folder
+    False
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_folder = path.is_dir()
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names in the folder, sorted; empty for a file."""
+        return tuple(sorted(path.name for path in self.path.iterdir())) if self.is_folder else ()
 
 
 class CheckpointFormat(ABC):
@@ -107,6 +125,15 @@ class CheckpointFormat(ABC):
                     stacklevel=2,
                 )
                 setattr(cls, new, vars(cls)[old])
+        detect = vars(cls).get("detect")
+        if "path" in getattr(getattr(detect, "__code__", None), "co_varnames", ())[:2]:
+            warnings.warn(
+                f"{cls.__module__}.{cls.__qualname__}.detect(path) is now "
+                "detect(listing); the path is `listing.path`",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            setattr(cls, "detect", _detect_by_path(vars(cls)["detect"]))  # noqa: B010
 
     def __getattr__(self, name: str) -> Any:
         """Return the attribute of an old name, with a warning."""
@@ -127,8 +154,8 @@ class CheckpointFormat(ABC):
         return type(self).assign_layouts is not CheckpointFormat.assign_layouts
 
     @abstractmethod
-    def detect(self, path: Path) -> bool:
-        """Return whether a checkpoint of this format is at `path`, an existing file or folder.
+    def detect(self, listing: Listing) -> bool:
+        """Return whether a checkpoint of this format is at a path, an existing file or folder.
 
         It examines names, and the first bytes of files if names are not sufficient.
         """
@@ -236,6 +263,15 @@ class CheckpointFormat(ABC):
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         """Return the files that are written after all tensors, such as an index: name, content."""
         return iter(())
+
+
+def _detect_by_path(detect: Callable[[Any, Path], bool]) -> Callable[[Any, Listing | Path], bool]:
+    """Adapt a `detect` that takes a path, as that of plug-ins of the previous version."""
+
+    def detect_listing(self: Any, listing: Listing | Path) -> bool:
+        return detect(self, listing.path if isinstance(listing, Listing) else listing)
+
+    return detect_listing
 
 
 def check_against_manifest(checkpoint: Checkpoint, manifest: Manifest) -> Checkpoint:

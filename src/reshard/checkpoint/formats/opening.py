@@ -30,7 +30,7 @@ from reshard.checkpoint.formats.detection_errors import (
     list_names,
     list_some,
 )
-from reshard.checkpoint.formats.format import CheckpointFormat
+from reshard.checkpoint.formats.format import CheckpointFormat, Listing
 from reshard.checkpoint.formats.registry import (
     all_formats,
     describe_broken_formats,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from reshard.recipes.rules import Rule
 
 _FOLDER_LINK = "a link to a folder, which is not entered"
-LARGEST_CARRIED_BYTES = 64 * 1024 * 1024
+MAX_CARRIED_BYTES = 64 * 1024 * 1024
 _MAX_INNER_FOLDERS = 64
 # Weights in other formats: they are copies of the tensors, and would become outdated.
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
@@ -174,13 +174,19 @@ def has_checkpoint(path: Path) -> bool:
     """
     if not path.exists():
         return False
-    return (path / MANIFEST_NAME).exists() or any(one.detect(path) for one in all_formats())
+    listing = Listing(path)
+    return MANIFEST_NAME in listing.names or find_detected(listing) is not None
+
+
+def find_detected(listing: Listing) -> CheckpointFormat | None:
+    """Return the first format that detects a path, or None."""
+    return next((format for format in all_formats() if format.detect(listing)), None)
 
 
 def _detect(path: Path) -> CheckpointFormat:
-    for format in all_formats():
-        if format.detect(path):
-            return format
+    format = find_detected(Listing(path))
+    if format is not None:
+        return format
     text = describe_folder(path)
     if text is None:
         evidence = "; ".join(format.evidence for format in reversed(all_formats()))
@@ -190,7 +196,7 @@ def _detect(path: Path) -> CheckpointFormat:
     within = [
         inner.relative_to(path).as_posix()
         for inner in itertools.islice(folders_within(path), _MAX_INNER_FOLDERS)
-        if any(format.detect(inner) for format in all_formats())
+        if find_detected(Listing(inner)) is not None
     ]
     hint = f". There are checkpoints in it, name one: {list_some(within)}" if within else ""
     raise CheckpointError(text + hint + describe_broken_formats())
@@ -260,8 +266,8 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
                 left_out.append((relative, problem))
             elif not path.is_file():
                 left_out.append((relative, "not a regular file"))
-            elif path.stat().st_size > LARGEST_CARRIED_BYTES:
-                left_out.append((relative, f"larger than {LARGEST_CARRIED_BYTES} bytes"))
+            elif path.stat().st_size > MAX_CARRIED_BYTES:
+                left_out.append((relative, f"larger than {MAX_CARRIED_BYTES} bytes"))
             else:
                 carried.append(relative)
     return dataclasses.replace(checkpoint, carried=tuple(carried), left_out=tuple(left_out))

@@ -19,8 +19,8 @@ from typing import Any
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.formats.format import Capability, CheckpointFormat
-from reshard.checkpoint.formats.safetensors.header import list_files, tensor_size_bytes
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
+from reshard.checkpoint.formats.safetensors.header import select_files, tensor_size_bytes
 from reshard.checkpoint.formats.safetensors.huggingface import (
     check_weight_map,
     expect_files,
@@ -71,12 +71,13 @@ class TorchPickleFormat(CheckpointFormat):
     capabilities = frozenset({Capability.WHOLE, Capability.VALUES, Capability.FILE_LIMIT})
     single_suffixes = SUFFIXES
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, listing: Listing) -> bool:
         """Whether it is such a file or index, or a folder with one and no safetensors."""
-        if not path.is_dir():
+        path = listing.path
+        if not listing.is_folder:
             is_index = path.name.endswith(".bin.index.json")
             return is_index or (path.suffix != ".safetensors" and is_torch_file(path))
-        return not list_files(path) and _find_file(path) is not None
+        return not select_files(listing.names) and _find_file(path) is not None
 
     def open(self, path: Path) -> Checkpoint:
         """The checkpoint of an index, or of a single file."""

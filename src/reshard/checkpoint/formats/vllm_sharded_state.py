@@ -23,13 +23,14 @@ from pathlib import Path
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.formats.format import Capability, CheckpointFormat
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
 from reshard.checkpoint.formats.safetensors.header import (
     OWN_METADATA,
     SUFFIX,
     drop_convention,
     list_files,
     read_header,
+    select_files,
     tensor_size_bytes,
 )
 from reshard.checkpoint.formats.safetensors.header_writer import (
@@ -62,11 +63,9 @@ class VllmShardedStateFormat(CheckpointFormat):
     own_metadata = OWN_METADATA
     written_for = "vllm"
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, listing: Listing) -> bool:
         """Return whether the safetensors files of a folder are all named as parts of ranks."""
-        if not path.is_dir():
-            return False
-        names = list_files(path)
+        names = select_files(listing.names)
         return bool(names) and all(_FILE_NAME.fullmatch(name) for name in names)
 
     def open(self, path: Path) -> Checkpoint:

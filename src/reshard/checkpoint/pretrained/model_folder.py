@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.comparison import compare
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.opening import LARGEST_CARRIED_BYTES
+from reshard.checkpoint.formats.opening import MAX_CARRIED_BYTES
 from reshard.checkpoint.storage.permissions import describe_foreign_link
 from reshard.checkpoint.storage.remote_paths import as_path
 from reshard.dtypes import DType
@@ -117,7 +117,7 @@ def _find_companions(folder: Path) -> dict[str, Path]:
             is_one
             and not is_foreign
             and path.is_file()
-            and path.stat().st_size <= LARGEST_CARRIED_BYTES
+            and path.stat().st_size <= MAX_CARRIED_BYTES
         ):
             found[name] = path
     return found

@@ -22,6 +22,7 @@ from reshard.checkpoint.formats.deepspeed.files import (
 from reshard.checkpoint.formats.format import (
     Capability,
     CheckpointFormat,
+    Listing,
     check_against_manifest,
 )
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
@@ -43,9 +44,10 @@ class DeepSpeedFormat(CheckpointFormat):
     #: Whether it is asked to open folders whose save is not found.
     is_default: ClassVar[bool] = False
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, listing: Listing) -> bool:
         """Whether DeepSpeed saved it, in this format's way."""
-        if not path.is_dir() or not is_save(path):
+        path = listing.path
+        if not listing.is_folder or not is_save(path):
             return False
         # Where no save can be found the first of these formats says so when it opens the folder.
         try:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.formats.format import CheckpointFormat
+from reshard.checkpoint.formats.format import CheckpointFormat, Listing
 from reshard.checkpoint.formats.megatron import find_iteration
 from reshard.checkpoint.formats.megatron.parameters import engine_name
 from reshard.checkpoint.formats.torch_dcp import METADATA_NAME
@@ -129,9 +129,9 @@ class MegatronFsdpFormat(CheckpointFormat):
     evidence = f"`iter_XXXXXXX/{METADATA_NAME}` of Megatron FSDP"
     training = "megatron"
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, listing: Listing) -> bool:
         """Return whether it is the folder of a step, or of all, with a distributed checkpoint."""
-        folder = find_iteration(path)
+        folder = find_iteration(listing.path)
         if folder is None or not _STEP_FOLDER.fullmatch(folder.resolve().name):
             return False
         return (folder / METADATA_NAME).is_file() and not (folder / "common.pt").exists()

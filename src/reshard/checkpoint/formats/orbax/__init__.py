@@ -24,6 +24,7 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.format import (
     Capability,
     CheckpointFormat,
+    Listing,
     check_against_manifest,
 )
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
@@ -143,9 +144,9 @@ class OrbaxFormat(CheckpointFormat):
         {Capability.WHOLE, Capability.SHARDS, Capability.VALUES, Capability.ATTRIBUTES}
     )
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, listing: Listing) -> bool:
         """Return whether there is a tree in the folder, in an item of it, or in a step."""
-        return find_tree(path) is not None
+        return find_tree(listing.path) is not None
 
     def open(self, path: Path) -> Checkpoint:
         """Describe the checkpoint of the tree."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.format import Capability, CheckpointFormat
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
 from reshard.checkpoint.formats.rank_files.file_names import (
     FORMAT_NAME,
     MODEL,
@@ -28,11 +28,11 @@ class RankFilesFormat(CheckpointFormat):
     capabilities = frozenset({Capability.SHARDS, Capability.VALUES})
     takes_source_sharding = True
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, listing: Listing) -> bool:
         """Whether a folder has files of ranks with a model or an optimizer."""
-        if not path.is_dir():
+        if not listing.is_folder:
             return False
-        return any(file.kind in (MODEL, OPTIMIZER) for file in find_rank_files(path))
+        return any(file.kind in (MODEL, OPTIMIZER) for file in find_rank_files(listing.path))
 
     def open(self, path: Path) -> Checkpoint:
         """The checkpoint of files that say themselves how tensors are cut."""

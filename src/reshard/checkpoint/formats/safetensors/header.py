@@ -431,8 +431,16 @@ def _read_header_json(path: str | os.PathLike[str]) -> tuple[str, bytes, int]:
 
 def list_files(folder: Path) -> list[str]:
     """Return the names of the safetensors files in a folder, sorted."""
-    names = [entry.name for entry in folder.iterdir() if entry.name.endswith(SUFFIX)]
-    return sorted(name for name in names if not is_attribute_file(name))
+    return sorted(select_files(entry.name for entry in folder.iterdir()))
+
+
+def select_files(names: Iterable[str]) -> list[str]:
+    """Return the names that are those of safetensors files.
+
+    >>> select_files(["a.safetensors", "._a.safetensors", "b.bin"])
+    ['a.safetensors']
+    """
+    return [name for name in names if name.endswith(SUFFIX) and not is_attribute_file(name)]
 
 
 def drop_convention(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -21,7 +21,12 @@ import numpy as np
 
 from reshard.checkpoint.blocks.tensor_columns import bind_shards
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.formats.format import Capability, CheckpointFormat, check_against_manifest
+from reshard.checkpoint.formats.format import (
+    Capability,
+    CheckpointFormat,
+    Listing,
+    check_against_manifest,
+)
 from reshard.checkpoint.formats.safetensors.header import (
     OWN_METADATA,
     SUFFIX,
@@ -30,6 +35,7 @@ from reshard.checkpoint.formats.safetensors.header import (
     drop_convention,
     list_files,
     read_header,
+    select_files,
     tensor_size_bytes,
 )
 from reshard.checkpoint.formats.safetensors.header_writer import (
@@ -67,9 +73,10 @@ class HuggingFaceFormat(CheckpointFormat):
     single_suffixes = (SUFFIX,)
     own_metadata = OWN_METADATA
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, listing: Listing) -> bool:
         """Return whether it is a file, or a folder with an index or a safetensors file."""
-        return not path.is_dir() or (path / INDEX_NAME).exists() or bool(list_files(path))
+        names = listing.names
+        return not listing.is_folder or INDEX_NAME in names or bool(select_files(names))
 
     def open(self, path: Path) -> Checkpoint:
         """Return the checkpoint of an index, or of a single file.

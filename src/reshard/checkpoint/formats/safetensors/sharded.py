@@ -26,7 +26,7 @@ import numpy as np
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.blocks.tensor_columns import bind_shards
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.formats.format import Capability, CheckpointFormat
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
 from reshard.checkpoint.formats.safetensors.header import (
     FILES_KEY,
     LARGEST_OFFSET,
@@ -42,6 +42,7 @@ from reshard.checkpoint.formats.safetensors.header import (
     list_files,
     read_header,
     read_metadata,
+    select_files,
 )
 from reshard.checkpoint.formats.safetensors.header_writer import (
     HeaderFile,
@@ -83,7 +84,7 @@ class ShardedFormat(CheckpointFormat):
     capabilities = frozenset({Capability.SHARDS, Capability.METADATA, Capability.REPLICAS})
     own_metadata = OWN_METADATA
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, listing: Listing) -> bool:
         """Return whether a file has the offsets of shards, or all files are named as ranks'.
 
         A folder with an index contains whole tensors.
@@ -91,12 +92,12 @@ class ShardedFormat(CheckpointFormat):
         Raises:
             FormatError: a file in the folder that is not a safetensors file.
         """
-        if path.is_dir():
-            names = [] if (path / INDEX_NAME).exists() else list_files(path)
+        if listing.is_folder:
+            names = [] if INDEX_NAME in listing.names else select_files(listing.names)
             is_named = bool(names) and all(rank_of_file(name) is not None for name in names)
-            return is_named or any(_is_sharded(path / name) for name in names)
+            return is_named or any(_is_sharded(listing.path / name) for name in names)
         try:
-            return _is_sharded(path)
+            return _is_sharded(listing.path)
         except CheckpointError:
             # Another format may know the file.
             return False

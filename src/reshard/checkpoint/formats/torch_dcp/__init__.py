@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.format import Capability, CheckpointFormat
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
 from reshard.checkpoint.formats.source_sharding import (
     SourceSharding,
 )
@@ -98,11 +98,10 @@ class TorchDcpFormat(CheckpointFormat):
     carries_weights = True
     takes_source_sharding = True
 
-    def detect(self, path: Path) -> bool:
-        """Return whether `path` has metadata, or is a metadata file."""
-        if path.is_dir():
-            return (path / METADATA_NAME).exists() or bool(rank_metadata_names(path))
-        return path.name == METADATA_NAME or is_rank_metadata(path.name)
+    def detect(self, listing: Listing) -> bool:
+        """Return whether the path has metadata, or is a metadata file."""
+        names = listing.names if listing.is_folder else (listing.path.name,)
+        return METADATA_NAME in names or any(map(is_rank_metadata, names))
 
     def open(self, path: Path) -> Checkpoint:
         """Describe the checkpoint by its metadata."""

@@ -10,6 +10,7 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.format import (
     Capability,
     CheckpointFormat,
+    Listing,
     check_against_manifest,
 )
 from reshard.checkpoint.formats.megatron import TRACKER_NAME, find_iteration
@@ -33,9 +34,9 @@ class MegatronLegacyFormat(CheckpointFormat):
     training = "megatron"
     evidence = f"`mp_rank_XX/{MODEL_NAMES[0]}` of Megatron"
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, listing: Listing) -> bool:
         """Whether there are folders of ranks with Megatron's files."""
-        folder = find_iteration(path)
+        folder = find_iteration(listing.path)
         if folder is None or not folder.is_dir():
             return False
         return any(

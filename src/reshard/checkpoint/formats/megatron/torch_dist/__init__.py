@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.format import Capability, CheckpointFormat
+from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
 from reshard.checkpoint.formats.megatron import find_iteration
 from reshard.checkpoint.formats.torch_dcp import METADATA_NAME, SUFFIX
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
@@ -55,9 +55,9 @@ class TorchDistFormat(CheckpointFormat):
         }
     )
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, listing: Listing) -> bool:
         """Return whether Megatron wrote the folder of a step, or the folder of all steps."""
-        folder = find_iteration(path)
+        folder = find_iteration(listing.path)
         if folder is None or not folder.is_dir():
             return False
         has_metadata = (folder / METADATA_NAME).exists()
