@@ -122,11 +122,11 @@ def test_steps_must_continue_one_another() -> None:
     first = step_of(AllGather, "x, y", "x, -", "y")
     other = step_of(Slice, "-, x", "y, x", "y")
     sides = reshard.spec(MESH, "x, y"), reshard.spec(MESH, "y, x")
-    with pytest.raises(PlanError, match="step 1 begins at `-, x`, but `x, -` is"):
+    with pytest.raises(PlanError, match="step 1 begins at `-, x`, but the program is at `x, -`"):
         Program((4, 4), *sides, (first, other))
     with pytest.raises(PlanError, match="the steps end at `x, -`, not at `y, x`"):
         Program((4, 4), *sides, (first,))
-    with pytest.raises(PlanError, match="step 0 begins at `-, x`, but `x, y` is"):
+    with pytest.raises(PlanError, match="step 0 begins at `-, x`, but the program is at `x, y`"):
         Program((4, 4), *sides, (other,))
 
 

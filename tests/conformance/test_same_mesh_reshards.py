@@ -27,7 +27,7 @@ from reshard.collectives import (
     find_program,
 )
 from reshard.collectives.search.exact import exact_outcome
-from reshard.collectives.search.states import problem_of
+from reshard.collectives.search.states import make_problem
 from reshard.testing.oracle import contents_of_spec, shards_of
 
 Case = dict[str, Any]
@@ -94,7 +94,7 @@ def test_how_much_work_the_searches_are() -> None:
     """Boxes compared, not time: nine in ten take little, and all but one prove their program."""
     outcomes = []
     for case in CASES:
-        problem = problem_of(side(case["source"]), side(case["target"]), case["shape"])
+        problem = make_problem(side(case["source"]), side(case["target"]), case["shape"])
         assert problem is not None
         outcomes.append((exact_outcome(problem), case["case"]))
     work = sorted(outcome.work for outcome, _ in outcomes)

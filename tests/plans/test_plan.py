@@ -64,7 +64,7 @@ def test_what_no_plan_can_be_made_from(
     [
         (lambda: reshard.find_program(LAYOUT, LAYOUT, (8, 6)), "source <Layout.*> is not a Shardi"),
         (lambda: reshard.find_program(ROWS, COLUMNS, "86"), "shape '86' must be a list"),
-        (lambda: reshard.find_program(ROWS, COLUMNS, (8, 6), steps=[1]), r"unknown set of steps"),
+        (lambda: reshard.find_program(ROWS, COLUMNS, (8, 6), steps=[1]), "expected one of joint"),
         (lambda: reshard.find_program(ROWS, COLUMNS, (8, 6), live_shard=0.5), "live_shard 0.5"),
         (lambda: reshard.picture(ROWS), "layout ShardingSpec.* is not a Layout; give a spec"),
         (lambda: reshard.picture(LAYOUT, "80"), "width '80' must be a whole number"),

@@ -240,7 +240,7 @@ class Explanation:
             self.program.steps,
             None if is_as_much else self.program.lower_bound_elements,
             self._program_estimate,
-            most_columns=MOST_STEP_COLUMNS,
+            max_width=MOST_STEP_COLUMNS,
         )
 
     def _program_lines(self) -> list[str]:

@@ -1,32 +1,14 @@
-"""The choice between a program of collectives and the direct exchange of one tensor.
+"""The choice between a program of collectives and the direct exchange, of one tensor or of many.
 
-The exchange moves the fewest bytes. A program may move more, in fewer messages: the time of small
-tensors is mostly latency, that of large ones mostly bandwidth. Both are estimated on a topology,
-and the faster one is chosen. If they are equal, the program is chosen, because libraries tune
-collectives; with gloo the exchange, because `reshard.torch` runs collectives as messages there.
+The exchange moves the fewest bytes. A program may move more bytes in fewer messages: the time of
+small tensors is mostly latency, that of large ones mostly bandwidth. `choose` estimates both on a
+topology and takes the faster one. If they are equal, it takes the program, because libraries tune
+collectives, except with gloo, where `reshard.torch` runs collectives as messages. `divide` decides
+for many tensors that move together.
 
 An exchange is sent in rounds of limited size, so it fits into any memory; a program may not.
-The estimate sums integers, then multiplies and adds in a fixed order, and each of these steps is
-rounded in the same way on every machine. So all ranks make the same choice.
-
-The division of many tensors into those moved by programs and those moved in one exchange.
-
-All tensors without a program move in one exchange. Programs run at the same time: their first
-steps together with the exchange, then the second steps of all, and so on. So ranks wait once
-between two steps, for any number of tensors::
-
-    stage 0                stage 1          stage 2
-    a, b: all of them
-    c: reduce-scatter      c: all-gather
-    d: all-to-all          d: permute       d: all-gather
-
-1. The bytes and copies of the tensors are added. The latency of a stage is its largest latency.
-2. For each number of stages, the tensors move by their program whose program has at most that
-   many stages, and whose bytes take less time in it.
-3. The number with the least time is chosen; of equals the smallest. So all tensors stay in
-   the exchange if programs save nothing.
-
-Times are summed in the order of the tensors, so all ranks compute the same.
+Estimates sum integers, then multiply and add in a fixed order, and each operation is rounded in the
+same way on every machine. So all ranks make the same choice.
 """
 
 from __future__ import annotations
@@ -51,15 +33,15 @@ from reshard.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen, and both estimates. Make one with `choose`.
+    """The method that was chosen, and the estimates of both. Made by `choose`.
 
     Args:
         method: "program" or "exchange".
-        reason: why, in a few words.
+        reason: in a few words.
         program: the program that moves the fewest elements.
-        change: of the layouts, as the exchange makes it.
+        change: the layout change of the exchange.
         dtype: of the elements.
-        program_estimate, exchange_estimate: how long each takes.
+        program_estimate, exchange_estimate: the time of each method.
     """
 
     method: str
@@ -72,7 +54,7 @@ class Choice:
 
     @property
     def estimate(self) -> Estimate:
-        """How long what was chosen takes."""
+        """The estimate of the method that was chosen."""
         return self.program_estimate if self.method == "program" else self.exchange_estimate
 
     def __str__(self) -> str:
@@ -81,11 +63,11 @@ class Choice:
         rows = [
             (
                 ("* " if name == self.method else "  ") + name,
-                what,
+                description,
                 bytes_text(elements * width),
                 *map(duration_text, (estimate.latency_s, estimate.transfer_s, estimate.seconds_s)),
             )
-            for name, what, elements, estimate in (
+            for name, description, elements, estimate in (
                 ("program", steps, self.program.moved_elements, self.program_estimate),
                 ("exchange", "direct", self.change.moved_elements, self.exchange_estimate),
             )
@@ -104,19 +86,19 @@ def choose(
     *,
     library: str = "nccl",
 ) -> Choice:
-    """The quicker of the program of collectives and the direct exchange.
+    """Choose the faster of the program of collectives and the direct exchange.
 
     Args:
         source, target: shardings of one tensor.
         shape: of the tensor.
         dtype: of its elements: a name, or a NumPy or torch dtype.
         topology: the hosts of the ranks, and the links.
-        extra_bytes: the most memory beyond source and target, on each rank; no limit when None.
+        extra_bytes: the memory limit of each rank besides source and target; no limit if None.
         library: a key of `reshard.cost.LIBRARIES`, whose collectives the program uses.
 
     Raises:
         UsageError: a limit below 0, or an unknown library.
-        LayoutError: a rank outside the topology, or a link whose speed is not given.
+        LayoutError: a rank outside the topology, or a link of unknown speed.
         SpecError: shardings for tensors of another number of dimensions.
 
     >>> from reshard import DeviceMesh, spec
@@ -161,7 +143,7 @@ def _decide(
         return "program", "every rank has what it needs"
     if any(isinstance(step, Exchange) for step in program.steps):
         return "exchange", "no program of collectives was found"
-    # Memory can only rule out the program: an exchange is sent in rounds of any size.
+    # Only a program can exceed the memory: an exchange is sent in rounds of any size.
     if extra_bytes is not None and needed_bytes > extra_bytes:
         return (
             "exchange",
@@ -172,11 +154,12 @@ def _decide(
         if library == "gloo":
             return "exchange", "both take as long, and gloo's collectives are messages too"
         return "program", "both take as long, and collectives are tuned"
-    method, less, more = "program", by_program, by_exchange
+    method, faster, slower = "program", by_program, by_exchange
     if by_exchange.seconds_s < by_program.seconds_s:
-        method, less, more = "exchange", by_exchange, by_program
-    saved_s, saved_latency_s = more.seconds_s - less.seconds_s, more.latency_s - less.latency_s
-    # At least half of the time that is saved is latency.
+        method, faster, slower = "exchange", by_exchange, by_program
+    saved_s = slower.seconds_s - faster.seconds_s
+    saved_latency_s = slower.latency_s - faster.latency_s
+    # At least half of the saved time is latency.
     saves_latency = 2 * saved_latency_s >= saved_s
     saved = "messages cost less" if saves_latency else "bytes take less time"
     return method, f"the {method} is quicker: its {saved}"
@@ -184,36 +167,36 @@ def _decide(
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """How one tensor can go: in the exchange by its part of it, or by the parts of a program."""
+    """The estimates of a tensor in the exchange, and by the steps of its program."""
 
     exchange: Part
     program: tuple[Part, ...]
 
     @property
     def exchange_s(self) -> float:
-        """Seconds of its bytes and copies in the exchange."""
+        """The seconds of its bytes and copies in the exchange."""
         return self.exchange.transfer_s + self.exchange.copy_s
 
     @property
     def program_s(self) -> float:
-        """Seconds of its bytes and copies in all steps."""
+        """The seconds of its bytes and copies in all steps."""
         return sum((part.transfer_s + part.copy_s for part in self.program), 0.0)
 
     @property
     def stages(self) -> int:
-        """How many of the steps take any time."""
+        """The number of steps that take any time."""
         return len(self.program)
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Which tensors go by their program, of shape `(tensors,)`, and the seconds both ways take.
+    """The tensors that are moved by programs, and the seconds of all tensors.
 
     Args:
-        by_program: for each tensor, in their order.
-        ways: likewise what it takes by either way.
+        by_program: whether each tensor is moved by its program.
+        ways: the estimates of each tensor.
         seconds_s: of all tensors, as divided.
-        exchange_s: of all tensors, if all went in the exchange.
+        exchange_s: of all tensors, if all were moved in the exchange.
     """
 
     by_program: tuple[bool, ...]
@@ -227,16 +210,34 @@ def divide(
     topology: Topology,
     library: str = "nccl",
 ) -> Division:
-    """The quickest division of tensors that move together.
+    """Divide tensors that move together into those moved by programs and by the exchange.
+
+    All tensors without a program move in a single exchange. Programs run at the same time: their
+    first steps together with the exchange, then the second steps of all, and so on. So ranks wait
+    once between two steps, for any number of tensors::
+
+        stage 0                stage 1          stage 2
+        a, b: exchange
+        c: reduce-scatter      c: all-gather
+        d: all-to-all          d: permute       d: all-gather
+
+    1. The times of bytes and copies are summed over tensors. The latency of a stage is its largest
+       latency.
+    2. For each number of stages, a tensor is moved by its program if that has at most as many
+       stages and its bytes take less time.
+    3. The number of stages with the least time is chosen, or the smallest of equal ones. So all
+       tensors stay in the exchange if programs save nothing.
+
+    Times are summed in the order of tensors, so all ranks compute the same division.
 
     Args:
-        tensors: each as its change of layouts, its dtype and a program from source to target.
+        tensors: each as its layout change, its dtype and a program from source to target.
         topology: the hosts of the ranks, and the links.
         library: a key of `reshard.cost.LIBRARIES`.
 
     Raises:
         UsageError: an unknown library.
-        LayoutError: a rank outside the topology, or a link whose speed is not given.
+        LayoutError: a rank outside the topology, or a link of unknown speed.
 
     >>> import reshard
     >>> from reshard.collectives import find_program
@@ -251,17 +252,17 @@ def divide(
     >>> divide(tensors, load_preset("gloo-host").topology(), "gloo").by_program
     (True, False)
     """
-    found: dict[tuple[LayoutChange, DType, Program], Ways] = {}
+    ways_of: dict[tuple[LayoutChange, DType, Program], Ways] = {}
     for tensor in tensors:
-        # Layers of a model move alike.
-        if tensor not in found:
-            found[tensor] = _find_ways(*tensor, topology, library)
-    ways = tuple(found[tensor] for tensor in tensors)
-    most = max((one.stages for one in ways), default=0)
+        # The layers of a model are equal.
+        if tensor not in ways_of:
+            ways_of[tensor] = _find_ways(*tensor, topology, library)
+    ways = tuple(ways_of[tensor] for tensor in tensors)
+    max_stages = max((way.stages for way in ways), default=0)
     choices = [
-        # A program without steps moves nothing, and copies nothing either.
-        tuple(0 < one.stages <= stages and one.program_s < one.exchange_s for one in ways)
-        for stages in range(most + 1)
+        # A program without steps neither moves nor copies anything.
+        tuple(0 < way.stages <= stages and way.program_s < way.exchange_s for way in ways)
+        for stages in range(max_stages + 1)
     ]
     call_s = topology.overhead.call_s
     seconds_s = [call_s + _sum_seconds(ways, choice) for choice in choices]
@@ -281,14 +282,14 @@ def _find_ways(
 
 
 def _sum_seconds(ways: Sequence[Ways], by_program: Sequence[bool]) -> float:
-    """Seconds of all stages: the longest latency of each, and the bytes of all tensors."""
+    """Sum the seconds of all stages: the largest latency of each, and the bytes of all tensors."""
     latency_s: list[float] = []
     moving_s = 0.0
-    for one, is_chosen in zip(ways, by_program, strict=True):
-        parts = one.program if is_chosen else (one.exchange,)
-        # There are as many stages as the longest has (a negative count adds none).
+    for way, is_chosen in zip(ways, by_program, strict=True):
+        parts = way.program if is_chosen else (way.exchange,)
+        # Extended to the longest program; a negative count adds no stages.
         latency_s += [0.0] * (len(parts) - len(latency_s))
         for stage, part in enumerate(parts):
             latency_s[stage] = max(latency_s[stage], part.latency_s)
-        moving_s += one.program_s if is_chosen else one.exchange_s
+        moving_s += way.program_s if is_chosen else way.exchange_s
     return sum(latency_s, moving_s)

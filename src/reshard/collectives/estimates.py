@@ -1,9 +1,8 @@
-"""The seconds of a program of collectives on a topology.
+"""Estimates of the seconds of a program of collectives on a topology.
 
-Its steps run one after another. The groups of a step run at the same time, and the one that
-takes longest counts. Sizes are those of the busiest rank: where shards are of different sizes, a
-gather or reduce-scatter takes as long as if all were as large as the largest, to which libraries
-pad them.
+Steps run one after another. The groups of a step run at the same time, and the slowest group
+counts. Sizes are those of the rank with the most bytes: with shards of different sizes, a gather or
+reduce-scatter takes as long as if all were as large as the largest, to which libraries pad them.
 
 =====================================  =========================================================
 gathers, reduce-scatters, all-reduces  the formulas, on the slowest link of the group
@@ -11,10 +10,10 @@ all-to-alls, permutes, exchanges       messages, each on the link between its tw
 slices                                 no time
 =====================================  =========================================================
 
-Where the topology's `Overhead` says how long copies take, they are counted with messages, and
-with a slice at the end. Where it has a link of a kind of collective within a host, that is taken,
-for all-to-alls too. With the library "gloo" gathers and reduce-scatters are messages: so
-`reshard.torch` runs them.
+If the topology's `Overhead` has the time of copies, they are counted with messages, and with a
+slice at the end. If it has a measured link for a kind of collective within a host, that link is
+used, for all-to-alls too. With the library "gloo", gathers and reduce-scatters are messages,
+because `reshard.torch` runs them as messages.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _FORMULAS_OF = (AllGather, ReduceScatter, AllReduce)
 def steps_estimate(
     steps: Sequence[Step], dtype: object, topology: Topology, library: str = "nccl"
 ) -> Estimate:
-    """The seconds of the steps of a program, see `Program.estimate`.
+    """Estimate the seconds of the steps of a program, see `Program.estimate`.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.collectives import find_program
@@ -70,7 +69,7 @@ def steps_estimate(
     for number, step in enumerate(steps):
         is_first, is_last = not number, number == len(steps) - 1
         parts.append(_estimate_step(step, kind, topology, library, is_first, is_last, inside))
-        # A slice between two steps is a view of what was there before it.
+        # A slice between two steps is a view of the array before it.
         inside = (inside or step.source_layout) if isinstance(step, Slice) else None
     return Estimate(tuple(parts), topology.overhead.call_s)
 
@@ -84,22 +83,22 @@ def _estimate_step(
     is_last: bool,
     inside: Layout | None,
 ) -> Part:
-    """The seconds of one step of a program.
+    """Estimate the seconds of a step of a program.
 
     Args:
-        step: what is done.
+        step: of the program.
         dtype: of the elements.
-        topology, library: of `steps_estimate`.
-        is_first, is_last: whether no step is before, or behind, it.
-        inside: whose shards its own are views of; None where of none.
+        topology, library: as for `steps_estimate`.
+        is_first, is_last: whether it is the first or the last step.
+        inside: the layout of the arrays of which its shards are views, if any.
 
-    Raises LayoutError for a rank outside the topology, or a link whose speed is not given.
+    Raises LayoutError for a rank outside the topology, or a link of unknown speed.
     """
     name = str(step)
-    # A joint all-to-all counts as an all-to-all where those were measured.
+    # A joint all-to-all counts as an all-to-all if those were measured.
     kind = step.name if isinstance(step, _FORMULAS_OF) else "all-to-all"
     by_formula = isinstance(step, _FORMULAS_OF) or topology.overhead.collective(kind) is not None
-    # On gloo these are run as messages.
+    # With gloo these run as messages.
     if isinstance(step, AllGather | ReduceScatter) and library == "gloo":
         by_formula = False
     if by_formula and not isinstance(step, Exchange | Permute | Slice):
@@ -137,12 +136,12 @@ def _estimate_messages(
             step, sender, receiver, itemsize_bytes, inside or step.source_layout
         )
         return message_cost(sender, receiver, sent[receiver], topology, name, copies)
-    # A plan's estimate chooses senders and counts copies as the run does.
+    # The estimate of a plan selects senders and counts copies as the run does.
     if isinstance(step, Exchange) and inside is None:
         (part,) = plan(step.source_layout, step.target_layout, dtype).estimate(topology).parts
         return replace(part, name=name)
-    # Groups share no rank, but may share a host. Behind another step, a gather's own part is in
-    # its place.
+    # Groups have no common ranks, but may share a host. After another step, the own part of a
+    # gather is in place already.
     keeps = is_first or inside is not None or not isinstance(step, AllGather)
     return exchanges_part(step.changes, itemsize_bytes, topology, name, keeps=keeps, inside=inside)
 
@@ -150,12 +149,12 @@ def _estimate_messages(
 def _find_permuted_copies(
     step: Permute, sender: IntArray, receiver: IntArray, itemsize_bytes: int, around: Layout
 ) -> LocalCopies:
-    """Whole shards that stay, and that are packed since they lie apart in the arrays around."""
+    """Return the copies of shards that stay, or are packed because they are not contiguous."""
     own = step.source_layout
     shape, arrays = (
-        one.cell_shape[np.searchsorted(one.cell_slot, sender)] for one in (own, around)
+        layout.cell_shape[np.searchsorted(layout.cell_slot, sender)] for layout in (own, around)
     )
-    # Elements of each shard, and of its longest runs of memory in the array around it.
+    # The elements of each shard, and of its longest contiguous runs in its array.
     elements, run = shape.prod(axis=1), run_elements(shape, arrays)
     is_copied = (elements > 0) & ((sender == receiver) | (run < elements))
     return LocalCopies(
@@ -173,13 +172,14 @@ def _estimate_collective(
     topology: Topology,
     library: str,
 ) -> Part:
-    busiest = max(
-        int(counted[list(group)].max()) for counted in (step.sent_elements, step.received_elements)
+    elements = max(
+        int(counts[list(group)].max()) for counts in (step.sent_elements, step.received_elements)
     )
-    if not busiest:
+    if not elements:
         return Part.nothing(str(step))
-    # The whole of which the algorithm of fewest bytes sends as much: exact, so that equals tie.
+    # The size for which the algorithm with the fewest bytes sends as many elements. It is exact,
+    # so that equal times compare equal.
     fewest = next(iter(FORMULAS[kind].values()))
     parts = Fraction(fewest.parts(len(group)))
-    size_bytes = busiest * itemsize_bytes * len(group) / parts
+    size_bytes = elements * itemsize_bytes * len(group) / parts
     return collective_cost(kind, group, size_bytes, topology, library, str(step))

@@ -1,19 +1,4 @@
-"""A program as a table: each step, the sharding after it, what it moves, its largest shard.
-
->>> from reshard import DeviceMesh, spec
->>> from reshard.collectives import find_program
->>> mesh = DeviceMesh.of(x=2, y=2)
->>> print(find_program(spec(mesh, "- , x"), spec(mesh, "x y, -"), (4, 10)))
-[4, 10]   step                   after    moves   live shard
-       0  -                      -, x         -           20
-       1  slice(y)               y, x         0           10
-       2  joint all-to-all(x y)  x y, -      30           10
-30 elements move, at least 20 must; the largest shard has 20.
-
-On a topology each step has its time too, see `Program.table`.
-
-A program: steps, one after another, that lead from one sharding to another.
-"""
+"""Programs: the steps, one after another, that lead from a sharding to another."""
 
 from __future__ import annotations
 
@@ -24,13 +9,12 @@ from functools import cached_property
 from typing import Any
 
 from reshard.collectives.estimates import steps_estimate
-from reshard.collectives.steps import Step, complete_shards
+from reshard.collectives.steps import Step, complete_shards, count_largest_shard
 from reshard.cost.estimate import Estimate
 from reshard.errors import PlanError
 from reshard.execution.copies import check_threads
 from reshard.execution.engine import TensorArrays, check
 from reshard.geometry.layout_change import LayoutChange
-from reshard.layout import Layout
 from reshard.plans.run import copies_of_change, run_change
 from reshard.sharding import ShardingSpec
 from reshard.text import cut_in_the_middle, duration_text
@@ -43,23 +27,33 @@ def step_table(
     steps: Sequence[Step],
     lower_bound_elements: int | None,
     estimate: Estimate | None = None,
-    most_columns: int | None = None,
+    max_width: int | None = None,
 ) -> str:
-    """The lines of the table, without a last line break.
+    """Return a table of steps: the sharding after each, moved elements and the largest shard.
 
     Args:
         shape: of the tensor.
         source: the sharding before the first step.
-        steps: what is done.
-        lower_bound_elements: the fewest that any program can move; None to leave out what moves.
+        steps: of the program.
+        lower_bound_elements: the minimum that any program moves; None to omit the moved elements.
         estimate: of the steps, for a column of times.
-        most_columns: of the text of a step and of a sharding; longer ones are cut in the middle.
+        max_width: of the text of a step and of a sharding; longer ones are shortened in the middle.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> from reshard.collectives import find_program
+    >>> mesh = DeviceMesh.of(x=2, y=2)
+    >>> print(find_program(spec(mesh, "- , x"), spec(mesh, "x y, -"), (4, 10)))
+    [4, 10]   step                   after    moves   live shard
+           0  -                      -, x         -           20
+           1  slice(y)               y, x         0           10
+           2  joint all-to-all(x y)  x y, -      30           10
+    30 elements move, at least 20 must; the largest shard has 20.
     """
-    shards = [_largest_shard(source.layout(tuple(shape)))]
+    shards = [count_largest_shard(source.layout(tuple(shape)))]
     rows = [[f"[{', '.join(map(str, shape))}]", "step", "after", "moves", "live shard"]]
     rows.append(["0", "-", str(source), "-", f"{shards[0]:,}"])
     for number, step in enumerate(steps, 1):
-        shard = _largest_shard(step.target_layout)
+        shard = count_largest_shard(step.target_layout)
         shards.append(shard)
         rows.append(
             [str(number), str(step), str(step.target), f"{step.moved_elements:,}", f"{shard:,}"]
@@ -72,14 +66,14 @@ def step_table(
             f"{moved:,} elements move, at least {lower_bound_elements:,} must; the largest shard "
             f"has {max(shards):,}."
         )
-    if most_columns is not None:
-        rows = [[cut_in_the_middle(text, most_columns) for text in row] for row in rows]
+    if max_width is not None:
+        rows = [[cut_in_the_middle(text, max_width) for text in row] for row in rows]
     if estimate is not None:
         times = ["time", "-", *(duration_text(part.seconds_s) for part in estimate.parts)]
         rows = [[*row, time] for row, time in zip(rows, times, strict=True)]
         summary += f"\nAll steps take {duration_text(estimate.seconds_s)}."
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # Words stand at the left of their columns, numbers at the right.
+    # Text is aligned left, numbers are aligned right.
     aligned = [
         [
             text.ljust(width) if column in (1, 2) else text.rjust(width)
@@ -90,16 +84,12 @@ def step_table(
     return "\n".join([*("  ".join(row) for row in aligned), summary])
 
 
-def _largest_shard(layout: Layout) -> int:
-    return int(layout.cell_shape.prod(axis=1).max(initial=0))
-
-
 @dataclass(frozen=True)
 class Program:
-    """Steps from `source` to `target` for a tensor of `shape`. Find one with `find_program`.
+    """The steps from `source` to `target` for a tensor of `shape`, found by `find_program`.
 
     Raises:
-        PlanError: steps that do not continue one another.
+        PlanError: a step that does not begin where the previous step ends.
     """
 
     shape: tuple[int, ...]
@@ -113,8 +103,9 @@ class Program:
         for number, step in enumerate(self.steps):
             if step.source_layout is not layouts[-1]:
                 raise PlanError(
-                    f"step {number} begins at `{step.source}`, but `{self._before(number)}` is "
-                    "what was reached; each step must begin where the one before ends"
+                    f"step {number} begins at `{step.source}`, but the program is at "
+                    f"`{self._before(number)}` before it; each step must begin where "
+                    "the previous one ends"
                 )
             layouts.append(step.target_layout)
         if layouts[-1] is not self.target.layout(self.shape):
@@ -127,7 +118,7 @@ class Program:
 
     @property
     def _direct(self) -> LayoutChange:
-        """The change from the first layout to the last."""
+        """The layout change from the source to the target."""
         return LayoutChange(self.source.layout(self.shape), self.target.layout(self.shape))
 
     @property
@@ -139,14 +130,15 @@ class Program:
     def live_shard(self) -> int:
         """Elements of the largest shard before, between and after the steps."""
         layouts = [self.source.layout(self.shape), *(step.target_layout for step in self.steps)]
-        return max(int(layout.cell_shape.prod(axis=1).max(initial=0)) for layout in layouts)
+        return max(map(count_largest_shard, layouts))
 
     @cached_property
     def lower_bound_elements(self) -> int:
-        """The fewest elements that any program can move.
+        """The minimum number of elements that any program moves.
 
-        That is what every rank lacks. Where `q` contributions are combined, each element needs
-        `q - 1` arrivals until one rank has it, and one for each further rank that wants it.
+        Without reductions, these are the elements that ranks lack. If `q` contributions are
+        combined, each element takes `q - 1` arrivals until the first rank has it, and another for
+        each further rank that needs it.
         """
         direct = self._direct
         before, after = direct.source.contributions, direct.target.contributions
@@ -157,28 +149,28 @@ class Program:
         return held + (combined - 2) * math.prod(self.shape) * after
 
     def extra_bytes(self, itemsize_bytes: int) -> int:
-        """The most bytes a rank holds beyond its source and its target, buffers included."""
-        most = 0
+        """Return the maximum bytes of a rank besides its source and target, including buffers."""
+        maximum = 0
         for number, step in enumerate(self.steps):
             # Both shards of a step are in memory at once; the first and the last are the caller's.
-            between = sum(
-                int(layout.cell_shape.prod(axis=1).max(initial=0))
-                for layout, is_own in (
+            intermediate = sum(
+                count_largest_shard(layout)
+                for layout, is_callers in (
                     (step.source_layout, number == 0),
                     (step.target_layout, number == len(self.steps) - 1),
                 )
-                if not is_own
+                if not is_callers
             )
-            most = max(most, (between + step.extra_elements) * itemsize_bytes)
-        return most
+            maximum = max(maximum, (intermediate + step.extra_elements) * itemsize_bytes)
+        return maximum
 
     def verify(self) -> None:
-        """Check every step, element by element. Raises PlanError for one that is not legal."""
+        """Check every step, element by element. Raises PlanError for a step that is not legal."""
         for step in self.steps:
             step.verify()
 
     def estimate(self, dtype: object, topology: Topology, library: str = "nccl") -> Estimate:
-        """The seconds that the steps take, see `reshard.collectives.estimates`.
+        """Estimate the seconds that the steps take, see `reshard.collectives.estimates`.
 
         Args:
             dtype: of the elements: a name, or a NumPy or torch dtype.
@@ -187,12 +179,12 @@ class Program:
 
         Raises:
             UsageError: an unknown library.
-            LayoutError: a rank outside the topology, or a link whose speed is not given.
+            LayoutError: a rank outside the topology, or a link of unknown speed.
         """
         return steps_estimate(self.steps, dtype, topology, library)
 
     def table(self, topology: Topology, dtype: object, library: str = "nccl") -> str:
-        """The program as `str` has it, with the time of each step. Arguments as of `estimate`.
+        """Return the text of the program with the time of each step. See `estimate`.
 
         >>> from reshard import DeviceMesh, spec
         >>> from reshard.collectives import find_program
@@ -216,17 +208,16 @@ class Program:
         threads: int | None = None,
         stepwise: bool = False,
     ) -> dict[int, Any]:
-        """Carry the program out on arrays in this process: `{rank: array}` to `{rank: array}`.
+        """Run the program on arrays in this process: `{rank: array}` to `{rank: array}`.
 
-        Ranks without elements need no array. Writes to the arrays in `out` where they are given, by
-        at most so many threads; one for each processor when None. Where no contributions are
-        combined, that is one direct copy, unless each step is to be carried out by itself:
-        `stepwise`.
+        Ranks without elements need no array. Writes to the arrays in `out` if given, with at most
+        `threads` threads, by default one per processor. Without reductions this is a single direct
+        copy, unless `stepwise` is set.
 
         Raises:
             ShardError: an array that is missing, has another shape or dtype, or is on a device;
-                an array of `out` that cannot be written, or that shares memory with another.
-            PlanError: stepwise, a group that lacks what its ranks need.
+                an array of `out` that is read-only or shares memory with another.
+            PlanError: if `stepwise`, a group that lacks elements that its ranks need.
             UsageError: fewer than one thread.
 
         >>> import numpy as np
@@ -241,17 +232,17 @@ class Program:
         check_threads(threads)
         direct = self._direct
         shards = complete_shards(self.source, direct.source, shards)
-        # Nothing has to be sent between arrays of one process, so that all steps are one copy,
-        # unless contributions are combined, whose order the steps decide.
+        # Nothing is sent between the arrays of a process, so all steps are a single copy, unless
+        # contributions are combined, in an order that the steps determine.
         layouts = [direct.source, *(step.target_layout for step in self.steps)]
         if not self.steps or not (stepwise or any(layout.reduction for layout in layouts)):
             return run_change(direct, shards, out, threads)
-        # The last step reads what the steps before made: what is wrong has to be found here.
+        # The last step reads results of earlier steps, so errors must be found before the first.
         check([(copies_of_change(direct), TensorArrays(shards, out))])
-        found: Mapping[int, Any] = shards
+        arrays: Mapping[int, Any] = shards
         for step in self.steps:
-            found = step.run(found, out if step is self.steps[-1] else None, threads)
-        return dict(found)
+            arrays = step.run(arrays, out if step is self.steps[-1] else None, threads)
+        return dict(arrays)
 
     def __str__(self) -> str:
         return step_table(self.shape, self.source, self.steps, self.lower_bound_elements)

@@ -1,20 +1,20 @@
-"""The steps of a program: what each collective does to a sharding, and in which groups.
+"""The steps of a program: the effect of each collective on a sharding, and its groups of ranks.
 
 ======================  ==================================================================
-`Slice`                 every rank keeps a part of what it holds; nothing moves
-`AllGather`             the minor axes of dimensions are dropped, groups share their shards
-`AllToAll`              the minor axes of one dimension become those of another
-`JointAllToAll`         the same axes, anywhere: one all-to-all of the group they span, packed
-                        at both ends; several dimensions and orders change at once
-`Permute`               whole shards change places
+`Slice`                 every rank keeps a part of its shard; nothing moves
+`AllGather`             minor axes of dimensions are removed; groups share their shards
+`AllToAll`              the minor axes of a dimension become those of another dimension
+`JointAllToAll`         the same axes in any dimensions and order: an all-to-all of the group
+                        that they span, with packing at both ends
+`Permute`               whole shards move between ranks
 `ReduceScatter`         contributions are combined, each rank of a group gets a part
-`AllReduce`             contributions are combined, each rank of a group gets all
-`Exchange`              the direct plan, over all ranks; axes may appear and vanish
+`AllReduce`             contributions are combined, each rank of a group gets the whole
+`Exchange`              the direct plan over all ranks; axes may appear and disappear
 ======================  ==================================================================
 
-A step is a value. What moves is a change for each of its groups that knows only its own ranks:
-where a group lacks what it needs there is none, so running and counting prove that
-the step is legal.
+A step is a value. Its data movement is a layout change for each of its groups, restricted to the
+ranks of the group. If a group lacks elements that it needs, there is no such change, so running a
+step or counting its elements proves that it is legal.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Step:
-    """From one sharding of a tensor of `shape` to another, within groups of ranks.
+    """A step from a sharding of a tensor of `shape` to another, within groups of ranks.
 
     Args:
         shape: of the tensor.
         source: the sharding before.
         target: the sharding after.
-        axes: of the source's mesh, that the groups span.
-        dims: dimensions of the tensor whose cut changes.
+        axes: the axes of the source's mesh that the groups span.
+        dims: the dimensions of the tensor whose sharding changes.
 
     Raises:
-        SpecError: shardings that are not for tensors of this shape.
+        SpecError: shardings that do not fit tensors of this shape.
     """
 
     shape: tuple[int, ...]
@@ -65,27 +65,27 @@ class Step:
     name: ClassVar[str] = "step"
 
     def __post_init__(self) -> None:
-        # A sharding that does not fit the shape is refused here.
+        # Computed here so that a sharding that does not fit the shape raises.
         self.source_layout, self.target_layout  # noqa: B018
 
     @cached_property
     def source_layout(self) -> Layout:
-        """Where the elements are before."""
+        """The layout before."""
         return self.source.layout(self.shape)
 
     @cached_property
     def target_layout(self) -> Layout:
-        """Where the elements are after."""
+        """The layout after."""
         return self.target.layout(self.shape)
 
     @cached_property
     def groups(self) -> Groups:
-        """The ranks that exchange elements with one another."""
+        """The groups of ranks that exchange elements among themselves."""
         return self.source.mesh.groups(self.axes)
 
     @cached_property
     def changes(self) -> tuple[LayoutChange, ...]:
-        """One change a group, of what its ranks hold and need."""
+        """The layout change of each group, restricted to its ranks."""
         return tuple(
             LayoutChange(
                 _restrict_to_ranks(self.source_layout, group),
@@ -118,22 +118,22 @@ class Step:
     @property
     def live_shard(self) -> int:
         """Elements of the largest shard before or after."""
-        return max(_find_largest(self.source_layout), _find_largest(self.target_layout))
+        return max(count_largest_shard(self.source_layout), count_largest_shard(self.target_layout))
 
     @property
     def extra_elements(self) -> int:
-        """Elements of the largest buffers a rank packs and receives into, beyond its shards."""
+        """Elements of the largest buffers of a rank for packing and receiving."""
         return int((self.sent_elements + self.received_elements).max(initial=0))
 
     def extra_bytes(self, itemsize_bytes: int) -> int:
-        """Bytes of the largest buffers a rank packs and receives into, beyond its shards."""
+        """Return the bytes of the largest buffers of a rank for packing and receiving."""
         return self.extra_elements * itemsize_bytes
 
     def verify(self) -> None:
-        """Check that every group holds what its ranks need, element by element.
+        """Check that every group holds the elements that its ranks need, element by element.
 
         Raises:
-            PlanError: a group that lacks what its ranks need.
+            PlanError: a group that lacks elements that its ranks need.
         """
         for group, change in zip(self.groups, self.changes, strict=True):
             try:
@@ -150,25 +150,25 @@ class Step:
         out: Mapping[int, Any] | None = None,
         threads: int | None = None,
     ) -> dict[int, Any]:
-        """Carry the step out on arrays in this process: `{rank: array}` to `{rank: array}`.
+        """Run the step on arrays in this process: `{rank: array}` to `{rank: array}`.
 
-        A group's arrays are all that its change sees, so a step that reaches outside its groups
-        fails. Arguments as of `Plan.run`.
+        The change of a group reads only the arrays of the group, so a step that is not legal
+        fails. Arguments are those of `Plan.run`.
 
         Raises:
-            ShardError: an array that is missing, or does not fit; as `Plan.run` does.
-            PlanError: a group that lacks what its ranks need.
+            ShardError: an array that is missing or does not match, as for `Plan.run`.
+            PlanError: a group that lacks elements that its ranks need.
         """
         shards = complete_shards(self.source, self.source_layout, shards)
         tensors = [(copies, TensorArrays(shards, out)) for copies in self._copies]
-        found: dict[int, Any] = {}
+        result: dict[int, Any] = {}
         for arrays in run(tensors, threads):
-            found |= arrays
-        return found
+            result |= arrays
+        return result
 
     @property
     def _copies(self) -> Iterable[TensorCopies]:
-        """What is done for each of the groups."""
+        """The copies of each group."""
         return map(copies_of_change, self.changes)
 
     def __str__(self) -> str:
@@ -177,7 +177,7 @@ class Step:
 
 
 def _restrict_to_ranks(layout: Layout, ranks: Sequence[int]) -> Layout:
-    """What some ranks hold of a layout, the contributions that they carry numbered from 0."""
+    """Return the part of a layout on some ranks, with its contributions numbered from 0."""
     chosen = np.isin(layout.cell_slot, ranks)
     carried, number = np.unique(layout.cell_contribution[chosen], return_inverse=True)
     count = max(len(carried), 1)
@@ -193,12 +193,13 @@ def _restrict_to_ranks(layout: Layout, ranks: Sequence[int]) -> Layout:
     )
 
 
-def _find_largest(layout: Layout) -> int:
+def count_largest_shard(layout: Layout) -> int:
+    """Return the number of elements of the largest shard, padding included."""
     return int(layout.cell_shape.prod(axis=1).max(initial=0))
 
 
 class Slice(Step):
-    """Every rank keeps a part of what it holds. `axes` are those that cut it."""
+    """A step in which every rank keeps a part of its shard. `axes` shard it further."""
 
     name = "slice"
 
@@ -209,25 +210,25 @@ class Slice(Step):
 
 
 class AllGather(Step):
-    """The ranks of a group share their shards. `axes` are those that are dropped."""
+    """A step in which the ranks of a group share their shards. `axes` are removed."""
 
     name = "all-gather"
 
 
 class AllToAll(Step):
-    """The minor axes of one dimension become those of another: `dims` is `(from, to)`."""
+    """A step in which the minor axes of a dimension move to another: `dims` is `(from, to)`."""
 
     name = "all-to-all"
 
 
 class JointAllToAll(Step):
-    """The same axes cut the tensor in another way: one all-to-all of the group they span."""
+    """A step in which the same axes shard the tensor in another way, by a single all-to-all."""
 
     name = "joint all-to-all"
 
 
 class Permute(Step):
-    """Whole shards change places: every rank sends at most one, and receives at most one."""
+    """A step in which whole shards move: every rank sends and receives at most one shard."""
 
     name = "permute"
 
@@ -238,46 +239,46 @@ class Permute(Step):
 
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Which rank's shard each rank has afterwards: `(from, to)`, sorted by `to`.
+        """The rank whose shard each rank gets: `(from, to)`, sorted by `to`.
 
-        Ranks that hold what they need keep it.
+        Ranks that already hold their target shard keep it.
 
         Raises:
-            PlanError: shardings whose shards are not the same.
+            PlanError: shardings with different shards.
         """
-        found: list[tuple[int, int]] = []
+        pairs: list[tuple[int, int]] = []
         for group in self.groups:
             held = {rank: _find_box(self.source_layout, rank) for rank in group}
-            wanted = {rank: _find_box(self.target_layout, rank) for rank in group}
-            # Ranks whose shard is wanted elsewhere, by shard; the others keep their own.
+            needed = {rank: _find_box(self.target_layout, rank) for rank in group}
+            # The ranks that do not keep their shard, by shard.
             spare: dict[Box | None, list[int]] = {}
             for rank in group:
-                if held[rank] != wanted[rank]:
+                if held[rank] != needed[rank]:
                     spare.setdefault(held[rank], []).append(rank)
             for rank in group:
-                if held[rank] == wanted[rank]:
-                    found.append((rank, rank))
-                elif spare.get(wanted[rank]):
-                    found.append((spare[wanted[rank]].pop(0), rank))
+                if held[rank] == needed[rank]:
+                    pairs.append((rank, rank))
+                elif spare.get(needed[rank]):
+                    pairs.append((spare[needed[rank]].pop(0), rank))
                 else:
                     raise PlanError(
                         f"no shard is left for rank {rank} when `{self.source}` becomes "
                         f"`{self.target}`; a permute needs as many of each before and after"
                     )
-        return tuple(sorted(found, key=lambda pair: pair[1]))
+        return tuple(sorted(pairs, key=lambda pair: pair[1]))
 
     @property
     def _copies(self) -> Iterable[TensorCopies]:
-        """Whole shards are copied as they are, their padding too."""
+        """The copies of whole shards, including their padding."""
         source, target = self.source_layout, self.target_layout
-        # Each contribution of the target is the same one of the source: nothing is combined.
+        # Contributions are kept: nothing is combined.
         unchanged = [[contribution] for contribution in range(target.contributions)]
         return (TensorCopies(source, target, unchanged, (1, 1), self._find_stages),)
 
     def _find_stages(self) -> tuple[CopyColumns, ...]:
         source, target = self.source_layout, self.target_layout
         sender, receiver = np.array(self.pairs, dtype=np.int64).reshape(-1, 2).T
-        # A rank of a sharding has one cell. Empty ones may be of different shapes.
+        # Each rank of a sharding has a single cell. Empty cells may have different shapes.
         source_cell, target_cell = (
             np.searchsorted(layout.cell_slot, ranks)
             for layout, ranks in ((source, sender), (target, receiver))
@@ -313,20 +314,20 @@ class Permute(Step):
 
     @property
     def extra_elements(self) -> int:
-        """None: shards are sent from where they are and received where they stay."""
+        """Zero: shards are sent from and received into their arrays."""
         return 0
 
     def verify(self) -> None:
-        """Check that every rank gets exactly its shard. Raises PlanError where it does not."""
+        """Check that every rank gets exactly its shard. Raises PlanError otherwise."""
         self.pairs  # noqa: B018
 
 
 def complete_shards(
     source: ShardingSpec, layout: Layout, shards: Mapping[int, Any]
 ) -> Mapping[int, Any]:
-    """Return arrays of all ranks: those given, and empty ones of ranks without elements.
+    """Add empty arrays for ranks without elements to `shards`.
 
-    Raises ShardError where no array is given for a rank that holds elements.
+    Raises ShardError for a rank that holds elements and has no array.
     """
     check_by_slot(shards, "shards")
     missing = [rank for rank in layout.holders if rank not in shards]
@@ -344,21 +345,21 @@ def complete_shards(
 
 
 def _find_box(layout: Layout, rank: int) -> Box | None:
-    """A rank's box; None for an empty one, wherever it is."""
+    """Return the box of a rank, or None if it is empty."""
     boxes = layout.boxes(rank)
     return boxes[0] if boxes and boxes[0].elements else None
 
 
 class ReduceScatter(Step):
-    """Contributions are combined, each rank of a group gets a part. `axes` were partial."""
+    """A step that combines contributions; each rank of a group gets a part. `axes` were partial."""
 
     name = "reduce-scatter"
 
 
 class AllReduce(Step):
-    """Contributions are combined, each rank of a group gets all. `axes` were partial.
+    """A step that combines contributions; each rank of a group gets the whole. `axes` were partial.
 
-    What moves is counted for a reduce-scatter of the flat shard and an all-gather.
+    Elements are counted for a reduce-scatter of the flat shard and an all-gather.
     """
 
     name = "all-reduce"
@@ -369,20 +370,20 @@ class AllReduce(Step):
         total = self._sum_over_groups([])
         for group in self.groups:
             held = int(self.source_layout.cell_shape[self.source_layout.cells_of(group[0])].prod())
-            for place, rank in enumerate(group):
-                mine = held * (place + 1) // len(group) - held * place // len(group)
+            for index, rank in enumerate(group):
+                part = held * (index + 1) // len(group) - held * index // len(group)
                 # Its part from each other rank to combine, then the rest of the result from them.
-                total[rank] = (len(group) - 1) * mine + held - mine
+                total[rank] = (len(group) - 1) * part + held - part
         return total
 
     @cached_property
     def sent_elements(self) -> IntArray:
-        """Elements each rank sends: shape `(slots,)`. As many as it receives."""
+        """Elements each rank sends, as many as it receives: shape `(slots,)`."""
         return self.received_elements
 
 
 class Exchange(Step):
-    """The direct plan: every rank gets what it lacks from any other. Always legal."""
+    """The direct plan: every rank gets the elements that it lacks from any other. Always legal."""
 
     name = "exchange"
 
@@ -393,7 +394,7 @@ class Exchange(Step):
 
     @cached_property
     def sent_elements(self) -> IntArray:
-        """Elements each rank sends to others, as a plan shows them: shape `(slots,)`."""
+        """Elements each rank sends to others, with the senders of a plan: shape `(slots,)`."""
         return self._sum_over_groups([plan(self.source_layout, self.target_layout).sent_elements])
 
     @cached_property

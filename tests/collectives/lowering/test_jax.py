@@ -199,8 +199,14 @@ def test_functions_do_what_device_put_does(count: int) -> None:
     ("mesh", "source", "target", "shape", "said"),
     [
         (GRID, "x@stride2, -", "x@stride2, -", (8, 8), "the source cannot be expressed"),
-        (GRID, "x / y", "x", (10,), "the source .* `x / y` has other shards"),
-        (GRID, "x", "x y", (10,), r"step 1, exchange, cannot be expressed in JAX: .* of all ranks"),
+        (GRID, "x / y", "x", (10,), "the source .* `x / y` does not shard"),
+        (
+            GRID,
+            "x",
+            "x y",
+            (10,),
+            r"step 1, exchange, cannot be expressed in JAX: .* between any ranks",
+        ),
         (GRID, "x", "-", (0,), "has no elements to move"),
     ],
 )

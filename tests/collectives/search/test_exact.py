@@ -18,7 +18,7 @@ from collectives.sharding_pairs import Pair, pairs
 from reshard.collectives import JointAllToAll, find_program
 from reshard.collectives.search.constructive import constructive_search
 from reshard.collectives.search.exact import AxisProblem, StateTable, count_states, exact_outcome
-from reshard.collectives.search.states import Problem, State, problem_of
+from reshard.collectives.search.states import Problem, State, make_problem
 from reshard.collectives.search.transitions import name_step, path_cost
 from selection import choose
 
@@ -116,10 +116,10 @@ def problems(draw: st.DrawFn, basis: str) -> Problem:
     states = all_states(sum(2 if n in (4, 6) else 1 for n in sizes), len(shape))
     blank = reshard.spec(mesh, ", ".join("-" for _ in shape))
     # The prime mesh is that of the mesh: every part of prime size of every axis.
-    problem = problem_of(blank, blank, shape)
+    problem = make_problem(blank, blank, shape)
     assert problem is not None
     chosen = [problem.space.spec(draw(st.sampled_from(states)), None) for _ in range(2)]
-    found = problem_of(*chosen, shape, None, basis)
+    found = make_problem(*chosen, shape, None, basis)
     assert found is not None
     return found
 
@@ -156,7 +156,7 @@ def test_the_constructive_search_is_bounded_by_the_exact_one(problem: Problem) -
 
 def problem_on(sizes: dict[str, int], source: str, target: str, shape: tuple[int, ...]) -> Problem:
     mesh = reshard.DeviceMesh.of(**sizes)
-    found = problem_of(reshard.spec(mesh, source), reshard.spec(mesh, target), shape)
+    found = make_problem(reshard.spec(mesh, source), reshard.spec(mesh, target), shape)
     assert found is not None
     return found
 
@@ -220,7 +220,7 @@ def test_a_large_mesh_has_a_classical_program(
 @settings(max_examples=choose(18, 60), deadline=None)
 @given(pairs(max_devices=12))
 def test_a_problem_of_axes_is_one_of_their_parts(pair: Pair) -> None:
-    problem = problem_of(*pair, None, "classical")
+    problem = make_problem(*pair, None, "classical")
     if problem is None:
         return
     whole = AxisProblem(problem)

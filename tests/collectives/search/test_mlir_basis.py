@@ -102,5 +102,5 @@ def test_the_basis_leads_anywhere(pair: Pair) -> None:
 def test_what_the_basis_is_not_for() -> None:
     mesh = reshard.DeviceMesh.of(a=2, b=2)
     nested, flat = reshard.spec(mesh, "a / b"), reshard.spec(mesh, "b")
-    with pytest.raises(PlanError, match="one mesh and one level a dimension; take steps='joint'"):
+    with pytest.raises(PlanError, match="a single level in each dimension; use steps='joint'"):
         find_program(nested, flat, (10,), steps="mlir")

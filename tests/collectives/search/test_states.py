@@ -26,19 +26,19 @@ from reshard.collectives.search.states import (
     Problem,
     Space,
     State,
+    count_overlaps,
+    drop_minor_axis,
     find_prime_meshes,
     flatten_cut,
-    overlaps,
+    make_problem,
     prime_factors,
-    problem_of,
-    shorter,
 )
 from reshard.collectives.search.transitions import (
+    find_group,
     is_covered,
     is_inside,
     is_permutation,
     name_step,
-    smallest_group,
 )
 from reshard.errors import PlanError
 from reshard.mesh import Axis
@@ -81,7 +81,7 @@ def test_a_state_is_its_sharding(pair: Pair) -> None:
 @given(pairs(partials=False))
 def test_what_arrives_is_what_a_plan_moves(pair: Pair) -> None:
     source, target, shape = pair
-    problem = problem_of(source, target, shape)
+    problem = make_problem(source, target, shape)
     assert problem is not None
     plan = reshard.plan(source.layout(shape), target.layout(shape))
     space = problem.space
@@ -96,7 +96,7 @@ def test_what_arrives_is_what_a_plan_moves(pair: Pair) -> None:
 @settings(deadline=None)
 @given(pairs(max_devices=12))
 def test_the_distance_is_the_bound_of_any_program(pair: Pair) -> None:
-    problem = problem_of(*pair)
+    problem = make_problem(*pair)
     if problem is not None:
         source, target, shape = pair
         program = Program(shape, source, target, (Exchange(shape, source, target),))
@@ -108,7 +108,7 @@ def test_the_bound_of_a_sum_is_reached_by_a_ring() -> None:
     mesh = reshard.DeviceMesh.of(x=3)
     summed = reshard.spec(mesh, "- | sum(x)")
     for target, moved in (("x", 2 * 6), ("-", 2 * 6 + 2 * 6)):
-        problem = problem_of(summed, reshard.spec(mesh, target), (6,))
+        problem = make_problem(summed, reshard.spec(mesh, target), (6,))
         assert problem is not None
         assert problem.distance(problem.source) == moved
         assert find_program(summed, reshard.spec(mesh, target), (6,)).moved_elements == moved
@@ -178,7 +178,7 @@ def test_what_groups_hold_below_an_index(
 
 
 def in_one_frame(pair: Pair) -> Problem | None:
-    problem = problem_of(*pair)
+    problem = make_problem(*pair)
     return problem if problem is not None and len(problem.space.prime_meshes) == 1 else None
 
 
@@ -206,7 +206,7 @@ def test_legality_is_what_a_plan_of_each_group_says(data: st.DataObject, pair: P
     if is_permutation(space, source, target):
         assert is_legal(Permute(space.shape, *sides))
     if source.used == target.used:
-        group = smallest_group(space, source, target)
+        group = find_group(space, source, target)
         assert group is not None and group <= source.used
         assert is_legal(JointAllToAll(space.shape, *sides, prime_mesh.axes(sorted(group))))
 
@@ -227,9 +227,9 @@ def test_a_named_step_is_legal(pair: Pair) -> None:
 
 
 def test_shorter_cuts() -> None:
-    assert shorter(((0, 1), (2,))) == ((0, 1),)
-    assert shorter(((0, 1),)) == ((0,),)
-    assert shorter(((0,),)) == ()
+    assert drop_minor_axis(((0, 1), (2,))) == ((0, 1),)
+    assert drop_minor_axis(((0, 1),)) == ((0,),)
+    assert drop_minor_axis(((0,),)) == ()
     assert flatten_cut(((0, 1), (2,))) == (0, 1, 2)
 
 
@@ -237,8 +237,8 @@ def test_nothing_is_shared_by_boxes_apart() -> None:
     prime_mesh = PrimeMesh(reshard.DeviceMesh.of(x=2, y=2), [1, 2, 4])
     space = Space([prime_mesh], (4, 4))
     rows, columns = State(0, (((0, 1),), ())), State(0, ((), ((0, 1),)))
-    assert overlaps(space.boxes(rows), space.boxes(columns)).tolist() == [1, 1, 1, 1]
+    assert count_overlaps(space.boxes(rows), space.boxes(columns)).tolist() == [1, 1, 1, 1]
     for one, other in itertools.permutations((rows, columns)):
         assert space.arriving(one, other) == 12
     swapped = State(0, (((1, 0),), ()))
-    assert overlaps(space.boxes(rows), space.boxes(swapped)).tolist() == [4, 0, 0, 4]
+    assert count_overlaps(space.boxes(rows), space.boxes(swapped)).tolist() == [4, 0, 0, 4]

@@ -11,7 +11,7 @@ import reshard
 from collectives.sharding_pairs import Pair, pairs
 from reshard.collectives import find_program
 from reshard.collectives.search.exact import budgeted_search
-from reshard.collectives.search.states import State, problem_of
+from reshard.collectives.search.states import State, make_problem
 from reshard.collectives.search.transitions import join_steps, name_step, path_cost, step_cost
 from reshard.collectives.steps import JointAllToAll
 from reshard.mesh import Axis
@@ -42,7 +42,7 @@ def test_parts_of_axes_go_together(source: str, target: str, steps: list[str]) -
 @given(pairs(max_devices=12))
 def test_joined_paths_are_no_dearer_and_legal(pair: Pair) -> None:
     for basis in ("joint", "classical"):
-        problem = problem_of(*pair, None, basis)
+        problem = make_problem(*pair, None, basis)
         path = None if problem is None else budgeted_search(problem)
         if problem is None or path is None:
             continue
@@ -62,12 +62,12 @@ def test_what_would_move_more_is_not_taken_at_once() -> None:
     """A sum of four, where two ranks hold each contribution: they share the work."""
     mesh = reshard.DeviceMesh.of(x=4, y=2, z=2)
     sides = reshard.spec(mesh, "z | sum(x)"), reshard.spec(mesh, "-")
-    problem = problem_of(*sides, (16,), 16)
+    problem = make_problem(*sides, (16,), 16)
     assert problem is not None
     prime_mesh = problem.space.prime_meshes[0]
-    over_y = State(0, ((prime_mesh.primes_of([Axis("y")]),),), problem.source.pending)
+    over_y = State(0, ((prime_mesh.primes_of([Axis("y")]),),), problem.source.partial)
     gathered = over_y._replace(cuts=((),))
-    summed = over_y._replace(pending=frozenset())
+    summed = over_y._replace(partial=frozenset())
     path = (problem.source, gathered, over_y, summed, problem.target)
     steps = [step_cost(problem, before, after) for before, after in itertools.pairwise(path)]
     at_once = step_cost(problem, gathered, problem.target)

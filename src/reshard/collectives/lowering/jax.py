@@ -2,22 +2,22 @@
 
 ::
 
-    slice             lax.dynamic_slice_in_dim at the place of the device along the axes
+    slice             lax.dynamic_slice_in_dim at the coordinates of the device along the axes
     all-gather        lax.all_gather(..., tiled=True)
     all-to-all        lax.all_to_all(..., tiled=True)
-    joint all-to-all  the pieces for every device of the group, by tables of where they begin,
-                      one lax.all_to_all, and each piece to its place
+    joint all-to-all  the pieces for every device of the group, by tables of their offsets, a
+                      lax.all_to_all, and an update with each piece at its offset
     permute           lax.ppermute over all axes
-    reduce-scatter    lax.psum_scatter(..., tiled=True); of other reductions than the sum
-                      lax.all_to_all, and what arrives is combined
+    reduce-scatter    lax.psum_scatter(..., tiled=True); for other reductions than the sum
+                      lax.all_to_all, and a reduction of the received pieces
     all-reduce        lax.psum, pmax, pmin, pmean; of a product lax.all_gather, and multiplied
 
 JAX names whole mesh axes, so an axis of which a step uses a part is split in the mesh of the
-module. Its arrays have shards of one size: a dimension that is not divisible by its axes is padded
-at its end, as XLA pads, before the function and after it. Contributions are indexed by an
-additional first dimension, sharded over the partial axes. JAX's all-to-all is dense: in a joint
-step each device sends a piece as large as the largest to every other device of its group, also to
-those that need none, so more bytes move than the program counts.
+module. Its arrays have shards of equal size: a dimension that its axes do not divide is padded at
+its end, as XLA pads, before and after the function. Contributions are indexed by an additional
+first dimension, sharded over the partial axes. JAX's all-to-all is dense: in a joint step each
+device sends a piece as large as the largest to every other device of its group, even if it needs
+none, so more bytes move than the program counts.
 
 Source: JAX, `jax.lax` and `jax.shard_map`.
 """
@@ -61,11 +61,11 @@ _COMBINE = {"max": "jnp.max", "min": "jnp.min", "mean": "jnp.mean", "product": "
 
 
 def jax_module(program: Program, dtype: DType | str = "float32") -> str:
-    """The text of a module with a mesh and a function `reshard`, from array to array.
+    """Return the text of a Python module with a mesh and a function `reshard` of an array.
 
     Args:
-        program: its steps, in order, become collectives.
-        dtype: not written; the function takes arrays of any.
+        program: whose steps become collectives.
+        dtype: ignored; the function takes arrays of any dtype.
 
     Raises:
         NotationError: a step that JAX cannot express, or shards of different sizes.
@@ -92,13 +92,13 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
     _check_specs(program, specs)
     whole = WholeAxes(specs[0].mesh, specs, _SYSTEM)
     specs = tuple(map(whole.spec, specs))
-    # Contributions are indexed by an additional first dimension; each device has one index of it.
+    # Contributions are indexed by an additional first dimension, of length 1 on each device.
     lines = ["x = x[0]"] if specs[0].partial_axes else []
     tables: list[str] = []
     for number, step in enumerate(program.steps, 1):
-        made, texts = _write_numbered(number, step, specs[number - 1], specs[number], whole)
+        step_tables, texts = _write_numbered(number, step, specs[number - 1], specs[number], whole)
         lines += [f"# {step}: to `{step.target}`", *texts]
-        tables += made
+        tables += step_tables
     if specs[-1].partial_axes:
         lines.append("x = x[None]")
     mesh = whole.mesh
@@ -137,7 +137,7 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
 
 
 def _check_specs(program: Program, specs: Sequence[ShardingSpec]) -> None:
-    """Raises NotationError where shardings have several meshes or cuts that JAX lacks."""
+    """Raise NotationError for shardings over several meshes, or with shards that JAX lacks."""
     for number, spec in enumerate(specs):
         where = f"step {number}, {program.steps[number - 1]}," if number else "the source"
         if spec.mesh is not specs[0].mesh:
@@ -151,11 +151,11 @@ def _check_specs(program: Program, specs: Sequence[ShardingSpec]) -> None:
 def _write_numbered(
     number: int, step: Step, before: ShardingSpec, after: ShardingSpec, whole: WholeAxes
 ) -> tuple[list[str], list[str]]:
-    """The tables of a step and its lines. Raises NotationError for a step that JAX lacks."""
+    """Return the tables and the lines of a step. Raises NotationError for a step that JAX lacks."""
     if isinstance(step, Exchange):
         raise NotationError(
             f"step {number}, {step}, cannot be expressed in JAX: it sends messages of any "
-            "size between any of all ranks; JAX has collectives of groups alone"
+            "size between any ranks; JAX only has collectives of groups"
         )
     try:
         texts = _write_step(step, before, after)
@@ -177,7 +177,7 @@ def _write_numbered(
 
 
 def padded_shape(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the array that JAX has for a tensor: as long as its shards together.
+    """Return the shape of JAX's array of a tensor: as long as its shards together.
 
     >>> from reshard import DeviceMesh
     >>> from reshard.sharding import spec
@@ -188,12 +188,12 @@ def padded_shape(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _explain_padding(specs: tuple[ShardingSpec, ...], shape: tuple[int, ...]) -> list[str]:
-    given, made = padded_shape(specs[0], shape), padded_shape(specs[-1], shape)
-    if given == made == shape:
+    before, after = padded_shape(specs[0], shape), padded_shape(specs[-1], shape)
+    if before == after == shape:
         return []
     return [
         f"# A tensor of shape {shape}, whose shards are not of one size: `reshard` takes an array",
-        f"# of shape {given} and returns one of shape {made}. What is behind the tensor's own",
+        f"# of shape {before} and returns one of shape {after}. What is behind the tensor's own",
         "# elements along a dimension is padding, of any value.",
     ]
 
@@ -203,7 +203,7 @@ def _list_names(axes: Iterable[Axis]) -> str:
 
 
 def _write_entries(spec: ShardingSpec) -> str:
-    """The `PartitionSpec` of a sharding, contributions in front."""
+    """Return the `PartitionSpec` of a sharding, with the contributions first."""
     dims = [dim.axes for dim in spec.dim_specs]
     if spec.partial_axes:
         dims = [spec.partial_axes, *dims]
@@ -211,42 +211,42 @@ def _write_entries(spec: ShardingSpec) -> str:
 
 
 def _write_step(step: Step, before: ShardingSpec, after: ShardingSpec) -> list[str] | None:
-    """The lines of a step that is one of JAX's collectives; None where it takes tables."""
+    """Return the lines of a step that is a collective of JAX, or None if it needs tables."""
     if isinstance(step, AllReduce):
         return [_write_all_reduce(before, after)]
     if isinstance(step, Permute):
         if ceil_shape(before, step.shape) != ceil_shape(after, step.shape):
             return None
-        place = {rank: number for number, rank in enumerate(before.mesh.devices)}
-        pairs = [(place[a], place[b]) for a, b in step.pairs]
+        index = {rank: number for number, rank in enumerate(before.mesh.devices)}
+        pairs = [(index[a], index[b]) for a, b in step.pairs]
         return [f"x = lax.ppermute(x, {before.mesh.axis_names}, {pairs})"]
     if isinstance(step, AllToAll):
         return _write_all_to_all(step, before, after)
     if not isinstance(step, AllGather | Slice | ReduceScatter):
         return None
-    found: list[str] = []
-    # `long` has axes behind those of `short`: a gather removes them, the others add them.
+    lines: list[str] = []
+    # The axes of `short` are a prefix of those of `long`: a gather removes axes, the others add.
     short, long = (after, before) if isinstance(step, AllGather) else (before, after)
     for dim in range(len(step.shape)):
         axes = axes_dropped(short, long, dim)
         if axes and not lines_up(short, long, step.shape, dim):
             return None
         if axes and isinstance(step, AllGather):
-            found.append(f"x = lax.all_gather(x, {_list_names(axes)}, axis={dim}, tiled=True)")
-            found += _write_cut(short, long, step.shape, dim)
+            lines.append(f"x = lax.all_gather(x, {_list_names(axes)}, axis={dim}, tiled=True)")
+            lines += _write_cut(short, long, step.shape, dim)
         elif axes:
-            found += _write_padding(short, long, step.shape, dim)
+            lines += _write_padding(short, long, step.shape, dim)
             length = part_length(long, step.shape, dim)
             if isinstance(step, Slice):
                 start = f"lax.axis_index({_list_names(axes)}) * {length}"
-                found.append(f"x = lax.dynamic_slice_in_dim(x, {start}, {length}, axis={dim})")
+                lines.append(f"x = lax.dynamic_slice_in_dim(x, {start}, {length}, axis={dim})")
             else:
-                found += _write_scatter(axes, before, dim)
-    return found
+                lines += _write_scatter(axes, before, dim)
+    return lines
 
 
 def _count_excess(short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], dim: int) -> int:
-    """How much longer the parts of `long` are together than the one of `short` that they make."""
+    """Count by how much the parts of `long` together exceed the part of `short` they form."""
     count = parts_of(long, dim) // parts_of(short, dim)
     return count * part_length(long, shape, dim) - part_length(short, shape, dim)
 
@@ -270,7 +270,7 @@ def _write_cut(
 def _write_all_to_all(step: Step, before: ShardingSpec, after: ShardingSpec) -> list[str] | None:
     giver, taker = step.dims
     axes = axes_dropped(after, before, giver)
-    # Tables where the axes change their order on the way.
+    # A step that changes the order of its axes needs tables.
     if axes != axes_dropped(before, after, taker):
         return None
     ends = ((after, before, giver), (before, after, taker))
@@ -287,7 +287,7 @@ def _write_all_to_all(step: Step, before: ShardingSpec, after: ShardingSpec) -> 
 def _write_all_reduce(before: ShardingSpec, after: ShardingSpec) -> str:
     axes = _list_names(axis for axis in before.partial_axes if axis not in after.partial_axes)
     reduction = before.reduction or "sum"
-    # JAX has no reduction for products.
+    # JAX has no collective for products.
     if reduction == "product":
         return f"x = jnp.prod(lax.all_gather(x, {axes}), axis=0, dtype=x.dtype)"
     return f"x = lax.{_REDUCTIONS[reduction]}(x, {axes})"
@@ -299,7 +299,7 @@ def _write_scatter(axes: tuple[Axis, ...], before: ShardingSpec, dim: int) -> li
         return [
             f"x = lax.psum_scatter(x, {_list_names(axes)}, scatter_dimension={dim}, tiled=True)"
         ]
-    # JAX scatters sums alone: here parts are exchanged, and each device combines its own.
+    # JAX only scatters sums: otherwise parts are exchanged, and each device combines its own.
     count = math.prod(map(before.mesh.axis_size, axes))
     return [
         f"pieces = jnp.stack(jnp.split(x, {count}, axis={dim}))",
@@ -309,37 +309,36 @@ def _write_scatter(axes: tuple[Axis, ...], before: ShardingSpec, dim: int) -> li
 
 
 def _write_tables(number: int, step: Step, before: ShardingSpec) -> list[str]:
-    """Where each piece begins in the sender's shard and in the receiver's, and its sizes.
+    """Return tables of the offsets of pieces in the shards of senders and receivers, and sizes.
 
-    Of shape `(devices, group, dims)`; sizes of 0 for no piece.
+    Tables have shape `(devices, group, dims)`; sizes are 0 for no piece.
     """
     mesh, ndim = before.mesh, len(step.shape)
-    place = {rank: position for position, rank in enumerate(mesh.devices)}
-    # Of shape `(devices, group, dims)`.
+    index = {rank: number for number, rank in enumerate(mesh.devices)}
     send, receive, sizes = (
         np.zeros((mesh.size, len(step.groups[0]), ndim), dtype=int) for _ in range(3)
     )
     for group in step.groups:
-        held, wanted = (
+        held, needed = (
             {rank: box for rank in group for box in layout.boxes(rank)}
             for layout in (step.source_layout, step.target_layout)
         )
         for to, receiver in enumerate(group):
             taken = set()
-            # A rank takes from itself what it can, and from one of several that hold the same.
+            # A rank is its own first source; of ranks with equal boxes, the first is a source.
             for sender in sorted(group, key=receiver.__ne__):
-                if sender not in held or receiver not in wanted or held[sender] in taken:
+                if sender not in held or receiver not in needed or held[sender] in taken:
                     continue
-                box, goal = held[sender], wanted[receiver]
+                box, goal = held[sender], needed[receiver]
                 low = np.maximum(box.start, goal.start)
                 high = np.minimum(box.stop, goal.stop)
                 if (low >= high).any():
                     continue
                 taken.add(box)
-                send[place[sender], to] = low - box.start
-                receive[place[receiver], group.index(sender)] = low - goal.start
-                sizes[place[receiver], group.index(sender)] = high - low
-    # JAX's all-to-all is dense: all pieces get the size of the largest.
+                send[index[sender], to] = low - box.start
+                receive[index[receiver], group.index(sender)] = low - goal.start
+                sizes[index[receiver], group.index(sender)] = high - low
+    # JAX's all-to-all is dense: all pieces have the size of the largest.
     piece = tuple(sizes.max(axis=(0, 1)).tolist())
     return [
         f"piece_{number} = {piece}",
@@ -352,12 +351,12 @@ def _write_tables(number: int, step: Step, before: ShardingSpec) -> list[str]:
 def _write_joint(
     number: int, step: Step, before: ShardingSpec, after: ShardingSpec, axes: Sequence[str]
 ) -> list[str]:
-    """Every device sends windows as large as the largest piece; what is behind a piece is left.
+    """Return lines in which every device sends windows as large as the largest piece.
 
-    Shards are padded by a window, for a window that reached over the end would be moved back.
+    Shards are padded by a window, because JAX shifts a window that extends beyond the end.
     """
     local = ceil_shape(after, step.shape)
-    # Where a window holds the piece, and not what lies behind it.
+    # The mask of the piece within its window.
     within = " & ".join(
         f"(lax.broadcasted_iota(int, piece_{number}, {dim}) < size[{dim}])"
         for dim in range(len(local))
@@ -365,12 +364,12 @@ def _write_joint(
     end = ", ".join(f":{size}" for size in local)
     return [
         f"here = lax.axis_index({before.mesh.axis_names})",
-        # Room behind the shard: dynamic_slice moves a window that would reach over the end.
+        # dynamic_slice shifts a window that would extend beyond the end.
         f"x = jnp.pad(x, [(0, size) for size in piece_{number}])",
         f"cut = functools.partial(lax.dynamic_slice, slice_sizes=piece_{number})",
         f"pieces = jnp.stack([cut(x, list(start)) for start in jnp.asarray(send_{number})[here]])",
         f"pieces = lax.all_to_all(pieces, {tuple(axes)}, 0, 0, tiled=True)",
-        # Likewise for dynamic_update_slice.
+        # dynamic_update_slice shifts it, too.
         f"x = jnp.zeros([a + b for a, b in zip({local}, piece_{number})], x.dtype)",
         f"places = jnp.asarray(receive_{number})[here], jnp.asarray(sizes_{number})[here]",
         "for piece, start, size in zip(pieces, *places):",

@@ -1,6 +1,4 @@
-"""MLIR's names of element types, which Shardy and the `shard` dialect share.
-
-A module of MLIR's `shard` dialect as a value: its grids, one function, its operations.
+"""A program as a module of MLIR's `shard` dialect.
 
 ::
 
@@ -14,31 +12,24 @@ A module of MLIR's `shard` dialect as a value: its grids, one function, its oper
             : tensor<2x6xi8> -> tensor<6x2xi8>
         ...
 
-Every process of a grid runs the function. A tensor is global up to the cast that follows its
-sharding, and a process's own from there on; so MLIR's own partitioning has it.
-
-Operations of one syntax are one class here; `kind` is the word that stands for them in the text.
-
-Source: the LLVM project, `mlir/include/mlir/Dialect/Shard/IR/ShardOps.td` and
-`mlir/test/Dialect/Shard/*.mlir`.
-
-A program as a module of MLIR's `shard` dialect.
-
-::
+Every process of a grid runs the function. As in MLIR's own partitioning, a tensor is global up to
+the cast that follows its sharding, and local to the process from there on. A `ShardModule` is such
+a module as a value: operations with the same syntax are a class, and `kind` is their word in the
+text. Steps become operations::
 
     slice             shard.all_slice
     all-gather        shard.all_gather
     all-to-all        shard.all_to_all
-    permute           shard.send and shard.recv, to and from the process that a table says
+    permute           shard.send and shard.recv, to and from the process in a table
     reduce-scatter    shard.reduce_scatter
     all-reduce        shard.all_reduce
 
-A dimension that is not divisible by its axes is sharded by ceil, with padding: every process has
-a shard as large as the first one. A tensor is copied into a longer one before it is sliced
+A dimension that its axes do not divide is sharded by ceil, with padding: every process has a shard
+as large as the first. A tensor is copied into a longer one before it is sliced
 (`tensor.insert_slice`), and truncated after it is gathered (`tensor.extract_slice`). The dialect
-has whole mesh axes, so an axis of which a part is used becomes two axes of the grid. Its
-shardings have no partial axes: a contribution is written as an ordinary shard, and only the
-reductions show that it is one.
+has whole mesh axes, so an axis of which a part is used becomes two axes of the grid. Its shardings
+have no partial axes: a contribution is written as an ordinary shard, and only the reductions show
+that it is partial.
 
 In a permute every process sends before it receives, also to itself: a send must not block until
 its receiver is ready.
@@ -46,8 +37,8 @@ its receiver is ready.
 The dialect has no all-to-all of several dimensions at once, and no levels in a dimension: such a
 step is refused, with its number. The devices of a grid are always in row-major order.
 
-Source: the LLVM project, `mlir/include/mlir/Dialect/Shard/IR/ShardOps.td`; and the steps of
-`ReshardingSpmdizationDoc.md`.
+Source: the LLVM project, `mlir/include/mlir/Dialect/Shard/IR/ShardOps.td` and
+`mlir/test/Dialect/Shard/*.mlir`; and the steps of `ReshardingSpmdizationDoc.md`.
 """
 
 from __future__ import annotations
@@ -99,11 +90,11 @@ ELEMENTS = {
         for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu", "e3m4", "e4m3")
     },
 }
-"""Our name of a dtype, and MLIR's."""
+"""MLIR's names of element types by our names of dtypes, for the `shard` dialect and Shardy."""
 
 
 def element_text(dtype: DType | str, system: str) -> str:
-    """MLIR's word for a dtype. Raises NotationError where it has none.
+    """Return MLIR's name of a dtype. Raises NotationError if it has none.
 
     >>> element_text("bfloat16", "MLIR")
     'bf16'
@@ -111,12 +102,12 @@ def element_text(dtype: DType | str, system: str) -> str:
     element = as_dtype(dtype).name
     if element not in ELEMENTS:
         raise NotationError(
-            f"{system}'s tensors have no elements of {element!r}; they have {', '.join(ELEMENTS)}"
+            f"{system} has no element type for {element!r}; it has {', '.join(ELEMENTS)}"
         )
     return ELEMENTS[element]
 
 
-# The settings of each collective beside its groups, in the order of the text.
+# The settings of each collective besides its groups, in the order of the text.
 COLLECTIVES: dict[str, tuple[str, ...]] = {
     "all_gather": ("gather_axis",),
     "all_slice": ("slice_axis",),
@@ -126,7 +117,7 @@ COLLECTIVES: dict[str, tuple[str, ...]] = {
 }
 MESSAGES = {"send": "destination", "recv": "source"}
 REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "product": "product", "mean": "average"}
-"""Our name of a reduction, and the dialect's."""
+"""The dialect's names of reductions by ours."""
 
 Numbers = tuple[int, ...]
 
@@ -142,7 +133,7 @@ class TensorType:
         return f"tensor<{''.join(f'{size}x' for size in self.shape)}{self.element}>"
 
     def resized(self, axis: int, size: int) -> TensorType:
-        """The same with another size of one dimension."""
+        """Return the type with another size of a dimension."""
         return TensorType((*self.shape[:axis], size, *self.shape[axis + 1 :]), self.element)
 
 
@@ -164,7 +155,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class ShardingOp:
-    """`shard.sharding`: which axes of a grid cut each dimension."""
+    """`shard.sharding`: the axes of a grid that shard each dimension."""
 
     result: str
     grid: str
@@ -182,7 +173,7 @@ class ShardingOp:
 
 @dataclass(frozen=True)
 class ShardOp:
-    """`shard.shard`: a global tensor has a sharding."""
+    """`shard.shard`: the annotation of a global tensor with a sharding."""
 
     result: str
     operand: str
@@ -209,9 +200,9 @@ class CastOp:
 
 @dataclass(frozen=True)
 class CollectiveOp:
-    """A key of `COLLECTIVES`, within the groups along some axes of a grid.
+    """A collective within the groups along axes of a grid; `kind` is a key of `COLLECTIVES`.
 
-    `settings` are in the order that `COLLECTIVES` has: axes of the tensor, a reduction.
+    `settings` are axes of the tensor and a reduction, in the order of `COLLECTIVES`.
     """
 
     kind: str
@@ -225,7 +216,7 @@ class CollectiveOp:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the settings are called."""
+        """The names of the settings."""
         return COLLECTIVES[self.kind]
 
     def setting(self, name: str) -> int:
@@ -249,7 +240,7 @@ class CollectiveOp:
 
 @dataclass(frozen=True)
 class MessageOp:
-    """`shard.send` or `shard.recv`; `peer` are values, the other's place along `grid_axes`."""
+    """`shard.send` or `shard.recv`; `peer` are values, the peer's coordinates on `grid_axes`."""
 
     kind: str
     result: str
@@ -284,7 +275,7 @@ class ProcessIndexOp:
 
 @dataclass(frozen=True)
 class ConstantOp:
-    """`arith.constant`: numbers, one a process."""
+    """`arith.constant`: a number for each process."""
 
     result: str
     numbers: Numbers
@@ -312,7 +303,7 @@ class ExtractOp:
 
 @dataclass(frozen=True)
 class EmptyOp:
-    """`tensor.empty`: a tensor whose elements may be anything."""
+    """`tensor.empty`: an uninitialized tensor."""
 
     result: str
     type: TensorType
@@ -379,16 +370,14 @@ Operation = ShardingOp | Computed
 
 @dataclass(frozen=True)
 class ShardModule:
-    """Grids, and one function of one tensor.
+    """A module with grids and a function of a tensor.
 
     Args:
-        grids: that the operations name.
-        function: its name.
-        argument: the name of its argument.
-        argument_type: its type.
+        grids: of the operations.
+        function: the name of the function.
+        argument, argument_type: the name and the type of its argument.
         operations: in order.
-        returned: the name of the value that is returned.
-        result_type: its type.
+        returned, result_type: the name and the type of the returned value.
     """
 
     grids: tuple[Grid, ...]
@@ -400,7 +389,7 @@ class ShardModule:
     result_type: TensorType
 
     def grid(self, name: str) -> Grid | None:
-        """The grid of a name."""
+        """Return the grid with a name, or None."""
         return next((grid for grid in self.grids if grid.name == name), None)
 
     def __str__(self) -> str:
@@ -433,10 +422,10 @@ _SYSTEM = "MLIR"
 
 
 def mlir_module(program: Program, dtype: DType | str = "float32") -> str:
-    """The text of a module with a function `reshard` that does what the program does.
+    """Return the text of a module with a function `reshard` that runs a program.
 
     Args:
-        program: its steps, in order, become operations.
+        program: whose steps become operations.
         dtype: of the elements.
 
     Raises:
@@ -456,7 +445,7 @@ tensor<2x6xi8> -> tensor<6x2xi8>
 
 
 def shard_module(program: Program, dtype: DType | str = "float32") -> ShardModule:
-    """The same as a value. Raises NotationError as `mlir_module` does."""
+    """Return the module as a value. Raises NotationError as `mlir_module` does."""
     element = element_text(dtype, _SYSTEM)
     specs = with_own_mesh_names(plain_shardings(program))
     for number, spec in enumerate(specs):
@@ -481,7 +470,7 @@ def shard_module(program: Program, dtype: DType | str = "float32") -> ShardModul
 
 
 class _ModuleWriter:
-    """Operations one after another; `here` is the value that they lead to, and its type."""
+    """A writer of operations; `here` and `type` are the current value and its type."""
 
     def __init__(self, shape: tuple[int, ...], element: str, source: ShardingSpec) -> None:
         self.shape = shape
@@ -494,12 +483,12 @@ class _ModuleWriter:
         self._add_result(CastOp(self.name(), self.here, self.whole, own), own)
 
     def name(self) -> str:
-        """A name for one more value."""
+        """Return the name of a new value."""
         self._count += 1
         return str(self._count)
 
     def add(self, operation: Operation) -> str:
-        """Put an operation behind the others; the name of its result."""
+        """Append an operation, and return the name of its result."""
         self.operations.append(operation)
         return operation.result
 
@@ -508,13 +497,13 @@ class _ModuleWriter:
 
     def _annotate(self, spec: ShardingSpec) -> None:
         lists = tuple(_axis_numbers(spec, dim.axes) for dim in spec.dim_specs)
-        # The dialect has at least one list, also for a scalar's none.
+        # The dialect requires at least one list, even for a scalar.
         sharding = self.add(ShardingOp(self.name(), spec.mesh.name, lists or ((),)))
         self._add_result(ShardOp(self.name(), self.here, sharding, self.whole), self.whole)
 
     def module(self, grids: Iterable[Grid], target: ShardingSpec) -> ShardModule:
-        """The module, with the sharding that was reached."""
-        # Global again, annotated with the sharding that was reached.
+        """Return the module, with the target sharding of its result."""
+        # The result is cast to a global tensor with its sharding.
         self._add_result(CastOp(self.name(), self.here, self.type, self.whole), self.whole)
         self._annotate(target)
         operations = tuple(self.operations)
@@ -522,8 +511,8 @@ class _ModuleWriter:
             tuple(grids), "reshard", "0", self.whole, operations, self.here, self.whole
         )
 
-    def padded(self, dim: int, length: int) -> None:
-        """Make the tensor longer, where it is not as long."""
+    def pad(self, dim: int, length: int) -> None:
+        """Pad a dimension of the tensor to `length`, if it is shorter."""
         if self.type.shape[dim] == length:
             return
         longer = self.type.resized(dim, length)
@@ -532,8 +521,8 @@ class _ModuleWriter:
         operation = InsertSliceOp(self.name(), self.here, empty, start, sizes, self.type, longer)
         self._add_result(operation, longer)
 
-    def cut(self, dim: int, length: int) -> None:
-        """Make the tensor shorter, where it is longer."""
+    def truncate(self, dim: int, length: int) -> None:
+        """Truncate a dimension of the tensor to `length`, if it is longer."""
         if self.type.shape[dim] == length:
             return
         shorter = self.type.resized(dim, length)
@@ -549,7 +538,7 @@ class _ModuleWriter:
         settings: tuple[int | str, ...],
         after: TensorType,
     ) -> None:
-        """One collective within the groups along some axes."""
+        """Append a collective within the groups along `axes`."""
         numbers = _axis_numbers(spec, axes)
         operation = CollectiveOp(
             kind, self.name(), self.here, spec.mesh.name, numbers, settings, self.type, after
@@ -557,7 +546,7 @@ class _ModuleWriter:
         self._add_result(operation, after)
 
     def step(self, step: Step, before: ShardingSpec, after: ShardingSpec) -> None:
-        """The operations of one step. Raises NotationError where there are none."""
+        """Append the operations of a step. Raises NotationError if the dialect has none."""
         reduction = REDUCTIONS[before.reduction or "sum"]
         if isinstance(step, Permute):
             self._permute(step, before, after)
@@ -573,15 +562,15 @@ class _ModuleWriter:
                     longer = self._find_gathered_type(before, axes, dim)
                     self.collective("all_gather", before, axes, (dim,), longer)
                     self._check_lines_up(after, before, dim)
-                    self.cut(dim, part_length(after, self.shape, dim))
+                    self.truncate(dim, part_length(after, self.shape, dim))
         elif isinstance(step, Slice | ReduceScatter):
             for dim in range(len(self.shape)):
                 axes = axes_dropped(before, after, dim)
                 if axes:
                     self._check_lines_up(before, after, dim)
                     length = part_length(after, self.shape, dim)
-                    # The dialect splits evenly: padded until all parts are as long as the first.
-                    self.padded(dim, length * _count_devices(before, axes))
+                    # The dialect splits evenly: all parts are padded to the length of the first.
+                    self.pad(dim, length * _count_devices(before, axes))
                     part = self.type.resized(dim, length)
                     if isinstance(step, Slice):
                         self.collective("all_slice", before, axes, (dim,), part)
@@ -607,24 +596,25 @@ class _ModuleWriter:
         giver, taker = step.dims
         axes = axes_dropped(after, before, giver)
         if axes != axes_dropped(before, after, taker):
-            raise NotationError("its axes change their order on the way; its axes must keep theirs")
+            raise NotationError("it changes the order of its axes; the order must be kept")
         self._check_lines_up(after, before, giver)
         self._check_lines_up(before, after, taker)
         length = part_length(after, self.shape, taker)
-        self.padded(taker, length * _count_devices(before, axes))
+        self.pad(taker, length * _count_devices(before, axes))
         moved = self._find_gathered_type(before, axes, giver).resized(taker, length)
         self.collective("all_to_all", before, axes, (taker, giver), moved)
-        self.cut(giver, part_length(after, self.shape, giver))
+        self.truncate(giver, part_length(after, self.shape, giver))
 
     def _permute(self, step: Permute, before: ShardingSpec, after: ShardingSpec) -> None:
-        """Every process sends its shard to one other, or to itself, and receives one."""
+        """Append messages in which every process sends its shard, and receives another."""
         if ceil_shape(after, self.shape) != self.type.shape:
             raise NotationError(
-                f"`{after}` has shards of another shape than `{before}`, whose shards it takes"
+                f"the shards of `{after}` have another shape than those of `{before}`; a permute "
+                "needs equal shards"
             )
         grid = before.mesh.shape
         source, target = np.array(sorted(step.pairs, key=lambda pair: pair[1])).T
-        # Where each process's shard goes, and where its new one comes from: `(axes, processes)`.
+        # The coordinates of each process's receiver and sender: `(axes, processes)`.
         to = np.array(np.unravel_index(np.argsort(source), grid))
         back = np.array(np.unravel_index(source, grid))
         own = np.array(np.unravel_index(target, grid))
@@ -633,10 +623,10 @@ class _ModuleWriter:
             return
         process = self.add(ProcessIndexOp(self.name(), before.mesh.name))
         # Each process looks up its peer, axis by axis, in a table of all processes.
-        for kind, places in (("send", to), ("recv", back)):
+        for kind, coordinates in (("send", to), ("recv", back)):
             peer = []
             for axis in axes:
-                table = self.add(ConstantOp(self.name(), tuple(places[axis].tolist())))
+                table = self.add(ConstantOp(self.name(), tuple(coordinates[axis].tolist())))
                 peer.append(self.add(ExtractOp(self.name(), table, process, before.mesh.size)))
             operation = MessageOp(
                 kind,

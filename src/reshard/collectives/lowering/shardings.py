@@ -1,33 +1,29 @@
-"""The shardings that a program passes, over as few meshes and in as few words as possible.
+"""The shardings of a program in a form that other systems can express.
 
-Other systems tie an operation to one mesh. Where the meshes of source and target have axes that
-agree, all are written over the source's. A sharding that cuts nothing is the same over either
-mesh, and is written over its neighbour's. Axes of size 1 and marks for propagation do not change
-where elements are, and are left out.
+Other systems tie an operation to a single mesh. If the axes of the meshes of source and target
+agree, all shardings are written over the source's mesh (`plain_shardings`). A replicated sharding
+is the same over either mesh, and is written over its neighbour's. Axes of size 1 and marks for
+propagation do not affect the location of elements, and are left out.
 
-A mesh cut into whole axes, so that no sharding of a program uses a part of one.
-
-JAX and MLIR have whole mesh axes only. An axis of which a part is used is split there; the
-device grid has more axes then, and the same devices in the same order::
+JAX and MLIR have whole mesh axes only. An axis of which a part is used is split (`WholeAxes`); the
+device grid then has more axes, and the same devices in the same order::
 
     x=8 used as x:(2)2      x:(1)2, x:(2)2, x:(4)2
 
-Shards by ceil, padded to the size of the largest, and the effect of a step on them.
-
-JAX and MLIR give every device of a program an array of one shape. A dimension of length `K` in
-`P` parts has parts of `K ceildiv P`; the last ones have padding after the end of the tensor::
+They also give every device an array of the same shape. A dimension of length `K` in `P` parts has
+parts of `K ceildiv P`; the last ones have padding after the end of the tensor::
 
     10 over x=4     0 1 2 | 3 4 5 | 6 7 8 | 9 . .
 
-Gathered parts may then be longer than the new part, and are truncated. A part may have to be
-padded before it is sliced::
+Gathered parts may then be longer than the new part, and are truncated. A part may have to be padded
+before it is sliced::
 
     10 over x=4 to 10           0 1 2 3 4 5 6 7 8 9 . .     truncated to 10
     10 to 10 over x=4           0 1 2 3 4 5 6 7 8 9         padded to 12
 
-1. If `n` new parts together are as long as the old one, each begins at the right index.
-2. If they are longer, they begin at wrong indices in every old part but the first. Then all of
-   the tensor must be in the first one.
+If `n` new parts together are as long as the old one, each begins at the right index. If they are
+longer, they begin at wrong indices in every old part but the first, and all of the tensor must be
+in the first one (`lines_up`).
 """
 
 from __future__ import annotations
@@ -44,8 +40,7 @@ from reshard.sharding import DimSpec, Level, ShardingSpec
 
 
 def plain_shardings(program: Program) -> tuple[ShardingSpec, ...]:
-    """The shardings before, between and after the steps: one more than there are steps.
-
+    """Return the shardings before, between and after the steps, over as few meshes as possible.
     >>> from reshard import spec
     >>> from reshard.collectives import find_program
     >>> meshes = DeviceMesh.of(x=4), DeviceMesh.of(a=2, b=2)
@@ -59,7 +54,7 @@ def plain_shardings(program: Program) -> tuple[ShardingSpec, ...]:
         mesh = program.source.mesh
         return tuple(_rewrite_on_mesh(spec, mesh, prime_meshes[0]) for spec in specs)
     meshes = [spec.mesh for spec in specs]
-    # An end that every rank holds in full is the same over its neighbour's mesh.
+    # A replicated sharding at an end is the same over the mesh of its neighbour.
     for place, neighbour in ((0, 1), (-1, -2)):
         spec = specs[place]
         if len(specs) > 1 and not spec.partial_axes and not any(d.levels for d in spec.dim_specs):
@@ -74,7 +69,7 @@ def _rewrite_on_mesh(
 ) -> ShardingSpec:
     def here(axes: Iterable[Axis]) -> tuple[Axis, ...]:
         if prime_mesh is None or spec.mesh is mesh:
-            # Axes of size 1 cut nothing.
+            # Axes of size 1 have no effect.
             return tuple(axis for axis in axes if spec.mesh.axis_size(axis) > 1)
         return prime_mesh.axes(prime_mesh.primes_of(axes, spec.mesh), mesh)
 
@@ -86,7 +81,7 @@ def _rewrite_on_mesh(
 
 
 def with_own_mesh_names(specs: Sequence[ShardingSpec]) -> list[ShardingSpec]:
-    """The shardings, a second mesh of the same name called by another one."""
+    """Return the shardings, with a second mesh of the same name renamed."""
     names: dict[DeviceMesh, DeviceMesh] = {}
     for mesh in dict.fromkeys(spec.mesh for spec in specs):
         name, taken = mesh.name, {known.name for known in names.values()}
@@ -106,23 +101,23 @@ def with_own_mesh_names(specs: Sequence[ShardingSpec]) -> list[ShardingSpec]:
     ]
 
 
-def axes_behind(
-    mesh: DeviceMesh, front: Iterable[Axis], whole: Iterable[Axis]
+def remove_prefix(
+    mesh: DeviceMesh, prefix: Iterable[Axis], axes: Iterable[Axis]
 ) -> tuple[Axis, ...] | None:
-    """What is left of `whole` behind `front`; None where it does not begin with that.
+    """Return the rest of `axes` after `prefix`, or None if they do not begin with it.
 
     >>> mesh = DeviceMesh.of(x=4, y=2)
-    >>> axes_behind(mesh, [Axis("x", 1, 2)], [Axis("x"), Axis("y")])
+    >>> remove_prefix(mesh, [Axis("x", 1, 2)], [Axis("x"), Axis("y")])
     (x:(2)2, y)
-    >>> axes_behind(mesh, [Axis("y")], [Axis("x"), Axis("y")]) is None
+    >>> remove_prefix(mesh, [Axis("y")], [Axis("x"), Axis("y")]) is None
     True
     """
-    left = list(whole)
-    for axis in front:
+    left = list(axes)
+    for axis in prefix:
         size = mesh.axis_size(axis)
         if not left or (left[0].name, left[0].pre) != (axis.name, axis.pre):
             return None
-        # `axis` is the major part of what comes next: the rest of that is left over.
+        # `axis` is the major part of the next axis, of which the minor part remains.
         over, rest = divmod(mesh.axis_size(left[0]), size)
         if rest or not over:
             return None
@@ -131,25 +126,25 @@ def axes_behind(
 
 
 def axes_dropped(short: ShardingSpec, long: ShardingSpec, dim: int) -> tuple[Axis, ...]:
-    """The axes of a dimension that `long` has behind those of `short`.
+    """Return the axes of a dimension of `long` after those of `short`.
 
     Raises:
-        NotationError: axes of `short` that are not the first ones of `long`.
+        NotationError: axes of `short` that are not a prefix of those of `long`.
     """
-    axes = [spec.dim_specs[dim].axes for spec in (short, long)]
-    found = axes_behind(long.mesh, *axes)
-    if found is None:
+    prefix, axes = (spec.dim_specs[dim].axes for spec in (short, long))
+    rest = remove_prefix(long.mesh, prefix, axes)
+    if rest is None:
         raise NotationError(f"the axes of dimension {dim} do not continue those of the other side")
-    return found
+    return rest
 
 
 class WholeAxes:
-    """The axes of the mesh that is written: those of a mesh, split where a part is used.
+    """A mesh whose axes are split so that its shardings use whole axes only.
 
     Args:
         mesh: the mesh of the shardings.
         specs: shardings over it.
-        system: that is written for, for messages.
+        system: the name of the system, for error messages.
 
     Raises:
         NotationError: parts of an axis that do not divide one another.
@@ -164,7 +159,7 @@ class WholeAxes:
     """
 
     def __init__(self, mesh: DeviceMesh, specs: Iterable[ShardingSpec], system: str) -> None:
-        # Each axis is split where any sub-axis that is in use begins or ends.
+        # Each axis is split at the begin and the end of every sub-axis in use.
         cuts = {name: {1, size} for name, size in zip(mesh.axis_names, mesh.shape, strict=True)}
         for spec in specs:
             used = [axis for dim in spec.dim_specs for axis in dim.axes]
@@ -184,9 +179,9 @@ class WholeAxes:
                 )
             for low, high in parts:
                 self._parts.append(Axis(name, low, high // low))
-                # Parts are named by where they begin and end in their axis.
+                # Parts are named by their begin and end in the axis.
                 word = name if len(parts) == 1 else f"{name}_{low}_{high}"
-                # A part must not have the name of another axis.
+                # The name of a part must differ from those of other axes.
                 while len(parts) > 1 and word in cuts:
                     word += "_"
                 self._names[name, low] = word
@@ -194,21 +189,21 @@ class WholeAxes:
         self.mesh = DeviceMesh(mesh.name, sizes, list(self._names.values()), mesh.devices)
 
     def names(self, axes: Iterable[Axis]) -> list[str]:
-        """The names of what axes of the given mesh are made of, major to minor."""
-        found = []
+        """Return the names of the parts of axes of the given mesh, major to minor."""
+        names = []
         for axis in axes:
             end = axis.pre * self._given.axis_size(axis)
-            found += [
+            names += [
                 self._names[part.name, part.pre]
                 for part in self._parts
                 if part.name == axis.name
                 and axis.pre <= part.pre
                 and (part.pre < end or self._given.axis_size(axis) == 1 == part.size)
             ]
-        return found
+        return names
 
     def spec(self, spec: ShardingSpec) -> ShardingSpec:
-        """A sharding over the mesh that is written; every dimension cut by one level."""
+        """Return a sharding over the split mesh, with a single level in each dimension."""
         cuts = [self._axes(dim.axes) for dim in spec.dim_specs]
         dims = [DimSpec([Level(axes)] if axes else []) for axes in cuts]
         partial = self._axes(spec.partial_axes)
@@ -219,17 +214,17 @@ class WholeAxes:
 
 
 def parts_of(spec: ShardingSpec, dim: int) -> int:
-    """Into how many parts a dimension is cut."""
+    """Count the parts of a dimension."""
     return math.prod(spec.mesh.axis_size(axis) for axis in spec.dim_specs[dim].axes)
 
 
 def part_length(spec: ShardingSpec, shape: tuple[int, ...], dim: int) -> int:
-    """Elements along a dimension of the largest shard."""
+    """Return the length of a dimension of the largest shard."""
     return -(-shape[dim] // parts_of(spec, dim))
 
 
 def ceil_shape(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the largest shard, which every device has.
+    """Return the shape of the largest shard, which every device has.
 
     >>> from reshard import DeviceMesh
     >>> from reshard.sharding import spec
@@ -240,18 +235,17 @@ def ceil_shape(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_ceil(where: str, system: str, spec: ShardingSpec, shape: tuple[int, ...]) -> None:
-    """Raise NotationError for a sharding that has other shards than one cut by ceil gives.
+    """Raise NotationError for a sharding with other shards than a single level by ceil.
 
-    Levels are one cut where the sizes divide.
+    Several levels are equal to a single one if the sizes divide.
     """
     for dim, cut in enumerate(spec.dim_specs):
-        # Levels that divide evenly cut as one level of all their axes does.
         is_flat = len(cut.levels) < 2 or shape[dim] % parts_of(spec, dim) == 0
         if not is_flat or spec.only or any(not level.rule.is_default for level in cut.levels):
             raise NotationError(
-                f"{where} cannot be expressed in {system}: `{spec}` has other shards of shape "
-                f"{list(shape)} than blocks in order, each as long as the first; {system} has "
-                "those alone"
+                f"{where} cannot be expressed in {system}: `{spec}` does not shard shape "
+                f"{list(shape)} into blocks in order, each as long as the first; {system} has no "
+                "other shards"
             )
     if not math.prod(shape):
         raise NotationError(
@@ -261,9 +255,9 @@ def check_ceil(where: str, system: str, spec: ShardingSpec, shape: tuple[int, ..
 
 
 def lines_up(short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], dim: int) -> bool:
-    """Whether the parts of `long` begin in those of `short` where padded shards have them.
+    """Return whether the parts of `long` are at the same offsets in padded parts of `short`.
 
-    `long` cuts the dimension by more axes.
+    `long` shards the dimension by more axes than `short`.
 
     >>> from reshard import DeviceMesh
     >>> from reshard.sharding import spec

@@ -1,4 +1,4 @@
-"""A program as operations of Shardy, the partitioner of XLA: a module that its parser verifies.
+"""A program as a module of Shardy, the partitioner of XLA.
 
 ::
 
@@ -9,9 +9,9 @@
     reduce-scatter    sdy.reduce_scatter [{"y"}, {}] %0 out_sharding=<@mesh, [{"x", "y"}, {}]>
     all-reduce        sdy.all_reduce {"y"} %0 out_sharding=<@mesh, [{"x"}, {}]>
 
-A tensor has its global shape all along; the shardings say what each device holds. Shardy has no
-joint all-to-all (its all-to-all with several moves allows each dimension in one of them), no
-levels in a dimension, and no reduction but the sum: such a step is refused by its number.
+Tensors keep their global shape; shardings define the shards of devices. Shardy has no joint
+all-to-all (its all-to-all with several moves allows each dimension in one of them only), no levels
+in a dimension, and no reduction but the sum: such a step is refused, with its number.
 
 Source: the Shardy project, `shardy/dialect/sdy/ir/ops.td`.
 """
@@ -43,19 +43,19 @@ from reshard.notation.parsing import Vocabulary, in_mesh_order, symbol_text
 from reshard.notation.shardy import shardy_mesh_text, shardy_text
 from reshard.sharding import ShardingSpec
 
-# The operations add contributions up, whatever an attribute could say of other reductions.
+# The operations sum contributions; attributes for other reductions have no effect.
 _SUMS = Vocabulary("Shardy", reductions=("sum",), has_sub_axes=True)
 
 
 def shardy_module(
     program: Program, dtype: DType | str = "float32", function: str = "reshard"
 ) -> str:
-    """The module with a function that does what the program does.
+    """Return the text of a module with a function that runs a program.
 
     Args:
-        program: its steps, in order, become operations.
+        program: whose steps become operations.
         dtype: of the elements.
-        function: its name.
+        function: the name of the function.
 
     Raises:
         NotationError: a step, a mesh, a sharding or a dtype that Shardy cannot express.
@@ -98,22 +98,22 @@ def shardy_module(
 
 
 def _write_operation(step: Step, before: ShardingSpec, after: ShardingSpec) -> str:
-    """The operation and its axes. Raises NotationError where there is none."""
-    one, other = before.mesh, after.mesh
+    """Return the operation and its axes. Raises NotationError if Shardy has none."""
+    mesh, target_mesh = before.mesh, after.mesh
     if isinstance(step, Permute):
-        if (one.shape, one.axis_names) != (other.shape, other.axis_names):
+        if (mesh.shape, mesh.axis_names) != (target_mesh.shape, target_mesh.axis_names):
             raise NotationError(
-                f"its meshes {one.text} and {other.text} have different axes; describe both sides "
-                "over one of them"
+                f"its meshes {mesh.text} and {target_mesh.text} have different axes; describe both "
+                "sides over one of them"
             )
         return "collective_permute"
-    if one is not other:
+    if mesh is not target_mesh:
         raise NotationError(
-            f"the meshes {one.text} and {other.text} have other devices or axes, which only a "
-            "permute may have; describe both sides over one of them"
+            f"the meshes {mesh.text} and {target_mesh.text} have other devices or axes, which only "
+            "a permute may have; describe both sides over one of them"
         )
     if isinstance(step, AllReduce):
-        reduced = _join_axes(one, in_mesh_order(one, step.axes))
+        reduced = _join_axes(mesh, in_mesh_order(mesh, step.axes))
         return f"all_reduce {_write_axes(reduced)}"
     if isinstance(step, Slice | ReduceScatter):
         word = "all_slice" if isinstance(step, Slice) else "reduce_scatter"
@@ -122,11 +122,11 @@ def _write_operation(step: Step, before: ShardingSpec, after: ShardingSpec) -> s
         return f"all_gather {_write_axis_lists(after, before)}"
     if isinstance(step, AllToAll):
         giver, taker = step.dims
-        # Shardy's operation leaves the axes that it moves in their order.
-        given = axes_dropped(after, before, giver)
-        if given == axes_dropped(before, after, taker):
-            return f"all_to_all [{_write_axes(given)}: {giver}->{taker}]"
-        raise NotationError("its axes change their order on the way; its axes must keep theirs")
+        # Shardy's operation keeps the order of the axes that it moves.
+        moved = axes_dropped(after, before, giver)
+        if moved == axes_dropped(before, after, taker):
+            return f"all_to_all [{_write_axes(moved)}: {giver}->{taker}]"
+        raise NotationError("it changes the order of its axes; the order must be kept")
     raise NotationError(
         "it has slices, gathers, all-to-alls between two dimensions, permutes and reductions; "
         "take a program of those: --steps classical, or steps='classical' in find_program"
@@ -134,7 +134,7 @@ def _write_operation(step: Step, before: ShardingSpec, after: ShardingSpec) -> s
 
 
 def _join_axes(mesh: DeviceMesh, axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Axes with those that follow one another joined, whole ones by their names."""
+    """Join adjacent axes, and name whole axes without their parts."""
     return ShardingSpec(mesh, [], partial_axes=axes).partial_axes
 
 

@@ -1,33 +1,17 @@
-"""A table of all shardings over the same prime axes.
-
-It has what they hold of the target, what they share with another sharding, and their largest
-shards, counted together, since an exact search asks for all.
-
-1. The prime axes are assigned to the dimensions in every way, and ordered in every way.
-2. The part that each rank has of a dimension is found once for each order, and looked up.
-3. What two shardings share is a product over dimensions, summed over ranks.
-
-The problem of a search over whole axes, not their prime parts: small for a large mesh.
-
-A mesh of 8x8x4 has three axes and eight prime parts; of the parts there are so many shardings
-that a search may have to give up. Of the axes, or the parts of them that the source and the target
-use, there are few. The cheapest program over these is one over the parts too, not always the
-cheapest one::
-
-    prime mesh x=8  ->  0: x:(1)2   1: x:(2)2   2: x:(4)2         y=4  ->  3, 4
-    whole      x=8  ->  0: x                                      y=4  ->  1
-
-The exact search for the cheapest program: A* over all shardings of the axes' prime factors.
+"""The exact search for the cheapest program: A* over all shardings of the axes' prime factors.
 
 1. A state is a sharding. An edge is a legal step; its cost is the number of elements that arrive.
-2. The queue is ordered by the cost so far plus a lower bound on what must still arrive. The bound
-   is exact where one exchange suffices, and never too high, so the first time the target is taken
-   from the queue, its path is the cheapest.
-3. One rearrangement of the same axes reaches every state that two reach, at no higher cost, so
-   no rearrangement follows another.
-4. The constructive search gives an upper bound: paths that cannot cost less are dropped.
+2. The queue is ordered by the cost so far plus a lower bound on the elements that must still
+   arrive. The bound is exact if a single exchange suffices, and never too high, so the first path
+   that takes the target from the queue is the cheapest.
+3. A single rearrangement of the same axes reaches every state that two reach, at no higher cost, so
+   no rearrangement follows another. The states with the same axes are enumerated in a `StateTable`,
+   which counts their elements together.
+4. The constructive search gives an upper bound; paths that cannot cost less are pruned.
+5. Without rearrangements (`steps="classical"`) the upper bound comes from a search over whole axes
+   (`AxisProblem`), of which there are few.
 
-The work is limited, and counted in comparisons of boxes, not in time, so every rank stops at the
+The work is limited, and measured in comparisons of boxes, not in time, so every rank stops at the
 same state. A search that stops early returns the best program that it has found, without a proof.
 
 Source of the method: Hart, Nilsson, Raphael, "A formal basis for the heuristic determination of
@@ -54,8 +38,8 @@ from reshard.collectives.search.states import (
     RankBoxes,
     Space,
     State,
+    drop_minor_axis,
     flatten_cut,
-    shorter,
 )
 from reshard.collectives.search.transitions import (
     Path,
@@ -67,12 +51,17 @@ from reshard.collectives.search.transitions import (
 )
 from reshard.runs import IntArray
 
-# Rank boxes that are compared at a time, so that memory stays small.
+# Rank boxes that are compared at a time, to limit memory.
 AT_A_TIME = 1 << 18
 
 
 class StateTable:
-    """The shardings of one prime mesh over one set of prime axes that fit into memory."""
+    """The shardings over a set of prime axes of a prime mesh that fit into memory, with counts.
+
+    1. The prime axes are assigned to the dimensions in every way, and ordered in every way.
+    2. The part of each rank is computed once for each order in each dimension.
+    3. The elements that two shardings share are a product over dimensions, summed over ranks.
+    """
 
     def __init__(self, problem: Problem, prime_mesh: int, used: frozenset[int]) -> None:
         space = problem.space
@@ -89,21 +78,21 @@ class StateTable:
                     self.cuts[dim] += find_cuts(problem, dim, chosen)
                     by_primes[dim][frozenset(chosen)] = np.arange(begin, len(self.cuts[dim]))
         rows = []
-        # All ways to give the axes to dimensions, and for each, all combinations of their cuts.
+        # All assignments of axes to dimensions, and for each, all combinations of their cuts.
         for assigned in _assign_to_dims(used, len(space.shape)):
             grid = np.meshgrid(
                 *(by_primes[d][primes] for d, primes in enumerate(assigned)), indexing="ij"
             )
             rows.append(np.array([column.reshape(-1) for column in grid], dtype=np.int64))
-        # Of shape `(dims, states)`: which of `cuts` each state has in each dimension.
+        # The index in `cuts` of each state in each dimension, shape `(dims, states)`.
         self.ids: IntArray = np.concatenate(rows, axis=1)
         pairs = [
             [space.intervals(prime_mesh, space.shape[d], cut) for cut in self.cuts[d]] for d in dims
         ]
-        # Per dimension, shape `(cuts, ranks)`.
+        # For each dimension, shape `(cuts, ranks)`.
         self.low = [np.array([low for low, _ in column]) for column in pairs]
         self.high = [np.array([high for _, high in column]) for column in pairs]
-        # The rank at the first place along every axis has the largest part of each dimension.
+        # The first rank along every axis has the largest part of each dimension.
         first = space.ranks.index(space.prime_meshes[prime_mesh].mesh.devices[0])
         largest = math.prod(
             (high - low)[:, first][ids]
@@ -117,7 +106,7 @@ class StateTable:
         return int(self.ids.shape[1])
 
     def shared(self, state: State) -> IntArray:
-        """Elements that ranks hold both here and under a state: shape `(shardings,)`."""
+        """Count the elements that each sharding shares with a state: shape `(shardings,)`."""
         return self._count_shared(self.problem.space.boxes(state))
 
     def _count_shared(self, boxes: RankBoxes | None) -> IntArray:
@@ -127,9 +116,9 @@ class StateTable:
             if boxes is not None:
                 low = np.maximum(low, boxes.low[d])
                 high = np.minimum(high, boxes.high[d])
-            # Of each dimension, shape `(cuts, ranks)`: how many indices are shared.
+            # The shared indices of each dimension, shape `(cuts, ranks)`.
             columns.append(np.maximum(high - low, 0))
-        # So many states at a time that their products with all ranks stay in little memory.
+        # The number of states at a time, limited so that products with all ranks stay small.
         width = max(1, AT_A_TIME // ranks)
         parts = []
         for begin in range(0, len(self), width):
@@ -140,15 +129,15 @@ class StateTable:
             parts.append(product.sum(axis=1))
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
-    def state(self, number: int, pending: frozenset[int]) -> State:
-        """One of the shardings."""
+    def state(self, number: int, partial: frozenset[int]) -> State:
+        """Return a sharding of the table as a state."""
         chosen = self.ids[:, number].tolist()
         return State(
-            self.prime_mesh, tuple(c[i] for c, i in zip(self.cuts, chosen, strict=True)), pending
+            self.prime_mesh, tuple(c[i] for c, i in zip(self.cuts, chosen, strict=True)), partial
         )
 
     def with_parts(self, parts: tuple[int, ...]) -> IntArray:
-        """The shardings that cut each dimension into so many parts."""
+        """Return the shardings with the given number of parts of each dimension."""
         chosen = np.ones(len(self), dtype=bool)
         for counts, ids, count in zip(self._parts, self.ids, parts, strict=True):
             chosen &= counts[ids] == count
@@ -156,7 +145,7 @@ class StateTable:
 
     @cached_property
     def _parts(self) -> list[IntArray]:
-        """For each dimension, into how many parts each of its cuts cuts it."""
+        """The number of parts of each cut, for each dimension."""
         prime_mesh = self.problem.space.prime_meshes[self.prime_mesh]
         return [
             np.array([math.prod(map(prime_mesh.size, flatten_cut(cut))) for cut in cuts])
@@ -165,37 +154,36 @@ class StateTable:
 
 
 def find_cuts(problem: Problem, dim: int, primes: tuple[int, ...]) -> list[Cut]:
-    """The cuts of a dimension over exactly these prime axes.
+    """Return the cuts of a dimension over exactly these prime axes.
 
-    Flat ones; and where the source or the target has levels, those, shortened, and any others
-    in a level of their own below.
+    They are flat, or begin with levels of the source or the target, with all other axes in a level
+    of their own below.
     """
     if not primes:
         return [()]
-    found: dict[Cut, None] = {(order,): None for order in itertools.permutations(primes)}
+    cuts: dict[Cut, None] = {(order,): None for order in itertools.permutations(primes)}
     for nested in problem.nested_cuts[dim]:
         for count in range(1, len(flatten_cut(nested)) + 1):
-            # The cut begins as one in levels does; axes behind that are a level of their own.
             upper = _take_first(nested, count)
             rest = [prime for prime in primes if prime not in set(flatten_cut(upper))]
             if not set(flatten_cut(upper)) <= set(primes):
                 continue
             lower = itertools.permutations(rest) if rest else [()]
-            found |= {(*upper, order) if order else upper: None for order in lower}
-    return list(found)
+            cuts |= {(*upper, order) if order else upper: None for order in lower}
+    return list(cuts)
 
 
 def _take_first(cut: Cut, count: int) -> Cut:
-    found: list[tuple[int, ...]] = []
+    levels: list[tuple[int, ...]] = []
     for level in cut:
         if count > 0:
-            found.append(level[:count])
+            levels.append(level[:count])
         count -= len(level)
-    return tuple(found)
+    return tuple(levels)
 
 
 def _assign_to_dims(primes: frozenset[int], dims: int) -> Iterator[tuple[frozenset[int], ...]]:
-    """Every way to deal prime axes to dimensions."""
+    """Yield every assignment of prime axes to dimensions."""
     ordered = sorted(primes)
     for where in itertools.product(range(dims), repeat=len(ordered)):
         yield tuple(
@@ -205,7 +193,7 @@ def _assign_to_dims(primes: frozenset[int], dims: int) -> Iterator[tuple[frozens
 
 
 def count_states(primes: int, dims: int) -> int:
-    """How many flat shardings use exactly so many prime axes.
+    """Count the flat shardings that use exactly `primes` prime axes.
 
     >>> count_states(3, 2)
     24
@@ -219,13 +207,20 @@ Unit = tuple[int, ...]
 
 
 class AxisProblem:
-    """A problem over whole axes, and the way back to the parts.
+    """A problem over whole axes instead of their prime parts, which is small for a large mesh.
 
-    >>> from reshard.collectives.search.states import problem_of
+    A mesh of 8x8x4 has three axes and eight prime parts. A search over shardings of the parts may
+    exceed its budget, while there are few shardings of the axes, or of the parts of them that the
+    source and the target use. The cheapest program over these is valid over the parts too, but not
+    always the cheapest there::
+
+        prime mesh x=8  ->  0: x:(1)2   1: x:(2)2   2: x:(4)2         y=4  ->  3, 4
+        whole      x=8  ->  0: x                                      y=4  ->  1
+    >>> from reshard.collectives.search.states import make_problem
     >>> from reshard.mesh import DeviceMesh
     >>> from reshard.sharding import spec
     >>> mesh = DeviceMesh.of(x=8, y=4)
-    >>> fine = problem_of(spec(mesh, "x, y"), spec(mesh, "y, x"), (64, 64), None, "classical")
+    >>> fine = make_problem(spec(mesh, "x, y"), spec(mesh, "y, x"), (64, 64), None, "classical")
     >>> whole = AxisProblem(fine)
     >>> fine.source.cuts, whole.problem.source.cuts
     ((((0, 1, 2),), ((3, 4),)), (((0,),), ((1,),)))
@@ -238,7 +233,7 @@ class AxisProblem:
         self._prime: dict[int, int] = {}
         self._units: dict[int, Unit] = {}
         for fine in problem.space.prime_meshes:
-            # Axes of all meshes are numbered one after another, as prime axes are.
+            # The axes of all meshes are numbered consecutively, as prime axes are.
             first = sum(len(prime_mesh.primes) for prime_mesh in prime_meshes)
             prime_meshes.append(PrimeMesh(fine.mesh, fine.boundaries, first, has_whole_axes=True))
             for prime, unit in zip(prime_meshes[-1].primes, fine.units, strict=True):
@@ -254,36 +249,36 @@ class AxisProblem:
 
     def _join_primes(self, state: State) -> State:
         cuts = tuple(
-            # A level of a sharding is made of whole axes: each stands at its first part.
+            # Levels consist of whole axes: each takes the position of its first part.
             tuple(tuple(dict.fromkeys(self._prime[prime] for prime in level)) for level in cut)
             for cut in state.cuts
         )
         return State(
-            state.prime_mesh, cuts, frozenset(self._prime[prime] for prime in state.pending)
+            state.prime_mesh, cuts, frozenset(self._prime[prime] for prime in state.partial)
         )
 
     def parts(self, state: State) -> State:
-        """A state over whole axes as one over their parts."""
+        """Return a state over whole axes as a state over their parts."""
 
         def cut_of(cut: Cut) -> Cut:
             return tuple(tuple(a for prime in level for a in self._units[prime]) for level in cut)
 
-        pending = frozenset(a for prime in state.pending for a in self._units[prime])
-        return State(state.prime_mesh, tuple(map(cut_of, state.cuts)), pending)
+        partial = frozenset(a for prime in state.partial for a in self._units[prime])
+        return State(state.prime_mesh, tuple(map(cut_of, state.cuts)), partial)
 
 
-# How many boxes of ranks may be compared before the search gives up.
+# The number of rank boxes that may be compared before the search stops.
 DEFAULT_BUDGET = 3_000_000
-# What looking at a state costs beside its boxes.
-LOOKED_AT = 1_000
-# Without joint steps: over whole axes first, for a program to fall back on, then over their parts.
+# The cost of visiting a state, besides its boxes.
+VISIT_COST = 1_000
+# Without joint steps: the budgets over whole axes, for an upper bound, and over their parts.
 AXES_BUDGET = 20_000_000
 CLASSICAL_BUDGET = 40_000_000
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search found: the states, and whether nothing cheaper exists."""
+    """The result of a search: the states, and whether no cheaper path exists."""
 
     path: Path | None
     is_cheapest: bool
@@ -291,11 +286,11 @@ class Outcome:
 
 
 class _OverBudgetError(Exception):
-    """The allowed work is done."""
+    """The budget of work is exhausted."""
 
 
 class _Search:
-    """The steps from a state, within a budget of work."""
+    """The edges of states, within a budget of work."""
 
     def __init__(self, problem: Problem, budget: int) -> None:
         self.problem = problem
@@ -304,7 +299,7 @@ class _Search:
         self._state_tables: dict[tuple[int, frozenset[int]], StateTable] = {}
 
     def spend(self, boxes: int) -> None:
-        self.work += boxes + LOOKED_AT
+        self.work += boxes + VISIT_COST
         if self.work > self.budget:
             raise _OverBudgetError
 
@@ -320,31 +315,31 @@ class _Search:
     def edges(
         self, state: State, limit: int, was_rearranged: bool
     ) -> Iterator[tuple[State, int, bool]]:
-        """States one step on, what the step costs, and whether it was a rearrangement.
+        """Yield the states after a step, the cost of the step, and whether it is a rearrangement.
 
-        `limit` is the most that the step and what must follow it may cost.
+        `limit` is the maximum cost of the step and the lower bound after it.
         """
         problem, space = self.problem, self.problem.space
         prime_mesh = space.prime_meshes[state.prime_mesh]
         ranks = len(space.ranks)
-        # Axes along which ranks hold replicas.
-        free = [a for a in prime_mesh.primes if a not in state.used and a not in state.pending]
+        # The axes along which ranks hold replicas.
+        free = [a for a in prime_mesh.primes if a not in state.used and a not in state.partial]
         # Slices only drop elements, so they cost nothing.
         for after in self._find_slices(state, free):
             yield after, 0, False
         for after in self._find_gathers(state):
             yield after, space.arriving(state, after), False
         # A reduce-scatter into any dimension, or an all-reduce.
-        for prime in sorted(state.pending - problem.target.pending):
-            left = state.pending - {prime}
+        for prime in sorted(state.partial - problem.target.partial):
+            left = state.partial - {prime}
             for after in self._extend_cuts(state, prime):
                 self.spend(ranks)
                 if is_inside(space, after, state):
-                    scattered = after._replace(pending=left)
+                    scattered = after._replace(partial=left)
                     yield scattered, step_cost(problem, state, scattered), False
-            combined = state._replace(pending=left)
+            combined = state._replace(partial=left)
             yield combined, step_cost(problem, state, combined), False
-        # Two rearrangements in a row are one, so that none follows another.
+        # Two consecutive rearrangements are equal to one.
         if problem.steps == JOINT and not was_rearranged and space.shape:
             state_table = self.state_table(state.prime_mesh, state.used)
             for after, cost in self._choose_states(state_table, None, state, limit):
@@ -358,17 +353,16 @@ class _Search:
     ) -> Iterator[tuple[State, int]]:
         problem = self.problem
         self.spend(len(state_table) * len(problem.space.ranks))
-        # What arrives is what ranks hold afterwards, less what they held before.
+        # The elements that arrive are those held after the step, minus those held before.
         cost = state_table.total - state_table.shared(state)
-        left = problem.distance(state)
-        rest = problem.target_total - state_table.shared_with_target
+        remaining = problem.target_total - state_table.shared_with_target
         if problem.contributions_left(state) > 1:
-            rest = np.full_like(rest, left)
-        good = np.flatnonzero(cost + rest <= limit)
+            remaining = np.full_like(remaining, problem.distance(state))
+        within_limit = np.flatnonzero(cost + remaining <= limit)
         if among is not None:
-            good = np.intersect1d(good, among)
-        for number in good.tolist():
-            after = state_table.state(number, state.pending)
+            within_limit = np.intersect1d(within_limit, among)
+        for number in within_limit.tolist():
+            after = state_table.state(number, state.partial)
             if after.cuts != state.cuts or after.prime_mesh != state.prime_mesh:
                 yield after, int(cost[number])
 
@@ -379,23 +373,23 @@ class _Search:
         dims = range(len(space.shape))
         parts = tuple(space.parts(state, dim) for dim in dims)
         count = math.prod(parts)
-        # Contributions lie along axes of one prime mesh, and keep a state there.
-        prime_meshes = range(len(space.prime_meshes)) if not state.pending else [state.prime_mesh]
+        # Contributions are along axes of one prime mesh, so a partial state stays on its mesh.
+        prime_meshes = range(len(space.prime_meshes)) if not state.partial else [state.prime_mesh]
         for number in prime_meshes:
             prime_mesh = space.prime_meshes[number]
-            primes = [prime for prime in prime_mesh.primes if prime not in state.pending]
+            primes = [prime for prime in prime_mesh.primes if prime not in state.partial]
             for size in range(len(primes) + 1):
                 for chosen in itertools.combinations(primes, size):
                     used = frozenset(chosen)
                     same = number == state.prime_mesh and used == state.used
                     if math.prod(map(prime_mesh.size, chosen)) != count:
                         continue
-                    # Another order of the same axes is a rearrangement, found already.
+                    # Another order of the same axes is a rearrangement, which is an edge already.
                     if same and self.problem.steps == JOINT:
                         continue
                     state_table = self.state_table(number, used)
-                    alike = state_table.with_parts(parts)
-                    for after, cost in self._choose_states(state_table, alike, state, limit):
+                    same_parts = state_table.with_parts(parts)
+                    for after, cost in self._choose_states(state_table, same_parts, state, limit):
                         if is_permutation(space, state, after):
                             yield after, cost, False
 
@@ -405,54 +399,51 @@ class _Search:
                 yield _replace_cut(state, dim, longer)
 
     def _find_slices(self, state: State, free: Sequence[int]) -> Iterator[State]:
-        """One dimension cut by one more prime axis, or by several at once where it is uneven.
-
-        Where all free prime axes divide a dimension, many slices are one behind another.
-        """
+        """Yield slices of a dimension by another prime axis, or by several if it is uneven."""
         problem, space = self.problem, self.problem.space
         prime_mesh = space.prime_meshes[state.prime_mesh]
-        most = math.prod(map(prime_mesh.size, free))
+        free_size = math.prod(map(prime_mesh.size, free))
         for dim, length in enumerate(space.shape):
-            # Even parts nest, so one axis at a time reaches every cut. Uneven ones do not: cutting
-            # twice by ceil gives other parts than cutting once.
-            deep = length % (space.parts(state, dim) * most) > 0
-            waiting = [(state.cuts[dim], prime) for prime in free]
-            while waiting:
-                cut, prime = waiting.pop()
+            # Even parts nest, so slicing by one axis at a time reaches every cut. Uneven parts do
+            # not: dividing twice by ceil gives other parts than dividing once.
+            is_uneven = length % (space.parts(state, dim) * free_size) > 0
+            stack = [(state.cuts[dim], prime) for prime in free]
+            while stack:
+                cut, prime = stack.pop()
                 for longer in problem.extensions(dim, cut, prime):
                     after = _replace_cut(state, dim, longer)
                     self.spend(len(space.ranks))
                     if is_inside(space, after, state):
                         yield after
-                    if deep:
-                        held = set(flatten_cut(longer))
-                        waiting += [(longer, other) for other in free if other not in held]
+                    if is_uneven:
+                        used = set(flatten_cut(longer))
+                        stack += [(longer, other) for other in free if other not in used]
 
     def _find_gathers(self, state: State) -> Iterator[State]:
-        """One dimension without its minor prime axis, or without several where it is uneven."""
+        """Yield gathers of a dimension along its minor prime axis, or several if it is uneven."""
         problem, space = self.problem, self.problem.space
         for dim, cut in enumerate(state.cuts):
             rest, dropped = cut, frozenset[int]()
             while rest:
                 dropped |= {rest[-1][-1]}
-                rest = shorter(rest)
+                rest = drop_minor_axis(rest)
                 after = _replace_cut(state, dim, rest)
                 self.spend(len(space.ranks))
                 if problem.fits(after) and is_covered(space, state, after, dropped):
                     yield after
-                # Even parts nest: a gather of several axes is found as several gathers.
+                # Even parts nest: a gather of several axes is several gathers.
                 if space.shape[dim] % space.parts(state, dim) == 0:
                     break
 
     def _find_all_to_alls(self, state: State) -> Iterator[tuple[State, int, bool]]:
-        """All-to-alls from one dimension to another."""
+        """Yield all-to-alls from a dimension to another."""
         problem, space = self.problem, self.problem.space
         for giver, cut in enumerate(state.cuts):
             rest = cut
             moved: tuple[int, ...] = ()
             while rest:
                 moved = (rest[-1][-1], *moved)
-                rest = shorter(rest)
+                rest = drop_minor_axis(rest)
                 for taker in range(len(state.cuts)):
                     if taker == giver:
                         continue
@@ -480,49 +471,53 @@ def _replace_cut(state: State, dim: int, cut: Cut) -> State:
 
 
 def exact_outcome(problem: Problem, budget: int | None = DEFAULT_BUDGET) -> Outcome:
-    """The cheapest path, or the best known when the work allowed is done; None for no limit."""
-    # The program to fall back on, whose cost others must get below.
+    """Return the cheapest path, or the best known one when the budget is exhausted.
+
+    A `budget` of None is no limit.
+    """
+    # The path to fall back on is an upper bound.
     known = constructive_search(problem) if problem.steps == JOINT else _search_whole_axes(problem)
-    bar = math.inf if known is None else path_cost(problem, known)
-    least = problem.distance(problem.source)
-    # No path can be cheaper than the distance.
-    if bar == least:
+    upper_bound = math.inf if known is None else path_cost(problem, known)
+    lower_bound = problem.distance(problem.source)
+    if upper_bound == lower_bound:
         return Outcome(known, True)
     search = _Search(problem, (1 << 62) if budget is None else budget)
     try:
-        found = _run_a_star(search, problem.source, least, bar)
+        cheaper = _run_a_star(search, problem.source, lower_bound, upper_bound)
     except _OverBudgetError:
         return Outcome(known, False, search.work)
-    return Outcome(known if found is None else found, True, search.work)
+    return Outcome(known if cheaper is None else cheaper, True, search.work)
 
 
 def _search_whole_axes(problem: Problem) -> Path | None:
-    """The cheapest path that moves whole axes, or None where none is found in the work allowed."""
+    """Return the cheapest path that moves whole axes, or None if the budget is exhausted."""
     if all(
         len(unit) == 1 for prime_mesh in problem.space.prime_meshes for unit in prime_mesh.units
     ):
-        # The axes are prime: the same search follows anyway.
+        # The axes are prime: the search over prime axes is the same.
         return None
     whole = AxisProblem(problem)
-    least = whole.problem.distance(whole.problem.source)
+    lower_bound = whole.problem.distance(whole.problem.source)
     try:
-        found = _run_a_star(
-            _Search(whole.problem, AXES_BUDGET), whole.problem.source, least, math.inf
+        path = _run_a_star(
+            _Search(whole.problem, AXES_BUDGET), whole.problem.source, lower_bound, math.inf
         )
     except _OverBudgetError:
         return None
-    return None if found is None else tuple(map(whole.parts, found))
+    return None if path is None else tuple(map(whole.parts, path))
 
 
-def _run_a_star(search: _Search, source: State, least: int, bar: float) -> Path | None:
-    """The cheapest path that costs less than `bar`, or None."""
+def _run_a_star(
+    search: _Search, source: State, lower_bound: int, upper_bound: float
+) -> Path | None:
+    """Return the cheapest path that costs less than `upper_bound`, or None."""
     problem = search.problem
-    # A node is a state and whether a rearrangement led to it, since none may follow that.
-    paid = {(source, False): 0}
-    came: dict[tuple[State, bool], tuple[State, bool] | None] = {(source, False): None}
-    # Of equals, the one found first: states have no order, and all ranks must choose alike.
+    # A node is a state and whether a rearrangement led to it, because none may follow another.
+    cost_to = {(source, False): 0}
+    previous: dict[tuple[State, bool], tuple[State, bool] | None] = {(source, False): None}
+    # Ties are broken by the order of discovery, so that all ranks find the same path.
     order = itertools.count()
-    queue = [(least, 0, next(order), source, False)]
+    queue = [(lower_bound, 0, next(order), source, False)]
     done: set[tuple[State, bool]] = set()
     while queue:
         state, rearranged = heapq.heappop(queue)[-2:]
@@ -535,35 +530,35 @@ def _run_a_star(search: _Search, source: State, least: int, bar: float) -> Path 
             here: tuple[State, bool] | None = node
             while here is not None:
                 path.append(here[0])
-                here = came[here]
+                here = previous[here]
             return tuple(reversed(path))
-        cost = paid[node]
-        # Costs are whole numbers: to be better is to cost one less.
-        limit = (1 << 62) if bar == math.inf else int(bar) - 1 - cost
+        cost = cost_to[node]
+        # Costs are integers: a better path costs at least 1 less.
+        limit = (1 << 62) if upper_bound == math.inf else int(upper_bound) - 1 - cost
         for after, step, is_rearrangement in search.edges(state, limit, rearranged):
             total = cost + step
             after_node = (after, is_rearrangement)
-            # A node from which everything may follow is as good as one with restrictions.
-            if total >= paid.get(after_node, math.inf) or total >= paid.get(
+            # A node without restrictions dominates the node of the same state with them.
+            if total >= cost_to.get(after_node, math.inf) or total >= cost_to.get(
                 (after, False), math.inf
             ):
                 continue
             estimate = total + problem.distance(after)
-            if estimate >= bar:
+            if estimate >= upper_bound:
                 continue
-            paid[after_node] = total
-            came[after_node] = node
-            # Of equal estimates, the node that has paid most is nearest to the end.
+            cost_to[after_node] = total
+            previous[after_node] = node
+            # Of equal estimates, the node with the larger cost so far is closer to the target.
             heapq.heappush(queue, (estimate, -total, next(order), after, is_rearrangement))
     return None
 
 
 def exact_search(problem: Problem) -> Path | None:
-    """The states of the cheapest program, whatever work it takes; None where there is none."""
+    """Return the states of the cheapest program, without a budget, or None if there is none."""
     return exact_outcome(problem, None).path
 
 
 def budgeted_search(problem: Problem) -> Path | None:
-    """The exact search within its budget, and the constructive one beyond."""
+    """Search exactly within a budget, and return the constructive program beyond it."""
     budget = DEFAULT_BUDGET if problem.steps == JOINT else CLASSICAL_BUDGET
     return exact_outcome(problem, budget).path

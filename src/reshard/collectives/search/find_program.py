@@ -1,7 +1,7 @@
-"""The program from one sharding to another that moves the fewest elements.
+"""The program from a sharding to another that moves the fewest elements.
 
-Searches are registered under names, with one signature: a `Problem` in, the states of a program
-out, or None where there is no program of legal steps within memory.
+Searches are registered by name. Each is a function from a `Problem` to the states of a program, or
+None if there is no program of legal steps within memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reshard.collectives.program import Program
 from reshard.collectives.search.constructive import constructive_search
 from reshard.collectives.search.exact import budgeted_search, exact_search
 from reshard.collectives.search.mlir_basis import mlir_decomposition
-from reshard.collectives.search.states import CLASSICAL, JOINT, STEPS, Problem, State, problem_of
+from reshard.collectives.search.states import CLASSICAL, JOINT, STEPS, Problem, State, make_problem
 from reshard.collectives.search.transitions import join_steps, name_step, path_cost
 from reshard.collectives.steps import Exchange, Permute, Step
 from reshard.errors import PlanError, SpecError, UsageError
@@ -40,19 +40,19 @@ def find_program(
     search: str = "default",
     live_shard: int | None = None,
 ) -> Program:
-    """The program that moves the fewest elements.
+    """Find the program that moves the fewest elements.
 
     Args:
-        source, target: shardings of one tensor.
+        source, target: shardings of a tensor.
         shape: of the tensor.
-        steps: what it may be made of: a key of `STEPS`.
+        steps: the set of steps that it may have: a key of `STEPS`.
         search: a key of `SEARCHES`. The default is exact up to a fixed amount of work, and
-            constructive beyond; it looks at no clock, so all ranks find the same program.
-        live_shard: the most elements a shard may have on the way; as many as the larger one of
-            source and target when None.
+            constructive beyond. It does not depend on time, so all ranks find the same program.
+        live_shard: the maximum number of elements of a shard between steps; by default as many as
+            the larger of the source's and the target's.
 
     Raises:
-        PlanError: a limit that source or target is over, or no program of these steps.
+        PlanError: a limit that source or target exceeds, or no program of these steps.
         UsageError: an unknown search or set of steps.
         SpecError: shardings for tensors of another number of dimensions.
 
@@ -64,9 +64,9 @@ def find_program(
     >>> find_program(spec(mesh, "x, y"), spec(mesh, "y, x"), (16, 8), steps="classical")
     <Program of [16, 8]: all-to-all, permute>
     """
-    for what, name, known in (("search", search, SEARCHES), ("set of steps", steps, STEPS)):
+    for argument, name, known in (("search", search, SEARCHES), ("steps", steps, STEPS)):
         if not isinstance(name, str) or name not in known:
-            raise UsageError(f"unknown {what} {name!r}; it is one of {', '.join(known)}")
+            raise UsageError(f"{argument}={name!r}: expected one of {', '.join(known)}")
     for side, sharding in (("source", source), ("target", target)):
         hint = "a program is between two specs: reshard.spec(mesh, 'tp, -')"
         check_type(sharding, ShardingSpec, side, hint, SpecError)
@@ -85,15 +85,15 @@ def _find(
 ) -> Program:
     exchange = Program(shape, source, target, (Exchange(shape, source, target),))
     # With "all", the program of a joint search is compared with the exchange at the end.
-    problem = problem_of(source, target, shape, live_shard, JOINT if steps == "all" else steps)
+    problem = make_problem(source, target, shape, live_shard, JOINT if steps == "all" else steps)
     if problem is not None and live_shard is None and steps in (JOINT, "all"):
-        # Where all devices together divide a size, whatever is counted grows with it alone: the
-        # steps are those of the least such size, which are found once.
+        # All counts are proportional to a size that the number of devices divides, so its steps are
+        # those of the smallest such size, which are cached.
         count = source.mesh.size
-        alike = tuple([count if size and size % count == 0 else size for size in shape])
-        if alike != shape:
-            found = _find(source, target, alike, steps, search, None).steps
-            return Program(shape, source, target, tuple([replace(s, shape=shape) for s in found]))
+        smallest = tuple([count if size and size % count == 0 else size for size in shape])
+        if smallest != shape:
+            scaled = _find(source, target, smallest, steps, search, None).steps
+            return Program(shape, source, target, tuple([replace(s, shape=shape) for s in scaled]))
     if problem is None:
         states = None
     elif steps == "mlir":
@@ -109,39 +109,39 @@ def _find(
         return exchange
     if steps != "mlir":
         states = join_steps(problem, states)
-    program = program_of(problem, states, source, target)
-    # Nothing moves less than the least that must arrive.
+    program = make_program(problem, states, source, target)
+    # An exchange can only win over a program that moves more than the lower bound.
     may_win = steps == "all" and path_cost(problem, states) > problem.distance(problem.source)
     return exchange if may_win and exchange.moved_elements < program.moved_elements else program
 
 
 def forget() -> None:
-    """Clear the cache of programs that were found."""
+    """Clear the cache of programs."""
     _find.cache_clear()
 
 
-def program_of(
+def make_program(
     problem: Problem, states: Sequence[State], source: ShardingSpec, target: ShardingSpec
 ) -> Program:
-    """The program whose shardings are these states; its ends are written as they were given.
+    """Return the program through `states`, with the original shardings at its ends.
 
     Raises:
-        PlanError: states between which no collective is legal.
+        PlanError: adjacent states between which no collective is legal.
     """
     space, shape = problem.space, problem.space.shape
     reduction = source.reduction
     specs = [source, *(space.spec(state, reduction) for state in states[1:-1]), target]
     steps: list[Step] = []
-    for (before, after), (one, other) in zip(
+    for (before, after), (old, new) in zip(
         itertools.pairwise(states), itertools.pairwise(specs), strict=False
     ):
         named = name_step(space, before, after)
         if named is None:
-            raise PlanError(f"no collective leads from `{one}` to `{other}` within its groups")
+            raise PlanError(f"no collective leads from `{old}` to `{new}` within its groups")
         kind, primes, dims = named
-        axes = space.prime_meshes[before.prime_mesh].axes(primes, one.mesh)
-        steps.append(kind(shape, one, other, axes, dims))
+        axes = space.prime_meshes[before.prime_mesh].axes(primes, old.mesh)
+        steps.append(kind(shape, old, new, axes, dims))
     if len(states) == 1 and source.layout(shape) is not target.layout(shape):
-        # The same elements on every rank, but empty shards of another shape.
+        # The elements are the same on every rank, but empty shards have another shape.
         steps.append(Permute(shape, source, target))
     return Program(shape, source, target, tuple(steps))

@@ -1,25 +1,24 @@
 """The decomposition of a change into the four basic steps of MLIR's notes on resharding.
 
-The basis: slice a dimension, gather its minor axis, exchange two axes of one dimension, move a
-minor axis to another dimension. The notes weigh no traffic and no memory, so neither does this::
+The basis: slice a dimension, gather its minor axis, exchange two axes of a dimension, move a minor
+axis to another dimension. The notes consider neither traffic nor memory, and neither does this::
 
     [[0, 1]] -> [[1]]          [[0, 1]] -> [[1, 0]] -> [[1]]                   swap, gather
     [[0], [1]] -> [[1], [0]]   [[0], [1]] -> [[0], []] -> [[], [0]] -> [[1], [0]]
 
-As long as a dimension's axes do not begin as the target's do:
+While the axes of a dimension are not a prefix of the target's:
 
-1. A minor axis whose place in another dimension is next moves there.
+1. A minor axis that is the next axis of another dimension moves there.
 2. A minor axis that the target does not use is gathered.
-3. An axis that could do either, were it minor, is swapped there; axes that only stand in
+3. An axis to which either would apply as the minor axis is swapped there; axes that only have
    another order are swapped into the target's.
-4. Where nothing of that is possible, the axes of the last such dimension block each other, and
-   its minor axis is gathered.
+4. Otherwise the axes block each other, and the minor axis of the last such dimension is gathered.
 
-In the end every dimension is sliced. Where uneven cuts make a step illegal, the dimensions it
-touches are gathered in full instead.
+At the end every dimension is sliced. If uneven parts make a step illegal, the dimensions that it
+changes are gathered in full instead.
 
 Source: MLIR, `mlir/include/mlir/Dialect/Mesh/Transforms/ReshardingSpmdizationDoc.md`, with its
-gather of a major axis put right: a swap comes first, as its own fourth example says.
+gather of a major axis corrected: a swap comes first, as in its own fourth example.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ Dims = tuple[tuple[Unit, ...], ...]
 
 
 def mlir_decomposition(problem: Problem) -> tuple[State, ...]:
-    """The states that the notes' basis leads through.
+    """Return the states of a program of the notes' basis.
 
     Raises:
-        PlanError: meshes or sub-axes that have no parts in common, dimensions of several levels.
+        PlanError: meshes or sub-axes without common parts, or dimensions with several levels.
     """
     if len(problem.space.prime_meshes) > 1 or any(problem.nested_cuts):
         raise PlanError(
-            "MLIR's basis is for one mesh and one level a dimension; take steps='joint' for "
-            "device orders and levels"
+            "MLIR's basis needs a single mesh, and a single level in each dimension; use "
+            "steps='joint' for device orders and levels"
         )
     target = problem.target
     path = [problem.source]
-    # The basis has no reductions: one all-reduce comes before it.
-    if problem.source.pending != target.pending:
-        path.append(problem.source._replace(pending=target.pending))
+    # The basis has no reductions: an all-reduce comes first.
+    if problem.source.partial != target.partial:
+        path.append(problem.source._replace(partial=target.partial))
     wanted = _split_units(problem, target.cuts)
     while True:
         here = path[-1]
@@ -61,7 +60,7 @@ def mlir_decomposition(problem: Problem) -> tuple[State, ...]:
             touched = [
                 d for d, (a, b) in enumerate(zip(here.cuts, after.cuts, strict=True)) if a != b
             ]
-            # From a dimension that is gathered in full any slice is legal, and so is the gather.
+            # Gathering a dimension in full is legal, and so is any slice of it.
             full = tuple(() if d in touched else cut for d, cut in enumerate(here.cuts))
             if full != here.cuts:
                 path.append(here._replace(cuts=full))
@@ -72,7 +71,7 @@ def mlir_decomposition(problem: Problem) -> tuple[State, ...]:
 
 
 def _slice_dims(state: State, problem: Problem, dims: list[int]) -> State:
-    """Dimensions that hold everything, cut as the target's where no axis is in use elsewhere."""
+    """Slice replicated dimensions as in the target, if the axes are not in use elsewhere."""
     cuts = list(state.cuts)
     for dim in dims:
         used = {prime for d, cut in enumerate(cuts) if d != dim for prime in flatten_cut(cut)}
@@ -82,7 +81,7 @@ def _slice_dims(state: State, problem: Problem, dims: list[int]) -> State:
 
 
 def _split_units(problem: Problem, cuts: tuple[Cut, ...]) -> Dims:
-    """Per dimension, the axes as both shardings use them: neighbouring parts stay together."""
+    """Return the axes of each dimension as both shardings use them, with adjacent parts joined."""
     units = problem.space.prime_meshes[0].units
     return tuple(
         tuple(unit for prime in flatten_cut(cut) for unit in units if unit[0] == prime)
@@ -96,7 +95,7 @@ def _replace_dims(state: State, dims: Dims) -> State:
 
 
 def _take_step(dims: Dims, wanted: Dims) -> Dims:
-    """The dimensions one basic step on; the same ones when nothing is left to do."""
+    """Return the dimensions after a basic step, unchanged if nothing is left to do."""
     home = {unit: d for d, units in enumerate(wanted) for unit in units}
     unfinished = [d for d, dim in enumerate(dims) if dim != wanted[d][: len(dim)]]
 

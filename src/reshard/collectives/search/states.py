@@ -1,33 +1,31 @@
-"""The axes of a mesh cut into sub-axes of prime size, so that a search can move any part of any.
+"""The states of a search: shardings over axes of prime size, and the problem between two of them.
 
-A search moves *prime axes*, major to minor. Two meshes over the same devices in the same order
-are cut at the boundaries of both, and become one *prime mesh*::
+A search moves *prime axes*, major to minor, so that it can move any part of any axis. Two meshes
+over the same devices in the same order are split at the boundaries of both, and become a single
+*prime mesh*::
 
     x=6           |           6           |       boundaries 1, 6
     y=2, z=3      |     2     |     3     |       boundaries 1, 2, 6
     prime axes    |  0: x:(1)2 = y  |  1: x:(2)3 = z  |
 
-1. A boundary is the product of the axis sizes before it. Sub-axes in use add theirs.
-2. Where the boundaries of both meshes divide one another in a row, there is one prime mesh. Where
-   they do not, or where the devices are in another order, each mesh has its own.
+1. A boundary is the product of the axis sizes before it. Sub-axes in use add their boundaries.
+2. If the boundaries of both meshes form a chain of divisors, there is a single prime mesh.
+   Otherwise, or with devices in another order, each mesh has its own.
 3. Between two boundaries a size is split into its prime factors, smallest first.
 
-The states of a search: shardings over prime axes, and what two of them have in common.
-
-A *cut* of one dimension is levels of prime axes, major to minor; one level is a flat cut by ceil. A
-`State` is one cut a dimension over one prime mesh, and the prime axes along which ranks hold
-contributions. Everything is counted in elements, with integers::
+A *cut* of a dimension is a tuple of levels of prime axes, major to minor; a single level is a flat
+cut by ceil. A `State` is a cut for each dimension over a prime mesh, and the prime axes along which
+ranks hold contributions. Everything is counted in elements, with integers::
 
     10 over axes 0, 1 of sizes 2, 2       flat ((0, 1),)       3 3 3 1
                                           nested ((0,), (1,))  3 2 3 2
 
-The problem of a search: two states, a limit on intermediate shards, and a lower bound.
+A `Problem` is two states, a limit on the shards between them, and a lower bound (`distance`): the
+minimum number of elements that must still arrive.
 
-The minimum number of elements that must still arrive is known exactly for every state:
-
-1. If nothing is left to reduce, it is what the target's boxes have and the state's have not.
-2. If `q` contributions are left, no rank has the reduced value of any element. Each element needs
-   `q - 1` arrivals until one rank has it, and one for each further rank of the target.
+1. If nothing is left to reduce, these are the elements that the target's boxes have in addition.
+2. If `q` contributions are left, no rank has the reduced value of any element. Each element takes
+   `q - 1` arrivals until the first rank has it, and another for each further rank of the target.
 """
 
 from __future__ import annotations
@@ -49,28 +47,28 @@ from reshard.sharding import DimSpec, Level, ShardingSpec
 
 
 def prime_factors(number: int) -> list[int]:
-    """The prime factors, smallest first.
+    """Return the prime factors of a number, smallest first.
 
     >>> prime_factors(12), prime_factors(1)
     ([2, 2, 3], [])
     """
-    found, divisor = [], 2
+    factors, divisor = [], 2
     while divisor * divisor <= number:
         while number % divisor == 0:
-            found.append(divisor)
+            factors.append(divisor)
             number //= divisor
         divisor += 1
-    return [*found, number] if number > 1 else found
+    return [*factors, number] if number > 1 else factors
 
 
 class PrimeMesh:
-    """A mesh as a row of prime axes of prime size.
+    """A mesh as a sequence of axes of prime size.
 
     Args:
-        mesh: the devices; ranks are numbered here by their place in `ranks`.
-        boundaries: rising, from 1 to the mesh's size, each a multiple of the one before.
-        first: the number of the first prime axis, so that those of several prime meshes differ.
-        has_whole_axes: whether what lies between two boundaries stays one axis, of whatever size.
+        mesh: the devices; ranks are numbered here by their index in `ranks`.
+        boundaries: ascending, from 1 to the mesh's size, each a multiple of the previous one.
+        first: the number of the first prime axis, so that several prime meshes have distinct ones.
+        has_whole_axes: whether each interval between boundaries is a single axis of any size.
 
     >>> prime_mesh = PrimeMesh(DeviceMesh.of(x=4, y=3), [1, 4, 12])
     >>> prime_mesh.sizes, [str(prime_mesh.axis(prime)) for prime in prime_mesh.primes]
@@ -101,41 +99,41 @@ class PrimeMesh:
                 sizes.append(size)
                 low *= size
             units.append(tuple(range(begin, first + len(sizes))))
-        # The prime axes between two boundaries: an axis, or the part of one that is in use.
+        # The prime axes between two boundaries: those of an axis, or of a part of an axis in use.
         self.units = tuple(unit for unit in units if unit)
         self.begins = tuple(begins)
         self.sizes = tuple(sizes)
         self.primes = tuple(range(first, first + len(sizes)))
         self.ranks = tuple(sorted(mesh.devices))
-        # The place of each rank in the mesh, in the order of the ranks.
-        place = np.argsort(np.array(mesh.devices, dtype=np.int64))
-        # Digit of each rank along each prime axis, shape `(primes, ranks)`.
+        # The index of each rank in the mesh, in the order of the ranks.
+        index = np.argsort(np.array(mesh.devices, dtype=np.int64))
+        # The coordinate of each rank along each prime axis, shape `(primes, ranks)`.
         digits = [
-            place // (mesh.size // (low * size)) % size
+            index // (mesh.size // (low * size)) % size
             for low, size in zip(begins, sizes, strict=True)
         ]
         self.digits: IntArray = np.array(digits, dtype=np.int64).reshape(len(sizes), mesh.size)
 
     def size(self, prime: int) -> int:
-        """The prime size of a prime axis."""
+        """Return the size of a prime axis."""
         return self.sizes[prime - self.first]
 
     def digit(self, prime: int) -> IntArray:
-        """Where each rank lies along a prime axis: shape `(ranks,)`."""
+        """Return the coordinate of each rank along a prime axis: shape `(ranks,)`."""
         digit: IntArray = self.digits[prime - self.first]
         return digit
 
     def axis(self, prime: int, mesh: DeviceMesh | None = None) -> Axis:
-        """The prime axis as a sub-axis of this mesh, or of another with the same devices."""
+        """Return a prime axis as a sub-axis of this mesh, or of another with the same devices."""
         mesh = self.mesh if mesh is None else mesh
         begin, size = self.begins[prime - self.first], self.sizes[prime - self.first]
         starts = _find_starts(mesh)
-        # The last axis that starts at or before the prime axis is the one that it is a part of.
+        # It is a part of the last axis that starts at or before it.
         name = next(n for n in reversed(mesh.axis_names) if starts[n] <= begin)
         return Axis(name, begin // starts[name], size)
 
     def axes(self, primes: Iterable[int], mesh: DeviceMesh | None = None) -> tuple[Axis, ...]:
-        """Prime axes as axes, those that follow one another joined, whole axes by their name."""
+        """Return prime axes as axes; adjacent ones are joined, whole axes have their name only."""
         mesh = self.mesh if mesh is None else mesh
         joined: list[Axis] = []
         for prime in primes:
@@ -151,30 +149,30 @@ class PrimeMesh:
         return tuple(Axis(axis.name) if axis.size == whole[axis.name] else axis for axis in joined)
 
     def primes_of(self, axes: Iterable[Axis], mesh: DeviceMesh | None = None) -> tuple[int, ...]:
-        """The prime axes that axes of a mesh are made of, major to minor."""
+        """Return the prime axes in axes of a mesh, major to minor."""
         mesh = self.mesh if mesh is None else mesh
-        found: list[int] = []
+        primes: list[int] = []
         for axis in axes:
             low = _find_starts(mesh)[axis.name] * axis.pre
             high = low * mesh.axis_size(axis)
-            found += [
+            primes += [
                 prime
                 for prime, begin in zip(self.primes, self.begins, strict=True)
                 if low <= begin < high
             ]
-        return tuple(found)
+        return tuple(primes)
 
     def units_of(self, primes: Sequence[int]) -> list[tuple[int, ...]]:
-        """Prime axes by the axis, or part of one, that they are in, in the order of their first."""
+        """Group prime axes by the axis, or the part of an axis in use, that contains them."""
         unit_of = {prime: number for number, unit in enumerate(self.units) for prime in unit}
-        found: dict[int, list[int]] = {}
+        groups: dict[int, list[int]] = {}
         for prime in primes:
-            found.setdefault(unit_of[prime], []).append(prime)
-        return [tuple(sorted(unit)) for unit in found.values()]
+            groups.setdefault(unit_of[prime], []).append(prime)
+        return [tuple(sorted(unit)) for unit in groups.values()]
 
 
 def _find_starts(mesh: DeviceMesh) -> dict[str, int]:
-    """The product of the sizes before each axis."""
+    """Return the product of the sizes before each axis."""
     starts, start = {}, 1
     for name, full in zip(mesh.axis_names, mesh.shape, strict=True):
         starts[name] = start
@@ -184,15 +182,15 @@ def _find_starts(mesh: DeviceMesh) -> dict[str, int]:
 
 def _find_boundaries(mesh: DeviceMesh, axes: Iterable[Axis]) -> set[int]:
     starts = _find_starts(mesh)
-    found = {*starts.values(), mesh.size, 1}
+    boundaries = {*starts.values(), mesh.size, 1}
     for axis in axes:
         low = starts[axis.name] * axis.pre
-        found |= {low, low * mesh.axis_size(axis)}
-    return found
+        boundaries |= {low, low * mesh.axis_size(axis)}
+    return boundaries
 
 
 def find_prime_meshes(source: ShardingSpec, target: ShardingSpec) -> tuple[PrimeMesh, ...]:
-    """The prime meshes of two shardings on the same devices: one where their axes agree, else two.
+    """Return the prime meshes of two shardings on the same devices: one if axes agree, else two.
 
     >>> from reshard.sharding import spec
     >>> one = spec(DeviceMesh.of(x=6), "x")
@@ -207,7 +205,7 @@ def find_prime_meshes(source: ShardingSpec, target: ShardingSpec) -> tuple[Prime
         sides.append(_find_boundaries(spec.mesh, used))
     if source.mesh.devices == target.mesh.devices:
         together = sorted(sides[0] | sides[1])
-        # Boundaries that divide one another belong to one grid, finer than both meshes.
+        # A chain of divisors is a grid that refines both meshes.
         if all(high % low == 0 for low, high in itertools.pairwise(together)):
             return (PrimeMesh(source.mesh, together),)
     first = PrimeMesh(source.mesh, sorted(sides[0]))
@@ -222,7 +220,7 @@ class State(NamedTuple):
 
     prime_mesh: int
     cuts: tuple[Cut, ...]
-    pending: frozenset[int] = frozenset()
+    partial: frozenset[int] = frozenset()
 
     @property
     def used(self) -> frozenset[int]:
@@ -231,7 +229,7 @@ class State(NamedTuple):
 
 
 def flatten_cut(cut: Cut) -> tuple[int, ...]:
-    """The prime axes of all levels, major to minor.
+    """Return the prime axes of all levels, major to minor.
 
     >>> flatten_cut(((0, 1), (2,)))
     (0, 1, 2)
@@ -247,58 +245,59 @@ class RankBoxes(NamedTuple):
 
     @property
     def elements(self) -> IntArray:
-        """Elements in each rank's box: shape `(ranks,)`."""
+        """The elements in each rank's box: shape `(ranks,)`."""
         sizes: IntArray = (self.high - self.low).prod(axis=0)
         return sizes
 
 
-def overlaps(one: RankBoxes, other: RankBoxes) -> IntArray:
-    """How many elements two boxes of each rank share; broadcasts over leading ranks.
+def count_overlaps(left: RankBoxes, right: RankBoxes) -> IntArray:
+    """Count the elements in the intersection of two boxes of each rank.
 
-    Shapes `(dims, ...)` to `(...)`.
+    Shapes `(dims, ...)` are broadcast and reduced to `(...)`.
     """
-    shared = np.minimum(one.high, other.high) - np.maximum(one.low, other.low)
+    shared = np.minimum(left.high, right.high) - np.maximum(left.low, right.low)
     count: IntArray = np.maximum(shared, 0).prod(axis=0)
     return count
 
 
 class GroupIntervals:
-    """What groups of ranks hold of one dimension: parts that do not overlap.
+    """The parts of a dimension that groups of ranks hold, which do not overlap.
 
     Args:
         group: the number of each rank's group.
-        low, high: each rank's part. Ranks of a group may have the same one.
+        low, high: each rank's part. Ranks of a group may have the same part.
         length: of the dimension.
 
     >>> ranks = np.array([0, 0, 1, 1]), np.array([0, 3, 6, 9]), np.array([3, 6, 9, 10])
-    >>> found = GroupIntervals(*ranks, length=10)
-    >>> (found.count_below(np.array([10, 5, 10, 8])) - found.count_below(np.zeros(4, int))).tolist()
+    >>> held = GroupIntervals(*ranks, length=10)
+    >>> (held.count_below(np.array([10, 5, 10, 8])) - held.count_below(np.zeros(4, int))).tolist()
     [6, 5, 4, 2]
     """
 
     def __init__(self, group: IntArray, low: IntArray, high: IntArray, length: int) -> None:
         self._width = length + 1
-        # Groups end to end on one line, each as wide as the dimension: one search serves all.
+        # Groups are concatenated on a line, so that a single search serves all.
         self._begin = group * self._width
         has_any = high > low
         self._keys, first = np.unique((self._begin + low)[has_any], return_index=True)
         self._ends = (self._begin + high)[has_any][first]
-        # Lengths of all parts before each, so that a count is a difference of two of these.
+        # Prefix sums of the lengths, so that a count is a difference of two of them.
         self._before = np.concatenate([[0], np.cumsum(self._ends - self._keys)])
 
     def count_below(self, index: IntArray) -> IntArray:
-        """How much each rank's group holds below an index, of shape `(ranks,)`, and all groups
-        before it: to be subtracted from one another.
+        """Count the indices below `index` that each rank's group and all earlier groups hold.
+
+        Shape `(ranks,)`. Only differences of two counts are meaningful.
         """
         if not len(self._keys):
             return np.zeros_like(index)
         key = self._begin + index
         count = np.searchsorted(self._keys, key, side="right")
         last = np.maximum(count - 1, 0)
-        # The last part that begins below the index may reach over it; none of another group does.
-        over = np.where(count > 0, np.maximum(self._ends[last] - key, 0), 0)
-        found: IntArray = self._before[count] - over
-        return found
+        # Only the last part that begins below the index may extend beyond it.
+        excess = np.where(count > 0, np.maximum(self._ends[last] - key, 0), 0)
+        below: IntArray = self._before[count] - excess
+        return below
 
 
 class Space:
@@ -315,13 +314,13 @@ class Space:
         self._totals: dict[tuple[int, tuple[Cut, ...]], int] = {}
 
     def intervals(self, prime_mesh: int, length: int, cut: Cut) -> tuple[IntArray, IntArray]:
-        """Where each rank's part of a dimension begins and ends: two of shape `(ranks,)`."""
+        """Return the begin and the end of each rank's part of a dimension: shape `(ranks,)`."""
         key = (prime_mesh, length, cut)
         if key not in self._intervals:
             here = self.prime_meshes[prime_mesh]
             low = np.zeros(len(self.ranks), dtype=np.int64)
             high = np.full(len(self.ranks), length, dtype=np.int64)
-            # Each level cuts by ceil what the level above has left to the rank.
+            # Each level divides the rank's part of the level above by ceil.
             for level in cut:
                 index, parts = np.zeros(len(self.ranks), dtype=np.int64), 1
                 for prime in level:
@@ -337,12 +336,12 @@ class Space:
     def intervals_of_groups(
         self, prime_mesh: int, length: int, cut: Cut, primes: frozenset[int]
     ) -> GroupIntervals:
-        """What the groups of ranks that differ along `primes` hold of a dimension."""
+        """Return the parts of a dimension that groups of ranks along `primes` hold."""
         used = flatten_cut(cut)
         key = (prime_mesh, length, cut, primes.intersection(used))
         if key not in self._group_intervals:
             here = self.prime_meshes[prime_mesh]
-            # Ranks of one group agree along all other axes of the cut.
+            # The ranks of a group agree along all other axes of the cut.
             group = np.zeros(len(self.ranks), dtype=np.int64)
             for prime in used:
                 if prime not in primes:
@@ -353,7 +352,7 @@ class Space:
         return self._group_intervals[key]
 
     def boxes(self, state: State) -> RankBoxes:
-        """The box of every rank under a state."""
+        """Return the box of every rank under a state."""
         key = (state.prime_mesh, state.cuts)
         if key not in self._boxes:
             pairs = [
@@ -370,26 +369,26 @@ class Space:
         return self._boxes[key]
 
     def total(self, state: State) -> int:
-        """Elements that all ranks hold together."""
+        """Count the elements that all ranks hold together."""
         key = (state.prime_mesh, state.cuts)
         if key not in self._totals:
             self._totals[key] = int(self.boxes(state).elements.sum())
         return self._totals[key]
 
     def largest(self, state: State) -> int:
-        """Elements of the largest shard."""
+        """Count the elements of the largest shard."""
         return int(self.boxes(state).elements.max())
 
-    def shared(self, one: State, other: State) -> int:
-        """Elements that ranks hold under both, summed over ranks."""
-        return int(overlaps(self.boxes(one), self.boxes(other)).sum())
+    def shared(self, left: State, right: State) -> int:
+        """Count the elements that ranks hold under both states, summed over ranks."""
+        return int(count_overlaps(self.boxes(left), self.boxes(right)).sum())
 
     def arriving(self, before: State, after: State) -> int:
-        """Elements that ranks hold after and not before, summed over ranks."""
+        """Count the elements that ranks hold after and not before, summed over ranks."""
         return self.total(after) - self.shared(before, after)
 
     def distinct_parts(self, state: State) -> tuple[bytes, ...]:
-        """For each dimension, a key of its parts: equal where two cuts give equal parts."""
+        """Return a key of the parts of each dimension, equal for cuts with equal parts."""
         return tuple(
             self._find_part_bytes(state.prime_mesh, length, cut)
             for length, cut in zip(self.shape, state.cuts, strict=True)
@@ -399,13 +398,13 @@ class Space:
         key = (prime_mesh, length, cut)
         if key not in self._part_bytes:
             low, high = self.intervals(prime_mesh, length, cut)
-            # Sorted, since which rank has which part makes no difference.
+            # Sorted, because the assignment of parts to ranks does not matter.
             order = np.lexsort((high, low))
             self._part_bytes[key] = low[order].tobytes() + high[order].tobytes()
         return self._part_bytes[key]
 
     def parts(self, state: State, dim: int) -> int:
-        """Into how many parts a dimension is cut."""
+        """Count the parts of a dimension."""
         here = self.prime_meshes[state.prime_mesh]
         count = 1
         for prime in flatten_cut(state.cuts[dim]):
@@ -415,17 +414,17 @@ class Space:
     def spec(
         self, state: State, reduction: str | None, mesh: DeviceMesh | None = None
     ) -> ShardingSpec:
-        """A state as a sharding over the mesh of its prime mesh, or over another of its devices."""
+        """Return a state as a sharding over the mesh of its prime mesh, or over another mesh."""
         prime_mesh = self.prime_meshes[state.prime_mesh]
         mesh = prime_mesh.mesh if mesh is None else mesh
         dims = [
             DimSpec([Level(prime_mesh.axes(level, mesh)) for level in cut]) for cut in state.cuts
         ]
-        partial = prime_mesh.axes(sorted(state.pending), mesh)
+        partial = prime_mesh.axes(sorted(state.partial), mesh)
         return ShardingSpec(mesh, dims, (), partial, reduction or "sum")
 
     def state(self, prime_mesh: int, spec: ShardingSpec) -> State:
-        """A sharding as a state over one of the prime meshes."""
+        """Return a sharding as a state over a prime mesh."""
         here = self.prime_meshes[prime_mesh]
         cuts = []
         for dim in spec.dim_specs:
@@ -438,20 +437,20 @@ class Space:
 
 JOINT = "joint"
 CLASSICAL = "classical"
-# What a program may be made of.
+# The sets of steps that a program may have.
 STEPS = {
     JOINT: "every collective; an exchange only where no other program exists",
     CLASSICAL: "no joint all-to-all and no exchange",
     "all": "an exchange too, wherever it moves less",
     "mlir": "the basis of MLIR's notes, whatever the memory",
 }
-# Sums over ranks stay below this.
-MOST_COUNTED = 1 << 62
+# Sums over ranks must stay below this.
+MAX_COUNT = 1 << 62
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Two states of one tensor, and what a program between them may hold and do."""
+    """Two states of a tensor, and the limits of a program between them."""
 
     space: Space
     source: State
@@ -461,86 +460,89 @@ class Problem:
 
     @cached_property
     def target_total(self) -> int:
-        """Elements that all ranks hold in the end."""
+        """The elements that all ranks hold in the end."""
         return self.space.total(self.target)
 
     def contributions_left(self, state: State) -> int:
-        """How many contributions are still to be combined into each one of the target."""
+        """Count the contributions that remain to be combined into each of the target's."""
         prime_mesh = self.space.prime_meshes[state.prime_mesh]
-        return math.prod(prime_mesh.size(prime) for prime in state.pending - self.target.pending)
+        return math.prod(prime_mesh.size(prime) for prime in state.partial - self.target.partial)
 
     def distance(self, state: State) -> int:
-        """The fewest elements that must still arrive, summed over ranks."""
+        """Return the minimum number of elements that must still arrive, summed over ranks."""
         left = self.contributions_left(state)
         if left == 1:
             return self.target_total - self.space.shared(state, self.target)
         prime_mesh = self.space.prime_meshes[self.target.prime_mesh]
-        # Combining `left` contributions of an element takes `left - 1` arrivals; one copy of the
-        # result is where it was combined, and need not arrive.
-        kept = math.prod(prime_mesh.size(prime) for prime in self.target.pending)
+        # Combining `left` contributions of an element takes `left - 1` arrivals. A copy of the
+        # result is in place where it was combined.
+        kept = math.prod(prime_mesh.size(prime) for prime in self.target.partial)
         return self.target_total + (left - 2) * math.prod(self.space.shape) * kept
 
     def is_reached(self, state: State) -> bool:
-        """Whether every rank holds its target shard, and nothing else."""
+        """Return whether every rank holds exactly its target shard."""
         return (
-            state.pending == self.target.pending
+            state.partial == self.target.partial
             and self.space.total(state) == self.target_total
             and self.space.shared(state, self.target) == self.target_total
         )
 
     def fits(self, state: State) -> bool:
-        """Whether the largest shard of a state stays within memory."""
+        """Return whether the largest shard of a state is within the limit."""
         return self.space.largest(state) <= self.live_shard
 
     @cached_property
     def nested_cuts(self) -> tuple[tuple[Cut, ...], ...]:
-        """For each dimension, the cuts of several levels that the source or the target has."""
+        """The cuts of the source and the target with several levels, for each dimension."""
         pairs = zip(self.source.cuts, self.target.cuts, strict=True)
         return tuple(tuple(cut for cut in pair if len(cut) > 1) for pair in pairs)
 
     def extensions(self, dim: int, cut: Cut, prime: int) -> tuple[Cut, ...]:
-        """A cut with one more minor axis: in its last level, and where levels are, in its own."""
-        found: list[Cut] = [(*cut[:-1], (*cut[-1], prime))] if cut else [((prime,),)]
+        """Return a cut with another minor axis: in its last level, or in a level of its own.
+
+        New levels are tried only if the source or the target has several levels.
+        """
+        cuts: list[Cut] = [(*cut[:-1], (*cut[-1], prime))] if cut else [((prime,),)]
         if cut and self.nested_cuts[dim]:
-            found.append((*cut, (prime,)))
-        return tuple(found)
+            cuts.append((*cut, (prime,)))
+        return tuple(cuts)
 
 
-def shorter(cut: Cut) -> Cut:
-    """A cut without its minor prime axis."""
+def drop_minor_axis(cut: Cut) -> Cut:
+    """Return a cut without its minor prime axis."""
     last = cut[-1][:-1]
     return (*cut[:-1], last) if last else cut[:-1]
 
 
-def problem_of(
+def make_problem(
     source: ShardingSpec,
     target: ShardingSpec,
     shape: Sequence[int],
     live_shard: int | None = None,
     steps: str = JOINT,
 ) -> Problem | None:
-    """The problem of two shardings, or None where only a direct exchange leads from one to another.
+    """Return the problem of two shardings, or None if only a direct exchange is possible.
 
-    That is so where they are not over the same devices, where a rule other than ceil cuts a
-    dimension, where a sharding is on some coordinates only, and where the target is partial in
-    a way that the source is not. So it is for counts that are no 64-bit numbers.
+    That is the case for shardings over different devices, for dimensions sharded by a rule other
+    than ceil, for a sharding on some coordinates only, for a target that is partial where the
+    source is not, and for counts that exceed 64 bits.
 
     Raises:
-        PlanError: a limit that the source or the target itself is over.
+        PlanError: a limit that the source or the target itself exceeds.
     """
     layouts = [spec.layout(shape) for spec in (source, target)]
     needed = max(int(layout.cell_shape.prod(axis=1).max()) for layout in layouts)
     limit = needed if live_shard is None else live_shard
     if limit < needed:
         raise PlanError(
-            f"a live shard of at most {limit} elements; the shards of source and target have up "
-            f"to {needed} themselves, so allow at least that"
+            f"live_shard={limit}: the shards of source and target have up to {needed} elements "
+            "themselves; allow at least as many"
         )
     rules = [lv.rule for spec in (source, target) for dim in spec.dim_specs for lv in dim.levels]
     if (
         sorted(source.mesh.devices) != sorted(target.mesh.devices)
         or any(rule != Ceil() for rule in rules)
-        or math.prod(shape) * source.mesh.size**2 >= MOST_COUNTED
+        or math.prod(shape) * source.mesh.size**2 >= MAX_COUNT
         or source.only
         or target.only
         or (target.partial_axes and source.reduction != target.reduction)
@@ -549,11 +551,11 @@ def problem_of(
     prime_meshes = find_prime_meshes(source, target)
     space = Space(prime_meshes, shape)
     first, last = space.state(0, source), space.state(len(prime_meshes) - 1, target)
-    # What every rank holds in full is the same over the axes of either mesh.
-    if not last.used and not last.pending:
+    # A replicated state is the same over the axes of either mesh.
+    if not last.used and not last.partial:
         last = last._replace(prime_mesh=0)
-    elif not first.used and not first.pending:
+    elif not first.used and not first.partial:
         first = first._replace(prime_mesh=last.prime_mesh)
-    if not last.pending <= first.pending:
+    if not last.partial <= first.partial:
         return None
     return Problem(space, first, last, limit, steps)

@@ -1,30 +1,20 @@
-"""The legality of a step: each group of ranks must hold the elements that it needs.
+"""Transitions between the states of a search: legal steps, their names and costs, joined steps.
 
-Names of axes are not sufficient. Ten rows over x=2, y=2 in one level are 3, 3, 3, 1; over x alone
-they are 5, 5::
+A step is legal if each group of ranks holds the elements that it needs. Names of axes are not
+sufficient. Ten rows over x=2, y=2 in a single level are 3, 3, 3, 1; over x alone they are 5, 5::
 
     x y     0 1 2 | 3 4 5 | 6 7 8 | 9          gathered along y, the upper half has 0 .. 5
-    x       0 1 2 3 4     | 5 6 7 8 9          and the lower one 6 .. 9: row 5 is missing
+    x       0 1 2 3 4     | 5 6 7 8 9          and the lower half 6 .. 9: row 5 is missing
 
-so that gather, and the slice back, are not legal. The boxes of a group are every part that it has
-of one dimension with every part of the next, so what it holds is found for each dimension by
-itself: the parts are sorted, and what of them lies below an index is looked up.
+so that gather, and the slice back, are not legal. The boxes of a group are a product of its parts
+of each dimension, so the elements that it holds are found dimension by dimension.
 
-The collective that leads from one state to the next: the plainest that is legal.
-
-Steps of a program that are taken at once, for no more elements.
-
-A search moves axes part by part, and of programs that move as much it finds any::
+`name_step` returns the simplest legal collective between two states, `step_cost` the elements that
+arrive. A search moves axes part by part, and finds any of several programs that move as much.
+`join_steps` replaces several steps by one that moves no more::
 
     x / 4 rows over 2, then 2       slice(x:(1)2), slice(x:(2)2)      becomes    slice(x)
     a sum in three steps            reduce-scatter, all-reduce, all-gather       all-reduce
-
-1. From each state of a path, every later one is tried: a legal step of an allowed kind that costs
-   at most what the path pays between them is one step instead.
-2. Of the programs that this gives, one with the fewest steps is taken: they are found from the
-   end to the beginning.
-
-The states are some of the path's, so no shard is larger than before.
 """
 
 from __future__ import annotations
@@ -46,14 +36,14 @@ from reshard.collectives.steps import (
 
 
 def is_inside(space: Space, after: State, before: State) -> bool:
-    """Whether every rank's box after lies in its own box before."""
+    """Return whether every rank's box after is inside its box before."""
     return space.arriving(before, after) == 0
 
 
 def is_covered(space: Space, before: State, after: State, primes: frozenset[int]) -> bool:
-    """Whether every rank's box after lies in what its group along `primes` held before.
+    """Return whether every rank's box after is held by its group along `primes` before.
 
-    The group is that of the prime mesh of `before`.
+    The axes are those of the prime mesh of `before`.
 
     >>> from reshard.collectives.search.states import PrimeMesh
     >>> from reshard.mesh import DeviceMesh
@@ -64,29 +54,29 @@ def is_covered(space: Space, before: State, after: State, primes: frozenset[int]
     >>> is_covered(space, nested, gathered, frozenset({1}))
     True
     """
-    wanted = space.boxes(after)
-    # Ranks whose box is empty in any dimension need nothing.
-    is_wanted = (wanted.high > wanted.low).all(axis=0)
+    needed = space.boxes(after)
+    # A box that is empty in any dimension needs nothing.
+    is_needed = (needed.high > needed.low).all(axis=0)
     for dim, cut in enumerate(before.cuts):
         held = space.intervals_of_groups(before.prime_mesh, space.shape[dim], cut, primes)
-        low, high = wanted.low[dim], wanted.high[dim]
-        # An axis cuts one dimension, so a group holds a product: each dimension counts by itself.
-        found = held.count_below(high) - held.count_below(low)
-        if ((found < high - low) & is_wanted).any():
+        low, high = needed.low[dim], needed.high[dim]
+        # An axis shards a single dimension, so a group holds a product of its parts of dimensions.
+        count = held.count_below(high) - held.count_below(low)
+        if ((count < high - low) & is_needed).any():
             return False
     return True
 
 
-def smallest_group(space: Space, before: State, after: State) -> frozenset[int] | None:
-    """The prime axes of the smallest group found that holds what its ranks need, or None.
+def find_group(space: Space, before: State, after: State) -> frozenset[int] | None:
+    """Return the prime axes of a small group that holds the elements its ranks need, or None.
 
-    1. The prime axes behind the part that both cuts of a dimension have in common are moved.
-    2. Where these do not do, prime axes of the same dimensions join, minor ones first; then all.
+    1. The prime axes after the common prefix of both cuts of a dimension are moved.
+    2. If these do not suffice, the other prime axes of the dimensions are added, minor ones first.
     """
     moved: set[int] = set()
     kept: list[int] = []
-    for one, other in zip(before.cuts, after.cuts, strict=True):
-        a, b = flatten_cut(one), flatten_cut(other)
+    for cut_before, cut_after in zip(before.cuts, after.cuts, strict=True):
+        a, b = flatten_cut(cut_before), flatten_cut(cut_after)
         common = 0
         while common < min(len(a), len(b)) and a[common] == b[common]:
             common += 1
@@ -102,11 +92,11 @@ def smallest_group(space: Space, before: State, after: State) -> frozenset[int] 
 
 
 def is_permutation(space: Space, before: State, after: State) -> bool:
-    """Whether ranks only exchange whole shards: every dimension is cut into the same parts.
+    """Return whether ranks only exchange whole shards: all dimensions have the same parts.
 
-    Where each dimension has the same parts on as many ranks, each box is on as many ranks too.
+    If each part of each dimension is on as many ranks as before, so is each box.
     """
-    return before.pending == after.pending and space.distinct_parts(before) == space.distinct_parts(
+    return before.partial == after.partial and space.distinct_parts(before) == space.distinct_parts(
         after
     )
 
@@ -116,7 +106,7 @@ Named = tuple[type[Step], tuple[int, ...], tuple[int, ...]]
 
 
 def name_step(space: Space, before: State, after: State) -> Named | None:
-    """The kind of step, its prime axes and dimensions; None where no collective is legal.
+    """Return the simplest legal step, its prime axes and dimensions, or None if there is none.
 
     >>> from reshard.collectives.search.states import PrimeMesh
     >>> from reshard.mesh import DeviceMesh
@@ -132,7 +122,7 @@ def name_step(space: Space, before: State, after: State) -> Named | None:
     changed = tuple(
         d for d, (a, b) in enumerate(zip(before.cuts, after.cuts, strict=True)) if a != b
     )
-    reduced = before.pending - after.pending
+    reduced = before.partial - after.partial
     if reduced:
         if not changed:
             return AllReduce, tuple(sorted(reduced)), ()
@@ -140,7 +130,7 @@ def name_step(space: Space, before: State, after: State) -> Named | None:
         if tails is not None and reduced == frozenset(tails) and is_inside(space, after, before):
             return ReduceScatter, tails, changed
         return None
-    # The plainest collective first: slice, gather, permute, all-to-all, joint all-to-all.
+    # In the order slice, gather, permute, all-to-all, joint all-to-all.
     if before.prime_mesh == after.prime_mesh:
         tails = _find_tails(before.cuts, after.cuts)
         if tails is not None and is_inside(space, after, before):
@@ -160,30 +150,30 @@ def name_step(space: Space, before: State, after: State) -> Named | None:
                 continue
             if is_covered(space, before, after, frozenset(given)):
                 return AllToAll, taken, (giver, taker)
-    group = smallest_group(space, before, after)
+    group = find_group(space, before, after)
     return None if group is None else (JointAllToAll, tuple(sorted(group)), changed)
 
 
 def _find_tail(short: Cut, long: Cut) -> tuple[int, ...] | None:
-    """The prime axes that a cut has behind another one, or None where it does not continue it."""
-    one, other = flatten_cut(short), flatten_cut(long)
-    return other[len(one) :] if other[: len(one)] == one else None
+    """Return the prime axes of `long` after those of `short`, or None if it is not a prefix."""
+    prefix, axes = flatten_cut(short), flatten_cut(long)
+    return axes[len(prefix) :] if axes[: len(prefix)] == prefix else None
 
 
 def _find_tails(short: tuple[Cut, ...], long: tuple[Cut, ...]) -> tuple[int, ...] | None:
-    found: tuple[int, ...] = ()
-    for one, other in zip(short, long, strict=True):
-        tail = _find_tail(one, other)
+    tails: tuple[int, ...] = ()
+    for short_cut, long_cut in zip(short, long, strict=True):
+        tail = _find_tail(short_cut, long_cut)
         if tail is None:
             return None
-        found += tail
-    return found
+        tails += tail
+    return tails
 
 
 def step_cost(problem: Problem, before: State, after: State) -> int:
-    """Elements that arrive in one step, summed over ranks."""
+    """Count the elements that arrive in a step, summed over ranks."""
     space = problem.space
-    reduced = before.pending - after.pending
+    reduced = before.partial - after.partial
     if not reduced:
         return space.arriving(before, after)
     prime_mesh = space.prime_meshes[before.prime_mesh]
@@ -196,45 +186,48 @@ def step_cost(problem: Problem, before: State, after: State) -> int:
 
 
 def path_cost(problem: Problem, path: Path) -> int:
-    """Elements that arrive in all steps."""
+    """Count the elements that arrive in all steps of a path."""
     return sum(step_cost(problem, a, b) for a, b in itertools.pairwise(path))
 
 
 def join_steps(problem: Problem, path: Path) -> Path:
-    """The states of a path that are left where steps are taken at once.
+    """Return the states of a path that remain when steps are joined.
 
-    >>> from reshard.collectives.search.states import problem_of
+    From each state of a path, every later one is tried: a legal step of an allowed kind that costs
+    at most as much as the path between them replaces that part of the path. Among the resulting
+    programs, one with the fewest steps is returned, found from the end to the beginning. All its
+    states are states of the path, so no shard is larger than before.
+    >>> from reshard.collectives.search.states import make_problem
     >>> from reshard.collectives.search.states import State
     >>> from reshard.mesh import DeviceMesh
     >>> from reshard.sharding import spec
     >>> mesh = DeviceMesh.of(x=4)
-    >>> problem = problem_of(spec(mesh, "-"), spec(mesh, "x"), (8,))
+    >>> problem = make_problem(spec(mesh, "-"), spec(mesh, "x"), (8,))
     >>> half = State(0, (((0,),),))
     >>> len(join_steps(problem, (problem.source, half, problem.target)))
     2
     """
-    paid = [0]
+    cost = [0]
     for before, after in itertools.pairwise(path):
-        paid.append(paid[-1] + step_cost(problem, before, after))
+        cost.append(cost[-1] + step_cost(problem, before, after))
     last = len(path) - 1
-    # From each state: how many steps are left, and where the first of them leads.
+    # For each state, the number of remaining steps, and the state after the first of them.
     best: dict[int, tuple[int, int]] = {last: (0, last)}
     for begin in reversed(range(last)):
         best[begin] = best[begin + 1][0] + 1, begin + 1
-        # A step that skips states is taken where fewer steps are left behind it.
         for end in range(begin + 2, last + 1):
             steps = best[end][0] + 1
-            if steps < best[begin][0] and _is_step(problem, path, begin, end, paid):
+            if steps < best[begin][0] and _is_step(problem, path, begin, end, cost):
                 best[begin] = steps, end
-    kept = [0]
-    while kept[-1] != last:
-        kept.append(best[kept[-1]][1])
-    return tuple(path[number] for number in kept)
+    states = [0]
+    while states[-1] != last:
+        states.append(best[states[-1]][1])
+    return tuple(path[number] for number in states)
 
 
-def _is_step(problem: Problem, path: Path, begin: int, end: int, paid: list[int]) -> bool:
+def _is_step(problem: Problem, path: Path, begin: int, end: int, cost: list[int]) -> bool:
     before, after = path[begin], path[end]
-    if step_cost(problem, before, after) > paid[end] - paid[begin]:
+    if step_cost(problem, before, after) > cost[end] - cost[begin]:
         return False
     named = name_step(problem.space, before, after)
     return named is not None and (problem.steps == JOINT or named[0] is not JointAllToAll)
