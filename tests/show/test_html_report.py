@@ -155,5 +155,5 @@ def test_figures_say_who_is_busiest() -> None:
 
 
 def test_an_unusable_number_of_ranks_is_named() -> None:
-    with pytest.raises(UsageError, match="0 ranks a host"):
+    with pytest.raises(UsageError, match="0 ranks per host"):
         report_of(PLANS["a transposed mesh"], ranks_per_host=0).html()

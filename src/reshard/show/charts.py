@@ -25,7 +25,7 @@ from reshard.show.svg import element, escaped, rank_colours
 MAX_GROUPS = 64
 # Pixels: the side of the map, the largest square, a letter of the indices.
 _SIDE, _MAX_SQUARE, _LETTER = 448.0, 54.0, 6.4
-# Groups up to which amounts stand in the squares, and the pixels of the scale of shades.
+# Maximum number of groups with amounts in the squares, and the pixels of the scale of shades.
 _MAX_WRITTEN, _SCALE = 12, 96.0
 
 
@@ -37,14 +37,14 @@ def heat_map(
     short_text: Callable[[int], str] | None = None,
     max_groups: int = MAX_GROUPS,
 ) -> str:
-    """The traffic as an `svg` element.
+    """Return a heat map of the traffic as an `svg` element.
 
     Args:
-        traffic: between ranks, or what else is called `noun`.
-        amount_text: writes an amount, with its unit.
-        noun: what sends and receives.
-        short_text: writes an amount inside a square; `amount_text` when None.
-        max_groups: the most rows and columns.
+        traffic: between ranks, or other things called `noun`.
+        amount_text: formats an amount, with its unit.
+        noun: for senders and receivers.
+        short_text: formats an amount inside a square; `amount_text` if None.
+        max_groups: maximum number of rows and columns.
 
     >>> import numpy as np
     >>> one = Traffic.gathered(2, np.array([0]), np.array([1]), np.array([7]))
@@ -67,17 +67,17 @@ def heat_map(
         last = min((group + 1) * size, traffic.ranks) - 1
         return f"{noun} {group}" if size == 1 else f"{noun}s {group * size}-{last}"
 
-    # 2. A square for each pair that sends something; empty ones are the background.
+    # 2. A square for each pair with traffic; empty squares are the background.
     squares, amounts = [], []
     for a, b, amount in zip(
         grouped.sender.tolist(), grouped.receiver.tolist(), grouped.amount.tolist(), strict=True
     ):
         x, y = x0 + b * step, y0 + a * step
-        said = f"{name(a)} to {name(b)}: {amount_text(amount)}"
+        description = f"{name(a)} to {name(b)}: {amount_text(amount)}"
         squares.append(
             element(
                 "rect",
-                element("title", escaped(said)),
+                element("title", escaped(description)),
                 x=x,
                 y=y,
                 width=step,
@@ -87,7 +87,7 @@ def heat_map(
         )
         if groups <= _MAX_WRITTEN:
             amounts.append(_write_amount(short_text(amount), x, y, step, amount, most))
-    # 3. The caption, the scale and the size of the whole.
+    # 3. The caption, the scale and the total size.
     together = "" if size == 1 else f", {size} {noun}s a square"
     caption = f"sending {noun}s down, receiving {noun}s across{together}"
     scale = f"up to {amount_text(most)}"
@@ -112,7 +112,7 @@ def heat_map(
 
 
 def _strength(amount: int, most: int) -> str:
-    """The opacity of an amount, from faint to full; the least amount is still visible."""
+    """Return the opacity of an amount, from faint to full; the smallest amount is still visible."""
     return f"{0.15 + 0.85 * amount / most:.2f}"
 
 
@@ -129,7 +129,7 @@ def _write_amount(text: str, x: float, y: float, step: float, amount: int, most:
 
 
 def _grid(x0: float, y0: float, step: float, groups: int) -> str:
-    """Lines between squares, and the diagonal: what a rank has, it does not send to itself."""
+    """Return lines between squares, and the diagonal, on which no rank sends to itself."""
     side = step * groups
     parts = [f"M{x0:.1f} {y0 + i * step:.1f}h{side:.1f}" for i in range(groups + 1)]
     parts += [f"M{x0 + i * step:.1f} {y0:.1f}v{side:.1f}" for i in range(groups + 1)]
@@ -140,7 +140,7 @@ def _grid(x0: float, y0: float, step: float, groups: int) -> str:
 
 
 def _ticks(x0: float, y0: float, step: float, groups: int, size: int) -> list[str]:
-    """The first rank of a group, at every group that has room for it."""
+    """Return the first rank of every group that has space for it."""
     widest = _LETTER * len(str((groups - 1) * size)) + 8
     across, down = max(1, round(widest / step + 0.5)), max(1, round(13 / step + 0.5))
     middle = step / 2
@@ -185,10 +185,10 @@ _BETWEEN, _BAR = 220.0, 12.0
 
 
 def host_traffic(traffic: Traffic, ranks_per_host: int) -> Traffic:
-    """The traffic between hosts of so many neighbouring ranks, that inside a host included.
+    """Return the traffic between hosts of so many adjacent ranks, including traffic inside hosts.
 
     Raises:
-        UsageError: less than one rank a host.
+        UsageError: less than one rank per host.
 
     >>> import numpy as np
     >>> ring = Traffic.gathered(4, np.arange(4), (np.arange(4) + 1) % 4, np.full(4, 7))
@@ -196,17 +196,17 @@ def host_traffic(traffic: Traffic, ranks_per_host: int) -> Traffic:
     [7, 7, 7, 7]
     """
     if ranks_per_host < 1:
-        raise UsageError(f"{ranks_per_host} ranks a host; give at least 1")
+        raise UsageError(f"{ranks_per_host} ranks per host; give at least 1")
     return traffic.taken_together(ranks_per_host)
 
 
 def across_hosts(hosts: Traffic) -> int:
-    """How much leaves its host."""
+    """Return the traffic that leaves its host."""
     return int(hosts.amount[hosts.sender != hosts.receiver].sum())
 
 
 def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
-    """The traffic between hosts as an `svg` element.
+    """Return a flow chart of the traffic between hosts as an `svg` element.
 
     >>> import numpy as np
     >>> one = Traffic.gathered(2, np.array([0]), np.array([1]), np.array([7]))
@@ -227,7 +227,7 @@ def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
     x0 = margin + _BAR
     x1 = x0 + _BETWEEN
     width = x1 + _BAR + margin
-    # Where the next band of each bar begins: the bands of a bar are stacked.
+    # The start of the next band of each bar: the bands of a bar are stacked.
     from_y, to_y = left.copy(), right.copy()
     bands = []
     for a, b, amount in zip(
@@ -246,7 +246,7 @@ def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
         )
         from_y[a] += thick
         to_y[b] += thick
-    # On the left what hosts send, on the right what they receive.
+    # Sent amounts on the left, received amounts on the right.
     bars = []
     for host in range(hosts.ranks):
         for x, top, amounts, word, anchor, at in (
@@ -254,7 +254,7 @@ def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
             (x1, right, hosts.received, "receives", "start", x1 + _BAR + 8),
         ):
             amount = int(amounts[host])
-            # A host that sends or receives nothing has a visible bar too.
+            # A bar is visible even without traffic.
             high = max(amount * scale, 1.5)
             lines = f"host {host}", f"{word} {amount_text(amount)}"
             bars += [
@@ -279,7 +279,7 @@ def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
 
 
 def _tops(amounts: IntArray, scale: float, gap: float) -> list[float]:
-    """Where each bar begins, one below the other; none so near that texts would overlap."""
+    """Return the top of each bar, one below the other, far enough apart for their texts."""
     tops, at = [], 0.0
     for amount in amounts.tolist():
         tops.append(at)
@@ -288,7 +288,7 @@ def _tops(amounts: IntArray, scale: float, gap: float) -> list[float]:
 
 
 def _band_path(x0: float, y0: float, x1: float, y1: float, thick: float) -> str:
-    """The outline of a band: its upper edge as a curve, down at the receiver, and back."""
+    """Return the outline of a band: its upper edge as a curve, down at the receiver, and back."""
     middle, low0, low1 = (x0 + x1) / 2, y0 + thick, y1 + thick
     return (
         f"M{x0:.1f} {y0:.1f}C{middle:.1f} {y0:.1f} {middle:.1f} {y1:.1f} {x1:.1f} {y1:.1f}"
@@ -298,7 +298,7 @@ def _band_path(x0: float, y0: float, x1: float, y1: float, thick: float) -> str:
 
 
 def _label_bar(lines: Sequence[str], x: float, middle: float, anchor: str) -> list[str]:
-    """The name of a host and its amount, one below the other, beside the middle of its bar."""
+    """Return the name of a host and its amount, one below the other, next to its bar."""
     return [
         element(
             "text",
@@ -317,7 +317,7 @@ _MAX_NUMBERED = 32
 
 
 class Moment(NamedTuple):
-    """A bar: its name, what is held before and at most meanwhile."""
+    """A bar: its name, the amount held before, and the maximum during the moment."""
 
     name: str
     held: int
@@ -325,11 +325,11 @@ class Moment(NamedTuple):
 
 
 def memory_chart(moments: Sequence[Moment], amount_text: Callable[[int], str]) -> str:
-    """The bars as an `svg` element, the greatest amount marked.
+    """Return a bar chart of memory as an `svg` element, with the maximum marked.
 
     Args:
         moments: in their order.
-        amount_text: writes an amount, with its unit.
+        amount_text: formats an amount, with its unit.
 
     >>> "matmul: 7 B, 3 B before" in memory_chart([Moment("matmul", 3, 7)], "{} B".format)
     True
@@ -349,7 +349,7 @@ def memory_chart(moments: Sequence[Moment], amount_text: Callable[[int], str]) -
                     f"{moment.name}: {amount_text(moment.most)}, {amount_text(moment.held)} before"
                 ),
             ),
-            # The paler bar is drawn first; what is held before covers its lower end.
+            # The paler bar is drawn first; the memory held before covers its lower end.
             _bar(x, floor, wide, moment.most * scale, 0.35),
             _bar(x, floor, wide, min(moment.held, moment.most) * scale, 1.0),
         ]

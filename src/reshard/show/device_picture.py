@@ -1,7 +1,7 @@
-"""Pictures of a mesh: what each device holds, drawn as the devices lie in the mesh.
+"""Pictures of a mesh: the contents of each device, drawn as the devices are in the mesh.
 
-The last axis runs to the right, the one before it down; every further axis runs down too, in
-blocks of those inside it. An arrow says which axis runs where::
+The last axis runs to the right and the second last down; every further axis runs down too, in
+blocks of the inner axes. Arrows label the axes::
 
     y ─────────▶
     ┌────┬────┬────┐ x │
@@ -35,11 +35,11 @@ MAX_DEVICES = 4096
 def mesh_picture(
     mesh: DeviceMesh, contents: Mapping[int, Sequence[str]], *, ascii: bool = False
 ) -> str:
-    """A picture of a mesh with lines of text in each device.
+    """Return a picture of a mesh with lines of text in each device.
 
     Args:
         mesh: the devices.
-        contents: for each rank its lines; a rank that has none is empty.
+        contents: the lines of each rank; a rank without lines is empty.
         ascii: draw with plain ASCII instead of box-drawing characters.
 
     Raises:
@@ -69,7 +69,7 @@ def mesh_picture(
     for first in range(0, mesh.size, per_block):
         lines += _block(texts[first : first + per_block], columns, height, width, ascii)
     head = "" if not mesh.shape else _arrow_across(mesh.axis_names[-1], len(lines[0]), ascii)
-    # From the inside out: an axis has one arrow for each combination of the axes before it.
+    # From the inside out: an axis has an arrow for each combination of the axes before it.
     outer = list(zip(mesh.axis_names[:-1], mesh.shape[:-1], strict=True))
     for place in range(len(outer) - 1, -1, -1):
         blocks = math.prod(size for _, size in outer[:place])
@@ -78,11 +78,10 @@ def mesh_picture(
 
 
 def element_texts(layout: Layout) -> dict[int, list[str]]:
-    """What each rank holds of a small tensor, the elements called by their indices from 1 on.
+    """Return the elements of a small tensor on each rank, named by their indices from 1 on.
 
-    Indices below ten stand side by side, as in `23` for row 2, column 3; larger ones have a
-    comma between. The dimensions before the last two begin new lines, too. A position that is
-    no element of the tensor is `-`.
+    Indices below ten are concatenated, as in `23` for row 2, column 3; larger ones are separated by
+    commas. The dimensions before the last two begin new lines, too. Padding is `-`.
 
     >>> from reshard.sharding import spec
     >>> layout = spec(DeviceMesh.of(x=2), "-, x").layout((2, 4))
@@ -125,7 +124,9 @@ def _lines(layout: Layout, names: NDArray[np.object_], rank: int, width: int) ->
 def _block(
     texts: Sequence[Sequence[str]], columns: int, height: int, width: int, ascii: bool
 ) -> list[str]:
-    """Rows of devices as a grid of boxes, each `height` lines high and `width` columns wide."""
+    """Draw rows of devices as a grid of boxes, each `height` lines high and `width`
+    columns wide.
+    """
     y = [row * (height + 1) for row in range(len(texts) // columns + 1)]
     x = [column * (width + 3) for column in range(columns + 1)]
     canvas = Canvas(x[-1] + 1, y[-1] + 1)
@@ -146,7 +147,7 @@ def _arrow_across(axis: str, width: int, ascii: bool) -> str:
 
 
 def _add_arrows_down(lines: list[str], axis: str, blocks: int, ascii: bool) -> None:
-    """Beside each of so many equal blocks of lines, an arrow from its first line to its last."""
+    """Add to each of so many equal blocks of lines an arrow from its first line to its last."""
     bar, head = ("|", "v") if ascii else ("│", "▼")
     width = max(map(display_width, lines))
     each = len(lines) // blocks

@@ -105,7 +105,7 @@ _MAX_SEPARATE = 16
 
 
 def rank_legend(colours: Mapping[int, str]) -> str:
-    """A patch of colour for each rank, or for some of very many.
+    """Return a patch of colour for each rank, or for some if there are very many.
 
     >>> rank_legend({3: "#0072b2"}).count("<li>")
     1
@@ -122,7 +122,7 @@ def rank_legend(colours: Mapping[int, str]) -> str:
 
 
 MAX_RANKS_LISTED = 32
-# Between two pictures; those who listen hear their captions. It points down on a narrow page.
+# Between two pictures; hidden from screen readers, and pointing down on a narrow page.
 _ARROW = element("div", element("span", "→"), class_="arrow", aria_hidden="true")
 
 
@@ -136,7 +136,7 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DrawnChange:
-    """A change of layout to draw: its heading, the texts of both cuts, and what moves."""
+    """A change of layout to draw: its heading, the texts of both shardings, and its transfers."""
 
     heading: str
     before: str
@@ -150,15 +150,15 @@ class Report:
     """The contents of a page.
 
     Attributes:
-        title: in one line.
-        figures: in the order they shall stand.
+        title: in a line.
+        figures: in the order of the page.
         changes: the layouts to draw.
         traffic: between ranks.
-        amount_text: writes an amount of the traffic, with its unit.
-        short_text: the same in few letters.
-        ranks_per_host: for the flows between hosts; None for no such flows.
-        remarks: what else there is to say, a sentence each.
-        tables: headings with tables in text, at the end of the page.
+        amount_text: formats an amount of the traffic, with its unit.
+        short_text: formats an amount in few letters.
+        ranks_per_host: for the flows between hosts; None to omit them.
+        remarks: further sentences.
+        tables: headings and tables of text, for the end of the page.
     """
 
     title: str
@@ -172,10 +172,10 @@ class Report:
     tables: Sequence[tuple[str, str]] = field(default=())
 
     def html(self) -> str:
-        """The page.
+        """Return the page.
 
         Raises:
-            UsageError: a number of ranks a host that cannot be.
+            UsageError: an invalid number of ranks per host.
         """
         ranks = {
             rank
@@ -191,7 +191,7 @@ class Report:
         ]
         layouts = self._layouts(colours)
         traffic = [*self._traffic(), *self._hosts()]
-        # One change is the subject of the page; of many, the traffic is what they come to.
+        # A single change is the subject of the page; otherwise the total traffic comes first.
         body += [*layouts, *traffic] if len(self.changes) == 1 else [*traffic, *layouts]
         for heading, table in self.tables:
             body += [element("h2", escaped(heading)), text_html(table)]
@@ -227,20 +227,20 @@ class Report:
             return []
         hosts = host_traffic(self.traffic, self.ranks_per_host)
         outside = across_hosts(hosts)
-        said = (
+        summary = (
             f"{count_text(hosts.ranks, 'host')} of {count_text(self.ranks_per_host, 'rank')}: "
             f"{self.amount_text(outside)} cross from host to host, "
             f"{self.amount_text(hosts.total - outside)} stay inside one."
         )
         return [
             element("h2", "Between hosts"),
-            element("p", escaped(said)),
+            element("p", escaped(summary)),
             element("figure", host_flows(hosts, self.amount_text)),
         ]
 
 
 def page_html(title: str, body: Sequence[str], style: str = "") -> str:
-    """A whole page of its own, whose `body` is escaped already, in the common style and `style`."""
+    """Return a whole page with an escaped `body`, in the common style and `style`."""
     head = [
         element("meta", charset="utf-8"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
@@ -255,20 +255,20 @@ def page_html(title: str, body: Sequence[str], style: str = "") -> str:
 
 
 def text_html(text: str) -> str:
-    """Text as it stands, which a keyboard can scroll where it is wider than the page."""
+    """Return preformatted text, which a keyboard can scroll if it is wider than the page."""
     return element("pre", escaped(text), tabindex=0)
 
 
 def movement_figures(
     traffic: Traffic, lower_bound: int, transfers: int, amount_text: Callable[[int], str]
 ) -> list[Figure]:
-    """What moves, for a `Report`.
+    """Return the figures of a movement, for a `Report`.
 
     Args:
         traffic: between ranks.
-        lower_bound: the least that any movement needs, in the unit of the traffic.
-        transfers: boxes that move.
-        amount_text: writes an amount.
+        lower_bound: the least traffic of any movement.
+        transfers: number of boxes that move.
+        amount_text: formats an amount.
 
     >>> import numpy as np
     >>> one = Traffic.gathered(2, np.array([0]), np.array([1]), np.array([7]))
@@ -288,7 +288,7 @@ def movement_figures(
 
 
 def figures_html(figures: Sequence[Figure]) -> str:
-    """Numbers with their names, side by side."""
+    """Return numbers with their names, side by side."""
     items = []
     for figure in figures:
         values = [element("dd", escaped(figure.value))]
@@ -299,15 +299,15 @@ def figures_html(figures: Sequence[Figure]) -> str:
 
 
 def change_html(change: DrawnChange, number: int, colours: Mapping[int, str]) -> str:
-    """A change of layout, drawn before and after, and as text.
+    """Return a change of layout, drawn before and after, and as text.
 
     Args:
-        change: what to draw.
-        number: another one for each change of a page.
+        change: the change to draw.
+        number: distinct for each change of a page.
         colours: of the ranks.
     """
     plan = change.plan
-    # One choice for both, so that the two pictures can be compared.
+    # The same for both, so that the two pictures can be compared.
     dimensions = drawn_dimensions(plan.source, plan.target)
     sides = []
     for word, cut, layout in (
@@ -322,15 +322,15 @@ def change_html(change: DrawnChange, number: int, colours: Mapping[int, str]) ->
             origins=origins(change.transfers) if word == "after" else None,
         )
         # No wrapping: the page wraps lines itself.
-        said = notes(layout, drawn.grid, 10**6)
+        remarks = notes(layout, drawn.grid, 10**6)
         if drawn.has_stripes:
-            said.insert(0, "Stripes: several ranks hold the box, those that its label names.")
+            remarks.insert(0, "Stripes: several ranks hold the box, those that its label names.")
         sides.append(
             element(
                 "figure",
                 element("figcaption", element("b", word), " ", element("code", escaped(cut))),
                 drawn.svg,
-                *(element("p", escaped(line), class_="note") for line in said),
+                *(element("p", escaped(line), class_="note") for line in remarks),
             )
         )
     text = change_picture(
@@ -352,7 +352,7 @@ def change_html(change: DrawnChange, number: int, colours: Mapping[int, str]) ->
 
 
 def _busiest_ranks(traffic: Traffic, amount_text: Callable[[int], str]) -> str:
-    """What ranks send and receive; those that do the same share a row, the busiest first."""
+    """Return a table of traffic, busiest ranks first; ranks with equal traffic share a row."""
     kinds = sorted(traffic.kinds(), key=lambda kind: (-kind.load, kind.ranks))
     rows = [
         element(

@@ -36,7 +36,7 @@ SlotLabel = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Writes the holders of a box: by number, or by a text of the caller's for each rank.
+    """Writes the holders of a box: by number, or by a text of the caller for each rank.
 
     >>> held = frozenset(RankHolding(0, 0, False, slot) for slot in (0, 4))
     >>> Labels().lines(held, (), 20), Labels("device {}\\nof 8".format).lines(held, (), 20)
@@ -47,12 +47,12 @@ class Labels:
     ascii: bool = False
 
     def lines(self, holdings: Holdings, senders: Sequence[int], width: int) -> list[str]:
-        """The lines of a label, none wider than `width` columns."""
+        """Return the lines of a label, none wider than `width` columns."""
         if not holdings:
             return ["-"]
         mark = "..." if self.ascii else "…"
         if self.slot_label is not None:
-            # Ranks with the same text share it: a dict keeps each once, in order.
+            # Ranks with equal texts share them: a dict keeps each once, in order.
             texts = dict.fromkeys(self.slot_label(h.slot) for h in sorted(holdings, key=_by_slot))
             joined = ",".join(texts)
             if "\n" not in joined and display_width(joined) <= width:
@@ -65,7 +65,7 @@ class Labels:
         if senders:
             arrow = "<-" if self.ascii else "←"
             many = count_text(len(senders), "rank")
-            # The senders in full, else their number, else that there are some.
+            # The senders in full, or their number, or a mark.
             for origin in (rank_text(senders), many, mark):
                 if display_width(f"{text} {arrow} {origin}") <= width:
                     return [f"{text} {arrow} {origin}"]
@@ -73,7 +73,7 @@ class Labels:
 
 
 def shorter_texts(text: str, mark: str) -> Iterator[str]:
-    """A text of `holders_text`, and shorter ones with the first and the last of its parts.
+    """Yield a text of `holders_text`, and shorter texts with its first and last parts.
 
     >>> list(shorter_texts("0/8/16/24/32", "…"))
     ['0/8/16/24/32', '0/8/…/32', '0/…/32']
@@ -91,7 +91,7 @@ def _by_slot(holding: RankHolding) -> int:
 
 
 def holders_text(holdings: Iterable[RankHolding]) -> str:
-    """The holders of a box in full, see the module's docstring.
+    """Return the holders of a box in full; see the module's docstring.
 
     >>> holders_text([RankHolding(0, c, False, 4 * c + i) for c in (0, 1) for i in (0, 1)])
     '0,1+4,5'
@@ -102,7 +102,7 @@ def holders_text(holdings: Iterable[RankHolding]) -> str:
     parts_of_slot: dict[int, list[int]] = {}
     for holding in everything:
         parts_of_slot.setdefault(holding.slot, []).append(holding.hidden_part)
-    # A rank may hold several of the parts that are not drawn; it is written once, with them all.
+    # A rank may hold several of the parts that are not drawn; it is listed once, with all.
     by_parts: dict[tuple[int, ...], set[RankHolding]] = {}
     for holding in everything:
         key = tuple(parts_of_slot[holding.slot])
@@ -122,36 +122,37 @@ def holders_text(holdings: Iterable[RankHolding]) -> str:
 
 
 MAX_RANK_LETTERS = 60
-# Lengths of padding in one dimension that have a line each.
+# Lengths of padding in a dimension that have a line each.
 MAX_PADDINGS = 3
 
 
 def notes(layout: Layout, grid: RegionGrid, width: int) -> list[str]:
-    """Lines of at most `width` columns on what `grid`, drawn from `layout`, cannot say.
+    """Return lines of at most `width` columns on properties that `grid`, drawn from `layout`,
+    lacks.
 
     >>> layout = Layout.flat_ranges((4,), {0: (0, 4), 1: (4, 4)})
     >>> notes(layout, region_grid(layout, None, 0), 80)
     ['Holding nothing: 1.']
     """
-    said = []
+    lines = []
     drawn = [d for d in (grid.row_dimension, grid.column_dimension) if d is not None]
     if layout.ndim > 2:
-        said.append(f"Drawn: dimensions {drawn[0]} (down) and {drawn[1]} (across).")
-        said += _describe_hidden_dimensions(
+        lines.append(f"Drawn: dimensions {drawn[0]} (down) and {drawn[1]} (across).")
+        lines += _describe_hidden_dimensions(
             layout, [d for d in range(layout.ndim) if d not in drawn]
         )
     if 0 in layout.shape:
-        said.append(f"No elements: dimension {layout.shape.index(0)} has length 0.")
+        lines.append(f"No elements: dimension {layout.shape.index(0)} has length 0.")
     empty = set(layout.holders) - {int(slot) for slot in layout.cell_slot[layout.cell_elements > 0]}
     if empty and 0 not in layout.shape:
-        said.append(f"Holding nothing: {_short(sorted(empty))}.")
+        lines.append(f"Holding nothing: {_short(sorted(empty))}.")
     if layout.reduction is not None:
-        said.append(f"Partial: {layout.contributions} contributions (+), {layout.reduction}.")
+        lines.append(f"Partial: {layout.contributions} contributions (+), {layout.reduction}.")
     for d in range(layout.ndim):
         padding: dict[int, list[int]] = {}
         runs = layout.tables[d].single_runs()
         pads = runs.role == PAD
-        # Of shape (parts,): how many padded positions each part has along the dimension.
+        # Shape (parts,): the number of padded positions of each part along the dimension.
         lengths = np.bincount(runs.part[pads], runs.length[pads], layout.tables[d].parts)
         for slot, part in zip(
             layout.cell_slot.tolist(), layout.cell_part[:, d].tolist(), strict=True
@@ -161,13 +162,13 @@ def notes(layout: Layout, grid: RegionGrid, width: int) -> list[str]:
         if len(padding) > MAX_PADDINGS:
             every = sorted(itertools.chain(*padding.values()))
             padded = f"{min(padding)} to {max(padding)}"
-            said.append(f"Padding of {padded} in dimension {d}: {_short(every)}.")
+            lines.append(f"Padding of {padded} in dimension {d}: {_short(every)}.")
         else:
             for length, slots in sorted(padding.items()):
-                said.append(f"Padding of {length} in dimension {d}: {_short(sorted(slots))}.")
+                lines.append(f"Padding of {length} in dimension {d}: {_short(sorted(slots))}.")
     if any(h.is_halo for row in grid.holdings for place in row for h in place):
-        said.append("In brackets: halo copies.")
-    return [line for note in said for line in textwrap.wrap(note, width)]
+        lines.append("In brackets: halo copies.")
+    return [line for note in lines for line in textwrap.wrap(note, width)]
 
 
 def _short(slots: list[int]) -> str:
@@ -175,8 +176,8 @@ def _short(slots: list[int]) -> str:
 
 
 def _describe_hidden_dimensions(layout: Layout, dimensions: Sequence[int]) -> list[str]:
-    """Where each of them is cut; those that are not cut in one line."""
-    said, whole = [], []
+    """Describe the divisions of each dimension; undivided dimensions share a line."""
+    lines, whole = [], []
     for d in dimensions:
         grid = region_grid(layout, d, None)
         bounds = [interval.start for interval in grid.rows[1:]]
@@ -185,12 +186,12 @@ def _describe_hidden_dimensions(layout: Layout, dimensions: Sequence[int]) -> li
             continue
         shown = ", ".join(map(str, bounds[:8])) + (", ..." if len(bounds) > 8 else "")
         cut = f"cut at {shown} (/ between its parts)"
-        said.append(f"Not drawn: dimension {d}, of {layout.shape[d]}, {cut}.")
+        lines.append(f"Not drawn: dimension {d}, of {layout.shape[d]}, {cut}.")
     if whole:
         noun = "dimension" if len(whole) == 1 else "dimensions"
         lengths = _enumerate([layout.shape[d] for d in whole])
-        said.append(f"Not drawn: {noun} {_enumerate(whole)}, of {lengths}, not cut.")
-    return said
+        lines.append(f"Not drawn: {noun} {_enumerate(whole)}, of {lengths}, not cut.")
+    return lines
 
 
 def _enumerate(numbers: Sequence[int]) -> str:

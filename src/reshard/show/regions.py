@@ -36,7 +36,7 @@ MAX_INTERVALS = 64
 
 
 class RankHolding(NamedTuple):
-    """One rank that holds a rectangle: which part of the other dimensions, and how."""
+    """A rank that holds a rectangle: its part of the other dimensions, and its role."""
 
     hidden_part: int
     contribution: int
@@ -46,7 +46,9 @@ class RankHolding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Indices `start:stop`; `left_out` of the original intervals are not drawn, 0 if it is."""
+    """Indices `start:stop`; `left_out` is the number of original intervals that are not drawn, or
+    0.
+    """
 
     start: int
     stop: int
@@ -60,8 +62,8 @@ Holdings = frozenset[RankHolding]
 class RegionGrid:
     """Rectangles and their holders: `holdings[row][column]`.
 
-    `row_dimension` and `column_dimension` are those drawn; None for a line of boxes or one box.
-    What lies in an interval that is left out has no holdings.
+    `row_dimension` and `column_dimension` are the drawn dimensions; None for a line of boxes or a
+    single box. Intervals that are left out have no holdings.
     """
 
     row_dimension: int | None
@@ -71,7 +73,7 @@ class RegionGrid:
     holdings: tuple[tuple[Holdings, ...], ...]
 
     def limited(self, rows: int, columns: int) -> RegionGrid:
-        """At most so many drawn rows and columns, those in the middle left out."""
+        """Return at most so many drawn rows and columns, leaving out those in the middle."""
         kept_rows, row_intervals = _leave_out_middle(self.rows, rows)
         kept_columns, column_intervals = _leave_out_middle(self.columns, columns)
         holdings = tuple(
@@ -92,9 +94,10 @@ class RegionGrid:
 
 
 def drawn_dimensions(layout: Layout, *others: Layout) -> tuple[int | None, int | None]:
-    """The row and the column dimension of a picture: the two most cut, the longest among equals.
+    """Return the row and the column dimension of a picture: those with the most intervals.
 
-    For several layouts of one tensor, what counts is the most that any of them cuts.
+    The longest of equals are chosen. For several layouts of a tensor, the maximum over the layouts
+    counts.
 
     >>> drawn_dimensions(Layout.replicated((2, 5, 4)))
     (1, 2)
@@ -102,7 +105,7 @@ def drawn_dimensions(layout: Layout, *others: Layout) -> tuple[int | None, int |
     (None, 0)
     """
     pieces = [
-        max(len(_edges(one, dimension)) for one in (layout, *others))
+        max(len(_edges(each, dimension)) for each in (layout, *others))
         for dimension in range(layout.ndim)
     ]
     order = sorted(range(layout.ndim), key=lambda d: (-pieces[d], -layout.shape[d], d))
@@ -116,9 +119,9 @@ def region_grid(
     column_dimension: int | None,
     max_intervals: int = MAX_INTERVALS,
 ) -> RegionGrid:
-    """The rectangles of two dimensions of a layout and the ranks that hold them.
+    """Return the rectangles of two dimensions of a layout and the ranks that hold them.
 
-    Where a dimension has more than `max_intervals` intervals, those in the middle are left out.
+    If a dimension has more than `max_intervals` intervals, those in the middle are left out.
 
     >>> layout = Layout.flat_ranges((4, 4), {0: (0, 6), 1: (6, 16)})
     >>> grid = region_grid(layout, 0, 1)
@@ -139,7 +142,7 @@ def region_grid(
                     places[row][column].update(holdings)
     lines = [[_without_own_halos(place) for place in line] for line in places]
     rows, lines = _merge_alike(rows, lines)
-    # The columns of the merged rows are merged in the same way, by way of the transpose.
+    # The columns of the merged rows are merged in the same way, in the transpose.
     turned = [list(line) for line in zip(*lines, strict=True)]
     columns, turned = _merge_alike(columns, turned)
     return RegionGrid(
@@ -152,7 +155,7 @@ def region_grid(
 
 
 def _without_own_halos(place: set[RankHolding]) -> Holdings:
-    """The holders without halo copies of ranks that own the rectangle as well."""
+    """Return the holders without halo copies of ranks that own the rectangle as well."""
     return frozenset(h for h in place if not h.is_halo or h._replace(is_halo=False) not in place)
 
 
@@ -161,7 +164,7 @@ def _find_used_parts(layout: Layout, dimension: int) -> IntArray:
 
 
 def _edges(layout: Layout, dimension: int) -> IntArray:
-    """Where runs in use begin and end along a dimension, and its own ends; 0, 0 if it is empty."""
+    """Return the bounds of runs in use along a dimension, and its ends; 0, 0 if it is empty."""
     table = layout.tables[dimension]
     runs = table.single_runs()
     runs = runs.take((runs.role != PAD) & np.isin(runs.part, _find_used_parts(layout, dimension)))
@@ -173,7 +176,7 @@ def _edges(layout: Layout, dimension: int) -> IntArray:
 def _cover(
     layout: Layout, dimension: int | None, max_intervals: int
 ) -> tuple[list[Interval], dict[int, dict[int, bool]]]:
-    """The intervals of a dimension, and for each part those it covers, True where as a halo."""
+    """Return the intervals of a dimension, and for each part those it covers, True for halos."""
     if dimension is None:
         return [Interval(0, 1)], {0: {0: False}}
     edges = _edges(layout, dimension).tolist()
@@ -196,7 +199,7 @@ def _find_covered(table: RunTable, part: int, intervals: Sequence[Interval]) -> 
     mine = runs.take(slice(int(low), int(high)))
     starts = np.array([interval.start for interval in intervals])
     stops = np.array([interval.stop for interval in intervals])
-    # Of shape (runs, intervals): an interval lies in a run or apart from it, never across its end.
+    # Shape (runs, intervals): an interval is inside a run or disjoint, never across its end.
     inside = (mine.start[:, None] <= starts) & (stops <= mine.stop[:, None])
     inside &= (mine.role != PAD)[:, None]
     is_halo = (mine.role == HALO) | (mine.role == FRESH_HALO)
@@ -209,7 +212,7 @@ def _find_covered(table: RunTable, part: int, intervals: Sequence[Interval]) -> 
 def _holdings(
     layout: Layout, row_dimension: int | None, column_dimension: int | None
 ) -> dict[tuple[int, int], set[RankHolding]]:
-    """The ranks of each pair of parts, those left out whose cell has no element."""
+    """Return the ranks of each pair of parts, without cells that have no elements."""
     drawn = (row_dimension, column_dimension)
     hidden = [d for d in range(layout.ndim) if d not in drawn]
     contents: list[list[object]] = [
@@ -240,21 +243,23 @@ def _merge_alike(
     intervals: list[Interval], lines: list[list[Holdings]]
 ) -> tuple[list[Interval], list[list[Holdings]]]:
     merged: list[Interval] = []
-    kept: list[list[Holdings]] = []
+    rows: list[list[Holdings]] = []
     for interval, line in zip(intervals, lines, strict=True):
         drawn = merged and not merged[-1].left_out and not interval.left_out
-        if drawn and kept[-1] == line:
+        if drawn and rows[-1] == line:
             merged[-1] = Interval(merged[-1].start, interval.stop)
         else:
             merged.append(interval)
-            kept.append(line)
-    return merged, kept
+            rows.append(line)
+    return merged, rows
 
 
 def _leave_out_middle(
     intervals: Sequence[Interval], limit: int
 ) -> tuple[list[int | None], tuple[Interval, ...]]:
-    """At most `limit` intervals drawn: their positions (None for the gap) and the intervals."""
+    """Return at most `limit` drawn intervals: their positions (None for the gap) and
+    the intervals.
+    """
     drawn = sum(not interval.left_out for interval in intervals)
     if drawn <= limit:
         positions: list[int | None] = [
@@ -264,7 +269,7 @@ def _leave_out_middle(
     head = (limit + 1) // 2
     tail = len(intervals) - (limit - head)
     for i, interval in enumerate(intervals):
-        if interval.left_out:  # one gap grows, there are never two
+        if interval.left_out:  # The gap grows; there is never a second.
             head, tail = min(head, i), max(tail, i + 1)
     gap = intervals[head:tail]
     count = sum(interval.left_out or 1 for interval in gap)
@@ -279,7 +284,8 @@ Origins = Callable[[RegionGrid, Sequence[Place]], list[int]]
 
 
 def origins(transfers: Transfers) -> Origins | None:
-    """Finds the ranks that send into a region; None where there are too many boxes to look at.
+    """Return a function that finds the ranks that send into a region; None if there are too many
+    boxes.
 
     >>> from reshard.layout import Layout
     >>> from reshard.geometry.layout_change import LayoutChange
@@ -293,21 +299,20 @@ def origins(transfers: Transfers) -> Origins | None:
     if len(moving) > MAX_BOXES:
         return None
     stop = moving.start + moving.shape
-    # A picture is tried in several sizes, and asks for the same rectangle in each of them.
-    known: dict[tuple[object, ...], list[int]] = {}
+    # Several sizes of a picture are tried, each with the same rectangles.
+    cache: dict[tuple[object, ...], list[int]] = {}
 
     def into(*sides: tuple[int | None, Interval]) -> list[int]:
-        """The ranks that send into a rectangle. Whoever receives elements of it holds it."""
-        if sides not in known:
-            # Of shape (boxes that move,): those that overlap the rectangle in both drawn
-            # dimensions.
-            meets = np.ones(len(moving), dtype=bool)
+        """Return the ranks that send into a rectangle. The receiver of its elements holds it."""
+        if sides not in cache:
+            # Shape (moving boxes,): those that overlap the rectangle in both drawn dimensions.
+            overlaps = np.ones(len(moving), dtype=bool)
             for dimension, interval in sides:
                 if dimension is not None:
-                    meets &= moving.start[:, dimension] < interval.stop
-                    meets &= stop[:, dimension] > interval.start
-            known[sides] = np.unique(moving.source_slot[meets]).tolist()
-        return known[sides]
+                    overlaps &= moving.start[:, dimension] < interval.stop
+                    overlaps &= stop[:, dimension] > interval.start
+            cache[sides] = np.unique(moving.source_slot[overlaps]).tolist()
+        return cache[sides]
 
     def senders(grid: RegionGrid, places: Sequence[Place]) -> list[int]:
         ranks: set[int] = set()

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from reshard.show.regions import Interval, Place, RegionGrid
 from reshard.text import display_width
 
-# A character's strokes are the sum of these; the sum is its place in the alphabets below.
+# The strokes of a character are the sum of these, its index in the alphabets below.
 _UP, _DOWN, _LEFT, _RIGHT = 1, 2, 4, 8
 _UNICODE = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
 _ASCII = " ||||+++-+++-+++"
 
 
 class Canvas:
-    """A drawing of `width` x `height` characters; whatever is drawn must lie inside.
+    """A drawing of `width` x `height` characters; everything drawn must be inside.
 
     >>> canvas = Canvas(7, 3)
     >>> for y in (0, 2):
@@ -46,21 +46,21 @@ class Canvas:
 
     def __init__(self, width: int, height: int) -> None:
         self._strokes = [[0] * width for _ in range(height)]
-        # A wide character takes two places, the second of which is empty.
+        # A wide character occupies two cells, the second of which is empty.
         self._text = [[" "] * width for _ in range(height)]
 
     def horizontal(self, y: int, left: int, right: int) -> None:
-        """A line from `left` to `right`, both included."""
+        """Draw a line from `left` to `right`, both included."""
         for x in range(left, right + 1):
             self._strokes[y][x] |= (_LEFT if x > left else 0) | (_RIGHT if x < right else 0)
 
     def vertical(self, x: int, top: int, bottom: int) -> None:
-        """A line from `top` to `bottom`, both included."""
+        """Draw a line from `top` to `bottom`, both included."""
         for y in range(top, bottom + 1):
             self._strokes[y][x] |= (_UP if y > top else 0) | (_DOWN if y < bottom else 0)
 
     def write(self, y: int, x: int, text: str) -> None:
-        """Text on one line, from column `x` on."""
+        """Write text on a line, from column `x` on."""
         for character in text:
             columns = display_width(character)
             # A combining mark belongs to the character before it.
@@ -73,7 +73,7 @@ class Canvas:
             x += columns
 
     def lines(self, ascii: bool = False) -> list[str]:
-        """The drawing, top to bottom, every line of the same display width."""
+        """Return the drawing, top to bottom, in lines of equal display width."""
         alphabet = _ASCII if ascii else _UNICODE
         return [
             "".join(alphabet[s] if s else t for s, t in zip(strokes, text, strict=True))
@@ -96,7 +96,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A grid with its regions and the least room everything needs, ready to be drawn."""
+    """A grid with its regions and the minimum sizes of rows and columns, ready to be drawn."""
 
     grid: RegionGrid
     regions: tuple[Region, ...]
@@ -107,12 +107,12 @@ class Sketch:
 
     @property
     def min_width(self) -> int:
-        """The fewest columns it can be drawn in."""
+        """The minimum number of columns."""
         return self.gutter + sum(self.column_shares) + 1 + self.overhang
 
     @property
     def min_height(self) -> int:
-        """The fewest lines its boxes can be drawn in."""
+        """The minimum number of lines of the boxes."""
         return sum(self.row_shares) + 1
 
     @property
@@ -121,7 +121,9 @@ class Sketch:
         return 0 if self.grid.column_dimension is None else 1
 
     def draw(self, width: int, height: int, ascii: bool) -> list[str]:
-        """Draw it `width` columns wide, with boxes `height` lines high; both at least the least."""
+        """Draw it `width` columns wide, with boxes `height` lines high; both at least
+        the minimum.
+        """
         room = width - 1 - self.gutter - self.overhang
         columns = _positions(self.column_shares, self.grid.columns, room)
         rows = _positions(self.row_shares, self.grid.rows, height - 1)
@@ -162,21 +164,21 @@ class Sketch:
 def sketch(
     grid: RegionGrid, label: RegionLabel, max_label_columns: int, times: int, ellipsis: str
 ) -> Sketch:
-    """Find the regions of a grid, write their labels, and measure the room it needs.
+    """Find the regions of a grid, write their labels, and compute the minimum sizes.
 
     Args:
-        grid: what is drawn.
-        label: from the places of a region and a width to the lines of its label.
-        max_label_columns: the widest label.
-        times: how many times the room of the shortest interval long ones ask for, at most.
-        ellipsis: stands for what is left out.
+        grid: the grid to draw.
+        label: returns the lines of a label, given the places of a region and a width.
+        max_label_columns: the maximum width of a label.
+        times: the maximum size of an interval, relative to the shortest.
+        ellipsis: the mark for omitted intervals.
     """
     # 1. Regions and their labels.
     regions = [
         Region(tuple(places), *_largest_block(places), lines=tuple(lines))
         for places, lines in _place_labels(grid, label, max_label_columns, ellipsis)
     ]
-    # 2. The least room of each row and column: by its length, by the indices at its edges, ...
+    # 2. The minimum size of each row and column: by its length, by the indices at its edges, ...
     column_shares = [_min_share(interval, grid.columns, 4, times) for interval in grid.columns]
     if grid.column_dimension is not None:
         bounds = [len(str(index)) for index in _bounds(grid.columns)]
@@ -185,13 +187,13 @@ def sketch(
             needed = left - (left - 1) // 2 + (right - 1) // 2 + 1
             column_shares[i] = max(column_shares[i], needed)
     row_shares = [_min_share(interval, grid.rows, 2, times) for interval in grid.rows]
-    # ... and by the labels; narrow regions first, for their room counts for wider ones too.
+    # ... and by the labels; narrow regions first, since their size counts for wider ones too.
     for region in sorted(regions, key=lambda region: len(region.columns)):
         widest = max(map(display_width, region.lines))
         _grow(column_shares, region.columns, widest + 3)
     for region in sorted(regions, key=lambda region: len(region.rows)):
         _grow(row_shares, region.rows, len(region.lines) + 1)
-    # 3. Room for the indices to the left of the boxes.
+    # 3. The gutter for the indices to the left of the boxes.
     gutter = 0
     if grid.row_dimension is not None:
         gutter = 1 + max(len(str(index)) for index in _bounds(grid.rows))
@@ -218,7 +220,7 @@ def _min_share(interval: Interval, intervals: Sequence[Interval], unit: int, max
 def _place_labels(
     grid: RegionGrid, label: RegionLabel, max_label_columns: int, ellipsis: str
 ) -> list[tuple[list[Place], list[str]]]:
-    """The places of each region, and its label."""
+    """Return the places of each region, and its label."""
 
     def kind(place: Place) -> object:
         row, column = place
@@ -229,13 +231,13 @@ def _place_labels(
         return grid.holdings[row][column]
 
     rest = {(r, c) for r in range(len(grid.rows)) for c in range(len(grid.columns))}
-    found = []
+    labelled = []
     for first in sorted(rest):
         if first not in rest:
             continue
         rest.remove(first)
         places, waiting = [first], [first]
-        # A flood fill: neighbours held alike belong to the region of the first place.
+        # A flood fill: adjacent places held alike belong to the region of the first.
         while waiting:
             row, column = waiting.pop()
             for near in (
@@ -250,12 +252,12 @@ def _place_labels(
                     waiting.append(near)
         left_out = grid.rows[first[0]].left_out or grid.columns[first[1]].left_out
         lines = [f"{ellipsis} {left_out:,} more"] if left_out else label(places, max_label_columns)
-        found.append((places, lines))
-    return found
+        labelled.append((places, lines))
+    return labelled
 
 
 def _largest_block(places: Sequence[Place]) -> tuple[range, range]:
-    """Rows and columns of a largest rectangle of places; the widest of several.
+    """Return rows and columns of a largest rectangle of places; the widest of several.
 
     >>> _largest_block([(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)])
     (range(2, 4), range(0, 2))
@@ -267,7 +269,7 @@ def _largest_block(places: Sequence[Place]) -> tuple[range, range]:
         bottom = row
         while (row, right) in inside:
             right += 1
-        # From the longest row that begins here to ever shorter ones, each as high as it can be.
+        # From the longest row that begins here to shorter ones, each as high as possible.
         while right > column:
             while all((bottom, c) in inside for c in range(column, right)):
                 bottom += 1
@@ -278,7 +280,7 @@ def _largest_block(places: Sequence[Place]) -> tuple[range, range]:
 
 
 def _grow(shares: list[int], span: range, needed: int) -> None:
-    """Make the shares of a span add up to `needed` at least, the increase spread evenly."""
+    """Increase the shares of a span to `needed` in total, the increase spread evenly."""
     missing = needed - sum(shares[i] for i in span)
     for done, i in enumerate(span):
         if missing > 0:
@@ -288,37 +290,37 @@ def _grow(shares: list[int], span: range, needed: int) -> None:
 
 
 def _positions(shares: Sequence[int], intervals: Sequence[Interval], room: int) -> list[int]:
-    """Where the lines between intervals go, `room` characters shared by length.
+    """Return the positions of the lines between intervals, sharing `room` characters by length.
 
     >>> _positions([2, 2, 2], [Interval(0, 10), Interval(10, 20), Interval(20, 21)], 12)
     [0, 5, 10, 12]
     """
     lengths = [0 if interval.left_out else interval.stop - interval.start for interval in intervals]
-    # Those whose proportional share is below their least get the least, and the others share
-    # what remains, until nobody falls below.
-    least: set[int] = {i for i, length in enumerate(lengths) if length == 0}
+    # Intervals whose proportional share is below their minimum get the minimum, and the others
+    # share the rest, until none is below.
+    fixed: set[int] = {i for i, length in enumerate(lengths) if length == 0}
     while True:
-        free = room - sum(shares[i] for i in least)
-        total = sum(length for i, length in enumerate(lengths) if i not in least)
+        free = room - sum(shares[i] for i in fixed)
+        total = sum(length for i, length in enumerate(lengths) if i not in fixed)
         short = {
             i
             for i, length in enumerate(lengths)
-            if i not in least and free * length < shares[i] * total
+            if i not in fixed and free * length < shares[i] * total
         }
         if not short:
             break
-        least |= short
+        fixed |= short
     sizes = [0] * len(shares)
-    taken = 0
+    passed = 0
     for i, share in enumerate(shares):
-        if i in least:
+        if i in fixed:
             sizes[i] = share
         else:
-            # Differences of rounded running totals: they add up to `free` without drifting.
-            before = free * taken // total
-            taken += lengths[i]
-            sizes[i] = max(share, free * taken // total - before)
-    # What is left goes to the largest, where it shows least.
+            # Differences of rounded prefix sums: they add up to `free` without drifting.
+            before = free * passed // total
+            passed += lengths[i]
+            sizes[i] = max(share, free * passed // total - before)
+    # The largest interval absorbs the rest, where it is least visible.
     sizes[sizes.index(max(sizes))] += room - sum(sizes)
     positions = [0]
     for size in sizes:

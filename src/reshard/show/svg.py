@@ -26,7 +26,7 @@ _SCALE = ((38, 36, 104), (38, 92, 148), (28, 146, 140), (122, 190, 96), (246, 22
 
 
 def escaped(text: object) -> str:
-    """Text for the inside of an element or an attribute, whatever is in it.
+    """Escape text for the inside of an element or an attribute.
 
     >>> escaped('<w & "b">\\0')
     '&lt;w &amp; &quot;b&quot;&gt;\\\\x00'
@@ -35,10 +35,10 @@ def escaped(text: object) -> str:
 
 
 def element(tag: str, /, *content: str, **attributes: object) -> str:
-    """An element with its content, which must be escaped already, and its attributes.
+    """Return an element with its content, which must be escaped already, and its attributes.
 
-    `_` in the name of an attribute stands for `-`; one behind it is for words of Python's.
-    Attributes that are None are left out.
+    `_` in the name of an attribute stands for `-`; a trailing `_` is for Python keywords.
+    Attributes that are None are omitted.
 
     >>> element("rect", x=2.50, stroke_width=1, class_="box")
     '<rect x="2.5" stroke-width="1" class="box"/>'
@@ -56,12 +56,12 @@ def element(tag: str, /, *content: str, **attributes: object) -> str:
 
 
 def _number(value: object) -> object:
-    """Lengths are written to a tenth, which is less than anyone sees."""
+    """Round lengths to a tenth."""
     return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else value
 
 
 def rank_colours(ranks: Iterable[int]) -> dict[int, str]:
-    """A colour for each rank, by its place among them.
+    """Return a colour for each rank, by its position among the ranks.
 
     >>> rank_colours([7, 4])
     {4: '#0072b2', 7: '#e69f00'}
@@ -75,7 +75,7 @@ def rank_colours(ranks: Iterable[int]) -> dict[int, str]:
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever has more contrast with a colour.
+    """Return black or white, whichever has more contrast with a colour.
 
     >>> ink_on("#262468"), ink_on("#f6e05e")
     ('#ffffff', '#000000')
@@ -90,10 +90,10 @@ def _linear(channel: float) -> float:
 
 
 def _on_scale(place: int, last: int) -> str:
-    """The colour `place / last` of the way along the scale."""
+    """Return the colour at `place / last` of the scale."""
     steps = len(_SCALE) - 1
     step = min(place * steps // last, steps - 1)
-    # Whole numbers only, so that a colour is the same on every machine.
+    # Integer arithmetic, so that colours are the same on every machine.
     weight = place * steps - step * last
     mixed = (
         (low * (last - weight) + high * weight + last // 2) // last

@@ -22,30 +22,29 @@ from reshard.show.sketch import Region, sketch
 from reshard.show.svg import element, escaped, ink_on
 from reshard.text import count_text, rank_text
 
-# Pixels of what is left out, enough for a label that says how much; and of the smallest box.
+# Pixels of the gap for omitted intervals, enough for its label, and of the smallest box.
 _GAP, _MIN_BOX = 82.0, 5.0
 
 
 def interval_edges(intervals: Sequence[Interval], room: float, begin: float) -> list[float]:
-    """Where intervals begin and end on the page: to scale, but none too small to see.
+    """Return the edges of intervals on the page: to scale, but none too small to see.
 
     >>> interval_edges([Interval(0, 30), Interval(30, 100)], 110.0, 0.0)
     [0.0, 35.0, 110.0]
     """
-    lengths = [0 if one.left_out else one.stop - one.start for one in intervals]
-    gaps = sum(1 for one in intervals if one.left_out)
-    # What is left out can be seen, however many intervals there are; boxes have less where they
-    # are very many.
+    lengths = [0 if interval.left_out else interval.stop - interval.start for interval in intervals]
+    gaps = sum(1 for interval in intervals if interval.left_out)
+    # The gap is visible, however many intervals there are; boxes shrink if there are very many.
     gap = min(_GAP, room / 5)
     least = min(_MIN_BOX, room / len(intervals) / 2)
-    # What is left when each interval has its least is shared by length.
+    # The space beyond the minimum of each interval is shared by length.
     free = room - gaps * gap - least * (len(intervals) - gaps)
-    # A dimension of length 0 is one interval, and still has a place on the page.
+    # A dimension of length 0 is an interval that is still drawn.
     total = sum(lengths)
     shares = [length / total for length in lengths] if total else [1.0]
     sizes = [
-        gap if one.left_out else least + free * share
-        for one, share in zip(intervals, shares, strict=True)
+        gap if interval.left_out else least + free * share
+        for interval, share in zip(intervals, shares, strict=True)
     ]
     return [begin, *(begin + size for size in itertools.accumulate(sizes))]
 
@@ -53,15 +52,17 @@ def interval_edges(intervals: Sequence[Interval], room: float, begin: float) -> 
 def spaced_indices(
     edges: Sequence[float], intervals: Sequence[Interval], room: Callable[[str], float]
 ) -> list[tuple[float, str]]:
-    """Indices at edges: the first, the last, and every second, fourth... as there is room.
+    """Return indices at edges: the first, the last, and every second, fourth... as space permits.
 
-    `room` is what a text needs, in the unit of the edges.
+    `room` returns the space that a text needs, in the unit of the edges.
 
     >>> quarters = [Interval(start, start + 1) for start in range(4)]
     >>> spaced_indices([0.0, 10.0, 20.0, 30.0, 40.0], quarters, lambda text: 15)
     [(0.0, '0'), (20.0, '2'), (40.0, '4')]
     """
-    texts = [f"{bound:,}" for bound in (intervals[0].start, *(one.stop for one in intervals))]
+    texts = [
+        f"{bound:,}" for bound in (intervals[0].start, *(interval.stop for interval in intervals))
+    ]
     last = len(edges) - 1
 
     def is_apart(a: int, b: int) -> bool:
@@ -69,28 +70,28 @@ def spaced_indices(
 
     stride = 1
     while stride < last:
-        kept = [at for at in range(0, last, stride) if at == 0 or is_apart(at, last)]
-        if all(is_apart(a, b) for a, b in itertools.pairwise(kept)):
-            return [(edges[at], texts[at]) for at in (*kept, last)]
+        shown = [at for at in range(0, last, stride) if at == 0 or is_apart(at, last)]
+        if all(is_apart(a, b) for a, b in itertools.pairwise(shown)):
+            return [(edges[at], texts[at]) for at in (*shown, last)]
         stride *= 2
     return [(edges[at], texts[at]) for at in (0, last)]
 
 
-# Pixels: of a picture, and of the one row of a tensor of one dimension.
+# Pixels of a picture, and of the row of a one-dimensional tensor.
 _WIDTH, _MIN_HEIGHT, _MAX_HEIGHT, _LINE_HEIGHT = 440.0, 130.0, 400.0, 72.0
 _MAX_INTERVALS, _MAX_BOXES = 512, 4096
-# Pixels that a letter of a label and of its further lines takes, and a line of text.
+# Pixels of a letter of a label, of a letter of its further lines, and of a line of text.
 _LETTER, _SMALL_LETTER, _LINE = 7.3, 6.1, 15.0
-# Stripes of one box, and the pixels of one along the edge of a large box.
+# Maximum number of stripes of a box, and the pixels of a stripe along the edge of a large box.
 _MAX_STRIPES, _STRIPE = 16, 18.0
-# Labels of a row of thin boxes, the pixels below which boxes are thin, and below which they are
-# where none has room for a label of its own.
+# Number of labels of a row of thin boxes, the pixels below which boxes are thin, and below which
+# they are thin if no label fits.
 _PARTS, _THIN, _NARROW = 6, 8.0, 24.0
 
 
 @dataclass(frozen=True, slots=True)
 class SvgPicture:
-    """A picture as an `svg` element, the grid it shows, and whether some boxes have stripes."""
+    """A picture as an `svg` element, its grid, and whether some boxes have stripes."""
 
     svg: str
     grid: RegionGrid
@@ -105,13 +106,13 @@ def svg_picture(
     dimensions: tuple[int | None, int | None],
     origins: Origins | None = None,
 ) -> SvgPicture:
-    """A picture of a layout in the colours of its ranks.
+    """Return a picture of a layout in the colours of its ranks.
 
     Args:
-        layout: what is drawn.
-        colours: of every rank that holds something.
+        layout: the layout to draw.
+        colours: of every rank that holds cells.
         name: of the picture, for the identifiers inside it and, up to its first `-`, for its text
-            alternative; letters, digits and `-`, and another one for each picture of a page.
+            alternative; letters, digits and `-`, distinct for each picture of a page.
         dimensions: the row and the column dimension, see `regions.drawn_dimensions`.
         origins: of the plan that leads to this layout.
 
@@ -124,7 +125,7 @@ def svg_picture(
 
 
 class _Drawing:
-    """The geometry of one picture."""
+    """The geometry of a picture."""
 
     def __init__(
         self,
@@ -144,17 +145,17 @@ class _Drawing:
         self.top = 0.0 if self.grid.column_dimension is None else 18.0
         self.x = interval_edges(columns, _WIDTH, self.left)
         self.y = interval_edges(rows, self._height(), self.top)
-        # The stripes of boxes that several ranks hold: how far they go before they repeat.
+        # The period of the stripes of boxes that several ranks hold.
         self.periods: dict[tuple[int, ...], float] = {}
 
     def _height(self) -> float:
-        """The height in proportion to the tensor's shape, within the limits of a page."""
+        """Return the height in proportion to the tensor's shape, within the limits of a page."""
         row, column = self.grid.row_dimension, self.grid.column_dimension
         if row is None or column is None:
             return _LINE_HEIGHT
         across = max(self.layout.shape[column], 1)
-        wanted = _WIDTH * self.layout.shape[row] / across
-        return min(max(wanted, _MIN_HEIGHT), _MAX_HEIGHT)
+        proportional = _WIDTH * self.layout.shape[row] / across
+        return min(max(proportional, _MIN_HEIGHT), _MAX_HEIGHT)
 
     def picture(self) -> SvgPicture:
         drawn = sketch(self.grid, self._label, 10**6, 1, "…")
@@ -183,7 +184,7 @@ class _Drawing:
         return SvgPicture(svg, self.grid, bool(self.periods))
 
     def _label(self, places: Sequence[Place], width: int) -> list[str]:
-        """The holders of a region, and where its elements come from, on a line each."""
+        """Return the holders of a region, and the origins of its elements, on a line each."""
         row, column = places[0]
         holdings = self.grid.holdings[row][column]
         lines = Labels().lines(holdings, (), width)
@@ -232,19 +233,19 @@ class _Drawing:
         return ", ".join(spans)
 
     def _outline(self, places: Sequence[Place]) -> str:
-        """Rectangles, those beside each other in a row joined."""
+        """Return the path of rectangles, with adjacent ones in a row joined."""
         parts = []
         for row, of_row in itertools.groupby(sorted(places), lambda place: place[0]):
             columns = [column for _, column in of_row]
             for first, last in _stretches(columns):
-                # Both ends rounded as they are written, so that neighbours leave no gap.
+                # Both ends are rounded as they are written, so that there are no gaps.
                 x, y = round(self.x[first], 1), round(self.y[row], 1)
                 across, down = round(self.x[last + 1], 1) - x, round(self.y[row + 1], 1) - y
                 parts.append(f"M{_n(x)} {_n(y)}h{_n(across)}v{_n(down)}h{_n(-across)}z")
         return "".join(parts)
 
     def _fill(self, region: Region, holdings: Holdings) -> str:
-        # Copies in halos have no colour where somebody owns the box.
+        # Halo copies have no colour if the box has an owner.
         owners = {h.slot for h in holdings if not h.is_halo} or {h.slot for h in holdings}
         ranks = _pick_stripes(sorted(owners))
         if len(ranks) == 1:
@@ -259,7 +260,7 @@ class _Drawing:
         return f"{self.name}-{'-'.join(map(str, ranks))}"
 
     def _gradient(self, ranks: tuple[int, ...], period: float) -> str:
-        """Slanting stripes of equal width, a colour each."""
+        """Return slanting stripes of equal width, one per colour."""
         stops = []
         for place, rank in enumerate(ranks):
             for edge in (place, place + 1):
@@ -278,7 +279,7 @@ class _Drawing:
         )
 
     def _borders(self, regions: Sequence[Region]) -> str:
-        """Lines between regions, where these are large enough for lines."""
+        """Return lines between regions that are large enough for lines."""
         owner = {place: i for i, region in enumerate(regions) for place in region.places}
         parts = []
         for r, y in enumerate(self.y):
@@ -307,7 +308,7 @@ class _Drawing:
         return at in (0, len(edges) - 1) or min(b - a for a, b in itertools.pairwise(near)) >= 4
 
     def _labels(self, regions: Sequence[Region]) -> list[str]:
-        """The labels that have room; none in a box while a larger one has no room for its own."""
+        """Return the labels that fit; none for a box if a larger one has no space for its own."""
         thin = min(
             (self.x[-1] - self.x[0]) / (len(self.x) - 1),
             (self.y[-1] - self.y[0]) / (len(self.y) - 1),
@@ -318,13 +319,13 @@ class _Drawing:
         labels = [(self._region_label(region), self._area(region)) for region in regions]
         if is_line and thin < _NARROW and not any(label for label, _ in labels):
             return self._labels_of_several(regions)
-        # A named box beside a larger one without a name would mislead. Equal areas differ by
-        # rounding, hence the factor.
+        # A label next to a larger box without one would mislead. Equal areas differ by rounding,
+        # hence the factor.
         unnamed = max((area for label, area in labels if not label), default=0.0)
         return [label for label, area in labels if label and area > 1.01 * unnamed]
 
     def _sides(self, region: Region) -> tuple[float, float]:
-        """The pixels of the block that a region has for its label, across and down."""
+        """Return the pixels of the block for a region's label, across and down."""
         across = self.x[region.columns.stop] - self.x[region.columns.start]
         return across, self.y[region.rows.stop] - self.y[region.rows.start]
 
@@ -343,7 +344,7 @@ class _Drawing:
             names = [*shorter_texts(holders_text(holdings), "…"), many]
         else:
             names = [first, "…"]
-        # From all that can be said to the least: ranks and origins, ranks, some of them, how many.
+        # From the most to the least detailed: ranks and origins, ranks, some of them, their number.
         for lines in ([first, *rest], *([name] for name in names), [names[-1], *rest]):
             if self._fits(lines, right - left, below - above):
                 ranks = {holding.slot for holding in holdings}
@@ -357,7 +358,7 @@ class _Drawing:
         return max(widths) + 6 <= width and len(lines) * _LINE + 2 <= height
 
     def _text(self, lines: Sequence[str], x: float, y: float, colour: str | None) -> str:
-        """Lines around a point; on stripes of several colours, on a background of their own."""
+        """Return lines centred on a point; on stripes of several colours, with a background."""
         top = y - len(lines) * _LINE / 2
         back = ""
         if colour is None:
@@ -382,7 +383,9 @@ class _Drawing:
         return back + "".join(texts)
 
     def _labels_of_several(self, regions: Sequence[Region]) -> list[str]:
-        """For a line of thin boxes: the ranks of all boxes in each of a few equal parts."""
+        """Return labels for a line of thin boxes: the ranks of all boxes in each of a few equal
+        parts.
+        """
         is_across = len(self.y) == 2
         edges = self.x if is_across else self.y
         places = [(0, i) if is_across else (i, 0) for i in range(len(edges) - 1)]
@@ -392,7 +395,7 @@ class _Drawing:
         step = (edges[-1] - edges[0]) / _PARTS
         for part in range(_PARTS):
             low = edges[0] + part * step
-            # A part that the gap reaches into has what room it leaves.
+            # A part that overlaps the gap has the remaining space.
             high = low + step
             for first, last in of_gaps:
                 if low < last and first < high:
@@ -420,7 +423,7 @@ class _Drawing:
 
     @staticmethod
     def _along(regions: Sequence[Region], is_across: bool) -> list[int]:
-        """The places of regions along a line."""
+        """Return the places of regions along a line."""
         return [place[is_across] for region in regions for place in region.places]
 
     def _indices(self) -> list[str]:
@@ -437,9 +440,9 @@ class _Drawing:
 
 
 def _limit_boxes(grid: RegionGrid) -> RegionGrid:
-    """At most `_MAX_BOXES` rectangles; a dimension that is little cut leaves room to the other."""
+    """Limit the grid to `_MAX_BOXES` rectangles; a dimension with few leaves space to the other."""
     rows, columns = len(grid.rows), len(grid.columns)
-    # One less than fits: the gap is drawn as an interval too.
+    # One less than fits, since the gap is drawn as an interval too.
     side = int(_MAX_BOXES**0.5)
     if rows * columns <= _MAX_BOXES:
         return grid
@@ -451,22 +454,22 @@ def _limit_boxes(grid: RegionGrid) -> RegionGrid:
 
 
 def _stretches(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """The first and last of each stretch of rising numbers without a gap.
+    """Return the first and last of each sequence of consecutive numbers.
 
     >>> _stretches([1, 2, 3, 7])
     [(1, 3), (7, 7)]
     """
-    found: list[tuple[int, int]] = []
+    sequences: list[tuple[int, int]] = []
     for number in numbers:
-        if found and found[-1][1] == number - 1:
-            found[-1] = (found[-1][0], number)
+        if sequences and sequences[-1][1] == number - 1:
+            sequences[-1] = (sequences[-1][0], number)
         else:
-            found.append((number, number))
-    return found
+            sequences.append((number, number))
+    return sequences
 
 
 def _pick_stripes(ranks: Sequence[int]) -> tuple[int, ...]:
-    """As many ranks as there can be distinct stripes, evenly spaced, the ends included."""
+    """Return as many ranks as there can be distinct stripes, evenly spaced, including the ends."""
     last = len(ranks) - 1
     if last < _MAX_STRIPES:
         return tuple(ranks)

@@ -1,12 +1,11 @@
 """Pictures of layouts as text: which rank holds which part of a tensor.
 
-1. The two most cut dimensions are drawn (`regions.drawn_dimensions`), a tensor of one
-   dimension as a line of boxes if it fits and as a column of them otherwise.
-2. What is held alike becomes one box (`regions`), with its ranks in it (`labels`), at a size
-   that is to scale as far as letters allow (`drawing`).
-3. Where there are too many rows or columns, those in the middle are left out and counted.
-4. What a drawing cannot show is written below it: the dimensions that are not drawn,
-   padding, ranks that hold nothing, contributions.
+1. The two dimensions with the most intervals are drawn (`regions.drawn_dimensions`); a tensor of
+   one dimension as a line of boxes if it fits, and as a column of boxes otherwise.
+2. Adjacent rectangles held alike become a box (`regions`), with its ranks in it (`labels`), to
+   scale as far as letters allow (`sketch`).
+3. If there are too many rows or columns, those in the middle are left out and counted.
+4. Notes below the drawing describe properties that it cannot show (`labels.notes`).
 
 The indices at the edges are global: a box between 7631 and 15262 holds 7631:15262.
 """
@@ -49,14 +48,14 @@ def picture(
     height: int = 40,
     ascii: bool = False,
 ) -> str:
-    """A picture of which ranks hold which part of a tensor.
+    """Return a picture of which ranks hold which part of a tensor.
 
     Args:
-        layout: what is drawn.
-        width: the most columns of text, at least 40.
-        labels: "ranks", or a function from a rank to the text (of one line or several) that
-            stands for it in its boxes.
-        height: the most lines of boxes, at least 9.
+        layout: the layout to draw.
+        width: maximum number of columns, at least 40.
+        labels: "ranks", or a function that returns the text of a rank for its boxes, of one line
+            or several.
+        height: maximum number of lines of boxes, at least 9.
         ascii: draw with plain ASCII instead of box-drawing characters.
 
     Raises:
@@ -93,23 +92,23 @@ def change_picture(
     stacked_height: int | None = None,
     ascii: bool = False,
 ) -> str:
-    """Two layouts of one tensor, before and after, and what moves between them.
+    """Return a picture of two layouts of a tensor, before and after, and of the movement between
+    them.
 
-    They stand side by side if everything can be shown so, else one above the other. With a
-    plan, each box of the target says which ranks its elements come from (`0 ← 2,3`; what a
-    rank holds already comes from nobody), and a line below how much moves.
+    They are side by side if both fit, and otherwise one above the other. With a plan, each box of
+    the target shows the ranks that its elements come from (`0 ← 2,3`; elements that a rank holds
+    already have no origin), and a line below the amount that moves.
 
     Args:
         source, target: the layouts, of one shape.
-        width: the most columns of text, at least 40.
+        width: maximum number of columns, at least 40.
         labels: as for `picture`.
-        titles: for the two pictures, such as their shardings; the ranks that hold something
-            when None.
+        titles: for the two pictures, such as their shardings; the ranks that hold cells if None.
         plan: from `source` to `target`.
-        transfers: those of the plan when None; others where a job chose the senders.
-        height: the most lines of boxes of each, at least 9.
-        stacked_height: the most lines of boxes of both together, at least 18, where they stand
-            one above the other; twice `height` when None.
+        transfers: those of the plan if None; others if a job chose the senders.
+        height: maximum number of lines of boxes of each, at least 9.
+        stacked_height: maximum number of lines of boxes of both together, at least 18, if they
+            are one above the other; twice `height` if None.
         ascii: draw with plain ASCII instead of box-drawing characters.
 
     Raises:
@@ -169,7 +168,7 @@ def change_picture(
 
     sketches = fit((height, height))
     is_beside = sum(_min_widths(sketches, names)) <= width - display_width(_arrow(ascii))
-    needed = [one.min_height for one in sketches]
+    needed = [drawn.min_height for drawn in sketches]
     if not is_beside and sum(needed) > stacked_height:
         sketches = fit(_share_height(needed, stacked_height))
     lines = _draw_both(sketches, layouts, names, width, height, is_beside, ascii)
@@ -179,7 +178,7 @@ def change_picture(
 
 
 def movement_text(plan: Plan) -> str:
-    """One sentence on how much a plan moves, in bytes where it has a dtype.
+    """Return a sentence on how much a plan moves, in bytes if it has a dtype.
 
     >>> import reshard
     >>> whole, half = Layout.replicated((6,)), Layout.flat_ranges((6,), {0: (0, 3), 1: (3, 6)})
@@ -233,12 +232,12 @@ def _join_lines(lines: Sequence[str]) -> str:
 def _fit_sketch(
     layout: Layout, width: int, height: int, labels: Labels, origins: Origins | None
 ) -> Sketch:
-    """The sketch that shows the most in `width` x `height`."""
+    """Return the sketch that shows the most in `width` x `height`."""
     row_dimension, column_dimension = drawn_dimensions(layout)
     full = _largest_fit(
         region_grid(layout, row_dimension, column_dimension), width, height, labels, origins
     )
-    # A line of boxes that leaves some out: a column may have room for more of them.
+    # If a line of boxes leaves some out, a column may have space for more of them.
     if layout.ndim == 1 and (full is None or full.grid.leaves_out):
         column = _largest_fit(region_grid(layout, 0, None), width, height, labels, origins)
         if full is None or (column and _boxes(column) > _boxes(full)):
@@ -257,7 +256,7 @@ def _boxes(drawn: Sketch) -> int:
 def _largest_fit(
     full: RegionGrid, width: int, height: int, labels: Labels, origins: Origins | None
 ) -> Sketch | None:
-    # A row needs two lines at least, its border and its label.
+    # A row needs at least two lines, its border and its label.
     rows = min(len(full.rows), (height - 1) // 2)
     columns = len(full.columns)
     times = 2
@@ -266,7 +265,7 @@ def _largest_fit(
         label = partial(_label, grid, labels, origins)
         most = max(9, (width - 8) // min(len(grid.columns), 4) - 3)
         drawn = sketch(grid, label, most, times, "..." if labels.ascii else "…")
-        # Proportions give way first, then columns, then rows.
+        # First give up proportions, then columns, then rows.
         if times > 1 and (drawn.min_width > width or drawn.min_height > height):
             times -= 1
         elif drawn.min_width > width:
@@ -291,10 +290,10 @@ def _label(
 
 
 def _natural_width(drawn: Sketch, most: int) -> int:
-    """A comfortable width: some space in the boxes, but no more than that."""
+    """Return a comfortable width, with some space in the boxes."""
     air = max(24, 10 * len(drawn.column_shares))
-    wanted = drawn.gutter + max(air, sum(drawn.column_shares)) + 1 + drawn.overhang
-    return min(wanted, most)
+    natural = drawn.gutter + max(air, sum(drawn.column_shares)) + 1 + drawn.overhang
+    return min(natural, most)
 
 
 def _holders_title(layout: Layout) -> str:
@@ -307,22 +306,22 @@ def _arrow(ascii: bool) -> str:
 
 
 def _min_widths(sketches: Sequence[Sketch], titles: Sequence[str]) -> list[int]:
-    """The columns that each picture needs under its title."""
+    """Return the columns that each picture needs, including its title."""
     return [
-        max(one.min_width, display_width(title))
-        for one, title in zip(sketches, titles, strict=True)
+        max(drawn.min_width, display_width(title))
+        for drawn, title in zip(sketches, titles, strict=True)
     ]
 
 
 def _share_height(needed: Sequence[int], total: int) -> tuple[int, int]:
-    """Heights for two pictures that need more than `total`: the smaller gets half at most.
+    """Return heights for two pictures that need more than `total`: the smaller gets half at most.
 
     >>> _share_height((25, 25), 26), _share_height((25, 11), 26)
     ((13, 13), (15, 11))
     """
     smaller = min(*needed, total // 2)
     larger = total - smaller
-    # What needs less than the least height is drawn in what it needs.
+    # A picture that needs less than the minimum height is drawn in what it needs.
     first, second = (smaller, larger) if needed[0] <= needed[1] else (larger, smaller)
     return max(first, MIN_HEIGHT), max(second, MIN_HEIGHT)
 
@@ -336,40 +335,45 @@ def _draw_both(
     is_beside: bool,
     ascii: bool,
 ) -> list[str]:
-    """Both pictures with an arrow, side by side or one above the other."""
+    """Draw both pictures with an arrow, side by side or one above the other."""
     arrow = _arrow(ascii)
-    # 1. Widths: what both want, cut down to what there is.
+    # 1. The natural widths of both, reduced to the available width.
     room = width - display_width(arrow)
     least = _min_widths(sketches, titles)
-    widths = [_natural_width(one, width) for one in sketches]
+    widths = [_natural_width(drawing, width) for drawing in sketches]
     widest = max(widths)
     while is_beside and sum(map(max, least, widths)) > room:
-        # The wider one gives way first, so that equal needs get equal room.
+        # The wider one shrinks first, so that equal needs get equal widths.
         widest -= 1
         widths = [min(columns, widest) for columns in widths]
     if is_beside:
         widths = list(map(max, least, widths))
-    # 2. Draw both, as high as each other where they stand side by side.
+    # 2. Draw both, with equal heights if they are side by side.
     lines = _common_height(sketches, height)
     blocks: list[list[str]] = []
-    for one, layout, title, columns in zip(sketches, layouts, titles, widths, strict=True):
-        drawn = one.draw(
-            min(_natural_width(one, width), columns),
-            lines if is_beside else one.min_height,
+    for drawing, layout, title, columns in zip(sketches, layouts, titles, widths, strict=True):
+        drawn = drawing.draw(
+            min(_natural_width(drawing, width), columns),
+            lines if is_beside else drawing.min_height,
             ascii,
         )
-        # A line of indices above the boxes of one only would shift them against each other.
-        missing = [""] * (is_beside and any(other.top > one.top for other in sketches))
+        # If only one has a line of indices above its boxes, insert an empty line in the other.
+        missing = [""] * (is_beside and any(other.top > drawing.top for other in sketches))
         heading = shortened(title, columns if is_beside else width, "..." if ascii else "…")
         blocks.append(
-            [heading, *missing, *drawn, *notes(layout, one.grid, columns if is_beside else width)]
+            [
+                heading,
+                *missing,
+                *drawn,
+                *notes(layout, drawing.grid, columns if is_beside else width),
+            ]
         )
     if not is_beside:
         down = " " * (sketches[0].gutter + 11) + ("v" if ascii else "▼")
         return [*blocks[0], down, *blocks[1]]
     # 3. Join them line by line, with the arrow at half the height of the boxes.
     left, right = blocks
-    middle = 1 + max(one.top for one in sketches) + lines // 2
+    middle = 1 + max(drawing.top for drawing in sketches) + lines // 2
     column = max(map(display_width, left))
     return [
         padded(before, column) + (arrow if i == middle else " " * display_width(arrow)) + after
@@ -378,9 +382,9 @@ def _draw_both(
 
 
 def _common_height(sketches: Sequence[Sketch], most: int) -> int:
-    """A height of both in which as many lines as possible meet: a multiple of both row counts."""
-    least = max(one.min_height for one in sketches) - 1
-    # Lines between rows of both meet where both row counts divide the height.
-    step = math.lcm(*(len(one.row_shares) for one in sketches))
+    """Return a height for both at which most lines are aligned: a multiple of both row counts."""
+    least = max(drawn.min_height for drawn in sketches) - 1
+    # The lines between rows of both are aligned if both row counts divide the height.
+    step = math.lcm(*(len(drawn.row_shares) for drawn in sketches))
     even = -(-least // step) * step
     return 1 + (even if even < min(most, 2 * least) else least)

@@ -1,15 +1,15 @@
-"""The oracle of tests: what each device holds, element by element.
+"""The test oracle: the elements of each device, by brute force.
 
-It is the slow answer to compare the quick one with. Nothing here knows of runs, intervals or
-overlaps. A cut rule is read from the definition of the system it comes from, index by index; a
-sharding by the coordinates of each device; a movement by sets of elements. It is meant for
-tensors of at most some thousand elements.
+It is a slow reference for the fast implementation, and uses no runs, intervals or overlaps. A cut
+rule is evaluated index by index, by the definition of its system; a sharding by the coordinates of
+each device; a movement by sets of elements. It is meant for tensors of some thousand elements at
+most.
 
-1. `rule_definitions` deals the indices of one dimension to parts.
-2. `contents_of_spec` and its sisters number the elements of a tensor in row-major order and
-   write down, for every rank, the number at each position of its local array: `Contents`.
-3. `shards_of` cuts dense arrays accordingly, `dense_of` puts them together again.
-4. `least_moved` counts what a rank needs and does not have, as sets.
+1. `rule_definitions` deals the indices of a dimension to parts.
+2. `contents_of_spec` and its siblings number the elements of a tensor in row-major order and list,
+   for every rank, the number at each position of its local array: `Contents`.
+3. `shards_of` splits dense arrays accordingly, `dense_of` reassembles them.
+4. `least_moved` counts the elements that a rank needs and does not have, as sets.
 
 >>> from reshard import DeviceMesh, spec
 >>> mesh = DeviceMesh.of(x=2, y=3)
@@ -44,7 +44,7 @@ Combines = Sequence[Sequence[int]]
 
 
 def coordinate(mesh: DeviceMesh, position: int, axes: Iterable[Axis]) -> int:
-    """Where the device at row-major `position` of the mesh lies along `axes`, major to minor.
+    """Return the coordinate of the device at row-major `position` along `axes`, major to minor.
 
     >>> coordinate(DeviceMesh.of(x=8), 6, [Axis("x", 1, 2)])
     1
@@ -53,15 +53,15 @@ def coordinate(mesh: DeviceMesh, position: int, axes: Iterable[Axis]) -> int:
     for name, size in reversed(list(zip(mesh.axis_names, mesh.shape, strict=True))):
         position, here = divmod(position, size)
         along[name] = (here, size)
-    found = 0
+    result = 0
     for axis in axes:
         here, full = along[axis.name]
         size = full if axis.size is None else axis.size
         # A sub-axis takes some digits of the coordinate: `pre` counts those above, `below` those
         # below.
         below = full // (axis.pre * size)
-        found = found * size + here // below % size
-    return found
+        result = result * size + here // below % size
+    return result
 
 
 def _size(mesh: DeviceMesh, axes: Iterable[Axis]) -> int:
@@ -70,7 +70,7 @@ def _size(mesh: DeviceMesh, axes: Iterable[Axis]) -> int:
 
 
 def places_of_dimension(mesh: DeviceMesh, dim: DimSpec, length: int, position: int) -> Part:
-    """The places of one dimension on the device at row-major `position` of the mesh."""
+    """Return the places of a dimension on the device at row-major `position` of the mesh."""
     levels = [(level.rule, _size(mesh, level.axes)) for level in dim.levels]
     part = 0
     for level, (_, count) in zip(dim.levels, levels, strict=True):
@@ -96,14 +96,14 @@ class Contents:
     reduction: str | None = None
 
     def held(self, slot: int) -> set[tuple[int, int]]:
-        """The (element, contribution) pairs that a slot may be a source of."""
+        """Return the (element, contribution) pairs that a slot may be a source of."""
         if slot not in self.elements:
             return set()
         held = self.elements[slot][self.is_source[slot]].tolist()
         return {(element, self.contribution[slot]) for element in held}
 
     def missing(self) -> set[tuple[int, int]]:
-        """The (element, contribution) pairs that no slot has."""
+        """Return the (element, contribution) pairs that no slot has."""
         every = {
             (element, contribution)
             for element in range(math.prod(self.shape))
@@ -113,19 +113,19 @@ class Contents:
 
 
 def contents_of_spec(spec: ShardingSpec, shape: Sequence[int]) -> Contents:
-    """What every device of a sharding holds of a tensor of `shape`; slots are ranks."""
+    """Return the contents of every device of a sharding of a tensor of `shape`; slots are ranks."""
     mesh = spec.mesh
     elements, is_source, contribution = {}, {}, {}
-    known: dict[tuple[int, int], Part] = {}
+    cache: dict[tuple[int, int], Part] = {}
     for position, rank in enumerate(mesh.devices):
         if any(coordinate(mesh, position, [Axis(axis)]) not in at for axis, at in spec.only):
             continue
         places: list[Part] = []
         for dim, length in zip(spec.dim_specs, shape, strict=True):
             part = (coordinate(mesh, position, dim.axes), len(places))
-            if part not in known:
-                known[part] = places_of_dimension(mesh, dim, length, position)
-            places.append(known[part])
+            if part not in cache:
+                cache[part] = places_of_dimension(mesh, dim, length, position)
+            places.append(cache[part])
         elements[rank], is_source[rank] = _product(places, shape)
         contribution[rank] = coordinate(mesh, position, spec.partial_axes)
     count = _size(mesh, spec.partial_axes)
@@ -136,7 +136,7 @@ def contents_of_spec(spec: ShardingSpec, shape: Sequence[int]) -> Contents:
 def _product(
     places: Sequence[Part], shape: Sequence[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The elements at every combination of the dimensions' places, and which may be sources."""
+    """Return the elements at the product of the dimensions' places, and which may be sources."""
     local_shape = tuple(len(part) for part in places)
     elements = np.zeros(local_shape, dtype=np.int64)
     is_pad = np.zeros(local_shape, dtype=bool)
@@ -154,7 +154,7 @@ def _product(
 
 
 def contents_of_boxes(shape: Sequence[int], boxes: Iterable[tuple[int, Box]]) -> Contents:
-    """What slots hold that have the given `(slot, box)` pairs, in this order in memory."""
+    """Return the contents of slots with `(slot, box)` pairs, in this order in memory."""
     numbers = np.arange(math.prod(shape), dtype=np.int64).reshape(tuple(shape))
     pieces: dict[int, list[NDArray[np.int64]]] = {}
     for slot, box in boxes:
@@ -170,7 +170,7 @@ def contents_of_boxes(shape: Sequence[int], boxes: Iterable[tuple[int, Box]]) ->
 
 
 def contents_of_whole(shape: Sequence[int], holders: Iterable[int]) -> Contents:
-    """The whole tensor on each of the slots `holders`."""
+    """Return the contents of a whole tensor on each of the slots `holders`."""
     numbers = np.arange(math.prod(shape), dtype=np.int64).reshape(tuple(shape))
     return _own_elements(shape, dict.fromkeys(holders, numbers))
 
@@ -181,7 +181,7 @@ def contents_of_flat_ranges(
     dims: int,
     local_shapes: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Contents:
-    """What slots hold that have ranges of the flattened leading `dims` dimensions.
+    """Return the contents of slots with ranges of the flattened leading `dims` dimensions.
 
     The local arrays are flat, or of `local_shapes`, which a range that is one box has.
     """
@@ -202,7 +202,7 @@ def _own_elements(shape: Sequence[int], elements: dict[int, NDArray[np.int64]]) 
 def shards_of(
     contents: Contents, dense: Sequence[NDArray[Any]], rubbish: Any = 0
 ) -> dict[int, NDArray[Any]]:
-    """The local arrays of all slots, cut from one dense array a contribution.
+    """Return the local arrays of all slots, split from a dense array per contribution.
 
     Padding, and copies that are not fresh, get `rubbish`: nothing may depend on them.
     """
@@ -217,7 +217,7 @@ def shards_of(
 
 
 def contributions_of(contents: Contents, shards: Mapping[int, NDArray[Any]]) -> list[NDArray[Any]]:
-    """The dense array of every contribution, put together from shards.
+    """Return the dense array of every contribution, assembled from shards.
 
     Every position that is an element counts, halos included, and all must agree.
 
@@ -240,15 +240,15 @@ def contributions_of(contents: Contents, shards: Mapping[int, NDArray[Any]]) -> 
             )
         real = elements != NO_ELEMENT
         for element, value in zip(elements[real].tolist(), shard[real], strict=True):
-            known = dense[carried][element]
+            is_set = dense[carried][element]
             # Two copies must agree; a NaN agrees with a NaN.
             if (
                 seen[carried, element]
-                and value != known
-                and not (value != value and known != known)
+                and value != is_set
+                and not (value != value and is_set != is_set)
             ):
                 raise ShardError(
-                    f"element {element} is {value} on rank {slot} and {known} elsewhere"
+                    f"element {element} is {value} on rank {slot} and {is_set} elsewhere"
                 )
             dense[carried][element] = value
             seen[carried, element] = True
@@ -278,12 +278,12 @@ def reduced(reduction: str | None, dense: Sequence[NDArray[Any]]) -> NDArray[Any
 
 
 def dense_of(contents: Contents, shards: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
-    """The tensor that shards represent. Raises ShardError as `contributions_of` does."""
+    """Return the tensor that shards represent. Raises ShardError as `contributions_of` does."""
     return reduced(contents.reduction, contributions_of(contents, shards))
 
 
 def least_moved(source: Contents, target: Contents, combines: Combines | None = None) -> int:
-    """The fewest elements that must move, when each slot keeps what it has.
+    """Return the fewest elements that must move if each slot keeps its elements.
 
     `combines[c]` are the source contributions that target contribution `c` is made of; all of
     them for each when None.

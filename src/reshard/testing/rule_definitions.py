@@ -50,7 +50,7 @@ Part = list[Place]
 
 
 def parts_of(rule: CutRule, length: int, parts: int) -> list[Part]:
-    """The places of every part of a dimension of `length`, in local order.
+    """Return the places of every part of a dimension of `length`, in local order.
 
     Raises:
         RuleError: a kind of rule this oracle has no definition of.
@@ -137,7 +137,7 @@ def parts_of(rule: CutRule, length: int, parts: int) -> list[Part]:
 
 
 def _deal(parts: int, owner: Iterable[int]) -> list[Part]:
-    """Index `i` goes to part `owner[i]`, behind what that part has."""
+    """Append index `i` to part `owner[i]`."""
     dealt: list[Part] = [[] for _ in range(parts)]
     for index, part in enumerate(owner):
         dealt[part].append(Place(index))
@@ -189,7 +189,7 @@ def _with_halo(rule: Halo, part: Part, length: int) -> Part:
 
 
 def nested_parts(levels: Sequence[tuple[CutRule, int]], length: int) -> list[Part]:
-    """Each level cuts the local positions that each part of the level above has."""
+    """Return the parts of nested levels: each splits the local positions of the previous level."""
     current: list[Part] = [[Place(i) for i in range(length)]]
     for rule, count in levels:
         current = [
@@ -201,7 +201,7 @@ def nested_parts(levels: Sequence[tuple[CutRule, int]], length: int) -> list[Par
 
 
 def _see_through(outer: Part, place: Place) -> Place:
-    """A place of an inner cut, as a place of the whole dimension.
+    """Return a place of an inner split as a place of the whole dimension.
 
     A copy of a copy is as old as the older of the two: it is fresh only if both are.
     """

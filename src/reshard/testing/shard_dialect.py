@@ -75,7 +75,7 @@ class _Value:
 
 
 def sharding_spec(grid: Grid, sharding: ShardingOp, ndim: int) -> ShardingSpec:
-    """What a `shard.sharding` says of a tensor of `ndim` dimensions.
+    """Return the sharding that a `shard.sharding` gives a tensor of `ndim` dimensions.
 
     Raises:
         NotationError: axes that are not in the grid, more lists than dimensions.
@@ -271,7 +271,7 @@ def _group_size(grid: Grid, axes: Iterable[int]) -> int:
 
 
 def _infer_collective(op: CollectiveOp, grid: Grid) -> TensorType:
-    """The type that a collective makes of its operand's."""
+    """Return the result type of a collective."""
     count = _group_size(grid, op.grid_axes)
     if "reduction" in op.names and op.word not in REDUCTIONS.values():
         raise NotationError(
@@ -334,7 +334,7 @@ _SHARDING = "!shard.sharding"
 
 
 def parse_shard_module(text: str) -> ShardModule:
-    """The module that a text writes, every operation of which fits its types.
+    """Parse the text of a module, and check every operation against its types.
 
     Raises:
         NotationError: with the line, what cannot be read there, or what does not fit.
@@ -361,7 +361,7 @@ class _ModuleReader:
         self._begin = 0
 
     def module(self) -> ShardModule:
-        """The whole text."""
+        """Parse the whole text."""
         try:
             return self._module()
         except LayoutError as error:
@@ -423,7 +423,7 @@ class _ModuleReader:
         )
 
     def _next(self) -> None:
-        """An operation begins here: errors name its line."""
+        """Start an operation, so that errors name its line."""
         self._begin = self.scanner.position
 
     def _grid(self, known: list[Grid]) -> Grid:
@@ -772,7 +772,7 @@ class _Run:
 
 
 def _padding(type_: TensorType, dtype: np.dtype[Any]) -> Array:
-    """A tensor of values that stand for no element."""
+    """Return a tensor of values that represent padding."""
     if dtype.kind in "iu":
         return np.full(type_.shape, np.iinfo(dtype).max, dtype)
     return np.full(type_.shape, True if dtype.kind == "b" else np.nan, dtype)

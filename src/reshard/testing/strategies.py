@@ -68,7 +68,7 @@ AXIS_NAMES = ("x", "y", "z")
 def shapes(
     min_rank: int = 0, max_rank: int = 5, max_size: int = 9, max_elements: int = MAX_ELEMENTS
 ) -> st.SearchStrategy[Shape]:
-    """Shapes of `min_rank` to `max_rank` dimensions, of 0 to `max_size` indices each."""
+    """Generate shapes of `min_rank` to `max_rank` dimensions, of 0 to `max_size` indices each."""
 
     @st.composite
     def shape(draw: st.DrawFn) -> Shape:
@@ -85,7 +85,7 @@ def shapes(
 
 @st.composite
 def meshes(draw: st.DrawFn, max_devices: int = 12, max_axes: int = 3) -> DeviceMesh:
-    """Meshes whose devices are ranks in any order, with gaps between them."""
+    """Generate meshes whose devices are ranks in any order, with gaps between them."""
     sizes: list[int] = []
     counts = [count for count in (2, 1, 3, 2, 3, 0) if count <= max_axes]
     for _ in range(draw(st.sampled_from(counts))):
@@ -101,7 +101,7 @@ def meshes(draw: st.DrawFn, max_devices: int = 12, max_axes: int = 3) -> DeviceM
 
 @st.composite
 def sizes_adding_up_to(draw: st.DrawFn, total: int, count: int) -> tuple[int, ...]:
-    """`count` sizes of 0 or more that add up to `total`."""
+    """Generate `count` sizes of 0 or more that add up to `total`."""
     # Edges drawn freely: empty parts are as likely as any other size.
     edges = sorted(draw(st.integers(0, total)) for _ in range(count - 1))
     return tuple(b - a for a, b in zip([0, *edges], [*edges, total], strict=True))
@@ -109,7 +109,7 @@ def sizes_adding_up_to(draw: st.DrawFn, total: int, count: int) -> tuple[int, ..
 
 @st.composite
 def windows(draw: st.DrawFn, length: int, parts: int) -> Windows:
-    """One interval a part, that overlap and together cover `length`."""
+    """Generate an interval per part, which overlap and together cover `length`."""
     cut = draw(sizes_adding_up_to(length, parts))
     found, start = [], 0
     for size in cut:
@@ -161,7 +161,7 @@ def rules(draw: st.DrawFn, lengths: Collection[int], parts: int) -> CutRule:
 
 @st.composite
 def whole_blocks_with_counts(draw: st.DrawFn, length: int, parts: int) -> WholeBlocks:
-    """Whole blocks, a given number of them for each part."""
+    """Generate whole blocks, a given number of them for each part."""
     blocks = draw(st.integers(1, 6))
     counts = draw(sizes_adding_up_to(blocks, parts))
     return WholeBlocks(draw(sizes_adding_up_to(length, blocks)), counts)
@@ -169,7 +169,7 @@ def whole_blocks_with_counts(draw: st.DrawFn, length: int, parts: int) -> WholeB
 
 @st.composite
 def joined_blocks(draw: st.DrawFn, length: int) -> Joined:
-    """Blocks, each with a rule of its own; heads that parts may share among them."""
+    """Generate blocks, each with its own rule, including shared heads."""
     sizes = draw(st.integers(1, 4).flatmap(lambda count: sizes_adding_up_to(length, count)))
     found: list[CutRule] = []
     for size in sizes:
@@ -180,7 +180,7 @@ def joined_blocks(draw: st.DrawFn, length: int) -> Joined:
 
 @st.composite
 def pieces_of_blocks(draw: st.DrawFn, length: int, parts: int) -> Pieces:
-    """Blocks with a piece of any size for each part."""
+    """Generate blocks with a piece of any size for each part."""
     blocks = draw(st.integers(1, 4))
     sizes = draw(sizes_adding_up_to(length, blocks * parts))
     return Pieces(tuple(sizes[b * parts : (b + 1) * parts] for b in range(blocks)))
@@ -188,14 +188,16 @@ def pieces_of_blocks(draw: st.DrawFn, length: int, parts: int) -> Pieces:
 
 @st.composite
 def strided_with_local_lengths(draw: st.DrawFn, length: int, parts: int) -> Strided:
-    """A stride with the local lengths that it gives."""
+    """Generate a stride with its local lengths."""
     stride = draw(st.integers(1, 4))
     return Strided(stride, tuple(Strided(stride).table(length, parts).local_lengths.tolist()))
 
 
 @st.composite
 def axis_parts(draw: st.DrawFn, mesh: DeviceMesh) -> list[Axis]:
-    """The axes of a mesh, some of them in parts, in any order. Together they are the mesh."""
+    """Generate the axes of a mesh, some of them in parts, in any order, that together
+    are the mesh.
+    """
     found: list[Axis] = []
     for name, size in zip(mesh.axis_names, mesh.shape, strict=True):
         if size == 1 or not draw(st.booleans()):
@@ -212,7 +214,7 @@ def axis_parts(draw: st.DrawFn, mesh: DeviceMesh) -> list[Axis]:
 
 @st.composite
 def dim_specs(draw: st.DrawFn, mesh: DeviceMesh, axes: Sequence[Axis], length: int) -> DimSpec:
-    """A dimension of `length` cut over `axes`, in one or several levels."""
+    """Generate the sharding of a dimension of `length` over `axes`, in one or several levels."""
     levels: list[Level] = []
     rest = list(axes)
     while rest:
@@ -232,10 +234,10 @@ def specs(
     shape: Shape,
     reductions: Sequence[str] = REDUCTIONS,
 ) -> ShardingSpec:
-    """Shardings of tensors of `shape`: levels, rules, sub-axes, replicated and partial axes, and
-    coordinates outside of which nothing is.
+    """Generate shardings of tensors of `shape`.
 
-    Without `reductions` none is partial.
+    They have levels, rules, sub-axes, replicated and partial axes, and restrictions. Without
+    `reductions` none is partial.
     """
     uses: dict[object, list[Axis]] = {}
     reduction = draw(st.sampled_from(reductions)) if reductions else "sum"
@@ -265,14 +267,14 @@ def specs(
 def specs_with_shapes(
     draw: st.DrawFn, reductions: Sequence[str] = REDUCTIONS
 ) -> tuple[ShardingSpec, Shape]:
-    """A sharding over some mesh, and a shape that it can lay out."""
+    """Generate a sharding over some mesh, and a shape that it can lay out."""
     shape = draw(shapes())
     return draw(specs(draw(meshes()), shape, reductions)), shape
 
 
 @st.composite
 def partitions_into_boxes(draw: st.DrawFn, shape: Shape, cuts: int = 4) -> list[Box]:
-    """Disjoint boxes that together are the tensor, cut again and again anywhere."""
+    """Generate disjoint boxes that together are the tensor, by repeated splits."""
     boxes = [Box((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, cuts)) if shape else 0):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -291,14 +293,14 @@ LayoutAndContents = tuple[Layout, Contents]
 def sharded_layouts(
     draw: st.DrawFn, shape: Shape, reductions: Sequence[str] = REDUCTIONS
 ) -> LayoutAndContents:
-    """Layouts that come from a sharding."""
+    """Generate layouts of shardings."""
     spec = draw(specs(draw(meshes()), shape, reductions))
     return spec.layout(shape), contents_of_spec(spec, shape)
 
 
 @st.composite
 def whole_layouts(draw: st.DrawFn, shape: Shape) -> LayoutAndContents:
-    """The whole tensor on a few slots, as with ZeRO's owners or pipeline stages."""
+    """Generate the whole tensor on a few slots, as with ZeRO's owners or pipeline stages."""
     slots = draw(st.integers(1, 9))
     holders = draw(st.lists(st.integers(0, slots - 1), min_size=1, max_size=3, unique=True))
     return Layout.whole(shape, holders, slots), contents_of_whole(shape, holders)
@@ -306,7 +308,7 @@ def whole_layouts(draw: st.DrawFn, shape: Shape) -> LayoutAndContents:
 
 @st.composite
 def flat_range_layouts(draw: st.DrawFn, shape: Shape) -> LayoutAndContents:
-    """Ranges of the flattened tensor, as with ZeRO, FSDP1 and ragged shards."""
+    """Generate ranges of the flattened tensor, as with ZeRO, FSDP1 and ragged shards."""
     dims = draw(st.integers(0, len(shape)))
     count = draw(st.integers(1, 6))
     cut = draw(sizes_adding_up_to(math.prod(shape[:dims]), count))
@@ -323,7 +325,7 @@ def flat_range_layouts(draw: st.DrawFn, shape: Shape) -> LayoutAndContents:
 
 @st.composite
 def box_layouts(draw: st.DrawFn, shape: Shape) -> LayoutAndContents:
-    """Boxes that form no grid, several on a slot, some on two slots."""
+    """Generate boxes that form no grid, several on a slot, some on two slots."""
     pairs: list[tuple[int, Box]] = []
     for box in draw(partitions_into_boxes(shape)):
         holders = draw(st.lists(st.integers(0, 5), min_size=1, max_size=2, unique=True))
@@ -335,7 +337,7 @@ def box_layouts(draw: st.DrawFn, shape: Shape) -> LayoutAndContents:
 def overlapping_box_layouts(
     draw: st.DrawFn, shape: Shape, max_slots: int | None = None
 ) -> LayoutAndContents:
-    """Boxes that reach into their neighbours, one a slot.
+    """Generate boxes that overlap their neighbours, one per slot.
 
     With `max_slots` there are at most as many slots, and what lies on one slot overlaps too.
     """
@@ -353,7 +355,7 @@ def overlapping_box_layouts(
 def layouts_with_contents(
     shape: Shape, reductions: Sequence[str] = REDUCTIONS
 ) -> st.SearchStrategy[LayoutAndContents]:
-    """Layouts of every kind, each with what the oracle says that it holds."""
+    """Generate layouts of every kind, each with the oracle's contents."""
     return st.one_of(
         *(sharded_layouts(shape, reductions) for _ in range(5)),
         whole_layouts(shape),
@@ -364,7 +366,7 @@ def layouts_with_contents(
 
 
 def layouts(shape: Shape, reductions: Sequence[str] = REDUCTIONS) -> st.SearchStrategy[Layout]:
-    """Layouts of every kind for tensors of `shape`."""
+    """Generate layouts of every kind for tensors of `shape`."""
     return layouts_with_contents(shape, reductions).map(lambda pair: pair[0])
 
 
@@ -372,7 +374,7 @@ def layouts(shape: Shape, reductions: Sequence[str] = REDUCTIONS) -> st.SearchSt
 def movements(
     draw: st.DrawFn, reductions: Sequence[str] = REDUCTIONS
 ) -> tuple[LayoutAndContents, LayoutAndContents]:
-    """A source and a target for one tensor, each with what it holds.
+    """Generate a source and a target for a tensor, each with its contents.
 
     Only the source may have an element twice on one slot.
     """
