@@ -422,12 +422,9 @@ class Halo(CutRule):
 
 @dataclass(frozen=True, slots=True)
 class Nested(CutRule):
-    """Levels of splits, major to minor: each `(rule, parts)` splits every part of the previous
-    level.
+    """Levels of splits, major to minor: `(rule, parts)` splits each part of the previous level.
 
     Source: DTensor, where each mesh axis on a dimension chunks the shards of the previous one.
-
-    Source: DTensor, where each mesh axis on a dimension chunks what the one before left.
 
     >>> Nested(((Ceil(), 2), (Ceil(), 2))).table(6, 4).local_lengths.tolist()
     [2, 1, 2, 1]
@@ -614,9 +611,6 @@ class Grouped(CutRule):
 
     Source: gate and up of an expert in alternate columns (gpt-oss), split where the rows of the
     next layer are.
-
-    Source: gate and up of an expert in alternate columns (gpt-oss), cut where the rows of the layer
-    behind them are.
 
     >>> Grouped(2, Ceil(4)).table(20, 2).local_lengths.tolist()
     [16, 4]
@@ -833,7 +827,7 @@ def parse_rule(text: str) -> CutRule:
     """Parse the text of a cut rule.
 
     Raises:
-        NotationError: a word that is no rule, or numbers of the wrong form.
+        NotationError: an unknown rule, or numbers of the wrong form.
 
     >>> parse_rule("stride2"), parse_rule("")
     (Strided(stride=2, local_lengths=None), Ceil(unit=1))

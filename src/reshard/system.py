@@ -1,15 +1,15 @@
-"""Calls of the operating system that not every system has, each with another way.
+"""Calls of the operating system that not every system has, each with a fallback.
 
-Linux has all of them. macOS has some, under names of its own. Nothing else in this package asks
-what the system can do.
+Linux has all of them; macOS has some, under other names. No other module of this package depends on
+the capabilities of the system.
 
-| what | Linux | macOS | without either |
+| call | Linux | macOS | fallback |
 |---|---|---|---|
-| files past the page cache | `O_DIRECT` | `F_NOCACHE` | through it |
-| what the page cache has | `RWF_NOWAIT` | not known | not known |
+| bypassing the page cache | `O_DIRECT` | `F_NOCACHE` | through it |
+| contents of the page cache | `RWF_NOWAIT` | unknown | unknown |
 | reads announced | `posix_fadvise` | `F_RDADVISE` | not announced |
-| space taken up front | `posix_fallocate` | `F_PREALLOCATE` | taken as files are written |
-| space given back | `fallocate` | `F_PUNCHHOLE` | kept until the file is deleted |
+| preallocation | `posix_fallocate` | `F_PREALLOCATE` | allocated as files are written |
+| releasing space | `fallocate` | `F_PUNCHHOLE` | kept until the file is deleted |
 | bytes safe on the disk | `fdatasync`, `fsync` | `F_FULLFSYNC` | `fsync` |
 | two names swapped | `renameat2` | `renamex_np` | two renames by the caller |
 | an open file opened again | `/proc/self/fd` | its descriptor duplicated | as macOS |
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 IS_MACOS = sys.platform == "darwin"
 
-# ENOTSUP and EOPNOTSUPP are one number on Linux, and two on macOS.
+# ENOTSUP and EOPNOTSUPP are equal on Linux, and differ on macOS.
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
-"""The errors by which a file system answers that it has no such call."""
+"""The errors of a file system without such a call."""
 
 MAX_CALL_BYTES = 0x7FFFF000
-"""The most that a single read or write moves: Linux moves no more, and macOS refuses more."""
+"""The limit of a single read or write: Linux truncates larger calls, and macOS refuses them."""
 
 # FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE, AT_FDCWD and RENAME_EXCHANGE of Linux.
 _PUNCH = 1 | 2
@@ -64,14 +64,14 @@ _ALLOCATE_ALL, _FROM_PHYSICAL_END = 4, 3
 # RENAME_SWAP.
 _RENAME_SWAP = 2
 
-# F_FULLFSYNC of a file system that has none is an unknown request to a device.
+# F_FULLFSYNC fails with ENOTTY on file systems that do not support it.
 _SYNC_REFUSALS = REFUSALS | {errno.ENOTTY}
 
 _HOST_MEMORY = Path("/dev/shm")
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
-# Where Linux's tcp_info has the milliseconds since the last sign of life (tcpi_last_ack_recv).
+# The offset of tcpi_last_ack_recv in Linux's tcp_info: milliseconds since the last ACK.
 _ACKNOWLEDGED_AT = 56
-# Largest limits of open files to ask for: macOS refuses more than its OPEN_MAX or a setting.
+# Limits of open files to request, in order: macOS refuses more than OPEN_MAX or a setting.
 _OPEN_FILES = (1 << 20, 1 << 16, 10_240)
 
 
@@ -79,7 +79,9 @@ _OPEN_FILES = (1 << 20, 1 << 16, 10_240)
 
 
 def open_direct(path: Path, flags: int) -> int:
-    """Open a file for I/O past the page cache; returns -1 where its file system has none."""
+    """Open a file for I/O past the page cache; return -1 if its file system does not
+    support that.
+    """
     direct = getattr(os, "O_DIRECT", 0)
     if not direct and not IS_MACOS:
         return -1
@@ -99,7 +101,7 @@ def open_direct(path: Path, flags: int) -> int:
 
 
 def reopen(descriptor: int, flags: int) -> int:
-    """Open the file of a descriptor again, also one without a name."""
+    """Open the file of a descriptor again, even without a name."""
     try:
         return os.open(f"/proc/self/fd/{descriptor}", flags)
     except FileNotFoundError:
@@ -107,7 +109,7 @@ def reopen(descriptor: int, flags: int) -> int:
 
 
 def reopen_direct(descriptor: int, flags: int) -> int:
-    """Open the file of a descriptor again as `open_direct`; returns -1 where that is not possible.
+    """Open the file of a descriptor again as `open_direct` does; return -1 if that is impossible.
 
     A descriptor that is duplicated shares its settings with the first.
     """
@@ -118,7 +120,7 @@ def reopen_direct(descriptor: int, flags: int) -> int:
 
 
 def read_at(descriptor: int, view: memoryview, offset: int) -> int:
-    """Read once into `view`, which has bytes, from `offset` on; returns how many bytes came."""
+    """Read once into a non-empty `view` from `offset` on; return the number of bytes read."""
     if len(view) > MAX_CALL_BYTES:
         view = view[:MAX_CALL_BYTES]
     try:
@@ -131,7 +133,7 @@ def read_at(descriptor: int, view: memoryview, offset: int) -> int:
 
 
 def write_at(descriptor: int, view: memoryview, offset: int) -> int:
-    """Write `view`, which has bytes, once at `offset`; returns how many bytes were taken."""
+    """Write a non-empty `view` once at `offset`; return the number of bytes written."""
     if len(view) > MAX_CALL_BYTES:
         view = view[:MAX_CALL_BYTES]
     try:
@@ -142,7 +144,7 @@ def write_at(descriptor: int, view: memoryview, offset: int) -> int:
 
 
 def find_cached_read() -> tuple[Callable[[int, list[memoryview], int, int], int], int] | None:
-    """Return `os.preadv` and its flag to read the page cache alone, or None if there is none.
+    """Return `os.preadv` and its flag to read the page cache only, or None if there is none.
 
     A read raises BlockingIOError where the first byte is not cached.
     """
@@ -151,7 +153,7 @@ def find_cached_read() -> tuple[Callable[[int, list[memoryview], int, int], int]
 
 
 def announce_read(descriptor: int, offset: int, size_bytes: int) -> None:
-    """Let the system read a range ahead, if it takes such hints."""
+    """Hint that a range will be read, if the system supports such hints."""
     try:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, offset, size_bytes, _WILL_NEED)
@@ -159,15 +161,15 @@ def announce_read(descriptor: int, offset: int, size_bytes: int) -> None:
             hint = _READ_ADVICE_RANGE.pack(offset, min(size_bytes, MAX_CALL_BYTES))
             fcntl.fcntl(descriptor, _READ_ADVICE, hint)
     except OSError:
-        # A hint that is not taken changes nothing but the time.
+        # A hint that is ignored affects only the time.
         return
 
 
-# Space, and what survives a crash.
+# Space and durability.
 
 
 def allocate(descriptor: int, size_bytes: int) -> None:
-    """Take the space of a file of `size_bytes`, where the file system can. Raises OSError.
+    """Preallocate a file of `size_bytes`, if the file system supports that. Raises OSError.
 
     The size of the file is set by the caller: only some of the calls set it.
     """
@@ -185,10 +187,10 @@ def allocate(descriptor: int, size_bytes: int) -> None:
 
 
 def punch_hole(descriptor: int, start_bytes: int, stop_bytes: int) -> bool:
-    """Give the space of a range back to the disk; False where the file system has no holes.
+    """Release the space of a range; return False if the file system has no holes.
 
-    The range reads as zeros then; macOS keeps what does not fill a block at its ends. Any other
-    refusal raises `OSError`.
+    The range then reads as zeros; macOS keeps partial blocks at its ends. Any other failure raises
+    `OSError`.
     """
     if start_bytes >= stop_bytes:
         return False
@@ -216,13 +218,13 @@ def punch_hole(descriptor: int, start_bytes: int, stop_bytes: int) -> bool:
 
 
 def sync(descriptor: int) -> None:
-    """Wait until a file or folder is safe on the disk. Raises `OSError`."""
+    """Wait until a file or folder is durable. Raises `OSError`."""
     if not _sync_fully(descriptor):
         os.fsync(descriptor)
 
 
 def sync_data(descriptor: int) -> None:
-    """Wait until the bytes of a file, and what is needed to find them, are safe on the disk.
+    """Wait until the bytes of a file, and the metadata to find them, are durable.
 
     Raises `OSError`.
     """
@@ -233,7 +235,7 @@ def sync_data(descriptor: int) -> None:
 
 
 def _sync_fully(descriptor: int) -> bool:
-    """Sync as macOS does it through the cache of the disk; False elsewhere, and if refused."""
+    """Flush the cache of the disk on macOS; return False elsewhere, and if refused."""
     if not IS_MACOS:
         return False
     try:
@@ -246,7 +248,7 @@ def _sync_fully(descriptor: int) -> bool:
 
 
 def exchange_names(first: Path, second: Path) -> bool:
-    """Swap two existing names in one atomic step: neither is ever missing.
+    """Swap two existing names atomically: neither is ever missing.
 
     Returns False, with nothing changed, where the kernel, the C library or the file system
     cannot do it. Any other refusal raises `OSError`.
@@ -266,18 +268,18 @@ def exchange_names(first: Path, second: Path) -> bool:
 
 
 def find_host_memory() -> Path | None:
-    """Return the folder whose files are in memory that processes of this host share, or None."""
+    """Return the folder of shared memory files, or None."""
     return _HOST_MEMORY if os.access(_HOST_MEMORY, os.W_OK) else None
 
 
 def can_seal_memory() -> bool:
-    """Return whether this system has files of memory that cannot shrink."""
+    """Return whether memory files can be sealed against shrinking."""
     return all(hasattr(fcntl, name) for name in _SEALS) and hasattr(os, "memfd_create")
 
 
 def make_sealed_memory(size_bytes: int) -> int:
-    """Return the descriptor of a file of memory that keeps its size. Raises OSError."""
-    # Names that not every system has are looked up as text.
+    """Return the descriptor of a memory file of fixed size. Raises OSError."""
+    # Looked up dynamically, since not every system has these names.
     system, control = cast("Any", os), cast("Any", fcntl)
     descriptor: int = system.memfd_create("reshard", system.MFD_CLOEXEC | system.MFD_ALLOW_SEALING)
     try:
@@ -291,7 +293,7 @@ def make_sealed_memory(size_bytes: int) -> int:
 
 
 def is_sealed_memory(descriptor: int) -> bool:
-    """Return whether a file is one of memory that cannot shrink. Raises OSError."""
+    """Return whether a file is a memory file that cannot shrink. Raises OSError."""
     control = cast("Any", fcntl)
     return bool(fcntl.fcntl(descriptor, control.F_GET_SEALS) & control.F_SEAL_SHRINK)
 
@@ -302,7 +304,7 @@ def has_large_pages() -> bool:
 
 
 def advise_pages(mapping: mmap.mmap, begin: int, size_bytes: int, *, large: bool) -> bool:
-    """Ask for large or small pages in a part of a mapping; False where the system has none."""
+    """Request large or small pages in a part of a mapping; return False if unsupported."""
     advice = getattr(mmap, "MADV_HUGEPAGE" if large else "MADV_NOHUGEPAGE", None)
     if advice is None:
         return False
@@ -314,7 +316,7 @@ def advise_pages(mapping: mmap.mmap, begin: int, size_bytes: int, *, large: bool
 
 
 def find_large_page_advice() -> Callable[[int, int], int] | None:
-    """Return a function that asks for large pages by address and size, or None if there is none."""
+    """Return a function that requests large pages by address and size, or None."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     call = _find_function("madvise") if advice is not None else None
     if call is None:
@@ -326,29 +328,29 @@ def find_large_page_advice() -> Callable[[int, int], int] | None:
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Return the resident memory of this process: how much it is, and the most that it was.
+    """Return the current and the peak resident memory of this process.
 
-    Where the system does not give the first, it is the second.
+    If the system does not report the current value, both are the peak.
     """
-    # Of this program alone: `ru_maxrss` includes the peak of the process that forked it.
+    # Of this program only: `ru_maxrss` includes the peak of the process that forked it.
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
-        found = dict(line.split(":", 1) for line in lines)
-        now, peak = (int(found[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
+        fields = dict(line.split(":", 1) for line in lines)
+        now, peak = (int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
     except (OSError, ValueError, KeyError, IndexError):
         now = peak = peak_bytes()
     return now, peak
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process, or the one that forked it, had resident."""
+    """Return the peak resident memory of this process, or of the process that forked it."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts in KiB, macOS in bytes.
     return peak if IS_MACOS else peak * 1024
 
 
 def trim_memory() -> None:
-    """Give freed memory back to the system, where the C library can."""
+    """Return freed memory to the system, if the C library supports that."""
     import ctypes
 
     if (trim := _find_function("malloc_trim")) is not None:
@@ -382,22 +384,22 @@ def raise_open_file_limit() -> None:
 
 
 def name_running_system() -> str:
-    """Return a name that processes share while one system runs on their host."""
+    """Return an identifier of the running system, the same for all processes until it reboots."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else os.uname().nodename
 
 
 def name_process_space() -> str:
-    """Return the running system and its namespace of process numbers; empty if unknown."""
+    """Return the running system and its PID namespace; empty if unknown."""
     try:
         return f"{name_running_system()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        # macOS has one for all processes.
+        # macOS has a single namespace.
         return name_running_system() if IS_MACOS else ""
 
 
 def find_process_start(number: int) -> str:
-    """Return when a process began, in ticks, or "?" if unknown; empty if it has ended."""
+    """Return the start time of a process, in ticks, or "?" if unknown; empty if it has ended."""
     fields = _read_process(number)
     if fields is None:
         return "" if has_ended(number) else "?"
@@ -405,7 +407,7 @@ def find_process_start(number: int) -> str:
 
 
 def has_ended(number: int) -> bool:
-    """Return whether a process of this host has ended; False where that cannot be seen."""
+    """Return whether a process of this host has ended; False if that is unknown."""
     fields = _read_process(number)
     if fields is not None:
         return fields[0] in "ZX"
@@ -421,7 +423,7 @@ def has_ended(number: int) -> bool:
 def _read_process(number: int) -> list[str] | None:
     """Return the fields of /proc that follow a process's name, from its state on."""
     try:
-        # The name of the program, in brackets, may have blanks and brackets in it.
+        # The name of the program, in brackets, may contain blanks and brackets.
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
@@ -441,10 +443,10 @@ def list_descriptors() -> list[int]:
 
 
 def set_tcp_option(connected: socket.socket, name: str, value: int) -> None:
-    """Set an option of a TCP connection by its name on Linux, if the system has it."""
+    """Set an option of a TCP connection by its Linux name, if the system has it."""
     import socket
 
-    # macOS has the first under another name.
+    # macOS has a different name for this option.
     names = (name, "TCP_KEEPALIVE") if name == "TCP_KEEPIDLE" else (name,)
     for each in names:
         if hasattr(socket, each):
@@ -453,7 +455,7 @@ def set_tcp_option(connected: socket.socket, name: str, value: int) -> None:
 
 
 def find_silence_ms(connected: socket.socket) -> int | None:
-    """Return how long a TCP connection's other end gave no sign of life, or None if unknown.
+    """Return the milliseconds since the peer of a TCP connection last responded, or None.
 
     Raises OSError.
     """
@@ -467,7 +469,7 @@ def find_silence_ms(connected: socket.socket) -> int | None:
 
 
 def find_closing_flag() -> int:
-    """Return the flag by which received descriptors are closed in programs that are started."""
+    """Return the flag that marks received descriptors close-on-exec."""
     import socket
 
     return getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -484,7 +486,7 @@ def _load_library() -> Any:
 
 
 def _find_function(name: str) -> Any:
-    """Return a function of the C library, or None if it has none of that name."""
+    """Return a function of the C library, or None."""
     try:
         return getattr(_load_library(), name, None)
     except (OSError, TypeError):
@@ -492,7 +494,7 @@ def _find_function(name: str) -> Any:
 
 
 def _is_refused(path: Path | None = None) -> bool:
-    """Return False if the last call was refused as unknown; raise its error otherwise."""
+    """Return False if the last call is unsupported; raise its error otherwise."""
     import ctypes
 
     number = ctypes.get_errno()

@@ -13,8 +13,8 @@ A measurement has the numbers of messages, bytes, runs and so on, and their tota
    weight (iteratively reweighted least squares with Huber's weights: Huber 1964; Holland and
    Welsch 1977).
 3. There are at most five unknowns, so non-negative solutions are found by enumeration: the model
-   is solved for every subset of the costs, and of the solutions without a negative cost the one
-   with the least error is taken.
+   is solved for every subset of the costs, and the non-negative solution with the smallest error is
+   taken.
 
 Nothing here reads a clock: the same measurements give the same links.
 """

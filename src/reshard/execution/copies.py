@@ -97,7 +97,7 @@ def _split_progressions(length: IntArray, target: IntArray, source: IntArray) ->
     """Yield windows of consecutive pieces."""
     target_step, source_step = np.diff(target), np.diff(source)
     alike = length[1:] == length[:-1]
-    # A piece that is like the one before ends its window where the distance changes.
+    # A piece ends its window if the distance to the next changes.
     turns = (np.diff(target_step) != 0) | (np.diff(source_step) != 0)
     breaks = ~alike
     breaks[1:] |= turns & alike[:-1]

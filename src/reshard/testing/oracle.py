@@ -80,7 +80,7 @@ def places_of_dimension(mesh: DeviceMesh, dim: DimSpec, length: int, position: i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """What every slot of a layout holds, element by element.
+    """The contents of every slot of a layout, element by element.
 
     `elements[slot]` has the slot's local shape and says which element, numbered in row-major
     order of the tensor, is at each position (`NO_ELEMENT` for padding). `is_source[slot]`

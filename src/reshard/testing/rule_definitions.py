@@ -1,11 +1,11 @@
-"""Each cut rule as the system it comes from defines it, index by index.
+"""Definitions of the cut rules by their source systems, index by index.
 
-Nothing here knows of runs. `parts_of` answers, for every part of one dimension, which index
-is at which local position: a list of `Place`s, one for each position.
+No runs are used. `parts_of` returns for every part of a dimension the index at each local position,
+as a list of `Place`s.
 
 1. A rule that deals indices is the list of their owners, by the formula of its source.
-2. A rule made of blocks is the rule of one block, block after block.
-3. A nested cut is a cut of positions, read through the part it cuts.
+2. A rule made of blocks applies the rule of a block to block after block.
+3. A nested split splits positions, which are mapped through the part that is split.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _heads(count: int, length: int, parts: int) -> list[Part]:
     width = length // count
     heads = [[Place(i) for i in range(head * width, (head + 1) * width)] for head in range(count)]
     if parts > count:
-        # More parts than heads: neighbouring parts hold copies of one head.
+        # More parts than heads: adjacent parts hold replicas of a head.
         return [heads[part * count // parts] for part in range(parts)]
     each = -(-count // parts)
     dealt: list[Part] = [[] for _ in range(parts)]
@@ -161,7 +161,7 @@ def _blocks(sizes: Sequence[int], rules: Sequence[CutRule], parts: int) -> list[
     dealt: list[Part] = [[] for _ in range(parts)]
     start = 0
     for size, rule in zip(sizes, rules, strict=True):
-        # Each part has its piece of every block, one block behind the other.
+        # Each part has its piece of every block, block after block.
         for whole, piece in zip(dealt, parts_of(rule, size, parts), strict=True):
             whole += [
                 place if place.role == "pad" else Place(start + place.global_index, place.role)

@@ -60,10 +60,10 @@ from reshard.sharding import DimSpec, Level, ShardingSpec
 
 @dataclass(frozen=True)
 class _Value:
-    """What is known of a value.
+    """The known properties of a value.
 
-    `is_own` is for a process's tensor; `sharding` that of a global one, or of a sharding itself;
-    `own` what a global one was cast from; `count` the length of a table.
+    `is_own` marks a process's tensor; `sharding` is that of a global tensor, or a sharding itself;
+    `own` is the type a global tensor was cast from; `count` is the length of a table.
     """
 
     word: str
@@ -121,7 +121,7 @@ class TypeCheck:
         self._values[operation.result] = value
 
     def finish(self, returned: str, type_: TensorType) -> None:
-        """Check what is returned: a global tensor with a sharding, of this type."""
+        """Check the returned value: a global tensor with a sharding, of this type."""
         value = self._tensor(returned, type_)
         if value.is_own or value.sharding is None:
             raise NotationError(
@@ -183,7 +183,7 @@ class TypeCheck:
             return _Value("index")
         if isinstance(op, EmptyOp):
             return _Value("tensor", op.type, is_own=True)
-        # Slices are left, which take from a process's own tensor or put into one.
+        # The remaining operations are slices, which read from or write to a process's tensor.
         self._own(op.operand, op.before)
         if isinstance(op, ExtractSliceOp):
             _check_box(op, op.before, op.after)
@@ -203,14 +203,14 @@ class TypeCheck:
             raise NotationError(
                 f"%{op.operand} has a sharding already; programs say by collectives how it changes"
             )
-        # What was cast back had the shape that this sharding gives each process.
+        # The tensor cast back must have the shape that this sharding gives each process.
         if sharding is not None and value.own is not None:
             self._check_part(value.own, sharding, op.type)
         return _Value("tensor", op.type, sharding=sharding)
 
     def _cast(self, op: CastOp) -> _Value:
         value = self._tensor(op.operand, op.before)
-        # From a process's own tensor back to a global one; else the other way.
+        # From a process's tensor back to a global tensor; otherwise the reverse.
         if value.is_own:
             return _Value("tensor", op.after, own=op.before)
         if value.sharding is None:
@@ -337,7 +337,7 @@ def parse_shard_module(text: str) -> ShardModule:
     """Parse the text of a module, and check every operation against its types.
 
     Raises:
-        NotationError: with the line, what cannot be read there, or what does not fit.
+        NotationError: text that cannot be parsed or type-checked, with its line.
 
     >>> print(parse_shard_module('''
     ... shard.grid @g(shape = 2)
@@ -624,7 +624,7 @@ def run_shard_module(module: ShardModule, shards: Mapping[int, Array]) -> dict[i
     """Run the function of a module on the shards of all processes.
 
     Args:
-        module: what to do.
+        module: the module to run.
         shards: for every process its NumPy array, a shard or a contribution to one, not padded.
 
     Returns:
@@ -720,7 +720,7 @@ class _Run:
         return next(iter(self.arrays.values()))[0].dtype
 
     def _parts(self, op: ShardOp, held: Sequence[Array]) -> list[Array]:
-        """Every process's part of a global tensor; of what was cast back, without its padding."""
+        """Return every process's part of a global tensor; without padding if it was cast back."""
         sharding = self._shardings[op.sharding]
         spec = sharding_spec(self._grids[sharding.grid], sharding, len(op.type.shape))
         layout = spec.layout(op.type.shape)
@@ -791,7 +791,7 @@ def _place_at(into: Array, array: Array, offsets: Sequence[int]) -> Array:
 def _run_collective(op: CollectiveOp, grid: Grid, held: Sequence[Array]) -> list[Array]:
     """Run a collective on the arrays of every group, its processes in the order of the axes."""
     rest = [axis for axis in range(len(grid.shape)) if axis not in op.grid_axes]
-    # The collective's axes last: after the reshape each row is one group of processes.
+    # The axes of the collective last: after the reshape each row is a group of processes.
     numbers = np.arange(len(held)).reshape(grid.shape).transpose(*rest, *op.grid_axes)
     size = math.prod(grid.shape[axis] for axis in op.grid_axes)
     found: dict[int, Array] = {}

@@ -1,8 +1,7 @@
-"""Hypothesis strategies for everything a layout can be.
+"""Hypothesis strategies for meshes, cut rules, shardings and layouts of every kind.
 
-Small on purpose: dimensions of 0 to 9 indices, meshes of at most 12 devices, so that
-`reshard.testing.oracle` can follow element by element, and so that a failing example can be
-read.
+Values are small, with dimensions of 0 to 9 indices and meshes of at most 12 devices, so that
+`reshard.testing.oracle` can check them element by element, and failing examples are readable.
 
 >>> import warnings
 >>> warnings.simplefilter("ignore")
@@ -220,7 +219,7 @@ def dim_specs(draw: st.DrawFn, mesh: DeviceMesh, axes: Sequence[Axis], length: i
     while rest:
         count = draw(st.integers(1, len(rest)))
         chosen, rest = rest[:count], rest[count:]
-        # A level below cuts what the levels above leave, which may have several lengths.
+        # A level splits the parts of the levels above, which may have several lengths.
         lengths = DimSpec(levels).table(mesh, length).local_lengths.tolist() if levels else [length]
         parts = math.prod(mesh.axis_size(axis) for axis in chosen)
         levels.append(Level(chosen, draw(rules(lengths, parts))))
@@ -339,7 +338,7 @@ def overlapping_box_layouts(
 ) -> LayoutAndContents:
     """Generate boxes that overlap their neighbours, one per slot.
 
-    With `max_slots` there are at most as many slots, and what lies on one slot overlaps too.
+    With `max_slots` there are at most as many slots, and boxes on a slot overlap too.
     """
     pairs: list[tuple[int, Box]] = []
     for number, box in enumerate(draw(partitions_into_boxes(shape))):
@@ -376,7 +375,7 @@ def movements(
 ) -> tuple[LayoutAndContents, LayoutAndContents]:
     """Generate a source and a target for a tensor, each with its contents.
 
-    Only the source may have an element twice on one slot.
+    Only the source may have an element twice on a slot.
     """
     shape = draw(shapes())
     target = layouts_with_contents(shape, reductions)
