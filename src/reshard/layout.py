@@ -41,6 +41,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -85,6 +86,39 @@ class Box(NamedTuple):
     def elements(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """Return the intersection with another box, or None if it is empty.
+
+        >>> Box((0, 0), (4, 4)).intersect(Box((1, 2), (6, 3)))
+        Box(start=(1, 2), stop=(4, 3))
+        """
+        start, stop = (
+            tuple(map(max, self.start, other.start)),
+            tuple(map(min, self.stop, other.stop)),
+        )
+        return Box(start, stop) if all(map(operator.lt, start, stop)) else None
+
+    def subtract(self, other: Box) -> tuple[Box, ...]:
+        """Return the part of this box outside of another, as disjoint boxes.
+
+        >>> [str(part) for part in Box((0, 0), (4, 4)).subtract(Box((1, 0), (2, 3)))]
+        ['[0:1, 0:4]', '[2:4, 0:4]', '[1:2, 3:4]']
+        """
+        common = self.intersect(other)
+        if common is None:
+            return (self,)
+        # Dimension by dimension, split off the parts before and after `common`, and narrow the
+        # rest to its range.
+        parts = []
+        start, stop = list(self.start), list(self.stop)
+        for d, (low, high) in enumerate(zip(*common, strict=True)):
+            if start[d] < low:
+                parts.append(Box(tuple(start), (*stop[:d], low, *stop[d + 1 :])))
+            if high < stop[d]:
+                parts.append(Box((*start[:d], high, *start[d + 1 :]), tuple(stop)))
+            start[d], stop[d] = low, high
+        return tuple(parts)
 
     def __str__(self) -> str:
         return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"

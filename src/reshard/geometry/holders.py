@@ -243,30 +243,10 @@ class Holders:
     keys: IntArray
     copies: Replicas
 
-    @property
-    def cell_begin(self) -> IntArray:
-        """Offset of the cells of each key in `cells`, shape `(keys + 1,)`."""
-        return self.copies.begin
-
-    @property
-    def cells(self) -> IntArray:
-        """The cells of all keys, those of a key in the order of their slots."""
-        return self.copies.cells
-
-    @property
-    def slot_key(self) -> IntArray:
-        """`key * slots + slot` of every entry of `cells`, rising."""
-        copies = self.copies
-        return copies.slot_key // copies.slots * self.layout.slots + copies.slot
-
     def key_of(self, contribution: IntArray, parts: list[IntArray]) -> IntArray:
         """Return the key of each contribution and parts, or -1 if no cell has it."""
         at, is_present = find_in(self.keys, self.code.of(contribution, parts))
         return np.where(is_present, at, -1)
-
-    def cell_on_slot(self, key: IntArray, slot: IntArray) -> IntArray:
-        """Return the cell of each key on a slot, or -1 if the slot has no replica."""
-        return self.copies.cell_on_slot(key, slot)
 
 
 # A model has few distinct sources, and many targets for each.

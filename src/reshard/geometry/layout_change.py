@@ -83,7 +83,9 @@ class LayoutChange(Interned):
         """Whether each element of the source has a single holder, so that senders are
         not chosen.
         """
-        return self.holders.is_exclusive and len(self.holders.cells) == len(self.holders.keys)
+        return self.holders.is_exclusive and len(self.holders.copies.cells) == len(
+            self.holders.keys
+        )
 
     @cached_property
     def holders(self) -> Holders:

@@ -240,7 +240,7 @@ class RouteFinder:
             return self._choose_copy(cell, order, contribution, pairs)
         holders, slot = self.holders, self.target.cell_slot[cell]
         need, key = self.candidates(contribution, pairs)
-        copies = holders.cell_begin[key + 1] - holders.cell_begin[key]
+        copies = holders.copies.begin[key + 1] - holders.copies.begin[key]
         total = np.zeros(len(cell), dtype=np.int64)
         np.add.at(total, need, copies)
         # Rows are needs with each key that holds them: `before` counts the copies in all rows
@@ -253,8 +253,8 @@ class RouteFinder:
         turn = base[need] + replica_turns(self.target.placement)[cell[need]] % total[need] - before
         picked = (turn >= 0) & (turn < copies)
         chosen = np.full(len(cell), -1, dtype=np.int64)
-        chosen[need[picked]] = holders.cells[(holders.cell_begin[key] + turn)[picked]]
-        local_cell = holders.cell_on_slot(key, slot[need])
+        chosen[need[picked]] = holders.copies.cells[(holders.copies.begin[key] + turn)[picked]]
+        local_cell = holders.copies.cell_on_slot(key, slot[need])
         # Needs that the target's slot holds itself stay there, regardless of the turn.
         chosen[need[local_cell >= 0]] = local_cell[local_cell >= 0]
         stays = np.zeros(len(cell), dtype=bool)
@@ -302,14 +302,14 @@ class RouteFinder:
             cell, order, key = cell[held], order[held], key[held]
             pairs = tuple(column[held] for column in pairs)
         slot = self.target.cell_slot[cell]
-        begin = holders.cell_begin[key]
-        copies = holders.cell_begin[key + 1] - begin
-        local_cell = holders.cell_on_slot(key, slot)
+        begin = holders.copies.begin[key]
+        copies = holders.copies.begin[key + 1] - begin
+        local_cell = holders.copies.cell_on_slot(key, slot)
         stays = local_cell >= 0
         # In most plans each element has a single holder, and there are no turns.
         if (copies > 1).any():
             begin = begin + replica_turns(self.target.placement)[cell] % copies
-        chosen = np.where(stays, local_cell, holders.cells[begin])
+        chosen = np.where(stays, local_cell, holders.copies.cells[begin])
         return Routes(cell, chosen, order, pairs, self.elements(pairs, len(cell)), stays)
 
     def elements(self, pairs: tuple[IntArray, ...], count: int) -> IntArray:

@@ -205,7 +205,7 @@ def overlap_elements(
     See `LayoutChange.overlap_elements`.
     """
     # A row for each source key, a column for each target key.
-    key_cell = holders.cells[holders.cell_begin[:-1]]
+    key_cell = holders.copies.cells[holders.copies.begin[:-1]]
     described = np.column_stack((target.cell_contribution, target.cell_part))
     _, first, target_key = np.unique(described, axis=0, return_index=True, return_inverse=True)
     # NumPy versions differ in the shape of the inverse if an axis is given.
@@ -222,8 +222,8 @@ def overlap_elements(
     carried = source.cell_contribution[key_cell][:, None]
     shared *= combined[carried, target.cell_contribution[first]]
     # A slot that has a key twice counts it once.
-    key = np.repeat(np.arange(len(key_cell)), np.diff(holders.cell_begin))
-    owned = distinct(key * source.slots + source.cell_slot[holders.cells])
+    key = np.repeat(np.arange(len(key_cell)), np.diff(holders.copies.begin))
+    owned = distinct(key * source.slots + source.cell_slot[holders.copies.cells])
     held = np.zeros((source.slots, len(first)), dtype=np.int64)
     if len(owned):
         np.add.at(held, owned % source.slots, shared[owned // source.slots])

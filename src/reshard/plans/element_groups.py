@@ -104,7 +104,7 @@ def _find_cells_of_keys(wanting: Layout, holders: Holders) -> tuple[IntArray, In
     """
     key = holders.key_of(wanting.cell_contribution, list(wanting.cell_part.T))
     cells = np.argsort(key, kind="stable")
-    return np.searchsorted(key[cells], np.arange(len(holders.cell_begin))), cells
+    return np.searchsorted(key[cells], np.arange(len(holders.copies.begin))), cells
 
 
 def _give_slots(
@@ -333,8 +333,8 @@ def _find_holder_cells(
     if holders.is_exclusive:
         # An element has a single key, so the key of the selected cell has all its holders.
         key_of_cell = np.empty(source.cells, dtype=np.int64)
-        counts = np.diff(holders.cell_begin)
-        key_of_cell[holders.cells] = np.repeat(np.arange(len(counts)), counts)
+        counts = np.diff(holders.copies.begin)
+        key_of_cell[holders.copies.cells] = np.repeat(np.arange(len(counts)), counts)
         key = key_of_cell[routes.source_cell]
     else:
         parts: list[IntArray] = []
@@ -347,10 +347,10 @@ def _find_holder_cells(
             parts = [*(column[row] for column in parts), overlap.holders.set_part[member]]
         key = holders.key_of(source.cell_contribution[routes.source_cell[route]], parts)
         route, key = route[key >= 0], key[key >= 0]
-    first = holders.cell_begin[key]
-    count = holders.cell_begin[key + 1] - first
+    first = holders.copies.begin[key]
+    count = holders.copies.begin[key + 1] - first
     route = np.repeat(route, count)
-    cell = holders.cells[np.repeat(first, count) + ragged_arange(count)]
+    cell = holders.copies.cells[np.repeat(first, count) + ragged_arange(count)]
     slots = source.slots
     # If a slot holds a group in several cells, the first is taken.
     _, first_of_slot = np.unique(route * slots + source.cell_slot[cell], return_index=True)

@@ -360,11 +360,9 @@ class Float8Weight:
                 row, column = (a // BLOCK - b for a, b in zip(part.start, box.start, strict=True))
                 out[row, column : column + len(scales)] = np.array(scales, np.float32).view("u4")
                 continue
-            # What the box has of the piece: where in the piece, and where in the box.
-            start = tuple(map(max, box.start, part.start))
-            stop = tuple(map(min, box.stop, part.stop))
-            inside = _slice(start, stop, part.start)
-            out[_slice(start, stop, box.start)] = round_to_e4m3fn(rows[inside])
+            if (common := box.intersect(part)) is not None:
+                inside = _slice(*common, part.start)
+                out[_slice(*common, box.start)] = round_to_e4m3fn(rows[inside])
         return counts
 
     def _read_pieces(self, box: Box, read: ReadBox) -> Iterator[tuple[Box, NDArray[Any]]]:

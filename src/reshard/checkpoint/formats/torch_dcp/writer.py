@@ -255,32 +255,9 @@ def _make_disjoint(pairs: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
     for slot, box in pairs:
         parts = [box]
         for _, other in disjoint:
-            parts = [part for whole in parts for part in subtract(whole, other)]
+            parts = [part for whole in parts for part in whole.subtract(other)]
         disjoint += [(slot, part) for part in parts]
     return disjoint
-
-
-def subtract(box: Box, other: Box) -> tuple[Box, ...]:
-    """Return the part of `box` outside of `other`, as disjoint boxes.
-
-    >>> [str(part) for part in subtract(Box((0, 0), (4, 4)), Box((1, 0), (2, 3)))]
-    ['[0:1, 0:4]', '[2:4, 0:4]', '[1:2, 3:4]']
-    """
-    low = tuple(map(max, box.start, other.start))
-    high = tuple(map(min, box.stop, other.stop))
-    if not all(a < b for a, b in zip(low, high, strict=True)):
-        return (box,)
-    # Dimension by dimension, the parts before and after `other` are split off, and the rest is
-    # narrowed to the range of `other`.
-    parts = []
-    start, stop = list(box.start), list(box.stop)
-    for d in range(len(low)):
-        if start[d] < low[d]:
-            parts.append(Box(tuple(start), (*stop[:d], low[d], *stop[d + 1 :])))
-        if high[d] < stop[d]:
-            parts.append(Box((*start[:d], high[d], *start[d + 1 :]), tuple(stop)))
-        start[d], stop[d] = low[d], high[d]
-    return tuple(parts)
 
 
 VALUES_FILE = "__0_1.distcp"

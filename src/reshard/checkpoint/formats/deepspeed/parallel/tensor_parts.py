@@ -106,13 +106,11 @@ def find_cells(join: Join, rank: int, start: int, stop: int) -> Iterator[Cell]:
     for found in flat_range_boxes(join.parts[rank], start, stop):
         strides = View.row_major(found.shape).strides
         for local, whole, shape in join.boxes[rank]:
-            low = tuple(map(max, local, found.start))
-            high = tuple(
-                min(begin + size, end)
-                for begin, size, end in zip(local, shape, found.stop, strict=True)
-            )
-            if any(a >= b for a, b in zip(low, high, strict=True)):
+            local_stop = tuple(begin + size for begin, size in zip(local, shape, strict=True))
+            common = found.intersect(Box(local, local_stop))
+            if common is None:
                 continue
+            low, high = common
             moved = [w - b for w, b in zip(whole, local, strict=True)]
             box = Box(
                 tuple(a + by for a, by in zip(low, moved, strict=True)),
