@@ -7,11 +7,13 @@ import os
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import reshard
@@ -19,7 +21,7 @@ from rank_cases import run_cases
 from refit_models import expect, refused
 from reshard.errors import RunError, ShardError
 from reshard.layout import Box, Layout
-from reshard.torch import Refit
+from reshard.torch import Refit, redistribute
 from reshard.torch.exchange.groups import rank_group
 from selection import choose
 
@@ -457,6 +459,33 @@ def tied_over_shardings(planning: Any) -> None:
     )
 
 
+def freed_tensors() -> None:
+    """Views of storages that were freed, and copies that FSDP gathered."""
+    for freed, other in (("source", "target"), ("target", "source")):
+        values = {name: torch.ones(6, 4) for name in ("source", "target")}
+        views = {name: {"w": value[2:]} for name, value in values.items()}
+        values[freed].untyped_storage().resize_(0)
+        refused(partial(Refit.prepare, **views), ShardError, "w: its storage was freed")
+        expect(bool((values[other] == 1).all()), f"{other} was written")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    module = fully_shard(torch.nn.Linear(4, 6, bias=False), mesh=mesh)
+    source = {"weight": torch.ones(6, 4)}
+    module.unshard()
+    gathered = dict(module.named_parameters())
+    told = "weight of the target: a copy that FSDP gathered"
+    refused(partial(Refit.prepare, source, gathered), ShardError, told)
+    module.reshard()
+    refused(partial(Refit.prepare, source, gathered), ShardError, "weight: its storage was freed")
+    refused(partial(Refit.prepare, gathered, source), ShardError, "weight: its storage was freed")
+    Refit.prepare(source, dict(module.named_parameters())).run()
+    expect(bool((module.weight.full_tensor() == 1).all()), "its shards")
+    freed, spec = torch.ones(4), reshard.spec(reshard.DeviceMesh.of(x=dist.get_world_size()), "-")
+    freed.untyped_storage().resize_(0)
+    refused(
+        partial(redistribute, freed, spec, source=spec, shape=(4,)), RunError, "storage was freed"
+    )
+
+
 CASES = [
     maxima,
     moved_tensors,
@@ -465,6 +494,7 @@ CASES = [
     alike_but_for_one_thing,
     sources_prepared_again,
     tied_tensors,
+    freed_tensors,
 ]
 
 

@@ -25,7 +25,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from itertools import accumulate, chain
 from typing import Any
@@ -76,6 +76,22 @@ def free_gathered(groups: Collection[Any]) -> str:
                 group.wait_for_unshard()
                 group.reshard()
     return ""
+
+
+def list_gathered(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of tensors that are copies which FSDP2 gathered of its shards.
+
+    `dict(module.named_parameters())` of a module that is unsharded has them. FSDP frees them, and
+    what is written there is lost.
+    """
+    copies = {
+        find_storage(parameter._unsharded_param)
+        for group in _list_groups()
+        if not group.is_sharded
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    } - {0}
+    return [name for name, one in tensors.items() if find_storage(one) in copies] if copies else []
 
 
 def _list_groups() -> Iterator[Any]:

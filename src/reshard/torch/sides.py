@@ -31,6 +31,9 @@ from reshard.torch.exchange.packing.copies import empty_result
 
 # Types of tensors that have their memory themselves.
 WITH_MEMORY = {torch.Tensor, torch.nn.Parameter}
+FREED = "its storage was freed, as FSDP frees gathered parameters; take the tensor again"
+# Nearly all memory is above, on the systems that PyTorch runs on; below it, storages are asked.
+MIN_ADDRESS = 1 << 40
 Description = tuple[Any, Sequence[Any]] | ShardingSpec | Layout
 
 
@@ -242,10 +245,29 @@ def check_local(
     if as_dtype(tensor.dtype) is not dtype:
         raise ShardError(f"{what} is {tensor.dtype}, expected {dtype.name}; nothing is cast")
     local = local_of(tensor)
+    if type(local) in WITH_MEMORY and is_freed(local):
+        raise ShardError(f"{what}: {FREED}")
     if local is None or tuple(local.shape) != expected:
         found = [] if local is None else list(local.shape)
         raise ShardError(f"{what} has local shape {found}, the layout says {list(expected)}")
     return local
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether the storage of a tensor with elements was freed.
+
+    >>> value = torch.ones(4)
+    >>> view = value[2:]
+    >>> is_freed(view), is_freed(torch.ones(0))
+    (False, False)
+    >>> _ = value.untyped_storage().resize_(0)
+    >>> is_freed(view)
+    True
+    """
+    # A freed tensor begins at its offset from address 0.
+    if tensor.data_ptr() >= MIN_ADDRESS or not tensor.numel():
+        return False
+    return not tensor.untyped_storage().nbytes()
 
 
 def check_no_lazy_bits(out: torch.Tensor) -> None:

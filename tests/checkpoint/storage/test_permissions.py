@@ -17,7 +17,11 @@ from checkpoint.checkpoint_files import tensor, write_file
 from reshard import checkpoint
 from reshard.checkpoint import open_checkpoint
 from reshard.checkpoint.pretrained.model_folder import find_model_files
-from reshard.checkpoint.storage.permissions import find_mode_limits, restrict_mode
+from reshard.checkpoint.storage.permissions import (
+    describe_foreign_link,
+    find_mode_limits,
+    restrict_mode,
+)
 from reshard.cli.atomic_write import write_whole
 from reshard.errors import CheckpointError
 
@@ -259,6 +263,13 @@ def test_a_snapshot_is_no_way_to_another_repository(folder: Path) -> None:
     shutil.copy(folder / "model.safetensors", snapshot)
     (snapshot / "config.json").symlink_to("../../../models--b/blobs/0")
     assert convert(snapshot) == []
+
+
+def test_a_link_to_itself_is_not_followed(folder: Path) -> None:
+    (folder / "tokenizer.json").symlink_to("tokenizer.json")
+    assert convert(folder) == []
+    reason = "a link that leads back to itself"
+    assert describe_foreign_link(folder / "tokenizer.json", folder) == reason
 
 
 def test_a_config_by_a_link_is_neither_copied_nor_rewritten(folder: Path) -> None:

@@ -164,7 +164,10 @@ def describe_foreign_link(path: Path, folder: Path) -> str | None:
     # Objects of stores are never links.
     if not path.is_symlink():
         return None
-    target = path.resolve()
+    # Path.resolve raises RuntimeError for a loop before Python 3.13.
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        return "a link that leads back to itself"
     if any(target.is_relative_to(parent) for parent in _allowed_folders(folder.resolve())):
         return None
     return f"a link to {os.readlink(path)}, outside the folder"

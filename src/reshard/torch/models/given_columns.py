@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from reshard.layout import Layout
-from reshard.torch.sides import WITH_MEMORY
+from reshard.torch.sides import MIN_ADDRESS, WITH_MEMORY, is_freed
 
 # What a tensor's memory is like: its strides, and all else.
 _STRIDES: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
@@ -133,7 +133,10 @@ class GivenColumns:
                 is_part = tensor is one and is_marked(tensor)
                 is_odd = is_part or local.is_neg() or (like[1].is_complex and local.is_conj())
                 look = (said, is_odd, local.stride(), like)
-                addresses.append(local.data_ptr())
+                address = local.data_ptr()
+                if address < MIN_ADDRESS and is_freed(local):
+                    return None
+                addresses.append(address)
             else:
                 return None
             tensors.append(tensor)

@@ -24,7 +24,7 @@ import torch
 
 from reshard.errors import RunError, ShardError
 from reshard.runs import IntArray
-from reshard.torch.fully_sharded import find_groups, find_storage
+from reshard.torch.fully_sharded import find_groups, find_storage, list_gathered
 from reshard.torch.loaders.strided_overlap import StridedRegion, find_meetings
 from reshard.torch.models.given_columns import GivenColumns, HeldMemory
 from reshard.torch.models.naming import tied_root
@@ -199,6 +199,11 @@ def check_memory(
     alias_of: dict[str, str] = {}
     at: dict[tuple[str, int], list[str]] = {}
     sources, targets = before.spans, after.spans
+    problems += [
+        f"{name} of the target: a copy that FSDP gathered of its shards, which is freed with what "
+        "is written into it; give the module itself, or take its parameters after reshard()"
+        for name in list_gathered(after.tensors)
+    ]
     for name, local in after.list_gaps():
         try:
             check_writable(local, None)

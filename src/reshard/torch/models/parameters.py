@@ -36,7 +36,7 @@ from reshard.torch.models.rosters import Roster, shift_ranks
 from reshard.torch.models.samples import sample_of
 from reshard.torch.models.stacks import member_layout, position_of
 from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
-from reshard.torch.sides import WITH_MEMORY, local_of, place_sharding
+from reshard.torch.sides import FREED, WITH_MEMORY, is_freed, local_of, place_sharding
 
 _OFFLOADED = (
     " (hooks that offload parameters leave them on meta between forwards; remove the hooks, as "
@@ -379,12 +379,17 @@ class _Lister:
             return None
         # What has its memory itself has nothing to wait for, or to resolve.
         if type(value) in WITH_MEMORY:
-            return value.detach()
-        try:
-            return local_of(value)
-        except ShardError as error:
-            self.problems.append(f"{name}: {error}")
+            local: torch.Tensor | None = value.detach()
+        else:
+            try:
+                local = local_of(value)
+            except ShardError as error:
+                self.problems.append(f"{name}: {error}")
+                return None
+        if type(local) in WITH_MEMORY and is_freed(local):
+            self.problems.append(f"{name}: {FREED}")
             return None
+        return local
 
     def _register(
         self, name: str, value: torch.Tensor, local: torch.Tensor, has_part: bool = True
