@@ -185,7 +185,7 @@ _FOLDERS: tuple[tuple[str, str, str], ...] = (
 )
 _PARTIAL = ("*.incomplete", "*.part", "*.crdownload", "*.aria2", "*.download")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".metadata")
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+]{0,15}):(//?)(.*)", re.DOTALL)
+_ADDRESS = r"([A-Za-z][A-Za-z0-9+]{0,15}):(//?)(.*)"
 _OTHER_STORES = {
     "abfs": "azcopy copy --recursive",
     "r2": "rclone copy",
@@ -204,7 +204,7 @@ s3://bucket/model'
     if isinstance(given, RemotePath):
         return f"no checkpoint at {given}: there is nothing of that name"
     given = os.fspath(given)
-    address = _ADDRESS.fullmatch(given)
+    address = re.fullmatch(_ADDRESS, given, re.DOTALL)
     scheme = "" if address is None else address[1].lower()
     if address is not None and address[2] == "/" and scheme in PARTS:
         return (

@@ -22,14 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint
-from reshard.checkpoint.formats.detection_errors import (
-    describe_folder,
-    describe_missing,
-    describe_wrong_files,
-    folders_within,
-    list_names,
-    list_some,
-)
 from reshard.checkpoint.formats.format import CheckpointFormat, Listing
 from reshard.checkpoint.formats.registry import (
     all_formats,
@@ -139,6 +131,8 @@ def _source_cut(
 
 def _open(path: Path, sharding: SourceSharding | None = None) -> Checkpoint:
     if not path.exists():
+        from reshard.checkpoint.formats.detection_errors import describe_missing
+
         raise CheckpointError(describe_missing(path))
     if not (isinstance(path, RemotePath) or path.is_dir() or path.is_file()):
         # Reading from a pipe would wait for its writer.
@@ -158,6 +152,8 @@ def _open(path: Path, sharding: SourceSharding | None = None) -> Checkpoint:
             checkpoint = _open_with_manifest(format, path, manifest)
     except FormatError as error:
         # A pointer of git-LFS is not a damaged header: report the kind of the file first.
+        from reshard.checkpoint.formats.detection_errors import describe_wrong_files
+
         wrong = describe_wrong_files(path, str(error))
         if wrong is None:
             raise
@@ -187,6 +183,13 @@ def _detect(path: Path) -> CheckpointFormat:
     format = find_detected(Listing(path))
     if format is not None:
         return format
+    from reshard.checkpoint.formats.detection_errors import (
+        describe_folder,
+        folders_within,
+        list_names,
+        list_some,
+    )
+
     text = describe_folder(path)
     if text is None:
         evidence = "; ".join(format.evidence for format in reversed(all_formats()))

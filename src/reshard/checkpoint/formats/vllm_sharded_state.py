@@ -49,8 +49,8 @@ from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.layout import Layout
 
 NAME = "vllm-sharded-state"
-_FILE_NAME = re.compile(r"model-(rank-\d{1,6}|pp-\d{1,6}-tp-\d{1,6})-part-(\d{1,9})\.safetensors")
-_PREFIX = re.compile(r"(rank-\d{1,6}|pp-\d{1,6}-tp-\d{1,6})/(.+)", re.DOTALL)
+_FILE_NAME = r"model-(rank-\d{1,6}|pp-\d{1,6}-tp-\d{1,6})-part-(\d{1,9})\.safetensors"
+_PREFIX = r"(rank-\d{1,6}|pp-\d{1,6}-tp-\d{1,6})/(.+)"
 
 
 class VllmShardedStateFormat(CheckpointFormat):
@@ -66,7 +66,7 @@ class VllmShardedStateFormat(CheckpointFormat):
     def detect(self, listing: Listing) -> bool:
         """Return whether the safetensors files of a folder are all named as parts of ranks."""
         names = select_files(listing.names)
-        return bool(names) and all(_FILE_NAME.fullmatch(name) for name in names)
+        return bool(names) and all(re.fullmatch(_FILE_NAME, name) for name in names)
 
     def open(self, path: Path) -> Checkpoint:
         """Describe the checkpoint; names of tensors begin with the rank."""
@@ -76,7 +76,7 @@ class VllmShardedStateFormat(CheckpointFormat):
         names = sorted(list_files(path), key=_file_key)
         _expect_all_parts(path, names)
         for name in names:
-            match = _FILE_NAME.fullmatch(name)
+            match = re.fullmatch(_FILE_NAME, name)
             if match is None:
                 raise FormatError(f"{path / name} is no part of a rank; take it out of the folder")
             header = read_header(path / name)
@@ -104,7 +104,7 @@ class VllmShardedStateFormat(CheckpointFormat):
         """
         by_rank: dict[str, list[NamedTensor]] = {}
         for name, tensor in new.tensors.items():
-            match = _PREFIX.fullmatch(name)
+            match = re.fullmatch(_PREFIX, name, re.DOTALL)
             if match is None:
                 raise UsageError(
                     f"tensor {name!r} for the format {NAME}, whose tensors belong to single ranks; "
@@ -156,7 +156,7 @@ def _expect_all_parts(path: Path, names: list[str]) -> None:
     """
     parts: dict[tuple[int, ...], set[int]] = {}
     for name in names:
-        match = _FILE_NAME.fullmatch(name)
+        match = re.fullmatch(_FILE_NAME, name)
         if match is not None:
             key = _file_key(name)
             parts.setdefault(key[:-1], set()).add(key[-1])

@@ -22,13 +22,12 @@ from typing import Any
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.format import CheckpointFormat, Listing
 from reshard.checkpoint.formats.megatron import find_iteration
-from reshard.checkpoint.formats.megatron.parameters import engine_name
 from reshard.checkpoint.formats.torch_dcp import METADATA_NAME
 
 FORMAT_NAME = "megatron-fsdp"
-_STEP_FOLDER = re.compile(r"iter_\d{7}|release")
+_STEP_FOLDER = r"iter_\d{7}|release"
 _META = "optimizer.param_to_group_meta."
-_HALF = re.compile(r"_[wv]$")
+_HALF = r"_[wv]$"
 # Larger objects are not settings of a group.
 _LARGEST_VALUE_BYTES = 1 << 20
 
@@ -40,6 +39,7 @@ def read(folder: Path) -> Checkpoint:
         CheckpointError, FormatError, CoverageError: as a distributed checkpoint of PyTorch.
     """
     from reshard.checkpoint.formats.megatron.common_state import CommonState, read_object
+    from reshard.checkpoint.formats.megatron.parameters import engine_name
     from reshard.checkpoint.formats.torch_dcp.reader import read as read_chunks
     from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, split_state_name
 
@@ -61,7 +61,7 @@ def read(folder: Path) -> Checkpoint:
     known = [name for name in tensors if split_state_name(name) is None]
     groups: list[dict[str, Any]] = []
     for parameter, meta in metas.items():
-        name = engine_name(_HALF.sub("", parameter), known)
+        name = engine_name(re.sub(_HALF, "", parameter), known)
         own = next((g for g in groups if _settings(g) == meta), None)
         if own is None:
             groups.append(own := {**meta, "params": []})
@@ -99,6 +99,7 @@ def _bare(name: str) -> str:
 
 
 def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
+    from reshard.checkpoint.formats.megatron.parameters import engine_name
     from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import join_halves
     from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name, state_name
 
@@ -132,7 +133,7 @@ class MegatronFsdpFormat(CheckpointFormat):
     def detect(self, listing: Listing) -> bool:
         """Return whether it is the folder of a step, or of all, with a distributed checkpoint."""
         folder = find_iteration(listing.path)
-        if folder is None or not _STEP_FOLDER.fullmatch(folder.resolve().name):
+        if folder is None or not re.fullmatch(_STEP_FOLDER, folder.resolve().name):
             return False
         return (folder / METADATA_NAME).is_file() and not (folder / "common.pt").exists()
 

@@ -36,7 +36,7 @@ from reshard.errors import (
 
 FORMAT_NAME = "orbax"
 AGGREGATE_NAME = "checkpoint"
-_STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})")
+_STEP = r"(?:.*[^0-9])?(\d{1,18})"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 # Names of items that contain the model, the preferred first.
@@ -67,7 +67,7 @@ def find_tree(path: Path) -> TreeFolder | None:
     steps = sorted(
         (int(match[1]), folder.name)
         for folder in _list_folders(path)
-        if (match := _STEP.fullmatch(folder.name)) and _is_step(folder)
+        if (match := re.fullmatch(_STEP, folder.name)) and _is_step(folder)
     )
     if not steps:
         return None
@@ -113,7 +113,7 @@ def _choose_item(step: Path) -> TreeFolder | None:
     """Return the folder of the item of a step that contains the model."""
     items = [folder.name for folder in _list_folders(step) if _has_tree(folder)]
     # The steps of a manager without items are trees, and not items.
-    if not items or any(_STEP.fullmatch(name) for name in items):
+    if not items or any(re.fullmatch(_STEP, name) for name in items):
         return None
     chosen = next((name for name in _PREFERRED if name in items), None)
     if chosen is None and len(items) > 1:
@@ -128,7 +128,7 @@ def _choose_item(step: Path) -> TreeFolder | None:
     return step / chosen, notes
 
 
-_OWN = re.compile(
+_OWN = (
     r"_METADATA|_sharding|_strings\.json|_CHECKPOINT_METADATA|commit_success\.txt|checkpoint"
     r"|manifest\.ocdbt|(d|ocdbt_data|ocdbt_meta|array_metadatas|descriptor|ocdbt\.process_[^/]*)/.*"
 )
@@ -190,7 +190,7 @@ class OrbaxFormat(CheckpointFormat):
                 arrays.append(inside)
             is_array = inside.startswith(tuple(arrays))
             relative = [name if inside == "./" else inside + name for name in names]
-            found += [name for name in relative if is_array or _OWN.fullmatch(name)]
+            found += [name for name in relative if is_array or re.fullmatch(_OWN, name)]
         return tuple(found)
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:

@@ -349,13 +349,13 @@ def _explain_place(header: FileHeader, index: int, expected: int) -> FormatError
 
 _NUMBER = "(?:0|[1-9][0-9]{0,18})"
 
-_ENTRY = re.compile(
+_ENTRY = (
     r'"([^"\\\x00-\x1f]*)":\{"dtype":"([A-Z0-9_a-z]{1,32})",'
     rf'"shape":\[((?:{_NUMBER}(?:,{_NUMBER})*)?)\],"data_offsets":\[({_NUMBER}),({_NUMBER})\]\}},'
 )
 
 # An entry of the sharding information, as PyTorch and this package write it.
-_OFFSETS = re.compile(
+_OFFSETS = (
     r'"([^"\\\x00-\x1f]*)": \{"saved_offsets": '
     r"\[((?:(?:0|[1-9][0-9]{0,18})(?:, (?:0|[1-9][0-9]{0,18}))*)?)\]\}(?:, (?=\")|\}$)"
 )
@@ -636,7 +636,7 @@ def read_columns(text: str, data_start_bytes: int) -> tuple[HeaderTensors, Mappi
     starts: list[IntArray] = []
     stops: list[IntArray] = []
     for piece in _cut_pieces(text, at, end - 1):
-        found = _ENTRY.findall(piece)
+        found = re.findall(_ENTRY, piece)
         if not found:
             raise ValueError("no entries")
         columns = list(zip(*found, strict=True))
@@ -694,8 +694,9 @@ def find_offsets(text: str, names: Sequence[str]) -> dict[str, tuple[int, ...]] 
     offsets: dict[str, tuple[int, ...]] = {}
     by_text: dict[str, tuple[int, ...]] = {}
     at = 1 if text.startswith("{") else len(text)
+    match = re.compile(_OFFSETS).match
     for name in names:
-        entry = _OFFSETS.match(text, at)
+        entry = match(text, at)
         if entry is None or entry[1] != name:
             return None
         found = by_text.get(entry[2])

@@ -72,7 +72,7 @@ from reshard.errors import CheckpointError, CoverageError, FormatError, RecipeEr
 from reshard.layout import Box, Layout
 from reshard.runs import IntArray
 
-_FILE_NAME = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors")
+_FILE_NAME = r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors"
 
 
 class ShardedFormat(CheckpointFormat):
@@ -220,7 +220,7 @@ def rank_of_file(name: str) -> int | None:
     >>> rank_of_file("shard-00003-model-00001-of-00001.safetensors"), rank_of_file("a.safetensors")
     (2, None)
     """
-    match = _FILE_NAME.fullmatch(name)
+    match = re.fullmatch(_FILE_NAME, name)
     return int(match[1]) - 1 if match and int(match[1]) > 0 else None
 
 
@@ -389,7 +389,7 @@ def _check_file_counts(folder: Path, counts: Mapping[str, str | None]) -> tuple[
 
 def _check_file_numbers(folder: Path, names: list[str]) -> None:
     """Check that a rank's files are numbered 1 to N, and that all names agree on N."""
-    matches = [match for name in names if (match := _FILE_NAME.fullmatch(name))]
+    matches = [match for name in names if (match := re.fullmatch(_FILE_NAME, name))]
     totals = sorted({int(match[3]) for match in matches})
     if len(totals) > 1:
         raise CoverageError(

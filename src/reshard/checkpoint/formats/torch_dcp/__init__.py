@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FORMAT_NAME = "torch-dcp"
 METADATA_NAME = ".metadata"
 SUFFIX = ".distcp"
-_FILE_NAME = re.compile(r"__(\d+)_(\d+)\.distcp")
+_FILE_NAME = r"__(\d+)_(\d+)\.distcp"
 
 
 def data_file_name(rank: int) -> str:
@@ -45,11 +45,11 @@ def rank_of_file(name: str) -> int | None:
     >>> rank_of_file("__12_1.distcp"), rank_of_file("weights.distcp")
     (12, None)
     """
-    match = _FILE_NAME.fullmatch(name)
+    match = re.fullmatch(_FILE_NAME, name)
     return int(match[1]) if match and len(match[1]) < 8 else None
 
 
-_NAME = re.compile(r"__(0|[1-9]\d{0,6})\.metadata")
+_NAME = r"__(0|[1-9]\d{0,6})\.metadata"
 
 
 def is_rank_metadata(name: str) -> bool:
@@ -58,7 +58,7 @@ def is_rank_metadata(name: str) -> bool:
     >>> is_rank_metadata("__12.metadata"), is_rank_metadata(".metadata")
     (True, False)
     """
-    return _NAME.fullmatch(name) is not None
+    return re.fullmatch(_NAME, name) is not None
 
 
 def rank_metadata_names(folder: Path) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ def rank_metadata_names(folder: Path) -> tuple[str, ...]:
         CheckpointError: the file of a rank is missing, but not that of a higher rank.
     """
     names = [path.name for path in folder.glob("__*.metadata")]
-    ranks = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+    ranks = sorted(int(match[1]) for name in names if (match := re.fullmatch(_NAME, name)))
     for expected, rank in enumerate(ranks):
         if rank != expected:
             raise CheckpointError(
