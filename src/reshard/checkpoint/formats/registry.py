@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 # accepts any single file.
 _MODULES = {
     "torch-dist": "reshard.checkpoint.formats.megatron.torch_dist",
-    "megatron-legacy": "reshard.checkpoint.formats.megatron.legacy.format",
+    "megatron-legacy": "reshard.checkpoint.formats.megatron.legacy",
     "megatron-fsdp": "reshard.checkpoint.formats.megatron.fsdp_dtensor",
     "torch-dcp": "reshard.checkpoint.formats.torch_dcp",
     "orbax": "reshard.checkpoint.formats.orbax",
-    "deepspeed-zero1": "reshard.checkpoint.formats.deepspeed.zero1",
-    "deepspeed-zero3": "reshard.checkpoint.formats.deepspeed.zero3",
-    "deepspeed-universal": "reshard.checkpoint.formats.deepspeed.universal",
+    "deepspeed-zero1": "reshard.checkpoint.formats.deepspeed:ZERO1",
+    "deepspeed-zero3": "reshard.checkpoint.formats.deepspeed:ZERO3",
+    "deepspeed-universal": "reshard.checkpoint.formats.deepspeed:UNIVERSAL",
     "vllm-sharded-state": "reshard.checkpoint.formats.vllm_sharded_state",
     "sharded-safetensors": "reshard.checkpoint.formats.safetensors.sharded",
-    "rank-files": "reshard.checkpoint.formats.rank_files.format",
-    "torch-pickle": "reshard.checkpoint.formats.torch_pickles",
+    "rank-files": "reshard.checkpoint.formats.rank_files",
+    "torch-pickle": "reshard.checkpoint.formats.torch_pickle",
     "safetensors": "reshard.checkpoint.formats.safetensors.huggingface",
 }
 # Listed here, so that the help of a command imports no format.
@@ -53,7 +53,13 @@ def all_formats() -> tuple[CheckpointFormat, ...]:
 @cache
 def shipped_formats() -> tuple[CheckpointFormat, ...]:
     """Return the formats of this package."""
-    return tuple(import_module(module).FORMAT for module in _MODULES.values())
+    return tuple(map(_load, _MODULES.values()))
+
+
+def _load(address: str) -> CheckpointFormat:
+    module, _, name = address.partition(":")
+    format: CheckpointFormat = getattr(import_module(module), name or "FORMAT")
+    return format
 
 
 @cache

@@ -50,7 +50,7 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.blocks.fusing import deinterleave_rows
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.rank_files.meta_parts import PARAMETERS
+from reshard.checkpoint.formats.rank_files.plain_parts import PARAMETERS
 from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER
 from reshard.checkpoint.naming.renaming import STACKED
 from reshard.checkpoint.naming.selection import by_new_names

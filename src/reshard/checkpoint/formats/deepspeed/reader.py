@@ -22,28 +22,28 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile
-from reshard.checkpoint.formats.deepspeed.files import SavedFiles, expect_complete
-from reshard.checkpoint.formats.deepspeed.parallel import experts, pipelines
-from reshard.checkpoint.formats.deepspeed.parallel.part_collector import PartCollector
-from reshard.checkpoint.formats.deepspeed.parallel.tensor_parts import INFO, Joiner
-from reshard.checkpoint.formats.deepspeed.partitions import (
+from reshard.checkpoint.formats.deepspeed import SavedFiles, expect_complete
+from reshard.checkpoint.formats.deepspeed.flat_buffers import (
     FlatPiece,
     deal_round_robin,
     flat_pieces,
     own_pieces,
     part_size,
+    spread,
 )
 from reshard.checkpoint.formats.deepspeed.saved_states import (
     ModelState,
     Partition,
+    SavedValues,
     Shape,
+    add_model_values,
     read_model_state,
     read_partition,
     read_tensors,
 )
 from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
-from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_values
-from reshard.checkpoint.formats.deepspeed.whole_states import WholeStates, merge_groups
+from reshard.checkpoint.formats.deepspeed.tensor_parallel import INFO, Joiner, PartCollector
+from reshard.checkpoint.formats.deepspeed.unpartitioned import WholeStates, merge_groups
 from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, MASTER, state_name
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.storage.remote_paths import map_paths
@@ -221,7 +221,7 @@ class SaveReader:
             }
             # A layer that stages share has a file for each of them; which stages, no file says.
             last = (self.stages - 1) * self.tensor_ranks
-            for name, archived in pipelines.name_layer(layer, found, shapes).items():
+            for name, archived in name_layer(layer, found, shapes).items():
                 mp = rank + last if (name, rank) in seen else rank
                 seen.add((name, rank))
                 self._add_part(name, name, mp, file, archived)
@@ -330,8 +330,8 @@ class SaveReader:
             found = _find_own(elements, count)
         else:
             found = self._find_flat(number, elements, parts, count)
-        spread = experts.spread(list(shapes), count, self.ranks, self._is_data_first)
-        for copy in spread:
+        copies = spread(list(shapes), count, self.ranks, self._is_data_first)
+        for copy in copies:
             members = [parts[rank] for rank in copy.ranks]
             for name, shape, pieces in zip(copy.names, shapes.values(), found, strict=True):
                 self._add_parameter(mp, number, name, shape, pieces, members, copy.ranks)
@@ -465,7 +465,7 @@ class SaveReader:
 
     def _spread(self, group: Mapping[str, Shape], part: Partition, number: int) -> Any:
         count = part.counts[number] if number < len(part.counts) else self.ranks
-        return experts.spread(list(group), count, self.ranks, self._is_data_first)
+        return spread(list(group), count, self.ranks, self._is_data_first)
 
     def _in_own_order(self, names: list[str]) -> list[str]:
         """Names in the order of the model, where gradients were dealt out round robin."""
@@ -499,4 +499,30 @@ def _find_own(elements: list[int], count: int) -> list[tuple[FlatPiece, ...]]:
     for one in elements:
         found.append(own_pieces(one, count, offset))
         offset += part_size(one, count)
+    return found
+
+
+_TIED = "tied_modules."
+
+
+def name_layer(
+    layer: int, tensors: Mapping[str, ArchivedTensor], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, ArchivedTensor]:
+    """The tensors of a layer by their names in the whole model, whose parameters have `shapes`.
+
+    One that the optimizer has under no such name is a tied layer's, where only one fits.
+    """
+    found = {}
+    for name, archived in tensors.items():
+        own = f"{layer}.{name}"
+        if own not in shapes:
+            tied = [
+                other
+                for other, shape in shapes.items()
+                if other.startswith(_TIED)
+                and other.removeprefix(_TIED).partition(".")[2] == name
+                and shape == archived.shape
+            ]
+            own = tied[0] if len(tied) == 1 else own
+        found[own] = archived
     return found

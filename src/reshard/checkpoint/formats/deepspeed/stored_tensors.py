@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum, StoredTensor
+from reshard.checkpoint.formats.deepspeed.flat_buffers import lay_out
 from reshard.checkpoint.formats.torch_files.reading import StorageChecksums
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.errors import FormatError
-from reshard.layout import Box, Layout, flat_range_boxes
+from reshard.layout import Box, Layout
 
 Shape = tuple[int, ...]
-# Elements of a flattened tensor, and the rank that has them.
-_Range = tuple[int, int, int]
 
 
 class StoredPiece(NamedTuple):
@@ -202,18 +200,3 @@ class TensorCollector:
                 f"{self._folder} has {name!r} twice; files of two saves are mixed in it"
             )
         self.tensors[name] = StoredTensor(name, archived.dtype, binding)
-
-
-# Parameters of one shape are cut alike, and a parameter's moments as itself.
-@lru_cache(maxsize=4096)
-def lay_out(
-    shape: Shape, ranges: tuple[_Range, ...], slots: int
-) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
-    """The layout of ranges of a flattened tensor, and the elements of each range's boxes."""
-    pairs: list[tuple[int, Box]] = []
-    counts = []
-    for slot, start, stop in ranges:
-        boxes = flat_range_boxes(shape, start, stop)
-        pairs += [(slot, box) for box in boxes]
-        counts.append(tuple(box.elements for box in boxes))
-    return Layout.from_boxes(shape, pairs, slots), tuple(counts)

@@ -21,26 +21,24 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile
-from reshard.checkpoint.formats.deepspeed.files import (
-    LATEST_UNIVERSAL,
+from reshard.checkpoint.formats.deepspeed import (
     UNIVERSAL_FOLDER,
     UNIVERSAL_STATE,
     SavedFiles,
-    find_files,
-    find_tag_folder,
 )
-from reshard.checkpoint.formats.deepspeed.format import DeepSpeedFormat
 from reshard.checkpoint.formats.deepspeed.saved_states import (
     CUT_PARTS,
     ModelState,
     SavedPart,
+    SavedValues,
     Shape,
+    add_model_values,
     read_file,
     read_model_state,
 )
 from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
-from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_values
-from reshard.checkpoint.formats.format import Capability
+from reshard.checkpoint.formats.deepspeed.writer import VERSION, Arranger, stage_member
+from reshard.checkpoint.formats.torch_files.building import NewTensor
 from reshard.checkpoint.formats.torch_files.optimizer_states import (
     GROUPS,
     MASTER,
@@ -54,55 +52,12 @@ from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.checkpoint.storage.filesystem import is_attribute_file
 from reshard.checkpoint.storage.remote_paths import map_paths, walk_folder
 from reshard.errors import CheckpointError, FormatError
-from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 
 _SUFFIX = ".pt"
 
 
-class DeepSpeedUniversalFormat(DeepSpeedFormat):
-    """A file for each parameter and each thing that an optimizer keeps of it."""
-
-    name = "deepspeed-universal"
-    evidence = "zero/optimizer_state.pt, as DeepSpeed's ds_to_universal makes"
-
-    capabilities = frozenset({Capability.WHOLE, Capability.VALUES})
-    pointer = LATEST_UNIVERSAL
-
-    def is_own(self, saved: SavedFiles) -> bool:
-        """Whether there is a folder of parameters."""
-        return saved.is_universal
-
-    def open(self, path: Path) -> Checkpoint:
-        """Describe the checkpoint that `latest_universal` names, or that of the folder."""
-        return _UniversalReader(path, find_files(find_tag_folder(path)), self.name).read()
-
-    def assign_layouts(
-        self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
-    ) -> Mapping[str, Layout] | None:
-        """Every tensor whole; those that stage 3 looks for elsewhere in two files."""
-        from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import find_parts
-
-        shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-        parts = find_parts(shapes, checkpoint.values)
-        parts.expect_no_experts("universal checkpoints")
-        twice = {state_name(parts.groups[0].names[0], STEP), *parts.others}
-        return {
-            name: Layout.replicated(shape, 2) if name in twice else Layout.whole(shape, [0], 2)
-            for name, shape in shapes.items()
-        }
-
-    def plan_write(self, new: NewCheckpoint) -> WritePlan:
-        """Files of every parameter's state."""
-        from reshard.checkpoint.formats.deepspeed.arrangements.universal import UniversalArranger
-
-        return UniversalArranger(new).arrange(self.name)
-
-
-FORMAT = DeepSpeedUniversalFormat()
-
-
-class _UniversalReader:
+class UniversalReader:
     """Reads one universal checkpoint; `folder` is what names of files are relative to."""
 
     def __init__(self, folder: Path, saved: SavedFiles, format_name: str) -> None:
@@ -200,10 +155,6 @@ class _UniversalReader:
 
     def _add_value(self, name: str, entry: str, value: Any, shape: Shape | None) -> None:
         """What a file of a parameter's folder has."""
-        from reshard.checkpoint.formats.deepspeed.arrangements.universal import (
-            MASTER_FILE,
-            PARAMETER,
-        )
 
         key = entry.removesuffix(_SUFFIX)
         own = state_name(name, MASTER if key == MASTER_FILE else key)
@@ -290,3 +241,95 @@ def _list_states(folder: Path) -> list[str]:
     """Return the names of the files of a parameter: its weight and its states."""
     names = sorted(path.name for path in folder.iterdir() if path.name.endswith(_SUFFIX))
     return [name for name in names if not is_attribute_file(name)]
+
+
+MASTER_FILE = "fp32"
+PARAMETER = "param"
+_WEIGHTS = "mp_rank_00_model_states.pt"
+# Stage 3 restores these keys, with the hyper-parameters of the first group for all.
+_OF_STAGE3 = frozenset({MASTER, "exp_avg", "exp_avg_sq", STEP})
+
+
+class UniversalArranger(Arranger):
+    """Arranges one universal checkpoint."""
+
+    def __init__(self, new: NewCheckpoint) -> None:
+        super().__init__(new)
+        self.parts.expect_no_experts("universal checkpoints")
+        self.tag = f"{self.tag}_universal"
+
+    def arrange(self, format_name: str) -> WritePlan:
+        """The files of weights, of each parameter, and of the optimizer."""
+        self._write_weights()
+        for name, keys in self.parts.states.items():
+            for key in keys:
+                self._write_state(name, key)
+            for key, value in self.plain_states.get(name, {}).items():
+                self.files.write(self._state_file(name, key), value, 0)
+        self._write_optimizer()
+        notes = [*self.parts.notes, *self._notes(), *self.values.describe_missing()]
+        return self._plan(format_name, notes, with_clipping=True)
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if len(self.parts.groups) > 1:
+            notes.append(
+                f"there are {len(self.parts.groups)} groups of parameters: stage 3 of DeepSpeed "
+                "gives all of them the hyper-parameters of the first one when it loads this"
+            )
+        counted = {key for kept in self.plain_states.values() for key in kept}
+        if STEP not in {*self.parts.keys, *counted}:
+            notes.append("stage 3 of DeepSpeed does not load this without a number of steps")
+        others = [key for key in self.parts.keys if key not in _OF_STAGE3]
+        if others:
+            notes.append(f"stage 3 of DeepSpeed does not load {', '.join(others)} from this")
+        if self.parts.buffers or self.parts.frozen:
+            notes.append(
+                "DeepSpeed does not load buffers and frozen parameters from a universal "
+                f"checkpoint; they are in {_WEIGHTS}"
+            )
+        return notes
+
+    def _write_weights(self) -> None:
+        parts, file = self.parts, f"{self.tag}/{_WEIGHTS}"
+        names = (*parts.buffers, *parts.weights, *parts.shared, *parts.frozen)
+        module = {name: self.files.put_whole(name, 0) for name in names if name in self.new.tensors}
+        others, paths = self._put_others(0)
+        is_listed = parts.are_frozen_listed
+        fragments = {name: module[name] for name in parts.frozen} if is_listed else None
+        groups = [group.names for group in parts.groups]
+        state = self.values.model_state(parts, 1, 1, groups, module, fragments, others, paths)
+        self.files.write(file, state, 0)
+        # Stage 3 looks for its own file of rank 0, for a user's state and what is no tensor.
+        file = f"{self.tag}/zero_pp_rank_0_{_WEIGHTS}"
+        empty = {name: NewTensor.of(self.low, (0,)) for name in parts.shapes}
+        others, paths = self._put_others(1)
+        state = self.values.model_state(parts, 3, 1, groups, empty, None, others, paths)
+        self.files.write(file, state, 0)
+
+    def _state_file(self, name: str, key: str) -> str:
+        return f"{self.tag}/zero/{name}/{MASTER_FILE if key == MASTER else key}.pt"
+
+    def _write_state(self, name: str, key: str) -> None:
+        file = self._state_file(name, key)
+        tensor = self.files.put_whole(state_name(name, key), 0)
+        self.files.write(file, tensor if key == STEP else {PARAMETER: tensor, "cat_dim": 0}, 0)
+
+    def _write_optimizer(self) -> None:
+        file = f"{self.tag}/zero/optimizer_state.pt"
+        groups = [
+            {**group.hyper, "params": [number]} for number, group in enumerate(self.parts.groups)
+        ]
+        first = self.parts.groups[0].names[0]
+        state: dict[str, Any] = dict(self.plain_states.get(first, {}))
+        own = state_name(first, STEP)
+        if own in self.new.tensors:
+            state[STEP] = self.files.put_whole(own, 1)
+        value = {
+            **self.values.optimizer_state(with_clipping=True),
+            "zero_stage": stage_member(1),
+            "ds_version": VERSION,
+            "param_groups": groups,
+            "optimizer_state_dict": {"state": {0: state}, "param_groups": groups},
+        }
+        self.files.write(file, value, 0)

@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.formats.rank_files.file_names import (
+from reshard.checkpoint.formats.rank_files import (
     FORMAT_NAME,
     MODEL,
     find_rank_files,
     group_by_kind,
 )
-from reshard.checkpoint.formats.rank_files.joining import join_parts
-from reshard.checkpoint.formats.rank_files.meta_parts import find_meta_cut
-from reshard.checkpoint.formats.rank_files.plain_cuts import cut_lacking_parts, cut_plain_parts
-from reshard.checkpoint.formats.rank_files.rank_states import (
+from reshard.checkpoint.formats.rank_files.parts import (
     RankStates,
+    join_parts,
     list_parameters,
     read_states,
+)
+from reshard.checkpoint.formats.rank_files.plain_parts import (
+    cut_lacking_parts,
+    cut_plain_parts,
+    find_meta_cut,
 )
 from reshard.checkpoint.formats.source_sharding import SourceSharding, describe_numbering
 from reshard.checkpoint.formats.torch_files.optimizer_states import (

@@ -4,3 +4,237 @@
 `rank_optimizers`. `arrangement` lays out new ones by `stage_layouts`. `format` is the face to the
 registry.
 """
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.formats.format import (
+    Capability,
+    CheckpointFormat,
+    Listing,
+    check_against_manifest,
+)
+from reshard.checkpoint.formats.megatron import TRACKER_NAME, find_iteration
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
+from reshard.checkpoint.manifest import Manifest
+from reshard.errors import CheckpointError, FormatError, UsageError
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
+
+FORMAT_NAME = "megatron-legacy"
+MODEL_NAMES = ("model_optim_rng.pt", "model_rng.pt")
+OPTIMIZER_NAME = "distrib_optim.pt"
+_FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3}))?(?:_(\d{3}))?")
+
+
+class RankPlace(NamedTuple):
+    """The place of a rank in tensor, pipeline and expert parallelism; `vp` is a chunk of it."""
+
+    tp: int = 0
+    pp: int = 0
+    ep: int = 0
+    vp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """The sizes of model parallelism; `vp` is how many chunks of the model a stage has."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    vp: int = 1
+
+    def __str__(self) -> str:
+        return f"tp {self.tp}, pp {self.pp}, ep {self.ep}, etp {self.etp}, vp {self.vp}"
+
+    @classmethod
+    def of_arguments(cls, arguments: Mapping[str, Any], label: str) -> Parallelism:
+        """The sizes that Megatron's arguments say; `label` names their file.
+
+        Raises FormatError for what is no size.
+        """
+
+        def size(name: str, usual: int) -> int:
+            found = arguments.get(name)
+            if found is None:
+                return usual
+            if type(found) is not int or not 1 <= found <= 1 << 16:
+                raise FormatError(f"{label}: args.{name} is {found!r}, expected a number from 1 on")
+            return found
+
+        tp = size("tensor_model_parallel_size", 1)
+        return cls(
+            tp,
+            size("pipeline_model_parallel_size", 1),
+            size("expert_model_parallel_size", 1),
+            size("expert_tensor_parallel_size", tp),
+            size("virtual_pipeline_model_parallel_size", 1),
+        )
+
+    def folder_name(self, place: RankPlace) -> str:
+        """The name of a rank's folder.
+
+        >>> Parallelism(tp=2, pp=4).folder_name(RankPlace(1, 3))
+        'mp_rank_01_003'
+        """
+        name = f"mp_rank_{place.tp:02d}"
+        if self.pp > 1:
+            name += f"_{place.pp:03d}"
+        return f"{name}_{place.ep:03d}" if self.ep > 1 else name
+
+    def places(self) -> list[RankPlace]:
+        """The places that have a folder, in the order of ranks: tp first, pp last."""
+        found = [
+            RankPlace(tp, pp, ep)
+            for pp in range(self.pp)
+            for ep in range(self.ep)
+            for tp in range(self.tp)
+        ]
+        if self.etp == self.tp or self.ep == 1:
+            return found
+        # Experts are on the ranks of several tensor-parallel ones: these move together.
+        return [one for one in found if self._shares_rank(one)]
+
+    def _shares_rank(self, place: RankPlace) -> bool:
+        """Whether a rank can have both numbers: ranks are counted through either grid."""
+        period = self.ep * self.etp
+        return any(
+            n % self.tp == place.tp and n // self.etp % self.ep == place.ep
+            for n in range(max(period, self.tp) * min(self.tp, period))
+        )
+
+
+def list_rank_folders(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The folders of ranks, with the numbers in their names."""
+    found = {}
+    for path in sorted(folder.glob("mp_rank_*")):
+        match = _FOLDER.fullmatch(path.name)
+        if match is not None and path.is_dir():
+            found[path.name] = tuple(int(number) for number in match.groups() if number)
+    return found
+
+
+def find_model_file(folder: Path) -> Path:
+    """The file of a rank. Raises CheckpointError where there is none."""
+    for name in MODEL_NAMES:
+        if (folder / name).is_file():
+            return folder / name
+    raise CheckpointError(
+        f"{folder / MODEL_NAMES[0]} is missing; this rank's part of the save is not there, fetch it"
+    )
+
+
+def check_complete(folder: Path, sizes: Parallelism) -> None:
+    """Raise CheckpointError for ranks whose folders are missing, by their places."""
+    there = list_rank_folders(folder)
+    missing = [one for one in sizes.places() if sizes.folder_name(one) not in there]
+    if missing:
+        first = missing[0]
+        raise CheckpointError(
+            f"{folder / sizes.folder_name(first)} is missing, of tensor-parallel rank {first.tp}, "
+            f"stage {first.pp}, expert-parallel rank {first.ep}"
+            f"{f', and {len(missing) - 1} more' if missing[1:] else ''}; the arguments say "
+            f"tp {sizes.tp}, pp {sizes.pp}, ep {sizes.ep}. Fetch it, the checkpoint is incomplete"
+        )
+    names = [sizes.folder_name(one) for one in sizes.places()]
+    without = [name for name in names if not (folder / name / OPTIMIZER_NAME).is_file()]
+    if without and len(without) < len(names):
+        raise CheckpointError(
+            f"{folder / without[0] / OPTIMIZER_NAME} is missing, which {len(names) - len(without)} "
+            "other ranks have; fetch it, or take it out of all of them for the weights alone"
+        )
+
+
+class MegatronLegacyFormat(CheckpointFormat):
+    """A folder with `mp_rank_XX`, or with one such folder for each step."""
+
+    name = FORMAT_NAME
+    training = "megatron"
+    evidence = f"`mp_rank_XX/{MODEL_NAMES[0]}` of Megatron"
+
+    def detect(self, listing: Listing) -> bool:
+        """Whether there are folders of ranks with Megatron's files."""
+        folder = find_iteration(listing.path)
+        if folder is None or not folder.is_dir():
+            return False
+        return any(
+            (folder / name / file).exists()
+            for name in list_rank_folders(folder)
+            for file in MODEL_NAMES
+        )
+
+    def open(self, path: Path) -> Checkpoint:
+        """The checkpoint of the step that is asked for, or of the last one."""
+        from reshard.checkpoint.formats.megatron.legacy.reader import read
+
+        return read(find_iteration(path) or path)
+
+    capabilities = frozenset({Capability.WHOLE, Capability.SHARDS, Capability.VALUES})
+
+    def assign_layouts(
+        self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
+    ) -> Mapping[str, Layout]:
+        """The parts that Megatron's ranks have: a mesh of tp, pp and ep."""
+        from reshard.checkpoint.formats.megatron.legacy.writer import RankGrid
+
+        if mesh is None and ranks > 1:
+            raise UsageError(
+                f"{ranks} ranks for Megatron's folders; give a mesh, such as tp=2,pp=4"
+            )
+
+        from reshard.checkpoint.formats.megatron.legacy.writer import place
+
+        return place(checkpoint.tensors, checkpoint.values, RankGrid(mesh))
+
+    def plan_write(self, new: NewCheckpoint) -> WritePlan:
+        """A folder for each model-parallel rank."""
+
+        from reshard.checkpoint.formats.megatron.legacy.writer import arrange
+
+        return arrange(new)
+
+    def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
+        """The file that names the last step."""
+
+        from reshard.checkpoint.formats.megatron.legacy.writer import final_files
+
+        return final_files(write_plan)
+
+    def find_read_names(self, names: Collection[str]) -> Mapping[str, str]:
+        """Name norms and experts as the reader does, by whichever layers they were written."""
+        from reshard.checkpoint.formats.megatron.parameters import find_read_names
+
+        return find_read_names(names)
+
+    def is_own_value(self, name: str, value: Any) -> bool:
+        """Whether Megatron's files have such a value of their own."""
+        from reshard.checkpoint.formats.megatron.common_state import is_own_value
+
+        return is_own_value(name, value)
+
+    def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """The file that names the last step, where the folder of all steps was opened."""
+        return (TRACKER_NAME,)
+
+    def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
+        """The checkpoint as it was written, with the digests of the manifest."""
+        from reshard.checkpoint.formats.megatron.legacy.reader import read
+
+        step = find_iteration(folder) or folder
+        inside = "" if step == folder else step.name
+        return check_against_manifest(read(folder, inside), manifest)
+
+    def has_file(self, name: str) -> bool:
+        """Whether a rank has a file of that name."""
+        return name in (*MODEL_NAMES, OPTIMIZER_NAME)
+
+
+FORMAT = MegatronLegacyFormat()

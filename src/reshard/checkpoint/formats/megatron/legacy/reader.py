@@ -18,7 +18,7 @@ from typing import Any
 from reshard.binding import FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredFile
 from reshard.checkpoint.formats.megatron.common_state import CommonState
-from reshard.checkpoint.formats.megatron.legacy.rank_folders import (
+from reshard.checkpoint.formats.megatron.legacy import (
     FORMAT_NAME,
     OPTIMIZER_NAME,
     Parallelism,
@@ -27,13 +27,14 @@ from reshard.checkpoint.formats.megatron.legacy.rank_folders import (
     find_model_file,
     list_rank_folders,
 )
-from reshard.checkpoint.formats.megatron.legacy.rank_models import (
+from reshard.checkpoint.formats.megatron.legacy.ranks import (
     RankChunk,
     RankFiles,
+    RankOptimizer,
+    StateBlock,
     chunks_of,
     number_chunks,
 )
-from reshard.checkpoint.formats.megatron.legacy.rank_optimizers import RankOptimizer, StateBlock
 from reshard.checkpoint.formats.megatron.parameters import ParameterCut, engine_name, find_cut
 from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, WholeTensors, dense_block
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name

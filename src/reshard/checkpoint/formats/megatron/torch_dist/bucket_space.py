@@ -34,14 +34,14 @@ from reshard.checkpoint.formats.megatron.common_state import (
     is_expert,
     read_object,
 )
-from reshard.checkpoint.formats.megatron.legacy.rank_folders import Parallelism, RankPlace
-from reshard.checkpoint.formats.megatron.legacy.rank_optimizers import (
+from reshard.checkpoint.formats.megatron.legacy import Parallelism, RankPlace
+from reshard.checkpoint.formats.megatron.legacy.ranks import (
     RankParameter,
     bucket_sizes,
     list_buffers,
     split_chain,
 )
-from reshard.checkpoint.formats.megatron.legacy.stage_layouts import (
+from reshard.checkpoint.formats.megatron.legacy.writer import (
     EMBEDDING,
     RankGrid,
     StageLayouts,

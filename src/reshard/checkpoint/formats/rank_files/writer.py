@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.formats.rank_files.file_names import (
+from reshard.binding import View
+from reshard.checkpoint.formats.rank_files import (
     EXTRA,
     MODEL,
     OPTIMIZER,
@@ -29,8 +28,9 @@ from reshard.checkpoint.formats.rank_files.file_names import (
 from reshard.checkpoint.formats.torch_files.building import (
     NewStorage,
     NewTensor,
-    NewTorchFile,
-    new_torch_file,
+    TorchFilesBuilder,
+    new_object,
+    size_of,
 )
 from reshard.checkpoint.formats.torch_files.nested_states import unflatten_state
 from reshard.checkpoint.formats.torch_files.optimizer_states import (
@@ -87,27 +87,18 @@ def arrange_rank_files(format_name: str, new: NewCheckpoint) -> WritePlan:
             "they are. Give rules, or --to full with another --format"
         )
     numbers = _find_numbers(new, cuts)
-    addresses: dict[str, dict[int, FileRange]] = {name: {} for name in new.tensors}
-    files: list[NewTorchFile] = []
+    builder = TorchFilesBuilder(new.tensors)
     for rank in sorted(mesh.devices):
-        for file, placed in _RankFiles(new, mesh, cuts, numbers, rank).files():
-            files.append(file)
-            for name, tensor in placed.items():
-                address = FileRange(file.stored.name, file.start_bytes(tensor))
-                addresses[name][rank] = address
-    stored = {
-        name: StoredTensor(
-            name, tensor.dtype, Binding(tensor.layout, addresses[name], {}), tensor.spec
-        )
-        for name, tensor in new.tensors.items()
-    }
+        _RankFiles(new, mesh, cuts, numbers, rank, builder).write()
+    bound = builder.bind(has_specs=True)
+    stored = {name: bound[name] for name in new.tensors}
     notes: tuple[str, ...] = ()
     if kept_whole:
         notes = (
             f"{len(kept_whole)} tensors are states of single ranks, which have them whole, "
             f"whatever rules say (first: {kept_whole[0]})",
         )
-    return WritePlan(format_name, mesh, stored, tuple(files), notes, values=new.values)
+    return WritePlan(format_name, mesh, stored, tuple(builder.files), notes, values=new.values)
 
 
 def _keep_states_whole(new: NewCheckpoint, mesh: DeviceMesh) -> tuple[NewCheckpoint, list[str]]:
@@ -193,19 +184,20 @@ class _RankFiles:
         cuts: Mapping[str, tuple[ShardingSpec, tuple[Placement, ...]] | None],
         numbers: Mapping[str, int],
         rank: int,
+        builder: TorchFilesBuilder,
     ) -> None:
         self._new = new
+        self._builder = builder
         self._mesh = mesh
         self._cuts = cuts
         self._numbers = numbers
         self._rank = rank
         self._alike = _find_alike(new.values, len(mesh.devices))
 
-    def files(self) -> list[tuple[NewTorchFile, dict[str, NewTensor]]]:
-        """Each file with the tensors in it that are to be filled, by name."""
+    def write(self) -> None:
+        """Add the files of the rank to the builder."""
         states: dict[str, dict[str, Any]] = {MODEL: {}, OPTIMIZER: {}, EXTRA: {}}
         paths: dict[str, tuple[str | int, ...]] = {}
-        placed: dict[str, dict[str, NewTensor]] = {MODEL: {}, OPTIMIZER: {}, EXTRA: {}}
         mesh = self._describe_mesh()
         for name, tensor in self._new.tensors.items():
             kind, path = self._find_place(name, is_tensor=True)
@@ -218,7 +210,7 @@ class _RankFiles:
             shape = self._empty_shape(tensor.layout.shape, cut) if local is None else local
             filled = NewTensor.of(tensor.dtype, shape)
             if local is not None:
-                placed[kind][name] = filled
+                self._builder.put(name, self._rank, filled)
             states[kind][name] = filled if cut is None else _describe(tensor, filled, cut, mesh)
             paths[name] = path
         for name, value in self._new.values.items():
@@ -226,7 +218,6 @@ class _RankFiles:
             if path is not None:
                 states[kind][name] = self._number_groups(value) if name == GROUPS else value
                 paths[name] = path
-        files = []
         for kind, state in states.items():
             # All ranks have files of the same kinds.
             if not any(self._find_kind(name) == kind for name in self._names()):
@@ -239,8 +230,7 @@ class _RankFiles:
                     **nested,
                     "state": {self._numbers[key]: one for key, one in nested["state"].items()},
                 }
-            files.append((new_torch_file(name, nested, self._rank), placed[kind]))
-        return files
+            self._builder.write(name, nested, self._rank)
 
     def _names(self) -> itertools.chain[str]:
         return itertools.chain(self._new.tensors, self._new.values)
@@ -289,9 +279,9 @@ class _RankFiles:
         mesh = self._mesh
         strides = View.row_major(mesh.shape).strides
         axes = tuple(
-            _new_object(_LAYOUT, "_FlatLayout", {"shape": (size,), "stride": (stride,)})
+            new_object(_LAYOUT, "_FlatLayout", {"shape": (size,), "stride": (stride,)})
             if size > 1
-            else _new_object(_LAYOUT, "_FlatLayout", {"shape": (), "stride": ()})
+            else new_object(_LAYOUT, "_FlatLayout", {"shape": (), "stride": ()})
             for size, stride in zip(mesh.shape, strides, strict=True)
         )
         nameless = tuple(f"dim{number}" for number in range(len(mesh.shape)))
@@ -302,7 +292,7 @@ class _RankFiles:
         place = np.unravel_index(list(mesh.devices).index(self._rank), mesh.shape)
         state = {
             "_device_type": "cpu",
-            "_layout": _new_object(_LAYOUT, "_MeshLayout", {"axes": axes}),
+            "_layout": new_object(_LAYOUT, "_MeshLayout", {"axes": axes}),
             "_rank_map": ranks,
             # The names that reading gives the axes of a mesh without names.
             "_mesh_dim_names": None if mesh.axis_names == nameless else tuple(mesh.axis_names),
@@ -317,11 +307,7 @@ class _RankFiles:
         if len(mesh.shape) == 1 and list(mesh.devices) == sorted(mesh.devices):
             # The name of the group of all ranks; those of others depend on the program.
             state["_dim_group_names"] = ["0"]
-        return _new_object("torch.distributed.device_mesh", "DeviceMesh", state)
-
-
-def _new_object(module: str, name: str, state: Any) -> Call:
-    return Call(Global(module, name), (), state, is_new=True)
+        return new_object("torch.distributed.device_mesh", "DeviceMesh", state)
 
 
 def _describe(
@@ -334,7 +320,7 @@ def _describe(
     placements = cut[1]
     shape = tensor.layout.shape
     strides = View.row_major(shape).strides
-    meta = Call(Global(_SPEC, "TensorMeta"), (_size(shape), strides, tensor.dtype), is_new=True)
+    meta = Call(Global(_SPEC, "TensorMeta"), (size_of(shape), strides, tensor.dtype), is_new=True)
     state = {
         "mesh": mesh,
         "placements": tuple(_describe_placement(one) for one in placements),
@@ -346,23 +332,19 @@ def _describe(
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     device = Call(Global("torch", "device"), ("cpu",))
     made = (_DTENSOR, tensor.dtype, shape, strides, 0, layout, device, False)
-    own = {"_local_tensor": local, "_spec": _new_object(_SPEC, "DTensorSpec", state)}
+    own = {"_local_tensor": local, "_spec": new_object(_SPEC, "DTensorSpec", state)}
     wrapper = Global("torch._utils", "_rebuild_wrapper_subclass")
     return Call(
         Global("torch._tensor", "_rebuild_from_type_v2"), (wrapper, _DTENSOR, made, (None, own))
     )
 
 
-def _size(shape: tuple[int, ...]) -> Call:
-    return Call(Global("torch", "Size"), (shape,))
-
-
 def _describe_placement(placement: Placement) -> Call:
     if isinstance(placement, StridedShard):
         state = {"dim": placement.dim, "split_factor": placement.split_factor}
-        return _new_object(_TYPES, "_StridedShard", state)
+        return new_object(_TYPES, "_StridedShard", state)
     if isinstance(placement, Shard):
-        return _new_object(_TYPES, "Shard", {"dim": placement.dim})
+        return new_object(_TYPES, "Shard", {"dim": placement.dim})
     return Call(Global(_TYPES, "Replicate"), (), is_new=True)
 
 

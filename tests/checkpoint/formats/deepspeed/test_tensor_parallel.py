@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import reshard
 from deepspeed_records import unpack
-from reshard.checkpoint.formats.deepspeed.parallel.tensor_parts import (
+from reshard.checkpoint.formats.deepspeed.tensor_parallel import (
     Join,
     Joiner,
     expect_elements,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.checkpoint.formats.rank_files.file_names import (
+from reshard.checkpoint.formats.rank_files import (
     RankFile,
     find_rank_files,
     group_by_kind,

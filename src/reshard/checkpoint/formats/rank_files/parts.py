@@ -11,18 +11,44 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from reshard.binding import Binding, FileRange, View
+from reshard.checkpoint.contents import StoredTensor
+from reshard.checkpoint.formats.rank_files import (
+    EXTRA,
+    OPTIMIZER,
+    RankFile,
+    name_of_rank,
+)
+from reshard.checkpoint.formats.safetensors.header import SUFFIX, read_header
+from reshard.checkpoint.formats.torch_files.nested_states import flatten_state
+from reshard.checkpoint.formats.torch_files.optimizer_states import OPTIMIZER_PREFIX
 from reshard.checkpoint.formats.torch_files.pickles import Call, Global, shortened
+from reshard.checkpoint.formats.torch_files.reading import (
+    check_tensor,
+    find_address,
+    read_storage,
+    read_torch_file,
+)
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, as_sizes, explain
+from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import FormatError, ReshardError, UnreadableTensorError, UsageError
-from reshard.layout import Box
+from reshard.errors import (
+    CoverageError,
+    FormatError,
+    ReshardError,
+    UnreadableTensorError,
+    UsageError,
+)
+from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.dtensor import (
     Partial,
@@ -271,3 +297,272 @@ def _shard_order(spec: dict[Any, Any]) -> tuple[tuple[int, tuple[int, ...]], ...
         return None
     entries: Iterator[Any] = (one.arguments if isinstance(one, Call) else one for one in order)
     return tuple((dim, tuple(axes)) for dim, axes in entries)
+
+
+# Where programs keep the state of the model in a file with more in it.
+_MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
+
+
+@dataclass
+class RankStates:
+    """What the files of all ranks have.
+
+    Attributes:
+        parts: for each name the part of each rank, and its file.
+        values: plain values that are equal on all ranks; of one rank under `rank_R.`.
+        unread: what is neither, with the reason.
+        unreadable: tensors that cannot be read on some rank, with their type.
+    """
+
+    parts: dict[str, dict[int, tuple[str, LocalPart]]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+
+def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> RankStates:
+    """The states in the files of each kind.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+        FormatError: one that is damaged, or no state.
+    """
+    states = RankStates()
+    every = [folder / file.name for files in groups.values() for file in files]
+    contents = map_paths(_read_content, every)
+    for kind, files in groups.items():
+        values: dict[str, dict[int, Any]] = {}
+        for file in files:
+            path, content = folder / file.name, next(contents)
+            unreadable: dict[str, str] = {}
+            parts = _find_parts(path, content, file, len(files), values, states, unreadable)
+            begin = OPTIMIZER_PREFIX if kind == OPTIMIZER else ""
+            states.unreadable |= {begin + name: why for name, why in unreadable.items()}
+            for name, part in parts.items():
+                own = name_of_rank(name, file.rank, len(files)) if kind == EXTRA else name
+                if kind == OPTIMIZER:
+                    own = OPTIMIZER_PREFIX + name
+                states.parts.setdefault(own, {})[file.rank] = file.name, part
+        for name, by_rank in values.items():
+            name = OPTIMIZER_PREFIX + name if kind == OPTIMIZER else name
+            found = [*by_rank.values()]
+            # By their texts too: a NaN is equal to itself.
+            first, text = found[0], repr(found[0])
+            are_equal = all(one == first or repr(one) == text for one in found)
+            if len(found) == len(files) and are_equal:
+                states.values[name] = found[0]
+            else:
+                states.values |= {
+                    name_of_rank(name, rank, len(files)): one for rank, one in by_rank.items()
+                }
+    # What one rank cannot read is missing from the whole.
+    for name in states.unreadable:
+        states.parts.pop(name, None)
+    return states
+
+
+def list_parameters(
+    parts: Mapping[str, Mapping[int, tuple[str, LocalPart]]], cut: Collection[str] = ()
+) -> list[str]:
+    """Return the names of the model's parameters in their order.
+
+    Plain tensors beside parts of others are buffers, but for those that a user has `cut`; of tied
+    tensors the first counts.
+    """
+    model = {name: own for name, own in parts.items() if not name.startswith(OPTIMIZER_PREFIX)}
+    says_cuts = any(not part.is_plain for own in model.values() for _, part in own.values())
+    seen = set()
+    names = []
+    for name, own in model.items():
+        first = next(iter(own.values()))[1]
+        if (says_cuts and first.is_plain and name not in cut) or name.startswith("rank_"):
+            continue
+        place = tuple(
+            (rank, file, tensor.start_bytes, tensor.view, tensor.shape)
+            for rank, (file, part) in own.items()
+            for tensor in part.tensors
+            if tensor.storage_bytes
+        )
+        if not place or place not in seen:
+            names.append(name)
+        seen.add(place)
+    return names
+
+
+def _read_content(path: Path) -> Any:
+    """The parts in a file of safetensors; the state in another."""
+    return _read_safetensors(path) if path.name.endswith(SUFFIX) else read_torch_file(path)
+
+
+def _find_parts(
+    path: Path,
+    state: Any,
+    file: RankFile,
+    ranks: int,
+    values: dict[str, dict[int, Any]],
+    states: RankStates,
+    unreadable: dict[str, str],
+) -> dict[str, LocalPart]:
+    """The parts in one file; its values are added to `values`, the rest to what is unread."""
+    if path.name.endswith(SUFFIX):
+        own: dict[str, LocalPart] = state
+        return own
+    # A state dict in a dict with more in it has the names of the model.
+    if isinstance(state, dict) and file.kind != OPTIMIZER:
+        inner = [key for key in _MODEL_KEYS if isinstance(state.get(key), dict)]
+        if len(inner) == 1 and not any(is_part(value) for value in state.values()):
+            rest = {key: value for key, value in state.items() if key != inner[0]}
+            state = {**rest, **state[inner[0]]}
+    flat = flatten_state(state, str(path), is_part)
+    if "" in flat.unread:
+        raise FormatError(f"{path} holds {flat.unread['']}, no state; save its state_dict()")
+    reader = PartReader(str(path), file.rank, ranks, partial(read_storage, path))
+    parts = {}
+    for name, value in flat.tensors.items():
+        try:
+            parts[name] = part = reader.part(name, value)
+        except UnreadableTensorError as error:
+            unreadable[name] = str(error)
+            continue
+        check_tensor(path, name, part.dtype, part.shape)
+    for name, value in flat.values.items():
+        # A state without anything in it has no name.
+        if not name:
+            continue
+        values.setdefault(name, {})[file.rank] = value
+    for name, why in flat.unread.items():
+        (unreadable if name in flat.unread_tensors else states.unread)[name] = why
+    return parts
+
+
+def _read_safetensors(path: Path) -> dict[str, LocalPart]:
+    parts = {}
+    for entry in read_header(path).tensors:
+        size_bytes = entry.stop_bytes - entry.start_bytes
+        view = View.row_major(entry.shape)
+        tensor = ArchivedTensor(entry.dtype, entry.shape, view, entry.start_bytes, size_bytes, None)
+        parts[entry.name] = LocalPart(entry.dtype, entry.shape, (tensor,))
+    return parts
+
+
+Parts = Mapping[int, tuple[str, LocalPart]]
+
+
+def join_parts(folder: Path, name: str, parts: Parts, slots: int) -> StoredTensor:
+    """The tensor that the parts of ranks are, bound to their files.
+
+    Raises:
+        FormatError: parts that do not fit together.
+        CoverageError: parts that leave some of the tensor out.
+    """
+    first_file, first = next(iter(parts.values()))
+    for file, part in parts.values():
+        if (part.dtype, part.shape) != (first.dtype, first.shape):
+            raise FormatError(
+                f"tensor {name!r} is {first.dtype} {list(first.shape)} in {folder / first_file}, "
+                f"but {part.dtype} {list(part.shape)} in {folder / file}; the files belong to "
+                "different saves"
+            )
+    shardings = {part.sharding for _, part in parts.values()}
+    try:
+        if len(shardings) == 1 and None not in shardings:
+            tensor = bind_sharding(folder, name, parts, next(iter(shardings)), slots)
+        else:
+            tensor = _bind_boxes(name, parts, slots)
+        _ = tensor.assembly
+    except CoverageError as error:
+        raise CoverageError(f"{folder}: {error}") from error
+    except FormatError:
+        raise
+    except ReshardError as error:
+        raise FormatError(f"{folder}: tensor {name!r}: {error}") from error
+    return tensor
+
+
+def bind_sharding(
+    folder: Path,
+    name: str,
+    parts: Parts,
+    sharding: ShardingSpec | None,
+    slots: int,
+    shape: tuple[int, ...] | None = None,
+) -> StoredTensor:
+    """The tensor of `shape` that a sharding cuts into the parts.
+
+    Raises:
+        FormatError: a part of another shape than the sharding gives its rank.
+    """
+    first = next(iter(parts.values()))[1]
+    shape = first.shape if shape is None else shape
+    layout = Layout.whole(shape, sorted(parts), slots)
+    if sharding is not None:
+        layout = sharding.layout(shape)
+    addresses: dict[int, FileRange] = {}
+    views: dict[int, View] = {}
+    for rank, (file, part) in parts.items():
+        expected = layout.local_shape(rank) if rank < layout.slots else None
+        found = part.tensors[0].shape
+        if expected != found and not (expected is None and 0 in found):
+            raise FormatError(
+                f"tensor {name!r} of {list(shape)}, cut by `{sharding}`: rank {rank} has "
+                f"{list(found)} in {folder / file}, expected "
+                f"{'nothing' if expected is None else list(expected)}"
+            )
+        if expected is not None:
+            address, view = find_address(file, part.tensors[0])
+            addresses[rank] = address
+            if view is not None:
+                views[rank] = view
+    return StoredTensor(
+        name,
+        first.dtype,
+        Binding(layout, addresses, views),
+        None if sharding is None else str(sharding),
+    )
+
+
+def _list_boxes(name: str, rank: int, part: LocalPart) -> tuple[tuple[Box, ArchivedTensor], ...]:
+    """The boxes of a rank's part, with the tensor that has each."""
+    if part.boxes is not None:
+        return tuple(zip(part.boxes, part.tensors, strict=True))
+    tensor = part.tensors[0]
+    if part.sharding is None:
+        return ((Box((0,) * len(part.shape), part.shape), tensor),)
+    layout = part.sharding.layout(part.shape)
+    boxes = layout.boxes(rank) if rank < layout.slots else ()
+    if not boxes and 0 in tensor.shape:
+        return ()
+    if len(boxes) != 1 or boxes[0].shape != tensor.shape:
+        raise FormatError(
+            f"tensor {name!r}: rank {rank} has {list(tensor.shape)}, by `{part.sharding}` "
+            f"it has {', '.join(map(str, boxes)) or 'nothing'}"
+        )
+    return ((boxes[0], tensor),)
+
+
+def _bind_boxes(name: str, parts: Parts, slots: int) -> StoredTensor:
+    """The tensor that boxes on ranks are."""
+    first = next(iter(parts.values()))[1]
+    pairs: list[tuple[int, Box]] = []
+    addresses: dict[int, list[FileRange]] = {}
+    views: dict[int, list[View]] = {}
+    strided = set()
+    for rank, (file, part) in parts.items():
+        for box, tensor in _list_boxes(name, rank, part):
+            # A box without elements is nothing, but the only one of a tensor without any.
+            if not box.elements and 0 not in first.shape:
+                continue
+            address, view = find_address(file, tensor)
+            pairs.append((rank, box))
+            addresses.setdefault(rank, []).append(address)
+            views.setdefault(rank, []).append(view or View.row_major(tensor.shape))
+            if view is not None:
+                strided.add(rank)
+    if not pairs:
+        raise CoverageError(f"tensor {name!r} of {list(first.shape)}: no rank has any of it")
+    binding = Binding(
+        Layout.from_boxes(first.shape, pairs, slots),
+        {rank: tuple(found) for rank, found in addresses.items()},
+        {rank: tuple(views[rank]) for rank in strided},
+    )
+    return StoredTensor(name, first.dtype, binding)

@@ -11,13 +11,18 @@ tensors that several ranks have, and DTensors on several meshes, each a part of 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.formats.rank_files.joining import Parts, bind_sharding
-from reshard.checkpoint.formats.rank_files.local_parts import LocalPart
-from reshard.checkpoint.formats.rank_files.rank_states import list_parameters
+from reshard.checkpoint.formats.rank_files.parts import (
+    LocalPart,
+    Parts,
+    bind_sharding,
+    list_parameters,
+)
 from reshard.checkpoint.formats.source_sharding import (
     DescribedPart,
     SourceSharding,
@@ -179,3 +184,50 @@ def _follow(
 ) -> ShardingSpec:
     """The sharding of what an optimizer keeps of a parameter: the same, or none for scalars."""
     return sharding if state == parameter else ShardingSpec(cut.mesh, [DimSpec() for _ in state])
+
+
+PARAMETERS = "params.json"
+_EMBEDDING = "tok_embeddings.weight"
+_RULES = (
+    *("*.attention.w[qkv].weight=mp, -", "*.attention.wo.weight=-, mp"),
+    *("*.feed_forward.w[13].weight=mp, -", "*.feed_forward.w2.weight=-, mp"),
+    "output.weight=mp, -",
+)
+
+
+def find_meta_cut(folder: Path, parts: Mapping[str, Parts], ranks: int) -> SourceSharding | None:
+    """Return how files of Meta's Llama shard its tensors; None for files of others.
+
+    Raises:
+        UsageError: files of Meta's Llama whose sharding is not known: without `params.json`, or
+            with fewer key/value heads than files.
+    """
+    names = {file for of_ranks in parts.values() for file, _ in of_ranks.values()}
+    if not all(name.startswith("consolidated.") for name in names) or _EMBEDDING not in parts:
+        return None
+    given = _read_parameters(folder)
+    if given is None:
+        raise UsageError(
+            f"{folder} has consolidated.* files of {ranks} ranks and no {PARAMETERS}, which says "
+            f"how long their dimensions are; put the {PARAMETERS} of this model next to the files, "
+            f"or give the mesh and rules: --source-mesh tp={ranks} --source-rule 'PATTERN=tp, -'"
+        )
+    heads = given.get("n_kv_heads") or given.get("n_heads")
+    if not isinstance(heads, int) or heads % ranks:
+        raise UsageError(
+            f"{folder} has consolidated.* files of {ranks} ranks, and {PARAMETERS} {heads} "
+            "key/value heads, which they do not divide: which ranks hold which heads is not known; "
+            f"give the mesh and rules: --source-mesh tp={ranks} --source-rule 'PATTERN=tp, -'"
+        )
+    _, first = next(iter(parts[_EMBEDDING].values()))
+    is_by_columns = first.shape[-1] != given.get("dim")
+    embedding = f"{_EMBEDDING}={'-, mp' if is_by_columns else 'mp, -'}"
+    return SourceSharding.of(f"mp={ranks}", (embedding, *_RULES, "*=..."))
+
+
+def _read_parameters(folder: Path) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads((folder / PARAMETERS).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

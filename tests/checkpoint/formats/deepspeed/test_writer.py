@@ -14,7 +14,7 @@ import pytest
 
 import reshard
 from deepspeed_records import recorded, unpack
-from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import find_parts
+from reshard.checkpoint.formats.deepspeed.writer import find_parts
 from reshard.checkpoint.pretrained.names import take_weights
 from reshard.errors import UsageError
 from selection import keep_covering

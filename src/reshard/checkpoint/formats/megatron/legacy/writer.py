@@ -14,12 +14,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
-from reshard.binding import Binding, FileRange
-from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats.megatron import TRACKER_NAME, iteration_name
 from reshard.checkpoint.formats.megatron.common_state import (
     DEFAULTS,
@@ -37,38 +38,39 @@ from reshard.checkpoint.formats.megatron.common_state import (
     with_parallelism,
     without_steps,
 )
-from reshard.checkpoint.formats.megatron.legacy.rank_folders import (
+from reshard.checkpoint.formats.megatron.legacy import (
     FORMAT_NAME,
     MODEL_NAMES,
     OPTIMIZER_NAME,
+    Parallelism,
     RankPlace,
 )
-from reshard.checkpoint.formats.megatron.legacy.rank_optimizers import (
+from reshard.checkpoint.formats.megatron.legacy.ranks import (
     RankParameter,
     bucket_sizes,
     list_buffers,
 )
-from reshard.checkpoint.formats.megatron.legacy.stage_layouts import RankGrid, StageLayouts
 from reshard.checkpoint.formats.megatron.parameters import (
+    engine_name,
     expect_mixers,
+    find_cut,
     grouped_name,
     local_name,
     order_key,
 )
-from reshard.checkpoint.formats.megatron.rank_blocks import plan_buffer
-from reshard.checkpoint.formats.torch_files.building import NewTensor, new_torch_file
+from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, plan_buffer
+from reshard.checkpoint.formats.torch_files.building import NewTensor, TorchFilesBuilder
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.checkpoint.formats.torch_files.pickles import Global
 from reshard.checkpoint.formats.write_plan import (
     NewCheckpoint,
-    NewFile,
-    PlannedTensor,
     WritePlan,
     check_values,
 )
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import RecipeError
+from reshard.errors import RecipeError, UsageError
 from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
 
 _FLAT_KEYS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 # What a linear layer has among its parameters: state of Transformer Engine, or nothing.
@@ -83,15 +85,6 @@ class _ChunkParts:
     slot: int
     parameters: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-class _PartPlace(NamedTuple):
-    """Where a rank's part of a tensor is: `offset` elements behind the first of a new one."""
-
-    name: str
-    slot: int
-    made: NewTensor
-    offset: int = 0
 
 
 # A parameter of a rank: its chunk, and its name there.
@@ -139,7 +132,7 @@ class _Arranger:
                     "--exclude"
                 )
             self.of.setdefault(self.stages.parameter_of(name), {})[key] = name
-        self.addresses: dict[str, dict[int, list[FileRange]]] = {name: {} for name in new.tensors}
+        self.builder = TorchFilesBuilder(new.tensors)
         self.folder = iteration_name(self._iteration())
 
     def _iteration(self) -> int:
@@ -150,31 +143,22 @@ class _Arranger:
         """All files, and where in them each tensor is."""
         has_state = any(len(own) > 1 for own in self.of.values())
         ordered = self._sort(has_state)
-        files: list[NewFile] = []
         for place, slots in self.grid.folders.items():
             chunks = [
                 self._parts(place._replace(vp=number), slot, ordered)
                 for number, slot in enumerate(slots)
             ]
-            files += self._arrange_rank(chunks, has_state)
-        tensors = {
-            name: StoredTensor(
-                name, tensor.dtype, Binding(tensor.layout, self._bind(name, tensor.layout), {})
-            )
-            for name, tensor in self.new.tensors.items()
-        }
+            self._write_rank(chunks, has_state)
+        bound = self.builder.bind()
         return WritePlan(
             FORMAT_NAME,
             self.new.mesh,
-            tensors,
-            tuple(files),
+            {name: bound[name] for name in self.new.tensors},
+            tuple(self.builder.files),
             values=held_values(self.new),
             paths=dict(self.new.paths),
             notes=describe_decay(self.values, self.new.tensors),
         )
-
-    def _bind(self, name: str, layout: Layout) -> dict[int, tuple[FileRange, ...]]:
-        return {slot: tuple(places) for slot, places in self.addresses[name].items()}
 
     def _sort(self, has_state: bool) -> list[str]:
         """The parameters in the order of the modules; as they are where none need it."""
@@ -204,30 +188,23 @@ class _Arranger:
                 found.shapes[own] = self.stages.block(name, whole, place).block_shape
         return found
 
-    def _arrange_rank(self, chunks: list[_ChunkParts], has_state: bool) -> Iterator[NewFile]:
+    def _write_rank(self, chunks: list[_ChunkParts], has_state: bool) -> None:
         first = chunks[0]
         path = f"{self.folder}/{self.grid.sizes.folder_name(first.place)}"
-        targets: list[_PartPlace] = []
         state = self._common()
         for number, chunk in enumerate(chunks):
             key = "model" if len(chunks) == 1 else f"model{number}"
-            state[key] = self._model_state(chunk, targets)
-        flat: dict[Any, Any] | list[Any] | None = None
-        flat_targets: list[_PartPlace] = []
+            state[key] = self._model_state(chunk)
+        if has_state:
+            make = self._groups if self.is_distributed else partial(self._number_state, chunks)
+            state["optimizer"] = make()
+        self.builder.write(f"{path}/{MODEL_NAMES[0]}", state, first.slot)
         if has_state and self.is_distributed:
-            state["optimizer"] = self._groups()
-            flat = self._flat_state(chunks, flat_targets)
-        elif has_state:
-            state["optimizer"] = self._number_state(chunks, targets)
-        file = new_torch_file(f"{path}/{MODEL_NAMES[0]}", state, first.slot)
-        self._place(file, targets)
-        yield file
-        if flat is not None:
-            file = new_torch_file(f"{path}/{OPTIMIZER_NAME}", flat, first.slot)
-            self._place(file, flat_targets)
-            yield file
+            flat = self._flat_state(chunks)
+            if flat is not None:
+                self.builder.write(f"{path}/{OPTIMIZER_NAME}", flat, first.slot)
 
-    def _model_state(self, chunk: _ChunkParts, targets: list[_PartPlace]) -> dict[str, Any]:
+    def _model_state(self, chunk: _ChunkParts) -> dict[str, Any]:
         model: dict[str, Any] = {}
         for own, parameter in chunk.parameters.items():
             name = self.of[parameter].get("")
@@ -235,23 +212,12 @@ class _Arranger:
                 continue
             made = NewTensor.of(self.new.tensors[name].dtype, chunk.shapes[own])
             model[own] = made
-            targets.append(_PartPlace(name, chunk.slot, made))
+            self.builder.put(name, chunk.slot, made)
             module, _, last = own.rpartition(".")
             kind = module.rpartition(".")[2]
             if last == "weight" and (kind.startswith("linear_") or kind == "output_layer"):
                 model[f"{module}.{_EXTRA}"] = None
         return model
-
-    def _place(self, file: Any, targets: list[_PartPlace]) -> None:
-        """Note where in a file the cells of tensors are."""
-        for name, slot, made, offset in targets:
-            tensor: PlannedTensor = self.new.tensors[name]
-            itemsize_bytes = tensor.dtype.itemsize_bytes
-            at = file.start_bytes(made) + offset * itemsize_bytes
-            places = self.addresses[name].setdefault(slot, [])
-            for cell in tensor.layout.cells_of(slot):
-                places.append(FileRange(file.stored.name, at))
-                at += int(tensor.layout.cell_elements[cell]) * itemsize_bytes
 
     def _common(self) -> dict[str, Any]:
         values = {n: v for n, v in self.values.items() if not n.startswith("optimizer.")}
@@ -286,18 +252,18 @@ class _Arranger:
         ]
         return found if len(found) > 1 else found[0]
 
-    def _flat_state(self, chunks: list[_ChunkParts], targets: list[_PartPlace]) -> Any:
-        """The flat buffers of a distributed optimizer, and in `targets` where each tensor is."""
+    def _flat_state(self, chunks: list[_ChunkParts]) -> Any:
+        """The flat buffers of a distributed optimizer."""
         found: list[Any] = []
         for number, own in enumerate(self._split(chunks)):
             # Dense parameters are those of all expert-parallel ranks: the first saves them.
             if number == 0 and self.stages.has_expert_optimizer and chunks[0].place.ep > 0:
                 found.append(None)
                 continue
-            found.append(self._buffers(own, targets))
+            found.append(self._buffers(own))
         return found if len(found) > 1 else found[0]
 
-    def _buffers(self, own: list[_Own], targets: list[_PartPlace]) -> dict[Any, Any]:
+    def _buffers(self, own: list[_Own]) -> dict[Any, Any]:
         parameters = []
         chunks = {chunk.place.vp: chunk for chunk, _ in own}
         for chunk, name in own:
@@ -325,7 +291,7 @@ class _Arranger:
                 for key, flat in _FLAT_KEYS.items():
                     if key in of:
                         self._expect_wide(of[key])
-                        targets.append(_PartPlace(of[key], chunk.slot, kept[flat], start))
+                        self.builder.put(of[key], chunk.slot, kept[flat], start)
         return state
 
     def _expect_wide(self, name: str) -> None:
@@ -343,7 +309,7 @@ class _Arranger:
             return None
         return bucket_sizes(self.arguments)[0]
 
-    def _number_state(self, chunks: list[_ChunkParts], targets: list[_PartPlace]) -> Any:
+    def _number_state(self, chunks: list[_ChunkParts]) -> Any:
         """The state of an optimizer that is not distributed, whose parameters have numbers."""
         chain = []
         for flag, parameters in enumerate(self._split(chunks)):
@@ -359,7 +325,7 @@ class _Arranger:
                 first = len(state)
                 masters.append([])
                 for chunk, name in members:
-                    state[len(state)] = self._state_of(chunk, name, masters[-1], targets)
+                    state[len(state)] = self._state_of(chunk, name, masters[-1])
                 kept_groups.append({**group, "params": [*range(first, len(state))]})
             # Megatron makes no group without parameters.
             kept = [n for n, members in enumerate(in_group) if members]
@@ -372,9 +338,7 @@ class _Arranger:
             )
         return chain if len(chain) > 1 else chain[0]
 
-    def _state_of(
-        self, chunk: _ChunkParts, own: str, masters: list[NewTensor], targets: list[_PartPlace]
-    ) -> dict[str, Any]:
+    def _state_of(self, chunk: _ChunkParts, own: str, masters: list[NewTensor]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, name in self.of[chunk.parameters[own]].items():
             if not key:
@@ -382,7 +346,7 @@ class _Arranger:
             tensor = self.new.tensors[name]
             shape = chunk.shapes[own] if tensor.layout.shape else ()
             made = NewTensor.of(tensor.dtype, shape)
-            targets.append(_PartPlace(name, chunk.slot, made))
+            self.builder.put(name, chunk.slot, made)
             if key == "master":
                 masters.append(made)
             else:
@@ -402,3 +366,237 @@ def place(
     """The layout of every tensor over the ranks of a grid."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     return StageLayouts(grid, shapes, arguments_of(values)).layouts()
+
+
+AXES = ("tp", "pp", "ep", "vp", "dp", "cp")
+_PLACED = RankPlace._fields
+_LAYER_OF = re.compile(r"^((?:.*?\.)?layers\.)(\d+)\.")
+_LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """The model-parallel places of the ranks of a mesh; None of one rank."""
+
+    mesh: DeviceMesh | None
+
+    def __post_init__(self) -> None:
+        for axis in self.mesh.axis_names if self.mesh is not None else ():
+            if axis not in AXES:
+                raise UsageError(
+                    f"the axis {axis!r}; Megatron's ranks have {', '.join(AXES)}, so give a mesh "
+                    "such as tp=2,pp=4"
+                )
+        if self.sizes.vp > 1 and self.sizes.pp == 1:
+            raise UsageError(
+                f"vp={self.sizes.vp} with one stage; virtual stages are chunks of several, so give "
+                f"a mesh such as pp=2,vp={self.sizes.vp}"
+            )
+
+    @cached_property
+    def sizes(self) -> Parallelism:
+        """The sizes of model parallelism."""
+        names = self.mesh.axis_names if self.mesh is not None else ()
+        found = dict(zip(names, self.mesh.shape if self.mesh is not None else (), strict=True))
+        tp = found.get("tp", 1)
+        return Parallelism(tp, found.get("pp", 1), found.get("ep", 1), tp, found.get("vp", 1))
+
+    @cached_property
+    def places(self) -> dict[int, RankPlace]:
+        """The place of each rank."""
+        if self.mesh is None:
+            return {0: RankPlace()}
+        own = [axis for axis in _PLACED if axis in self.mesh.axis_names]
+        columns = {axis: self.mesh.coordinates([axis]) for axis in own}
+        return {
+            rank: RankPlace(**{axis: int(columns[axis][n]) for axis in own})
+            for n, rank in enumerate(self.mesh.devices)
+        }
+
+    @cached_property
+    def folders(self) -> dict[RankPlace, tuple[int, ...]]:
+        """The places that have a folder, with the first rank of each chunk, which saves it."""
+        found: dict[RankPlace, int] = {}
+        for rank, place in sorted(self.places.items()):
+            found.setdefault(place, rank)
+        chunks = range(self.sizes.vp)
+        return {
+            place: tuple(found[place._replace(vp=chunk)] for chunk in chunks)
+            for place in self.sizes.places()
+        }
+
+
+@dataclass
+class StageLayouts:
+    """The layouts of a model's tensors over a grid.
+
+    Args:
+        grid: the ranks.
+        shapes: of all tensors, by name.
+        arguments: Megatron's, where they are known.
+
+    Raises:
+        RecipeError: a model that the grid does not divide, or whose cut is not known.
+    """
+
+    grid: RankGrid
+    shapes: Mapping[str, tuple[int, ...]]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        weights = [name for name in self.shapes if split_state_name(name) is None]
+        self.names = set(weights)
+        self.engine = {name: engine_name(name, self.names) for name in weights}
+        self.weights: dict[str, tuple[int, ...]] = {
+            self.engine[name]: self.shapes[name] for name in weights
+        }
+        self.layers = self._count_layers()
+        self.experts = self._count_experts()
+        self.is_tied = OUTPUT not in self.weights and EMBEDDING in self.weights
+        self._made: dict[Any, Layout] = {}
+
+    def _count_layers(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for name in self.weights:
+            match = _LAYER_OF.match(name)
+            if match is not None:
+                found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
+        pp, vp = self.grid.sizes.pp, self.grid.sizes.vp
+        count = found.get("decoder.layers.", 0)
+        if count % (pp * vp):
+            stages, choice = f"{pp} stages", "pp"
+            if vp > 1:
+                stages, choice = f"{pp} stages of {vp} chunks each", "pp times vp"
+            raise RecipeError(f"{count} layers on {stages}; choose a {choice} that divides {count}")
+        return found
+
+    def _count_experts(self) -> int:
+        numbers = [int(match[1]) for name in self.weights if (match := _LOCAL_EXPERT.search(name))]
+        count = max(numbers, default=-1) + 1
+        if count % self.grid.sizes.ep:
+            raise RecipeError(
+                f"{count} experts on {self.grid.sizes.ep} expert-parallel ranks; choose an ep that "
+                f"divides {count}"
+            )
+        return count
+
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of every tensor."""
+        return {name: self._layout(name) for name in self.shapes}
+
+    def parameter_of(self, name: str) -> str:
+        """The parameter of a tensor, by the name that it has in Transformer Engine's layers."""
+        state = split_state_name(name)
+        parameter = name if state is None else state[0]
+        return self.engine.get(parameter) or engine_name(parameter, self.names)
+
+    def _layout(self, name: str) -> Layout:
+        shape, parameter = self.shapes[name], self.parameter_of(name)
+        own = shape if shape else ()
+        slots = len(self.grid.places)
+        holders = tuple(self.holders(parameter))
+        cut = self.cut(parameter, own)
+        key = (own, cut, holders)
+        found = self._made.get(key)
+        if found is None:
+            pairs = [
+                (rank, box)
+                for rank in holders
+                for box in self.block(parameter, own, self.grid.places[rank]).boxes()
+            ]
+            found = self._made[key] = Layout.from_boxes(own, pairs, slots)
+        return found
+
+    def holders(self, parameter: str) -> Iterable[int]:
+        """The ranks that have a part of a parameter."""
+        return [rank for rank, place in self.grid.places.items() if self.is_held(parameter, place)]
+
+    def is_held(self, parameter: str, place: RankPlace) -> bool:
+        """Whether the rank at a place has a part of a parameter."""
+        expert = _LOCAL_EXPERT.search(parameter)
+        if expert is not None:
+            each = self.experts // self.grid.sizes.ep
+            if int(expert[1]) // each != place.ep:
+                return False
+        return (place.pp, place.vp) in self.stages(parameter)
+
+    def held(self, ordered: Iterable[str], place: RankPlace) -> list[str]:
+        """Those of the parameters, in the order of modules, that the rank at a place has."""
+        found = [name for name in ordered if self.is_held(name, place)]
+        # The second place of a tied embedding is behind everything else.
+        return sorted(found, key=lambda name: self.rank_name(name, place).startswith(OUTPUT))
+
+    def stages(self, parameter: str) -> tuple[tuple[int, int], ...]:
+        """The stages that have a parameter, each with the number of its chunk."""
+        sizes = self.grid.sizes
+        first, last = (0, 0), (sizes.pp - 1, sizes.vp - 1)
+        match = _LAYER_OF.match(parameter)
+        if match is not None and match[1] == "decoder.layers.":
+            stretch = int(match[2]) // (self.layers[match[1]] // (sizes.pp * sizes.vp))
+            return ((stretch % sizes.pp, stretch // sizes.pp),)
+        if parameter.startswith("embedding."):
+            is_twice = self.is_tied and parameter == EMBEDDING and last != first
+            return (first, last) if is_twice else (first,)
+        return (last,)
+
+    def first_layer(self, row: str, place: RankPlace) -> int:
+        """The first layer of a chunk of a stage, in the whole model."""
+        if row != "decoder.layers.":
+            return 0
+        sizes = self.grid.sizes
+        return (place.vp * sizes.pp + place.pp) * (self.layers[row] // (sizes.pp * sizes.vp))
+
+    def cut(self, parameter: str, shape: tuple[int, ...]) -> tuple[int | None, int]:
+        """The dimension that tensor parallelism cuts, and the stretches of each part."""
+        tp = self.grid.sizes.tp
+        if tp == 1 or not shape:
+            return None, 1
+        known = ChainMap({parameter: shape}, self.weights)
+        cut = find_cut(parameter, known, self.arguments.get("q_lora_rank"))
+        if cut is None:
+            raise RecipeError(
+                f"how Megatron cuts {parameter!r} over tensor-parallel ranks is not known; convert "
+                "to tp=1, or to torch-dist"
+            )
+        if cut.dimension is not None and (
+            cut.dimension >= len(shape) or shape[cut.dimension] % (tp * cut.stride)
+        ):
+            raise RecipeError(
+                f"{parameter!r} of {list(shape)} on {tp} tensor-parallel ranks; dimension "
+                f"{cut.dimension} does not divide by {tp * cut.stride}"
+            )
+        return cut.dimension, cut.stride
+
+    def block(self, parameter: str, shape: tuple[int, ...], place: RankPlace) -> BlockPlace:
+        """The part of a parameter that the rank at a place has."""
+        dimension, stride = self.cut(parameter, shape)
+        if dimension is None:
+            return BlockPlace(shape)
+        parts = self.grid.sizes.tp
+        own = list(shape)
+        own[dimension] //= parts
+        return BlockPlace.cut(own, dimension, place.tp, parts, stride)
+
+    def rank_name(self, parameter: str, place: RankPlace) -> str:
+        """The name that a parameter has on the rank at a place, in Transformer Engine's layers."""
+        if self.is_tied and parameter == EMBEDDING and place.pp > 0:
+            return OUTPUT
+        match = _LAYER_OF.match(parameter)
+        if match is not None:
+            number = int(match[2]) - self.first_layer(match[1], place)
+            parameter = f"{match[1]}{number}.{parameter[match.end() :]}"
+        expert = _LOCAL_EXPERT.search(parameter)
+        if expert is not None:
+            number = int(expert[1]) - place.ep * (self.experts // self.grid.sizes.ep)
+            parameter = (
+                f"{parameter[: expert.start()]}.experts.local_experts.{number}."
+                f"{parameter[expert.end() :]}"
+            )
+        return parameter
+
+    @property
+    def has_expert_optimizer(self) -> bool:
+        """Whether experts have an optimizer of their own."""
+        return self.grid.sizes.ep > 1 and any(map(is_expert, self.weights))

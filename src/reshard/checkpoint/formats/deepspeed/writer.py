@@ -12,48 +12,45 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from reshard.binding import Binding, FileRange
-from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.formats.deepspeed.arrangements.flat_plans import (
+from reshard.checkpoint.formats.deepspeed.flat_buffers import (
+    ExpertRanks,
+    list_layers,
+    local_names,
+    own_pieces,
+    part_size,
+)
+from reshard.checkpoint.formats.deepspeed.saved_states import SCALER_CLASS
+from reshard.checkpoint.formats.deepspeed.training_parts import (
+    CONFIG,
+    MAX_SHOWN,
     FlatPlan,
+    TrainingParts,
+    find_parts,
     is_flat,
     plan_flat,
     plan_own,
 )
-from reshard.checkpoint.formats.deepspeed.arrangements.new_states import (
-    VERSION,
-    NewValues,
-    fragment,
-    ordered,
-    stage_member,
-)
-from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import (
-    CONFIG,
-    MAX_SHOWN,
-    TrainingParts,
-    find_parts,
-)
-from reshard.checkpoint.formats.deepspeed.parallel.experts import (
-    ExpertRanks,
-    list_layers,
-    local_names,
-)
-from reshard.checkpoint.formats.deepspeed.partitions import own_pieces, part_size
 from reshard.checkpoint.formats.torch_files.building import (
     NewTensor,
-    NewTorchFile,
-    new_torch_file,
+    TorchFilesBuilder,
+)
+from reshard.checkpoint.formats.torch_files.nested_states import (
+    StatePath,
+    settle_paths,
+    unflatten_state,
 )
 from reshard.checkpoint.formats.torch_files.optimizer_states import (
+    GROUPS,
     MASTER,
     find_keys,
     split_state_name,
     state_name,
 )
-from reshard.checkpoint.formats.write_plan import NewCheckpoint, PlannedTensor, WritePlan
+from reshard.checkpoint.formats.torch_files.pickles import Call, Global
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import UsageError
+from reshard.errors import ReshardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.text import count_text, first_text
 
@@ -61,8 +58,6 @@ from reshard.text import count_text, first_text
 EXPERT_AXIS = "ep"
 _FLOAT32 = as_dtype("float32")
 Shape = tuple[int, ...]
-# Where a tensor goes: the file, and the place of its first element in a tensor of that file.
-Place = tuple[str, NewTensor, int]
 
 
 def find_low(parts: TrainingParts, dtypes: Mapping[str, DType], values: Mapping[str, Any]) -> DType:
@@ -101,52 +96,6 @@ def find_copies(
     return found
 
 
-class FileSet:
-    """New files by name, and the tensors of the checkpoint that go into them."""
-
-    def __init__(self, tensors: Mapping[str, PlannedTensor]) -> None:
-        self._tensors = tensors
-        self._places: dict[str, dict[int, list[Place]]] = {}
-        self._files: dict[str, NewTorchFile] = {}
-
-    def put(self, name: str, slot: int, file: str, tensor: NewTensor, offset: int = 0) -> None:
-        """A tensor, or the next piece of it, is in `file` from element `offset` of `tensor`."""
-        self._places.setdefault(name, {}).setdefault(slot, []).append((file, tensor, offset))
-
-    def write(self, file: str, value: Any, rank: int) -> None:
-        """The value of a file, whose tensors were put."""
-        self._files[file] = new_torch_file(file, value, rank)
-
-    def arrange(
-        self,
-        format_name: str,
-        mesh: DeviceMesh | None,
-        values: Mapping[str, Any],
-        notes: Iterable[str],
-    ) -> WritePlan:
-        """All files, with the tensors bound to them, and the values that are in them."""
-        stored = {}
-        for name, slots in self._places.items():
-            planned = self._tensors[name]
-            itemsize_bytes = planned.dtype.itemsize_bytes
-            addresses = {}
-            for slot, places in slots.items():
-                # Pieces of one rank lie one behind the other, as cells do.
-                file, tensor, offset = places[0]
-                start = self._files[file].start_bytes(tensor) + offset * itemsize_bytes
-                addresses[slot] = FileRange(file, start)
-            binding = Binding(planned.layout, addresses, {})
-            stored[name] = StoredTensor(name, planned.dtype, binding)
-        return WritePlan(
-            format_name,
-            mesh,
-            stored,
-            tuple(self._files.values()),
-            tuple(notes),
-            values=values,
-        )
-
-
 class Arranger:
     """What goes into a new checkpoint, and its files so far."""
 
@@ -160,17 +109,23 @@ class Arranger:
         self.values = NewValues(new.values, new.paths, self.low)
         self.plain_states = find_plain_states(new.values)
         self.tag = f"global_step{self.values.steps}"
-        self.files = FileSet(new.tensors)
+        self.files = TorchFilesBuilder(new.tensors)
 
-    def _tensor(self, name: str) -> NewTensor:
-        tensor = self.new.tensors[name]
-        return NewTensor.of(tensor.dtype, tensor.layout.shape)
+    def _plan(self, format_name: str, notes: Iterable[str], *, with_clipping: bool) -> WritePlan:
+        """Return the plan of the files that were written."""
+        values = self.values.held(self.new.values, with_clipping=with_clipping)
+        return WritePlan(
+            format_name,
+            self.new.mesh,
+            self.files.bind(),
+            tuple(self.files.files),
+            tuple(notes),
+            values=values,
+        )
 
-    def _put_others(self, file: str, slot: int) -> tuple[dict[str, NewTensor], dict[str, Any]]:
+    def _put_others(self, slot: int) -> tuple[dict[str, NewTensor], dict[str, Any]]:
         """Put the tensors of a user's state into a file; they, and their places in its state."""
-        others = {name: self._tensor(name) for name in self.parts.others}
-        for name, tensor in others.items():
-            self.files.put(name, slot, file, tensor)
+        others = {name: self.files.put_whole(name, slot) for name in self.parts.others}
         return others, {name: self.new.paths.get(name, (name,)) for name in others}
 
 
@@ -211,8 +166,7 @@ class ZeroArranger(Arranger):
                 f"not in the target: the {self.low} weights of {len(unwritten)} parameters, which "
                 "DeepSpeed makes of the float32 ones under stage 3"
             )
-        values = self.values.held(self.new.values, with_clipping=self.stage != 3)
-        return self.files.arrange(format_name, self.new.mesh, values, notes)
+        return self._plan(format_name, notes, with_clipping=self.stage != 3)
 
     # Files of weights.
 
@@ -231,8 +185,7 @@ class ZeroArranger(Arranger):
                 continue
             if own in experts:
                 continue
-            module[own] = self._tensor(own)
-            self.files.put(own, rank, file, module[own])
+            module[own] = self.files.put_whole(own, rank)
             if own in parts.frozen:
                 fragments[own] = module[own]
         for own, shape in parts.frozen.items() if is_stage3 else ():
@@ -240,8 +193,8 @@ class ZeroArranger(Arranger):
             fragments[own] = NewTensor.of(self.new.tensors[own].dtype, (size,))
             for piece in own_pieces(math.prod(shape), self.ranks, 0):
                 if piece.rank == rank:
-                    self.files.put(own, rank, file, fragments[own])
-        others, paths = self._put_others(file, rank)
+                    self.files.put(own, rank, fragments[own])
+        others, paths = self._put_others(rank)
         # Stage 3 has the frozen parameters nowhere else.
         is_listed = parts.are_frozen_listed or (is_stage3 and bool(parts.frozen))
         frozen = fragments if is_listed else None
@@ -260,9 +213,7 @@ class ZeroArranger(Arranger):
             (pair, expert) for pair in enumerate(layers.values()) for expert in sorted(pair[1])
         ):
             file = f"{self.tag}/layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
-            tensors = {name: self._tensor(name) for name in experts[expert]}
-            for name, tensor in tensors.items():
-                self.files.put(name, 0, file, tensor)
+            tensors = {name: self.files.put_whole(name, 0) for name in experts[expert]}
             self.files.write(file, tensors, 0)
 
     # Partitions.
@@ -273,8 +224,8 @@ class ZeroArranger(Arranger):
         masters = []
         states: dict[int, dict[str, Any]] = {}
         for buffer in range(len(self.plan.copies)):
-            masters.append(self._put_flat(file, rank, buffer, MASTER))
-            states[buffer] = self._states(file, rank, buffer)
+            masters.append(self._put_flat(rank, buffer, MASTER))
+            states[buffer] = self._states(rank, buffer)
         groups = self._hyper()
         base = {"state": states, "param_groups": groups}
         values = self.values.optimizer_state(with_clipping=self.stage != 3)
@@ -307,7 +258,7 @@ class ZeroArranger(Arranger):
             rank,
         )
 
-    def _put_flat(self, file: str, rank: int, buffer: int, key: str) -> NewTensor:
+    def _put_flat(self, rank: int, buffer: int, key: str) -> NewTensor:
         """A rank's flat buffer of what is kept under a key."""
         size = self.plan.sizes[buffer]
         if key == MASTER and self.stage != 3:
@@ -323,10 +274,10 @@ class ZeroArranger(Arranger):
         pieces = self.plan.by_rank[rank]
         for name in names:
             if name in pieces:
-                self.files.put(state_name(name, key), rank, file, flat, pieces[name].offset)
+                self.files.put(state_name(name, key), rank, flat, pieces[name].offset)
         return flat
 
-    def _states(self, file: str, rank: int, buffer: int) -> dict[str, Any]:
+    def _states(self, rank: int, buffer: int) -> dict[str, Any]:
         """What a rank's optimizer keeps of a flat buffer."""
         found: dict[str, Any] = {}
         names = self.plan.names(buffer, rank)
@@ -336,12 +287,12 @@ class ZeroArranger(Arranger):
                 continue
             shape = self.new.tensors[state_name(own[0], key)].layout.shape
             if is_flat(key, shape, self.parts.shapes[own[0]]):
-                found[key] = self._put_flat(file, rank, buffer, key)
+                found[key] = self._put_flat(rank, buffer, key)
                 continue
-            found[key] = self._tensor(state_name(own[0], key))
+            found[key] = self.files.new_tensor(state_name(own[0], key))
             # One number for all parameters of a buffer: all of them are written there.
             for name in own:
-                self.files.put(state_name(name, key), rank, file, found[key])
+                self.files.put(state_name(name, key), rank, found[key])
         for name in names:
             for key, value in self.plain_states.get(name, {}).items():
                 found.setdefault(key, value)
@@ -410,3 +361,234 @@ def describe_order(parts: TrainingParts) -> list[str]:
         f"partitions are read by position: the optimizer that goes on must have its parameters in "
         f"these groups and this order, {first!r} first (deepspeed-universal is read by names)"
     ]
+
+
+VERSION = "0.19.8"
+_OPTIMIZER = "optimizer."
+_SCALER = "loss_scaler"
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+# Values that say how a source was cut, or what its reader added.
+_OWN_VALUES = frozenset({"shared_params", "buffer_names", "frozen_params", GROUPS})
+_CURRENT_SCALE = "cur_scale"
+# What DeepSpeed's dynamic loss scaler begins with.
+_NEW_SCALER: dict[str, Any] = {
+    "cur_scale": 2.0**16,
+    "dynamic": True,
+    "cur_iter": 0,
+    "last_overflow_iter": -1,
+    "scale_factor": 2.0,
+    "scale_window": 1000,
+    "min_scale": 1,
+    "delayed_shift": 1,
+    "cur_hysteresis": 1,
+    "consecutive_hysteresis": False,
+    "raise_error_at_min_scale": True,
+    "dtype": "torch.float16",
+}
+
+# What a file of weights has before a first step.
+_FIRST: Mapping[str, Any] = {
+    "lr_scheduler": None,
+    "data_sampler": None,
+    "random_ltd": None,
+    "skipped_steps": 0,
+    "global_steps": 0,
+    "global_samples": 0,
+}
+_STAGE = f"{CONFIG}.zero_optimization.stage"
+# The loss scaler of an optimizer that scales nothing.
+_NO_SCALER: Mapping[str, Any] = {
+    "optimizer.loss_scaler.class": "LossScaler",
+    "optimizer.loss_scaler.cur_scale": 1.0,
+    "optimizer.loss_scaler.dynamic": False,
+    "optimizer.dynamic_loss_scale": False,
+    "optimizer.overflow": False,
+}
+
+
+def is_own_value(name: str, value: Any) -> bool:
+    """Whether a plain value is DeepSpeed's own: of the stage, or what files have by default.
+
+    >>> is_own_value("global_steps", 0), is_own_value("global_steps", 7)
+    (True, False)
+    >>> is_own_value("ds_config.zero_optimization.stage", 3)
+    True
+    """
+    defaults = {**_FIRST, **_NO_SCALER}
+    is_default = name in defaults and repr(value) == repr(defaults[name])
+    return is_default or name in (_STAGE, "ds_version") or name.split(".")[0] == "buffer_names"
+
+
+def ordered(items: Mapping[str, Any]) -> Call:
+    """An ordered dict."""
+    return Call(Global("collections", "OrderedDict"), (), items=dict(items))
+
+
+def size(shape: Iterable[int]) -> Call:
+    """A `torch.Size`."""
+    return Call(Global("torch", "Size"), (tuple(shape),))
+
+
+def stage_member(stage: int) -> Call:
+    """DeepSpeed's name for a stage of ZeRO."""
+    return Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
+
+
+def fragment(elements: int, start: int) -> Call:
+    """Where a parameter's part lies in a flat partition."""
+    address = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+    return Call(address, (elements, start), is_new=True)
+
+
+class NewValues:
+    """The values of a new checkpoint, nested again.
+
+    Args:
+        values, paths: those of the source.
+        low: the type that the model computes with.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], paths: Mapping[str, StatePath], low: DType
+    ) -> None:
+        own = {n: v for n, v in values.items() if n not in _OWN_VALUES}
+        self._optimizer = {
+            name.removeprefix(_OPTIMIZER): value
+            for name, value in own.items()
+            if name.startswith(_OPTIMIZER)
+        }
+        self._rest = {n: v for n, v in own.items() if not n.startswith(_OPTIMIZER)}
+        self._paths = {name: path for name, path in paths.items() if name in self._rest}
+        self.low = low
+
+    @property
+    def steps(self) -> int:
+        """The number of steps, 0 where it is not known."""
+        found = self._rest.get("global_steps")
+        return found if type(found) is int and found >= 0 else 0
+
+    def describe_missing(self) -> list[str]:
+        """Describe the counters and the scheduler of DeepSpeed that the source does not have."""
+        notes = []
+        if "global_steps" not in self._rest:
+            notes.append(
+                "the source has no global_steps: DeepSpeed counts from 0, for names of saves and "
+                "its logs; optimizers have steps of their own"
+            )
+        if all(name.partition(".")[0] != "lr_scheduler" for name in self._rest):
+            notes.append(
+                "the source has no state of a learning rate scheduler of DeepSpeed: an engine that "
+                "has a scheduler loads this with load_lr_scheduler_states=False"
+            )
+        return notes
+
+    @property
+    def zero(self) -> Mapping[str, Any]:
+        """The configuration of ZeRO, as far as the source says."""
+        prefix = f"{CONFIG}.zero_optimization."
+        return {n.removeprefix(prefix): v for n, v in self._rest.items() if n.startswith(prefix)}
+
+    @property
+    def is_data_first(self) -> bool:
+        """Whether ranks with the same experts have numbers one behind the other."""
+        return self._rest.get(f"{CONFIG}.use_data_before_expert_parallelism") is True
+
+    def model_state(
+        self,
+        parts: TrainingParts,
+        stage: int,
+        ranks: int,
+        groups: Iterable[Iterable[str]],
+        module: Mapping[str, NewTensor],
+        fragments: Mapping[str, NewTensor] | None,
+        others: Mapping[str, NewTensor],
+        paths: Mapping[str, StatePath],
+    ) -> dict[str, Any]:
+        """A file of weights; `groups` are the names of parameters in the order of flat buffers."""
+        leaves = {**self._rest, **others}
+        prefix = f"{CONFIG}."
+        # Names without a path are read as paths where DeepSpeed wants dicts.
+        found: dict[str, StatePath] = {
+            name: tuple(name.split("."))
+            for name in leaves
+            if name.startswith((prefix, "lr_scheduler."))
+        }
+        found |= {name: path for name, path in {**self._paths, **paths}.items() if name in leaves}
+        nested = unflatten_state(leaves, settle_paths(leaves, found))
+        experts = list_layers(parts.experts)
+        config = nested.get(CONFIG)
+        config = dict(config) if isinstance(config, dict) else {}
+        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
+        return {
+            "module": ordered(module),
+            "buffer_names": [*parts.buffers],
+            "optimizer": None,
+            "param_shapes": [
+                ordered({name: size(parts.shapes[name]) for name in names}) for names in groups
+            ],
+            "frozen_param_shapes": (
+                ordered({name: size(shape) for name, shape in parts.frozen.items()})
+                if fragments is not None
+                else None
+            ),
+            "shared_params": dict(parts.shared),
+            "frozen_param_fragments": ordered(fragments) if fragments is not None else None,
+            **_FIRST,
+            "ds_version": VERSION,
+            **({"num_experts": [*map(len, experts.values())]} if experts else {}),
+            **nested,
+            "dp_world_size": ranks,
+            "mp_world_size": 1,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+            CONFIG: config,
+        }
+
+    def held(self, values: Mapping[str, Any], *, with_clipping: bool) -> dict[str, Any]:
+        """Those of the values of a checkpoint that its new files have a place for."""
+        has_scaler = any(name.startswith(f"{_SCALER}.") for name in self._optimizer)
+        known = {"dynamic_loss_scale", "overflow", *(["clip_grad"] if with_clipping else [])}
+        if not has_scaler and _CURRENT_SCALE in self._optimizer:
+            known |= {*_NEW_SCALER}
+        unheld = {
+            f"{_OPTIMIZER}{name}"
+            for name in self._optimizer
+            if name not in known and not name.startswith((f"{_SCALER}.", "state."))
+        }
+        return {name: value for name, value in values.items() if name not in unheld}
+
+    def optimizer_state(self, *, with_clipping: bool) -> dict[str, Any]:
+        """The values of an optimizer: its loss scaler, and what else there is."""
+        scaler = {
+            name.removeprefix(f"{_SCALER}."): value
+            for name, value in self._optimizer.items()
+            if name.startswith(f"{_SCALER}.")
+        }
+        if not scaler and _CURRENT_SCALE in self._optimizer:
+            # Optimizers without partitions have these beside the rest of their state.
+            own = {key: self._optimizer[key] for key in _NEW_SCALER if key in self._optimizer}
+            is_dynamic = bool(self._optimizer.get("dynamic_loss_scale", True))
+            first = _NEW_SCALER if is_dynamic else {}
+            scaler = {**first, **own, "dynamic": is_dynamic}
+        is_half = self.low.name == "float16"
+        if not scaler:
+            scaler = dict(_NEW_SCALER) if is_half else {"cur_scale": 1.0, "dynamic": False}
+        kind = scaler.pop(SCALER_CLASS, None)
+        if kind not in ("LossScaler", "DynamicLossScaler"):
+            kind = "DynamicLossScaler" if scaler.get("dynamic") else "LossScaler"
+        if isinstance(scaler.get("dtype"), str):
+            scaler["dtype"] = _as_type(scaler["dtype"], self.low)
+        found = {
+            _SCALER: Call(Global(_SCALERS, kind), (), scaler, is_new=True),
+            "dynamic_loss_scale": self._optimizer.get("dynamic_loss_scale", kind != "LossScaler"),
+            "overflow": bool(self._optimizer.get("overflow", False)),
+        }
+        if with_clipping and "clip_grad" in self._optimizer:
+            found["clip_grad"] = self._optimizer["clip_grad"]
+        return found
+
+
+def _as_type(name: str, otherwise: DType) -> DType:
+    try:
+        return as_dtype(name.rpartition(".")[2])
+    except ReshardError:
+        return otherwise

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard.binding import Binding, FileRange
+from reshard.binding import Binding
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
 from reshard.checkpoint.formats.safetensors.header import select_files, tensor_size_bytes
@@ -27,7 +27,7 @@ from reshard.checkpoint.formats.safetensors.huggingface import (
     index_text,
     read_weight_map,
 )
-from reshard.checkpoint.formats.torch_files.building import NewTensor, new_torch_file
+from reshard.checkpoint.formats.torch_files.building import TorchFilesBuilder
 from reshard.checkpoint.formats.torch_files.nested_states import (
     FlatState,
     flatten_state,
@@ -114,31 +114,21 @@ class TorchPickleFormat(CheckpointFormat):
         )
         if new.source_files:
             groups = group_by_file(new.tensors, new.source_files)
-        files, stored, moved = [], {}, list[str]()
+        builder, moved = TorchFilesBuilder(new.tensors), list[str]()
         for number, names in enumerate(groups, start=1):
             one_of_many = f"pytorch_model-{number:05d}-of-{len(groups):05d}.bin"
             file_name = (new.file_name or SINGLE_FILE) if len(groups) == 1 else one_of_many
-            tensors = {
-                name: NewTensor.of(new.tensors[name].dtype, new.tensors[name].layout.shape)
-                for name in names
-            }
+            tensors = {name: builder.put_whole(name, 0) for name in names}
             # Values are in the first file.
             leaves = {**tensors, **(new.values if number == 1 else {})}
             paths = settle_paths(leaves, new.paths) if len(groups) == 1 else {}
             moved += [name for name, path in paths.items() if path != new.paths.get(name, path)]
-            state = unflatten_state(leaves, paths)
-            file = new_torch_file(file_name, state)
-            files.append(file)
-            for name, tensor in tensors.items():
-                address = FileRange(file_name, file.start_bytes(tensor))
-                planned = new.tensors[name]
-                binding = Binding(planned.layout, {0: address}, {})
-                stored[name] = StoredTensor(name, planned.dtype, binding)
+            builder.write(file_name, unflatten_state(leaves, paths))
         return WritePlan(
             self.name,
             None,
-            stored,
-            tuple(files),
+            builder.bind(),
+            tuple(builder.files),
             _note_moved(moved),
             paths=dict(new.paths),
             values=new.values,

@@ -1,0 +1,290 @@
+"""Where the parameters of ZeRO's flat buffers lie.
+
+Stages 1 and 2 put the parameters of a group one behind the other, pad the end, and cut the whole
+into equal partitions, one a rank::
+
+    | w w w w w w w | b b b | v v v v . |      group of 3 parameters, 16 elements with the padding
+    |    rank 0     |      rank 1      |      partitions of 8 elements
+
+Stage 3 cuts each parameter by itself into equal parts of `ceil(elements / ranks)`; a rank has the
+parts of a group of parameters one behind the other::
+
+    | w w w w | b b | v v |                   rank 0
+    | w w w . | b . | v v |                   rank 1
+
+A parameter's *pieces* say which of its elements, row by row, are where in which buffer.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+2020, and what DeepSpeed writes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from reshard.errors import UsageError
+from reshard.layout import Box, Layout, flat_range_boxes
+
+#: DeepSpeed makes partitions a multiple of so many elements, for aligned sends.
+ALIGNMENT = 2
+#: With `parameter_alignment` parameters begin at multiples of so many bytes.
+PARAMETER_ALIGNMENT_BYTES = 16
+
+
+class FlatPiece(NamedTuple):
+    """Elements `start:stop` of a parameter, at element `offset` of the buffer of `rank`."""
+
+    rank: int
+    start: int
+    stop: int
+    offset: int
+
+
+def partition_size(elements: int, ranks: int) -> int:
+    """Elements of each rank's partition of a group with so many, paddings between them included.
+
+    >>> partition_size(583, 2), partition_size(3, 4)
+    (292, 2)
+    """
+    alignment = ALIGNMENT * ranks
+    return math.ceil(elements / alignment) * alignment // ranks
+
+
+def parameter_paddings(elements: Sequence[int], itemsize_bytes: int) -> list[int]:
+    """The padding behind each parameter under `parameter_alignment`; none behind the last.
+
+    >>> parameter_paddings([3, 8, 1], itemsize_bytes=2)
+    [5, 0, 0]
+    """
+    alignment = PARAMETER_ALIGNMENT_BYTES // math.gcd(PARAMETER_ALIGNMENT_BYTES, itemsize_bytes)
+    paddings, at = [], 0
+    for count in elements:
+        at += count
+        paddings.append(-at % alignment)
+        at += paddings[-1]
+    return [*paddings[:-1], 0] if paddings else []
+
+
+def flat_pieces(
+    elements: Sequence[int], paddings: Sequence[int], size: int
+) -> list[tuple[FlatPiece, ...]]:
+    """The pieces of each parameter of a group in partitions of `size`, stages 1 and 2.
+
+    >>> flat_pieces([7, 3, 4], [0, 0, 0], 8)[1]
+    (FlatPiece(rank=0, start=0, stop=1, offset=7), FlatPiece(rank=1, start=1, stop=3, offset=0))
+    """
+    found, at = [], 0
+    for count, padding in zip(elements, paddings, strict=True):
+        pieces = []
+        begin, end = at, at + count
+        while begin < end:
+            rank = begin // size
+            stop = min(end, (rank + 1) * size)
+            pieces.append(FlatPiece(rank, begin - at, stop - at, begin - rank * size))
+            begin = stop
+        found.append(tuple(pieces))
+        at = end + padding
+    return found
+
+
+def part_size(elements: int, ranks: int) -> int:
+    """Elements of each rank's part of a parameter, stage 3."""
+    return -(-elements // ranks)
+
+
+def own_pieces(elements: int, ranks: int, offset: int) -> tuple[FlatPiece, ...]:
+    """The pieces of a parameter of stage 3 whose part is at `offset` on every rank.
+
+    >>> own_pieces(5, 2, 10)
+    (FlatPiece(rank=0, start=0, stop=3, offset=10), FlatPiece(rank=1, start=3, stop=5, offset=10))
+    """
+    size = part_size(elements, ranks)
+    if not size:
+        return ()
+    return tuple(
+        FlatPiece(rank, rank * size, min((rank + 1) * size, elements), offset)
+        for rank in range(-(-elements // size))
+    )
+
+
+def deal_round_robin(count: int, ranks: int) -> list[int]:
+    """The order of a group's parameters under `round_robin_gradients`: every `ranks`-th at a time.
+
+    >>> deal_round_robin(5, 2)
+    [0, 2, 4, 1, 3]
+    """
+    return [number for rank in range(ranks) for number in range(rank, count, ranks)]
+
+
+def sub_groups(parts: Sequence[int], most: int) -> list[list[int]]:
+    """The parameters of each sub-group of stage 3: cut when the parts sum up to `most` elements.
+
+    >>> sub_groups([4, 3, 5, 2], 6)
+    [[0, 1], [2, 3]]
+    """
+    if most >= sum(parts):
+        return [[*range(len(parts))]]
+    found: list[list[int]] = []
+    group: list[int] = []
+    filled = 0
+    for number, part in enumerate(parts):
+        group.append(number)
+        filled += part
+        if filled >= most or number == len(parts) - 1:
+            found.append(group)
+            group, filled = [], 0
+    return found
+
+
+Shape = tuple[int, ...]
+# Elements of a flattened tensor, and the rank that has them.
+_Range = tuple[int, int, int]
+_EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,7})(\..*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """Which of `ranks` have the same experts: `sets` of them have different ones.
+
+    `is_data_first` numbers the ranks of one set of experts before the next set's.
+
+    >>> ExpertRanks(4, 2).members(1), ExpertRanks(4, 2, is_data_first=True).members(1)
+    ((1, 3), (2, 3))
+    """
+
+    ranks: int
+    sets: int = 1
+    is_data_first: bool = False
+
+    def members(self, number: int) -> tuple[int, ...]:
+        """The ranks of a set."""
+        each = self.ranks // self.sets
+        if self.is_data_first:
+            return tuple(range(number * each, (number + 1) * each))
+        return tuple(range(number, self.sets * each, self.sets))
+
+
+@dataclass(frozen=True)
+class GroupCopy:
+    """A group of parameters on the ranks that have the same ones, in the order of its partitions.
+
+    `names` are those of the whole model.
+    """
+
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def spread(
+    names: list[str], partitions: int, ranks: int, is_data_first: bool = False
+) -> tuple[GroupCopy, ...]:
+    """The copies of a group in `partitions` among `ranks`: one for each set of experts.
+
+    `is_data_first` numbers the ranks of one set of experts before the next set's.
+
+    >>> name = "moe.deepspeed_moe.experts.deepspeed_experts.0.up"
+    >>> for copy in spread([name], 2, 4):
+    ...     print(copy.ranks, copy.names[0][-4:])
+    (0, 2) 0.up
+    (1, 3) 1.up
+    """
+    sets = max(1, ranks // max(1, partitions))
+    shared = ExpertRanks(ranks, sets, is_data_first)
+    if sets == 1:
+        return (GroupCopy(tuple(range(ranks)), tuple(names)),)
+    local: dict[str, int] = {}
+    for name in names:
+        if match := _EXPERT.fullmatch(name):
+            local[match[1]] = max(local.get(match[1], 0), int(match[2]) + 1)
+    found = []
+    for number in range(sets):
+        own = tuple(_move(name, number * local.get(_layer(name), 0)) for name in names)
+        found.append(GroupCopy(shared.members(number), own))
+    return tuple(found)
+
+
+def deal(names: Sequence[str], shared: ExpertRanks) -> tuple[GroupCopy, ...]:
+    """The copies of a group of all experts' parameters: one for each set of ranks.
+
+    Each has its experts of a layer, then those of the next, as a model has them.
+
+    Raises:
+        UsageError: a layer whose experts cannot be shared out evenly.
+
+    >>> of = "moe.deepspeed_moe.experts.deepspeed_experts."
+    >>> names = [of + "0.up", of + "2.up", of + "1.up", of + "3.up"]
+    >>> [[n[-4:] for n in copy.names] for copy in deal(names, ExpertRanks(4, 2))]
+    [['0.up', '1.up'], ['2.up', '3.up']]
+    """
+    layers = list_layers(names)
+    found: list[list[str]] = [[] for _ in range(shared.sets)]
+    for layer, experts in layers.items():
+        if len(experts) % shared.sets or sorted(experts) != [*range(len(experts))]:
+            raise UsageError(
+                f"{layer}* has the experts {', '.join(map(str, sorted(experts)[:8]))} "
+                f"({len(experts)} in all), which {shared.sets} sets of ranks cannot share out "
+                "evenly; give another number for `ep` in --to"
+            )
+        local = len(experts) // shared.sets
+        for expert in sorted(experts):
+            found[expert // local] += experts[expert]
+    return tuple(GroupCopy(shared.members(number), tuple(own)) for number, own in enumerate(found))
+
+
+def list_layers(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
+    """The parameters of each expert of each layer, by what stands before their numbers."""
+    layers: dict[str, dict[int, list[str]]] = {}
+    for name in names:
+        if match := _EXPERT.fullmatch(name):
+            layers.setdefault(match[1], {}).setdefault(int(match[2]), []).append(name)
+    return layers
+
+
+def local_names(copies: Sequence[GroupCopy]) -> list[dict[str, str]]:
+    """The names of each copy's parameters on its ranks, by those of the whole model."""
+    found = []
+    for copy in copies:
+        least = {layer: min(experts) for layer, experts in list_layers(copy.names).items()}
+        found.append({name: _move(name, -least.get(_layer(name), 0)) for name in copy.names})
+    return found
+
+
+def match_expert(name: str) -> re.Match[str] | None:
+    """Match a parameter of an expert: what precedes the expert's number, the number, the rest."""
+    return _EXPERT.fullmatch(name)
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter is an expert's."""
+    return _EXPERT.fullmatch(name) is not None
+
+
+def _layer(name: str) -> str:
+    match = _EXPERT.fullmatch(name)
+    return match[1] if match else ""
+
+
+def _move(name: str, by: int) -> str:
+    """An expert's parameter, whose expert has a number more by so much."""
+    match = _EXPERT.fullmatch(name)
+    return f"{match[1]}{int(match[2]) + by}{match[3]}" if match else name
+
+
+# Parameters of one shape are cut alike, and a parameter's moments as itself.
+@lru_cache(maxsize=4096)
+def lay_out(
+    shape: Shape, ranges: tuple[_Range, ...], slots: int
+) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
+    """The layout of ranges of a flattened tensor, and the elements of each range's boxes."""
+    pairs: list[tuple[int, Box]] = []
+    counts = []
+    for slot, start, stop in ranges:
+        boxes = flat_range_boxes(shape, start, stop)
+        pairs += [(slot, box) for box in boxes]
+        counts.append(tuple(box.elements for box in boxes))
+    return Layout.from_boxes(shape, pairs, slots), tuple(counts)
