@@ -236,13 +236,13 @@ def compare(
     computed = {*sides[0].computed, *sides[1].computed}
     only = (name for name in mine.names if name not in others)
     blocks = BlockDigests(WorkItems(others, mine, {*unequal, *computed, *only}))
-    # What a conversion computes is computed block by block, in the memory that it asks for.
+    # Computed tensors are compared block by block, in the conversion's own memory.
     is_stored = all(side.conversion is None for side in sides)
     batch_bytes = blocks.work_items.batched_bytes if is_stored else 0
 
     def work(batch: Batch, memory: _PairWorkspace) -> _Compared:
         read_a = sides[0].read(batch.written, memory.left)
-        # Nothing is named for what one of both computes.
+        # Tensors that one side computes have no sections to read.
         sections = batch.read or sides[1].sections_of(mine, batch.written)
         read_b = sides[1].read(sections, memory.right)
         digests = b"".join(block_digest(block) for of in read_a for block in of)
@@ -423,7 +423,7 @@ def check_digests(
     except BaseException:
         files.close()
         raise
-    # What cannot be unpacked has no bytes to digest.
+    # Parts that cannot be unpacked have no bytes to digest.
     unreadable = {block.tensor for block in damaged}
     rows = np.flatnonzero([name not in unreadable for name in columns.names])
     # The files' own checksums are found in passing, for tensors without a digest.

@@ -1,7 +1,7 @@
 """The contents of a checkpoint: its tensors, files and other values, whatever its format.
 
 A checkpoint is a set of named global tensors. Each has a layout whose slots are ranks, and a
-binding that says at which bytes of which file each rank's shard begins. Two ranks that hold
+binding, which has the file and the offset of each rank's shard. Two ranks that hold
 the same cells may share one stored copy; then one of them has the address.
 
 Nothing here touches a file. `reshard.checkpoint.open` builds these values.
@@ -81,7 +81,7 @@ class StoredTensor:
 
     def file_range(self, slot: int, cell: int = 0, offset: int = 0) -> FileRange:
         """Return the address of a cell of a stored shard: cell number `cell` of `slot`, which has
-        `offset` elements before it where the slot's cells lie one behind the other.
+        `offset` elements before it if the slot's cells are consecutive.
 
         Raises CheckpointError where the slot stores none.
         """
@@ -152,7 +152,7 @@ class StoredTensor:
 # Many tensors of a model have one shape.
 @lru_cache(maxsize=1024)
 def _make_whole(shape: tuple[int, ...], slot: int) -> Layout:
-    """Return the whole tensor on `slot`, the first behind those that store it."""
+    """Return the whole tensor on `slot`, the first after those that store it."""
     return Layout.whole(shape, [slot], slot + 1)
 
 
@@ -186,7 +186,7 @@ class StoredItem:
 class StoredChecksum:
     """A CRC-32 that a file contains for `size_bytes` of its own: the box `part` of a tensor.
 
-    `is_read_once` says whether all of its bytes are elements, each of which is read once; but for
+    `is_read_once`: whether all of its bytes are elements, each of which is read once; but for
     those of `padding`, ranges `(start, size)` in bytes of the file that are no elements.
     """
 
@@ -241,13 +241,13 @@ class Checkpoint:
         derived: files that are made when they are read, by the name under which tensors find
             them; no file of the folder can have it.
         held: files that are bytes in memory, by name.
-        attributes: plain values that its metadata has beside tensors and items.
-        values: plain values that were saved beside the tensors, by name: numbers, text, None, and
+        attributes: plain values of its metadata that are not tensors or items.
+        values: plain values that were saved with the tensors, by name: numbers, text, None, and
             lists, tuples and dicts of such.
-        unread: values beside the tensors that no target can have, with the reason.
+        unread: values that no target can have, with the reason.
         unreadable: tensors that cannot be read, by name, with their type or another reason.
         notes: what a user should know of how it is read.
-        said_cut: how its tensors are cut, where the user said so and its files do not.
+        said_cut: the shardings of its tensors that the user specified.
         check_copies: how parts that several ranks hold are compared when tensors are read, one of
             `CHECK_COPIES` (see `reshard.checkpoint.copy_checks`).
         allowed: what the user accepts of it, such as `differing-copies`.

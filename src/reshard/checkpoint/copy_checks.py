@@ -270,7 +270,7 @@ def compare_copies(
     by_nature: list[DifferingCopies] = []
     for number, (group, classes, how) in enumerate(unlike):
         measured = _measure(checkpoint, group, classes) if number < _MAX_SHOWN else ""
-        # What has one digest was written from one tensor, whatever its name.
+        # Tensors with one digest were written from one tensor, whatever their names.
         is_natural = not group.has_digest and _BY_NATURE.search(group.tensor)
         (by_nature if is_natural else differing).append(group.describe(classes, how + measured))
     return CopyReport(
@@ -444,11 +444,11 @@ def _group_equal(marks: Iterable[tuple[int, object]]) -> tuple[tuple[int, ...], 
     return tuple(sorted(tuple(sorted(ranks)) for ranks in classes.values()))
 
 
-# Which parts are said to be copies.
+# Copies by layout.
 
 
 class _Index:
-    """What a comparison needs of a checkpoint, found once, however often tensors of it are read.
+    """The data of a checkpoint for comparisons, computed once for all reads of its tensors.
 
     `passed` has the names of tensors whose copies were found equal, by how they were compared.
     """
@@ -536,7 +536,7 @@ def _find_overlaps(kind: TensorKind, layout: Layout, tiles: list[Tile]) -> Itera
         return
     bounds = Tiles(tuple(tiles))
     for number, tile in enumerate(tiles):
-        # Of shape (tiles behind this one, dims): where they and this one overlap.
+        # Of shape (later tiles, dims): their overlaps with this tile.
         low = np.maximum(bounds.low[number + 1 :], bounds.low[number])
         high = np.minimum(bounds.high[number + 1 :], bounds.high[number])
         for behind in np.flatnonzero((low < high).all(axis=1)).tolist():
@@ -587,7 +587,7 @@ def _make_member(kind: TensorKind, tile: Tile, boxes: tuple[Box, ...] | None = N
     )
 
 
-# What a writer dropped.
+# Parts that a writer dropped.
 
 
 def _find_lost_experts(checkpoint: Checkpoint) -> Iterator[tuple[frozenset[str], str]]:
@@ -634,7 +634,7 @@ def _find_lost_experts(checkpoint: Checkpoint) -> Iterator[tuple[frozenset[str],
             )
 
 
-# What is read of them.
+# Reads.
 
 
 class _Read(NamedTuple):
@@ -845,7 +845,7 @@ def _make_buffer() -> AlignedBuffer:
     return AlignedBuffer(AlignedBuffer.capacity_for(BUFFER_BYTES))
 
 
-# What a user can do.
+# Remedies.
 
 
 def _suggest_cut(differing: Sequence[DifferingCopies]) -> str:

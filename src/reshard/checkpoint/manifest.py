@@ -1,6 +1,6 @@
 """The manifest of a checkpoint written by reshard: shapes, cuts, files and digests.
 
-A JSON file beside the tensor files. Neither safetensors nor PyTorch's convention for sharded
+A JSON file next to the tensor files. Neither safetensors nor PyTorch's convention for sharded
 safetensors stores the shape of a tensor that is cut, or which files belong together; this
 does, with the mesh, the cuts, the size of every file, and a digest of every block::
 
@@ -12,7 +12,7 @@ does, with the mesh, the cuts, the size of every file, and a digest of every blo
      "carried": ["config.json"]}
 
 A tensor that is not laid out by a sharding has `"boxes": [[rank, start, stop], ...]` instead
-of `"spec"`. Which ranks store a copy of their shard is not written down: the files say so.
+of `"spec"`. Which ranks store a copy of their shard is not written down: the files show it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FORMAT_VERSION = 1
 _DIGEST_CHARACTERS = 2 * DIGEST_BYTES
 _NO_DIGIT = re.compile("[^0-9a-f]")
 _TOO_LARGE = 2**62
-# What the JSON text has where tensors come: no text in quotes has a line's end in it.
+# The text before the tensors: no JSON string contains a line end.
 _TENSORS_PLACE = '\n "tensors": null'
 _BEHIND_TENSORS = '\n },\n "carried"'
 _TENSORS_A_PIECE = 10_000
@@ -71,7 +71,7 @@ class ManifestTensor:
 
 @dataclass(frozen=True, slots=True)
 class ManifestKind:
-    """What equal tensors of a manifest have in common."""
+    """The properties that equal tensors of a manifest share."""
 
     dtype: DType
     layout: Layout
@@ -289,7 +289,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     try:
-        # Written in another way, or wrong: then it is read as JSON, and said what is.
+        # Written in another way, or wrong: it is read as JSON, which gives the error.
         with contextlib.suppress(ValueError):
             begin, end = _find_tensors(text)
             content = parse_json((text[:begin] + b"{}" + text[end:]).decode())

@@ -254,7 +254,7 @@ def split_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 
 @dataclass(frozen=True)
 class ConversionRequest:
-    """What a user asks of a conversion.
+    """What a conversion writes: layouts, format, names and elements.
 
     Attributes:
         to: the target mesh (`"tp=2,dp=2"`), a number of ranks, or `"full"` for whole tensors. The
@@ -264,7 +264,7 @@ class ConversionRequest:
             fastest; by what the axes are for when None: tp, cp, ep, fsdp, dp, pp, others
             (`reshard.recipes.rank_order`). A `DeviceMesh` has its own order.
         rules: `pattern=spec`, a glob on names and the native notation; the first match wins.
-        recipe: the name of a shipped recipe, or a TOML file; its rules come behind `rules`.
+        recipe: the name of a shipped recipe, or a TOML file; its rules come after `rules`.
             `"auto"` chooses by the source's config.json, and is the default for a mesh without
             rules, a strategy and a layout; `"none"` takes no recipe.
         options: of the recipe, by name, or as `"name=value"` (see `Recipe.with_options`).
@@ -462,7 +462,7 @@ class ConversionRequest:
     source_layout: LayoutFile | None = option(
         None,
         "Convert an engine's parameters (sharded_state) back to the model's tensors, by a layout "
-        "file of `reshard recipe derive`. [default: the one beside the source]",
+        "file of `reshard recipe derive`. [default: the file next to the source]",
         metavar="FILE",
         is_loaded=False,
     )
@@ -516,7 +516,7 @@ class ConversionRequest:
         for what, is_given in given.items():
             if is_given:
                 raise UsageError(
-                    f"{what} without `to`, which says what to shard over; give `to`, such as tp=2. "
+                    f"{what} without `to`, the mesh to shard over; give `to`, such as tp=2. "
                     "Without it, layouts stay as in the source"
                 )
 
@@ -565,7 +565,7 @@ class ConversionRequest:
 
     @property
     def selection(self) -> TensorSelection:
-        """What is taken of the source, and by which names."""
+        """The selected part of the source, and its names."""
         return TensorSelection(
             self.include, self.exclude, self.strip_prefix, self.rename, self.select
         )
@@ -695,7 +695,7 @@ class ConversionRequest:
 
     @property
     def lacks_rules(self) -> bool:
-        """Whether the target is a mesh, and nothing says how tensors are sharded over it."""
+        """Whether the target is a mesh without rules, a recipe or a strategy."""
         is_given = self.recipe is not None or self.rules or self.strategy is not None
         # Formats of programs that shard by themselves need a recipe for its names alone.
         names = self.source_names, self.target_names
@@ -709,7 +709,7 @@ class ConversionRequest:
 
     @property
     def is_by_rules(self) -> bool:
-        """Whether rules and a recipe say how tensors are cut, and no other strategy."""
+        """Whether rules and a recipe shard the tensors, and no other strategy."""
         is_by_engine = self.layout is not None
         return (
             self.mesh is not None

@@ -10,7 +10,7 @@ little: what process 0 decided, what each has done at the end, and at intervals 
 3. A process that was killed sends nothing. Others on its host notice at once that it is gone,
    those on other hosts that its sign of life does not change: they stop after `timeout_s`.
 4. At first each waits until all have come, `wait_s` at most, since processes start slowly on
-   clusters, and after 10 s says which have not.
+   clusters, and after 10 s reports which have not.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OtherProcessError(RunError):
 
 
 class Processes(Protocol):
-    """The processes of one run, seen from one of them."""
+    """The processes of a run, seen from one process."""
 
     rank: int
     size: int
@@ -92,7 +92,7 @@ class OneProcess:
 class HostProcesses:
     """The processes of this one's host, among all of a run; `host` is its number, from 0.
 
-    All hosts call the same methods in the same order, since each call is one of all processes.
+    All hosts call the same methods in the same order, since each call is collective.
 
     Args:
         everybody: the processes of the run.
@@ -261,7 +261,7 @@ class ProcessMark:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has ended; False where this host cannot tell."""
+        """Whether the process has ended; False if this host cannot determine it."""
         return (
             self.place == name_process_space() != ""
             and find_process_start(self.number) != self.start != ""

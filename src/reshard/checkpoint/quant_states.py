@@ -1,7 +1,7 @@
-"""Shapes of weights that are stored flat, from the values that bitsandbytes stores beside them.
+"""Shapes of weights that are stored flat, from the values that bitsandbytes stores with them.
 
 A 4-bit weight of bitsandbytes is one dimension of packed elements; its shape stands in a tensor of
-bytes, `X.weight.quant_state.bitsandbytes__nf4`, as JSON. It is the one value that a cut needs.
+bytes, `X.weight.quant_state.bitsandbytes__nf4`, as JSON. It is the only value that sharding needs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command `reshard`: inspect, plan, convert and verify checkpoints.
 
 `program` has the commands, one module each; `failures` decides exit codes. This file imports
-neither click nor rich, so that it can say what to install where they are missing.
+neither click nor rich, so that it can report what to install if they are missing.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def _plan_for_vllm(
     if layout is not None:
         if dtype is not None:
             raise UsageError(
-                f"--dtype {dtype} with --layout, which says the types of all parameters; derive "
+                f"--dtype {dtype} with --layout, which has the types of all parameters; derive "
                 "another one (`reshard recipe derive --dtype`), or give --to instead"
             )
         derived = read_layout_file(layout)
@@ -223,7 +223,7 @@ _TARGETS = {
     ),
     "vllm": _Target(
         ("to", "layout", "dtype", "most_file_bytes", "allow", *SELECTION_OPTIONS),
-        "the engine's own loader says what its ranks hold",
+        "the engine's own loader determines what its ranks hold",
         _plan_for_vllm,
         _SHARDED_STATE,
     ),
@@ -242,14 +242,14 @@ config_option = click.option(
     "--config",
     metavar="DIR|FILE",
     help="For --for hf: the folder of the model that was trained, or its config.json, where SOURCE "
-    "has none beside it; tokenizer files come along.",
+    "has none; tokenizer files come along.",
 )
 
 
 def plan_from_options(
     source: str, target: str, target_kind: str | None, config: str | None, **arguments: Any
 ) -> Conversion:
-    """Return the conversion that the options of a command say.
+    """Plan the conversion that the options of a command specify.
 
     Raises:
         UsageError: an option that the target does not take.

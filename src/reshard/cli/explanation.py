@@ -47,7 +47,7 @@ MOST_STEP_COLUMNS = 36
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two shardings: its text as given, and what it says."""
+    """One of the two shardings: its text, and its meaning."""
 
     text: str
     reading: ParsedSharding
@@ -92,7 +92,7 @@ def explanation_of(
 ) -> Explanation:
     """The explanation of a change. `shape` may be None if one side has one.
 
-    `steps` says what a program may be made of: a key of `reshard.collectives.STEPS`. On a
+    `steps` are the allowed steps of a program: a key of `reshard.collectives.STEPS`. On a
     `machine` everything has its time.
 
     Raises:
@@ -117,7 +117,7 @@ def explanation_of(
 
 @dataclass(frozen=True)
 class Explanation:
-    """A change of layout, and everything there is to say of it."""
+    """A change of layout, its plan, program and estimates."""
 
     before: Side
     after: Side
@@ -150,7 +150,7 @@ class Explanation:
         source, target = (side.reading.sharding for side in (self.before, self.after))
         # Collectives run along mesh axes, over the same devices on both sides.
         if isinstance(source, Layout) or isinstance(target, Layout):
-            return "a side says what each rank holds, and no mesh"
+            return "a side describes what each rank holds, without a mesh"
         if set(source.mesh.devices) != set(target.mesh.devices):
             return "the two sides are on different devices"
         try:
@@ -169,7 +169,7 @@ class Explanation:
 
     @property
     def why_no_program(self) -> str | None:
-        """What keeps collectives from leading from one side to the other."""
+        """The reason why there is no program of collectives, or None."""
         return self._found_program if isinstance(self._found_program, str) else None
 
     @cached_property
@@ -279,7 +279,7 @@ class Explanation:
 
         Raises:
             UsageError: there is no program.
-            NotationError: a step that the system cannot say.
+            NotationError: a step that the system cannot express.
         """
         if self.program is None:
             raise UsageError(f"no program of collectives to lower: {self.why_no_program}")

@@ -42,7 +42,7 @@ def write(text: str) -> None:
 
 
 def write_pieces(pieces: Iterable[str]) -> None:
-    """Text on stdout piece by piece, of which one is in memory. Raises as `write`."""
+    """Write text to stdout piece by piece; one piece is in memory. Raises as `write`."""
     if sys.stdout is None:
         return
     try:
@@ -118,7 +118,7 @@ def can_draw_boxes() -> bool:
 
 
 def listing(title: str, names: Iterable[str]) -> list[str]:
-    """Return a title and names behind it, on one line where they fit; no lines for no names.
+    """Return a title and names, on one line if they fit; no lines for no names.
 
     >>> listing("replicated", ["a", "b"])
     ['replicated: a, b']
@@ -126,7 +126,7 @@ def listing(title: str, names: Iterable[str]) -> list[str]:
     names = list(names)
     if not names:
         return []
-    # Names have a comma and a blank behind them: of more than so many, a line has no room.
+    # A comma and a blank follow each name: more names do not fit into a line.
     if len(names) <= LINE_WIDTH // 3:
         line = f"{title}: {', '.join(map(printable, names))}"
         if display_width(line) <= LINE_WIDTH:

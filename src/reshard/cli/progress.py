@@ -17,8 +17,8 @@ from reshard.cli.output import write_error
 from reshard.text import bytes_text, duration_text, rate_text
 
 LINES_EVERY_S = 5.0
-# A run that has worked for a second says nothing of what is more than 100 seconds ahead: the first
-# bytes, read while files are opened and buffers filled, say little of the rest.
+# After a second of work, more than 100 seconds cannot be estimated: the first
+# bytes are read while files are opened and buffers filled.
 LONGEST_FORESIGHT = 100
 
 
@@ -59,7 +59,7 @@ def progress_text(progress: Progress, elapsed_s: float) -> str:
     done, total = progress.done_bytes, progress.total_bytes
     percent = 100 * done // total if total else 100
     text = f"{percent} % {bytes_text(done)} of {bytes_text(total)}"
-    # What an earlier run did would make the rate look better than it is.
+    # Bytes of an earlier run would make the rate look too high.
     moved = done - progress.resumed_bytes
     if moved <= 0 or elapsed_s <= 0:
         return text
@@ -68,7 +68,7 @@ def progress_text(progress: Progress, elapsed_s: float) -> str:
 
 
 def left_text(left_s: float | None, elapsed_s: float) -> str:
-    """Return the time that is left, or nothing while work is too young to say it.
+    """Return the time that is left, or nothing if it is too early to estimate.
 
     >>> left_text(43.2, 6.0), left_text(900_000.0, 6.0), left_text(900_000.0, 9_000.0)
     ('43.2 s left', '', '10 d 10 h left')
@@ -127,7 +127,7 @@ def _bar(verb: str) -> Iterator[ProgressFunction]:
         def show(progress: Progress) -> None:
             nonlocal task
             if task is None:
-                # What an earlier run did is no part of this run's rate.
+                # Bytes of an earlier run are not part of this run's rate.
                 task = bar.add_task(
                     verb, total=progress.total_bytes, completed=progress.resumed_bytes
                 )

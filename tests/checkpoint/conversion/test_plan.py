@@ -203,7 +203,7 @@ def test_layouts_format_and_number_of_files_stay(
 def test_a_layout_that_cannot_stay_is_an_error(model: Path, tmp_path: Path) -> None:
     checkpoint.convert(model, tmp_path / "tp2", to="tp=2")
     for arguments, message in (
-        ({"rules": ["*=..."]}, "rules without `to`, which says what to shard over"),
+        ({"rules": ["*=..."]}, "rules without `to`, the mesh to shard over"),
         ({"recipe": "llama"}, "a recipe without `to`"),
         ({"strategy": "simple"}, "a strategy without `to`"),
         (

@@ -73,7 +73,7 @@ def test_a_prefix_of_two_kinds() -> None:
 
 def test_nothing_is_guessed() -> None:
     names = ("a.b.layers.0.mlp.up_proj.weight", "a.b.embed_tokens.weight")
-    says = r"fit the model type 'llama' without any of several prefixes: say which with --strip-"
+    says = r"fit the model type 'llama' without any of several prefixes: choose with --strip-"
     with pytest.raises(RecipeError, match=says):
         names_in(LLAMA, *names)
     assert names_in(LLAMA, *names, keeps_prefix=True).prefix == ""

@@ -73,7 +73,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     ("error", "code", "message"),
     [
         (KeyboardInterrupt(), 3, "interrupted; nothing was written"),
-        (RuntimeError("timed out"), 3, "the ranks did not find one another: timed out"),
+        (RuntimeError("timed out"), 3, "the ranks did not find each other: timed out"),
     ],
 )
 @pytest.mark.usefixtures("launched")

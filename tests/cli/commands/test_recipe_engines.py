@@ -199,4 +199,4 @@ def test_layouts_of_other_models_are_named() -> None:
 def test_neither_a_mesh_nor_a_layout() -> None:
     found = run_here("convert", "tiny", "cut", "--recipe", "llama")
     assert found.code == 2
-    assert "a recipe without `to`, which says what to shard over" in found.errors
+    assert "a recipe without `to`, the mesh to shard over" in found.errors

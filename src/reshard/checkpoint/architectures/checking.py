@@ -8,7 +8,7 @@ Two judges know classes:
 
 A difference is an error unless the user allows it by name: `incomplete` for missing tensors,
 `unknown` for others. Tensors of another shape cannot be allowed, since no class loads them. An
-architecture that no judge knows is not checked, and a note says so.
+architecture that no judge knows is not checked, which a note reports.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The checksums and items of files that a run reads and writes, beside moving blocks.
+"""Checksums and items of the files that a run reads and writes.
 
 The files of some formats have checksums of their own, such as that of each storage in PyTorch's
 archives. A checksum is put together from the blocks as they pass by (`range_checksums`), so that no
 byte is read twice:
 
-1. Of what is read: at the end it must be what the source's file says. PyTorch itself does
+1. Bytes that are read: at the end they must have the source file's checksum. PyTorch itself does
    not look. Tensors with digests in a manifest are not checked a second time, and copies that
    nothing reads not at all.
 2. Of what is written: at the end it goes into the bytes that close the file (`NewFile`).
@@ -60,12 +60,12 @@ class ChecksumTracker:
 
     @property
     def watch_source(self) -> Watch | None:
-        """What to call with every range that is read; None if nothing is checked."""
+        """The function to call with every range that is read, or None if nothing is checked."""
         return self._read.add if self._read.ranges else None
 
     @property
     def watch_target(self) -> Watch | None:
-        """What to call with every range that is written; None if nothing is checked."""
+        """The function to call with every range that is written, or None if nothing is checked."""
         return self._written.add if self._written.ranges else None
 
     def state(self) -> ChecksumState:
@@ -88,7 +88,7 @@ class ChecksumTracker:
             raise DigestError(
                 f"{path} bytes {start}:{start + damaged.size_bytes}, {damaged.part} of tensor "
                 f"{damaged.tensor!r}, are not what was written: their checksum is {found:08x}, "
-                f"the file itself says {damaged.crc32:08x}. It was damaged, fetch it again"
+                f"the file has the checksum {damaged.crc32:08x}. It was damaged, fetch it again"
             )
 
     def complete_targets(

@@ -1,4 +1,4 @@
-"""Conversions that are planned: what one will read, write and move.
+"""Planned conversions: the bytes that they read, write and move.
 
 A `Conversion` is the whole plan, made from headers alone: the source, every tensor's new
 layout, and the files of the target (`planning` makes it). It can be looked at, and it can be run
@@ -63,15 +63,15 @@ class Conversion:
         target: the folder it will become.
         write_plan: the files and tensors of the target.
         request: what was asked for.
-        resolved: the same as plain values, with the recipe and names found: it distinguishes one
+        resolved: the same as plain values, with the chosen recipe and names: it distinguishes one
             conversion from another in journals.
         assignment: how rules and recipes matched; None if none were used.
         computed: tensors that are not moved as they are, by name.
-        rewritten: files beside the tensors with other content than in the source, or from
+        rewritten: other files whose content is not the source's, or that come from
             elsewhere: the content of each, or where it is copied from.
         is_single_file: whether the target is its only file, and no folder.
         apart: tensors with digests that are parts of other tensors in the target.
-        digest_hint: what it means where a digest is not the one expected, beside damage.
+        digest_hint: what a wrong digest may mean other than damage.
     """
 
     source: Checkpoint
@@ -106,7 +106,7 @@ class Conversion:
 
     @property
     def companions(self) -> Mapping[str, bytes | Path]:
-        """The files beside the tensors: the content of each, or where it is copied from."""
+        """The files without tensors: the content of each, or the path that it is copied from."""
         return {} if self.is_single_file else self._own_companions
 
     @property
@@ -141,7 +141,7 @@ class Conversion:
 
     @property
     def uncomputable(self) -> tuple[str, ...]:
-        """What ranks could not compute with, where that is allowed."""
+        """Shards that ranks could not compute with, if that is allowed."""
         return self.assignment.uncomputable if self.assignment else ()
 
     @property
@@ -191,7 +191,7 @@ class Conversion:
 
     @property
     def uncopied(self) -> tuple[str, ...]:
-        """A note of the files beside the tensors that the target does not get, if there are any."""
+        """A note of other files that the target does not get, if there are any."""
         left_out = self.source.left_out
         files = [f"{name} ({why})" for name, why in left_out[:_MAX_FILES]]
         more = len(left_out) - len(files)
@@ -208,7 +208,7 @@ class Conversion:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know about the result, beside unknown tensors and unused rules."""
+        """Notes on the result for the user, without unknown tensors and unused rules."""
         notes = [
             *self.losses,
             *self.uncopied,

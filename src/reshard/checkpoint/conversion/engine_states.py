@@ -11,7 +11,7 @@ source tensor is a set of boxes in the ranks' files::
     0:2   gate_proj, rows 2:4
     2:4   up_proj, rows 2:4     ---->    rows 2:4: rows 2:4 of rank 1's gate_up_proj
 
-1. A region is followed along the dimensions of its source. It is one box there, or one for each
+1. A region is followed along the dimensions of its source. It is a box there, or a box for each
    step if it takes every second index.
 2. A part that several ranks hold is read from the first. A part that no rank holds is missing.
 3. A computed part is not a copy of its source and is refused by name, and so is a parameter of
@@ -38,7 +38,7 @@ from reshard.text import count_text
 if TYPE_CHECKING:
     from reshard.recipes.engine_layouts import EngineLayout, RankLayout, SourcePiece, SourceTensor
 
-#: The layout of the ranks, beside a state that reshard wrote.
+#: The file with the layout of the ranks, in a state that reshard wrote.
 LAYOUT_NAME = "reshard.engine-layout.json"
 # Steps of a region that takes every second index: each is a box of its own.
 _MAX_BOXES = 100_000
@@ -63,7 +63,7 @@ class _Source:
 
 
 def find_layout(checkpoint: Checkpoint) -> EngineLayout | None:
-    """Return the layout beside a state that reshard wrote, or None if there is none."""
+    """Return the layout that reshard wrote with a state, or None."""
     path: Path = checkpoint.folder / LAYOUT_NAME
     if checkpoint.format != NAME or not path.is_file():
         return None

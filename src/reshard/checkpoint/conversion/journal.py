@@ -1,7 +1,7 @@
 """The journal of a conversion: which blocks are already on disk.
 
 A file that only grows. A kill or a crash at any moment leaves a prefix of what was appended
-and perhaps one torn frame behind it, which is recognised and cut off.
+and perhaps a torn frame after it, which is recognised and cut off.
 
 1. The file begins with eight fixed bytes; frames follow. A frame is its payload's length, its
    kind, a checksum, and the payload::
@@ -10,7 +10,7 @@ and perhaps one torn frame behind it, which is recognised and cut off.
 
 2. A checksum covers its frame *and continues the checksum before it*, so a frame is good only
    behind the frames it was written behind. The first frame that is not good ends the journal.
-3. The first frame says whose journal this is: a fingerprint of the conversion, and a
+3. The first frame identifies the conversion: its fingerprint, and a
    description of it for people. It is written under another name and renamed, so a journal
    that exists has a whole head; a bad head is damage, not a kill.
 4. Then come finished blocks, 24 bytes each, and at the end the commit.

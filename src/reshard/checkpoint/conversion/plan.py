@@ -120,7 +120,7 @@ def plan_conversion(
     if request is None:
         request = ConversionRequest(**arguments)
     elif arguments:
-        raise UsageError(f"a request, and beside it {next(iter(arguments))!r}; put it into the one")
+        raise UsageError(f"a request, and {next(iter(arguments))!r} too; put it into the request")
     checkpoint, target = open_apart(source, target)
     request = keep_target_by_default(request, checkpoint)
     checkpoint = _decode_items(request, checkpoint)
@@ -196,7 +196,7 @@ def _check_architecture(
 ) -> tuple[str, ...]:
     """Compare the weights with those of the model class, where a recipe or names are for it.
 
-    Returns the notes for the user; none where nothing says that the source is such a model.
+    Returns the notes for the user.
 
     Raises:
         CheckpointError: missing, unknown or misshapen tensors that are not allowed.
@@ -401,7 +401,7 @@ def _decode_items(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpo
     has_values = Capability.VALUES in target.capabilities and (
         not keeps_others or target.training is not None
     )
-    # What a program pickles beside tensors is for itself: its other formats have it elsewhere.
+    # A program pickles its own values; its other formats have them elsewhere.
     is_of_program = source is not None and source.training == target.training is not None
     if not has_values or is_of_program:
         return checkpoint
@@ -478,7 +478,7 @@ def _resolve(request: ConversionRequest, named: RenamedSource) -> dict[str, Any]
             changes[key] = hashlib.blake2b(text, digest_size=16).hexdigest()
     if request.keeps_layouts:
         changes["cut"] = "as the source"
-    # What is allowed is left out: it changes whether a conversion is done, and not what it writes.
+    # `allow` is left out: it changes whether a conversion runs, not its output.
     return {
         "to": request.to_text,
         "rules": tuple(f"{rule.pattern}={rule.spec}" for rule in request.parsed_rules),
@@ -598,7 +598,7 @@ class RenamedSource:
     Attributes:
         checkpoint: in the target's names.
         by_recipe: the same in the recipe's names, in which rules match.
-        recipe: which one, with its options; None if none was asked for.
+        recipe: with its options, or None.
         recipe_names: for each of the target's names the recipe's, that of the first member where
             it is fused.
         fused: what is fused in the target, by its name.
@@ -650,7 +650,7 @@ def name_source(request: ConversionRequest, checkpoint: Checkpoint) -> RenamedSo
     config = read_config(checkpoint) if recipe is not None else None
     from_names = names_of("source_names", request.source_names, recipe, config)
     to_names = names_of("target_names", request.target_names, recipe, config)
-    # Other names are told for the recipe's, which a source with stacked experts does not have.
+    # The tables start from the recipe's names, which a source with stacked experts lacks.
     if from_names is None and isinstance(request.target_names, str):
         from_names = find_stacked_names(checkpoint, recipe, config)
     by_recipe = checkpoint
@@ -672,7 +672,7 @@ def find_recipe(
     recipe.
 
     Raises:
-        RecipeError: no such recipe, or one that cannot be read; options that it has not.
+        RecipeError: no such recipe, or one that cannot be read; options that it lacks.
         UsageError: `auto` without a config.json, or with one that no shipped recipe fits; options
             without a recipe.
     """
@@ -709,7 +709,7 @@ def _load(recipe: str | os.PathLike[str] | Recipe | None, checkpoint: Checkpoint
 class PlacedTensors:
     """The layout of every tensor of the target, by its name there.
 
-    `assignment` says how rules and recipes matched, where they were used; `notes` are for the user.
+    `assignment` is how rules and recipes matched, if they were used; `notes` are for the user.
     """
 
     tensors: Mapping[str, PlannedTensor]
@@ -780,7 +780,7 @@ def _expect_no_options(request: ConversionRequest, reader: str) -> None:
 def _plan_tensors(
     checkpoint: Checkpoint, layouts: Mapping[str, Layout]
 ) -> dict[str, PlannedTensor]:
-    # Equal ones are one object: there may be very many.
+    # Equal tensors share an object: there may be very many.
     plan = lru_cache(maxsize=None)(PlannedTensor)
     types = types_of(checkpoint.tensors)
     return {name: plan(types[name], layouts[name]) for name in checkpoint.tensors}
@@ -798,7 +798,7 @@ def _place_by_rules(
     shapes, types = shapes_of(by_recipe.tensors), types_of(source.checkpoint.tensors)
     own_shapes = shapes_of(source.checkpoint.tensors)
     planned = {}
-    # Equal ones are one object: there may be very many.
+    # Equal tensors share an object: there may be very many.
     plan, write = lru_cache(maxsize=None)(PlannedTensor), lru_cache(maxsize=None)(str)
     for name in source.checkpoint.tensors:
         known = source.recipe_names[name]

@@ -1,4 +1,4 @@
-"""Runs of conversions: a planned one becomes a checkpoint on disk.
+"""Runs of planned conversions.
 
 1. Open the staging folder: a fresh one, or that of an earlier run of the same conversion.
 2. Make every target file, at its full size, with its header.
@@ -208,7 +208,7 @@ class _ConversionRun:
                 )
             with translate_os_errors("make the folder of a file", path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            # Opening it makes the file, also one that nothing is known of.
+            # Opening creates the file, also without known bytes.
             target = self.targets[file.stored.name]
             for offset, known in file.known_bytes():
                 target.write(memoryview(bytearray(known)), offset)
@@ -307,7 +307,7 @@ class _ConversionRun:
                     self._record(these)
         except BaseException:
             results.close()
-            # What is done already need not be done again, if the disk still takes it.
+            # Record finished blocks, if the disk still accepts writes.
             with contextlib.suppress(RunError):
                 self._record(waiting)
             raise
@@ -401,7 +401,7 @@ class _ConversionRun:
             source.check_unchanged()
         # 2. Files that are copied, and those that the format adds, such as an index.
         content, write_plan = self.staging.content, self.conversion.write_plan
-        with translate_os_errors("write the files beside the tensors", content):
+        with translate_os_errors("write the other files", content):
             write_files(content, self.conversion.companions)
             write_files(content, dict(self.conversion.format.final_files(write_plan)))
             # 3. The manifest last: it has the digests of all that is written by this line.
@@ -506,7 +506,7 @@ def run_conversion(
                 )
                 LOGGER.info("%s: %d bytes were done before", conversion.target, run.resumed_bytes)
                 run.begin()
-                # What planning took is free for the buffers.
+                # The memory of planning is used for the buffers.
                 release_freed_memory(len(conversion.write_plan.tensors))
                 run.move_blocks(options)
                 run.source_digests.verify_rest(workers, options.stop)

@@ -1,6 +1,6 @@
 """The staging folder: a new checkpoint appears whole or not at all.
 
-It is written under another name beside its place, and renamed when it is complete::
+It is written under another name next to the target, and renamed when it is complete::
 
     parent/
       llama-tp4/                      the target: the old checkpoint, or nothing
@@ -136,9 +136,9 @@ class Staging(Closing):
     ) -> Staging:
         """Begin or resume the conversion that shall appear as the folder `target`.
 
-        `conversion_id` and `description` say which conversion this is, as for `Journal.open`.
+        `conversion_id` and `description` identify the conversion, as for `Journal.open`.
         A commit that an earlier run could not finish is finished first; if it was of this
-        same conversion there is nothing left to do, and `already_complete` says so.
+        same conversion there is nothing left to do, and `already_complete` is True.
         `restart` throws away what an earlier run staged (never a target). `written` are the files
         of the new checkpoint: a target with others is refused; None discards them. `file` is the
         one that becomes the target, where that is no folder.
@@ -187,7 +187,7 @@ class Staging(Closing):
             # No journal that counts: an old target that was moved aside goes back first.
             elif record is None:
                 _put_previous_back(target, root)
-            # The target is refused below, which must leave no empty staging folder behind. With
+            # The target is refused below, which must leave no empty staging folder. With
             # `restart` there may be staged work in it, which a refusal does not delete.
             if record is None and _exists(target) and not overwrite and not restart:
                 _remove_root(lock)
@@ -209,7 +209,7 @@ class Staging(Closing):
                 raise
             raise RunError(
                 f"the staged files are gone: {root / 'content'}\n"
-                "expected the files of the run that the journal beside it records: "
+                "expected the files of the run that the journal next to it records: "
                 "--restart starts over"
             ) from error
         return cls(target, lock, journal, overwrite, written, file)
@@ -221,7 +221,7 @@ class Staging(Closing):
 
     @property
     def result(self) -> Path:
-        """What gets the target's name: the content, or the file of it."""
+        """The path that gets the target's name: the content, or its only file."""
         return self.content if self._file is None else self.content / self._file
 
     @property
@@ -294,7 +294,7 @@ class Staging(Closing):
                 restrict_modes(self.content, bits, self.target)
             else:
                 restrict_file_mode(self.result, bits, self.target)
-            # The names of files must be durable before the commit record says that all is written.
+            # The names of files must be durable before the commit record.
             sync_folders_under(self.content)
             # Another program may have made it since `open` looked.
             if _exists(self.target) and not self._overwrite:
@@ -612,7 +612,7 @@ def open_shared(
     `written` and `file` are as for `Staging.open`. Raises what that raises, on process 0; RunError
     with its message on the others.
     """
-    # The other processes wait for what process 0 says: an error, or where the content is.
+    # The other processes wait for process 0: for an error, or the path of the content.
     if processes.rank > 0:
         message, place, complete = processes.share(None)
         if message is not None:
@@ -670,7 +670,7 @@ def _take_over(staging: Staging, conversion_id: str) -> tuple[FinishedBlocks, bo
 
 
 _MAX_LISTED = 12
-# Files beside weights that belong to the model, as publishers of models name them.
+# Files without weights that belong to the model, as publishers of models name them.
 _MODEL_FILES = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
@@ -792,7 +792,7 @@ def _list_by_name(
 
 
 def _list_model_files(target: Path) -> Iterator[str]:
-    """List the files beside weights that models have; what links lead to is not in the folder."""
+    """List the other files of models; the targets of links are not in the folder."""
     for name in _list_by_name(target, _is_model_file):
         if describe_foreign_link(target / name, target) is None:
             yield name

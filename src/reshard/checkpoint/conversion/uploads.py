@@ -1,4 +1,4 @@
-"""Conversions to addresses: what a run does for one, beside moving blocks.
+"""Conversions to URLs: how a run uploads files while blocks are written.
 
 The blocks are written to files in a staging folder on this machine, as for any target. A part of a
 file is sent as soon as all blocks that touch it are done, and its space here is given back, by
@@ -110,7 +110,7 @@ class ConversionUpload(Closing):
                     expect_nothing_lost(self._upload.target, self._written)
             is_complete = bool(self._processes.share(found))
         except (UsageError, RunError) as error:
-            # Nothing was begun: a refusal leaves no empty staging folder behind.
+            # Nothing was begun: a refusal leaves no empty staging folder.
             is_refusal = isinstance(error, UsageError) or self.here.host > 0
             if owner is not None and is_refusal and not owner.resumed:
                 owner.discard()

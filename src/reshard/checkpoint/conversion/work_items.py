@@ -147,7 +147,7 @@ class WorkItems:
 
     @cached_property
     def _room(self) -> IntArray:
-        """What each tensor that has one block takes in a batch, at most: shape `(tensors,)`."""
+        """The maximum bytes in a batch of each tensor with one block: shape `(tensors,)`."""
         sizes = self.target.tensor_bytes.copy()
         read = self.source.tensor_bytes[self.source_rows[self.is_cast]]
         sizes[self.is_cast] = np.maximum(sizes[self.is_cast], read)
@@ -173,7 +173,7 @@ class WorkItems:
 
     @cached_property
     def batched_bytes(self) -> int:
-        """What all small tensors take in batches, up to the most that a batch may have."""
+        """The bytes of all small tensors in batches, up to the maximum of a batch."""
         if np.count_nonzero(self.is_small) < 2:
             return 0
         sizes = self._room[self.is_small]
@@ -199,10 +199,10 @@ class WorkItems:
             return
         rows = np.searchsorted(self.first_block, numbers, "right") - 1
         small = self.is_small[rows]
-        # What ranges take beyond their bytes for whole pages has room in the rest.
+        # The rest is for ranges that are extended to whole pages.
         most = batch_bytes - batch_bytes // 16
         reach = np.cumsum(self._room[rows])
-        # Where stretches of small tensors that are made in one way, and single blocks, begin.
+        # The begins of runs of small tensors that are made in one way, and of single blocks.
         way = np.where(self.is_cast[rows], 2, self.source_rows[rows] >= 0)
         changes = np.append(True, ~small[:-1] | (way[1:] != way[:-1]))
         begins = np.flatnonzero(~small | changes).tolist()
@@ -297,7 +297,7 @@ class BlockDigests:
         return self.work_items.target.names[int(batch.written[-1].rows[-1])]
 
     def of(self, row: int) -> bytes:
-        """Return the digests of the blocks of a tensor, one behind the other."""
+        """Return the concatenated digests of the blocks of a tensor."""
         begin, end = self.work_items.first_block[row : row + 2].tolist()
         return self.found[begin:end].tobytes()
 

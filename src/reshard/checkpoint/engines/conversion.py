@@ -1,4 +1,4 @@
-"""Conversions for engines: what every rank of one holds, written to files that it loads.
+"""Conversions for engines: every rank's parameters, written to files that the engine loads.
 
     checkpoint  +  layout of the engine  -->  a plan, run block by block as any other
 

@@ -61,7 +61,7 @@ from reshard.text import first_text
 
 @dataclass
 class RankParameters:
-    """What ranks hold of a checkpoint: tensors, and the files of what is made."""
+    """The parameters of ranks as tensors, and the files of derived elements."""
 
     checkpoint: Checkpoint
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class RankParameters:
     @property
     def bound(self) -> Checkpoint:
         """The checkpoint with these tensors in the place of its own."""
-        # Bytes may be read by several ranks: checksums of whole files say nothing of that.
+        # Several ranks may read the same bytes, so checksums of whole files do not apply.
         return dataclasses.replace(
             self.checkpoint,
             tensors=self.tensors,
@@ -260,7 +260,7 @@ def rank_parameters(
     return found
 
 
-# Of one parameter: more is no detail of it.
+# The maximum for a parameter, whose derived elements are a small part.
 MAX_BYTES = 256 << 20
 
 
@@ -296,12 +296,12 @@ class DerivedRegion(NamedTuple):
 
 @dataclass(frozen=True)
 class DerivedElements:
-    """The made elements of one parameter, as a file that is written when it is first read.
+    """The derived elements of a parameter, as a file that is written when it is first read.
 
     Attributes:
         label: the parameter, in errors.
         dtype: of its elements.
-        regions: one behind the other.
+        regions: consecutive in the file.
         checkpoint: the sources.
         source: a file of the checkpoint, the first that is read.
     """

@@ -166,7 +166,7 @@ class _Read:
 
     @property
     def spans(self) -> list[ReadSpan]:
-        """What is read of an object."""
+        """The spans to read from an object."""
         path, start_bytes = self.place
         itemsize_bytes = self.tensor.dtype.itemsize_bytes
         start, stop, read_bytes = bounding_range(
@@ -423,7 +423,7 @@ def _check_given(
     if not isinstance(array, np.ndarray):
         raise ShardError(f"`out` has {array!r} for {name!r}; expected a NumPy array")
     if not array.flags.writeable:
-        raise ShardError(f"the array for {name!r} cannot be written; give one that can")
+        raise ShardError(f"the array for {name!r} cannot be written; give a writable array")
     if tuple(array.shape) != shape or array.dtype.itemsize != kind.itemsize_bytes:
         raise ShardError(
             f"the array for {name!r} is {array.dtype} {list(array.shape)}; the rank's part "
@@ -445,7 +445,7 @@ def _find_regions(stored: Layout, layout: Layout, rank: int) -> tuple[_Region, .
     Where the file of that rank has a copy, it is read: ranks of equal jobs read their own files.
     """
     cells = layout.cells_of(rank)
-    # The rank's cells on the slot of its file, or behind all that store something.
+    # The rank's cells on the slot of its file, or on a slot after all that store something.
     slot = min(rank, stored.slots)
     mine = Layout(
         layout.shape,
@@ -462,7 +462,7 @@ def _find_regions(stored: Layout, layout: Layout, rank: int) -> tuple[_Region, .
         cell = int(routes.source_cell[route])
         slot = int(stored.cell_slot[cell])
         target_cell = int(routes.target_cell[route])
-        # Several cells of a rank lie one behind the other in its flat array.
+        # Several cells of a rank are consecutive in its flat array.
         part = None
         if len(shapes) > 1:
             part = (int(mine.cell_offset[target_cell]), shapes[target_cell])
@@ -512,13 +512,13 @@ def _split(read: _Read, is_large: Callable[[_Read], bool] = _is_large) -> list[_
     )
 
 
-# A longer one gains nothing by company.
+# A longer piece is read alone.
 _MAX_PIECE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PieceKind:
-    """A box of a shard that lies near together in a file: what pieces of one kind have in common.
+    """A box of a shard with a short extent in a file, shared by all pieces of one kind.
 
     `first` is the element of the shard that it begins with, `reach` counts those from there to its
     last, with what lies between; `strides` are those of its shape.
@@ -579,7 +579,7 @@ class SharedTask:
 
     @property
     def spans(self) -> list[ReadSpan]:
-        """What is read of an object."""
+        """The spans to read from an object."""
         return [
             ReadSpan(
                 self.path, span.start_bytes, span.start_bytes + span.size_bytes, span.size_bytes

@@ -20,9 +20,9 @@ Result = TypeVar("Result")
 
 
 class BackgroundWork(Generic[Result]):
-    """Work that goes on in a thread: what `load_async` and `convert_async` give.
+    """Work in a thread, which `load_async` and `convert_async` return.
 
-    A program that ends waits for it, unless it is cancelled. `progress` is what the work said last.
+    A program that ends waits for it, unless it is cancelled. `progress` is the last progress.
     """
 
     def __init__(self, work: Callable[..., Result], progress: ProgressFunction | None) -> None:
@@ -52,7 +52,7 @@ class BackgroundWork(Generic[Result]):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the end of the work, at most so long; whether it has come."""
-        # What the work raised is for `result`.
+        # `result` raises the error of the work.
         with suppress(TimeoutError, BaseException):
             self._future.exception(timeout_s)
         return self.done()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint.options import RecipeName
 
 Shape = tuple[int, ...]
-#: What a rank holds of a tensor: an array, its shape, or its type and shape.
+#: A rank's part of a tensor: an array, its shape, or its dtype and shape.
 Held = Any
 
 _FORMAT = "arrays of ranks"
@@ -48,7 +48,7 @@ _FORMAT = "arrays of ranks"
 
 @dataclass(frozen=True, slots=True)
 class _HeldPart:
-    """What a rank holds of a tensor; without an array, shapes alone."""
+    """A rank's part of a tensor; without an array, its shape only."""
 
     dtype: DType
     shape: Shape
@@ -139,7 +139,7 @@ def hold_arrays(arrays: Mapping[str, HeldArray]) -> Checkpoint:
 
 
 def _no_checkpoint() -> Checkpoint:
-    """For the recipe `auto`, which looks beside files: there are none."""
+    """Return a checkpoint without files, in which the recipe `auto` finds no config.json."""
     return Checkpoint(Path(_FORMAT), _FORMAT, {}, ())
 
 
@@ -258,7 +258,7 @@ def _file_name(rank: int) -> str:
 
 
 class ArrayFile:
-    """The arrays of a rank, one behind the other, as a file."""
+    """The concatenated arrays of a rank, as a file."""
 
     def __init__(self, rank: int, parts: list[tuple[int, _HeldPart]]) -> None:
         self.rank, self.parts = rank, parts
@@ -306,7 +306,7 @@ class _ArraySource(SourceFile):
             self._read_bytes += len(view)
 
     def read_ranges(self, memory: memoryview, offsets: Sequence[int], size_bytes: int) -> None:
-        """Fill `memory` with ranges of `size_bytes` each, one behind the other."""
+        """Fill `memory` with consecutive ranges of `size_bytes` each."""
         for number, offset in enumerate(offsets):
             self.read_into(memory[number * size_bytes : (number + 1) * size_bytes], offset)
 

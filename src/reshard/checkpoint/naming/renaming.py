@@ -5,7 +5,7 @@ is copied for that: a tensor by another name is bound to the same bytes of the s
 (`reshard.checkpoint.blocks.fusing`).
 
 What is renamed only keeps its digest. A fused parameter has other blocks than its members: there is
-no digest to compare, and a note says so.
+no digest to compare, which a note reports.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def find_stacked_names(
     """Return the recipe's table of stacked names if a checkpoint has any of them, or None.
 
     Programs save the experts of one model stacked (transformers 5, where it is asked to) or each by
-    itself (the Hub); the names tell which.
+    itself (the Hub), depending on the names.
 
     Raises:
         RecipeError: a config that does not give the numbers of the stacks.
@@ -103,31 +103,31 @@ def in_recipe_names(checkpoint: Checkpoint, table: Mapping[str, Meaning]) -> Che
 
     Args:
         checkpoint: in the names of a convention.
-        table: what these are in the recipe's (`Recipe.naming`). What it does not say stays.
+        table: what these are in the recipe's (`Recipe.naming`). Other names stay.
 
     Raises:
-        RecipeError: names of which the table says nothing, two tensors of one name, or a fused
+        RecipeError: names that the table lacks, two tensors of one name, or a fused
             parameter that its members cannot share.
     """
     new = _Tensors(checkpoint)
     for name, tensor in checkpoint.tensors.items():
         meaning = find_meaning(name, table)
         if meaning != name:
-            before, behind, parameter = "", "", name
+            before, after, parameter = "", "", name
         else:
-            # Optimizer state, and weights behind a prefix, are called as the parameter is.
-            before, behind, parameter = new.take_apart(name)
+            # Optimizer state, and weights with a prefix, have the parameter's name.
+            before, after, parameter = new.take_apart(name)
             meaning = find_meaning(parameter, table)
         if isinstance(meaning, str):
-            new.add(dataclasses.replace(tensor, name=f"{before}{meaning}{behind}"), name)
+            new.add(dataclasses.replace(tensor, name=f"{before}{meaning}{after}"), name)
         elif new.is_common(name):
             # Every member has the steps of what it is a part of.
             for called in meaning.tensors:
-                new.add(dataclasses.replace(tensor, name=f"{before}{called}{behind}"), name)
+                new.add(dataclasses.replace(tensor, name=f"{before}{called}{after}"), name)
         else:
             new.expect_alike(name)
             for member in split_into_members(tensor, meaning):
-                new.add(dataclasses.replace(member, name=f"{before}{member.name}{behind}"), name)
+                new.add(dataclasses.replace(member, name=f"{before}{member.name}{after}"), name)
     new.expect_change(table)
     return new.checkpoint()
 
@@ -145,14 +145,14 @@ def in_names_of(
     Args:
         checkpoint: in a recipe's names.
         table: what the convention's names are in the recipe's; of several names for one tensor
-            the first counts. What it does not say stays.
+            the first counts. Other names stay.
 
     Returns:
         The checkpoint; for each of its names the recipe's, that of the first member where it is
         fused; and the fusions, by name.
 
     Raises:
-        RecipeError: names of which the table says nothing, two tensors of one name, members that
+        RecipeError: names that the table lacks, two tensors of one name, members that
             are missing or do not fit together.
     """
     new = _Tensors(checkpoint)
@@ -179,16 +179,16 @@ def in_names_of(
 
 
 def _find_around(name: str, tensors: _Tensors, table: Mapping[str, Meaning]) -> ForeignName:
-    """Return the name of a convention for optimizer state, or for a weight behind a prefix."""
-    before, behind, parameter = tensors.take_apart(name)
+    """Return the name of a convention for optimizer state, or for a weight with a prefix."""
+    before, after, parameter = tensors.take_apart(name)
     theirs = find_foreign_name(parameter, table)
     if theirs is None:
         return ForeignName(name)
     fusion = theirs.fusion
     if fusion is not None:
-        members = tuple(f"{before}{member}{behind}" for member in fusion.members)
+        members = tuple(f"{before}{member}{after}" for member in fusion.members)
         fusion = dataclasses.replace(fusion, members=members)
-    return ForeignName(f"{before}{theirs.name}{behind}", fusion)
+    return ForeignName(f"{before}{theirs.name}{after}", fusion)
 
 
 def _find_member(checkpoint: Checkpoint, fused: str, name: str) -> StoredTensor:
@@ -213,9 +213,9 @@ class _Tensors:
         """Split a tensor's name into text, the parameter's name, and text."""
         if self._state is None or name not in self._state.tensors:
             return "", "", name
-        before, behind = self._state.around(name)
+        before, after = self._state.around(name)
         parameter = self._state.tensors[name].parameter
-        if not behind and before == name:
+        if not after and before == name:
             # Nothing of the parameter is in the name, but its number.
             raise RecipeError(
                 f"{name!r} has a number for {parameter!r}: numbered optimizer state cannot be "
@@ -223,7 +223,7 @@ class _Tensors:
                 "first (--training fsdp2 --format torch-dcp), or leave it out (--exclude "
                 "'optimizer.*')"
             )
-        return before, behind, parameter
+        return before, after, parameter
 
     def is_common(self, name: str) -> bool:
         """Return whether all members of a fused parameter share it, such as a number of steps."""
@@ -274,7 +274,7 @@ class _Tensors:
             raise RecipeError(
                 f"no name in {self.old.folder}, such as {next(iter(self.tensors))!r}, is one that "
                 f"the table of names knows, such as {next(iter(table))!r}; is the checkpoint in "
-                "other names than was said?"
+                "other names than specified?"
             )
 
     def checkpoint(self) -> Checkpoint:
@@ -317,8 +317,8 @@ class _Tensors:
             for old in made_of:
                 if self._state is None or old not in tensors:
                     continue
-                before, behind = self._state.around(old)
-                if name.startswith(before) and name.endswith(behind):
-                    own = name.removeprefix(before).removesuffix(behind)
+                before, after = self._state.around(old)
+                if name.startswith(before) and name.endswith(after):
+                    own = name.removeprefix(before).removesuffix(after)
                     found.setdefault(tensors[old].parameter, {})[own] = None
         return found

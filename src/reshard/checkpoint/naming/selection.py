@@ -52,7 +52,7 @@ _PART = re.compile(r"\*|\{(\d{1,4})\}")
 
 @dataclass(frozen=True)
 class TensorSelection:
-    """What to take of a checkpoint, and by which names.
+    """A part of a checkpoint, and its names.
 
     Args:
         include: globs on names, `*` for any characters; all is taken without any.
@@ -244,7 +244,7 @@ def by_new_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> Check
 def move_path(path: tuple[str | int, ...], name: str) -> tuple[str | int, ...] | None:
     """Return the path in a nested state dict for a new name, or None if it is unknown.
 
-    What the path has at its beginning and at its end, joined by dots, stays apart as it was.
+    Keys at the beginning and at the end of the path that have dots stay separate.
 
     >>> move_path(("model", "layers.0.w"), "layers.0.w")
     ('layers.0.w',)
@@ -422,7 +422,7 @@ def select(
 
     Raises:
         UsageError: a pattern that cannot be read, or that matches nothing; nothing left.
-        RecipeError: two things of one name.
+        RecipeError: two tensors, items or values with the same name.
     """
     return select_from(checkpoint, TensorSelection(include, exclude, strip_prefix, rename, select))
 
@@ -445,9 +445,9 @@ def open_selected(
         path: where it is.
         select: the prefix of a model among several, such as `ema_state_dict`: the checkpoint has
             its tensors alone, without the prefix.
-        mesh: of the ranks that wrote it, where their files have plain tensors and nothing says how
-            these are cut: `"tp=2"`.
-        rules: how that mesh cuts them: `["*.weight=tp, -", "*=..."]`.
+        mesh: of the ranks that wrote it, if their files have plain tensors without shardings:
+            `"tp=2"`.
+        rules: the shardings over that mesh: `["*.weight=tp, -", "*=..."]`.
         recipe: the same by a recipe's rules: a name, a file, or `auto` by config.json.
         check_copies, allow: as in `open_checkpoint`, of copies that several ranks hold.
 
@@ -477,7 +477,7 @@ def select_from(
 
     Raises:
         UsageError: a pattern that matches nothing; nothing left.
-        RecipeError: two things of one name.
+        RecipeError: two tensors, items or values with the same name.
     """
     if not selection:
         return checkpoint

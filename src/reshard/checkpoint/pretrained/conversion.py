@@ -114,7 +114,7 @@ def plan_for_pretrained(
         source: a checkpoint, or where it is.
         target: the folder that will hold the model.
         config: the folder of the model that was trained, or its config.json, where the checkpoint
-            has none beside it. Tokenizer files beside it are taken too.
+            has none. Tokenizer files next to it are taken too.
         recipe: for the model's names; by config.json's model type when None.
         source_names: the convention that the source's names are in, such as `megatron`, `meta` or
             `torchtitan`; found by the names when None.
@@ -323,7 +323,7 @@ def _expect_all_numbers(
 ) -> None:
     """Raise CheckpointError where layers or experts are missing between others."""
     found: dict[str, set[int]] = {}
-    # Names that differ in digits only are of one rule.
+    # Names that differ in digits only match the same rule.
     rule_of: dict[str, Rule | None] = {}
     for name in (*checkpoint.tensors, *left_out):
         kind = re.sub(r"\d", "0", name)
@@ -353,7 +353,7 @@ def _change_elements(
 ) -> ChangedElements:
     checkpoint, merged = merge_adapters(checkpoint, request.adapters)
     kinds = {tensor.dtype for tensor in checkpoint.tensors.values() if is_castable(tensor.dtype)}
-    # Of a model that is trained in one type, none is kept in float32 on purpose.
+    # A model that was trained in one dtype keeps no tensor in float32 on purpose.
     if len(kinds) == 1:
         config = {
             key: value for key, value in config.items() if not key.endswith(("dtype", "_config"))

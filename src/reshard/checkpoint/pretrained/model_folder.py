@@ -42,7 +42,7 @@ _COMPANIONS = (
 
 
 class ModelFiles(NamedTuple):
-    """The config of a model, where it was found, and the files beside it by their names."""
+    """The config of a model, its folder, and the files next to it by their names."""
 
     config: dict[str, Any]
     folder: Path
@@ -52,7 +52,7 @@ class ModelFiles(NamedTuple):
 def find_model_files(
     checkpoint: Checkpoint, given: str | os.PathLike[str] | None = None
 ) -> ModelFiles:
-    """Return the config of the model that a checkpoint is of, and the files beside it.
+    """Return the config of a checkpoint's model, and the files next to it.
 
     Args:
         checkpoint: whose folder is looked at.
@@ -81,7 +81,7 @@ def find_model_files(
         )
         if not path.name:
             raise CheckpointError(
-                f"no config.json in {folder}, which says what the model is; name the folder of the "
+                f"no config.json in {folder}, which describes the model; name the folder of the "
                 "model that was trained, or its config.json, with --config"
             )
         if (problem := describe_foreign_link(path, path.parent)) is not None:
@@ -133,7 +133,7 @@ def most_common_type(checkpoint: Checkpoint) -> DType | None:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:
-    """Return a config that says a type, under the key that it has for it.
+    """Return a config with a dtype, under the key that it has for it.
 
     >>> from reshard.dtypes import dtype
     >>> with_dtype({"torch_dtype": "bfloat16"}, dtype("float32"))

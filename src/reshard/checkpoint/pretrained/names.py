@@ -115,7 +115,7 @@ def find_model_names(
         recipe: for config.json's model type, if there is one.
         config: config.json.
         containers: prefixes that the trainer's own state shows.
-        keeps_prefix: whether the user said what to take off, so that nothing else is.
+        keeps_prefix: whether the user specified the prefix to remove.
 
     Raises:
         RecipeError: several prefixes that could be meant.
@@ -135,7 +135,7 @@ def find_model_names(
         if found.matched > best.matched:
             best, convention = found, name
     if convention is not None:
-        # In another program's names a shorter prefix cannot be told from none.
+        # In another program's names a shorter prefix looks like no prefix.
         prefix = max(best.prefixes, key=len)
     else:
         prefix = _choose(checkpoint, best.prefixes, kinds, config)
@@ -210,7 +210,7 @@ def _find_best(
 def _matcher_of(recipe: Recipe) -> Callable[[str], bool]:
     """Return whether a name is one of the recipe's own, or of its stacked tensors."""
     stacked = _matches_any(recipe.names.get(STACKED, {}))
-    # A rule for whatever is left over says nothing of names.
+    # A rule for all other tensors matches any name.
     rules = [rule for rule in recipe.rules if rule.pattern.strip("*")]
     known: dict[str, bool] = {}
 
@@ -259,7 +259,7 @@ def _choose(
     none = " or --rename '*=*' for none" if "" in prefixes else ""
     raise RecipeError(
         f"the names in {checkpoint.folder}, such as {next(iter(checkpoint))!r}, fit the model type "
-        f"{config.get('model_type')!r} without any of several prefixes: say which with {choices},"
+        f"{config.get('model_type')!r} without any of several prefixes: choose with {choices},"
         f"{none}"
     )
 

@@ -38,7 +38,7 @@ TRAINER_WORDS = frozenset(
         *("actor", "student", "wrapped", "app"),
     }
 )
-# Entries that programs save on the top level of a state, beside the model.
+# Entries that programs save on the top level of a state, next to the model.
 _ELSEWHERE = re.compile(
     r"(?:rng|cuda_rng|random|numpy_rng|torch_rng)(?:_\w+)?|\w*scheduler\w*|lr_schedulers?|"
     r"data_?loader\w*|train_state|\w*scaler|loops|callbacks|\w*rng_state\w*|rank_\d+"
@@ -248,7 +248,7 @@ def _find_twins(
     for pair, common in shared.items():
         totals = [counts[prefix] for prefix in pair]
         if "" in pair:
-            # Copies beside names without a prefix are of all of these, not of a layer.
+            # Copies next to names without a prefix are of all of these, not of a layer.
             totals = [max(totals) - min(totals)]
         is_much = 2 * len(common) >= min(totals) and _MAX_MODELS * min(totals) >= len(kinds)
         if is_much and _has_evidence(pair, common, is_of_model, own_words):

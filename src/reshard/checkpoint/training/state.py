@@ -75,7 +75,7 @@ _CONTAINER = re.compile(r"(?:opt|optim|optimizer)s?(?:_?states?|_state_dict)?(?:
 
 
 class StateTensor(NamedTuple):
-    """What a tensor is: of a parameter, under the optimizer's key; a weight has the key `""`."""
+    """The parameter of a tensor, and the optimizer's key; a weight has the key `""`."""
 
     parameter: str
     key: str
@@ -89,8 +89,8 @@ class TrainingState:
         weights: the tensor of each parameter and buffer, by its bare name.
         optimizer: of each parameter, the tensor of each key.
         others: tensors that are neither, such as random states.
-        unplaced: optimizer state whose parameter cannot be told, with the reason.
-        containers: what optimizer state stands behind, such as `optim`; empty for none.
+        unplaced: optimizer state whose parameter is unknown, with the reason.
+        containers: the prefixes of optimizer state, such as `optim`.
         weight_prefixes: what stands before bare names in those of the weights, such as `model.`.
         numbers: the parameters by the numbers they have in the checkpoint, for each container
             where they have.
@@ -111,7 +111,7 @@ class TrainingState:
 
     @cached_property
     def tensors(self) -> Mapping[str, StateTensor]:
-        """What each tensor is, by its name; without `others` and `unplaced`."""
+        """The parameter and the key of each tensor, without `others` and `unplaced`."""
         found = {name: StateTensor(bare, "") for bare, name in self.weights.items()}
         for parameter, state in self.optimizer.items():
             for key, name in state.items():
@@ -139,8 +139,8 @@ class TrainingState:
         words = name.split(".")
         for start, stop in itertools.combinations(range(len(words) + 1), 2):
             if bare_name(".".join(words[start:stop])) == bare:
-                before, behind = ".".join(words[:start]), ".".join(words[stop:])
-                return before + "." * bool(before), "." * bool(behind) + behind
+                before, after = ".".join(words[:start]), ".".join(words[stop:])
+                return before + "." * bool(before), "." * bool(after) + after
         return name, ""
 
     @property
@@ -172,12 +172,12 @@ def find_training_state(
         groups = _find_numbered_groups(tensors.values) if groups is None else groups
     else:
         shapes, paths = tensors, paths or {}
-    behind = _find_containers(shapes)
-    if not behind:
+    after = _find_containers(shapes)
+    if not after:
         return None
-    inside = {name for entries in behind.values() for name in entries}
+    inside = {name for entries in after.values() for name in entries}
     outside = [name for name in shapes if name not in inside]
-    return _StateBuilder(shapes, paths, outside, groups or {}).build(behind)
+    return _StateBuilder(shapes, paths, outside, groups or {}).build(after)
 
 
 def shapes_without_state(checkpoint: Checkpoint) -> Mapping[str, Shape]:
@@ -210,22 +210,22 @@ def _find_numbered_groups(values: Mapping[str, Any]) -> dict[str, list[list[int]
 
 
 def _find_containers(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """For each optimizer the names of its tensors, with what stands behind `.state.`."""
-    behind: dict[str, dict[str, str]] = {}
+    """Return the names of each optimizer's tensors, with the text after `.state.`."""
+    after: dict[str, dict[str, str]] = {}
     for name in names:
         at = 0 if name.startswith("state.") else name.find(".state.") + 1
         if at or name.startswith("state."):
-            behind.setdefault(name[: max(0, at - 1)], {})[name] = name[at + len("state.") :]
+            after.setdefault(name[: max(0, at - 1)], {})[name] = name[at + len("state.") :]
     return {
         container: entries
-        for container, entries in behind.items()
+        for container, entries in after.items()
         if _is_optimizer_word(container)
         or any(rest.rpartition(".")[2] in _EVIDENCE for rest in entries.values())
     }
 
 
 def _is_optimizer_word(container: str) -> bool:
-    """Return whether the last word, with numbers behind it, is one for optimizers."""
+    """Return whether the last word, before any numbers, is a word for optimizers."""
     words = container.split(".")
     while len(words) > 1 and words[-1].isdigit():
         words.pop()
@@ -250,8 +250,8 @@ class _StateBuilder:
         # The bare names of tensors under a prefix, and the tensors.
         self.by_prefix: dict[str, dict[str, str]] = {}
 
-    def build(self, behind: Mapping[str, Mapping[str, str]]) -> TrainingState:
-        for container, named in behind.items():
+    def build(self, after: Mapping[str, Mapping[str, str]]) -> TrainingState:
+        for container, named in after.items():
             if self._has_numbers(named):
                 self._add_numbered(container, named)
             else:
@@ -268,7 +268,7 @@ class _StateBuilder:
             self.optimizer,
             tuple(name for name in self.outside if name not in placed),
             tuple(self.unplaced.items()),
-            tuple(behind),
+            tuple(after),
             tuple(self.prefixes),
             self.numbers,
         )
@@ -308,7 +308,7 @@ class _StateBuilder:
                 prefix = own[: -len(bare)]
                 if _is_optimizer_word(prefix.partition(".")[0]):
                     continue
-                # Wrappers in the name stand in the prefix or behind it.
+                # Wrappers in the name are in the prefix or after it.
                 candidates += [p for p in (_widen(name, prefix),) if p not in candidates]
         if len(candidates) == 1 and not guesses:
             candidates += _common_prefix(self.outside)
@@ -393,7 +393,7 @@ def _widen(name: str, prefix: str) -> str:
 
 
 def _common_prefix(names: Sequence[str]) -> list[str]:
-    """Return the first word of most names with a dot behind it, where it is one for models."""
+    """Return the first word of most names, with a dot, if it is a word for models."""
     for word in MODEL_PREFIXES:
         if any(name.startswith(word) for name in names) and all(
             name.startswith(word)
@@ -419,7 +419,7 @@ def _split_path(path: Path, rest: str) -> tuple[str, str]:
 
 
 def _split_by_known(rest: str, known: Mapping[str, str]) -> tuple[str, str]:
-    """Return the longest known parameter that `rest` begins with, and the key behind it."""
+    """Return the longest known parameter that `rest` begins with, and the key after it."""
     at = rest.rfind(".")
     while at > 0:
         bare = bare_name(rest[:at])
@@ -432,7 +432,7 @@ def _split_by_known(rest: str, known: Mapping[str, str]) -> tuple[str, str]:
 def _match_groups(
     groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], weights: Mapping[str, Shape]
 ) -> dict[int, str] | None:
-    """Return the weights that numbers stand for; None if shapes and order do not tell."""
+    """Return the weights that numbers stand for; None if shapes and order are ambiguous."""
     names, found = [*weights], dict[int, str]()
     for group in groups:
         forward = _match_in_order(group, shapes, [(n, weights[n]) for n in names])
@@ -447,7 +447,7 @@ def _match_groups(
 def _match_in_order(
     numbers: Sequence[int], shapes: Mapping[int, Shape], weights: Sequence[tuple[str, Shape]]
 ) -> dict[int, str] | None:
-    """Each number with the first weight of its shape behind that of the number before."""
+    """Assign to each number the first weight of its shape after that of the number before."""
     found: dict[int, str] = {}
     rest = iter(weights)
     for number in numbers:
@@ -460,7 +460,7 @@ def _match_in_order(
     return found
 
 
-# What states of Optax are placed for (`reshard.checkpoint.formats.orbax.optax_states`).
+# The keys that states of Optax can have (`reshard.checkpoint.formats.orbax.optax_states`).
 _OPTAX_KEYS = frozenset(
     {"exp_avg", "exp_avg_sq", "square_avg", "grad_avg", "acc_delta", "sum", "momentum_buffer"}
 )
@@ -475,12 +475,12 @@ class TrainingStyle:
         program: whose optimizers go on.
         weights: what stands before the names of weights.
         optimizer: what stands before optimizer state.
-        has_masters: whether 32-bit weights are kept beside those that the model computes with.
+        has_masters: whether 32-bit weights are stored in addition to the model's.
         step_type: of the number of steps that each parameter has.
         has_one_step: whether parameters have one number of steps together.
         step_keys: what is kept of parameters that have a number of steps; None for anything.
         keys: what its optimizers keep of a parameter; None if they are not known.
-        has_group_steps: whether groups have the number of steps, beside what parameters have.
+        has_group_steps: whether groups have the number of steps, in addition to parameters.
         groups: the name of the list of groups; None if hyper-parameters are not saved.
         are_groups_apart: whether each hyper-parameter is a value by itself.
         are_numbered: whether parameters have numbers in optimizer state.

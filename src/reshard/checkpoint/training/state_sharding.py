@@ -1,6 +1,6 @@
 """Optimizer state cut as its parameter is: by rules and a recipe, or by a strategy.
 
-A rule says how a weight is cut. What an optimizer keeps of it follows, whatever it is called::
+A rule shards a weight. Its optimizer state is sharded likewise, under any name::
 
     rule  *.up_proj.weight=tp, -          model.up_proj.weight                      (8, 4)   tp, -
                                           optim.state.up_proj.weight.exp_avg        (8, 4)   tp, -
@@ -11,7 +11,7 @@ A rule says how a weight is cut. What an optimizer keeps of it follows, whatever
    what of it a recipe's names do not have.
 2. State of the same shape is cut the same way. State that has some of the dimensions (the rows and
    columns of Adafactor) is cut in those; scalars are whole. Of anything else, such as scales of
-   8-bit blocks, every rank that has some of the parameter has all, and a note says so.
+   8-bit blocks, every rank that has some of the parameter has all, which a note reports.
 3. A rule by hand that matches the name of the state, and comes before those that match the weight,
    decides.
 4. Copies of weights under another prefix, such as moving averages, are cut as these.
@@ -44,7 +44,7 @@ Shape = tuple[int, ...]
 # one, as that of a mean.
 Dims = tuple[int | None, ...]
 
-# How many names tell which prefix a recipe's names do not have.
+# The number of names that decide the prefix that a recipe's names lack.
 _SAMPLED_NAMES = 256
 
 

@@ -1,11 +1,11 @@
 """Training state as another program keeps it: other names, kinds of weights, steps and groups.
 
-1. `find_training_state` says what each tensor is; each gets the name of the target's style.
+1. `find_training_state` classifies each tensor; each gets the name of the target's style.
 2. Weights of 32 bits: where the target has them beside those that the model computes with, and the
    source has one kind only, both are made of it. Where it has one kind, 32-bit ones are it.
 3. Steps: a number, of a parameter, a group or all, becomes a tensor for each parameter.
 4. Groups of hyper-parameters become those of the target, with what PyTorch's optimizers ask for.
-5. What is neither keeps its name. What has no counterpart is said.
+5. Other tensors keep their names. Tensors without a counterpart are reported.
 
 Elements are read where they lie; only casts and steps are made.
 """
@@ -42,11 +42,11 @@ from reshard.text import count_text
 
 _FLOAT32 = dtype("float32")
 
-# What SGD and Muon keep, which count no steps.
+# The state of SGD and Muon, which count no steps.
 _KEYS_WITHOUT_STEPS = frozenset({MASTER, STEP, "momentum_buffer"})
 # Hyper-parameters whose defaults change what an optimizer computes.
 _HYPER = ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "dampening", "nesterov")
-# What fits into the int32 that Optax counts in.
+# The maximum of the int32 in which Optax counts.
 MAX_STEPS = 1 << 31
 
 
@@ -70,8 +70,7 @@ def translate(
     state = find_training_state(checkpoint)
     if state is None:
         raise UsageError(
-            f"{checkpoint.folder} has no optimizer state, as far as its names tell; leave "
-            "--training out"
+            f"{checkpoint.folder} has no optimizer state, by its names; leave --training out"
         )
     _expect_one_model(checkpoint, state)
     return _Translation(checkpoint, state, style).make(has_items, keeps_items)
@@ -295,7 +294,7 @@ class _Translation:
         self._add(name, tensor)
         self.tensors[name] = dataclasses.replace(self.tensors[name], dtype=_FLOAT32, digest=None)
         self.computed[name] = CastTensor(tensor, _FLOAT32)
-        # What is computed from may be read several times, or in part.
+        # The inputs of a computation may be read several times, or in part.
         self.sources[tensor.name] += 1
 
     def _add_weights(self) -> None:
@@ -518,7 +517,7 @@ class _Translation:
         words = tuple(style.groups.split("."))
         if style.has_group_steps:
             decays = [group.get("weight_decay", 0) for group in groups]
-            # By this Megatron tells its groups apart, where some are decayed and others not.
+            # Megatron distinguishes groups with and without weight decay by this.
             for group in groups if any(decays) and not all(decays) else ():
                 group.setdefault("wd_mult", 1.0 if group.get("weight_decay", 0) else 0.0)
         if not style.are_groups_apart:

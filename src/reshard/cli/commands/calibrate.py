@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reshard.topology import Link
     from reshard.torch.calibration.calibration import Calibration
 
-# What torchrun sets for every rank.
+# The variables that torchrun sets for every rank.
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _WORST_SHOWN = 3
 
@@ -139,7 +139,7 @@ def _process_group(backend: str | None) -> Iterator[None]:
     Raises:
         MissingExtraError: torch is not installed.
         UsageError: nccl without a GPU for this rank.
-        RunError: ranks that do not find one another.
+        RunError: ranks that do not find each other.
     """
     try:
         import torch
@@ -167,7 +167,7 @@ def _process_group(backend: str | None) -> Iterator[None]:
     try:
         dist.init_process_group(backend)
     except (RuntimeError, ValueError) as error:
-        raise RunError(f"the ranks did not find one another: {error}") from error
+        raise RunError(f"the ranks did not find each other: {error}") from error
     try:
         yield
     finally:
@@ -211,7 +211,7 @@ def _check_output(output_path: str | None, overwrite: bool) -> None:
     path = Path(output_path)
     if not output_path.endswith(".toml"):
         raise UsageError(
-            f"--output {output_path!r}: a preset is told from a shipped one by its ending; write "
+            f"--output {output_path!r}: its ending distinguishes it from a shipped preset; write "
             f"{output_path or 'machine'}.toml"
         )
     check_place(path, overwrite, "preset", "machine.toml")

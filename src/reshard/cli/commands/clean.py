@@ -51,7 +51,7 @@ def clean(url: str, yes: bool, staging: str | None, as_json: bool) -> int:
     if not isinstance(folder, RemotePath):
         raise UsageError(
             f"{url} is a path of this machine; a conversion that did not end left a hidden "
-            "folder beside its target, which the same command with --restart throws away"
+            "folder next to its target, which the same command with --restart discards"
         )
     found = find_orphaned_uploads(folder)
     staged = {item.target: find_staged(item.target, staging) for item in found}

@@ -157,7 +157,7 @@ def run_and_report(
     *,
     wait_s: float | None,
 ) -> None:
-    """Run a conversion, and say what was done.
+    """Run a conversion, and report the outcome.
 
     `places` are the source and the target as the user named them, `beside` more keys of --json;
     `wait_s` is how long to wait for other processes.
@@ -180,7 +180,7 @@ def run_and_report(
             report = run_conversion(conversion, options)
     except KeyboardInterrupt:
         raise InterruptedRunError("interrupted; the same command continues") from None
-    # What was done is said once.
+    # Process 0 reports.
     if processes.rank > 0:
         return
     if as_json:

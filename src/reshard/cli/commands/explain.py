@@ -23,7 +23,7 @@ class _Explain(click.Command):
     """A command whose arguments may begin with `-`, a dimension that is not cut."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        # No option has a space or a comma behind its dash; a space before it makes it a text.
+        # No option has a space or a comma after its dash; a space before it makes it a text.
         texts = [f" {word}" if re.match(r"-[\s,|?!]", word) else word for word in args]
         return super().parse_args(ctx, texts)
 

@@ -119,7 +119,7 @@ def inspect(
       files [{name, rank, size_bytes}], carried, left_out [{name, reason}]
       unreadable [{name, reason}] (tensors that cannot be read)
       attributes (plain values of the metadata, by name), notes
-      values (plain values saved beside the tensors, by name)
+      values (plain values saved with the tensors, by name)
       totals {tensors, elements, tensor_bytes, files, file_bytes}
       copies (parts that several ranks hold) {parts, unchecked, read_bytes,
         differing [{tensor, part, ranks, found_by}], by_nature (the same), lost}

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from reshard.plans.job import JobItem
     from reshard.show.html_report import DrawnChange, Report
 
-# What a run knows of a block: whether it is done, its digest, in arrays and in the manifest.
+# Memory of a run per block: whether it is done, its digest, in arrays and in the manifest.
 _BLOCK_RECORD_BYTES = 64
 # Norms and biases are far below this; with more, whole weights are copied for axes such as dp.
 _MAX_COPY_SHARE = 0.1
@@ -115,7 +115,7 @@ class PeakMemory:
     """The memory that a conversion takes: its buffers, and the peak that is resident with all else.
 
     The rest is not modelled but measured: this process has the same modules loaded, and knows the
-    same of every tensor, as one that begins to convert.
+    same of every tensor, as a process that begins to convert.
     """
 
     buffers_bytes: int
@@ -229,7 +229,7 @@ def _per_rank(conversion: Conversion) -> list[dict[str, int]]:
     read, written = conversion.read_bytes_by_rank, conversion.write_bytes_by_rank
     sent = conversion.job.sent_bytes.tolist()
     received = conversion.job.received_bytes.tolist()
-    # Ranks of either side: one that only reads has no place among those that receive.
+    # Ranks of either side: a rank that only reads does not receive.
     ranks = sorted({*range(len(sent)), *range(len(received)), *read, *written})
     return [
         {

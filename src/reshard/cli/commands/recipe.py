@@ -254,7 +254,7 @@ def derive(
 
 
 class _Report:
-    """What rules make of a checkpoint, as text and as JSON."""
+    """The shardings of a checkpoint by rules, as text and as JSON."""
 
     def __init__(
         self,
@@ -451,7 +451,7 @@ def _size_axes(mesh: DeviceMesh) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class EngineComparison:
-    """What a recipe and an engine say of the tensors of a checkpoint.
+    """The differences between the layouts of a recipe and of an engine.
 
     `unread` are tensors that no rank of the engine reads, `unknown` those that its layout has not:
     it is of another checkpoint.

@@ -161,7 +161,7 @@ def verify(
     elif not quiet:
         write("\n".join(_as_text(found, seconds_s, shows_all)))
         if not (found.is_same or are_named) and _is_one_stacked(first, second):
-            write("one has stacked experts, the other not: compare them with --recipe auto")
+            write("one side has stacked experts, the other not: compare them with --recipe auto")
         elif not (found.is_same or are_named or found.digests) and _have_other_names(found):
             write(
                 "no name is in both: --left-names and --right-names compare under a recipe's "
@@ -186,7 +186,7 @@ def _select_both(
     first = select_from(opened[0], selection)
     if selection.changes_names:
         return [first, opened[1]]
-    # What has the names of one side only is a difference, and no slip.
+    # A name of one side only is a difference, not a mistake in the pattern.
     return [first, select_from(opened[1], selection, is_expected=False)]
 
 
