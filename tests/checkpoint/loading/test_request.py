@@ -99,7 +99,7 @@ def test_a_recipe_and_other_names(tmp_path: Path) -> None:
         ({"to": "tp=2", "recipe": "nobody"}, RecipeError, "unknown recipe"),
         ({"rules": RULES}, UsageError, "to 'full'"),
         ({"layouts": {}, "to": "tp=2"}, UsageError, "layouts, and 'to' too"),
-        ({"stop": True}, UsageError, r"stop=True; give a threading\.Event"),
+        ({"stop": True}, UsageError, r"stop=True: expected a threading\.Event"),
     ],
 )
 def test_what_cannot_be(source: Path, arguments: Any, error: type, says: str) -> None:

@@ -30,7 +30,7 @@ from reshard.errors import RecipeError
 from reshard.layout import Box, Layout
 from reshard.recipes.naming import Fusion
 
-MOST_BOXES = 100_000
+MAX_BOXES = 100_000
 
 
 class StoredBox(NamedTuple):
@@ -361,9 +361,9 @@ def bind_boxes(
     boxes = []
     for one in moved:
         boxes.append(one)
-        if len(boxes) > MOST_BOXES:
+        if len(boxes) > MAX_BOXES:
             raise RecipeError(
-                f"{name!r} would lie in more than {MOST_BOXES} pieces of files; make the source "
+                f"{name!r} would lie in more than {MAX_BOXES} pieces of files; make the source "
                 "whole first (--to full), and change names then"
             )
     if not boxes:
