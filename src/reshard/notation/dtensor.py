@@ -947,13 +947,13 @@ def _find_strided(
     return tuple(placements)
 
 
-def _are_equal(one: Layout, other: Layout) -> bool:
+def _are_equal(first: Layout, second: Layout) -> bool:
     """Return whether every rank holds the same elements in the same order; parts may be
     numbered anew.
     """
-    for dim in range(one.ndim):
-        pairs = np.stack((one.cell_part[:, dim], other.cell_part[:, dim]), axis=1)
+    for dim in range(first.ndim):
+        pairs = np.stack((first.cell_part[:, dim], second.cell_part[:, dim]), axis=1)
         for part, counterpart in np.unique(pairs, axis=0).tolist():
-            if one.tables[dim].runs_of(part) != other.tables[dim].runs_of(counterpart):
+            if first.tables[dim].runs_of(part) != second.tables[dim].runs_of(counterpart):
                 return False
     return True

@@ -190,7 +190,9 @@ class _AssignmentBuilder:
         from_recipe = [
             rule
             for rule in (recipe.rules if recipe else ())
-            if (one := rule.condition) is None or one.index_names or one.holds(config)
+            if (condition := rule.condition) is None
+            or condition.index_names
+            or condition.holds(config)
         ]
         self.rules = (*rules, *from_recipe)
         self.listed = RuleList(self.rules, config)
@@ -239,7 +241,7 @@ class _AssignmentBuilder:
     def match(self, name: str, first: int = 0) -> _Match | None:
         """Return the first rule that matches a tensor, from rule number `first` on."""
         called = (name, self.aliases[name]) if name in self.aliases else (name,)
-        found = [(*one, text) for text in called if (one := self.listed.find(text, first))]
+        found = [(*match, text) for text in called if (match := self.listed.find(text, first))]
         # If a rule matches both names, the tensor's own is used.
         number, own, text = min(found, key=itemgetter(0), default=(-1, {}, ""))
         if number < 0:

@@ -89,14 +89,14 @@ def map_coordinates(
         found = _map_axis(Axis(axis), mapping)
         if not found:
             continue
-        if not all(one.is_full for one in found):
+        if not all(axis.is_full for axis in found):
             raise RecipeError(
                 f"tensors are dealt out by axis {axis!r}, mapped to {' '.join(map(str, found))}; "
                 "map it to whole axes of the mesh"
             )
         # A coordinate of the joint axis is a coordinate of each mesh axis, major to minor. `only`
         # restricts axes separately, so the coordinates must be a product.
-        columns = np.unravel_index(coordinates, [mesh.axis_size(one) for one in found])
+        columns = np.unravel_index(coordinates, [mesh.axis_size(mesh_axis) for mesh_axis in found])
         chosen = [tuple(sorted({int(at) for at in column})) for column in columns]
         if math.prod(map(len, chosen)) != len(coordinates):
             raise RecipeError(
@@ -104,7 +104,7 @@ def map_coordinates(
                 f"{' '.join(map(str, found))}, are no product of coordinates of these; map it to "
                 "one axis"
             )
-        yield from ((one.name, at) for one, at in zip(found, chosen, strict=True))
+        yield from ((mesh_axis.name, at) for mesh_axis, at in zip(found, chosen, strict=True))
 
 
 def find_used_axes(sharding: ShardingSpec) -> set[str]:

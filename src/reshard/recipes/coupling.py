@@ -339,8 +339,10 @@ class ShardBlockReader:
         self._mesh = mesh
         self._mapping = {axis: () if axis in storage else to for axis, to in mapping.items()}
         # An axis that another axis of the recipe is mapped to as well divides more than storage.
-        computed = {one for to in self._mapping.values() for one in to}
-        self._storage = {one for axis in storage for one in mapping.get(axis, ())} - computed
+        computed = {axis for to in self._mapping.values() for axis in to}
+        self._storage = {
+            mesh_axis for axis in storage for mesh_axis in mapping.get(axis, ())
+        } - computed
 
     def read(
         self,

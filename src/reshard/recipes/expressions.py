@@ -379,7 +379,7 @@ def fill_in(spec: str, config: Config | None, numbers: Numbers = NO_NUMBERS) -> 
     >>> fill_in("tp@heads{num_key_value_heads|num_attention_heads}", {"num_attention_heads": 12})
     'tp@heads12'
     """
-    texts = iter([str(one.value(config, numbers)) for one in find_expressions(spec)])
+    texts = iter([str(expression.value(config, numbers)) for expression in find_expressions(spec)])
     return BRACES.sub(lambda braces: next(texts), spec)
 
 

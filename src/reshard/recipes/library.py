@@ -241,7 +241,7 @@ def _may_count(rule: Rule, config: Config) -> bool:
 def _list_missing(recipe: Recipe, config: Config) -> tuple[str, ...]:
     """Return the expressions of a recipe's counts that a config does not answer."""
     counts = [numbering.count for numbering in recipe.numbers.values()]
-    counts += [count for one in recipe.coupled.values() for _, count in one.members]
+    counts += [count for coupling in recipe.coupled.values() for _, count in coupling.members]
     missing = []
     for count in dict.fromkeys(counts):
         expression = parse_expression(count)
@@ -267,7 +267,7 @@ def describe_unknown_model(config: Config | None, names: Iterable[str]) -> str:
         # Names of types that look alike are of models that look alike.
         kind = str((config or {}).get("model_type") or "")
         near = difflib.get_close_matches(kind.casefold(), known_recipes())
-        near += [one.recipe.name for one in ranked]
+        near += [resemblance.recipe.name for resemblance in ranked]
         there = f"the nearest are {', '.join(dict.fromkeys(near))}; " if near else ""
         return (
             f"{text}{there}`reshard recipe show` lists all {len(known_recipes())}; give rules, or "
@@ -276,10 +276,10 @@ def describe_unknown_model(config: Config | None, names: Iterable[str]) -> str:
     (recipe, matched, tensors, missing), *others = ranked
     counts = "config.json has all of its counts"
     if missing and config is not None:
-        counts = f"of its counts config.json lacks {', '.join(f'`{one}`' for one in missing)}"
+        counts = f"of its counts config.json lacks {', '.join(f'`{count}`' for count in missing)}"
     elif config is None:
         counts = "it takes the model's counts from config.json, so put that beside the weights"
-    after = ", ".join(f"{one.recipe.name} ({one.matched})" for one in others)
+    after = ", ".join(f"{other.recipe.name} ({other.matched})" for other in others)
     return (
         f"{text}by the names of its tensors it resembles {recipe.name}, whose rules match "
         f"{matched} of {tensors}{f', then {after}' if after else ''}; {counts}. See `reshard "

@@ -261,8 +261,8 @@ class Fusion:
         (3, 3)
         """
         found = dict.fromkeys(self.members, 0)
-        for one in self.member_slices(length):
-            found[one.member] += one.stop - one.start
+        for part in self.member_slices(length):
+            found[part.member] += part.stop - part.start
         return tuple(found.values())
 
 
@@ -365,7 +365,7 @@ def make_fused_spec(
     tensors, together = fusion.tensors, len(fusion.members)
     members, at = tensors[:together], fusion.dimension
     first, *others = (specs[member] for member in members)
-    dims = [one.dim_specs[at] for one in (first, *others)]
+    dims = [spec.dim_specs[at] for spec in (first, *others)]
     # 1. Members must agree in all other dimensions, and in the axes of the fused dimension.
     for member, other in zip(members[1:], others, strict=True):
         apart = (*first.dim_specs[:at], None, *first.dim_specs[at + 1 :])
@@ -413,15 +413,15 @@ def make_fused_spec(
                     f"{name!r} is a stack of {members[0]!r}, cut as `{first}`, and {tensor!r}, cut "
                     f"as `{specs[tensor]}`; cut all of them alike, or keep them apart"
                 )
-        leading, only = _cut_stack(name, [specs[one] for one in tensors[::together]])
+        leading, only = _cut_stack(name, [specs[tensor] for tensor in tensors[::together]])
         cuts.insert(0, leading)
     return ShardingSpec(first.mesh, cuts, first.replicated_axes, only=only)
 
 
 def _cut_stack(name: str, specs: Sequence[ShardingSpec]) -> tuple[DimSpec, _Coordinates]:
     """Return the cut of a stack whose tensors are those of `specs`, and where all of it lives."""
-    mesh, places = specs[0].mesh, [dict(one.only) for one in specs]
-    axes = [axis for axis in mesh.axis_names if len({one.get(axis) for one in places}) > 1]
+    mesh, places = specs[0].mesh, [dict(spec.only) for spec in specs]
+    axes = [axis for axis in mesh.axis_names if len({place.get(axis) for place in places}) > 1]
     only = tuple((axis, at) for axis, at in specs[0].only if axis not in axes)
     if not axes:
         return DimSpec([]), only
@@ -446,12 +446,12 @@ def _find_joint_coordinates(
     places: Sequence[Mapping[str, tuple[int, ...]]], axes: Sequence[str], sizes: Sequence[int]
 ) -> Iterator[int]:
     """Yield the joint coordinate of each tensor, up to the first that has several."""
-    for one in places:
+    for place in places:
         joint = 0
         for axis, size in zip(axes, sizes, strict=True):
-            if len(one.get(axis, ())) != 1:
+            if len(place.get(axis, ())) != 1:
                 return
-            joint = joint * size + one[axis][0]
+            joint = joint * size + place[axis][0]
         yield joint
 
 

@@ -331,12 +331,12 @@ def quantization_config(config: Mapping[str, object] | None) -> Mapping[str, Any
     {'quant_method': 'fp8'}
     """
     inside: list[Mapping[str, Any]] = [config or {}]
-    for one in inside:
+    for table in inside:
         for key in _CONFIG_KEYS:
-            found = one.get(key)
+            found = table.get(key)
             if isinstance(found, Mapping):
                 return found
-        inside += [value for value in one.values() if isinstance(value, Mapping)]
+        inside += [value for value in table.values() if isinstance(value, Mapping)]
     return {}
 
 
@@ -434,7 +434,7 @@ def _expect_no_strangers(shapes: Shapes, found: Mapping[str, QuantizedWeight]) -
             raise UncomputableError(
                 f"the tensor {name!r} lies beside the quantised weight {weight.name!r} "
                 f"({weight.method}), and it is not known how it goes with it; known there are "
-                f"{', '.join(one.rpartition('.')[2] for one in weight.members)} and bias. "
+                f"{', '.join(member.rpartition('.')[2] for member in weight.members)} and bias. "
                 f"{_ACCEPTED}"
             )
 
@@ -530,11 +530,13 @@ class _Finder:
         # 4. The groups that must stay together.
         groups, by = [1] * len(shape), [logical] * len(shape)
         for name, dims in members.items():
-            for one in dims:
-                if one.dimension is not None and one.elements > 1:
-                    if groups[one.dimension] % one.elements:
-                        by[one.dimension] = name
-                    groups[one.dimension] = math.lcm(groups[one.dimension], one.elements)
+            for stored_dim in dims:
+                if stored_dim.dimension is not None and stored_dim.elements > 1:
+                    if groups[stored_dim.dimension] % stored_dim.elements:
+                        by[stored_dim.dimension] = name
+                    groups[stored_dim.dimension] = math.lcm(
+                        groups[stored_dim.dimension], stored_dim.elements
+                    )
         uncut: dict[int, str] = {}
         for (_, word), end in zip(
             method.uncut, _find_ends(method, [end for end, _ in method.uncut]), strict=True
@@ -790,21 +792,21 @@ def find_missing_scales(names: Collection[str], types: Mapping[str, str]) -> dic
             continue
         end = None
         if name.endswith(_PACKED_ENDS):
-            end = next(one for one in _PACKED if name.endswith(one))
+            end = next(ending for ending in _PACKED if name.endswith(ending))
         if end is not None:
             scales = [name.removesuffix(end) + _PACKED[end]]
         else:
             bare = name.removesuffix(".weight")
-            scales = [name + one for one in _AFTER]
-            scales += [bare + one for one in _IN_PLACE] if bare != name else []
-        scale = next((one for one in scales if one in types), None)
+            scales = [name + ending for ending in _AFTER]
+            scales += [bare + ending for ending in _IN_PLACE] if bare != name else []
+        scale = next((name_of_scale for name_of_scale in scales if name_of_scale in types), None)
         if scale is None:
             # The name of the scale that is missing is as those of other weights are.
             usual = 0 if types[name].startswith("float8") or end is not None else 1
             used = (
                 number
-                for number, one in enumerate(_AFTER if end is None and not found else ())
-                if any(other.endswith(one) for other in types)
+                for number, ending in enumerate(_AFTER if end is None and not found else ())
+                if any(other.endswith(ending) for other in types)
             )
             found[name] = scales[next(used, usual)]
             continue

@@ -250,7 +250,7 @@ class FoldedWeights:
     def drop(self, name: str) -> tuple[str, ...]:
         """Leave a weight's stored tensors as they are; returns them."""
         weight = self.weights.pop(name)
-        kept = tuple(one for one in weight.members if self._weight_of.get(one) == name)
+        kept = tuple(member for member in weight.members if self._weight_of.get(member) == name)
         for member in kept:
             del self._weight_of[member]
         return kept
@@ -273,7 +273,9 @@ class FoldedWeights:
         """
         sizes: dict[str, float] = {n: size for n, size in stored.items() if n in self.stored}
         for name, weight in self.weights.items():
-            total = sum(math.prod(self.stored[one]) * stored[one] for one in weight.members)
+            total = sum(
+                math.prod(self.stored[member]) * stored[member] for member in weight.members
+            )
             sizes[name] = total / max(math.prod(weight.shape), 1)
         return sizes
 
@@ -388,12 +390,14 @@ def _lay_out_stored(
 ) -> tuple[ShardingSpec, Layout]:
     """Return the sharding of a stored tensor of shape `stored`, and its layout."""
     found = []
-    for one, length in zip(dims, stored, strict=True):
-        if one.dimension is None:
+    for dimension, length in zip(dims, stored, strict=True):
+        if dimension.dimension is None:
             found.append(DimSpec())
             continue
-        dim = sharding.dim_specs[one.dimension]
-        found.append(scale_to_groups(dim, sharding.mesh, shape[one.dimension], one, length))
+        dim = sharding.dim_specs[dimension.dimension]
+        found.append(
+            scale_to_groups(dim, sharding.mesh, shape[dimension.dimension], dimension, length)
+        )
     spec = _replace_dims(sharding, found)
     return spec, spec.layout(stored)
 

@@ -112,14 +112,18 @@ class ReshardingPlan:
     @classmethod
     def of_job(cls, job: Job, source_world_size: int, target_world_size: int) -> ReshardingPlan:
         """Return the view of a job between two numbers of ranks."""
-        found = [one for item in job.items for one in _list_redistributions(job, item)]
+        found = [
+            redistribution
+            for item in job.items
+            for redistribution in _list_redistributions(job, item)
+        ]
         return cls(source_world_size, target_world_size, tuple(found), job)
 
     @cached_property
     def _by_name(self) -> Mapping[str, list[TensorRedistribution]]:
         found: dict[str, list[TensorRedistribution]] = {}
-        for one in self.tensor_redistributions:
-            found.setdefault(one.tensor_name, []).append(one)
+        for redistribution in self.tensor_redistributions:
+            found.setdefault(redistribution.tensor_name, []).append(redistribution)
         return found
 
     def redistributions(self, tensor_name: str) -> list[TensorRedistribution]:
@@ -138,13 +142,19 @@ class ReshardingPlan:
         """Return all source ranks that give something of a tensor; an empty list for an
         absent name.
         """
-        return sorted({one.source_rank for one in self._by_name.get(tensor_name, ())})
+        return sorted(
+            {redistribution.source_rank for redistribution in self._by_name.get(tensor_name, ())}
+        )
 
     def target_ranks(self, tensor_name: str) -> list[int]:
         """Return the target ranks that receive something of a tensor; an empty list for an
         absent name.
         """
-        ranks = {rank for one in self._by_name.get(tensor_name, ()) for rank in one.target_ranks}
+        ranks = {
+            rank
+            for redistribution in self._by_name.get(tensor_name, ())
+            for rank in redistribution.target_ranks
+        }
         return sorted(ranks)
 
 
@@ -202,7 +212,7 @@ def _list_without_elements(item: JobItem) -> Iterator[TensorRedistribution]:
 def _make_redistribution(
     name: str, sender: int, shape: Shape, slices: list[TensorSlice]
 ) -> TensorRedistribution:
-    receivers = tuple(dict.fromkeys(one.target_rank for one in slices))
+    receivers = tuple(dict.fromkeys(part.target_rank for part in slices))
     return TensorRedistribution(name, sender, shape, receivers, tuple(slices))
 
 

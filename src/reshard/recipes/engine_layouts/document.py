@@ -164,12 +164,12 @@ def write_document(layout: EngineLayout) -> str:
     ranks = []
     for rank in layout.ranks:
         parameters = list(rank.parameters.values())
-        lists = [number_names(one.sources) for one in parameters]
+        lists = [number_names(parameter.sources) for parameter in parameters]
         written: dict[str, Any] = {
             "rank": rank.rank,
             "names": columns.number([number_of[name] for name in rank.parameters]),
             "patterns": columns.number(
-                [patterns.setdefault(one.pattern, len(patterns)) for one in parameters]
+                [patterns.setdefault(parameter.pattern, len(patterns)) for parameter in parameters]
             ),
             "sources": columns.number(np.concatenate(lists) if lists else []),
             "unread": columns.number([number_of[name] for name in rank.unread]),
@@ -220,20 +220,22 @@ def _write_pattern(pattern: ParameterPattern, columns: _Columns) -> dict[str, An
             )
         ]
     if pattern.steps != ((),):
-        written["steps"] = [list(one) for one in pattern.steps]
+        written["steps"] = [list(steps) for steps in pattern.steps]
     if pattern.computed:
         written["computed"] = [
             [
-                _write_box(one.box),
-                list(one.operations),
-                list(one.sources),
-                *([] if one.view is None else [one.view.offset, list(one.view.strides)]),
+                _write_box(region.box),
+                list(region.operations),
+                list(region.sources),
+                *([] if region.view is None else [region.view.offset, list(region.view.strides)]),
             ]
-            for one in pattern.computed
+            for region in pattern.computed
         ]
     if pattern.constants:
         # Not a number and infinities are no JSON.
-        written["constants"] = [[_write_box(one.box), repr(one.value)] for one in pattern.constants]
+        written["constants"] = [
+            [_write_box(constant.box), repr(constant.value)] for constant in pattern.constants
+        ]
     if pattern.unfilled:
         written["unfilled"] = [_write_box(box) for box in pattern.unfilled]
     return written
@@ -351,8 +353,8 @@ class _LayoutReader:
         shape = read_ints(field("shape", list, of=value), f"{where}.shape", 0)
         dims = len(shape)
         steps = [
-            tuple(read_strings(one, f"{where}.steps"))
-            for one in field("steps", list, [[]], of=value)
+            tuple(read_strings(names, f"{where}.steps"))
+            for names in field("steps", list, [[]], of=value)
         ]
         columns = PieceColumns.empty(dims)
         if "pieces" in value:
@@ -379,9 +381,9 @@ class _LayoutReader:
             read_dtype(value.get("dtype"), f"{where}.dtype"),
             columns,
             steps,
-            [_read_computed(one, dims, f"{where}.computed") for one in computed],
-            [_read_constant(one, dims, f"{where}.constants") for one in constants],
-            [_read_box(one, dims, f"{where}.unfilled") for one in unfilled],
+            [_read_computed(region, dims, f"{where}.computed") for region in computed],
+            [_read_constant(region, dims, f"{where}.constants") for region in constants],
+            [_read_box(box, dims, f"{where}.unfilled") for box in unfilled],
         )
 
 

@@ -84,8 +84,8 @@ class RankLayout:
         """Bytes of all parameters, of tied ones once."""
         again = {name for group in self.tied for name in group[1:]}
         return sum(
-            math.prod(one.shape) * one.dtype.itemsize_bytes
-            for name, one in self.parameters.items()
+            math.prod(parameter.shape) * parameter.dtype.itemsize_bytes
+            for name, parameter in self.parameters.items()
             if name not in again
         )
 
@@ -148,7 +148,7 @@ class EngineLayout:
         )
         object.__setattr__(self, "ranks", tuple(self.ranks))
         object.__setattr__(self, "notes", tuple(self.notes))
-        numbers = [one.rank for one in self.ranks]
+        numbers = [layout.rank for layout in self.ranks]
         if numbers != sorted(self.mesh.devices):
             raise LayoutError(
                 f"layouts of the ranks {numbers} for the mesh {self.mesh.text}, whose ranks are "
@@ -171,9 +171,9 @@ class EngineLayout:
 
     def rank(self, rank: int) -> RankLayout:
         """Return the layout of a rank. Raises UsageError for an unknown rank."""
-        for one in self.ranks:
-            if one.rank == rank:
-                return one
+        for layout in self.ranks:
+            if layout.rank == rank:
+                return layout
         raise UsageError(
             f"rank {rank!r} of a layout for {self.mesh.text}; its ranks are "
             f"{min(self.mesh.devices)} to {max(self.mesh.devices)}"
@@ -189,8 +189,8 @@ class EngineLayout:
         slots = max(self.mesh.devices) + 1
         shapes = {name: source.shape for name, source in self.sources.items()}
         held: list[tuple[int, Sequence[tuple[ParameterPattern, tuple[str, ...]]]]] = [
-            (one.rank, [(p.pattern, p.sources) for p in one.parameters.values()])
-            for one in self.ranks
+            (layout.rank, [(p.pattern, p.sources) for p in layout.parameters.values()])
+            for layout in self.ranks
         ]
         return list_source_layouts(shapes, held, slots)
 
@@ -200,8 +200,8 @@ class EngineLayout:
         found: dict[str, tuple[str, ...]] = {}
         for rank in self.ranks:
             for name, parameter in rank.parameters.items():
-                for one in parameter.pattern.computed:
-                    found.setdefault(name, one.operations)
+                for region in parameter.pattern.computed:
+                    found.setdefault(name, region.operations)
         return found
 
     @property

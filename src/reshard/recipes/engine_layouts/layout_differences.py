@@ -71,32 +71,32 @@ def list_differences(
 
 
 @lru_cache(maxsize=1 << 14)
-def _find_differing_ranks(one: Layout, other: Layout) -> tuple[int, ...]:
+def _find_differing_ranks(first: Layout, second: Layout) -> tuple[int, ...]:
     """Return the ranks that do not hold the same elements in both."""
-    if one is other:
+    if first is second:
         return ()
-    ranks = range(max(one.slots, other.slots))
+    ranks = range(max(first.slots, second.slots))
     return tuple(
-        rank for rank in ranks if not _are_same(_holding(one, rank), _holding(other, rank))
+        rank for rank in ranks if not _are_same(_holding(first, rank), _holding(second, rank))
     )
 
 
-def _are_same(one: tuple[Product, ...], other: tuple[Product, ...]) -> bool:
-    if one == other:
+def _are_same(first: tuple[Product, ...], second: tuple[Product, ...]) -> bool:
+    if first == second:
         return True
     # Products of a side share no element, so shared elements are counted pair by pair.
-    shared = sum(_count_shared(a, b) for a in one for b in other)
-    return shared == sum(map(_count, one)) == sum(map(_count, other))
+    shared = sum(_count_shared(a, b) for a in first for b in second)
+    return shared == sum(map(_count, first)) == sum(map(_count, second))
 
 
 def _count(product: Product) -> int:
     return math.prod(sum(stop - start for start, stop in stretches) for stretches in product)
 
 
-def _count_shared(one: Product, other: Product) -> int:
+def _count_shared(first: Product, second: Product) -> int:
     return math.prod(
         sum(max(0, min(b, d) - max(a, c)) for a, b in ours for c, d in theirs)
-        for ours, theirs in zip(one, other, strict=True)
+        for ours, theirs in zip(first, second, strict=True)
     )
 
 

@@ -160,9 +160,9 @@ class ParameterPattern(Interned):
         self.columns = PieceColumns(
             tables[0], tables[1], given[2], given[3], tables[2], given[5]
         ).take(order)
-        self.steps = tuple(tuple(one) for one in steps)
-        self.computed = tuple(sorted(computed, key=lambda one: one.box))
-        self.constants = tuple(sorted(constants, key=lambda one: one.box))
+        self.steps = tuple(tuple(names) for names in steps)
+        self.computed = tuple(sorted(computed, key=lambda region: region.box))
+        self.constants = tuple(sorted(constants, key=lambda region: region.box))
         self.unfilled = tuple(sorted(unfilled))
         self._check()
         for column in self.columns:
@@ -180,7 +180,9 @@ class ParameterPattern(Interned):
                 f"pieces of a parameter of shape {list(self.shape)} have negative numbers of "
                 f"sources or offsets, or steps that are not in {list(self.steps)}"
             )
-        others = [one.box for one in self.computed] + [one.box for one in self.constants]
+        others = [region.box for region in self.computed] + [
+            region.box for region in self.constants
+        ]
         others += self.unfilled
         dims = len(self.shape)
         start = np.concatenate([columns.start, _as_table([b.start for b in others], dims)])
@@ -232,12 +234,14 @@ class ParameterPattern(Interned):
         sources: list[Any] = [columns.source]
         first: list[Any] = [columns.offset + np.minimum(further, 0).sum(axis=1)]
         last: list[Any] = [columns.offset + np.maximum(further, 0).sum(axis=1)]
-        for one in self.computed:
-            if one.view is not None:
-                ends = [(n - 1) * s for n, s in zip(one.box.shape, one.view.strides, strict=True)]
-                sources.append(one.sources[0])
-                first.append(one.view.offset + sum(min(end, 0) for end in ends))
-                last.append(one.view.offset + sum(max(end, 0) for end in ends))
+        for region in self.computed:
+            if region.view is not None:
+                ends = [
+                    (n - 1) * s for n, s in zip(region.box.shape, region.view.strides, strict=True)
+                ]
+                sources.append(region.sources[0])
+                first.append(region.view.offset + sum(min(end, 0) for end in ends))
+                last.append(region.view.offset + sum(max(end, 0) for end in ends))
         return sources, first, last
 
     def __repr__(self) -> str:
@@ -348,15 +352,15 @@ class ParameterLayout:
             table[:, -1],
         )
         by_number = []
-        for one in sorted(computed, key=lambda one: one.box):
-            if one.view is not None:
-                _check_region(name, shape, one.box, one.view)
-                if len(one.sources) != 1:
+        for region in sorted(computed, key=lambda region: region.box):
+            if region.view is not None:
+                _check_region(name, shape, region.box, region.view)
+                if len(region.sources) != 1:
                     raise LayoutError(
-                        f"{name!r} has a region of {len(one.sources)} sources; a view is of one"
+                        f"{name!r} has a region of {len(region.sources)} sources; expected 1"
                     )
-            of = tuple(numbers.setdefault(source, len(numbers)) for source in one.sources)
-            by_number.append(ComputedPattern(one.box, tuple(one.operations), of, one.view))
+            of = tuple(numbers.setdefault(source, len(numbers)) for source in region.sources)
+            by_number.append(ComputedPattern(region.box, tuple(region.operations), of, region.view))
         try:
             pattern = ParameterPattern(
                 shape, as_dtype(dtype), columns, tuple(steps), by_number, [*constants], [*unfilled]
@@ -438,10 +442,10 @@ class ParameterLayout:
             place = f"from {piece.view.offset}" + (f", strides {strides}" if strides else "")
             steps = "".join(f", {step}" for step in piece.steps)
             lines.append((piece.box, f"{piece.source} {place}{steps}"))
-        for one in self.computed:
-            of = ", ".join(one.sources)
-            lines.append((one.box, f"computed by {', '.join(one.operations)} of {of}"))
-        lines += [(one.box, f"filled with {one.value:g}") for one in self.constants]
+        for region in self.computed:
+            of = ", ".join(region.sources)
+            lines.append((region.box, f"computed by {', '.join(region.operations)} of {of}"))
+        lines += [(constant.box, f"filled with {constant.value:g}") for constant in self.constants]
         lines += [(box, "not filled") for box in self.unfilled]
         title = f"{self.name} {self.dtype.name} {list(self.shape)}"
         return "\n".join([title, *(f"  {box} {text}" for box, text in sorted(lines))])

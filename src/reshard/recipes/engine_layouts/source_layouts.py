@@ -296,11 +296,11 @@ def _list_regions(
     rows = (columns.source.tolist(), sizes, columns.offset.tolist(), columns.strides.tolist())
     for source, size, offset, strides in zip(*rows, strict=True):
         yield source, (shapes[source], tuple(size), offset, tuple(strides))
-    for one in pattern.computed:
-        for source in one.sources:
+    for region in pattern.computed:
+        for source in region.sources:
             shape = shapes[source]
-            if one.view is not None:
-                yield source, (shape, one.box.shape, one.view.offset, one.view.strides)
+            if region.view is not None:
+                yield source, (shape, region.box.shape, region.view.offset, region.view.strides)
             else:
                 # Nobody knows which elements it depends on: the whole.
                 yield source, (shape, (math.prod(shape),), 0, (1,))
