@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recipes.published_models import DEEPSEEK_V3, GPT2, LLAMA_3_8B, MINI_LM
-from reshard.recipes.library import describe_unknown_model, find_resembling, suggest_rules
+from reshard.recipes.library import describe_unknown_model, rank_resembling, suggest_rules
 
 
 @pytest.mark.parametrize(
@@ -14,15 +14,14 @@ from reshard.recipes.library import describe_unknown_model, find_resembling, sug
 def test_a_model_resembles_its_own_recipe(model: object, expected: str) -> None:
     config = {**model.config, "model_type": "unheard-of"}  # type: ignore[attr-defined]
     names = list(model.shapes)  # type: ignore[attr-defined]
-    found = find_resembling(names, config)
-    assert found is not None
+    found = rank_resembling(names, config)[0]
     assert (found.recipe.name, found.missing) == (expected, ())
     assert found.matched == found.tensors == len(names)
 
 
 def test_experts_and_latent_attention_are_told_from_a_llama() -> None:
-    found = find_resembling(DEEPSEEK_V3.shapes, DEEPSEEK_V3.config)
-    assert found is not None and found.recipe.name.startswith("deepseek")
+    found = rank_resembling(DEEPSEEK_V3.shapes, DEEPSEEK_V3.config)[0]
+    assert found.recipe.name.startswith("deepseek")
     assert found.tensors == len(DEEPSEEK_V3.shapes)
 
 

@@ -178,21 +178,14 @@ class Resemblance(NamedTuple):
     missing: tuple[str, ...]
 
 
-def find_resembling(names: Iterable[str], config: Config) -> Resemblance | None:
-    """Return the known recipe whose rules match most of a model's names, if they match half of
-    them.
+def rank_resembling(names: Iterable[str], config: Config) -> list[Resemblance]:
+    """Return the known recipes whose rules match any of a model's names, the nearest first.
 
     >>> names = [f"model.layers.{i}.mlp.{name}_proj.weight" for i in (0, 1) for name in ("up", "q")]
-    >>> found = find_resembling(names, {"num_hidden_layers": 2})
-    >>> found.recipe.name, found.matched, found.tensors, found.missing
+    >>> nearest = rank_resembling(names, {"num_hidden_layers": 2})[0]
+    >>> nearest.recipe.name, nearest.matched, nearest.tensors, nearest.missing
     ('llama', 2, 4, ('num_attention_heads', 'num_key_value_heads|num_attention_heads'))
     """
-    best = next(iter(rank_resembling(names, config)), None)
-    return None if best is None or 2 * best.matched < best.tensors else best
-
-
-def rank_resembling(names: Iterable[str], config: Config) -> list[Resemblance]:
-    """Return the known recipes whose rules match any of a model's names, the nearest first."""
     # Layers and experts repeat: names that differ in numbers only are asked once.
     kinds = Counter(map(_write_kind, names))
     ranked: list[tuple[tuple[int, int, int, bool, int], Resemblance]] = []

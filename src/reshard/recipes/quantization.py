@@ -14,11 +14,10 @@ dimensions::
 
 Leading dimensions, of stacked experts, precede these.
 
-Names end in the suffix of a row, after the logical name or in place of its end: `.qweight` for
-`.weight`. The first stored tensor of a row identifies the method, if those in `needs` are present
-too. To add a method, add a row.
+The first stored tensor of a row identifies the method, if those in `needs` are present too. To add
+a method, add a row.
 
-1. A name with the suffix of a method, together with the tensors that it needs, is a quantised
+1. A name with the ending of a method, together with the tensors that it needs, is a quantised
    weight.
 2. The lengths of the logical weight are derived from the stored shapes. Sizes of groups and blocks
    are those of `quantization_config` in config.json if they fit the shapes, else any that fit.
@@ -45,62 +44,41 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.errors import UncomputableError
 from reshard.text import count_text
 
 
-@dataclass(frozen=True, slots=True)
-class StoredForm:
-    """A stored tensor of a method.
-
-    Args:
-        suffix: the end of its name.
-        logical: the end of the logical weight's name in that place.
-        dimensions: what its dimensions are; alternatives by their number.
-    """
-
-    suffix: str
-    logical: str
-    dimensions: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
+class Method(NamedTuple):
     """A method of quantisation.
+
+    Names of stored tensors are relative to the logical `X.weight`: `+_scale` is `X.weight_scale`,
+    `+` is `X.weight` itself, and `.scales` is `X.scales`.
 
     Args:
         name: for people and messages.
-        forms: the stored tensors; the first identifies the method.
-        needs: suffixes that must be present.
-        lacks: suffixes that must not.
+        forms: the dimensions of each stored tensor, or alternatives of another rank; the first
+            tensor identifies the method.
+        needs: tensors that must be present.
+        lacks: tensors that must not.
         order: the logical dimensions in the order of the recipe's weight.
-        uncut: suffixes that, where they are there, tie a logical dimension together: a table of
-            which group each index belongs to in any order.
+        uncut: tensors that tie a logical dimension together if they are present: a table of the
+            group of each index, in any order.
     """
 
     name: str
-    forms: tuple[StoredForm, ...]
+    forms: Mapping[str, str | tuple[str, ...]]
     needs: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
     order: tuple[str, str] = ("out", "in")
-    uncut: tuple[tuple[str, str], ...] = ()
+    uncut: Mapping[str, str] = {}
 
 
-def _make_form(suffix: str, *dimensions: str, logical: str = "") -> StoredForm:
-    return StoredForm(suffix, logical, dimensions)
-
-
-def _make_module_form(suffix: str, *dimensions: str) -> StoredForm:
-    """Return a tensor of the module `X` that has the weight `X.weight`."""
-    return StoredForm(suffix, ".weight", dimensions)
-
-
+_SCALAR = ("", "*")
 # Of activations, known in advance, and shared by all of the weight.
-_ACTIVATION_SCALES = tuple(
-    _make_module_form(suffix, "", "*")
-    for suffix in (
+_ACTIVATION_SCALES = dict.fromkeys(
+    (
         ".input_scale",
         ".input_zero_point",
         ".input_global_scale",
@@ -108,131 +86,107 @@ _ACTIVATION_SCALES = tuple(
         ".activation_scale",
         ".k_scale",
         ".v_scale",
-    )
+    ),
+    _SCALAR,
 )
 
 #: In order: the first of which all that it needs is there.
 METHODS: tuple[Method, ...] = (
     Method(
         "bitsandbytes 4-bit",
-        (
-            _make_form(".absmax", "flat/block"),
-            _make_form("", "flat/pack, *"),
-            _make_form(".quant_map", "*"),
-            _make_form(".nested_absmax", "flat/nested"),
-            _make_form(".nested_quant_map", "*"),
-            _make_form(".quant_state.bitsandbytes__nf4", "*"),
-            _make_form(".quant_state.bitsandbytes__fp4", "*"),
-        ),
-        needs=("",),
+        {
+            "+.absmax": "flat/block",
+            "+": "flat/pack, *",
+            "+.quant_map": "*",
+            "+.nested_absmax": "flat/nested",
+            "+.nested_quant_map": "*",
+            "+.quant_state.bitsandbytes__nf4": "*",
+            "+.quant_state.bitsandbytes__fp4": "*",
+        },
+        needs=("+",),
     ),
     Method(
         "bitsandbytes 8-bit",
-        (
-            _make_module_form(".SCB", "out"),
-            _make_form("", "out, in"),
-            _make_module_form(".weight_format", "", "*"),
-        ),
-        needs=("",),
+        {".SCB": "out", "+": "out, in", ".weight_format": _SCALAR},
+        needs=("+",),
     ),
     Method(
         "MXFP4 of gpt-oss",
-        (_make_form("_blocks", "out, in/32, *"), _make_form("_scales", "out, in/32")),
-        needs=("_scales",),
+        {"+_blocks": "out, in/32, *", "+_scales": "out, in/32"},
+        needs=("+_scales",),
         order=("in", "out"),
     ),
     Method(
         "NVFP4 of ModelOpt",
-        (
-            _make_form("_scale_2", "", "*"),
-            _make_form("", "out, in/2"),
-            _make_form("_scale", "out, in/group"),
-            *_ACTIVATION_SCALES,
-        ),
-        needs=("", "_scale"),
+        {"+_scale_2": _SCALAR, "+": "out, in/2", "+_scale": "out, in/group", **_ACTIVATION_SCALES},
+        needs=("+", "+_scale"),
     ),
     Method(
         "NVFP4 of compressed-tensors",
-        (
-            _make_form("_packed", "out, in/2"),
-            _make_form("_scale", "out, in/group"),
-            _make_form("_global_scale", "", "*"),
-            *_ACTIVATION_SCALES,
-        ),
-        needs=("_scale", "_global_scale"),
+        {
+            "+_packed": "out, in/2",
+            "+_scale": "out, in/group",
+            "+_global_scale": _SCALAR,
+            **_ACTIVATION_SCALES,
+        },
+        needs=("+_scale", "+_global_scale"),
     ),
     Method(
         "MXFP4 of compressed-tensors",
-        (
-            _make_form("_packed", "out, in/2"),
-            _make_form("_scale", "out, in/group"),
-            *_ACTIVATION_SCALES,
-        ),
-        needs=("_scale",),
-        lacks=("_shape",),
+        {"+_packed": "out, in/2", "+_scale": "out, in/group", **_ACTIVATION_SCALES},
+        needs=("+_scale",),
+        lacks=("+_shape",),
     ),
     Method(
         "packed compressed-tensors",
-        (
-            _make_form("_packed", "out, in/pack"),
-            _make_form("_scale", "out~, in~"),
-            _make_form("_zero_point", "out/pack, in~"),
-            _make_form("_shape", "*"),
-            _make_form("_g_idx", "in"),
-            *_ACTIVATION_SCALES,
-        ),
-        needs=("_scale", "_shape"),
-        uncut=(("_g_idx", "in"),),
+        {
+            "+_packed": "out, in/pack",
+            "+_scale": "out~, in~",
+            "+_zero_point": "out/pack, in~",
+            "+_shape": "*",
+            "+_g_idx": "in",
+            **_ACTIVATION_SCALES,
+        },
+        needs=("+_scale", "+_shape"),
+        uncut={"+_g_idx": "in"},
     ),
     Method(
         "GPTQ",
-        (
-            _make_module_form(".qweight", "in/pack, out"),
-            _make_module_form(".scales", "in~, out"),
-            _make_module_form(".qzeros", "in~, out/pack"),
-            _make_module_form(".g_idx", "in"),
-        ),
+        {
+            ".qweight": "in/pack, out",
+            ".scales": "in~, out",
+            ".qzeros": "in~, out/pack",
+            ".g_idx": "in",
+        },
         needs=(".scales", ".g_idx"),
-        uncut=((".g_idx", "in"),),
+        uncut={".g_idx": "in"},
     ),
     Method(
         "AWQ",
-        (
-            _make_module_form(".qweight", "in, out/pack"),
-            _make_module_form(".scales", "in~, out"),
-            _make_module_form(".qzeros", "in~, out/pack"),
-        ),
+        {".qweight": "in, out/pack", ".scales": "in~, out", ".qzeros": "in~, out/pack"},
         needs=(".scales", ".qzeros"),
         lacks=(".g_idx",),
     ),
     Method(
         "GPTQ without g_idx",
-        (
-            _make_module_form(".qweight", "in/pack, out"),
-            _make_module_form(".scales", "in~, out"),
-            _make_module_form(".qzeros", "in~, out/pack"),
-        ),
+        {".qweight": "in/pack, out", ".scales": "in~, out", ".qzeros": "in~, out/pack"},
         needs=(".scales",),
         lacks=(".g_idx",),
     ),
     Method(
         "FP8 in blocks",
-        (
-            _make_form("_scale_inv", "", "*", "out/rows, in/columns"),
-            _make_form("", "out, in"),
-            *_ACTIVATION_SCALES,
-        ),
-        needs=("",),
+        {"+_scale_inv": ("", "*", "out/rows, in/columns"), "+": "out, in", **_ACTIVATION_SCALES},
+        needs=("+",),
     ),
     Method(
         "scaled 8-bit",
-        (
-            _make_form("_scale", "", "out~", "out~, in~", "out/rows, *, in/columns, *"),
-            _make_form("", "out, in"),
-            _make_form("_zero_point", "", "out~", "out~, in~"),
-            *_ACTIVATION_SCALES,
-        ),
-        needs=("",),
+        {
+            "+_scale": ("", "out~", "out~, in~", "out/rows, *, in/columns, *"),
+            "+": "out, in",
+            "+_zero_point": ("", "out~", "out~, in~"),
+            **_ACTIVATION_SCALES,
+        },
+        needs=("+",),
     ),
 )
 
@@ -256,8 +210,6 @@ KNOWN_QUANT_METHODS: dict[str, tuple[str, frozenset[str]]] = {
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
-#: The end of a stored tensor's name, and that of the logical weight's in its place.
-End = tuple[str, str]
 
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 _BIT_KEYS = ("bits", "num_bits", "w_bit")
@@ -371,17 +323,15 @@ def find_quantized(
     finder = _Finder(shapes, given, itemsizes_bytes or {}, logical_shapes or {})
     found: dict[str, QuantizedWeight] = {}
     failed: dict[str, str] = {}
-    anchors = tuple(method.forms[0].suffix for method in METHODS)
+    anchors = tuple(next(iter(method.forms)).removeprefix("+") for method in METHODS)
     anchored = [name for name in shapes if name.endswith(anchors)]
-    for method in METHODS:
-        anchor = method.forms[0]
-        needed = _find_ends(method, method.needs)
-        lacking = _find_ends(method, method.lacks)
+    for method, anchor in zip(METHODS, anchors, strict=True):
+        is_appended = f"+{anchor}" in method.forms
         for name in anchored:
-            if not name.endswith(anchor.suffix):
+            if not name.endswith(anchor):
                 continue
-            logical = name.removesuffix(anchor.suffix) + anchor.logical
-            if logical in found or not finder.is_of(logical, needed, lacking):
+            logical = name.removesuffix(anchor) + ("" if is_appended else ".weight")
+            if logical in found or not finder.applies(method, logical):
                 continue
             weight = finder.resolve(method, logical)
             if isinstance(weight, QuantizedWeight):
@@ -466,18 +416,17 @@ class _Finder:
         # Of each method and list of shapes the first weight, with the names of its tensors.
         self._known: dict[tuple[Any, ...], tuple[QuantizedWeight, tuple[str, ...]]] = {}
 
-    def is_of(self, logical: str, needed: Collection[End], lacking: Collection[End]) -> bool:
-        """Return whether all that a method needs is there, and nothing that it lacks."""
-        return all(_make_stored_name(logical, *end) in self.shapes for end in needed) and not any(
-            _make_stored_name(logical, *end) in self.shapes for end in lacking
+    def applies(self, method: Method, logical: str) -> bool:
+        """Return whether all tensors that a method needs are present, and none that it lacks."""
+        return all(_make_stored_name(logical, end) in self.shapes for end in method.needs) and not (
+            any(_make_stored_name(logical, end) in self.shapes for end in method.lacks)
         )
 
     def resolve(self, method: Method, logical: str) -> QuantizedWeight | str:
         """Return the weight, or why its stored tensors do not fit together."""
         # Layers repeat: weights whose stored tensors have equal shapes differ in names only.
-        ends = [(form.suffix, form.logical) for form in method.forms]
-        ends += _find_ends(method, [end for end, _ in method.uncut])
-        names = (logical, *(_make_stored_name(logical, *end) or "" for end in ends))
+        ends = [*method.forms, *method.uncut]
+        names = (logical, *(_make_stored_name(logical, end) or "" for end in ends))
         key = (
             method.name,
             tuple(map(self.shapes.get, names)),
@@ -498,10 +447,10 @@ class _Finder:
     def _resolve(self, method: Method, logical: str) -> QuantizedWeight:
         # 1. Which stored tensors there are, and which of the alternatives each is.
         stored = {}
-        for form in method.forms:
-            name = _make_stored_name(logical, form.suffix, form.logical)
+        for end, dimensions in method.forms.items():
+            name = _make_stored_name(logical, end)
             if name is not None and name in self.shapes:
-                stored[name] = form.dimensions
+                stored[name] = (dimensions,) if isinstance(dimensions, str) else dimensions
         leading = self._count_leading(stored)
         items = {
             name: _choose_alternative(name, self.shapes[name], texts, leading)
@@ -538,10 +487,8 @@ class _Finder:
                         groups[stored_dim.dimension], stored_dim.elements
                     )
         uncut: dict[int, str] = {}
-        for (_, word), end in zip(
-            method.uncut, _find_ends(method, [end for end, _ in method.uncut]), strict=True
-        ):
-            table = _make_stored_name(logical, *end)
+        for end, word in method.uncut.items():
+            table = _make_stored_name(logical, end)
             if table is not None and table in self.shapes and not self.keeps_order:
                 uncut[leading + method.order.index(word)] = table
         if any(item.startswith("flat") for texts in items.values() for item in texts):
@@ -696,17 +643,11 @@ def _collect(given: object, keys: Collection[str]) -> list[Any]:
     return found
 
 
-def _make_stored_name(logical: str, suffix: str, replaced: str) -> str | None:
-    """Return a stored tensor's name, or None if the logical name lacks the ending."""
-    return logical.removesuffix(replaced) + suffix if logical.endswith(replaced) else None
-
-
-def _find_ends(method: Method, suffixes: Iterable[str]) -> list[End]:
-    """Return the ends of the stored tensors of a method that end so, with what they stand in
-    place of.
-    """
-    replaced = {form.suffix: form.logical for form in reversed(method.forms)}
-    return [(end, replaced.get(end, ".weight" if end[:1] == "." else "")) for end in suffixes]
+def _make_stored_name(logical: str, end: str) -> str | None:
+    """Return a stored tensor's name, or None if it replaces an ending that `logical` lacks."""
+    if end.startswith("+"):
+        return logical + end[1:]
+    return logical.removesuffix(".weight") + end if logical.endswith(".weight") else None
 
 
 def _split(text: str) -> list[str]:
