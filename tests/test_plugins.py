@@ -161,8 +161,9 @@ def test_a_broken_one_is_named_and_breaks_no_other(
     assert ran.returncode == 2
     left_out = "the plug-in 'broken' of reshard-outside 1.2 is left out (RuntimeError: it wants a"
     assert left_out in " ".join(ran.stderr.split())
-    assert "'number' of reshard-outside 1.2 is left out (7 is no object of a class" in " ".join(
-        ran.stderr.split()
+    assert (
+        "'number' of reshard-outside 1.2 is left out (7 is not an instance of a class"
+        in " ".join(ran.stderr.split())
     )
     ran = run(installed, "recipe", "show", "unheard-of")
     assert "'none' of reshard-outside 1.2 is left out" in " ".join(ran.stderr.split())

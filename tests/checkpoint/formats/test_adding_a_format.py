@@ -179,7 +179,7 @@ def test_what_it_cannot_hold_is_listed(tmp_path: Path) -> None:
 def test_names_are_given_once_and_formats_are_formats(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a format 'npy' already"):
         checkpoint.register_format(ArrayFolder())
-    with pytest.raises(UsageError, match="give an object of a class of CheckpointFormat"):
+    with pytest.raises(UsageError, match="give an instance of a class of CheckpointFormat"):
         checkpoint.register_format(ArrayFolder)  # type: ignore[arg-type]
 
 

@@ -123,7 +123,7 @@ W = {0: {"w": (2, 4)}, 1: {"w": (2, 4)}}
     [
         ({0: {"w": (2, 4)}}, ["w=tp, -"], ShardError, "nothing says what rank 1 of tp=2 holds"),
         ({**W, 7: {}}, ["w=tp, -"], UsageError, "rank 7 is none of tp=2, whose ranks are 0 to 1"),
-        ({**W, 1: {}}, ["w=tp, -"], ShardError, r"'w' cut by `tp, -`: rank 0 has \[2, 4\]"),
+        ({**W, 1: {}}, ["w=tp, -"], ShardError, r"'w' sharded by `tp, -`: rank 0 has \[2, 4\]"),
         ({**W, 1: {"w": (2, 5)}}, ["w=tp, -"], ShardError, "is 4 long on rank 0 and 5 on rank 1"),
         ({**W, 1: {"w": (3, 4)}}, ["w=tp, -"], ShardError, "rank 0 has .*2, 4.*of .5, 4"),
         ({**W, 1: {"w": (8,)}}, ["w=tp, -"], ShardError, "are not of one tensor"),

@@ -1,6 +1,6 @@
-"""Formats of checkpoints on disk, each a module or folder behind one protocol.
+"""Formats of checkpoints on disk, each a module or a package with a `FORMAT`.
 
-`format` is the protocol, `registry` the table of formats, `opening` finds the one of a path, and
-`write_plan` has the values of new checkpoints. To add a format, write its module, and a row in
-`registry`. Start with `format`; `safetensors.huggingface` is the smallest.
+`format` is the protocol, and `write_plan` has the values of new checkpoints. `registry` is the
+table of formats, and `opening` detects that of a path. To add a format, write its module, and a row
+in `registry`. Start with `format`; `safetensors.huggingface` is the smallest format.
 """

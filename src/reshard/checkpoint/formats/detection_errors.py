@@ -1,13 +1,12 @@
-"""What is found where a checkpoint was expected, though no format reads it.
+"""Error texts for paths that no format detects, or that a format cannot read.
 
-A user who names a folder of another program, a pointer of git-LFS or a slip of an address is told
-so, and what to do. Nothing is opened for that: names are looked at, and the first bytes of files.
+They identify folders of other programs, pointers of git-LFS and mistyped addresses, by names and
+the first bytes of files.
 
-1. A path that is not there may be a slip of an address, or the name of a model on the Hub
+1. A path that does not exist may be a mistyped address, or the name of a model on the Hub
    (`describe_missing`).
-2. A folder that no format knows has files by whose names or first bytes a program is known
-   (`describe_folder`).
-3. A file that its format cannot read may be of another kind than its name says
+2. A folder that no format detects may have files of a known program (`describe_folder`).
+3. A file that its format cannot read may be of another kind than its suffix
    (`describe_wrong_files`).
 """
 

@@ -194,8 +194,8 @@ class CheckpointFormat(ABC):
             UsageError: files that specify them, as in most formats.
         """
         raise UsageError(
-            f"checkpoints of format {self.name} say themselves how their tensors are cut; leave "
-            "the source's mesh, rules and recipe out"
+            f"checkpoints of format {self.name} specify how their tensors are sharded; leave "
+            "out the source's mesh, rules and recipe"
         )
 
     def drops_copies(self, checkpoint: Checkpoint) -> bool:

@@ -73,7 +73,7 @@ def _plug_in() -> tuple[Plugin, ...]:
     for plugin in plugins:
         value, problem = plugin.value, plugin.problem
         if not problem and not isinstance(value, CheckpointFormat):
-            problem = f"{value!r} is no object of a class of CheckpointFormat"
+            problem = f"{value!r} is not an instance of a class of CheckpointFormat"
         elif not problem and value.name in taken:
             problem = f"there is a format {value.name!r} already"
         elif not problem:
@@ -96,7 +96,7 @@ def register_format(format: CheckpointFormat) -> None:
     from reshard.checkpoint.formats.format import CheckpointFormat
 
     if not isinstance(format, CheckpointFormat):
-        raise UsageError(f"the format {format!r}; give an object of a class of CheckpointFormat")
+        raise UsageError(f"the format {format!r}; give an instance of a class of CheckpointFormat")
     if any(format.name == known.name for known in all_formats()):
         raise UsageError(f"there is a format {format.name!r} already; choose another name")
     _registered.append(format)

@@ -132,8 +132,8 @@ def describe_no_lacking(folder: object, lacking: Collection[str]) -> str:
     """Return the error text for rules that match no tensor whose own description lacks an axis."""
     if not lacking:
         return (
-            f"the files in {folder} say themselves how tensors are cut; leave the source's mesh "
-            "and rules out"
+            f"the files in {folder} specify how tensors are sharded; leave out the source's mesh "
+            "and rules"
         )
     return (
         f"no source rule matches a tensor whose files lack an axis in {folder}, which they do for "
@@ -217,22 +217,22 @@ def _find_contradiction(
             continue
         boxes = layout.boxes(rank)
         if len(boxes) != 1:
-            return f"{name!r} cut by `{spec}`: rank {rank} has {len(boxes)} parts, expected one"
+            return f"{name!r} sharded by `{spec}`: rank {rank} has {len(boxes)} parts, expected one"
         offset = tuple(a - b for a, b in zip(boxes[0].start, part.box.start, strict=True))
         offsets.setdefault(offset, set()).add(part.box)
         first, expected = of_group.setdefault(part.group, (rank, offset))
         if part.group is not None and offset != expected:
             return (
-                f"{name!r} cut by `{spec}` over {_describe_ranks(spec)}: ranks {first} and {rank} "
-                f"hold parts of one tensor of {list(part.shape)} by their files, and not by the "
-                "rule; correct the mesh, the order of its axes, or the rule"
+                f"{name!r} sharded by `{spec}` over {_describe_ranks(spec)}: ranks {first} "
+                f"and {rank} hold parts of the same tensor of {list(part.shape)} by their files, "
+                "and not by the rule; correct the mesh, the order of its axes, or the rule"
             )
     whole = math.prod(next(iter(parts.values())).shape)
     for boxes_of in offsets.values():
         if sum(box.elements for box in boxes_of) != whole:
             return (
-                f"{name!r} cut by `{spec}` over {_describe_ranks(spec)}: the rule sets parts apart "
-                f"that are, by their files, parts of one tensor of "
+                f"{name!r} sharded by `{spec}` over {_describe_ranks(spec)}: the rule "
+                f"distinguishes parts that are, by their files, parts of the same tensor of "
                 f"{list(next(iter(parts.values())).shape)}; correct the mesh, the order of its "
                 "axes, or the rule"
             )
@@ -309,7 +309,7 @@ def join_shapes(
             f"rank {rank} has {has}, expected {'nothing' if expected is None else list(expected)} "
             f"of {list(shape)}"
         )
-    raise ShardError(f"{name!r} cut by `{spec}`: {problem}; correct the rule, or the parts")
+    raise ShardError(f"{name!r} sharded by `{spec}`: {problem}; correct the rule, or the parts")
 
 
 def _find_misfit(
@@ -340,8 +340,8 @@ def _list_lengths(
         first, length = lengths.setdefault(key, (rank, shape[dimension]))
         if length != shape[dimension]:
             raise ShardError(
-                f"{name!r} cut by `{spec}`: dimension {dimension} is {length} long on rank {first} "
-                f"and {shape[dimension]} on rank {rank}, which have the same part of it; "
+                f"{name!r} sharded by `{spec}`: dimension {dimension} is {length} long on rank "
+                f"{first} and {shape[dimension]} on rank {rank}, which have the same part of it; "
                 "correct the rule, or the parts"
             )
     total = sum(length for _, length in lengths.values())

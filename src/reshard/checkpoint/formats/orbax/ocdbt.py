@@ -686,7 +686,7 @@ def _decode_key(key: bytes, path: Path) -> str:
     try:
         return key.decode()
     except UnicodeDecodeError:
-        raise FormatError(f"{path} has the key {key!r}, which is no text; it is damaged") from None
+        raise FormatError(f"{path} has the key {key!r}, which is not text; it is damaged") from None
 
 
 def _place(value: bytes | DataPlace, path: Path) -> StoredValue:

@@ -183,7 +183,7 @@ def _merge_step_counts(
             continue
         if key in by_path:
             raise UsageError(
-                f"{name!r} and {by_path[key]!r} both stand at {'.'.join(key)!r} of the tree; "
+                f"{name!r} and {by_path[key]!r} both have the path {'.'.join(key)!r} in the tree; "
                 "rename one of them"
             )
         by_path[key] = name
@@ -192,8 +192,7 @@ def _merge_step_counts(
             outer = by_path.get(key[:size])
             if outer is not None:
                 raise UsageError(
-                    f"{outer!r} stands at a place of the tree that has {name!r} "
-                    "below it; rename one of them"
+                    f"{outer!r} has a path in the tree that {name!r} extends; rename one of them"
                 )
     return kept
 

@@ -215,7 +215,7 @@ def _read_zarr2(described: Mapping[str, Any], label: str) -> ArrayMetadata:
 
 def _read_zarr3(described: Mapping[str, Any], label: str) -> ArrayMetadata:
     if described["node_type"] != "array" or described["chunk_grid"]["name"] != "regular":
-        raise FormatError(f"{label} is no array with a regular grid")
+        raise FormatError(f"{label} is not an array with a regular grid")
     encoding = described.get("chunk_key_encoding", {"name": "default"})
     default = encoding["name"] == "default"
     separator = encoding.get("configuration", {}).get("separator", "/" if default else ".")

@@ -435,7 +435,7 @@ def merge_rank_metadata(
                 raise CoverageError(
                     f"tensor {name!r} is {first.dtype} {list(first.shape)} by {origin[name]}, but "
                     f"{tensor.dtype} {list(tensor.shape)} by {file}; they belong to different "
-                    "saves, or ranks gave different tensors one name"
+                    "saves, or ranks gave different tensors the same name"
                 )
             known = boxes.setdefault(name, {chunk.box for chunk in first.chunks})
             copies += sum(chunk.box in known for chunk in tensor.chunks)

@@ -236,9 +236,9 @@ def _cut_into_boxes(
         return layout, {slot: (box,) for slot, box in pairs}
     if len(pairs) > MAX_CHUNKS:
         raise RecipeError(
-            f"tensor {name!r} cut by `{tensor.spec}` is {len(pairs)} boxes, PyTorch's distributed "
-            f"checkpoint has each in an archive of its own; {MAX_CHUNKS} are the most. Shard it "
-            "coarser, or choose the format sharded-safetensors"
+            f"tensor {name!r} sharded by `{tensor.spec}` is {len(pairs)} boxes, PyTorch's "
+            f"distributed checkpoint has each in an archive of its own; {MAX_CHUNKS} are the most. "
+            "Shard it coarser, or choose the format sharded-safetensors"
         )
     if not are_disjoint:
         pairs = _make_disjoint(pairs)
