@@ -18,8 +18,8 @@ from reshard.checkpoint.blocks.spans import (
     Tiles,
     extent,
     is_dense,
+    list_strided_spans,
     source_tiles,
-    strided_spans,
     target_tiles,
 )
 from reshard.geometry.layout_change import LayoutChange
@@ -56,7 +56,7 @@ def gather(tiles: Tiles, grid: BlockGrid, memory: dict[int, np.ndarray], most: i
     for index in range(grid.count):
         box = grid.box(index)
         block = np.full(box.shape, NOTHING)
-        for tile in tiles.meeting(box):
+        for tile in tiles.intersecting(box):
             for span in tile.spans(grid, box, tile.offset, most):
                 assert 0 < span.size_bytes == math.prod(span.shape)
                 piece = memory[tile.slot][span.start_bytes : span.start_bytes + span.size_bytes]
@@ -97,7 +97,7 @@ def test_every_position_of_every_shard_is_written(
     for index in range(grid.count):
         box = grid.box(index)
         block = numbers[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
-        for tile in tiles.meeting(box):
+        for tile in tiles.intersecting(box):
             for span in tile.spans(grid, box, tile.offset, most_bytes):
                 piece = np.full(span.shape, NO_ELEMENT)
                 span.copy(block, piece, into_block=False)
@@ -115,7 +115,7 @@ def read_bytes(layout: Layout, block_bytes: int) -> int:
     return sum(
         span.size_bytes
         for index in range(grid.count)
-        for tile in tiles.meeting(grid.box(index))
+        for tile in tiles.intersecting(grid.box(index))
         for span in tile.spans(grid, grid.box(index), tile.offset, block_bytes)
     )
 
@@ -174,7 +174,7 @@ def test_a_padded_shard_as_wide_as_the_tensor_is_not_the_block() -> None:
     grid = BlockGrid.of((2, 4), 1)
     spans = [
         span
-        for tile in target_tiles(layout).meeting(grid.box(0))
+        for tile in target_tiles(layout).intersecting(grid.box(0))
         for span in tile.spans(grid, grid.box(0), tile.offset, 100)
     ]
     assert not any(span.is_all_of(grid.box(0)) for span in spans)
@@ -210,8 +210,8 @@ def test_every_element_of_every_block(
     for index in range(grid.count):
         box = grid.box(index)
         block = np.full(box.shape, -2)
-        for tile in tiles.meeting(box):
-            for span in strided_spans(tile, view, grid, box, 100, block_bytes):
+        for tile in tiles.intersecting(box):
+            for span in list_strided_spans(tile, view, grid, box, 100, block_bytes):
                 assert span.size_bytes <= max(block_bytes, itemsize)
                 first = (span.start_bytes - 100) // itemsize
                 piece = memory[first : first + span.size_bytes // itemsize]
@@ -225,7 +225,7 @@ def test_wide_gaps_are_not_read() -> None:
     layout = Layout.from_boxes(shape, [(0, Box((0, 0), shape))])
     (tile,) = source_tiles(LayoutChange(layout, Layout.whole(shape, [1], 2))).tiles
     grid = BlockGrid.of(shape, 4)
-    spans = list(strided_spans(tile, view, grid, grid.box(0), 0, 4 << 20))
+    spans = list(list_strided_spans(tile, view, grid, grid.box(0), 0, 4 << 20))
     assert sum(span.size_bytes for span in spans) == 100 * 3 * 4
 
 
@@ -234,7 +234,7 @@ def test_narrow_gaps_are_read_along() -> None:
     layout = Layout.from_boxes(shape, [(0, Box((0, 0), shape))])
     (tile,) = source_tiles(LayoutChange(layout, Layout.whole(shape, [1], 2))).tiles
     grid = BlockGrid.of(shape, 4)
-    (span,) = strided_spans(tile, view, grid, grid.box(0), 0, 4 << 20)
+    (span,) = list_strided_spans(tile, view, grid, grid.box(0), 0, 4 << 20)
     assert span.size_bytes == (99 * 5 + 3) * 4
 
 

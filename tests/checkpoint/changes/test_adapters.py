@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"target_parameters": ["experts.up"]}, "target_parameters"),
     "layers again": ({"layer_replication": [[0, 2]]}, "layer_replication"),
     "a changed base": ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4'"),
-    "another rank": ({"r": 5}, "are of rank 4, its config says 5"),
+    "another rank": ({"r": 5}, "are of rank 4, its config has rank 5"),
     "a rank of text": ({"r": "4"}, "r of .* is '4'"),
     "an alpha that is none": ({"lora_alpha": None}, "lora_alpha of .* is None"),
     "DoRA without magnitudes": ({"use_dora": True}, "has no magnitude"),

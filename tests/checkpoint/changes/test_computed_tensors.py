@@ -144,7 +144,7 @@ def test_what_stays_in_float32_on_purpose_is_moved_beside_what_is_cast(tmp_path:
     for name, before in tensors.items():
         assert torch.equal(found[name], before if name.endswith("a") else before.half())
     assert any(
-        note.startswith("5 tensors in float32 stay so (first: 0.a)") for note in report.notes
+        note.startswith("5 tensors in float32 are not cast (first: 0.a)") for note in report.notes
     )
 
 

@@ -136,7 +136,7 @@ def test_float32_of_a_model_of_16_bits_stays(tmp_path: Path) -> None:
     found = read(tmp_path / "new")
     assert found["router.bias"].dtype == torch.float32
     assert found["lm_head.weight"].dtype == torch.float16
-    assert any("1 tensor in float32 stay so (first: router.bias)" in n for n in report.notes)
+    assert any("1 tensor in float32 are not cast (first: router.bias)" in n for n in report.notes)
 
 
 def quantize(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -305,8 +305,8 @@ def test_members_are_cast_and_fused_at_once(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"dtype": "int8"}, "'int8'; elements are cast to bf16, fp16 or fp32"),
-        ({"dequantize": True}, "is quantised, as far as its names"),
-        ({"quantize": "int4"}, "'int4'; it can be fp8-block128"),
+        ({"dequantize": True}, "is quantised, by its names"),
+        ({"quantize": "int4"}, "'int4': expected fp8-block128"),
         ({"quantize": "fp8-block128", "dequantize": True}, "in two steps"),
         ({"dequantize": True, "target_names": {"a": "b"}}, "cannot go together"),
     ],

@@ -124,5 +124,5 @@ def test_a_table_of_groups_in_compressed_tensors_ties_columns(tmp_path: Path) ->
 
 def test_flat_weights_are_not_computed(tmp_path: Path) -> None:
     record = read_record("bitsandbytes-nf4")
-    with pytest.raises(UsageError, match=r"\(bitsandbytes 4-bit\) are not computed here"):
+    with pytest.raises(UsageError, match=r"\(bitsandbytes 4-bit\) cannot be computed"):
         dequantize(tmp_path, record.stored, record.config, torch.bfloat16)

@@ -411,7 +411,7 @@ def test_more_pieces_than_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     table = {"f": Fusion(("x", "y"), groups=4)}
     checkpoint.convert(tmp_path, beside(tmp_path, "t"), to="full", source_names=table)
     table = {"f": Fusion(("x", "y"), groups=8)}
-    with pytest.raises(RecipeError, match="'x' would lie in more than 7 pieces of files"):
+    with pytest.raises(RecipeError, match="'x' would consist of more than 7 ranges of files"):
         checkpoint.convert(tmp_path, beside(tmp_path, "u"), to="full", source_names=table)
 
 

@@ -1,7 +1,7 @@
-"""Blocks of tensors, read from the shards that hold them and written to those that take them.
+"""Reading and writing tensors in blocks, in bounded memory.
 
-`grid` cuts a tensor into blocks; `tiles` and `strided_spans` find their bytes in shards; `block_io`
-reads and writes them, `batches` many small ones at once, with `tensor_columns`. `shard_reads` reads
-boxes of any size for loading. `fusing` binds a fused parameter to its members' bytes, and members
-to those of a fused one. Start with `grid`.
+`grid` divides a tensor into blocks; `spans` finds their byte ranges in shards; `block_io` reads and
+writes them, singly or in batches, for tensors in `tensor_columns`. `shard_reads` reads boxes of
+shards, and `fusing` binds fused parameters and their members to each other's bytes. Start with
+`block_io`.
 """

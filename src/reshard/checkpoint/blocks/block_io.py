@@ -1,34 +1,25 @@
-"""One block of a tensor, read from the shards that hold it.
+"""Reading and writing blocks of tensors: one at a time, and in batches.
 
-A reader gathers a block in the tensor's own row-major order. It works in a `Workspace`, the memory
-of one thread, and never allocates more than that has::
+A `BlockReader` gathers a block of one tensor in row-major order. It works in a `Workspace`, the
+memory of one thread, and allocates nothing else::
 
     files --(one range at a time)--> span buffer --(Span.copy)--> block
 
-A block that is one range of one file, in its own order, is read without the copy. Many tensors at
-once are read and written by `batches`.
+A block that is one range of one file, in its own order, is read without the copy.
 
-Batches of blocks, read together and written together: many small tensors share reads and writes.
-
-A *section* is one block of each of several tensors of one kind: their shards are cut alike, so that
-one span of the kind is a span of each tensor, and they are rearranged by one copy of arrays that
-have one dimension more. A batch is a list of sections, that of a large tensor is of one block::
+Many small tensors share reads and writes (`BatchReader`, `BatchWriter`). A *section* is one block
+of each of several tensors of one kind: their shards are alike, so a span of the kind is a span of
+each tensor, and all are rearranged by one copy of arrays with an additional dimension. A batch is a
+list of sections; that of a large tensor is a single block::
 
     reader   files --(ranges)--> span buffer --(a copy for each span)--> blocks
     writer   blocks --(a copy for each span)--> span buffer --(ranges)--> files
 
-1. `pieces` are the bytes of files that the spans of all tensors of a batch take.
-2. Pieces that lie together are one range, which is read or written by one call.
-3. Between a range and the blocks, tensors at equal distances are one array.
+1. `pieces` are the byte ranges of the spans of all tensors of a batch.
+2. Pieces that are close together are one range, which one call reads or writes.
+3. Between a range and the blocks, tensors at equal distances are copied as one array.
 
-Where blocks are ranges of files in their own order, they are read in place, and written from it.
-
-Which bytes of files blocks touch, for very many blocks at once.
-
-Blocks with one number, of tensors of one kind, touch the same ranges behind the begins of their
-tensors' shards: these are found once, and added to the begins as columns. A range goes from the
-first to the last byte that a block writes in a shard, so it may have bytes of other blocks in it:
-`size` is what the block itself writes there.
+Blocks that are ranges of files in their own order are read and written without the span buffer.
 """
 
 from __future__ import annotations
@@ -41,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,9 +75,9 @@ from reshard.system import raise_open_file_limit
 
 
 class Workspace:
-    """The memory that one thread works in: room for one block, and for one span of a shard.
+    """The memory of one thread: room for a block, and for a span of a shard.
 
-    `inputs` has room for boxes of what a block is computed from, where it is not read as it is.
+    `inputs` has room for boxes of the sources that a block is computed from.
     """
 
     def __init__(
@@ -98,21 +89,22 @@ class Workspace:
         self.inputs = tuple(AlignedBuffer(AlignedBuffer.capacity_for(n)) for n in input_bytes)
 
     def for_inputs(self) -> Workspace:
-        """The same memory for blocks that others are made of: they lie in the first input."""
-        found = copy.copy(self)
-        found.block = self.inputs[0]
-        return found
+        """Return the same memory for reading sources of other blocks, into the first input."""
+        workspace = copy.copy(self)
+        workspace.block = self.inputs[0]
+        return workspace
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         for buffer in (self.block, self.span, *self.inputs):
             buffer.close()
 
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceSize:
-    """The memory that one thread works in, as numbers: that of a `Workspace`, and what arithmetic
-    takes beside it. A batch of small tensors has at most `batch_bytes` in it.
+    """The size of a thread's `Workspace`, and of the memory for arithmetic in addition.
+
+    A batch of small tensors has at most `batch_bytes`.
     """
 
     block_bytes: int
@@ -123,12 +115,12 @@ class WorkspaceSize:
 
     @property
     def size_bytes(self) -> int:
-        """All of it."""
+        """The total size."""
         parts = (self.block_bytes, self.span_bytes, *self.input_bytes)
         return sum(map(AlignedBuffer.capacity_for, parts)) + self.scratch_bytes
 
     def with_batches(self, batch_bytes: int, *, has_inputs: bool = False) -> WorkspaceSize:
-        """The same with room for batches of so many bytes, also in the first input if asked."""
+        """Return the size with room for batches, and in the first input too if `has_inputs`."""
         inputs = self.input_bytes
         if has_inputs:
             inputs = (max(batch_bytes, *inputs[:1]), *inputs[1:])
@@ -141,7 +133,7 @@ class WorkspaceSize:
         )
 
     def new_workspace(self) -> Workspace:
-        """A workspace of that size."""
+        """Return a workspace of that size."""
         return Workspace(self.block_bytes, self.span_bytes, self.input_bytes)
 
 
@@ -149,12 +141,12 @@ File = TypeVar("File", bound=Closable)
 
 
 class OpenFiles(Generic[File]):
-    """Files of one folder, each opened once, by the first thread that needs it."""
+    """Files of a folder, each opened once by the first thread that needs it."""
 
     def __init__(self, open_file: Callable[[str], File]) -> None:
         self._open = open_file
         self._files: dict[str, File] = {}
-        # To open a file may need another one open.
+        # Reentrant: opening a file may need another open file.
         self._lock = threading.RLock()
         raise_open_file_limit()
 
@@ -177,11 +169,14 @@ class OpenFiles(Generic[File]):
 def open_sources(
     checkpoint: Checkpoint, scratch: Path | None = None, shared: SharedReadCache | None = None
 ) -> OpenFiles[SourceFile]:
-    """The tensor files of a checkpoint, for reading; objects as `shared` with other processes.
+    """Return the tensor files of a checkpoint, opened for reading when first used.
 
-    Derived files are made when something in them is first read, in the folder `scratch` (that of
-    temporary files when None). To open a file raises
-    `SourceChangedError` where it is no longer the file whose header says where the tensors are.
+    Opening a file raises `SourceChangedError` if it is not the file whose header was read.
+
+    Args:
+        checkpoint: the checkpoint.
+        scratch: the folder in which derived files are created; that of temporary files if None.
+        shared: a cache of objects that other processes of this host read too.
     """
 
     def open_file(name: str) -> SourceFile:
@@ -200,26 +195,26 @@ def open_sources(
     return files
 
 
-# Called with every range of a file that is read or written: its file, where it begins, its bytes.
+# Called with every range of a file that is read or written: its file, first byte and content.
 Watch = Callable[[str, int, memoryview], None]
 
 
 def max_span_bytes(
     tiles: Tiles, view_of: Callable[[int, int], View | None], grid: BlockGrid
 ) -> int:
-    """The most bytes of a shard that are in memory at once; `view_of(slot, cell)` is its view."""
-    most = 0
+    """Return the most bytes of a shard in memory at once; `view_of(slot, cell)` is its view."""
+    max_bytes = 0
     for tile in tiles.tiles:
         view = view_of(tile.slot, tile.number)
         if view is not None:
             size = extent(view, tile.local_shape) * grid.itemsize_bytes
-            most = max(most, min(size, max(grid.block_bytes, grid.itemsize_bytes)))
+            max_bytes = max(max_bytes, min(size, max(grid.block_bytes, grid.itemsize_bytes)))
             continue
-        # Padding makes a shard's rows longer than the tensor's own.
+        # With padding, a shard's rows may be longer than the tensor's.
         rows, *row = tile.local_shape[grid.dimension :] or (1,)
         row_bytes = math.prod(row) * grid.itemsize_bytes
-        most = max(most, min(rows * row_bytes, max(grid.block_bytes, row_bytes)))
-    return most
+        max_bytes = max(max_bytes, min(rows * row_bytes, max(grid.block_bytes, row_bytes)))
+    return max_bytes
 
 
 class _BlockAccess:
@@ -232,20 +227,20 @@ class _BlockAccess:
 
     @property
     def span_bytes(self) -> int:
-        """The most bytes of a shard that are in memory at once."""
+        """The most bytes of a shard in memory at once."""
         return max_span_bytes(self._tiles, self.tensor.view, self.grid)
 
     def spans(self, box: Box, grid: BlockGrid | None = None) -> Iterator[tuple[str, Span]]:
-        """Every range of a file that lies in a block of the grid, with the file's name."""
+        """Yield the file name and span of every range of a block of the grid."""
         grid = self.grid if grid is None else grid
-        for tile in self._tiles.meeting(box):
+        for tile in self._tiles.intersecting(box):
             address = self.tensor.file_range(tile.slot, tile.number, tile.offset)
             view = self.tensor.view(tile.slot, tile.number)
             for span in list_spans(tile, view, grid, box, address.start_bytes):
                 yield address.path, span
 
     def array(self, memory: memoryview, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Memory as an array of the tensor's bare elements."""
+        """Return memory as an array of the tensor's bare elements."""
         return np.frombuffer(memory, dtype=self.tensor.dtype.storage).reshape(shape)
 
 
@@ -264,7 +259,7 @@ class BlockReader(_BlockAccess):
         self._watch = watch
 
     def read(self, index: int, workspace: Workspace) -> memoryview:
-        """The bytes of block `index` in row-major order, valid until the next call.
+        """Return the bytes of block `index` in row-major order, valid until the next call.
 
         Raises:
             RunError: a file that cannot be read.
@@ -277,7 +272,7 @@ class BlockReader(_BlockAccess):
     ) -> memoryview:
         size_bytes = box.elements * grid.itemsize_bytes
         spans = list(self.spans(box, grid))
-        # The block lies in one range of one file, in its own order: it is read in place.
+        # The block is one range of one file, in its own order: it is read in place.
         if len(spans) == 1 and spans[0][1].is_all_of(box):
             name, span = spans[0]
             region = into.region(span.start_bytes, size_bytes)
@@ -297,12 +292,12 @@ class BlockReader(_BlockAccess):
             span.copy(block, span.over(self.array(region.memory, (-1,))), into_block=True)
 
     def read_box(self, box: Box, into: AlignedBuffer, over: AlignedBuffer) -> NDArray[Any]:
-        """The bare elements of any box, of its shape, valid as long as `into` is not used again.
+        """Return the bare elements of a box, in its shape, valid until `into` is used again.
 
         Args:
             box: of the tensor.
-            into: has room for it.
-            over: has room for `span_bytes`.
+            into: a buffer with room for the box.
+            over: a buffer with room for `span_bytes`.
 
         Raises:
             RunError: a file that cannot be read.
@@ -317,7 +312,7 @@ class BlockReader(_BlockAccess):
         if math.prod(lead) == 1:
             memory = self._read_spans(box, grid, into, over)
             return self.array(memory, box.shape)
-        # Spans are of single indices of the dimensions before the cut: one after the other.
+        # Spans have single indices of the dimensions before the cut, so these are looped over.
         array = self.array(into.region(0, box.elements * grid.itemsize_bytes).memory, box.shape)
         for index in np.ndindex(*lead):
             start = tuple(a + i for a, i in zip(box.start, index, strict=False))
@@ -333,54 +328,53 @@ class BlockReader(_BlockAccess):
             self._watch(name, span.start_bytes, region.memory)
 
     def read_checked(self, index: int, workspace: Workspace) -> tuple[memoryview, bytes]:
-        """Like `read`, with the block's digest, which is compared with the recorded one if any.
+        """Return `read(index, workspace)` and its digest, compared with a recorded one if any.
 
         Raises:
-            DigestError: bytes that are not those that were written.
+            DigestError: bytes that differ from those written.
         """
         memory = self.read(index, workspace)
-        found = block_digest(memory)
-        self.verify_digest(index, found)
-        return memory, found
+        digest = block_digest(memory)
+        self.verify_digest(index, digest)
+        return memory, digest
 
-    def verify_digest(self, index: int, found: bytes) -> None:
+    def verify_digest(self, index: int, digest: bytes) -> None:
         """Compare the digest of block `index` with the recorded one, if any.
 
         Raises:
-            DigestError: bytes that are not those that were written.
+            DigestError: bytes that differ from those written.
         """
         recorded = self.tensor.digest
-        if recorded is not None and recorded.blocks[index] != found:
+        if recorded is not None and recorded.blocks[index] != digest:
             file, _ = next(self.spans(self.grid.box(index)))
             raise DigestError(
                 f"{self._files[file].path.parent / self.places(index)[0]}, "
                 f"{self.grid.box(index)} of tensor {self.tensor.name!r}, is not what was written: "
-                f"its digest is {found.hex()}, the manifest says "
+                f"its digest is {digest.hex()}, the manifest has "
                 f"{recorded.blocks[index].hex()}. `reshard inspect --digest` lists all that differ"
             )
 
     def places(self, index: int) -> tuple[str, ...]:
-        """The bytes of files that block `index` is read from, as text."""
+        """Return the byte ranges that block `index` is read from, as text."""
         return tuple(
             f"{name} bytes {span.start_bytes}:{span.start_bytes + span.size_bytes}"
             for name, span in self.spans(self.grid.box(index))
         )
 
 
-# What lies between two pieces is read with them, if it is no more than this.
-_LARGEST_GAP = PAGE_BYTES
+# The largest gap between two pieces that is read with them.
+_MAX_GAP = PAGE_BYTES
 _ALIGNMENT = 64
 
 
 def aligned_bytes(sizes: IntArray) -> IntArray:
-    """What blocks of these sizes take in a batch, at most."""
+    """Return the bytes that blocks of these sizes take at most in a batch."""
     rounded: IntArray = -(-sizes // _ALIGNMENT) * _ALIGNMENT
     return rounded
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Section:
-    """Block number `block` of the tensors in `rows`, all of which are of the kind `kind`."""
+class Section(NamedTuple):
+    """Block number `block` of the tensors in `rows`, all of the kind `kind`."""
 
     kind: int
     rows: IntArray
@@ -389,7 +383,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockMemory:
-    """The blocks of one section in memory: `at` is where each begins, of `size_bytes` bytes."""
+    """The blocks of a section in memory: `at` has the begin of each, of `size_bytes` bytes."""
 
     memory: memoryview
     at: IntArray
@@ -401,41 +395,34 @@ class BlockMemory:
             yield memory[begin : begin + size]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _KindSpan:
-    """A span of a block in the shard at a place; it begins there at `span.start_bytes`."""
+class _Stretch(NamedTuple):
+    """Pieces `low` to `high`: the same span of all tensors of a section.
 
-    place: int
-    span: Span
-    is_whole: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Stretch:
-    """Pieces `low` to `high`: the same span of all tensors of a section."""
+    `is_whole` tells whether the span is the whole block, in the block's own order.
+    """
 
     section: int
-    part: _KindSpan
+    span: Span
+    is_whole: bool
     low: int
     high: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _FilePieces:
-    """Bytes of files: the file's number, begin and size of each; and which spans they are."""
+class _FilePieces(NamedTuple):
+    """Byte ranges of files, by file number, begin and size, and the spans that they are."""
 
     file: IntArray
     start: IntArray
     size: IntArray
     stretches: list[_Stretch]
 
-    def ranges(self, gap_bytes: int, most_bytes: int) -> Iterator[CoalescedRange]:
-        """The pieces that lie together, up to `most_bytes` of them or one piece."""
-        return coalesce(self.file, self.start, self.size, gap_bytes, most_bytes)
+    def ranges(self, gap_bytes: int, max_bytes: int) -> Iterator[CoalescedRange]:
+        """Yield ranges that cover all pieces, merging those that are close together."""
+        return coalesce(self.file, self.start, self.size, gap_bytes, max_bytes)
 
 
 class _BatchAccess:
-    """The spans of the tensors of one side, in their files."""
+    """The spans of the tensors of a source or a target, in their files."""
 
     def __init__(
         self, columns: TensorColumns, tiles: Callable[[int], Tiles], watch: Watch | None
@@ -449,24 +436,25 @@ class _BatchAccess:
         self.grid = lru_cache(maxsize=4096)(self._make_grid)
 
     def _make_grid(self, kind: int) -> BlockGrid:
-        """The blocks of the tensors of a kind."""
+        """Return the blocks of the tensors of a kind."""
         of = self.columns.kinds[kind]
         return BlockGrid.of(of.layout.shape, of.dtype.itemsize_bytes)
 
     def span_bytes(self, kind: int) -> int:
-        """The most bytes of a shard of this kind that must be in memory at once."""
+        """Return the most bytes of a shard of this kind in memory at once."""
         return max_span_bytes(self._tiles(kind), self.columns.kinds[kind].view, self.grid(kind))
 
-    def _find_spans(self, number: int, block: int) -> tuple[_KindSpan, ...]:
+    def _find_spans(self, number: int, block: int) -> tuple[tuple[int, Span, bool], ...]:
+        """Return the spans of a block of a kind: place, span, and whether it is the whole block."""
         kind, grid = self.columns.kinds[number], self.grid(number)
-        box, found = grid.box(block), []
-        for tile in self._tiles(number).meeting(box):
+        box, spans = grid.box(block), []
+        for tile in self._tiles(number).intersecting(box):
             place, is_slot = kind.find_place(tile.slot, tile.number)
             start_bytes = tile.offset * grid.itemsize_bytes if is_slot else 0
             view = kind.view(tile.slot, tile.number)
-            spans = list_spans(tile, view, grid, box, start_bytes)
-            found += [_KindSpan(place, span, span.is_all_of(box)) for span in spans]
-        return tuple(found)
+            for span in list_spans(tile, view, grid, box, start_bytes):
+                spans.append((place, span, span.is_all_of(box)))
+        return tuple(spans)
 
     def _find_pieces(self, sections: Sequence[Section]) -> _FilePieces:
         files: list[IntArray] = []
@@ -477,11 +465,11 @@ class _BatchAccess:
         for number, section in enumerate(sections):
             kind, count = self.columns.kinds[section.kind], len(section.rows)
             first = self.columns.first[section.rows]
-            for part in self._spans(section.kind, section.block):
-                starts.append(self.columns.starts[first + part.place] + part.span.start_bytes)
-                files.append(np.full(count, self._file_numbers[kind.files[part.place]]))
-                sizes.append(np.full(count, part.span.size_bytes))
-                stretches.append(_Stretch(number, part, low, low + count))
+            for place, span, is_whole in self._spans(section.kind, section.block):
+                starts.append(self.columns.starts[first + place] + span.start_bytes)
+                files.append(np.full(count, self._file_numbers[kind.files[place]]))
+                sizes.append(np.full(count, span.size_bytes))
+                stretches.append(_Stretch(number, span, is_whole, low, low + count))
                 low += count
         return _FilePieces(_join(files), _join(starts), _join(sizes), stretches)
 
@@ -496,7 +484,7 @@ class _BatchAccess:
         *,
         into_blocks: bool,
     ) -> None:
-        """Copy the chosen pieces, of which piece `i` lies at `at[i]` of `memory`."""
+        """Copy the chosen pieces; piece `i` is at `at[i]` of `memory`."""
         stretches = pieces.stretches
         chosen = np.sort(chosen)
         bounds = [stretch.low for stretch in stretches]
@@ -506,7 +494,7 @@ class _BatchAccess:
                 continue
             kind = self.columns.kinds[sections[stretch.section].kind]
             storage, of = kind.dtype.storage, blocks[stretch.section]
-            span, mine = stretch.part.span, chosen[low:high]
+            span, mine = stretch.span, chosen[low:high]
             box_shape = (
                 self.grid(sections[stretch.section].kind).box(sections[stretch.section].block).shape
             )
@@ -514,7 +502,7 @@ class _BatchAccess:
             for a, b in split_equal_steps(places, targets):
                 outer = strided_arrays(memory, storage, span.shape, places[a:b], span.strides)
                 inner = strided_arrays(of.memory, storage, box_shape, targets[a:b])
-                # Padding is written as zeros, not as what was in the buffer.
+                # Padding is written as zeros, not as earlier content of the buffer.
                 if span.has_gaps and not into_blocks:
                     outer[...] = np.zeros((), dtype=storage)
                 span.copy_many(inner, outer, into_block=into_blocks)
@@ -543,7 +531,7 @@ class BatchReader(_BatchAccess):
         self._files = files
 
     def read(self, sections: Sequence[Section], workspace: Workspace) -> list[BlockMemory]:
-        """The blocks of each section, in row-major order, valid until the next call.
+        """Return the blocks of each section in row-major order, valid until the next call.
 
         Raises:
             RunError: a file that cannot be read.
@@ -562,12 +550,11 @@ class BatchReader(_BatchAccess):
             blocks.append(BlockMemory(memory, at, size))
         at = np.zeros(len(pieces.start), dtype=np.int64)
         span_memory = workspace.span.memory
-        ranges = pieces.ranges(_LARGEST_GAP, workspace.span_bytes)
-        for together in pack_rounds(ranges, workspace.span):
-            for one, region in together:
-                self._files[self._file_names[one.file]].read_into(region, one.start_bytes)
-                at[one.pieces] = pieces.start[one.pieces] + (region.start - one.start_bytes)
-            chosen = np.concatenate([one.pieces for one, _ in together])
+        ranges = pieces.ranges(_MAX_GAP, workspace.span_bytes)
+        for packed in pack_rounds(ranges, workspace.span):
+            for joined, region in packed:
+                self._read(joined, region, pieces, at)
+            chosen = np.concatenate([joined.pieces for joined, _ in packed])
             self._show(pieces, chosen, span_memory, at)
             self._copy(sections, pieces, chosen, span_memory, at, blocks, into_blocks=True)
         return blocks
@@ -576,35 +563,39 @@ class BatchReader(_BatchAccess):
         self, sections: Sequence[Section], pieces: _FilePieces, buffer: AlignedBuffer
     ) -> list[BlockMemory] | None:
         stretches = pieces.stretches
-        if len(stretches) != len(sections) or not all(one.part.is_whole for one in stretches):
+        if len(stretches) != len(sections) or not all(s.is_whole for s in stretches):
             return None
-        regions, end = [], 0
-        for one in pieces.ranges(_LARGEST_GAP, buffer.capacity_bytes):
-            if end + AlignedBuffer.capacity_for(one.size_bytes) > buffer.capacity_bytes:
+        packed, end = [], 0
+        for joined in pieces.ranges(_MAX_GAP, buffer.capacity_bytes):
+            if end + AlignedBuffer.capacity_for(joined.size_bytes) > buffer.capacity_bytes:
                 return None
-            region = buffer.region(one.start_bytes, one.size_bytes, at=end)
-            regions.append((one, region))
-            end = region.end_bytes
+            packed.append((joined, buffer.region(joined.start_bytes, joined.size_bytes, at=end)))
+            end = packed[-1][1].end_bytes
         at = np.zeros(len(pieces.start), dtype=np.int64)
-        for one, region in regions:
-            self._files[self._file_names[one.file]].read_into(region, one.start_bytes)
-            at[one.pieces] = pieces.start[one.pieces] + (region.start - one.start_bytes)
+        for joined, region in packed:
+            self._read(joined, region, pieces, at)
         self._show(pieces, np.arange(len(at)), buffer.memory, at)
         return [
-            BlockMemory(buffer.memory, at[one.low : one.high], one.part.span.size_bytes)
-            for one in stretches
+            BlockMemory(buffer.memory, at[s.low : s.high], s.span.size_bytes) for s in stretches
         ]
 
-    def verify_digests(self, section: Section, found: Sequence[bytes]) -> None:
-        """Compare the digests of a section's blocks with those that are recorded, if any.
+    def _read(
+        self, joined: CoalescedRange, region: BufferRegion, pieces: _FilePieces, at: IntArray
+    ) -> None:
+        """Read a range into a region, and set the positions of its pieces in the buffer."""
+        self._files[self._file_names[joined.file]].read_into(region, joined.start_bytes)
+        at[joined.pieces] = pieces.start[joined.pieces] + (region.start - joined.start_bytes)
+
+    def verify_digests(self, section: Section, digests: Sequence[bytes]) -> None:
+        """Compare the digests of a section's blocks with the recorded ones, if any.
 
         Raises:
-            DigestError: bytes that are not those that were written.
+            DigestError: bytes that differ from those written.
         """
         recorded = self.columns.digests
         if recorded is None:
             return
-        for row, digest in zip(section.rows.tolist(), found, strict=True):
+        for row, digest in zip(section.rows.tolist(), digests, strict=True):
             expected = recorded.of_block(row, section.block)
             if expected is not None and expected != digest:
                 tensor = BlockReader(self.columns.tensor(row), self._files)
@@ -624,26 +615,26 @@ class BatchWriter(_BatchAccess):
 
     @property
     def file_names(self) -> list[str]:
-        """The files that tensors are in, as `find_written_ranges` numbers them."""
+        """The files of the tensors, in the order of `WrittenRanges.file`."""
         return self._file_names
 
     def extents(self, kind: int, block: int) -> IntArray:
-        """Where a block of the tensors of a kind is written: shape `(places, 5)`.
+        """Return the byte ranges of a block of the tensors of a kind: shape `(places, 5)`.
 
-        A row has the file's number, the place, the first byte and the end behind the begin of the
-        place, with whatever lies between, and how many bytes are written.
+        A row has the file's number, the place, the first byte and the end relative to the begin of
+        the place, and the number of bytes that are written between them.
         """
         ends: dict[int, tuple[int, int, int]] = {}
-        for one in self._spans(kind, block):
-            start, size = one.span.start_bytes, one.span.size_bytes
-            low, high, written = ends.get(one.place, (start, start + size, 0))
-            ends[one.place] = min(low, start), max(high, start + size), written + size
+        for place, span, _ in self._spans(kind, block):
+            start, size = span.start_bytes, span.size_bytes
+            low, high, written = ends.get(place, (start, start + size, 0))
+            ends[place] = min(low, start), max(high, start + size), written + size
         files = self.columns.kinds[kind].files
         rows = [(self._file_numbers[files[at]], at, *ends[at]) for at in ends]
         return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
     def has_copies(self, kind: int, block: int) -> bool:
-        """Whether a block of the tensors of a kind is written more than once, or with padding."""
+        """Return whether a block of the tensors of a kind is written repeatedly or with padding."""
         written = int(self.extents(kind, block)[:, 4].sum())
         return written != self.grid(kind).size_bytes(block)
 
@@ -659,38 +650,41 @@ class BatchWriter(_BatchAccess):
         whole = np.zeros(len(pieces.start), dtype=bool)
         in_block = np.zeros(len(pieces.start), dtype=np.int64)
         for stretch in pieces.stretches:
-            if stretch.part.is_whole:
+            if stretch.is_whole:
                 whole[stretch.low : stretch.high] = True
                 in_block[stretch.low : stretch.high] = blocks[stretch.section].at
         written: set[str] = set()
         memory = blocks[0].memory if blocks else memoryview(b"")
         span_memory = workspace.span.memory
 
-        def copied() -> Iterator[CoalescedRange]:
-            for one in pieces.ranges(0, workspace.span_bytes):
-                begin = int(in_block[one.pieces[0]])
-                # In memory as in the file, and congruent to its place there modulo a page.
-                shifts = in_block[one.pieces] - pieces.start[one.pieces]
-                is_there = whole[one.pieces].all() and (shifts == shifts[0]).all()
-                if is_there and (begin - one.start_bytes) % PAGE_BYTES == 0:
-                    self._write(one, memory[begin : begin + one.size_bytes], written)
-                    self._show(pieces, one.pieces, memory, in_block)
+        def write_in_place() -> Iterator[CoalescedRange]:
+            """Write the ranges that need no copy, and yield the others."""
+            for joined in pieces.ranges(0, workspace.span_bytes):
+                begin = int(in_block[joined.pieces[0]])
+                # In memory as in the file, and congruent to the file offset modulo a page.
+                shifts = in_block[joined.pieces] - pieces.start[joined.pieces]
+                is_same = whole[joined.pieces].all() and (shifts == shifts[0]).all()
+                if is_same and (begin - joined.start_bytes) % PAGE_BYTES == 0:
+                    self._write(joined, memory[begin : begin + joined.size_bytes], written)
+                    self._show(pieces, joined.pieces, memory, in_block)
                 else:
-                    yield one
+                    yield joined
 
         at = np.zeros(len(pieces.start), dtype=np.int64)
-        for together in pack_rounds(copied(), workspace.span):
-            for one, region in together:
-                at[one.pieces] = pieces.start[one.pieces] + (region.start - one.start_bytes)
-            chosen = np.concatenate([one.pieces for one, _ in together])
+        for packed in pack_rounds(write_in_place(), workspace.span):
+            for joined, region in packed:
+                at[joined.pieces] = pieces.start[joined.pieces] + (
+                    region.start - joined.start_bytes
+                )
+            chosen = np.concatenate([joined.pieces for joined, _ in packed])
             self._copy(sections, pieces, chosen, span_memory, at, blocks, into_blocks=False)
-            for one, region in together:
-                self._write(one, region.memory, written)
+            for joined, region in packed:
+                self._write(joined, region.memory, written)
             self._show(pieces, chosen, span_memory, at)
         return written
 
     def show_written(self, sections: Sequence[Section], files: OpenFiles[SourceFile]) -> None:
-        """Call `watch` as `write` does, with blocks that are in the files. Raises RunError."""
+        """Call `watch` as `write` does, with blocks already in the files. Raises RunError."""
         pieces = self._find_pieces(sections)
         memory = memoryview(bytearray(int(pieces.size.max(initial=0))))
         at = np.zeros(len(pieces.start), dtype=np.int64)
@@ -699,25 +693,27 @@ class BatchWriter(_BatchAccess):
             files[name].read_into(memory[:size], int(pieces.start[piece]))
             self._show(pieces, np.array([piece]), memory, at)
 
-    def _write(self, one: CoalescedRange, memory: memoryview, written: set[str]) -> None:
-        name = self._file_names[one.file]
+    def _write(self, joined: CoalescedRange, memory: memoryview, written: set[str]) -> None:
+        name = self._file_names[joined.file]
         written.add(name)
-        self._files[name].write(memory, one.start_bytes)
+        self._files[name].write(memory, joined.start_bytes)
 
 
 def _join(columns: list[IntArray]) -> IntArray:
     return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int64)
 
 
-# Ranges of so many blocks are in memory at once.
+# The number of blocks whose ranges are in memory at once.
 _BLOCKS_AT_A_TIME = 1 << 15
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WrittenRanges:
-    """Ranges of files: `block` says which of the blocks asked for touches each, by its place there.
+class WrittenRanges(NamedTuple):
+    """The byte ranges that blocks write: columns of shape `(ranges,)`.
 
-    `file` is a number of `BatchWriter.file_names`. All have shape `(ranges,)`.
+    A range extends from the first to the last byte that a block writes in a shard, so it may
+    contain bytes of other blocks: `size` is the number of bytes that the block writes in it.
+    `block` is the position of the block among those requested, `file` an index of
+    `BatchWriter.file_names`.
     """
 
     block: IntArray
@@ -730,7 +726,10 @@ class WrittenRanges:
 def find_written_ranges(
     writer: BatchWriter, rows: IntArray, blocks: IntArray
 ) -> Iterator[WrittenRanges]:
-    """The ranges that blocks write, some blocks at a time.
+    """Yield the ranges that blocks write, some blocks at a time.
+
+    Blocks of the same number, of tensors of one kind, write the same ranges relative to the begins
+    of their tensors' shards: these are found once, and added to the begins as columns.
 
     Args:
         writer: of the files.
@@ -738,8 +737,8 @@ def find_written_ranges(
         blocks: the number of each block in its tensor.
     """
     for at in range(0, len(rows), _BLOCKS_AT_A_TIME):
-        some = slice(at, at + _BLOCKS_AT_A_TIME)
-        yield _find_ranges(writer, rows[some], blocks[some], at)
+        part = slice(at, at + _BLOCKS_AT_A_TIME)
+        yield _find_ranges(writer, rows[part], blocks[part], at)
 
 
 def _find_ranges(writer: BatchWriter, rows: IntArray, blocks: IntArray, at: int) -> WrittenRanges:
@@ -748,7 +747,7 @@ def _find_ranges(writer: BatchWriter, rows: IntArray, blocks: IntArray, at: int)
     order = np.lexsort((blocks, kinds))
     pairs = np.stack([kinds[order], blocks[order]])
     cuts = np.flatnonzero((pairs[:, 1:] != pairs[:, :-1]).any(axis=0)) + 1
-    found: list[IntArray] = [np.zeros((5, 0), dtype=np.int64)]
+    parts: list[IntArray] = [np.zeros((5, 0), dtype=np.int64)]
     for chosen in np.split(order, cuts) if len(order) else ():
         extents = writer.extents(int(kinds[chosen[0]]), int(blocks[chosen[0]]))
         file, place, low, high, size = extents.T[:, None, :]
@@ -762,5 +761,5 @@ def _find_ranges(writer: BatchWriter, rows: IntArray, blocks: IntArray, at: int)
                 np.broadcast_to(size, begin.shape),
             ]
         )
-        found.append(ranges.reshape(5, -1))
-    return WrittenRanges(*np.concatenate(found, axis=1))
+        parts.append(ranges.reshape(5, -1))
+    return WrittenRanges(*np.concatenate(parts, axis=1))

@@ -1,15 +1,15 @@
-"""Blocks: the pieces into which a tensor is cut for work on files, and their digests.
+"""Blocks: the pieces into which a tensor is divided for file I/O, and their digests.
 
-A block is a fixed range of a tensor's elements in row-major order, about 4 MiB, found from
-shape and element size alone. So the blocks of a tensor are the same however it is cut over
-ranks, in whatever format, by however many processes, and a digest over them means the tensor.
+A block is a fixed range of a tensor's elements in row-major order, about 4 MiB, determined by shape
+and element size alone. So the blocks of a tensor do not depend on its sharding, its format or the
+number of processes, and a digest over them identifies the tensor.
 
-1. Find the dimension where one index, with all dimensions behind it, fits into a block, and
+1. Find the dimension of which one index, with all following dimensions, fits into a block, while
    one index of the dimension before does not.
-2. Cut that dimension into equal chunks that fit. A block is one index of every dimension
-   before it, one chunk of it, and all of the dimensions behind: a box, and a range::
+2. Divide that dimension into equal chunks that fit. A block is one index of every dimension before
+   it, one chunk of it, and all of the following dimensions: a box, and a contiguous range::
 
-       8 x 3 x 1000000 float32     one row of 12 MB is too much, one of 4 MB fits:
+       8 x 3 x 1000000 float32     a row of 12 MB is too large, one of 4 MB fits:
                                    24 blocks [i:i+1, j:j+1, 0:1000000]
 """
 
@@ -23,7 +23,7 @@ from reshard.checkpoint.contents import TensorDigest
 from reshard.errors import MissingExtraError
 from reshard.layout import Box
 
-# Digests in manifests are of blocks of this size: with another one they could not be compared.
+# Manifests contain digests of blocks of this size; digests of other sizes are not comparable.
 BLOCK_BYTES = 4 * 1024 * 1024
 DIGEST_BYTES = 16
 
@@ -32,7 +32,7 @@ DIGEST_BYTES = 16
 class BlockGrid:
     """The blocks of a tensor: chunks of `chunk` indices of `dimension`, `count` blocks in all.
 
-    `block_bytes` is what a block may have; a single element may have more.
+    `block_bytes` is the largest size of a block; a single element may be larger.
 
     >>> grid = BlockGrid.of((8, 3, 1000000), 4)
     >>> grid.count, str(grid.box(4))
@@ -52,30 +52,30 @@ class BlockGrid:
     def of(
         cls, shape: Sequence[int], itemsize_bytes: int, block_bytes: int | None = None
     ) -> BlockGrid:
-        """The blocks of a tensor of `shape` with elements of `itemsize_bytes`.
+        """Return the blocks of a tensor of `shape` with elements of `itemsize_bytes`.
 
-        Blocks have `BLOCK_BYTES` when `block_bytes` is None.
+        `block_bytes` is `BLOCK_BYTES` if None.
         """
         shape = tuple(shape)
         block_bytes = BLOCK_BYTES if block_bytes is None else block_bytes
         if not shape:
             return cls(shape, itemsize_bytes, 0, 1, 1, block_bytes)
         dimension, inner_bytes = len(shape) - 1, itemsize_bytes
-        # From the last dimension on: those that fit into a block whole.
+        # From the last dimension on, those that fit into a block as a whole.
         while dimension > 0 and inner_bytes * shape[dimension] <= block_bytes:
             inner_bytes *= shape[dimension]
             dimension -= 1
         length = shape[dimension]
-        most = max(1, block_bytes // max(inner_bytes, 1))
-        chunks = -(-length // most)
-        # Chunks of about equal length, instead of full ones and a short rest.
+        max_chunk = max(1, block_bytes // max(inner_bytes, 1))
+        chunks = -(-length // max_chunk)
+        # Chunks of about equal length, instead of full ones and a short last one.
         chunk = -(-length // chunks) if chunks else 1
         outer = math.prod(shape[:dimension])
         count = 0 if 0 in shape else outer * -(-length // chunk)
         return cls(shape, itemsize_bytes, dimension, chunk, count, block_bytes)
 
     def box(self, index: int) -> Box:
-        """The elements of block `index`."""
+        """Return the elements of block `index`."""
         if not self.shape:
             return Box((), ())
         length = self.shape[self.dimension]
@@ -93,19 +93,19 @@ class BlockGrid:
         )
 
     def size_bytes(self, index: int) -> int:
-        """Bytes of block `index`."""
+        """Return the bytes of block `index`."""
         return self.box(index).elements * self.itemsize_bytes
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes of the largest block."""
+        """The bytes of the largest block."""
         return self.size_bytes(0) if self.count else 0
 
 
 def block_digest(block: bytes | memoryview) -> bytes:
-    """The 16-byte digest of a block's bytes (XXH3, 128 bits).
+    """Return the 16-byte digest of a block's bytes (XXH3, 128 bits).
 
-    It finds damage; it is no protection against somebody who means to deceive.
+    It detects damage; it does not protect against deliberate manipulation.
 
     Raises:
         MissingExtraError: xxhash is not installed.
@@ -120,6 +120,6 @@ def block_digest(block: bytes | memoryview) -> bytes:
 
 
 def tensor_digest(blocks: Iterable[bytes]) -> TensorDigest:
-    """The digest of a tensor from those of its blocks, in order."""
+    """Return the digest of a tensor from those of its blocks, in order."""
     ordered = tuple(blocks)
     return TensorDigest(block_digest(b"".join(ordered)), ordered)

@@ -1,19 +1,19 @@
-"""Reads of a box of a shard, with little besides.
+"""Reading a box of a shard with little overhead.
 
-What a rank needs of a shard is a box of it. In the file, which is row major, a box is a number
-of equally long ranges::
+The part of a shard that a rank needs is a box of it. In the file, which is row major, a box is a
+number of equally long ranges::
 
       a shard in a file               rows 1..3, columns 2..4: three ranges
       . . . . . . . .
-      . . # # # . . .                 dimensions that are needed whole, behind the last one
-      . . # # # . . .                 that is not, make a range longer
+      . . # # # . . .                 trailing dimensions that are needed whole
+      . . # # # . . .                 make a range longer
       . . # # # . . .
 
-1. A box larger than the buffer is halved along its first dimension that can be.
-2. Where reading from its first to its last element wastes little (`MAX_WASTE` of what is
-   needed), or the ranges are shorter than a sector of a disk, all of that is read at once.
-3. Otherwise it is read range by range, all of them announced first: the disk then works on
-   many at once, where reading one after the other waits for each.
+1. A box larger than the buffer is halved along its first dimension of more than one index.
+2. If reading from its first to its last element wastes little (`MAX_WASTE` of the needed bytes), or
+   if the ranges are shorter than a sector of a disk, the box is read at once.
+3. Otherwise it is read range by range. All ranges are announced first, so that the disk works on
+   many at once instead of one after the other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from reshard.binding import View
 from reshard.checkpoint.storage.local_files import AlignedBuffer, SourceFile
 from reshard.runs import IntArray
 
-# What may be read in vain, as a share of what is needed.
+# The largest share of bytes read in vain, relative to those needed.
 MAX_WASTE = 0.05
 SECTOR_BYTES = 512
 BUFFER_BYTES = 4 * 1024 * 1024
@@ -48,11 +48,11 @@ def read_box(
 
     Args:
         file: holds the shard.
-        start_bytes: where element 0 of `view` lies in the file.
-        view: how the shard lies there.
-        local: where the box begins in the shard; it has the shape of `target`.
+        start_bytes: the offset of element 0 of `view` in the file.
+        view: the strides of the shard in the file.
+        local: the begin of the box in the shard; it has the shape of `target`.
         target: bare elements; it need not be contiguous.
-        buffer: room for `BUFFER_BYTES`, wherever they lie in a file.
+        buffer: room for `BUFFER_BYTES` at any file offset.
 
     Raises:
         RunError: the file cannot be read.
@@ -65,22 +65,22 @@ def read_box(
     if needed_bytes > BUFFER_BYTES and target.size > 1:
         d = next(d for d, n in enumerate(target.shape) if n > 1)
         half = target.shape[d] // 2
-        behind = (*local[:d], local[d] + half, *local[d + 1 :])
+        middle = (*local[:d], local[d] + half, *local[d + 1 :])
         low, high = np.split(target, [half], axis=d)
         read_box(file, start_bytes, view, local, low, buffer)
-        read_box(file, start_bytes, view, behind, high, buffer)
+        read_box(file, start_bytes, view, middle, high, buffer)
         return
     first = view.offset + sum(a * s for a, s in zip(local, view.strides, strict=True))
     at = start_bytes + first * itemsize
     if reach is not None:
-        # One read, of which the box is a strided view.
+        # One read; the box is a strided view of it.
         region = buffer.region(at, needed_bytes)
         file.read_into(region, at)
         elements = np.frombuffer(region.memory, dtype=target.dtype)
         strides = [stride * itemsize for stride in view.strides]
         target[...] = as_strided(elements, target.shape, strides, writeable=False)
         return
-    # Range by range, packed one behind the other: that is the box in row-major order.
+    # Range by range, packed: that is the box in row-major order.
     ranges, length = _ranges(view.strides, target.shape)
     memory = buffer.region(0, needed_bytes).memory
     size = length * itemsize
@@ -91,13 +91,14 @@ def read_box(
 def bounding_range(
     view: View, local: Sequence[int], shape: Sequence[int], itemsize_bytes: int, joined_bytes: int
 ) -> tuple[int, int, int]:
-    """Where a box of a shard lies in a file: first byte, end, and how much is read between.
+    """Return the first byte and the end of a box of a shard in a file, and the bytes read.
 
     Args:
-        view: how the shard lies there.
-        local, shape: the box.
+        view: the strides of the shard in the file.
+        local: the begin of the box in the shard.
+        shape: of the box.
         itemsize_bytes: of an element.
-        joined_bytes: ranges no further apart are read with what lies between them.
+        joined_bytes: the largest gap between ranges that is read with them.
 
     >>> bounding_range(View(0, (200, 1)), (0, 10), (3, 70), 8, 0)
     (80, 3840, 1680)
@@ -115,9 +116,9 @@ def bounding_range(
 
 
 def reach_at_once(strides: Sequence[int], shape: Sequence[int], itemsize_bytes: int) -> int | None:
-    """The elements from the first to the last of a box in a file, both included, if all are read.
+    """Return the elements from the first to the last of a box, both included, if all are read.
 
-    None where the ranges of the box are read one by one, since too much lies between them.
+    Return None if the gaps are so large that the ranges of the box are read one by one.
 
     >>> reach_at_once((100, 1), (3, 100), 8), reach_at_once((1000, 1), (3, 100), 8)
     (300, None)
@@ -125,13 +126,13 @@ def reach_at_once(strides: Sequence[int], shape: Sequence[int], itemsize_bytes: 
     reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if reach <= math.prod(shape) * (1 + MAX_WASTE):
         return reach
-    # A disk reads whole sectors: shorter ranges cost as much as all that is between them.
+    # A disk reads whole sectors: shorter ranges cost as much as the bytes between them.
     _, length = _ranges(strides, shape)
     return reach if length * itemsize_bytes < SECTOR_BYTES else None
 
 
 def _ranges(strides: Sequence[int], shape: Sequence[int]) -> tuple[IntArray, int]:
-    """Where the contiguous ranges of a box begin, in row-major order, and their length.
+    """Return the begins of the contiguous ranges of a box, in row-major order, and their length.
 
     >>> _ranges((8, 1), (3, 2))
     (array([ 0,  8, 16]), 2)
@@ -139,15 +140,15 @@ def _ranges(strides: Sequence[int], shape: Sequence[int]) -> tuple[IntArray, int
     inner, length = _dense_end(strides, shape)
     begin = np.zeros(1, dtype=np.int64)
     for size, stride in zip(shape[:inner], strides[:inner], strict=True):
-        # An outer sum in row-major order: the ranges so far, for every index of this dimension.
+        # An outer sum in row-major order of the ranges so far and the indices of this dimension.
         begin = (begin[:, None] + np.arange(size) * stride).reshape(-1)
     return begin, length
 
 
 def _dense_end(strides: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
-    """How many dimensions are outside of a contiguous range, and the range's length."""
+    """Return the number of dimensions outside of a contiguous range, and the range's length."""
     dense, inner = 1, len(shape)
-    # Trailing dimensions that lie densely in the file are part of one range.
+    # Trailing dimensions that are dense in the file are part of one range.
     while inner > 0 and (shape[inner - 1] == 1 or strides[inner - 1] == dense):
         inner -= 1
         dense *= shape[inner]

@@ -1,16 +1,16 @@
-"""Tensors of a checkpoint as columns: a few numbers for each, where there are very many.
+"""Tensors of a checkpoint as columns: a few numbers each, for very many tensors.
 
-What equal tensors have in common, such as the experts of a model, is a `TensorKind`: type, layout
-and sharding, and in which files their shards lie. Of each tensor there is its name, the number of
-its kind, and where in these files its shards begin::
+Equal tensors, such as the experts of a model, share a `TensorKind`: type, layout, sharding, and the
+files of their shards. Each tensor has its name, the number of its kind, and the begins of its
+shards in these files::
 
     row   name         kind   starts                kinds
     0     expert.0.up   0     4096   4096           0: float32 [64, 64], "tp, -", a.st and b.st
     1     expert.1.up   0     12288  12288          1: float32 [64], whole, a.st
     2     norm          1     20480
 
-`TensorColumns` is a mapping like any other, whose `StoredTensor`s are made when they are asked for;
-who works on all of them at once uses the columns.
+`TensorColumns` is a mapping whose `StoredTensor`s are created on access; code that handles all
+tensors at once uses the columns.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class TensorKind:
-    """What equal tensors have in common: all but their names, digests and places in files.
+    """The common properties of equal tensors: all but names, digests and offsets in files.
 
-    `places` are the shards that are stored, each `(slot, cell)`; the cell is None where those of
-    the slot lie one behind the other. `files` has the file of each, `views` those of `Binding`.
+    `places` are the stored shards, each `(slot, cell)`; the cell is None if the cells of the slot
+    are stored contiguously. `files` has the file of each place, `views` those of `Binding`.
     """
 
     dtype: DType
@@ -50,23 +50,23 @@ class TensorKind:
 
     @cached_property
     def tensor_bytes(self) -> int:
-        """Bytes of a whole tensor, held once."""
+        """The bytes of a whole tensor, stored once."""
         return int(np.prod(self.layout.shape, dtype=np.int64)) * self.dtype.itemsize_bytes
 
     def tensor(
         self, name: str, starts: Sequence[int], digest: TensorDigest | None = None
     ) -> StoredTensor:
-        """The tensor of that name whose shards begin at `starts`, one for each place."""
+        """Return the tensor of that name whose shards begin at `starts`, one for each place."""
         ranges = FileRanges(self.layout, self.places, self.files, tuple(starts))
         return StoredTensor(
             name, self.dtype, Binding(self.layout, ranges, self.views), self.spec, digest
         )
 
     def find_place(self, slot: int, cell: int) -> tuple[int, bool]:
-        """The number of the place of a cell, and whether the place is that of its whole slot.
+        """Return the number of the place of a cell, and whether it is that of the whole slot.
 
         Raises:
-            CheckpointError: a slot that stores none.
+            CheckpointError: a slot without a stored shard.
         """
         for is_whole, key in ((True, (slot, None)), (False, (slot, cell))):
             if key in self.places:
@@ -74,7 +74,7 @@ class TensorKind:
         raise CheckpointError(f"rank {slot} stores no shard of a tensor of {self.layout!r}")
 
     def view(self, slot: int, cell: int) -> View | None:
-        """How a cell lies behind its place; None where it is dense and row major."""
+        """Return the strides of a cell at its place, or None if it is dense and row major."""
         view = self.views.get(slot)
         return view[cell] if isinstance(view, tuple) else view
 
@@ -83,9 +83,8 @@ class TensorKind:
 class DigestColumns:
     """The digests of tensors and of their blocks, 16 bytes each.
 
-    `tensors` has one for each tensor and `blocks` those of all blocks one behind the other, of
-    which the tensor in row `i` has `first[i]` to `first[i + 1]`. `known` says which tensors have
-    digests at all; all of them when None.
+    `tensors` has one for each tensor. `blocks` has those of all blocks; the tensor in row `i` has
+    `first[i]` to `first[i + 1]`. `known` marks the tensors that have digests; all of them if None.
     """
 
     first: IntArray
@@ -94,7 +93,7 @@ class DigestColumns:
     known: NDArray[np.bool_] | None = None
 
     def of(self, row: int) -> TensorDigest | None:
-        """The digest of one tensor."""
+        """Return the digest of one tensor."""
         if self.known is not None and not self.known[row]:
             return None
         blocks = self.of_blocks(row)
@@ -105,7 +104,7 @@ class DigestColumns:
 
     @classmethod
     def of_each(cls, digests: Iterable[TensorDigest | None]) -> DigestColumns:
-        """Digests, one for each tensor, as columns."""
+        """Return digests, one for each tensor, as columns."""
         first, blocks, whole, known = [0], bytearray(), bytearray(), []
         for digest in digests:
             known.append(digest is not None)
@@ -116,7 +115,7 @@ class DigestColumns:
         return cls(np.array(first, dtype=np.int64), bytes(blocks), bytes(whole), is_known)
 
     def is_known(self, rows: IntArray) -> NDArray[np.bool_]:
-        """Whether the tensors in these rows have digests."""
+        """Return whether the tensors in these rows have digests."""
         return np.ones(len(rows), dtype=bool) if self.known is None else self.known[rows]
 
     @property
@@ -125,12 +124,12 @@ class DigestColumns:
         return np.frombuffer(self.blocks, np.uint8).reshape(-1, _DIGEST_BYTES)
 
     def of_blocks(self, row: int) -> bytes:
-        """The digests of all blocks of a tensor, one behind the other."""
+        """Return the digests of all blocks of a tensor."""
         begin, end = self.first[row : row + 2].tolist()
         return self.blocks[begin * _DIGEST_BYTES : end * _DIGEST_BYTES]
 
     def take(self, rows: IntArray) -> DigestColumns:
-        """The digests of the tensors in these rows, in that order."""
+        """Return the digests of the tensors in these rows, in that order."""
         counts = np.diff(self.first)[rows]
         first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         chosen = np.repeat(self.first[rows] - first[:-1], counts) + np.arange(int(first[-1]))
@@ -140,11 +139,11 @@ class DigestColumns:
         return DigestColumns(first, blocks.tobytes(), whole.tobytes(), known)
 
     def of_tensor(self, row: int) -> bytes:
-        """The digest of a whole tensor."""
+        """Return the digest of a whole tensor."""
         return self.tensors[row * _DIGEST_BYTES : (row + 1) * _DIGEST_BYTES]
 
     def of_block(self, row: int, block: int) -> bytes | None:
-        """The digest of one block; None where there is none."""
+        """Return the digest of one block, or None if it is unknown."""
         if self.known is not None and not self.known[row]:
             return None
         at = (int(self.first[row]) + block) * _DIGEST_BYTES
@@ -158,12 +157,11 @@ class TensorColumns(Mapping[str, StoredTensor]):
         names: of the tensors.
         kinds: the kinds that there are.
         kind: the number of the kind of each tensor, shape `(tensors,)`.
-        starts: where in its file each place of each tensor begins, in bytes, one tensor behind
-            the other.
-        digests: where they are known.
+        starts: the begin of each place of each tensor in its file, in bytes, tensor by tensor.
+        digests: of the tensors, if known.
 
     Raises:
-        CheckpointError: a name that is there twice.
+        CheckpointError: a name that appears twice.
 
     >>> from reshard.dtypes import dtype
     >>> kind = TensorKind(dtype("int8"), Layout.whole((4,), [0], 1), ((0, None),), ("a.bin",))
@@ -186,7 +184,7 @@ class TensorColumns(Mapping[str, StoredTensor]):
         self.starts: IntArray = np.asarray(starts, dtype=np.int64)
         self.digests = digests
         if len(set(self.names)) != len(self.names):
-            raise CheckpointError("a tensor name is there twice")
+            raise CheckpointError("a tensor name appears twice")
 
     @cached_property
     def _rows(self) -> dict[str, int]:
@@ -194,11 +192,11 @@ class TensorColumns(Mapping[str, StoredTensor]):
 
     @classmethod
     def of(cls, tensors: Mapping[str, StoredTensor]) -> TensorColumns:
-        """The same tensors as columns."""
+        """Return tensors as columns."""
         if isinstance(tensors, TensorColumns):
             return tensors
         kinds: dict[Any, int] = {}
-        found: list[TensorKind] = []
+        listed: list[TensorKind] = []
         kind: list[int] = []
         starts: list[int] = []
         for tensor in tensors.values():
@@ -208,25 +206,25 @@ class TensorColumns(Mapping[str, StoredTensor]):
             for slot, address in binding.addresses.items():
                 is_apart = isinstance(address, tuple)
                 for cell in range(len(address) if isinstance(address, tuple) else 1):
-                    one = tensor.file_range(slot, cell)
+                    shard = tensor.file_range(slot, cell)
                     places.append((slot, cell if is_apart else None))
-                    files.append(one.path)
-                    starts.append(one.start_bytes)
+                    files.append(shard.path)
+                    starts.append(shard.start_bytes)
             views = tuple(binding.views.items())
             key = (tensor.dtype, binding.layout, tuple(places), tuple(files), tensor.spec, views)
-            number = kinds.setdefault(key, len(found))
-            if number == len(found):
-                found.append(TensorKind(*key[:5], binding.views))
+            number = kinds.setdefault(key, len(listed))
+            if number == len(listed):
+                listed.append(TensorKind(*key[:5], binding.views))
             kind.append(number)
-        made = cls(tensors, found, kind, starts)
+        columns = cls(tensors, listed, kind, starts)
         if any(tensor.digest is not None for tensor in tensors.values()):
-            made = made.with_digests(
+            columns = columns.with_digests(
                 DigestColumns.of_each(tensor.digest for tensor in tensors.values())
             )
-        return made
+        return columns
 
     def with_digests(self, digests: DigestColumns | None) -> TensorColumns:
-        """The same tensors with these digests."""
+        """Return the same tensors with these digests."""
         return TensorColumns(self.names, self.kinds, self.kind, self.starts, digests)
 
     def __getitem__(self, name: str) -> StoredTensor:
@@ -242,33 +240,33 @@ class TensorColumns(Mapping[str, StoredTensor]):
         return name in self._rows
 
     def row(self, name: str) -> int:
-        """The row of a tensor. Raises KeyError."""
+        """Return the row of a tensor. Raises KeyError."""
         return self._rows[name]
 
     def rows(self, names: Iterable[str]) -> IntArray:
-        """The rows of tensors. Raises KeyError."""
+        """Return the rows of tensors. Raises KeyError."""
         if names == self.names:
             return np.arange(len(self.names), dtype=np.int64)
         return np.fromiter(map(self._rows.__getitem__, names), np.int64)
 
     def tensor(self, row: int) -> StoredTensor:
-        """The tensor of a row."""
+        """Return the tensor of a row."""
         kind, first = self.kinds[int(self.kind[row])], int(self.first[row])
         starts = self.starts[first : first + len(kind.places)].tolist()
         digest = None if self.digests is None else self.digests.of(row)
         return kind.tensor(self.names[row], starts, digest)
 
     def kind_of(self, name: str) -> TensorKind:
-        """The kind of a tensor."""
+        """Return the kind of a tensor."""
         return self.kinds[int(self.kind[self._rows[name]])]
 
     def sample(self, kind: int) -> StoredTensor:
-        """The first tensor of a kind."""
+        """Return the first tensor of a kind."""
         return self.tensor(int(np.argmax(self.kind == kind)))
 
     @cached_property
     def first(self) -> IntArray:
-        """Where in `starts` each tensor's begin, shape `(tensors,)`."""
+        """The index in `starts` of each tensor's first place, shape `(tensors,)`."""
         places = np.array([len(kind.places) for kind in self.kinds] or [0], dtype=np.int64)
         each = places[self.kind] if len(self.kind) else np.zeros(0, dtype=np.int64)
         first: IntArray = np.cumsum(each) - each
@@ -276,11 +274,11 @@ class TensorColumns(Mapping[str, StoredTensor]):
 
     @cached_property
     def tensor_bytes(self) -> IntArray:
-        """Bytes of each tensor, held once: shape `(tensors,)`."""
+        """The bytes of each tensor, stored once: shape `(tensors,)`."""
         return self.by_kind([kind.tensor_bytes for kind in self.kinds])
 
     def by_kind(self, values: Sequence[int]) -> IntArray:
-        """A number of each kind, for each tensor: shape `(tensors,)`."""
+        """Return a number of each kind for each tensor: shape `(tensors,)`."""
         if not len(self.kind):
             return np.zeros(0, dtype=np.int64)
         spread: IntArray = np.array(values, dtype=np.int64)[self.kind]
@@ -288,7 +286,7 @@ class TensorColumns(Mapping[str, StoredTensor]):
 
 
 def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor, by name."""
+    """Return the shape of each tensor, by name."""
     if not isinstance(tensors, TensorColumns):
         return {name: tensor.shape for name, tensor in tensors.items()}
     shapes = [kind.layout.shape for kind in tensors.kinds]
@@ -296,7 +294,7 @@ def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]
 
 
 def types_of(tensors: Mapping[str, StoredTensor]) -> dict[str, DType]:
-    """The element type of each tensor, by name."""
+    """Return the element type of each tensor, by name."""
     if not isinstance(tensors, TensorColumns):
         return {name: tensor.dtype for name, tensor in tensors.items()}
     types = [kind.dtype for kind in tensors.kinds]
@@ -310,17 +308,17 @@ def bind_shards(
     files: Iterable[tuple[int, str, IntArray, IntArray]],
     digests: DigestColumns | None = None,
 ) -> TensorColumns:
-    """Tensors whose shards lie in files of ranks, at most one shard of a tensor in each.
+    """Return tensors whose shards are in files of ranks, at most one shard of a tensor in each.
 
     Args:
         names: of the tensors.
         kinds: type, layout and sharding of equal tensors.
         kind: the number of the kind of each tensor, shape `(tensors,)`.
-        files: the rank and the name of each file, ranks ascending; which tensors have a shard
-            in it, and where each of these begins, in bytes.
+        files: the rank and the name of each file, ranks ascending; the tensors that have a shard
+            in it, and the begin of each of these, in bytes.
         digests: of the tensors.
     """
-    # For each tensor the number of its list of places; a file makes longer lists of those it is in.
+    # For each tensor, the number of its list of places, which each of its files extends.
     places: list[tuple[tuple[int, str], ...]] = [()]
     listed = np.zeros(len(names), dtype=np.int64)
     for rank, file, rows, _ in (files := tuple(files)):
@@ -328,20 +326,21 @@ def bind_shards(
         after = len(places) + np.arange(len(before))
         places += [(*places[old], (rank, file)) for old in before.tolist()]
         listed[rows] = after[which]
-    pairs, found = np.unique(
+    pairs, kind_of = np.unique(
         np.stack([kind, listed]) if len(names) else np.zeros((2, 0), np.int64),
         axis=1,
         return_inverse=True,
     )
-    made = []
+    listed_kinds = []
     for of, where in pairs.T.tolist():
         element, layout, spec = kinds[of]
         slots = tuple((rank, None) for rank, _ in places[where])
-        made.append(TensorKind(element, layout, slots, tuple(f for _, f in places[where]), spec))
+        names_of_files = tuple(file for _, file in places[where])
+        listed_kinds.append(TensorKind(element, layout, slots, names_of_files, spec))
     nothing = np.zeros(0, dtype=np.int64)
-    # Of one tensor in the order of the files.
+    # By tensor, and for each tensor in the order of the files.
     rows = np.concatenate([nothing, *(rows for _, _, rows, _ in files)])
     order = np.argsort(rows, kind="stable")
     del rows
     starts = np.concatenate([nothing, *(starts for _, _, _, starts in files)])
-    return TensorColumns(names, made, found.reshape(-1), starts[order], digests)
+    return TensorColumns(names, listed_kinds, kind_of.reshape(-1), starts[order], digests)

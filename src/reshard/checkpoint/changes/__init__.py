@@ -1,12 +1,12 @@
-"""Changes of elements while a checkpoint is converted: other types, quantised or not.
+"""Changes of elements during a conversion: other types, quantisation, merged adapters.
 
-    computed      tensors that are computed from others, block by block
-    batched       blocks of several tensors together: moved, cast or computed
-    casts         elements in another floating-point type
-    dequantized   weights from their quantised tensors
-    quantized     weights in float8 with scales
-    merged        weights with low-rank changes, and `adapters`, which have these
-    planning      which tensors change, and what config.json says then
+::
 
-Start at `planning`.
+    computed_tensors   tensors computed from others, block by block; casts, constants
+    quantization       weights from quantised tensors; weights in float8 with scales
+    adapters           weights with low-rank adapters merged in
+    source_digests     recorded digests of sources that are read in other blocks
+    planning           which tensors change, and config.json afterwards
+
+Start with `planning`.
 """

@@ -1,25 +1,25 @@
-"""Weights with low-rank changes merged into them: `W + scale * B @ A`, as PEFT does on a CPU.
-
-1. A and B are taken as float32. An element of their product is summed in float64 and rounded once,
-   so that it does not depend on the order of a sum; then it is multiplied by the scale.
-2. The sum with the weight is of float32, and rounded to the weight's type. Further adapters start
-   from that.
-3. With a magnitude (DoRA), each output of the sum is multiplied by magnitude / norm, where the norm
-   is that of the sum's row.
-
-A weight is rows by columns here: its first dimension, and the others as one.
-
-Sources: LoRA (arXiv 2106.09685); DoRA (arXiv 2402.09353); PEFT's `merge_and_unload`.
-
-Adapters of PEFT that are merged into the checkpoint of their base.
+"""Merging PEFT adapters into the checkpoint of their base: `W + scale * B @ A`.
 
     convert BASE OUT --adapter A --adapter B         W + A's change, then B's
 
-1. An adapter is a folder with `adapter_config.json` and its tensors, in any format that is read.
-2. Matrices A and B change the weight that their names begin with (`merged`); a tensor that was
-   trained whole (`modules_to_save`) takes the place of the base's, in its type.
-3. What would not give the weights that PEFT computes, is refused by name: other kinds of adapters,
-   and those whose initialisation has changed the base.
+1. An adapter is a folder with `adapter_config.json` and its tensors, in any readable format.
+2. The matrices A and B change the weight that their names begin with; a tensor that was trained
+   as a whole (`modules_to_save`) replaces the base's, in its type.
+3. Adapters whose merge would differ from PEFT's are refused by name: other kinds of adapters, and
+   those whose initialisation has changed the base.
+
+The arithmetic is that of PEFT on a CPU:
+
+1. A and B are cast to float32. An element of their product is summed in float64 and rounded once,
+   so it does not depend on the order of summation; then it is multiplied by the scale.
+2. The sum with the weight is computed in float32, and rounded to the weight's type. Further
+   adapters start from that.
+3. With a magnitude (DoRA), each output of the sum is multiplied by magnitude / norm, where the norm
+   is that of the sum's row.
+
+A weight is treated as a matrix: its first dimension, and all others flattened.
+
+Sources: LoRA (arXiv 2106.09685); DoRA (arXiv 2402.09353); PEFT's `merge_and_unload`.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class LowRankChange:
         a: `(rank, inputs...)`.
         b: `(outputs, rank, 1...)`.
         scale: of the product.
-        is_swapped: whether the weight has its inputs in the first dimension.
+        is_swapped: whether the first dimension of the weight is that of its inputs.
         magnitude: of each output (DoRA); None for a plain sum.
-        is_rounded: whether the product is rounded to the weight's type before it is added, as PEFT
-            does for embeddings.
+        is_rounded: whether the product is rounded to the weight's type before it is added, as by
+            PEFT for embeddings.
     """
 
     a: StoredTensor
@@ -75,7 +75,7 @@ class LowRankChange:
 
     @property
     def sources(self) -> tuple[StoredTensor, ...]:
-        """Its tensors."""
+        """The stored tensors of the change."""
         return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
 
     @property
@@ -86,18 +86,18 @@ class LowRankChange:
 
 @dataclass(frozen=True)
 class _Merged:
-    """A tensor of the base with what adapters add to it, in its own type."""
+    """A tensor of the base with the changes of adapters, in its own type."""
 
     base: StoredTensor
 
     @property
     def dtype(self) -> DType:
-        """The base's."""
+        """The type of the base."""
         return self.base.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The base's."""
+        """The shape of the base."""
         return self.base.shape
 
 
@@ -115,12 +115,12 @@ class MergedWeight(_Merged):
         return (self.base, *(one for change in self.changes for one in change.sources))
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
-        """A box of the weight, and the adapters whole."""
+        """Return the bytes of a box of the weight, and of the whole adapters."""
         adapters = (math.prod(one.shape) * one.dtype.itemsize_bytes for one in self.sources[1:])
         return (box.elements * self.base.dtype.itemsize_bytes, *adapters)
 
     def fill(self, box: Box, out: NDArray[np.generic], read: ReadBox) -> CastCounts:
-        """The box's elements, merged and rounded."""
+        """Write the box's elements, merged and rounded."""
         factors = self._read_factors(read)
         for number, change in enumerate(self.changes):
             if change.magnitude is not None:
@@ -128,7 +128,7 @@ class MergedWeight(_Merged):
         return self._merge(box, len(self.changes), factors, read, out)
 
     def _read_factors(self, read: ReadBox) -> list[list[NDArray[np.float32]]]:
-        """The tensors of each change: A `(rank, in)`, B `(out, rank)`, the magnitude `(out)`."""
+        """Return each change's A `(rank, in)`, B `(out, rank)` and magnitude `(out)`."""
         found: list[list[NDArray[np.float32]]] = []
         source = 1
         for change in self.changes:
@@ -150,7 +150,7 @@ class MergedWeight(_Merged):
         read: ReadBox,
         out: NDArray[np.generic],
     ) -> CastCounts:
-        """Write the elements of a box into `out` after so many changes, rounded."""
+        """Write the elements of a box into `out` after `changes` changes, rounded."""
         counts = CastCounts()
         bare = read(0, box)
         rows, columns = _find_ranges(box, self.shape)
@@ -180,7 +180,7 @@ class MergedWeight(_Merged):
         columns: range,
         factors: Sequence[NDArray[np.float32]],
     ) -> tuple[NDArray[np.generic], CastCounts]:
-        """A piece of the weight, as bare elements, after one change."""
+        """Return a piece of the weight, as bare elements, after one change."""
         merged = self._add(number, piece, rows, columns, factors)
         change = self.changes[number]
         if change.magnitude is not None:
@@ -193,7 +193,7 @@ class MergedWeight(_Merged):
         return rounded.reshape(piece.shape), counts
 
     def _round(self, values: NDArray[np.float32]) -> tuple[NDArray[np.generic], CastCounts]:
-        """Values as bare elements of the weight's type, of shape `(n,)`."""
+        """Return values as bare elements of the weight's type, of shape `(n,)`."""
         rounded = np.empty(values.size, dtype=self.dtype.storage)
         bare = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
         return rounded, cast_elements(bare, dtype("float32"), rounded, self.dtype)
@@ -206,7 +206,7 @@ class MergedWeight(_Merged):
         columns: range,
         factors: Sequence[NDArray[np.float32]],
     ) -> NDArray[np.float32]:
-        """The sum of a piece and its part of the product, in float32."""
+        """Return the sum of a piece and its part of the product, in float32."""
         change, (a, b, *_) = self.changes[number], factors
         outputs, inputs = (columns, rows) if change.is_swapped else (rows, columns)
         left = b[outputs.start : outputs.stop].astype(np.float64)
@@ -226,7 +226,7 @@ class MergedWeight(_Merged):
         factors: Sequence[Sequence[NDArray[np.float32]]],
         read: ReadBox,
     ) -> None:
-        """The norms of the outputs of the sum of one change, found once, in boxes of a size."""
+        """Compute the norms of the outputs of a change's sum, once, in boxes of a size."""
         with self._lock:
             if number in self._norms:
                 return
@@ -237,7 +237,7 @@ class MergedWeight(_Merged):
                 self._merge(box, number, factors, read, bare)
                 rows, columns = _find_ranges(box, self.shape)
                 piece = bare.reshape(len(rows), -1)
-                # In stretches: the product of a whole box in float64 would be several boxes.
+                # In parts: the product of a whole box in float64 would be several boxes.
                 step = max(1, _PRODUCT // max(1, piece.shape[1]))
                 for top in range(0, len(rows), step):
                     part = piece[top : top + step]
@@ -252,9 +252,10 @@ class MergedWeight(_Merged):
 
 
 def _find_ranges(box: Box, shape: tuple[int, ...]) -> tuple[range, range]:
-    """The rows and columns of a box, where all dimensions but the first are one.
+    """Return the rows and columns of a box, with all dimensions but the first flattened.
 
-    Blocks have one index of the dimensions before that in which they end, and all behind it.
+    Blocks have single indices of the dimensions before that in which they end, and all of the
+    following ones.
 
     >>> _find_ranges(Box((2, 0, 0), (4, 3, 5)), (8, 3, 5))
     (range(2, 4), range(0, 15))
@@ -268,7 +269,7 @@ def _find_ranges(box: Box, shape: tuple[int, ...]) -> tuple[range, range]:
 
 
 def _list_boxes(shape: tuple[int, ...], like: Box) -> list[Box]:
-    """Boxes of whole rows that cover a weight, each no larger than `like`; or single indices."""
+    """Return boxes of whole rows, or parts of rows, that cover a weight, as large as `like`."""
     row = math.prod(shape[1:])
     step = like.elements // row
     if step:
@@ -276,7 +277,7 @@ def _list_boxes(shape: tuple[int, ...], like: Box) -> list[Box]:
             Box((top, *(0 for _ in shape[1:])), (min(top + step, shape[0]), *shape[1:]))
             for top in range(0, shape[0], step)
         ]
-    # Rows longer than a block: of two dimensions, which is all that has such.
+    # Rows longer than a block occur in two dimensions only.
     wide = like.elements
     return [
         Box((top, left), (top + 1, min(left + wide, shape[1])))
@@ -297,11 +298,11 @@ class MergedBias(_Merged):
         return (self.base, *(tensor for tensor, _ in self.changes))
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
-        """The same box of each."""
+        """Return the bytes of the same box of each source."""
         return tuple(box.elements * one.dtype.itemsize_bytes for one in self.sources)
 
     def fill(self, box: Box, out: NDArray[np.generic], read: ReadBox) -> CastCounts:
-        """The box's elements, rounded after each change."""
+        """Write the box's elements, rounded after each change."""
         counts = CastCounts()
         out[...] = read(0, box)
         for number, (tensor, scale) in enumerate(self.changes, 1):
@@ -314,11 +315,11 @@ class MergedBias(_Merged):
 
 
 _MERGED_TYPES = ("float32", "bfloat16", "float16")
-# What PEFT saves of a module that it has wrapped, beside the change.
+# In names of tensors of a wrapped module that PEFT saves in addition to the change.
 _BASE_LAYER = ".base_layer."
-# Initialisations that change the base; the others only choose A and B.
+# Initialisations that change the base; the others only determine A and B.
 _BASE_CHANGING = ("pissa", "olora", "loftq", "corda", "lora_ga")
-# Settings under which PEFT's merge is another sum, or none.
+# Settings with which PEFT's merge differs, or does not exist.
 _UNKNOWN_SETTINGS = (
     "target_parameters",
     "layer_replication",
@@ -334,7 +335,7 @@ _UNKNOWN_SETTINGS = (
 
 @dataclass
 class _Merge:
-    """A merge under way: the changes of each tensor of the base, in the order of the adapters."""
+    """A merge in progress: the changes of each tensor of the base, in the order of adapters."""
 
     base: Checkpoint
     weights: dict[str, list[LowRankChange]] = field(default_factory=dict)
@@ -345,13 +346,13 @@ class _Merge:
     adapters: list[Checkpoint] = field(default_factory=list)
 
     def add(self, path: str | os.PathLike[str]) -> None:
-        """Add an adapter. Raises UsageError for one that is not merged, by name."""
+        """Add an adapter. Raises UsageError if it cannot be merged."""
         checkpoint = open_checkpoint(path)
         config = read_adapter_config(checkpoint)
         if config is None:
             raise UsageError(
-                f"the adapter {os.fspath(path)} has no adapter_config.json beside its tensors; "
-                "give the folder that PEFT saved"
+                f"the adapter {os.fspath(path)} has no adapter_config.json; give the folder that "
+                "PEFT saved"
             )
         self._check_config(checkpoint, config)
         tensors = {
@@ -369,8 +370,8 @@ class _Merge:
             if name not in inside:
                 if ".lora_" in name or "trainable_tokens" in name:
                     raise UsageError(
-                        f"{checkpoint.folder} has {name!r}, a kind of change that is not merged "
-                        "here; merge it with PEFT"
+                        f"{checkpoint.folder} has {name!r}, a kind of change that cannot be "
+                        "merged; merge it with PEFT"
                     )
                 self._replace(found.base_name(name), tensor)
         self.adapters.append(checkpoint)
@@ -379,14 +380,14 @@ class _Merge:
         kind = config.get("peft_type")
         if kind != "LORA":
             raise UsageError(
-                f"{checkpoint.folder} is an adapter of the type {kind!r}; LORA is merged here, the "
-                "others by PEFT"
+                f"{checkpoint.folder} is an adapter of the type {kind!r}; only LORA can be merged, "
+                "merge others with PEFT"
             )
         for key in _UNKNOWN_SETTINGS:
             if config.get(key):
                 raise UsageError(
-                    f"{checkpoint.folder} has {key} in adapter_config.json, with which a change is "
-                    "another than scale * B @ A; merge it with PEFT"
+                    f"{checkpoint.folder} has {key} in adapter_config.json, with which the change "
+                    "differs from scale * B @ A; merge it with PEFT"
                 )
         how = str(config.get("init_lora_weights", True)).lower()
         if how.startswith(_BASE_CHANGING):
@@ -407,18 +408,18 @@ class _Merge:
         """Add the change of one weight."""
         kind = "embedding " if "embedding A" in members else ""
         a, b = tensors[members[f"{kind}A"]], tensors[members[f"{kind}B"]]
-        for one in (a, b):
-            if not is_castable(one.dtype) or one.dtype.name == "float64":
+        for matrix in (a, b):
+            if not is_castable(matrix.dtype) or matrix.dtype.name == "float64":
                 raise UsageError(
-                    f"{one.name!r} of {checkpoint.folder} is of {one.dtype.name}; adapters of "
-                    f"{', '.join(_MERGED_TYPES)} are merged"
+                    f"{matrix.name!r} of {checkpoint.folder} is of {matrix.dtype.name}; "
+                    f"adapters of {', '.join(_MERGED_TYPES)} can be merged"
                 )
         name = self._find_base(checkpoint, weight)
         base = self.base.tensors[name]
         if base.dtype.name not in _MERGED_TYPES:
             raise UsageError(
-                f"{name!r}, which {checkpoint.folder} changes, is of {base.dtype.name}; a change "
-                f"is merged into {', '.join(_MERGED_TYPES)}: --dequantize it first"
+                f"{name!r}, which {checkpoint.folder} changes, is of {base.dtype.name}; a "
+                f"change can be merged into {', '.join(_MERGED_TYPES)}: --dequantize it first"
             )
         is_swapped = _find_orientation(base, a, b, config, is_embedding=bool(kind))
         if is_swapped is None:
@@ -431,7 +432,7 @@ class _Merge:
         if bool(config.get("use_dora")) != (magnitude is not None):
             raise UsageError(
                 f"{checkpoint.folder} has {'a' if magnitude else 'no'} magnitude of {name!r}, "
-                f"where its config says use_dora={bool(config.get('use_dora'))}; it is not whole"
+                f"but its config has use_dora={bool(config.get('use_dora'))}; it is incomplete"
             )
         module = weight.removesuffix(".weight")
         scale = _find_scale(config, module, a.shape[0], checkpoint.folder)
@@ -442,72 +443,72 @@ class _Merge:
             self.biases.setdefault(bias, []).append((tensors[members["bias"]], scale))
 
     def _find_base(self, checkpoint: Checkpoint, name: str) -> str:
-        """The tensor of the base that an adapter means."""
-        found = self._look_up(name)
-        if found is not None:
-            return found
+        """Return the name of the base's tensor that an adapter changes."""
+        base = self._look_up(name)
+        if base is not None:
+            return base
         raise UsageError(
             f"{checkpoint.folder} changes {name!r}, which {self.base.folder} does not have; is it "
             "the adapter of another model?"
         )
 
     def _look_up(self, name: str) -> str | None:
-        """The name in the base, whose model may have a word less; None where there is none."""
+        """Return the name in the base, with or without a prefix `model.`, or None."""
         candidates = (name, f"model.{name}", name.removeprefix("model."))
-        return next((one for one in candidates if one in self.base.tensors), None)
+        return next((key for key in candidates if key in self.base.tensors), None)
 
     def _take_base(self, checkpoint: Checkpoint, name: str, tensor: StoredTensor) -> None:
-        """Take a weight that was saved beside its change, as PEFT does embeddings, for the base's.
+        """Replace the base's weight by one saved with its change, as PEFT saves embeddings.
 
-        What adapters before it made of the base's is gone then, as it is with PEFT.
+        Changes of earlier adapters are dropped, as by PEFT.
         """
-        found = self._find_base(checkpoint, name)
-        base = self.base.tensors[found]
+        key = self._find_base(checkpoint, name)
+        base = self.base.tensors[key]
         if (base.shape, base.dtype) != (tensor.shape, tensor.dtype):
             raise UsageError(
                 f"{tensor.name!r} of {checkpoint.folder} is {tensor.dtype.name} "
-                f"{list(tensor.shape)} and stands for {found!r}, which is {base.dtype.name} "
+                f"{list(tensor.shape)} and replaces {key!r}, which is {base.dtype.name} "
                 f"{list(base.shape)}; is it the adapter of another model?"
             )
-        self.bases[found] = tensor
-        self.weights.pop(found, None)
+        self.bases[key] = tensor
+        self.weights.pop(key, None)
 
     def _replace(self, name: str, tensor: StoredTensor) -> None:
-        found = self._look_up(name)
-        if found is None:
+        key = self._look_up(name)
+        if key is None:
             self.added.append(name)
             self.replaced[name] = tensor
             return
-        base = self.base.tensors[found]
+        base = self.base.tensors[key]
         if base.shape != tensor.shape:
             raise UsageError(
-                f"{tensor.name!r} of shape {list(tensor.shape)} stands for {found!r} of shape "
+                f"{tensor.name!r} of shape {list(tensor.shape)} replaces {key!r} of shape "
                 f"{list(base.shape)}; is it the adapter of another model?"
             )
         if base.dtype is not tensor.dtype and not (
             is_castable(base.dtype) and is_castable(tensor.dtype)
         ):
             raise UsageError(
-                f"{tensor.name!r} is of {tensor.dtype.name} and stands for {found!r} of "
-                f"{base.dtype.name}, to which it is not cast"
+                f"{tensor.name!r} is of {tensor.dtype.name} and replaces {key!r} of "
+                f"{base.dtype.name}, to which it cannot be cast"
             )
-        self.replaced[found] = tensor
+        self.replaced[key] = tensor
 
 
 def merge_adapters(
     checkpoint: Checkpoint, paths: Iterable[str | os.PathLike[str]]
 ) -> tuple[Checkpoint, dict[str, ComputedTensor]]:
-    """A checkpoint with adapters merged into it, one after another.
+    """Return a checkpoint with adapters merged into it, one after another.
 
     Args:
         checkpoint: the base.
         paths: of the adapters: folders with `adapter_config.json`.
 
     Returns:
-        The checkpoint as it will be, and the tensors of it that are computed, by name.
+        The merged checkpoint, and its computed tensors by name.
 
     Raises:
-        UsageError: what is no adapter of this base, or is not merged here.
+        UsageError: an adapter of another base, or one that cannot be merged.
         CheckpointError: an adapter that cannot be read.
     """
     merge = _Merge(checkpoint)
@@ -532,16 +533,16 @@ def merge_adapters(
         tensors[name] = dataclasses.replace(tensor, name=name, digest=None)
     for name, sums in merge.biases.items():
         computed[name] = MergedBias(checkpoint.tensors[name], tuple(sums))
-    for name, made in computed.items():
+    for name, merged in computed.items():
         base = checkpoint.tensors[name]
-        tensors[name] = StoredTensor(name, made.dtype, base.binding, base.spec)
+        tensors[name] = StoredTensor(name, merged.dtype, base.binding, base.spec)
     return _finish(merge, tensors, computed), computed
 
 
 def _finish(
     merge: _Merge, tensors: dict[str, StoredTensor], computed: Mapping[str, ComputedTensor]
 ) -> Checkpoint:
-    """The base with other tensors, and with the files of the adapters beside its own."""
+    """Return the base with other tensors, and with the files of the adapters added."""
     base = merge.base
     files, identities = list(base.files), dict(base.identities)
     for adapter in merge.adapters:
@@ -550,18 +551,18 @@ def _finish(
             if name not in identities:
                 files.append(dataclasses.replace(file, name=name, rank=0))
                 identities[name] = adapter.identities[file.name]
-    read = {one.name for made in computed.values() for one in made.sources}
+    read = {source.name for tensor in computed.values() for source in tensor.sources}
     notes = [
         f"{count_text(len(merge.weights), 'weight')} have the changes of "
         f"{count_text(len(merge.adapters), 'adapter')} merged in"
     ]
     if merge.replaced:
         notes.append(
-            "trained whole, and taken in the place of the base's: "
+            "trained as a whole, replacing the base's: "
             f"{count_text(len(merge.replaced), 'tensor')} (first: {next(iter(merge.replaced))})"
         )
     if merge.added:
-        notes.append(f"not in the base, and added from an adapter: {', '.join(merge.added[:5])}")
+        notes.append(f"not in the base, added from an adapter: {', '.join(merge.added[:5])}")
     checksums = (
         dataclasses.replace(one, is_read_once=one.is_read_once and one.tensor not in read)
         for one in base.checksums
@@ -577,7 +578,7 @@ def _finish(
 
 
 def _in_any_folder(checkpoint: Checkpoint, tensor: StoredTensor) -> StoredTensor:
-    """A tensor that is bound to whole paths, so that it can be read beside another checkpoint."""
+    """Return a tensor bound to absolute paths, to be read with another checkpoint's tensors."""
     if checkpoint.derived:
         raise UsageError(
             f"the adapter {checkpoint.folder} is compressed; convert it first (--to full)"
@@ -605,7 +606,7 @@ def _find_orientation(
     *,
     is_embedding: bool,
 ) -> bool | None:
-    """Whether a weight has its inputs first; None where the matrices do not fit it at all."""
+    """Return whether a weight has its inputs first, or None if the matrices do not fit it."""
     if any(size != 1 for size in b.shape[2:]):
         return None
     plain = base.shape == (b.shape[0], *a.shape[1:])
@@ -618,7 +619,7 @@ def _find_orientation(
 
 
 def _find_scale(config: Mapping[str, Any], module: str, rank: int, folder: Path) -> float:
-    """The scale of the change of a module."""
+    """Return the scale of the change of a module."""
     numbers = []
     for what, default in (("r", 8), ("lora_alpha", 8)):
         patterns = config.get("rank_pattern" if what == "r" else "alpha_pattern") or {}
@@ -629,14 +630,14 @@ def _find_scale(config: Mapping[str, Any], module: str, rank: int, folder: Path)
         numbers.append(number)
     if numbers[0] != rank:
         raise UsageError(
-            f"{folder}: the matrices of {module!r} are of rank {rank}, its config says "
+            f"{folder}: the matrices of {module!r} are of rank {rank}, its config has rank "
             f"{numbers[0]}; they belong to different saves"
         )
     return float(numbers[1] / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
 def _find_pattern(patterns: Mapping[str, Any], module: str) -> str | None:
-    """The first pattern that a module's name ends with, as PEFT looks for it."""
+    """Return the first pattern that a module's name ends with, as PEFT searches it."""
     for key in patterns:
         try:
             if re.match(rf"(.*\.)?({key})$", module):

@@ -1,26 +1,16 @@
-"""Tensors that are computed from stored ones, a block at a time.
+"""Tensors computed from stored tensors, a block at a time or in batches.
 
-A `ComputedTensor` fills any box of itself, reading boxes of its sources as it goes. What it reads
-at once is bounded, so that a conversion knows its memory before it begins::
+A `ComputedTensor` fills any box of itself, reading boxes of its sources. The size of each read is
+bounded, so the memory of a conversion is known before it begins::
 
     source files --(read_box)--> inputs --(fill)--> block --> target files
 
-Tensors in another floating-point type.
+`ChangedReader` reads batches of blocks as they are written to the target; the blocks of a batch are
+all produced in one way::
 
-Very many that are cast alike are columns (`CastColumns`), and small ones are cast together
-(`cast_blocks`).
-
-Tensors of one number, made of no other.
-
-Batches of blocks as they will be: moved as they are, cast, or computed from others.
-
-::
-
-    moved       files --(one read)--> blocks
+    copied      files --(one read)--> blocks
     cast        files --(one read)--> inputs --(one cast)--> blocks
     computed    files --(reads for each)--> inputs --> block, block, ...
-
-All blocks of a batch are made in one way, and are written together.
 """
 
 from __future__ import annotations
@@ -55,21 +45,15 @@ from reshard.dtypes import DType
 from reshard.elements import CastCounts, cast_elements
 from reshard.layout import Box
 
-#: What the arithmetic of one block takes beside its buffers.
+#: The memory for the arithmetic of a block, in addition to its buffers.
 SCRATCH_BYTES = 8 * 1024 * 1024
 
-# The bare elements of a box of a source, valid until the same source is read again.
+# Reads the bare elements of a box of a source, valid until the same source is read again.
 ReadBox = Callable[[int, Box], NDArray[Any]]
 
 
 class ComputedTensor(Protocol):
-    """A tensor that is computed from others.
-
-    Attributes:
-        dtype: of its elements.
-        shape: of it.
-        sources: what it is computed from.
-    """
+    """A tensor that is computed from stored tensors, its `sources`."""
 
     @property
     def dtype(self) -> DType: ...
@@ -81,10 +65,10 @@ class ComputedTensor(Protocol):
     def sources(self) -> tuple[StoredTensor, ...]: ...
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
-        """The most that is read at once of each source for a box."""
+        """Return the most bytes that are read of each source at once, for a box."""
 
     def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
-        """Write the bare elements of a box into `out`, of its shape."""
+        """Write the bare elements of a box into `out`, which has its shape."""
 
 
 class ComputedReader:
@@ -106,24 +90,24 @@ class ComputedReader:
 
     @property
     def span_bytes(self) -> int:
-        """The most bytes of a shard that are in memory at once."""
+        """The most bytes of a shard in memory at once."""
         return max((reader.span_bytes for reader in self._readers), default=0)
 
     @property
     def input_bytes(self) -> tuple[int, ...]:
-        """The most that is in memory of each source, for the largest block."""
+        """The most bytes of each source in memory at once, for the largest block."""
         return self.tensor.input_bytes(self.grid.box(0)) if self.grid.count else ()
 
     def read_checked(
         self, index: int, workspace: Workspace, at: int = 0
     ) -> tuple[memoryview, bytes]:
-        """The bytes of block `index`, valid until the next call, and their digest.
+        """Return the bytes of block `index`, valid until the next call, and their digest.
 
         They begin at `at` of the workspace's memory for blocks.
 
         Raises:
             RunError: a file that cannot be read.
-            DigestError: bytes of a source that are not those that were written.
+            DigestError: bytes of a source that differ from those written.
         """
         box = self.grid.box(index)
         size_bytes = box.elements * self.grid.itemsize_bytes
@@ -145,64 +129,46 @@ class ComputedReader:
 
 @dataclass(frozen=True)
 class CastTensor:
-    """A stored tensor's elements as `dtype`."""
+    """A stored or computed tensor's elements as `dtype`, rounded to nearest.
 
-    source: StoredTensor
+    Elements of a computed tensor are rounded to its own type first.
+    """
+
+    source: StoredTensor | ComputedTensor
     dtype: DType
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The source's."""
+        """The shape of the source."""
         return self.source.shape
 
     @property
     def sources(self) -> tuple[StoredTensor, ...]:
-        """The one."""
-        return (self.source,)
+        """The stored source, or those of the computed one."""
+        return (self.source,) if isinstance(self.source, StoredTensor) else self.source.sources
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
-        """The same box of the source."""
-        return (box.elements * self.source.dtype.itemsize_bytes,)
+        """Return the bytes of the same box, or those that computing it reads."""
+        if isinstance(self.source, StoredTensor):
+            return (box.elements * self.source.dtype.itemsize_bytes,)
+        return self.source.input_bytes(box)
 
     def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
-        """The box's elements, rounded."""
-        elements = read(0, box).reshape(-1)
-        return cast_elements(elements, self.source.dtype, out.reshape(-1), self.dtype)
-
-
-@dataclass(frozen=True)
-class CastComputed:
-    """A computed tensor's elements as `dtype`: what it is computed in is rounded first."""
-
-    made: ComputedTensor
-    dtype: DType
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the computed tensor."""
-        return self.made.shape
-
-    @property
-    def sources(self) -> tuple[StoredTensor, ...]:
-        """What it is computed from."""
-        return self.made.sources
-
-    def input_bytes(self, box: Box) -> tuple[int, ...]:
-        """As of the computed tensor."""
-        return self.made.input_bytes(box)
-
-    def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
-        """The box's elements, computed and then rounded."""
-        elements = np.empty(box.shape, self.made.dtype.storage)
-        counts = self.made.fill(box, elements, read)
+        """Write the box's elements, rounded."""
+        counts = CastCounts()
+        if isinstance(self.source, StoredTensor):
+            elements = read(0, box)
+        else:
+            elements = np.empty(box.shape, self.source.dtype.storage)
+            counts = self.source.fill(box, elements, read)
         flat = elements.reshape(-1)
-        return counts + cast_elements(flat, self.made.dtype, out.reshape(-1), self.dtype)
+        return counts + cast_elements(flat, self.source.dtype, out.reshape(-1), self.dtype)
 
 
 class CastColumns(Mapping[str, ComputedTensor]):
-    """Tensors of `stored` that become `dtype`, by name; each `CastTensor` is made when asked for.
+    """Tensors of `stored` that are cast to `dtype`, by name, created on access.
 
-    `is_cast` says which of them do, shape `(tensors,)`.
+    `is_cast` marks these tensors, shape `(tensors,)`.
     """
 
     def __init__(self, stored: TensorColumns, is_cast: NDArray[np.bool_], dtype: DType) -> None:
@@ -226,7 +192,7 @@ class CastColumns(Mapping[str, ComputedTensor]):
         return int(np.count_nonzero(self.is_cast))
 
     def tensors(self) -> TensorColumns:
-        """All of `stored`, in the types that they become; what is cast has no digest."""
+        """Return all of `stored` in their new types; cast tensors have no digests."""
         kinds, kind = list(self.stored.kinds), self.stored.kind.copy()
         for number in np.unique(kind[self.is_cast]).tolist():
             kind[self.is_cast & (self.stored.kind == number)] = len(kinds)
@@ -241,12 +207,14 @@ class CastColumns(Mapping[str, ComputedTensor]):
 def split_casts(
     tensors: Mapping[str, StoredTensor], computed: Mapping[str, ComputedTensor]
 ) -> tuple[Mapping[str, StoredTensor], Collection[str]]:
-    """The tensors, those that are only cast as they are stored; and the names of what is computed
-    in another way.
-    """
+    """Return the stored tensors, with the sources of casts, and the names computed otherwise."""
     if isinstance(computed, CastColumns):
         return computed.stored, ()
-    casts = {name: made.source for name, made in computed.items() if isinstance(made, CastTensor)}
+    casts = {
+        name: tensor.source
+        for name, tensor in computed.items()
+        if isinstance(tensor, CastTensor) and isinstance(tensor.source, StoredTensor)
+    }
     if not casts:
         return tensors, computed.keys()
     return {**tensors, **casts}, computed.keys() - casts.keys()
@@ -255,12 +223,12 @@ def split_casts(
 def cast_blocks(
     read: Sequence[BlockMemory], types: Sequence[tuple[DType, DType]], out: memoryview
 ) -> tuple[list[BlockMemory], CastCounts]:
-    """Blocks of sections in another type, written into `out` one behind the other.
+    """Cast the blocks of sections into `out`, and return them with the counts of inexact casts.
 
     Args:
         read: the blocks of each section.
-        types: of each section, and what it becomes.
-        out: room for all of them.
+        types: the source and target type of each section.
+        out: memory for all of them.
     """
     blocks, counts, end = [], CastCounts(), 0
     for of, (kind, target) in zip(read, types, strict=True):
@@ -269,10 +237,10 @@ def cast_blocks(
         end += -end % target.itemsize_bytes
         at = end + np.arange(len(of.at), dtype=np.int64) * size
         for a, b in split_equal_steps(of.at):
-            found = strided_arrays(of.memory, kind.storage, (elements,), of.at[a:b])
+            elements_of = strided_arrays(of.memory, kind.storage, (elements,), of.at[a:b])
             begin, count = int(at[a]), (b - a) * elements
             rounded = np.frombuffer(out, target.storage, count, begin)
-            counts += cast_elements(found.reshape(-1), kind, rounded, target)
+            counts += cast_elements(elements_of.reshape(-1), kind, rounded, target)
         blocks.append(BlockMemory(out, at, size))
         end += len(of.at) * size
     return blocks, counts
@@ -280,46 +248,46 @@ def cast_blocks(
 
 @dataclass(frozen=True)
 class ConstantTensor:
-    """A tensor without dimensions: `number` as `dtype`, a type that NumPy has."""
+    """A tensor without dimensions: `number` as `dtype`, a type of NumPy."""
 
     dtype: DType
     number: float
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """No dimensions."""
+        """The empty shape."""
         return ()
 
     @property
     def sources(self) -> tuple[StoredTensor, ...]:
-        """None."""
+        """No sources."""
         return ()
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
-        """Nothing is read."""
+        """Return no sizes: nothing is read."""
         return ()
 
     def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
-        """The number."""
+        """Write the number."""
         out.reshape(-1)[:] = np.array([self.number], dtype=self.dtype.numpy).view(out.dtype)
         return CastCounts()
 
 
-#: Of each section, the digests of its blocks.
+#: The digests of the blocks of each section.
 SectionDigests = list[list[bytes]]
 
 
 class ChangedReader:
-    """Reads batches of the blocks of `target`, from tensors `source` or as `computed` says.
+    """Reads batches of the blocks of `target`, from `source` or by `computed`.
 
     Args:
-        source: the tensors that are moved or cast.
-        target: all, as they will be.
-        computed: the others, by name.
+        source: the tensors that are copied or cast.
+        target: all tensors of the target.
+        computed: the other tensors, by name.
         files: of the source.
-        watch: called with all that is read.
-        note: called with what became of elements that the new type does not have.
-        digests: compares what tensors are computed from with recorded digests.
+        watch: called with every range that is read.
+        note: called with the counts of elements that the new type cannot represent.
+        digests: compares the sources of computed tensors with recorded digests.
     """
 
     def __init__(
@@ -334,29 +302,29 @@ class ChangedReader:
     ) -> None:
         self._digests = digests
         self._target = target
-        self._made = computed
+        self._by_name = computed
         self._files, self._watch, self._note = files, watch, note
         self._reader = BatchReader(source, files, watch)
-        # One reader a computed tensor, kept for as long as its blocks come up.
+        # A reader per computed tensor, cached while its blocks are read.
         self._computed = lru_cache(maxsize=64)(self._open_computed)
 
     def _open_computed(self, row: int) -> ComputedReader:
-        made = self._made[self._target.names[row]]
-        return ComputedReader(made, self._files, self._watch, self._note, self._digests)
+        tensor = self._by_name[self._target.names[row]]
+        return ComputedReader(tensor, self._files, self._watch, self._note, self._digests)
 
     def read(
         self, read: Sequence[Section], written: Sequence[Section], workspace: Workspace
     ) -> tuple[list[BlockMemory], SectionDigests]:
-        """The blocks of each section, valid until the next call, and their digests.
+        """Return the blocks of each section, valid until the next call, and their digests.
 
         Args:
-            read: the sections of the source; none where blocks are computed.
+            read: the sections of the source; none if blocks are computed.
             written: those of the target.
-            workspace: where to.
+            workspace: the memory to read into.
 
         Raises:
             RunError: a file that cannot be read.
-            DigestError: bytes that are not those that were written.
+            DigestError: bytes that differ from those written.
         """
         if not read:
             return self._compute(written, workspace)
@@ -366,10 +334,10 @@ class ChangedReader:
             for before, after in zip(read, written, strict=True)
         ]
         if types[0][0] is not types[0][1]:
-            found = self._reader.read(read, workspace.for_inputs())
+            inputs = self._reader.read(read, workspace.for_inputs())
             if self._reader.columns.digests is not None:
-                self._expect_digests(read, _digest(found))
-            blocks, counts = cast_blocks(found, types, workspace.block.memory)
+                self._expect_digests(read, _digest(inputs))
+            blocks, counts = cast_blocks(inputs, types, workspace.block.memory)
             if self._note is not None and counts != CastCounts():
                 self._note(counts)
             return blocks, _digest(blocks)
@@ -388,16 +356,16 @@ class ChangedReader:
         memory, end = workspace.block.memory, 0
         blocks, digests = [], []
         for section in sections:
-            at, found, size = [], [], 0
+            at, of_section, size = [], [], 0
             for row in section.rows.tolist():
                 reader = self._computed(row)
                 block, digest = reader.read_checked(section.block, workspace, end)
                 at.append(end)
-                found.append(digest)
+                of_section.append(digest)
                 size = block.nbytes
                 end += int(aligned_bytes(np.array(size)))
             blocks.append(BlockMemory(memory, np.array(at, dtype=np.int64), size))
-            digests.append(found)
+            digests.append(of_section)
         return blocks, digests
 
 

@@ -1,15 +1,11 @@
-"""Which tensors change, into what, and what config.json says of them then.
+"""Which tensors change, how, and what config.json contains afterwards.
 
-1. `dequantize`: every quantised weight becomes one tensor of its values; scales and zero points go.
+1. `dequantize`: every quantised weight becomes a tensor of its values; scales and zero points are
+   dropped.
 2. `quantize`: the matrices of layers become float8 with scales.
-3. `dtype`: all other floating-point tensors are cast. What belongs to a quantised weight is not;
-   nor are float32 tensors where config.json says that the model is of 16 bits: such a model keeps
-   in float32 what needs it, as DeepSeek-V3 does the biases of its routers.
-
-Copies of tensors that a format has beside those of a source, such as 16-bit weights.
-
-A copy is another tensor of the target: in another element type it is computed, in the same one it
-is read again.
+3. `dtype`: all other floating-point tensors are cast. Tensors of a quantised weight are not; nor
+   are float32 tensors if config.json has a 16-bit type: such a model keeps in float32 what needs
+   it, as DeepSeek-V3 keeps the biases of its routers.
 """
 
 from __future__ import annotations
@@ -28,7 +24,6 @@ from reshard.binding import Binding, FileRange
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, shapes_of, types_of
 from reshard.checkpoint.changes.computed_tensors import (
     CastColumns,
-    CastComputed,
     CastTensor,
     ComputedTensor,
 )
@@ -50,13 +45,13 @@ from reshard.recipes.quantization import (
 )
 from reshard.text import count_text
 
-# Weights of layers that are matrices: projections, the parts of experts, and what GPT-NeoX, BERT
-# and others call theirs. Routers, norms and embeddings are none of them.
+# Weights of layers that are matrices: projections, parts of experts, and the names of GPT-NeoX,
+# BERT and others. Routers, norms and embeddings are not among them.
 _MATRIX = re.compile(r".*\.(\w*_proj\w*|w[123]|fc[12]?|c_fc|dense\w*|linear\w*|query\w*)\.weight")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _CODE_TYPES = frozenset({"int8", "uint8", "int32"})
 _SCALE_SUFFIX = "_scale_inv"
-# Beside config.json, in checkpoints of ModelOpt.
+# In addition to config.json, in checkpoints of ModelOpt.
 _MODELOPT_CONFIG = "hf_quant_config.json"
 
 
@@ -65,10 +60,10 @@ class ChangedElements:
     """A checkpoint with other elements.
 
     Attributes:
-        checkpoint: with the tensors as they will be; computed ones have no bytes of their own.
-        computed: by name, how.
-        config: config.json then; None where there is none.
-        rewritten: files beside the tensors with new content.
+        checkpoint: with the new tensors; computed ones have no bytes of their own.
+        computed: the computed tensors, by name.
+        config: the new config.json, or None.
+        rewritten: other files with new content.
         notes: for the user.
     """
 
@@ -90,28 +85,28 @@ def change_elements(
     made: Mapping[str, ComputedTensor] | None = None,
     allow: Iterable[str] = (),
 ) -> ChangedElements:
-    """A checkpoint with the changes that were asked for.
+    """Return a checkpoint with the requested changes.
 
     Args:
         checkpoint: to read.
         config: its config.json.
         dtype_name: of floating-point tensors: bf16, fp16 or fp32.
-        dequantize: make values of quantised weights, of that type, or of config.json's.
+        dequantize: compute the values of quantised weights, in that type or in config.json's.
         quantize: one of `QUANTIZATIONS`.
-        kept: names of optimizer state, which stays as it is. Weights beside it are cast, also where
-            config.json says that the model is of 16 bits: training keeps them in 32.
+        kept: names of optimizer state, which is not changed. The weights of such a checkpoint are
+            cast even if config.json has a 16-bit type: training keeps them in 32 bits.
         made: tensors that are computed already, by name, such as merged ones.
-        allow: `unscaled` for quantised weights without their scales, which stay as they are.
+        allow: `unscaled` to keep quantised weights without scales unchanged.
 
     Raises:
-        UsageError: an unknown type or quantisation; nothing to dequantise, or what cannot be;
-            a checkpoint that is quantised already.
-        RecipeError: a method of quantisation that is not known; quantised weights without scales.
+        UsageError: an unknown type or quantisation; nothing to dequantise, or values that cannot
+            be computed; a checkpoint that is quantised already.
+        RecipeError: an unknown method of quantisation; quantised weights without scales.
     """
     if dtype_name is None and not dequantize and quantize is None:
         return ChangedElements(checkpoint, made or {}, config)
     change = _Change(checkpoint, config, dtype_name, kept, made or {})
-    change.expect_scales(allow)
+    change.check_scales(allow)
     return change.make(dequantize, quantize)
 
 
@@ -125,10 +120,10 @@ def find_unscaled(
     """Return the scale that is missing for each quantised weight without one.
 
     Args:
-        checkpoint: whose names and element types are looked at; no bytes are read.
+        checkpoint: whose names and element types are inspected; no bytes are read.
         config: its config.json.
         kept: names of optimizer state.
-        is_quantized: whether 8-bit integers are codes, whatever the config has.
+        is_quantized: whether 8-bit integers are codes, regardless of the config.
     """
     columns = TensorColumns.of(checkpoint.tensors)
     if not _may_have_codes(columns):
@@ -139,7 +134,7 @@ def find_unscaled(
     return find_missing_scales(codes, types)
 
 
-def expect_scales(lacking: Mapping[str, str], folder: Path, allow: Iterable[str]) -> None:
+def check_scales(lacking: Mapping[str, str], folder: Path, allow: Iterable[str]) -> None:
     """Raise RecipeError for quantised weights without scales, unless `allow` has `unscaled`."""
     if lacking and UNSCALED not in allow:
         raise RecipeError(
@@ -150,7 +145,7 @@ def expect_scales(lacking: Mapping[str, str], folder: Path, allow: Iterable[str]
 
 
 def _may_have_codes(columns: TensorColumns) -> bool:
-    """Return whether there are tensors of an element type that codes have."""
+    """Return whether there are tensors of an element type of codes."""
     kinds = {kind.dtype.name for kind in columns.kinds}
     return any(name.startswith("float8") or name in _CODE_TYPES for name in kinds)
 
@@ -162,8 +157,8 @@ def note_unscaled(
 
     Args:
         checkpoint: a checkpoint whose tensors are copied as they are.
-        read_config: reads its config.json, where there are tensors that may be codes. A file that
-            cannot be read is no error, since the copy does not depend on it, but then 8-bit
+        read_config: reads its config.json, called if there are tensors that may be codes. An
+            unreadable file is not an error, since the copy does not depend on it, but then 8-bit
             integers may be codes.
     """
     if not _may_have_codes(TensorColumns.of(checkpoint.tensors)):
@@ -180,7 +175,7 @@ def note_unscaled(
 
 
 class _Change:
-    """A change under way."""
+    """A change in progress."""
 
     def __init__(
         self,
@@ -208,8 +203,8 @@ class _Change:
         # Quantised weights without scales, with what is missing.
         self.lacking: dict[str, str] = {}
 
-    def expect_scales(self, allow: Iterable[str]) -> None:
-        """Raise RecipeError for tensors of codes that belong to no weight with scales."""
+    def check_scales(self, allow: Iterable[str]) -> None:
+        """Raise RecipeError for tensors of codes without scales."""
         self.lacking = find_unscaled(self.checkpoint, self.config, self.kept)
         types = {name: one.name for name, one in types_of(self.checkpoint.tensors).items()}
         dims = {name: len(shape) for name, shape in shapes_of(self.checkpoint.tensors).items()}
@@ -217,17 +212,17 @@ class _Change:
         for name in codes:
             if name not in self.member_of and name not in self.kept:
                 self.lacking.setdefault(name, "")
-        expect_scales(self.lacking, self.checkpoint.folder, allow)
+        check_scales(self.lacking, self.checkpoint.folder, allow)
 
     def make(self, dequantize: bool, quantize: str | None) -> ChangedElements:
         if quantize is not None and quantize not in QUANTIZATIONS:
-            raise UsageError(f"quantize {quantize!r}; it can be {', '.join(QUANTIZATIONS)}")
+            raise UsageError(f"quantize={quantize!r}: expected {' or '.join(QUANTIZATIONS)}")
         if dequantize and quantize is not None:
-            raise UsageError("dequantize and quantize at once; convert in two steps")
+            raise UsageError("dequantize and quantize exclude each other; convert in two steps")
         if dequantize and not self.weights:
             raise UsageError(
-                f"nothing in {self.checkpoint.folder} is quantised, as far as its names and "
-                "config.json say; leave --dequantize out"
+                f"nothing in {self.checkpoint.folder} is quantised, by its names and config.json; "
+                "leave --dequantize out"
             )
         if quantize is not None and self.weights:
             name = next(iter(self.weights))
@@ -252,14 +247,14 @@ class _Change:
             tensors = computed.tensors()
         if kept:
             self.notes.append(
-                f"{count_text(len(kept), 'tensor')} in float32 stay so (first: {kept[0]}), since "
-                "config.json says that the model is of 16 bits: they were kept on purpose"
+                f"{count_text(len(kept), 'tensor')} in float32 are not cast (first: {kept[0]}), "
+                "since config.json has a 16-bit type: they were kept in float32 on purpose"
             )
         config = self._make_config(quantize) if is_other else self._make_plain_config()
         return self._finish(config, tensors, computed)
 
     def _cast_all(self, to: DType) -> tuple[CastColumns, list[str]]:
-        """What can be cast, kind by kind, and the names of what stays wide on purpose."""
+        """Cast kind by kind; return the casts and the names of tensors kept wide on purpose."""
         stored = TensorColumns.of(self.checkpoint.tensors)
         types = [kind.dtype for kind in stored.kinds]
         may_be = stored.by_kind([self._is_cast(one) for one in types]).astype(bool)
@@ -269,7 +264,7 @@ class _Change:
         return CastColumns(stored, may_be & ~stays, to), kept
 
     def _change_each(self, dequantize: bool, quantize: bool) -> list[str]:
-        """Change tensor by tensor, and return the names of what stays wide on purpose."""
+        """Change tensor by tensor, and return the names of tensors kept wide on purpose."""
         kept: list[str] = []
         for name, tensor in self.checkpoint.tensors.items():
             weight = self.weights.get(self.member_of.get(name, ""))
@@ -294,20 +289,19 @@ class _Change:
         return self.dtype is not None and is_castable(element) and element is not self.dtype
 
     def _cast(self, tensor: StoredTensor, to: DType) -> ComputedTensor:
-        made = self.computed.get(tensor.name)
-        return CastTensor(tensor, to) if made is None else CastComputed(made, to)
+        return CastTensor(self.computed.get(tensor.name, tensor), to)
 
     def _expect_dtype(self) -> DType:
         if self.dtype is None:
-            raise UsageError("no type was given; name bf16, fp16 or fp32")
+            raise UsageError("no dtype was given: expected bf16, fp16 or fp32")
         return self.dtype
 
     def _own_dtype(self) -> DType | None:
-        """The type that config.json gives the model."""
+        """Return the type of the model in config.json, or None."""
         texts = (self.config or {}).get("text_config")
-        for one in (self.config or {}, texts if isinstance(texts, Mapping) else {}):
+        for section in (self.config or {}, texts if isinstance(texts, Mapping) else {}):
             for key in _DTYPE_KEYS:
-                name = str(one.get(key, "")).removeprefix("torch.")
+                name = str(section.get(key, "")).removeprefix("torch.")
                 if name in CAST_TYPES.values():
                     return dtype(name)
         return None
@@ -318,7 +312,7 @@ class _Change:
         return is_half and element.name == "float32"
 
     def _add(self, name: str, computed: ComputedTensor, binding: Binding | None = None) -> None:
-        """A computed tensor; planning sees it where its first source is."""
+        """Add a computed tensor; for planning it is bound to the bytes of its first source."""
         self.computed[name] = computed
         first = computed.sources[0]
         if binding is None or binding.layout.shape != computed.shape:
@@ -347,7 +341,7 @@ class _Change:
         self._add(tensor.name + _SCALE_SUFFIX, Float8Weight(tensor, is_scales=True))
 
     def _make_plain_config(self) -> dict[str, Any] | None:
-        """config.json with the new type."""
+        """Return config.json with the new type."""
         if self.config is None:
             return None
         found = dict(self.config)
@@ -361,7 +355,7 @@ class _Change:
         return {key: name if key in _DTYPE_KEYS and name else v for key, v in config.items()}
 
     def _make_config(self, quantize: str | None) -> dict[str, Any] | None:
-        """config.json with or without `quantization_config`."""
+        """Return config.json with or without `quantization_config`."""
         found = self._make_plain_config()
         if found is None:
             return None
@@ -394,13 +388,13 @@ class _Change:
         if not isinstance(computed, CastColumns):
             read = {one.name for made in computed.values() for one in made.sources}
         rewritten, carried = {}, old.carried
-        # A config that is not copied, since it is a link to elsewhere, is not written either.
+        # A config that is not copied, because it is a foreign link, is not written either.
         is_copied = "config.json" not in dict(old.left_out)
         if config is not None and config != self.config and is_copied:
             rewritten["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
         if config is not None and "quantization_config" not in config and self.weights:
             carried = tuple(name for name in carried if name != _MODELOPT_CONFIG)
-        # Boxes of what is computed from may be read several times, or in part.
+        # Boxes of the sources of computed tensors may be read repeatedly, or in part.
         checksums = (
             dataclasses.replace(one, is_read_once=one.is_read_once and one.tensor not in read)
             for one in old.checksums
@@ -417,7 +411,7 @@ class _Change:
 
 
 def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json without what it has of quantisation, at any depth."""
+    """Return a config.json without its entries about quantisation, at any depth."""
     return {
         key: _without_quantization(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -426,7 +420,7 @@ def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_matrix(tensor: StoredTensor) -> bool:
-    """Whether `quantize` is for a tensor."""
+    """Return whether `quantize` applies to a tensor."""
     return (
         len(tensor.shape) == 2
         and is_castable(tensor.dtype)
@@ -436,7 +430,7 @@ def _is_matrix(tensor: StoredTensor) -> bool:
 
 
 def _find_bits(weight: QuantizedWeight) -> int:
-    """The bits of a packed integer, by how many of them are in an int32."""
+    """Return the bits of a packed integer, from the number of them in an int32."""
     packs = [
         32 * one.indices // one.elements
         for name, dims in weight.members.items()
@@ -449,10 +443,13 @@ def _find_bits(weight: QuantizedWeight) -> int:
 def add_copies(
     changed: ChangedElements, copies: Mapping[str, tuple[str, DType]]
 ) -> ChangedElements:
-    """A checkpoint with copies of its tensors: by the name of each, that of its source and a type.
+    """Return a checkpoint with additional copies of tensors, such as 16-bit weights of a format.
+
+    `copies` has the source and the type of each copy, by name. A copy of another type is computed,
+    one of the same type is read again.
 
     Raises:
-        UsageError: a copy of what is computed itself.
+        UsageError: a copy of a computed tensor.
     """
     if not copies:
         return changed
@@ -462,7 +459,7 @@ def add_copies(
     for name, (source, element) in copies.items():
         if source in changed.computed:
             raise UsageError(
-                f"{name!r} would be made of {source!r}, which is computed itself; convert in two "
+                f"{name!r} would be a copy of {source!r}, which is computed itself; convert in two "
                 "steps, first without the new element type"
             )
         tensor = old.tensors[source]
@@ -470,7 +467,7 @@ def add_copies(
         tensors[name] = dataclasses.replace(tensor, name=name, dtype=element, digest=None)
         if element is not tensor.dtype:
             computed[name] = CastTensor(tensor, element)
-    # What is copied is read more than once.
+    # Copied tensors are read more than once.
     checksums = tuple(
         dataclasses.replace(one, is_read_once=one.is_read_once and one.tensor not in copied)
         for one in old.checksums

@@ -1,20 +1,20 @@
-"""Weights from their quantised tensors, in boxes.
+"""Quantised weights: their values, and weights quantised to float8.
 
-1. A box of the weight is filled in stretches of some hundred thousand elements.
-2. Of each stored tensor that is read which has the groups that a stretch lies in.
-3. Packed elements become numbers, with dimensions as the weight has them; what the groups have
-   more than the stretch is cut off, and what they share is repeated.
+Values are computed from quantised tensors in boxes (`DequantizedWeight`):
+
+1. A box of the weight is filled in parts of some hundred thousand elements.
+2. Of each stored tensor, the groups that overlap the part are read.
+3. Packed elements become numbers, with the dimensions of the weight. Groups are cropped to the
+   part; numbers shared by a group are repeated.
 4. Zero points are subtracted and scales multiplied in float32; the result is rounded once.
 
-What the stored tensors of a method mean is in `_PARTS`, by the method's name in
+The stored tensors of each method are in `_PARTS`, by the method's name in
 `reshard.recipes.quantization`.
 
-Weights quantised to float8 in blocks of 128 by 128, with a float32 scale for each.
-
+Weights are quantised to float8 in blocks of 128 by 128 with a float32 scale each (`Float8Weight`):
 `X.weight` becomes `X.weight` of float8_e4m3fn and `X.weight_scale_inv`; an element is the product
-of the two. A scale is the block's greatest absolute value divided by 448 (`block_scaling`).
-
-A row of blocks is read at once, in pieces of whole blocks where it is long.
+of the two. A scale is the block's greatest absolute value divided by 448 (`block_scaling`). A row
+of blocks is read at once, in pieces of whole blocks if it is long.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from reshard.errors import UsageError
 from reshard.layout import Box
 from reshard.recipes.quantization import QuantizedWeight, StoredDimension
 
-# Elements of a stretch: 1 MiB in float32.
-_STRETCH = 1 << 18
+# Elements of a part of a box: 1 MiB in float32.
+_PART_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A stored tensor's part in the values.
+    """A stored tensor from which values are computed.
 
-    `role` is values, zeros, scales, or a scale of scales that multiplies or divides; `coding` is
-    plain, e2m1, powers (of two), integers, signed (with half of the range added) or awq.
+    `role` is values, zeros, scales, or a multiplier or divisor of the scales; `coding` is plain,
+    e2m1, powers (of two), integers, signed (offset by half of the range) or awq.
     """
 
     role: str
@@ -116,14 +116,14 @@ class DequantizedWeight:
     """A quantised weight's values as `dtype`.
 
     Args:
-        weight: which stored tensors it has, and what their dimensions are.
-        stored: these, by name.
+        weight: the stored tensors and their dimensions.
+        stored: these tensors, by name.
         dtype: of the values.
         bits: of a packed integer.
-        zeros_less_one: whether zero points are stored less one, as GPTQ does.
+        zeros_less_one: whether zero points are stored less one, as by GPTQ.
 
     Raises:
-        UsageError: a method whose values are not computed.
+        UsageError: a method whose values cannot be computed.
     """
 
     weight: QuantizedWeight
@@ -136,24 +136,24 @@ class DequantizedWeight:
         method = self.weight.method
         if method not in _PARTS:
             raise UsageError(
-                f"the values of {self.weight.name!r} ({method}) are not computed here; they are "
-                f"of: {', '.join(_PARTS)}. Keep it quantised, or use the library that made it"
+                f"the values of {self.weight.name!r} ({method}) cannot be computed; supported: "
+                f"{', '.join(_PARTS)}. Keep it quantised, or use the library that wrote it"
             )
         if self.weight.uncut:
             table = next(iter(self.weight.uncut.values()))
             raise UsageError(
-                f"the values of {self.weight.name!r} ({method}) are not computed here, since "
-                f"{table!r} has its groups in any order; use the library that made it"
+                f"the values of {self.weight.name!r} ({method}) cannot be computed, since "
+                f"{table!r} has its groups in any order; use the library that wrote it"
             )
         if 32 % self.bits:
             raise UsageError(
-                f"the values of {self.weight.name!r} of {self.bits} bits are not computed here; "
-                "2, 4 and 8 are"
+                f"the values of {self.weight.name!r} of {self.bits} bits cannot be computed; "
+                "expected 2, 4 or 8 bits"
             )
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The logical weight's."""
+        """The shape of the logical weight."""
         return self.weight.shape
 
     @cached_property
@@ -163,15 +163,15 @@ class DequantizedWeight:
             (part, name.removesuffix(part.logical) + part.suffix)
             for part in _PARTS[self.weight.method]
         )
-        return tuple((part, self.stored[one]) for part, one in named if one in self.stored)
+        return tuple((part, self.stored[key]) for part, key in named if key in self.stored)
 
     @property
     def sources(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors that have a part in the values."""
+        """The stored tensors from which values are computed."""
         return tuple(tensor for _, tensor in self._parts)
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
-        """Room for what a stretch of a box needs of each."""
+        """Return the most bytes of each source for a part of a box."""
         step = self._find_step(box)
         return tuple(
             _find_most(self.weight.members[tensor.name], tensor.shape, step)
@@ -180,20 +180,20 @@ class DequantizedWeight:
         )
 
     def _find_step(self, box: Box) -> tuple[int, ...]:
-        """The shape of stretches: whole groups, so that no packed element is read twice."""
+        """Return the shape of parts: whole groups, so that no packed element is read twice."""
         shape = list(box.shape)
         for d, size in enumerate(shape):
             rest = math.prod(shape[d + 1 :])
             group = self.weight.groups[d]
-            shape[d] = min(size, max(_STRETCH // max(rest, 1) // group, 1) * group)
+            shape[d] = min(size, max(_PART_ELEMENTS // max(rest, 1) // group, 1) * group)
             if shape[d] > 1:
                 break
         return tuple(shape)
 
     def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
-        """The box's values, rounded."""
+        """Write the box's values, rounded."""
         counts = CastCounts()
-        for part in _list_stretches(box, self._find_step(box)):
+        for part in _list_parts(box, self._find_step(box)):
             values = np.ascontiguousarray(self._compute(part, read))
             rounded = np.empty(values.size, dtype=self.dtype.storage)
             bare = values.reshape(-1).view(np.uint32)
@@ -203,7 +203,7 @@ class DequantizedWeight:
         return counts
 
     def _compute(self, box: Box, read: ReadBox) -> NDArray[np.float32]:
-        """The values of a box in float32."""
+        """Return the values of a box in float32."""
         roles: dict[str, NDArray[np.float32]] = {}
         for number, (part, tensor) in enumerate(self._parts):
             roles[part.role] = self._read_part(part, tensor, box, lambda own: read(number, own))  # noqa: B023
@@ -211,7 +211,7 @@ class DequantizedWeight:
         if "zeros" in roles:
             zeros = roles["zeros"]
             if self.zeros_less_one:
-                # The sum of a zero point and one wraps as a number of so many bits does.
+                # The sum of a zero point and 1 wraps around at `bits` bits.
                 zeros = np.mod(zeros + np.float32(1), np.float32(1 << self.bits))
             values = values - zeros
         scales = roles.get("scales", np.ones((), np.float32))
@@ -225,19 +225,19 @@ class DequantizedWeight:
     def _read_part(
         self, part: _Part, tensor: StoredTensor, box: Box, read: Callable[[Box], NDArray[Any]]
     ) -> NDArray[np.float32]:
-        """A part's number for each element of a box, or such as are broadcast over it."""
+        """Return a stored tensor's numbers, broadcastable over a box."""
         dims = self.weight.members[tensor.name]
         own = _find_stored_box(dims, tensor.shape, box)
         packed = self._find_packed(part, dims)
         numbers = self._decode(part, tensor, packed, read(own))
-        # 1. Only dimensions that the weight has, in its order; others are of length 1.
+        # 1. The dimensions of the weight, in its order; missing ones have length 1.
         kept = [d for d, one in enumerate(dims) if one.dimension is not None]
         numbers = numbers.reshape([numbers.shape[d] for d in kept])
         order = [int(dims[d].dimension or 0) for d in kept]
         numbers = np.transpose(numbers, np.argsort(order)) if kept else numbers
         lengths = dict(zip(sorted(order), numbers.shape, strict=True))
         numbers = numbers.reshape([lengths.get(d, 1) for d in range(len(self.shape))])
-        # 2. For each index of the box, that of its group.
+        # 2. For each index of the box, the number of its group.
         for d in kept:
             one, at = dims[d], int(dims[d].dimension or 0)
             first = own.start[d] // one.indices * one.elements
@@ -249,7 +249,7 @@ class DequantizedWeight:
         return numbers
 
     def _find_packed(self, part: _Part, dims: tuple[StoredDimension, ...]) -> int | None:
-        """The stored dimension along which elements are packed."""
+        """Return the stored dimension along which elements are packed."""
         if part.coding in ("plain", "powers"):
             return None
         several = [d for d, one in enumerate(dims) if one.elements > 1]
@@ -260,7 +260,7 @@ class DequantizedWeight:
     def _decode(
         self, part: _Part, tensor: StoredTensor, packed: int | None, bare: NDArray[Any]
     ) -> NDArray[np.float32]:
-        """Numbers of stored elements, those of packed ones one after the other."""
+        """Return the numbers of stored elements, unpacked."""
         kind = tensor.dtype
         if packed is None:
             if part.coding == "powers" and kind.name == "uint8":
@@ -271,7 +271,7 @@ class DequantizedWeight:
                 return decode_float8(bare, kind)
             return bare.view(kind.name).astype(np.float32)
         if part.coding == "e2m1":
-            # Bytes of a block may have a dimension of their own behind that of blocks.
+            # The bytes of a block may have a dimension of their own after that of blocks.
             return unpack_e2m1(bare.reshape(*bare.shape[:packed], -1).view(np.uint8))
         numbers = unpack_integers(bare, self.bits, packed, is_awq=part.coding == "awq")
         if part.coding == "signed":
@@ -280,7 +280,7 @@ class DequantizedWeight:
 
 
 def _find_stored_box(dims: tuple[StoredDimension, ...], stored: tuple[int, ...], box: Box) -> Box:
-    """The stored indices of the groups in which a box of the weight lies."""
+    """Return the stored indices of the groups that overlap a box of the weight."""
     start, stop = [], []
     for one, size in zip(dims, stored, strict=True):
         low, high = 0, size
@@ -295,7 +295,7 @@ def _find_stored_box(dims: tuple[StoredDimension, ...], stored: tuple[int, ...],
 def _find_most(
     dims: tuple[StoredDimension, ...], stored: tuple[int, ...], step: tuple[int, ...]
 ) -> int:
-    """The most stored elements that a stretch of such a shape lies in, wherever it begins."""
+    """Return the most stored elements that overlap a part of such a shape, at any position."""
     return math.prod(
         size
         if one.dimension is None
@@ -304,8 +304,8 @@ def _find_most(
     )
 
 
-def _list_stretches(box: Box, step: tuple[int, ...]) -> Iterator[Box]:
-    """A box in parts of at most a shape, between multiples of its lengths."""
+def _list_parts(box: Box, step: tuple[int, ...]) -> Iterator[Box]:
+    """Yield a box in parts of at most a shape, aligned to multiples of its lengths."""
     columns = []
     for a, b, size in zip(box.start, box.stop, step, strict=True):
         edges = [a, *range((a // size + 1) * size, b, size), b]
@@ -315,7 +315,7 @@ def _list_stretches(box: Box, step: tuple[int, ...]) -> Iterator[Box]:
 
 
 BLOCK = 128
-# Columns of a row of blocks that are read at once, and those that are in float32 at once: 1 MiB.
+# Columns of a row of blocks that are read at once, and that are in float32 at once: 1 MiB.
 _READ_COLUMNS = 16384
 _COLUMNS = 2048
 
@@ -329,12 +329,12 @@ class Float8Weight:
 
     @property
     def dtype(self) -> DType:
-        """float8, or float32 of scales."""
+        """float8, or float32 for scales."""
         return dtype("float32" if self.is_scales else "float8_e4m3fn")
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The source's, or that in blocks."""
+        """The shape of the source, in elements or in blocks."""
         if not self.is_scales:
             return self.source.shape
         return tuple(-(-size // BLOCK) for size in self.source.shape)
@@ -345,12 +345,12 @@ class Float8Weight:
         return (self.source,)
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
-        """A piece of a row of blocks."""
+        """Return the bytes of a piece of a row of blocks."""
         columns = min(_READ_COLUMNS, self.source.shape[1])
         return (BLOCK * columns * self.source.dtype.itemsize_bytes,)
 
     def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
-        """The box's elements or scales; blocks that it has in part are read whole."""
+        """Write the box's elements or scales; blocks that are partly in the box are read whole."""
         counts = CastCounts()
         for part, bare in self._read_pieces(box, read):
             rows = np.array(as_float32(bare, self.source.dtype))
@@ -360,13 +360,14 @@ class Float8Weight:
                 row, column = (a // BLOCK - b for a, b in zip(part.start, box.start, strict=True))
                 out[row, column : column + len(scales)] = np.array(scales, np.float32).view("u4")
                 continue
+            # The overlap of the box and the piece, in the piece and in the box.
             if (common := box.intersect(part)) is not None:
                 inside = _slice(*common, part.start)
                 out[_slice(*common, box.start)] = round_to_e4m3fn(rows[inside])
         return counts
 
     def _read_pieces(self, box: Box, read: ReadBox) -> Iterator[tuple[Box, NDArray[Any]]]:
-        """Pieces of rows of whole blocks that cover a box of elements or of scales."""
+        """Yield pieces of rows of whole blocks that cover a box of elements or of scales."""
         unit = BLOCK if self.is_scales else 1
         low = [a * unit // BLOCK * BLOCK for a in box.start]
         ends = zip(box.stop, self.source.shape, strict=True)

@@ -1,16 +1,16 @@
-"""Digests of sources that are read in other blocks, compared with those that a manifest recorded.
+"""Comparing sources that are read in other blocks with the digests that a manifest recorded.
 
-A computed tensor has other blocks than its sources, so that a block of a source is read in pieces,
-and so is one that becomes a part of a fused tensor::
+A computed tensor has other blocks than its sources, so a block of a source is read in pieces, and
+so is a block that becomes a part of a fused tensor::
 
     source, bfloat16    |      block 0      |      block 1      |
     computed, float32   | block 0 | block 1 | block 2 | block 3 |
 
 1. A block that is read at once is digested at once.
-2. Pieces in order are digested one after the other. A piece whose predecessor is still missing is
-   kept, up to `MAX_KEPT_BYTES` for all of them.
-3. Blocks of which only a part was read, or pieces that are no range of the tensor, are read again
-   at the end (`verify_rest`).
+2. Pieces in order are digested incrementally. A piece whose predecessor is missing is kept, up to
+   `MAX_KEPT_BYTES` in total.
+3. Blocks that were read in part only, or in pieces that are not ranges of the tensor, are read
+   again at the end (`verify_rest`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_KEPT_BYTES = 8 * 1024 * 1024
 
 @dataclass(slots=True)
 class _Pieces:
-    """The beginning of a block as a digest under way, and pieces that come after a gap."""
+    """The incremental digest of the beginning of a block, and pieces after a gap."""
 
     digest: Any
     end: int
@@ -53,7 +53,7 @@ class _Pieces:
 
 
 class _TensorBlocks:
-    """The blocks of a source: which were touched, and which compared."""
+    """The blocks of a source: which were read, and which compared."""
 
     def __init__(self, reader: BlockReader) -> None:
         self.reader, self.lock = reader, threading.Lock()
@@ -67,7 +67,7 @@ class _TensorBlocks:
         self._steps = length * inner, grid.chunk * inner, -(-length // grid.chunk)
 
     def touch(self, start: int, stop: int) -> range:
-        """Return the blocks of a range of bytes, which count as touched from now on."""
+        """Mark the blocks of a range of bytes as read, and return them."""
         outer, chunk, blocks = self._steps
         first, last = (at // outer * blocks + at % outer // chunk for at in (start, stop - 1))
         self.touched[first : last + 1] = True
@@ -84,8 +84,8 @@ class _TensorBlocks:
 class _StoredRange(NamedTuple):
     """Bytes `start:stop` of a file, which are a tensor's from byte `place` on.
 
-    `place` is None for a shard whose bytes are not a range of the tensor: what it is in is read
-    again at the end.
+    `place` is None for a shard whose bytes are not a range of the tensor: its blocks are read again
+    at the end.
     """
 
     start: int
@@ -99,23 +99,23 @@ class SourceDigests:
 
     Args:
         files: of the sources.
-        apart: tensors that are read as parts of others, by ranges of files (`watch`).
+        absorbed: tensors that are read as parts of others, by ranges of files (`watching`).
     """
 
-    def __init__(self, files: OpenFiles[SourceFile], apart: Iterable[StoredTensor] = ()) -> None:
+    def __init__(self, files: OpenFiles[SourceFile], absorbed: Iterable[StoredTensor] = ()) -> None:
         self._files = files
         self._lock = threading.Lock()
         self._tensors: dict[str, _TensorBlocks] = {}
         self._complete: set[str] = set()
         self._kept_bytes = 0
         self._ranges: dict[str, list[_StoredRange]] = {}
-        for tensor in apart:
+        for tensor in absorbed:
             self._register(tensor)
         for ranges in self._ranges.values():
-            ranges.sort(key=lambda one: one.start)
+            ranges.sort(key=lambda r: r.start)
 
     def _register(self, tensor: StoredTensor) -> None:
-        """Note which ranges of files a tensor is in."""
+        """Record the ranges of files of a tensor."""
         found = _TensorBlocks(BlockReader(tensor, self._files))
         size, shape = found.reader.grid.itemsize_bytes, tensor.shape
         for tile in source_tiles(tensor.assembly).tiles:
@@ -139,7 +139,7 @@ class SourceDigests:
         self._tensors[tensor.name] = found
 
     def watching(self, watch: Watch | None) -> Watch | None:
-        """Return what is called with every range that is read: `watch`, and this one if needed."""
+        """Return a function to call with every range that is read, which calls `watch` too."""
         if not self._ranges:
             return watch
 
@@ -153,32 +153,32 @@ class SourceDigests:
     def _watch(self, file: str, start_bytes: int, memory: memoryview) -> None:
         ranges = self._ranges.get(file, [])
         stop_bytes = start_bytes + len(memory)
-        at = bisect.bisect_right(ranges, start_bytes, key=lambda one: one.start) - 1
-        # Tied tensors are in the same range.
+        at = bisect.bisect_right(ranges, start_bytes, key=lambda r: r.start) - 1
+        # Ranges of tied tensors are equal.
         while at > 0 and ranges[at - 1].stop > start_bytes:
             at -= 1
-        for one in ranges[max(at, 0) :]:
-            if one.start >= stop_bytes:
+        for stored in ranges[max(at, 0) :]:
+            if stored.start >= stop_bytes:
                 break
-            low, high = max(one.start, start_bytes), min(one.stop, stop_bytes)
-            if low < high and one.place is None:
-                one.blocks.touched[:] = True
-            elif low < high and one.place is not None:
+            low, high = max(stored.start, start_bytes), min(stored.stop, stop_bytes)
+            if low < high and stored.place is None:
+                stored.blocks.touched[:] = True
+            elif low < high and stored.place is not None:
                 piece = memory[low - start_bytes : high - start_bytes]
-                self._add_range(one.blocks, one.place + low - one.start, piece)
+                self._add_range(stored.blocks, stored.place + low - stored.start, piece)
 
     def add(self, source: StoredTensor, box: Box, elements: NDArray[Any]) -> None:
-        """Take the elements of a box that was read.
+        """Add the elements of a box that was read.
 
         Raises:
-            DigestError: a block that is not what was written.
+            DigestError: a block that differs from the one written.
         """
         if source.digest is None or not box.elements or source.name in self._complete:
             return
         with self._lock:
             found = self._tensors.get(source.name)
             if found is None:
-                # Another tensor of the same name, such as of an adapter, is not this one.
+                # A tensor of the same name in another checkpoint, such as an adapter, differs.
                 found = _TensorBlocks(BlockReader(source, self._files))
                 self._tensors[source.name] = found
         if found.reader.tensor.digest != source.digest:
@@ -192,7 +192,7 @@ class SourceDigests:
         self._add_range(found, start * size, memory)
 
     def _add_range(self, found: _TensorBlocks, start: int, memory: memoryview) -> None:
-        """Take a range of a tensor's bytes in row-major order."""
+        """Add a range of a tensor's bytes in row-major order."""
         stop = start + len(memory)
         for block in found.touch(start, stop):
             if found.compared[block]:
@@ -243,7 +243,7 @@ class SourceDigests:
         self._compare(found, block, own.digest.digest())
 
     def _keep(self, size_bytes: int) -> bool:
-        """Count bytes that are kept, or no longer; return whether there is room for them."""
+        """Add to the number of kept bytes, and return whether there is room for them."""
         with self._lock:
             if self._kept_bytes + size_bytes > MAX_KEPT_BYTES:
                 return False
@@ -251,10 +251,10 @@ class SourceDigests:
             return True
 
     def verify_rest(self, threads: int, stop: threading.Event | None = None) -> None:
-        """Read the blocks again that were read in part, or not in order.
+        """Read the blocks again that were read in part, or out of order.
 
         Raises:
-            DigestError: a block that is not what was written.
+            DigestError: a block that differs from the one written.
             RunError: a file that cannot be read; `stop` was set.
         """
 
@@ -290,10 +290,12 @@ def _flat_range(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
 def find_absorbed(
     before: Mapping[str, StoredTensor], after: Mapping[str, StoredTensor]
 ) -> tuple[StoredTensor, ...]:
-    """Return the tensors with digests that are no longer tensors of their own under other names."""
+    """Return the tensors with digests that became parts of other tensors."""
     if before is after or (isinstance(before, TensorColumns) and before.digests is None):
         return ()
-    kept = {one.digest.tensor for one in after.values() if one.digest is not None}
+    kept = {tensor.digest.tensor for tensor in after.values() if tensor.digest is not None}
     return tuple(
-        one for one in before.values() if one.digest is not None and one.digest.tensor not in kept
+        tensor
+        for tensor in before.values()
+        if tensor.digest is not None and tensor.digest.tensor not in kept
     )

@@ -32,7 +32,7 @@ from reshard.checkpoint.changes.adapters import merge_adapters
 from reshard.checkpoint.changes.planning import (
     ChangedElements,
     change_elements,
-    expect_scales,
+    check_scales,
     find_unscaled,
 )
 from reshard.checkpoint.changes.source_digests import find_absorbed
@@ -160,7 +160,7 @@ def plan_for_pretrained(
     )
     tied = store_tied_once(weights, files.config)
     weights, found = tied.checkpoint, tied.config
-    expect_scales(find_unscaled(weights, found), checkpoint.folder, request.allow)
+    check_scales(find_unscaled(weights, found), checkpoint.folder, request.allow)
     apart = find_absorbed(take_weights(checkpoint).tensors, weights.tensors)
     changed = _change_elements(weights, found, request)
     weights = changed.checkpoint

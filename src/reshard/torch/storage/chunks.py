@@ -53,7 +53,7 @@ def list_parts(tensor: StoredTensor, box: Box) -> Iterator[ShardPart]:
     """The boxes of shards that make up a box of a tensor, each element once."""
     if not box.elements:
         return
-    for tile in source_tiles(tensor.assembly).meeting(box):
+    for tile in source_tiles(tensor.assembly).intersecting(box):
         columns = []
         for d, (low, high) in enumerate(zip(box.start, box.stop, strict=True)):
             starts, lengths, locals_ = tile.start[d], tile.length[d], tile.local[d]
