@@ -15,7 +15,18 @@ from reshard.torch.links.connecting import connect  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    "url", ["", "http://a:1", "tcp://a", "tcp://:1", "tcp://a:b", "tcp://a:99999", "tcp://a:1/x", 7]
+    "url",
+    [
+        "",
+        "http://a:1",
+        "tcp://a",
+        "tcp://:1",
+        "tcp://a:b",
+        "tcp://a:99999",
+        "tcp://a:1/x",
+        "tcp://a:0",
+        7,
+    ],
 )
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(UsageError, match=r"tcp://10\.0\.0\.1:29400"):

@@ -72,3 +72,9 @@ def test_a_closed_store_says_so_and_keeps_no_connection() -> None:
     with pytest.raises(LinkError, match="closed; connect again"):
         theirs.get("a")
     assert mine.get("a") == b"text"
+
+
+def test_a_process_derives_a_key_once() -> None:
+    """It takes 50 ms, and the trainer's server and its own line need the same key."""
+    assert derive_key("once", SALT) is derive_key("once", SALT)
+    assert derive_key("once", SALT) != derive_key("twice", SALT)

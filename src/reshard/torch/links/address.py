@@ -57,7 +57,7 @@ class LinkAddress:
             port = parts.port
         except ValueError as error:
             raise UsageError(f"url={url!r}: {error}; {expected}") from error
-        if parts.scheme != "tcp" or not parts.hostname or port is None:
+        if parts.scheme != "tcp" or not parts.hostname or not port:
             raise UsageError(f"url={url!r}; {expected}")
         if parts.path.strip("/") or parts.query or parts.username:
             raise UsageError(f"url={url!r} has more than a host and a port; {expected}")

@@ -20,6 +20,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +34,8 @@ _SCRYPT_COST, _SCRYPT_BLOCK = 1 << 14, 8
 _LOOK_S = 0.02
 
 
+# The trainer needs the key of its store twice, and scrypt takes 50 ms.
+@lru_cache(maxsize=1)
 def derive_key(secret: str, salt: bytes) -> bytes:
     """The 32 bytes by which a secret seals; another salt gives others.
 
