@@ -1,14 +1,15 @@
 """The format `torch-pickle`: whole tensors in files of `torch.save`.
 
-One file, or several with an index that says which tensor is in which::
+A single file, or several with an index that maps tensors to files::
 
     pytorch_model.bin                        pytorch_model-00001-of-00002.bin
     epoch=3.ckpt, model.pt, model.pth        pytorch_model-00002-of-00002.bin
                                              pytorch_model.bin.index.json
 
-A file holds a state, nested of dicts and lists; tensors have the names of their places in it
-(`torch_files.nested_states`). What is plain beside them are the values of the checkpoint. Written
-files hold the same nested state again; several with an index hold it flat, as `transformers` wants.
+A file holds a state of nested dicts and lists; tensors are named by their paths in it
+(`torch_files.nested_states`). Plain values in it are the values of the checkpoint. Written files
+hold the same nested state again; several files with an index hold it flat, as `transformers`
+expects.
 """
 
 from __future__ import annotations
@@ -58,13 +59,19 @@ FORMAT_NAME = "torch-pickle"
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_NAME = "pytorch_model.bin.index.json"
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-# What training programs put beside a model.
-_NO_MODELS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin")
-_NO_MODEL_BEGINNINGS = ("rng_state", "random_states", "scaler.")
+# Other files that training programs write next to a model.
+_OTHER_FILES = (
+    "training_args.bin",
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler.pt",
+    "scheduler.bin",
+)
+_OTHER_PREFIXES = ("rng_state", "random_states", "scaler.")
 
 
 class TorchPickleFormat(CheckpointFormat):
-    """Whole tensors in one file of `torch.save`, or in many with an index."""
+    """Whole tensors in a file of `torch.save`, or in several with an index."""
 
     name = FORMAT_NAME
     evidence = f"`{SINGLE_FILE}`, `{INDEX_NAME}`, or one file of torch.save"
@@ -72,7 +79,7 @@ class TorchPickleFormat(CheckpointFormat):
     single_suffixes = SUFFIXES
 
     def detect(self, listing: Listing) -> bool:
-        """Whether it is such a file or index, or a folder with one and no safetensors."""
+        """Return whether it is such a file or index, or a folder with these and no safetensors."""
         path = listing.path
         if not listing.is_folder:
             is_index = path.name.endswith(".bin.index.json")
@@ -80,7 +87,7 @@ class TorchPickleFormat(CheckpointFormat):
         return not select_files(listing.names) and _find_file(path) is not None
 
     def open(self, path: Path) -> Checkpoint:
-        """The checkpoint of an index, or of a single file."""
+        """Return the checkpoint of an index, or of a single file."""
         if path.is_dir():
             path = path / (_find_file(path) or SINGLE_FILE)
         if not path.name.endswith(".index.json"):
@@ -94,15 +101,15 @@ class TorchPickleFormat(CheckpointFormat):
         return _checkpoint(path.parent, states)
 
     def has_file(self, name: str) -> bool:
-        """Whether it is the index; other names say little of what a file is."""
+        """Return whether it is the index; other names do not identify the format."""
         return name == INDEX_NAME
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
-        """The index."""
+        """Return the index."""
         return (INDEX_NAME,)
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
-        """Whole tensors in one file, or in files up to a limit.
+        """Plan a file of whole tensors, or files up to a limit.
 
         Raises:
             UsageError: a type that PyTorch does not have.
@@ -116,8 +123,8 @@ class TorchPickleFormat(CheckpointFormat):
             groups = group_by_file(new.tensors, new.source_files)
         builder, moved = TorchFilesBuilder(new.tensors), list[str]()
         for number, names in enumerate(groups, start=1):
-            one_of_many = f"pytorch_model-{number:05d}-of-{len(groups):05d}.bin"
-            file_name = (new.file_name or SINGLE_FILE) if len(groups) == 1 else one_of_many
+            numbered = f"pytorch_model-{number:05d}-of-{len(groups):05d}.bin"
+            file_name = (new.file_name or SINGLE_FILE) if len(groups) == 1 else numbered
             tensors = {name: builder.put_whole(name, 0) for name in names}
             # Values are in the first file.
             leaves = {**tensors, **(new.values if number == 1 else {})}
@@ -135,7 +142,7 @@ class TorchPickleFormat(CheckpointFormat):
         )
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
-        """The index, where there are several files."""
+        """Yield the index, where there are several files."""
         if len(write_plan.files) > 1:
             yield INDEX_NAME, index_text(write_plan.tensors.values()).encode()
 
@@ -144,7 +151,7 @@ FORMAT = TorchPickleFormat()
 
 
 def _note_moved(names: Sequence[str]) -> tuple[str, ...]:
-    """What a user should know of names that are not where the source has them."""
+    """Return a note on names whose paths differ from the source's."""
     if not names:
         return ()
     return (
@@ -155,7 +162,7 @@ def _note_moved(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _find_file(folder: Path) -> str | None:
-    """The index or the single file of a folder; None where there is none, or several."""
+    """Return the index or the single file of a folder, or None if there are none or several."""
     names = {path.name for path in folder.iterdir()}
     for name in (INDEX_NAME, SINGLE_FILE):
         if name in names:
@@ -165,18 +172,18 @@ def _find_file(folder: Path) -> str | None:
         for name in names
         if name.endswith(SUFFIXES)
         and not is_attribute_file(name)
-        and name not in _NO_MODELS
-        and not name.startswith(_NO_MODEL_BEGINNINGS)
+        and name not in _OTHER_FILES
+        and not name.startswith(_OTHER_PREFIXES)
     ]
     return models[0] if len(models) == 1 and is_torch_file(folder / models[0]) else None
 
 
 def read_flat_state(path: Path) -> FlatState:
-    """The tensors and values of a file by name.
+    """Return the tensors and values of a file by name.
 
     Raises:
         CheckpointError: a file that cannot be read.
-        FormatError: one that is damaged, or holds no tensors but an object of a class.
+        FormatError: a file that is damaged, or holds an object of a class instead of tensors.
     """
     flat = flatten_state(read_torch_file(path), str(path))
     if "" in flat.unread:
@@ -229,7 +236,7 @@ def _checkpoint(folder: Path, states: Mapping[str, FlatState]) -> Checkpoint:
 
 
 def _note_ties(archived: list[tuple[str, str, ArchivedTensor]]) -> tuple[str, ...]:
-    """A note where tensors are one storage under several names."""
+    """Return a note if tensors are the same storage under several names."""
     names: dict[tuple[Any, ...], list[str]] = {}
     for name, file, tensor in archived:
         if 0 not in tensor.shape:

@@ -1,7 +1,24 @@
-"""DeepSpeed's checkpoints: ZeRO of all stages, experts, pipelines, and universal ones.
+"""DeepSpeed's formats: ZeRO of all stages, experts, pipelines, and universal checkpoints.
 
-`files` says which files there are, `partitions` where a parameter lies in flat buffers; `reader`
-opens, `arrangements/` writes. Nothing imports DeepSpeed.
+A save is a folder, its *tag*, next to a file `latest` with its name::
+
+    latest                                                      global_step100
+    global_step100/mp_rank_00_model_states.pt                   weights, and values of the training
+    global_step100/zero_pp_rank_3_mp_rank_00_optim_states.pt    a partition of ZeRO, of rank 3
+    global_step100/zero_pp_rank_3_mp_rank_00_model_states.pt    its part of the weights, stage 3
+    global_step100/layer_04-model_00-model_states.pt            a layer of a pipeline
+    global_step100/layer_0_expert_5_mp_rank_00_model_states.pt  an expert
+    global_step100/expp_rank_1_mp_rank_00_optim_states.pt       optimizer state of experts' ranks
+    latest_universal                                            global_step100_universal
+    global_step100_universal/zero/lm_head.weight/exp_avg.pt     a universal checkpoint
+
+`mp_rank` numbers stages and tensor-parallel ranks, stages first. Partitions of 16-bit runs begin
+with `bf16_`; old names have no `_` before `optim_states`.
+
+`reader` opens saves: `saved_states` are the contents of files, `flat_buffers` locates parameters in
+the buffers of ranks, `tensor_parallel` joins parts, `unpartitioned` reads optimizers of stage 0,
+and `stored_tensors` binds tensors to files. `writer` plans new saves, by the `training_parts` of a
+source. `universal` does both for universal checkpoints. DeepSpeed is not imported.
 """
 
 from __future__ import annotations
@@ -31,7 +48,7 @@ from reshard.text import first_text
 
 SUFFIXES = ("model_states.pt", "optim_states.pt")
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
-# What DeepSpeed copies beside its checkpoints, and Accelerate beside those.
+# Scripts that DeepSpeed and Accelerate copy next to checkpoints.
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 UNIVERSAL_FOLDER = "zero"
 UNIVERSAL_STATE = "zero/optimizer_state.pt"
@@ -50,7 +67,7 @@ _EXPERT_OPTIMIZER = re.compile(rf"expp_rank_{_NUMBER}_mp_rank_{_NUMBER}_optim_st
 
 @dataclass(frozen=True)
 class SavedFiles:
-    """The files of one save, by what they are of; names are relative to its folder.
+    """The files of a save by their contents; names are relative to its folder.
 
     Attributes:
         folder: the folder of the tag.
@@ -58,7 +75,7 @@ class SavedFiles:
         model_partitions: weights of stage 3 by `(mp_rank, rank)`.
         partitions: optimizer state by `(mp_rank, rank)`.
         layers: of a pipeline, by `(layer, tensor-parallel rank)`.
-        experts: by `(layer, expert, mp_rank)`; the layer is -1 where names have none.
+        experts: by `(layer, expert, mp_rank)`; the layer is -1 if names lack it.
         expert_optimizers: by `(rank, mp_rank)`.
         is_universal: whether it has a file of each parameter's state.
     """
@@ -80,19 +97,19 @@ class SavedFiles:
 
     @property
     def mp_ranks(self) -> int:
-        """How many stages times tensor-parallel ranks there are."""
+        """The number of stages times that of tensor-parallel ranks."""
         numbers = {*self.models}
         numbers.update(mp for mp, _ in (*self.model_partitions, *self.partitions))
         return max(numbers, default=0) + 1
 
     @property
     def ranks(self) -> int:
-        """How many data-parallel ranks have files."""
+        """The number of data-parallel ranks with files."""
         return max((rank for _, rank in (*self.model_partitions, *self.partitions)), default=0) + 1
 
 
 def find_files(folder: Path) -> SavedFiles:
-    """The files of a save in the folder of its tag.
+    """Return the files of a save in the folder of its tag.
 
     Raises:
         FormatError: two files for the same part.
@@ -133,9 +150,9 @@ def find_files(folder: Path) -> SavedFiles:
 
 
 def has_saved_files(folder: Path) -> bool:
-    """Whether there is a file that only DeepSpeed's checkpoints have.
+    """Return whether a folder has a file whose name only DeepSpeed gives.
 
-    Pipelines, experts and ranks alone do not tell; the names of other programs are no such.
+    Files of layers do not count: other programs have such names.
     """
     patterns = (_PARTITION, _MODEL_PARTITION, _MODEL, _EXPERT, _EXPERT_OPTIMIZER)
     try:
@@ -146,10 +163,7 @@ def has_saved_files(folder: Path) -> bool:
 
 
 def read_tag(folder: Path) -> str | None:
-    """The tag that `latest`, or `latest_universal`, of a folder names; None where neither is one.
-
-    The latter counts where there is no `latest`.
-    """
+    """Return the tag in `latest` of a folder, or else in `latest_universal`, or None."""
     for name in (LATEST, LATEST_UNIVERSAL):
         try:
             with (folder / name).open("rb") as file:
@@ -164,7 +178,7 @@ def read_tag(folder: Path) -> str | None:
 
 
 def is_save(folder: Path) -> bool:
-    """Whether a folder is DeepSpeed's: that of a tag, or one with `latest` beside tags."""
+    """Return whether a folder is that of a tag, or has `latest` and folders of tags."""
     if has_saved_files(folder):
         return True
     tag = read_tag(folder)
@@ -174,10 +188,10 @@ def is_save(folder: Path) -> bool:
 
 
 def find_tag_folder(folder: Path) -> Path:
-    """The folder with the files: that which `latest` names, or `folder` itself.
+    """Return the folder with the files: the folder in `latest`, or `folder` itself.
 
     Raises:
-        CheckpointError: `latest` names a folder that is not there, or has no such files.
+        CheckpointError: the folder in `latest` is missing, or has no such files.
     """
     if has_saved_files(folder):
         return folder
@@ -247,33 +261,33 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedFormat(CheckpointFormat):
-    """A folder that DeepSpeed saved: that of a tag, or one with `latest` beside tags."""
+    """A folder that DeepSpeed saved: that of a tag, or of `latest` and several tags."""
 
     suffixes = SUFFIXES
     training = "reshard"
-    #: Whether it is asked to open folders whose save is not found.
+    #: Whether it opens folders whose save is not found.
     is_default: ClassVar[bool] = False
 
     def detect(self, listing: Listing) -> bool:
-        """Whether DeepSpeed saved it, in this format's way."""
+        """Return whether DeepSpeed saved it, in this format's way."""
         path = listing.path
         if not listing.is_folder or not is_save(path):
             return False
-        # Where no save can be found the first of these formats says so when it opens the folder.
+        # If no save is found, the first of these formats raises the error when it opens the folder.
         try:
             saved = find_files(find_tag_folder(path))
         except ReshardError:
             return self.is_default
         return self.is_own(saved)
 
-    #: Whether weights that the model computes with are in it, beside float32 ones.
+    #: Whether it contains the weights of the model in addition to float32 ones.
     has_weights: ClassVar[bool] = True
     #: The file that names a save.
     pointer: ClassVar[str] = LATEST
 
     @abstractmethod
     def is_own(self, saved: SavedFiles) -> bool:
-        """Whether the files of a save are of this format."""
+        """Return whether the files of a save are of this format."""
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
         """Describe a checkpoint that reshard wrote, with the digests of its manifest.
@@ -286,18 +300,18 @@ class DeepSpeedFormat(CheckpointFormat):
         return dataclasses.replace(checked, tensors={**found.tensors, **checked.tensors})
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
-        """The file that names the save."""
+        """Yield the file that names the save."""
         tag = write_plan.files[0].stored.name.partition("/")[0]
         yield self.pointer, tag.encode()
 
     def is_own_value(self, name: str, value: Any) -> bool:
-        """Whether it is the stage, or what files have before a first step."""
+        """Return whether it is the stage, or what files have before a first step."""
         from reshard.checkpoint.formats.deepspeed.writer import is_own_value
 
         return is_own_value(name, value)
 
     def own_files(self, checkpoint: Checkpoint) -> Collection[str]:
-        """Pointers to saves, and the scripts that DeepSpeed copies beside them."""
+        """Return the files that name saves, and the scripts that DeepSpeed copies next to them."""
         return (LATEST, LATEST_UNIVERSAL, *SCRIPTS)
 
     def copies(self, checkpoint: Checkpoint) -> Mapping[str, tuple[str, DType]]:
@@ -363,7 +377,7 @@ class CutByRanks(DeepSpeedFormat):
 
 
 def _is_own(mesh: DeviceMesh, parts: TrainingParts) -> bool:
-    """Whether a mesh is of data-parallel ranks, and of those that share out experts behind."""
+    """Return whether a mesh has data-parallel ranks, and expert-parallel ranks as its last axis."""
     from reshard.checkpoint.formats.deepspeed.writer import EXPERT_AXIS
 
     axes = [name for name, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1]
@@ -385,7 +399,7 @@ class DeepSpeedZero1Format(CutByRanks):
     is_default = True
 
     def is_own(self, saved: SavedFiles) -> bool:
-        """Whether weights are not cut over data-parallel ranks."""
+        """Return whether weights are not cut over data-parallel ranks."""
         return not saved.is_universal and not saved.model_partitions
 
 
@@ -401,7 +415,7 @@ class DeepSpeedZero3Format(CutByRanks):
     evidence = "zero_pp_rank_0_mp_rank_00_model_states.pt, as DeepSpeed saves"
 
     def is_own(self, saved: SavedFiles) -> bool:
-        """Whether weights are cut over data-parallel ranks."""
+        """Return whether weights are cut over data-parallel ranks."""
         return not saved.is_universal and bool(saved.model_partitions)
 
 
@@ -418,7 +432,7 @@ class DeepSpeedUniversalFormat(DeepSpeedFormat):
     pointer = LATEST_UNIVERSAL
 
     def is_own(self, saved: SavedFiles) -> bool:
-        """Whether there is a folder of parameters."""
+        """Return whether there is a folder of parameters."""
         return saved.is_universal
 
     def open(self, path: Path) -> Checkpoint:
@@ -430,7 +444,7 @@ class DeepSpeedUniversalFormat(DeepSpeedFormat):
     def assign_layouts(
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
     ) -> Mapping[str, Layout] | None:
-        """Every tensor whole; those that stage 3 looks for elsewhere in two files."""
+        """Return every tensor whole; those that stage 3 looks for elsewhere in two files."""
         from reshard.checkpoint.formats.deepspeed.training_parts import find_parts
         from reshard.checkpoint.formats.torch_files.optimizer_states import STEP, state_name
 

@@ -1,21 +1,31 @@
-"""Where the parameters of ZeRO's flat buffers lie.
+"""The positions of parameters in ZeRO's flat buffers, and the ranks that share experts.
 
-Stages 1 and 2 put the parameters of a group one behind the other, pad the end, and cut the whole
-into equal partitions, one a rank::
+Stages 1 and 2 concatenate the parameters of a group, pad the end, and split the whole into equal
+partitions, a partition for each rank::
 
     | w w w w w w w | b b b | v v v v . |      group of 3 parameters, 16 elements with the padding
     |    rank 0     |      rank 1      |      partitions of 8 elements
 
-Stage 3 cuts each parameter by itself into equal parts of `ceil(elements / ranks)`; a rank has the
-parts of a group of parameters one behind the other::
+Stage 3 splits each parameter into equal parts of `ceil(elements / ranks)`; a rank has the
+concatenated parts of a group of parameters::
 
     | w w w w | b b | v v |                   rank 0
     | w w w . | b . | v v |                   rank 1
 
-A parameter's *pieces* say which of its elements, row by row, are where in which buffer.
+A parameter's *pieces* are ranges of its elements, in row-major order, with their buffers and
+offsets.
+
+Experts are parallel over some of the data-parallel ranks. Every expert's weights are a file, under
+names with the expert's number in the whole model. In flat buffers, a group of experts' parameters
+is partitioned over the ranks that have the same experts, and names have the expert's number on its
+rank::
+
+    4 ranks, 2 of expert parallelism      rank 0  rank 1  rank 2  rank 3
+    experts of a layer of 4                0 1     2 3     0 1     2 3
+    partition of that group                first   first   second  second
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-2020, and what DeepSpeed writes.
+2020, and the files of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -30,9 +40,9 @@ from typing import NamedTuple
 from reshard.errors import UsageError
 from reshard.layout import Box, Layout, flat_range_boxes
 
-#: DeepSpeed makes partitions a multiple of so many elements, for aligned sends.
+#: DeepSpeed's partitions are multiples of this many elements, for aligned sends.
 ALIGNMENT = 2
-#: With `parameter_alignment` parameters begin at multiples of so many bytes.
+#: With `parameter_alignment` parameters begin at multiples of this many bytes.
 PARAMETER_ALIGNMENT_BYTES = 16
 
 
@@ -56,7 +66,7 @@ def partition_size(elements: int, ranks: int) -> int:
 
 
 def parameter_paddings(elements: Sequence[int], itemsize_bytes: int) -> list[int]:
-    """The padding behind each parameter under `parameter_alignment`; none behind the last.
+    """Return the padding after each parameter but the last under `parameter_alignment`.
 
     >>> parameter_paddings([3, 8, 1], itemsize_bytes=2)
     [5, 0, 0]
@@ -73,7 +83,7 @@ def parameter_paddings(elements: Sequence[int], itemsize_bytes: int) -> list[int
 def flat_pieces(
     elements: Sequence[int], paddings: Sequence[int], size: int
 ) -> list[tuple[FlatPiece, ...]]:
-    """The pieces of each parameter of a group in partitions of `size`, stages 1 and 2.
+    """Return the pieces of each parameter of a group in partitions of `size`, stages 1 and 2.
 
     >>> flat_pieces([7, 3, 4], [0, 0, 0], 8)[1]
     (FlatPiece(rank=0, start=0, stop=1, offset=7), FlatPiece(rank=1, start=1, stop=3, offset=0))
@@ -98,7 +108,7 @@ def part_size(elements: int, ranks: int) -> int:
 
 
 def own_pieces(elements: int, ranks: int, offset: int) -> tuple[FlatPiece, ...]:
-    """The pieces of a parameter of stage 3 whose part is at `offset` on every rank.
+    """Return the pieces of a parameter of stage 3 whose part is at `offset` on every rank.
 
     >>> own_pieces(5, 2, 10)
     (FlatPiece(rank=0, start=0, stop=3, offset=10), FlatPiece(rank=1, start=3, stop=5, offset=10))
@@ -113,7 +123,7 @@ def own_pieces(elements: int, ranks: int, offset: int) -> tuple[FlatPiece, ...]:
 
 
 def deal_round_robin(count: int, ranks: int) -> list[int]:
-    """The order of a group's parameters under `round_robin_gradients`: every `ranks`-th at a time.
+    """Return the order of a group's parameters under `round_robin_gradients`.
 
     >>> deal_round_robin(5, 2)
     [0, 2, 4, 1, 3]
@@ -122,7 +132,7 @@ def deal_round_robin(count: int, ranks: int) -> list[int]:
 
 
 def sub_groups(parts: Sequence[int], most: int) -> list[list[int]]:
-    """The parameters of each sub-group of stage 3: cut when the parts sum up to `most` elements.
+    """Return the parameters of each sub-group of stage 3, which ends at `most` elements of parts.
 
     >>> sub_groups([4, 3, 5, 2], 6)
     [[0, 1], [2, 3]]
@@ -149,9 +159,9 @@ _EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,7}
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """Which of `ranks` have the same experts: `sets` of them have different ones.
+    """The sets of `ranks` that have the same experts.
 
-    `is_data_first` numbers the ranks of one set of experts before the next set's.
+    With `is_data_first` the ranks of a set have consecutive numbers.
 
     >>> ExpertRanks(4, 2).members(1), ExpertRanks(4, 2, is_data_first=True).members(1)
     ((1, 3), (2, 3))
@@ -162,7 +172,7 @@ class ExpertRanks:
     is_data_first: bool = False
 
     def members(self, number: int) -> tuple[int, ...]:
-        """The ranks of a set."""
+        """Return the ranks of a set."""
         each = self.ranks // self.sets
         if self.is_data_first:
             return tuple(range(number * each, (number + 1) * each))
@@ -171,9 +181,9 @@ class ExpertRanks:
 
 @dataclass(frozen=True)
 class GroupCopy:
-    """A group of parameters on the ranks that have the same ones, in the order of its partitions.
+    """A group of parameters and the ranks that have them, in the order of its partitions.
 
-    `names` are those of the whole model.
+    `names` are those in the whole model.
     """
 
     ranks: tuple[int, ...]
@@ -183,9 +193,9 @@ class GroupCopy:
 def spread(
     names: list[str], partitions: int, ranks: int, is_data_first: bool = False
 ) -> tuple[GroupCopy, ...]:
-    """The copies of a group in `partitions` among `ranks`: one for each set of experts.
+    """Return the copies of a group in `partitions` among `ranks`, a copy for each set of experts.
 
-    `is_data_first` numbers the ranks of one set of experts before the next set's.
+    With `is_data_first` the ranks of a set have consecutive numbers.
 
     >>> name = "moe.deepspeed_moe.experts.deepspeed_experts.0.up"
     >>> for copy in spread([name], 2, 4):
@@ -209,12 +219,12 @@ def spread(
 
 
 def deal(names: Sequence[str], shared: ExpertRanks) -> tuple[GroupCopy, ...]:
-    """The copies of a group of all experts' parameters: one for each set of ranks.
+    """Return the copies of a group of all experts' parameters, a copy for each set of ranks.
 
-    Each has its experts of a layer, then those of the next, as a model has them.
+    Each has its experts layer by layer, as in a model.
 
     Raises:
-        UsageError: a layer whose experts cannot be shared out evenly.
+        UsageError: a layer whose experts cannot be divided evenly.
 
     >>> of = "moe.deepspeed_moe.experts.deepspeed_experts."
     >>> names = [of + "0.up", of + "2.up", of + "1.up", of + "3.up"]
@@ -237,7 +247,7 @@ def deal(names: Sequence[str], shared: ExpertRanks) -> tuple[GroupCopy, ...]:
 
 
 def list_layers(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
-    """The parameters of each expert of each layer, by what stands before their numbers."""
+    """Return the parameters of each expert of each layer, by what stands before their numbers."""
     layers: dict[str, dict[int, list[str]]] = {}
     for name in names:
         if match := _EXPERT.fullmatch(name):
@@ -246,7 +256,7 @@ def list_layers(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
 
 
 def local_names(copies: Sequence[GroupCopy]) -> list[dict[str, str]]:
-    """The names of each copy's parameters on its ranks, by those of the whole model."""
+    """Return the names of each copy's parameters on its ranks, by those of the whole model."""
     found = []
     for copy in copies:
         least = {layer: min(experts) for layer, experts in list_layers(copy.names).items()}
@@ -260,7 +270,7 @@ def match_expert(name: str) -> re.Match[str] | None:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter is an expert's."""
+    """Return whether a parameter is an expert's."""
     return _EXPERT.fullmatch(name) is not None
 
 
@@ -270,17 +280,17 @@ def _layer(name: str) -> str:
 
 
 def _move(name: str, by: int) -> str:
-    """An expert's parameter, whose expert has a number more by so much."""
+    """Return an expert's parameter, whose expert has a number more by so much."""
     match = _EXPERT.fullmatch(name)
     return f"{match[1]}{int(match[2]) + by}{match[3]}" if match else name
 
 
-# Parameters of one shape are cut alike, and a parameter's moments as itself.
+# Parameters of equal shape have equal layouts, and a parameter's moments its layout.
 @lru_cache(maxsize=4096)
 def lay_out(
     shape: Shape, ranges: tuple[_Range, ...], slots: int
 ) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
-    """The layout of ranges of a flattened tensor, and the elements of each range's boxes."""
+    """Return the layout of ranges of a flattened tensor, and the elements of each range's boxes."""
     pairs: list[tuple[int, Box]] = []
     counts = []
     for slot, start, stop in ranges:

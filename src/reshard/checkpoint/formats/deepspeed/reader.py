@@ -1,16 +1,21 @@
-"""A DeepSpeed checkpoint of any ZeRO stage, opened.
+"""Opening a DeepSpeed checkpoint of any ZeRO stage.
 
-1. The files say over how many ranks it is cut; one that is missing is named.
-2. Files of weights name the parameters and their shapes, group by group in the order of the flat
-   buffers; what is no tensor (a user's state, schedulers) is in them too.
-3. Each rank's partition says where in its file the flat buffers lie; the parameters in them are
-   found by `partitions`.
+1. The files determine the number of ranks; a missing file is an error with its name.
+2. Files of weights have the names and shapes of parameters, by group, in the order of the flat
+   buffers; and values: a user's state, schedulers.
+3. Each rank's partition has its flat buffers; the parameters in them are located by `flat_buffers`.
 4. Float32 weights of NAME become `optimizer.state.NAME.master`, the rest of the optimizer's
    `optimizer.state.NAME.exp_avg` and so on; groups and hyper-parameters are the value
    `optimizer.param_groups`, with the names of parameters.
 
-Experts and their optimizer state lie on some ranks each (`experts`), the layers of a pipeline in
-files of their own (`pipelines`).
+Each expert and its optimizer state are on some of the ranks. The layers of a pipeline are in their
+own files, with names within the layer. In the whole model the name is preceded by the number of the
+layer. A layer in several positions of the pipeline (`TiedLayerSpec`) has a file for each, and a
+single name::
+
+    layer_00-model_00-model_states.pt   weight          tied_modules.embed.weight
+    layer_01-model_00-model_states.pt   weight, bias    1.weight, 1.bias
+    layer_02-model_00-model_states.pt   weight          tied_modules.embed.weight
 """
 
 from __future__ import annotations
@@ -53,12 +58,12 @@ from reshard.text import count_text
 
 Key = TypeVar("Key", bound=tuple[int, ...])
 Found = TypeVar("Found")
-# What a file of weights says of experts that DeepSpeed made itself of a model's layers.
+# Keys of experts that DeepSpeed made of a model's layers, in files of weights.
 _AUTO_EXPERTS = ("ds_autoep_layers", "autoep_layers")
 
 
 class SaveReader:
-    """Reads one save; `folder` is what names of files are relative to."""
+    """Reads a save; names of files are relative to `folder`."""
 
     def __init__(self, folder: Path, saved: SavedFiles, format_name: str) -> None:
         self.folder, self.saved, self.format_name = folder, saved, format_name
@@ -114,20 +119,20 @@ class SaveReader:
         first = next(iter(self.models.values()), None)
         self.ranks = max(counts) if counts else first.ranks if first else 1
         degrees = first.degrees if first else None
-        # Old versions say nothing; layers have a file of each tensor-parallel rank.
+        # Old versions lack the degrees; layers have a file of each tensor-parallel rank.
         of_layers = max((rank + 1 for _, rank in saved.layers), default=saved.mp_ranks)
         self.stages, self.tensor_ranks = degrees or (saved.mp_ranks // of_layers, of_layers)
         expect_complete(saved, self.ranks, max(saved.mp_ranks, self.stages * self.tensor_ranks))
         self.first = self.models[0, 0]
         self.joining = self.first.rest.get(INFO)
         if self.tensor_ranks > 1:
-            # It tells of parts, which targets do not have.
+            # It describes parts, which targets do not have.
             rest = {key: value for key, value in self.first.rest.items() if key != INFO}
             self.first = dataclasses.replace(self.first, rest=rest)
         if self.tensor_ranks > 1 and saved.experts:
             raise FormatError(
                 f"{folder} has experts over {self.tensor_ranks} tensor-parallel ranks: nothing in "
-                "it tells how the parts of experts are joined. Save it without tensor parallelism"
+                "it describes how parts of experts are joined. Save it without tensor parallelism"
             )
         if self.first.groups and not self.partitions:
             if self.is_stage3:
@@ -147,13 +152,13 @@ class SaveReader:
     def _read_each(
         self, read: Callable[[Path, str], Found], names: Mapping[Key, str]
     ) -> dict[Key, Found]:
-        """What is read of files, in the order of their keys."""
+        """Return the contents of files, in the order of their keys."""
         keys, folder = sorted(names), self.saved.folder
         found = map_paths(lambda path: read(folder, path.name), (folder / names[k] for k in keys))
         return dict(zip(keys, found, strict=True))
 
     def _collect_parts(self) -> PartCollector | None:
-        """What joins the parts of tensor-parallel ranks; None where there is one such rank."""
+        """Return the collector of tensor-parallel parts, or None for a single such rank."""
         if self.tensor_ranks == 1:
             return None
         label = str(self.saved.folder / self.first.file)
@@ -162,7 +167,7 @@ class SaveReader:
 
     @property
     def slots(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.stages * self.ranks * self.tensor_ranks
 
     @property
@@ -173,7 +178,7 @@ class SaveReader:
         return DeviceMesh("mesh", tuple(kept.values()), tuple(kept))
 
     def slot(self, mp: int, rank: int) -> int:
-        """The number of a rank."""
+        """Return the number of a rank."""
         stage, tensor_rank = divmod(mp, self.tensor_ranks)
         return (stage * self.ranks + rank) * self.tensor_ranks + tensor_rank
 
@@ -188,7 +193,7 @@ class SaveReader:
             size_bytes = (saved.folder / name).stat().st_size
             yield StoredFile(self.prefix + name, size_bytes, found[name])
 
-    # Weights. Stages of a pipeline that share a parameter each have it: the first one's is read.
+    # Weights. Stages of a pipeline that share a parameter each have it: the first stage's is read.
 
     def _add_weights(self) -> None:
         for (mp, rank), model in self.models.items():
@@ -219,7 +224,7 @@ class SaveReader:
                 if mp % self.tensor_ranks == rank
                 for name, shape in model.shapes.items()
             }
-            # A layer that stages share has a file for each of them; which stages, no file says.
+            # A layer that stages share has a file for each of them; the stages are unknown.
             last = (self.stages - 1) * self.tensor_ranks
             for name, archived in name_layer(layer, found, shapes).items():
                 mp = rank + last if (name, rank) in seen else rank
@@ -229,7 +234,7 @@ class SaveReader:
     def _add_weight(
         self, parameter: str, name: str, mp: int, model: ModelState, archived: ArchivedTensor
     ) -> None:
-        """A weight of the model's, or a buffer, which tensor-parallel ranks have alike."""
+        """Return a weight of the model's, or a buffer, which tensor-parallel ranks have alike."""
         if name not in model.buffers:
             self._add_part(parameter, name, mp, model.file, archived)
             return
@@ -242,7 +247,7 @@ class SaveReader:
     def _add_part(
         self, parameter: str, name: str, mp: int, file: str, archived: ArchivedTensor
     ) -> None:
-        """What a rank has of a tensor that is cut as `parameter` is, whole in a file."""
+        """Add a rank's part of a tensor that is sharded as `parameter`, whole in a file."""
         slot = self.slot(mp, 0)
         if self.parts is None:
             self.collector.add_copy(name, file, archived, slot)
@@ -252,14 +257,14 @@ class SaveReader:
     def _add_pieces(
         self, parameter: str, name: str, mp: int, shape: Shape, pieces: list[StoredPiece]
     ) -> None:
-        """The same of one that lies in pieces."""
+        """Add a rank's part of a tensor in pieces."""
         if self.parts is not None:
             self.parts.add_pieces(parameter, name, mp, shape, pieces)
         elif pieces and name not in self.collector.tensors:
             self.collector.add_pieces(name, shape, pieces)
 
     def _expect_weights(self) -> None:
-        """Raise CheckpointError where a layer or an expert has no file of weights."""
+        """Raise CheckpointError if a layer or an expert has no file of weights."""
         saved, tensors = self.saved, self.collector.tensors
         if self.is_stage3 or not (saved.layers or saved.experts):
             return
@@ -274,7 +279,7 @@ class SaveReader:
             )
 
     def _add_frozen(self, mp: int, name: str, shape: Shape) -> None:
-        """A parameter without an optimizer: each rank's file has its part."""
+        """Return a parameter without an optimizer: each rank's file has its part."""
         elements = math.prod(shape)
         size = part_size(elements, self.ranks)
         pieces = []
@@ -339,7 +344,7 @@ class SaveReader:
     def _find_flat(
         self, number: int, elements: list[int], parts: list[Partition], count: int
     ) -> list[tuple[FlatPiece, ...]]:
-        """The pieces of the parameters of a group of stage 1 or 2."""
+        """Return the pieces of the parameters of a group of stage 1 or 2."""
         first = parts[0]
         given = first.paddings[number] if first.paddings and number < len(first.paddings) else ()
         paddings = [*given] if len(given) == len(elements) else [0] * len(elements)
@@ -372,7 +377,7 @@ class SaveReader:
         parts: list[Partition],
         ranks: tuple[int, ...],
     ) -> None:
-        """The float32 weights and the state of one parameter."""
+        """Add the float32 weights and the state of a parameter."""
         buffers = [part.groups[number].master for part in parts]
         self._add_flat(mp, name, MASTER, shape, pieces, parts, ranks, buffers)
         first = parts[0].groups[number]
@@ -416,30 +421,32 @@ class SaveReader:
         self._add_pieces(parameter, state_name(parameter, key), mp, shape, stored)
 
     def _add_whole_states(self) -> None:
-        """The state of optimizers without partitions."""
-        found = WholeStates(self.saved, self.models, self, self.values)
+        """Return the state of optimizers without partitions."""
+        found = WholeStates(
+            self.saved, self.models, self._add_whole_state, self._add_flat_state, self.values
+        )
         self.whole_rest = found.rest
         self.notes += found.notes
         if found.groups:
             self.param_groups = found.groups
 
-    def add_whole_state(
+    def _add_whole_state(
         self, parameter: str, key: str, mp: int, file: str, archived: ArchivedTensor
     ) -> None:
-        """Add what is kept of a parameter, whole in a file."""
+        """Add optimizer state of a parameter, whole in a file."""
         name = state_name(parameter, key)
         if math.prod(archived.shape) == 1:
             self.collector.add_first(name, file, archived, self.slot(mp, 0))
         else:
             self._add_part(parameter, name, mp, file, archived)
 
-    def add_flat_state(
+    def _add_flat_state(
         self, parameter: str, key: str, mp: int, shape: Shape, pieces: list[StoredPiece]
     ) -> None:
-        """The same, in pieces of flat buffers."""
+        """Return the same, in pieces of flat buffers."""
         self._add_pieces(parameter, state_name(parameter, key), mp, shape, pieces)
 
-    # Groups, and what is no tensor.
+    # Groups and values.
 
     @property
     def _is_data_first(self) -> bool:
@@ -494,7 +501,7 @@ class SaveReader:
 
 
 def _find_own(elements: list[int], count: int) -> list[tuple[FlatPiece, ...]]:
-    """The pieces of the parameters of a sub-group of stage 3."""
+    """Return the pieces of the parameters of a sub-group of stage 3."""
     found, offset = [], 0
     for one in elements:
         found.append(own_pieces(one, count, offset))
@@ -508,9 +515,9 @@ _TIED = "tied_modules."
 def name_layer(
     layer: int, tensors: Mapping[str, ArchivedTensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, ArchivedTensor]:
-    """The tensors of a layer by their names in the whole model, whose parameters have `shapes`.
+    """Return the tensors of a layer by their names in the whole model, with parameters of `shapes`.
 
-    One that the optimizer has under no such name is a tied layer's, where only one fits.
+    A name that the optimizer lacks is that of a tied layer, if a single tied parameter fits.
     """
     found = {}
     for name, archived in tensors.items():

@@ -1,7 +1,7 @@
-"""What the files of DeepSpeed's checkpoints hold: weights with what is no tensor, and partitions.
+"""The contents of DeepSpeed's files: weights, values of the training, and partitions.
 
-A file is a nested dict (`torch_files`). Here its parts are taken out by name, each with the type
-that it must have; what is missing or of another type is an error that says where.
+A file is a nested dict (`torch_files`). Its parts are taken by name, each with its type; a part
+that is missing or of another type is an error with its path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 #: A tensor, or a plain value such as the number of steps.
 Kept = ArchivedTensor | int | float
 
-# Parts of a file of weights that say how the rest is to be read.
+# Parts of a file of weights that describe its structure.
 _OWN_PARTS = (
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
     *("shared_params", "frozen_param_fragments", "checkpoint_parallel_dimensions"),
@@ -42,9 +42,9 @@ CUT_PARTS = (
 
 
 class SavedPart:
-    """A part of a file, whose own parts are asked for with the type that they must have.
+    """A part of a file, whose own parts are taken with their type.
 
-    Raises FormatError where one is missing or of another type.
+    Raises FormatError for a part that is missing or of another type.
     """
 
     def __init__(self, value: Any, label: str) -> None:
@@ -52,7 +52,7 @@ class SavedPart:
         self.label = label
 
     def wrong(self, key: object, found: object, expected: str) -> FormatError:
-        """The error for a part that is not what it should be."""
+        """Return the error for a part that is not what it should be."""
         what = "is missing" if found is None else f"is a {type(found).__name__}"
         return FormatError(
             f"{self.label}: {shortened(repr(key))} {what}, expected {expected}; the file is "
@@ -60,11 +60,11 @@ class SavedPart:
         )
 
     def get(self, key: object) -> Any:
-        """A part, or None."""
+        """Return a part, or None."""
         return self.value.get(key) if isinstance(self.value, dict) else None
 
     def take_dict(self, key: object, *, optional: bool = False) -> Mapping[Any, Any]:
-        """A part that is a dict; an empty one where it is optional and not there."""
+        """Return a part that is a dict, or an empty dict if it is optional and absent."""
         found = self.get(key)
         if found is None and optional:
             return {}
@@ -73,7 +73,7 @@ class SavedPart:
         return found
 
     def take_list(self, key: object, *, optional: bool = False) -> Sequence[Any]:
-        """A part that is a list or a tuple; an empty one where it is optional and not there."""
+        """Return a part that is a list or a tuple; if it is optional and absent, aan empty one."""
         found = self.get(key)
         if found is None and optional:
             return ()
@@ -82,12 +82,12 @@ class SavedPart:
         return found
 
     def within(self, key: object) -> SavedPart:
-        """A part that is a dict, to ask for its parts."""
+        """Return a part that is a dict, to ask for its parts."""
         return SavedPart(self.take_dict(key), f"{self.label} {key}")
 
 
 def read_file(folder: Path, name: str) -> SavedPart:
-    """A file of `torch.save` that must hold a dict."""
+    """Return a file of `torch.save` that must hold a dict."""
     value = read_torch_file(folder / name)
     if not isinstance(value, dict):
         raise FormatError(
@@ -97,7 +97,7 @@ def read_file(folder: Path, name: str) -> SavedPart:
 
 
 def read_tensors(folder: Path, name: str) -> Mapping[str, ArchivedTensor]:
-    """The tensors of a file that is a state dict: of an expert, or of a layer."""
+    """Return the tensors of a file that is a state dict: of an expert, or of a layer."""
     part = read_file(folder, name)
     for key, value in part.value.items():
         if is_tensor_call(value):
@@ -116,7 +116,7 @@ class ModelState:
     Attributes:
         file: its name.
         module: weights and buffers; those of stage 3's partitions have no elements here. None for
-            a pipeline, whose layers have files of their own.
+            a pipeline, whose layers have their own files.
         groups: the shapes of the parameters of each group in the order of the flat buffers; of each
             sub-group for stage 3.
         frozen: the shapes of the parameters that no optimizer has.
@@ -124,10 +124,10 @@ class ModelState:
         shared: the name under which the parameter of another name is saved.
         buffers: the names of buffers.
         ranks: of data parallelism.
-        degrees: stages and tensor-parallel ranks, where it says so.
+        degrees: the numbers of stages and of tensor-parallel ranks, or None.
         optimizer: the state of an optimizer without partitions.
         rest: everything else.
-        unreadable: weights of classes of their own, by name, with these.
+        unreadable: weights of special classes, by name, with the class.
     """
 
     file: str
@@ -151,7 +151,7 @@ class ModelState:
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """What a rank has of a group: flat float32 weights, and state of the same or another size."""
+    """A group on a rank: flat float32 weights, and state of the same or another size."""
 
     master: ArchivedTensor
     states: Mapping[str, Any]
@@ -160,14 +160,14 @@ class FlatGroup:
 
 @dataclass(frozen=True)
 class Partition:
-    """A file of one rank's optimizer state.
+    """A file of a rank's optimizer state.
 
     Attributes:
         file: its name.
-        stage: of ZeRO; 0 for the optimizer for bfloat16 that partitions without saying a stage.
+        stage: of ZeRO; 0 for the bfloat16 optimizer that partitions without a stage.
         groups: of parameters; sub-groups for stage 3.
-        counts: over how many ranks each group is cut.
-        paddings: behind each parameter of each group, where parameters are aligned.
+        counts: the number of ranks over which each group is partitioned.
+        paddings: after each parameter of each group, if parameters are aligned.
         hyper: the hyper-parameters of each group, with the numbers of its flat buffers.
         rest: everything else.
     """
@@ -185,11 +185,11 @@ def read_model_state(folder: Path, name: str) -> ModelState:
     """Read a file of weights.
 
     Raises:
-        FormatError: one that is damaged, or not what DeepSpeed writes.
+        FormatError: a file that is damaged, or not of DeepSpeed.
     """
     part = read_file(folder, name)
     groups = part.get("param_shapes")
-    # Old versions have one dict for one group.
+    # Old versions have a dict for a single group.
     groups = [groups] if isinstance(groups, dict) else groups
     if groups is not None and not isinstance(groups, list | tuple):
         raise part.wrong("param_shapes", groups, "a list of dicts")
@@ -213,10 +213,10 @@ def read_model_state(folder: Path, name: str) -> ModelState:
 
 
 def read_partition(folder: Path, name: str) -> Partition:
-    """Read a file of one rank's optimizer state.
+    """Read a file of a rank's optimizer state.
 
     Raises:
-        FormatError: one that is damaged, or not what DeepSpeed writes.
+        FormatError: a file that is damaged, or not of DeepSpeed.
     """
     part = read_file(folder, name).within("optimizer_state_dict")
     stage = _stage(part)
@@ -252,7 +252,7 @@ def read_partition(folder: Path, name: str) -> Partition:
 
 
 def _stage(part: SavedPart) -> int:
-    """The stage, an enumeration's member or a number; 0 where the file does not say."""
+    """Return the stage, an enumeration's member or a number, or 0 if absent."""
     found = part.get("zero_stage")
     if isinstance(found, Call) and len(found.arguments) == 1:
         found = found.arguments[0]
@@ -266,11 +266,11 @@ def _stage(part: SavedPart) -> int:
 def _base_states(
     part: SavedPart, stage: int, groups: int
 ) -> tuple[list[Mapping[str, Any]], tuple[Mapping[str, Any], ...]]:
-    """The state of each group's flat buffer, and the hyper-parameters of every group."""
+    """Return the state of each group's flat buffer, and the hyper-parameters of every group."""
     key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
     base = part.get(key)
     if isinstance(base, list | tuple):
-        # An elastic checkpoint: a list of states, and the step beside them.
+        # An elastic checkpoint: a list of states, and the step.
         if len(base) != groups or not all(isinstance(one, dict) for one in base):
             raise part.wrong(key, base, f"a dict for each of {groups} groups")
         step = part.get("base_optimizer_state_step")
@@ -333,7 +333,7 @@ def _unreadable(part: SavedPart, key: str) -> Mapping[str, str]:
 
 
 def _tensors(part: SavedPart, key: str) -> Mapping[str, ArchivedTensor]:
-    """The tensors of a dict; other values, such as extra states of modules, are left to `rest`."""
+    """Return the tensors of a dict, without other values such as extra states of modules."""
     found = part.take_dict(key, optional=True)
     return {
         name: value
@@ -374,12 +374,12 @@ def _is_size(value: object) -> bool:
 
 AddTensor = Callable[[str, str, ArchivedTensor], None]
 _LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-#: The part of a loss scaler that says its class.
+#: The key of a loss scaler's class.
 SCALER_CLASS = "class"
 
 
 class SavedValues:
-    """The values of one checkpoint, where they stood, and what is not read."""
+    """The values of a checkpoint, their paths, and the list of unread values."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -387,7 +387,7 @@ class SavedValues:
         self.unread: list[tuple[str, str]] = []
 
     def add(self, name: str, value: Any, path: StatePath, file: str) -> None:
-        """Add one value, where it is plain."""
+        """Add a value if it is plain, or list it as unread."""
         flat = flatten_state([value], file)
         if flat.unread:
             self.unread.append((name, next(iter(flat.unread.values()))))
@@ -399,7 +399,7 @@ class SavedValues:
     def add_state(
         self, state: Mapping[str, Any], prefix: StatePath, file: str, add_tensor: AddTensor
     ) -> None:
-        """Add the values and tensors of a nested state behind `prefix`."""
+        """Add the values and tensors of a nested state, with a prefix."""
         flat = flatten_state(_plain_scalers(state), file)
         before = "".join(f"{part}." for part in prefix)
         for name, archived in flat.tensors.items():
@@ -411,7 +411,7 @@ class SavedValues:
         self.unread += [(before + name, why) for name, why in flat.unread.items()]
 
     def compare(self, first: Mapping[str, Any], other: Mapping[str, Any], file: str) -> None:
-        """List what another rank's file has otherwise than the first one's."""
+        """List the values in which another rank's file differs from the first."""
         one, two = flatten_state(first, file), flatten_state(other, file)
         differing = [
             name
@@ -429,7 +429,7 @@ class SavedValues:
 
 
 def _plain_scalers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with loss scalers, which are objects, as dicts of what they hold."""
+    """Return the state with loss scalers, which are objects, as dicts of what they hold."""
     found = dict(state)
     for key, value in state.items():
         is_scaler = isinstance(value, Call) and value.function.module == _LOSS_SCALERS
@@ -439,11 +439,11 @@ def _plain_scalers(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_model_values(values: SavedValues, model: ModelState, add_tensor: AddTensor) -> None:
-    """Add what a file of weights says beside them."""
+    """Add the values in a file of weights."""
     values.add_state(model.rest, (), model.file, add_tensor)
     if model.shared:
         values.add("shared_params", dict(model.shared), (), model.file)
-    # Empty too: it tells a user's tensors from buffers when the state is written again.
+    # Empty too: it distinguishes a user's tensors from buffers when the state is written again.
     if model.module is not None:
         values.add("buffer_names", [*model.buffers], (), model.file)
     frozen = [*model.frozen] or _find_frozen(model)

@@ -1,14 +1,14 @@
 """Tensors bound to the files of a DeepSpeed checkpoint, with the checksums of their storages.
 
-A tensor is whole in one file, or it lies in pieces of flat buffers. A piece becomes boxes of the
-tensor, which lie one behind the other in the buffer::
+A tensor is whole in a file, or in pieces of flat buffers. A piece becomes boxes of the tensor,
+which are contiguous in the buffer::
 
     elements 3:14 of (4, 4)      . . . #     [0:1, 3:4]
                                  # # # #     [1:3, 0:4]
                                  # # # #
                                  # # . .     [3:4, 0:2]
 
-What of a storage is no element, such as padding, is told with its checksum.
+Bytes of a storage that are not elements, such as padding, are listed with its checksum.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StoredPiece(NamedTuple):
 
 
 class StoredCell(NamedTuple):
-    """A box of a tensor, whose elements lie in the file of `buffer` as `view` says.
+    """A box of a tensor, stored in the file of `buffer` as `view` describes.
 
     The view counts from the first element of the buffer's storage.
     """
@@ -58,9 +58,9 @@ class StoredCell(NamedTuple):
 
 
 class TensorCollector:
-    """Binds tensors to the files of one checkpoint; `tensors` are those so far.
+    """Binds tensors to the files of a checkpoint; `tensors` are those so far.
 
-    `slots` is the number of ranks; `prefix` stands before the names of files.
+    `slots` is the number of ranks; `prefix` is that of the names of files.
     """
 
     def __init__(self, folder: Path, slots: int, prefix: str = "") -> None:
@@ -72,7 +72,7 @@ class TensorCollector:
 
     @property
     def checksums(self) -> tuple[StoredChecksum, ...]:
-        """Those of all storages that have one."""
+        """The checksums of all storages with a checksum."""
         return self._checksums.list()
 
     def add_whole(self, name: str, file: str, archived: ArchivedTensor, slot: int = 0) -> None:
@@ -94,14 +94,14 @@ class TensorCollector:
         return Binding(Layout.whole(archived.shape, [slot], self._slots), {slot: address}, views)
 
     def add_first(self, name: str, file: str, archived: ArchivedTensor, slot: int = 0) -> None:
-        """Add a tensor that is whole in a file, where no other has its name."""
+        """Add a tensor that is whole in a file, unless its name is taken."""
         if name not in self.tensors:
             self.add_whole(name, file, archived, slot)
 
     def add_copy(self, name: str, file: str, archived: ArchivedTensor, slot: int = 0) -> None:
-        """Add a tensor that is whole in a file, or a copy of one that is there, whole too.
+        """Add a tensor that is whole in a file, or a copy of a whole tensor.
 
-        A copy of another type or shape, or one more of the same rank, is left out.
+        A copy of another type or shape, or a second copy of a rank, is left out.
         """
         first = self.tensors.get(name)
         if first is None:
@@ -154,7 +154,7 @@ class TensorCollector:
                 found.setdefault(slot, []).append(FileRange(address.path, start))
                 offset += elements
         for slot, ones in found.items():
-            # One address is enough where all cells of a rank lie one behind the other.
+            # A single address suffices if all cells of a rank are contiguous.
             bound[slot] = ones[0] if len(addresses[slot]) == 1 else tuple(ones)
         self._add(name, first, Binding(layout, bound, {}))
 

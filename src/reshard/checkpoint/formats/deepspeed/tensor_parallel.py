@@ -1,21 +1,25 @@
-"""Parts of parameters on tensor-parallel ranks, and the parameters that they make together.
+"""The parts of parameters on tensor-parallel ranks, joined to whole parameters.
 
-What a job tells DeepSpeed of its layers is in the files of weights, as `universal_checkpoint_info`:
+A job describes its layers to DeepSpeed by `universal_checkpoint_info` in the files of weights:
 patterns of names, or a map of each parameter (`affine_map`)::
 
     tp_replicated_parameter_patterns            all ranks have the whole
-    parameter_to_average_patterns               the same, where their mean counts
-    parameter_with_row_parallelism_patterns     cut along dimension 1
-    parameter_with_2_sub_params_cat_dim_0       two halves, each cut along dimension 0
-    parameter_with_sub_params                   several parts, each cut along a dimension
-    vocabulary_parameter_patterns               padded rows behind `original_vocab_size`
-    (no pattern)                                cut along dimension 0
+    parameter_to_average_patterns               the same, of which the mean counts
+    parameter_with_row_parallelism_patterns     sharded along dimension 1
+    parameter_with_2_sub_params_cat_dim_0       two halves, each sharded along dimension 0
+    parameter_with_sub_params                   several parts, each sharded along a dimension
+    vocabulary_parameter_patterns               padded rows after `original_vocab_size`
+    (no pattern)                                sharded along dimension 0
 
-1. From this follows of each rank's part which boxes of it are where in the parameter (`Joiner`).
-2. What a file has of a part is a range of its elements. Each of its boxes is met with those boxes;
-   what they share is a cell of the parameter (`find_cells`).
+1. This determines the boxes of each rank's part in the parameter (`Joiner`).
+2. A file has a range of the elements of a part. The intersections of its boxes with those boxes are
+   cells of the parameter (`find_cells`).
+3. When the parts of all ranks are known, they are joined (`PartCollector`). Parts of a parameter
+   that several stages of a pipeline have are copies.
+4. All copies are bound, and compared when tensors are read (`reshard.checkpoint.copy_checks`). For
+   averaged parameters all elements are compared here, since means are not computed.
 
-Source: DeepSpeed's universal checkpoints, and what `ds_to_universal` makes of parts.
+Source: DeepSpeed's universal checkpoints, and `ds_to_universal`.
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ _VOCABULARY_SIZE = "original_vocab_size"
 _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _MAP = "affine_map"
 _LATEST_MAP = 1
-# From this version on the widths of sub-parameters are told, and sizes are no counts.
+# From this version on the widths of sub-parameters are listed, and sizes are not counts.
 _WIDTHS_VERSION = 0.4
 _LISTS = (_REPLICATED, _AVERAGED, _ROWS, _HALVES, _VOCABULARY)
 
@@ -77,12 +81,12 @@ class JoinedBox(NamedTuple):
 
 @dataclass(frozen=True)
 class Join:
-    """How the parts of ranks make a parameter.
+    """The assembly of a parameter from the parts of ranks.
 
     Attributes:
         shape: of the parameter.
         parts: the shape of each rank's part.
-        boxes: of each rank, those that count.
+        boxes: the boxes of each rank that count.
         copies: whether each rank has the whole.
         is_averaged: whether the mean of such copies counts.
     """
@@ -105,7 +109,7 @@ class Cell(NamedTuple):
 
 
 def find_cells(join: Join, rank: int, start: int, stop: int) -> Iterator[Cell]:
-    """What elements `start:stop` of a rank's flattened part are of the parameter.
+    """Yield the cells of the parameter in elements `start:stop` of a rank's flattened part.
 
     >>> halves = Join((4, 3), ((4, 1), (4, 2)), ((), (JoinedBox((0, 0), (0, 1), (4, 2)),)))
     >>> [str(cell.box) for cell in find_cells(halves, 1, 1, 6)]
@@ -133,10 +137,10 @@ def find_cells(join: Join, rank: int, start: int, stop: int) -> Iterator[Cell]:
 
 
 class Joiner:
-    """Says how parts make parameters, as `info` does; `label` names its file in errors.
+    """Determines the assembly of parameters by `info`; `label` names its file in errors.
 
     Raises:
-        FormatError: nothing that tells how parts are joined, or what is not known.
+        FormatError: an `info` that is missing or unknown.
     """
 
     def __init__(self, info: Any, ranks: int, label: str) -> None:
@@ -169,17 +173,17 @@ class Joiner:
         self._maps = {self._check(p): one for p, one in self._dict(maps, "params").items()}
 
     def wrong(self, reason: str) -> FormatError:
-        """The error for what is not as it should be."""
+        """Return the error for what is not as it should be."""
         return FormatError(
             f"{self.label}: {INFO} has {reason}; it is damaged, or of a version of DeepSpeed that "
             "is not known. Convert it with ds_to_universal, whose result is read"
         )
 
     def join(self, name: str, parts: Sequence[Shape]) -> Join:
-        """How the parts of a parameter, of these shapes, make it.
+        """Return the assembly of a parameter from parts of these shapes.
 
         Raises:
-            FormatError: parts that do not make one.
+            FormatError: parts that do not fit together.
         """
         for pattern, reason in self._unsupported.items():
             if re.match(pattern, name):
@@ -212,7 +216,7 @@ class Joiner:
             join = self._join_widths(name, own, dim, [[shape[dim] for shape in parts]])
         return self._cut_vocabulary(name, join) if self._is_in(_VOCABULARY, name) else join
 
-    # What the files say.
+    # Reading `info`.
 
     def _list(self, value: Any, key: str) -> Sequence[Any]:
         found = value.get(key) if isinstance(value, dict) else None
@@ -234,7 +238,7 @@ class Joiner:
         return [self._check(pattern) for pattern in self._list(value, key)]
 
     def _check(self, pattern: Any) -> str:
-        """A pattern that can be tried on names."""
+        """Return a pattern that can be tried on names."""
         is_text = isinstance(pattern, str) and len(pattern) <= _LONGEST_PATTERN
         if not is_text or _RISKY.search(pattern) or len(_REPEAT.findall(pattern)) > _MOST_REPEATS:
             raise self.wrong(
@@ -284,7 +288,7 @@ class Joiner:
     def _join_widths(
         self, name: str, parts: tuple[Shape, ...], dim: int, widths: Sequence[Sequence[int]]
     ) -> Join:
-        """A parameter of sub-parameters, each cut along `dim` in the widths of its parts."""
+        """Return a parameter of sub-parameters, each cut along `dim` in the widths of its parts."""
         if any(sum(one[rank] for one in widths) != shape[dim] for rank, shape in enumerate(parts)):
             raise self._unfit(name, parts, f"widths {[list(one) for one in widths][:4]}")
         first = parts[0]
@@ -316,7 +320,7 @@ class Joiner:
     def _find_widths(
         self, name: str, pattern: str, shape: Sequence[Any], dim: int, parts: tuple[Shape, ...]
     ) -> list[list[int]]:
-        """The widths of each sub-parameter's parts."""
+        """Return the widths of each sub-parameter's parts."""
         total = sum(part[dim] for part in parts)
         given = self._widths.get(pattern) if self._has_widths else None
         if given is not None:
@@ -325,13 +329,13 @@ class Joiner:
             if not is_whole or sum(map(sum, widths)) != total:
                 raise self.wrong(f"{_WIDTHS} of {name!r} as {shortened(repr(given))}")
             return widths
-        told = shape[dim]
-        sizes = as_sizes(told) if isinstance(told, list | tuple) else None
-        if sizes is None and type(told) is int and told > 0 and total % told == 0:
+        entry = shape[dim]
+        sizes = as_sizes(entry) if isinstance(entry, list | tuple) else None
+        if sizes is None and type(entry) is int and entry > 0 and total % entry == 0:
             # A number of equal sub-parameters.
-            sizes = (total // told,) * told
+            sizes = (total // entry,) * entry
         if sizes is None or sum(sizes) != total:
-            raise self.wrong(f"sub-parameters of {name!r} as {shortened(repr(told))}, of {total}")
+            raise self.wrong(f"sub-parameters of {name!r} as {shortened(repr(entry))}, of {total}")
         if any(size % self.ranks for size in sizes):
             raise self.wrong(
                 f"no widths of the parts of {name!r}, whose sub-parameters of {list(sizes)} are "
@@ -362,7 +366,7 @@ class Joiner:
     # Maps.
 
     def _join_map(self, name: str, value: Any, parts: Sequence[Shape]) -> Join:
-        """A parameter whose parts are told box by box."""
+        """Return the assembly of a parameter whose boxes are listed."""
         whole = as_sizes(value.get("logical_shape")) if isinstance(value, dict) else None
         ranks = self._dict(value, "ranks") if whole is not None else {}
         if whole is None or {str(rank) for rank in ranks} != {*map(str, range(self.ranks))}:
@@ -395,7 +399,7 @@ class Joiner:
             strides = as_sizes(pair[1])
             own = View.row_major(of).strides
             alike = strides is not None and len(strides) == len(own)
-            # Of one index alone the stride does not count.
+            # The stride of a single index does not matter.
             if (
                 not alike
                 or type(pair[0]) is not int
@@ -404,7 +408,7 @@ class Joiner:
                     for size, a, b in zip(shape, strides or (), own, strict=False)
                 )
             ):
-                raise self.wrong(f"a piece of {name!r} that is no box")
+                raise self.wrong(f"a piece of {name!r} that is not a box")
             rest, start = pair[0], []
             for stride in own:
                 start.append(rest // stride if stride else 0)
@@ -416,7 +420,7 @@ class Joiner:
 
 
 def expect_elements(join: Join, label: str, name: str) -> None:
-    """Raise FormatError where the boxes of all ranks are not as many elements as the parameter."""
+    """Raise FormatError unless the boxes of all ranks have as many elements as the parameter."""
     # Boxes that several ranks have are copies.
     boxes = {(one.start, one.shape) for one in itertools.chain(*join.boxes)}
     held = sum(math.prod(shape) for _, shape in boxes)
@@ -446,7 +450,7 @@ class PartCollector:
     def add_pieces(
         self, parameter: str, name: str, mp: int, shape: Shape, pieces: Sequence[StoredPiece]
     ) -> None:
-        """Note the pieces of a rank's part of a tensor, which is cut as `parameter` is."""
+        """Note the pieces of a rank's part of a tensor, which is sharded as `parameter`."""
         self._add(parameter, name, mp, _RankPart(shape, tuple(pieces)))
 
     def add_whole(
@@ -531,7 +535,7 @@ class PartCollector:
             )
 
     def _read(self, piece: StoredPiece) -> bytes:
-        """The elements of a piece."""
+        """Return the elements of a piece."""
         buffer, path = piece.buffer, self._folder / piece.file
         itemsize_bytes = buffer.dtype.itemsize_bytes
         size_bytes = (piece.stop - piece.start) * itemsize_bytes
@@ -542,5 +546,5 @@ class PartCollector:
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         if len(content) < size_bytes:
-            raise FormatError(f"{path} ends before the elements that it says it has")
+            raise FormatError(f"{path} ends before its elements")
         return content

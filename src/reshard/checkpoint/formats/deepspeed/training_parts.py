@@ -1,7 +1,8 @@
-"""What of a checkpoint goes where in a new one of DeepSpeed: parameters by groups, and the rest.
+"""The parts of a source in a new checkpoint of DeepSpeed: groups of parameters, and flat buffers.
 
 Names are canonical: NAME, `optimizer.state.NAME.KEY` with float32 weights under `master`, and the
-value `optimizer.param_groups`. The order of parameters in their groups is that of the flat buffers.
+value `optimizer.param_groups`. The order of parameters in their groups is that of the flat buffers,
+whose positions a `FlatPlan` has.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ MAX_SHOWN = 4
 _PARAMS = "params"
 # Whether weight decay is decoupled is the optimizer's, which DeepSpeed does not let set it again.
 _NEW_GROUP = {key: value for key, value in ADAM_GROUP.items() if key != DECOUPLED}
-# Words that the names of parameters end in, where nothing says which tensors are such.
+# Last words of the names of parameters, if the source does not list these.
 _PARAMETER_WORDS = ("weight", "bias")
 
 
@@ -73,16 +74,16 @@ class TrainingParts:
     Attributes:
         groups: of parameters.
         shapes: of all parameters, in the order of the groups.
-        states: the keys that are kept of each parameter, `master` among them.
-        weights: parameters whose weights are there beside.
-        buffers: tensors of the module that are no parameters.
+        states: the keys of each parameter's state, including `master`.
+        weights: parameters with weights in addition to float32 ones.
+        buffers: tensors of the module that are not parameters.
         frozen: the shapes of parameters that no optimizer has.
         missing_frozen: frozen parameters that the model has and the source lacks, as far as known.
         stateless: parameters that a group of the source lists, with weights and without state.
-        is_sure: whether the source says which these and the buffers are.
+        is_sure: whether the source lists the frozen parameters and buffers.
         shared: second names of parameters, with the first ones.
         others: tensors of a user's state.
-        notes: what a user should know.
+        notes: for the user.
     """
 
     groups: tuple[ParameterGroup, ...]
@@ -107,7 +108,7 @@ class TrainingParts:
         return self.is_sure and bool(self.frozen) and not self.missing_frozen
 
     def expect_all_frozen(self) -> None:
-        """Raise UsageError where a part of the frozen parameters is missing.
+        """Raise UsageError if a part of the frozen parameters is missing.
 
         DeepSpeed's stage 3 loads all of them or none, and ends in a KeyError elsewhere.
         """
@@ -122,7 +123,7 @@ class TrainingParts:
             )
 
     def expect_state(self, allow: Collection[str]) -> None:
-        """Raise UsageError where a parameter in a group has no state, unless that is allowed.
+        """Raise UsageError if a parameter in a group has no state, unless that is allowed.
 
         Without its state, no stage of DeepSpeed loads the checkpoint into a model that trains it.
         """
@@ -157,11 +158,11 @@ class TrainingParts:
 
 
 def find_parts(shapes: Mapping[str, Shape], values: Mapping[str, Any]) -> TrainingParts:
-    """The parts of a checkpoint with tensors of `shapes` and these `values`.
+    """Return the parts of a checkpoint with tensors of `shapes` and these `values`.
 
     Raises:
         UsageError: no optimizer state, or none with float32 weights; groups that name other
-            parameters, or experts beside others.
+            parameters, or experts together with others.
     """
     states = _find_states(shapes)
     parameters = {name: shapes[state_name(name, MASTER)] for name in states}
@@ -170,7 +171,7 @@ def find_parts(shapes: Mapping[str, Shape], values: Mapping[str, Any]) -> Traini
     ordered = {name: parameters[name] for group in groups for name in group.names}
     shared = values.get("shared_params")
     shared = {a: b for a, b in shared.items() if b in ordered} if isinstance(shared, dict) else {}
-    # A reader of DeepSpeed's own says which tensors are buffers; of others, names tell.
+    # Sources of DeepSpeed list buffers; in others, names distinguish them.
     placed = {*ordered, *shared}
     rest = [n for n in shapes if split_state_name(n) is None and n not in placed]
     buffers, frozen, others = _sort_rest(rest, values, shapes, notes)
@@ -266,7 +267,7 @@ def _find_groups(
 
 
 def _named_frozen(values: Mapping[str, Any]) -> list[str]:
-    """The frozen parameters that a reader of DeepSpeed's files names."""
+    """Return the frozen parameters that a reader of DeepSpeed's files names."""
     found = values.get("frozen_params")
     return [*found] if isinstance(found, list) else []
 
@@ -325,13 +326,13 @@ class FlatPlan:
     """The flat buffers of all ranks.
 
     Attributes:
-        ranks: how many there are.
-        copies: of each buffer, the ranks that have the same parameters, and these in order. All
-            ranks have, but for experts'; a buffer of stage 3 is a sub-group's.
-        owners: the group of hyper-parameters that each buffer belongs to.
+        ranks: their number.
+        copies: for each buffer, the ranks with the same parameters, and these in order: all ranks,
+            except for experts. A buffer of stage 3 is that of a sub-group.
+        owners: the group of hyper-parameters of each buffer.
         sizes: elements of each buffer, padding included.
         pieces: of each parameter.
-        paddings: behind each parameter of each buffer.
+        paddings: after each parameter of each buffer.
     """
 
     ranks: int
@@ -351,11 +352,11 @@ class FlatPlan:
         return tuple(found)
 
     def copy(self, buffer: int, rank: int) -> GroupCopy:
-        """What of a buffer a rank has, with the other ranks that have the same."""
+        """Return the copy of a buffer on a rank."""
         return next(copy for copy in self.copies[buffer] if rank in copy.ranks)
 
     def names(self, buffer: int, rank: int) -> tuple[str, ...]:
-        """The parameters of a rank's buffer, in its order."""
+        """Return the parameters of a rank's buffer, in its order."""
         return self.copy(buffer, rank).names
 
     @cached_property
@@ -376,7 +377,7 @@ class FlatPlan:
 def plan_flat(
     parts: TrainingParts, shared: ExpertRanks, zero: Mapping[str, Any], itemsize_bytes: int
 ) -> FlatPlan:
-    """The partitions of stages 1 and 2; `zero` is the configuration of it.
+    """Return the partitions of stages 1 and 2; `zero` is the configuration of it.
 
     Raises:
         UsageError: experts that the ranks cannot share out evenly.
@@ -410,7 +411,7 @@ def plan_flat(
 
 
 def plan_own(parts: TrainingParts, ranks: int, zero: Mapping[str, Any]) -> FlatPlan:
-    """The partitions of stage 3: sub-groups of at most `sub_group_size` elements a rank."""
+    """Return the partitions of stage 3: sub-groups of at most `sub_group_size` elements a rank."""
     most = zero.get("sub_group_size", _DEFAULT_SUB_GROUP)
     if not isinstance(most, int | float) or most <= 0:
         most = _DEFAULT_SUB_GROUP
@@ -435,7 +436,7 @@ def plan_own(parts: TrainingParts, ranks: int, zero: Mapping[str, Any]) -> FlatP
 def place_parts(
     parts: TrainingParts, plan: FlatPlan, shapes: Mapping[str, Shape], *, is_stage3: bool
 ) -> dict[str, Layout]:
-    """The layout of every tensor: flat pieces, or whole on the ranks whose files have it.
+    """Return the layout of every tensor: flat pieces, or whole on the ranks whose files have it.
 
     Raises:
         UsageError: state that is neither a number nor of its parameter's shape.
@@ -470,7 +471,7 @@ def _place_state(
 
 
 def is_flat(key: str, shape: Shape, parameter: Shape) -> bool:
-    """Whether state of a key lies in flat buffers as its parameter does."""
+    """Return whether state of a key lies in flat buffers as its parameter does."""
     return key != STEP and shape == parameter
 
 

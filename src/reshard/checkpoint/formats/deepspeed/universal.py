@@ -1,16 +1,19 @@
-"""DeepSpeed's universal checkpoints: a file for each thing that is kept of each parameter.
+"""DeepSpeed's universal checkpoints, read and written: a file for each state of each parameter.
 
 ::
 
     zero/lm_head.weight/fp32.pt              float32 weights, whole
-    zero/lm_head.weight/exp_avg.pt           what the optimizer keeps of them
+    zero/lm_head.weight/exp_avg.pt           state of the optimizer
     zero/lm_head.weight/step.pt              a number, or a tensor without dimensions
     zero/optimizer_state.pt                  hyper-parameters, the loss scaler
-    mp_rank_00_model_states.pt               what is no tensor; 16-bit weights of stages 1 and 2
+    mp_rank_00_model_states.pt               values; 16-bit weights of stages 1 and 2
     zero_pp_rank_0_mp_rank_00_model_states.pt    the same for stage 3
 
-A file has the tensor, or a dict with it and how it is to be cut (`cat_dim`). Those of stage 3 are
-flat; their shapes are in the files of weights.
+A file has the tensor, or a dict with the tensor and its sharded dimension (`cat_dim`). Tensors of
+stage 3 are flat; their shapes are in the files of weights.
+
+DeepSpeed reads the same folder under every stage: values that stage 3 expects elsewhere, such as
+the number of steps in `optimizer_state.pt`, are written to both places.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ _SUFFIX = ".pt"
 
 
 class UniversalReader:
-    """Reads one universal checkpoint; `folder` is what names of files are relative to."""
+    """Reads a universal checkpoint; names of files are relative to `folder`."""
 
     def __init__(self, folder: Path, saved: SavedFiles, format_name: str) -> None:
         self.folder, self.saved, self.format_name = folder, saved, format_name
@@ -80,7 +83,7 @@ class UniversalReader:
         if not names:
             raise CheckpointError(
                 f"{saved.folder} has no file mp_rank_00_model_states.pt, which a universal "
-                "checkpoint has for what is no tensor; fetch it"
+                "checkpoint has for its values; fetch it"
             )
         models = [read_model_state(saved.folder, name) for name in names]
         self.files += names
@@ -118,7 +121,7 @@ class UniversalReader:
         )
 
     def _list_parameters(self) -> Iterator[str]:
-        """The folders of parameters, at any depth; a name may have slashes."""
+        """Yield the folders of parameters, at any depth; a name may have slashes."""
         top = self.saved.folder / UNIVERSAL_FOLDER
         for parent, _, files in walk_folder(top):
             if parent != top and any(name.endswith(_SUFFIX) for name in files):
@@ -146,7 +149,7 @@ class UniversalReader:
             entries = [one for one in _list_states(top / name) if (top / name / one).is_file()]
             self.files += [f"{UNIVERSAL_FOLDER}/{name}/{one}" for one in entries]
             # What no optimizer has, such as a buffer, is there as float32 too; it is the file of
-            # weights that says what it is.
+            # weights that has its value.
             if not shapes or name in shapes or name not in self.collector.tensors:
                 found += [(name, one) for one in entries]
         values = map_paths(read_torch_file, [top / name / entry for name, entry in found])
@@ -154,7 +157,7 @@ class UniversalReader:
             self._add_value(name, entry, value, shapes.get(name))
 
     def _add_value(self, name: str, entry: str, value: Any, shape: Shape | None) -> None:
-        """What a file of a parameter's folder has."""
+        """Add the contents of a file in a parameter's folder."""
 
         key = entry.removesuffix(_SUFFIX)
         own = state_name(name, MASTER if key == MASTER_FILE else key)
@@ -208,7 +211,7 @@ class UniversalReader:
         self._add_steps(part, model)
 
     def _add_steps(self, part: SavedPart, model: ModelState) -> None:
-        """The numbers of steps where parameters have none: those of stage 3 are kept here alone."""
+        """Add steps for parameters without: those of stage 3 are only in this file."""
         base = part.get("optimizer_state_dict")
         states = base.get("state") if isinstance(base, dict) else None
         for number, group in enumerate(model.groups):
@@ -251,7 +254,7 @@ _OF_STAGE3 = frozenset({MASTER, "exp_avg", "exp_avg_sq", STEP})
 
 
 class UniversalArranger(Arranger):
-    """Arranges one universal checkpoint."""
+    """Plans a universal checkpoint."""
 
     def __init__(self, new: NewCheckpoint) -> None:
         super().__init__(new)
@@ -259,7 +262,7 @@ class UniversalArranger(Arranger):
         self.tag = f"{self.tag}_universal"
 
     def arrange(self, format_name: str) -> WritePlan:
-        """The files of weights, of each parameter, and of the optimizer."""
+        """Return the files of weights, of each parameter, and of the optimizer."""
         self._write_weights()
         for name, keys in self.parts.states.items():
             for key in keys:
@@ -300,7 +303,7 @@ class UniversalArranger(Arranger):
         groups = [group.names for group in parts.groups]
         state = self.values.model_state(parts, 1, 1, groups, module, fragments, others, paths)
         self.files.write(file, state, 0)
-        # Stage 3 looks for its own file of rank 0, for a user's state and what is no tensor.
+        # Stage 3 expects its own file of rank 0, for a user's state and values.
         file = f"{self.tag}/zero_pp_rank_0_{_WEIGHTS}"
         empty = {name: NewTensor.of(self.low, (0,)) for name in parts.shapes}
         others, paths = self._put_others(1)

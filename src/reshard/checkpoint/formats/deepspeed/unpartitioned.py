@@ -1,4 +1,4 @@
-"""The state of optimizers without partitions (stage 0), by the names of parameters.
+"""The state of optimizers without partitions (stage 0).
 
 It is in the file of weights; a model with experts has a file of each of the experts' ranks, with
 the state of all that this rank has. Each stage of a pipeline and each tensor-parallel rank has a
@@ -8,10 +8,10 @@ file of weights, and so state of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from reshard.checkpoint.formats.deepspeed import SavedFiles
 from reshard.checkpoint.formats.deepspeed.flat_buffers import (
@@ -31,19 +31,10 @@ from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece
 from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, state_name
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 
-
-class AddState(Protocol):
-    """What adds tensors: whole ones, and those that lie in pieces of flat buffers."""
-
-    def add_whole_state(
-        self, parameter: str, key: str, mp: int, file: str, archived: ArchivedTensor
-    ) -> None:
-        """Add what is kept of a parameter."""
-
-    def add_flat_state(
-        self, parameter: str, key: str, mp: int, shape: Shape, pieces: list[StoredPiece]
-    ) -> None:
-        """The same, in pieces."""
+# Add whole state of a parameter: parameter, key, `mp_rank`, file, tensor.
+AddWhole = Callable[[str, str, int, str, ArchivedTensor], None]
+# Add state of a parameter in pieces of flat buffers: parameter, key, `mp_rank`, shape, pieces.
+AddPieces = Callable[[str, str, int, Shape, list[StoredPiece]], None]
 
 
 class _SavedOptimizer(NamedTuple):
@@ -58,19 +49,20 @@ class _SavedOptimizer(NamedTuple):
 class WholeStates:
     """The state of all optimizers without partitions in a save; `notes` are for the user.
 
-    `groups` are the hyper-parameters, with the names of parameters, `rest` is what else is saved
-    with the first one.
+    `groups` are the hyper-parameters, with the names of parameters, `rest` are the other values of
+    the first optimizer.
     """
 
     def __init__(
         self,
         saved: SavedFiles,
         models: Mapping[tuple[int, int], ModelState],
-        target: AddState,
+        add_whole: AddWhole,
+        add_pieces: AddPieces,
         values: SavedValues,
     ) -> None:
         self._folder: Path = saved.folder
-        self._target, self._values = target, values
+        self._add_whole, self._add_pieces, self._values = add_whole, add_pieces, values
         self.groups: list[dict[str, Any]] = []
         self.rest: Mapping[str, Any] = {}
         self.notes: list[str] = []
@@ -91,7 +83,7 @@ class WholeStates:
         names = name_parameters(found, source.weights)
         if names is None and not self._has_one:
             # Numbers of several ranks are those of different parameters.
-            why = "its parameters have numbers, and shapes do not tell which one each is"
+            why = "its parameters have numbers, and their shapes are ambiguous"
             self._values.unread.append((f"optimizer in {source.file}", why))
             return
         if names is None:
@@ -110,10 +102,10 @@ class WholeStates:
         self._add_groups(found, called)
 
     def _add_fused(self, source: _SavedOptimizer, found: WholeOptimizer) -> None:
-        """State in one flat buffer a group."""
+        """Add state of a flat buffer for each group."""
         named = name_flat(found, source.weights)
         if named is None:
-            why = "its flat buffers are not told apart: they are of several groups"
+            why = "its flat buffers are ambiguous: they are of several groups"
             name = "optimizer" if self._has_one else f"optimizer in {source.file}"
             self._values.unread.append((name, why))
             return
@@ -128,14 +120,14 @@ class WholeStates:
                 stored = [
                     StoredPiece(0, p.start, p.stop, source.file, value, p.offset) for p in own
                 ]
-                self._target.add_flat_state(name, str(key), source.mp, shape, stored)
+                self._add_pieces(name, str(key), source.mp, shape, stored)
         names = [name for name, _ in named]
         self._add_groups(found, [names] * len(found.hyper))
 
     def _add_kept(self, parameter: str, key: str, value: Any, source: _SavedOptimizer) -> None:
         """One thing that is kept of a parameter, whole."""
         if isinstance(value, ArchivedTensor):
-            self._target.add_whole_state(parameter, key, source.mp, source.file, value)
+            self._add_whole(parameter, key, source.mp, source.file, value)
         else:
             path = ("optimizer", "state", parameter, key)
             self._values.add(state_name(parameter, key), value, path, source.file)
@@ -165,7 +157,7 @@ def merge_groups(known: list[dict[str, Any]], groups: list[dict[str, Any]]) -> N
 def _list_sources(
     saved: SavedFiles, models: Mapping[tuple[int, int], ModelState]
 ) -> Iterator[_SavedOptimizer]:
-    """The optimizers of a save, with the weights of the ranks that they are of."""
+    """Yield the optimizers of a save, with the weights of the ranks that they are of."""
     for (mp, rank), model in models.items():
         # Where experts' ranks have files, that of the weights has what the first of them has.
         of_experts = any(own == mp for _, own in saved.expert_optimizers)
@@ -202,7 +194,7 @@ class WholeOptimizer:
     rest: Mapping[str, Any]
 
     def shape(self, number: int) -> Shape | None:
-        """The shape of a parameter: that of its weights, or of what most is kept of it."""
+        """Return the shape of a parameter: that of its weights, or of what most is kept of it."""
         if number in self.masters:
             return self.masters[number].shape
         kept = [v.shape for v in self.states.get(number, {}).values() if _is_tensor(v)]
@@ -210,10 +202,10 @@ class WholeOptimizer:
 
 
 def read_whole_optimizer(optimizer: Any, label: str) -> WholeOptimizer | None:
-    """The optimizer that a file has; None where it has none.
+    """Return the optimizer in a file, or None if absent.
 
     Raises:
-        FormatError: one that is not what DeepSpeed writes.
+        FormatError: an optimizer that is not of DeepSpeed.
     """
     if not isinstance(optimizer, dict):
         return None
@@ -246,17 +238,14 @@ def read_whole_optimizer(optimizer: Any, label: str) -> WholeOptimizer | None:
 def name_parameters(
     optimizer: WholeOptimizer, weights: Sequence[tuple[str, Shape]]
 ) -> dict[int, str] | None:
-    """The name of each number among the model's weights; None where shapes and order do not tell.
-
-    Of flat buffers, whose parameters are all of the model's, one group is told.
-    """
+    """Return the name of each number among the model's weights, or None if shapes are ambiguous."""
     found: dict[int, str] = {}
     groups = [*optimizer.hyper]
     while groups:
-        # What one group has no other has: each that is told leaves fewer ways for the others.
+        # Groups are disjoint: each that is identified leaves fewer matches for the others.
         for group in groups:
             shapes = [optimizer.shape(number) for number in group["params"]]
-            # Groups say so where they are of experts, and where they are not.
+            # Groups are marked as of experts or not.
             own = [
                 one for one in weights if group.get("moe", is_expert(one[0])) == is_expert(one[0])
             ]
@@ -274,7 +263,7 @@ def name_parameters(
 def name_flat(
     optimizer: WholeOptimizer, weights: list[tuple[str, Shape]]
 ) -> list[tuple[str, Shape]] | None:
-    """The parameters of one flat group, where they are all of the model's weights in order."""
+    """Return the parameters of a single flat group of all of the model's weights, or None."""
     total = sum(math.prod(shape) for _, shape in weights)
     if len(optimizer.flat) == 1 and optimizer.flat[0].shape == (total,):
         return weights
@@ -282,7 +271,7 @@ def name_flat(
 
 
 def list_weights(model: ModelState) -> list[tuple[str, Shape]]:
-    """Weights in the order of the model, buffers and second names of tied ones left out."""
+    """Return weights in the order of the model, without buffers and repeated tied weights."""
     found, seen = [], set()
     for name, archived in (model.module or {}).items():
         place = (archived.start_bytes, archived.view.offset, archived.shape)
@@ -295,9 +284,9 @@ def list_weights(model: ModelState) -> list[tuple[str, Shape]]:
 def match_in_order(
     wanted: Sequence[Shape | None], weights: Sequence[tuple[str, Shape]]
 ) -> list[str] | None:
-    """The weights that a sequence of shapes stands for; None where there is not just one way.
+    """Return the weights that match a sequence of shapes, or None unless the match is unique.
 
-    A shape that is not known fits any weight.
+    An unknown shape matches any weight.
 
     >>> match_in_order([(2,), (4,)], [("a", (2,)), ("b", (3,)), ("c", (4,))])
     ['a', 'c']
@@ -306,7 +295,7 @@ def match_in_order(
     """
     forward = _match_greedily(wanted, weights)
     backward = _match_greedily(wanted[::-1], weights[::-1])
-    # The first and the last way to find a subsequence agree where there is one way.
+    # The first and the last match agree if there is only one.
     return forward if backward is not None and forward == backward[::-1] else None
 
 
@@ -330,9 +319,9 @@ def _is_tensor(value: object) -> bool:
 def list_local_weights(
     saved: SavedFiles, dense: list[tuple[str, Shape]], rank: int, mp: int
 ) -> list[tuple[str, Shape]]:
-    """All weights of an expert-parallel rank in the order of the model, experts' behind their gate.
+    """Return all weights of an expert-parallel rank in the order of the model, experts after gates.
 
-    `dense` are those that all ranks have. The ranks share out the experts of a layer evenly.
+    `dense` are the weights of all ranks. The experts of a layer are divided evenly over ranks.
     """
     ranks = 1 + max((rank for rank, own in saved.expert_optimizers if own == mp), default=0)
     layers: dict[int, list[int]] = {}

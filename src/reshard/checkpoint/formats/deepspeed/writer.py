@@ -1,9 +1,9 @@
-"""The files of a new checkpoint of ZeRO, and where in them each tensor goes.
+"""Planning a new checkpoint of ZeRO: its files, and their values in DeepSpeed's classes.
 
-1. Parameters are laid into flat buffers, in the order of their groups (`flat_plans`).
-2. Every rank has a file with its partitions; weights and what is no tensor are a file of rank 0
-   (stages 1 and 2), or one of every rank, without the weights (stage 3).
-3. What a source does not have, such as the version, gets what DeepSpeed takes.
+1. Parameters are placed in flat buffers, in the order of their groups (`training_parts`).
+2. Every rank has a file with its partitions. Weights and values are in a file of rank 0 (stages 1
+   and 2), or values in a file of every rank (stage 3).
+3. Values that a source lacks, such as the version, get DeepSpeed's defaults.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from reshard.checkpoint.formats.deepspeed.training_parts import (
 from reshard.checkpoint.formats.torch_files.building import (
     NewTensor,
     TorchFilesBuilder,
+    ordered,
+    size_of,
 )
 from reshard.checkpoint.formats.torch_files.nested_states import (
     StatePath,
@@ -61,9 +63,9 @@ Shape = tuple[int, ...]
 
 
 def find_low(parts: TrainingParts, dtypes: Mapping[str, DType], values: Mapping[str, Any]) -> DType:
-    """The type that the model computes with: that of its weights, or what the source says.
+    """Return the dtype in which the model computes: that of its weights, or of the configuration.
 
-    Where float32 weights are all that there is, they may stand in the place of others.
+    If the source has only float32 weights, the configuration may specify another type.
     """
     found = dtypes[parts.weights[0]] if parts.weights else _FLOAT32
     for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
@@ -75,9 +77,9 @@ def find_low(parts: TrainingParts, dtypes: Mapping[str, DType], values: Mapping[
 def find_copies(
     tensors: Mapping[str, tuple[Shape, DType]], values: Mapping[str, Any], *, has_weights: bool
 ) -> dict[str, tuple[str, DType]]:
-    """Weights of one kind that a source has as the other kind alone, each with these and its type.
+    """Return the weights that a source lacks, each with the tensor to copy and its dtype.
 
-    Float32 ones are made where they are missing, exactly; those that the model computes with only
+    Float32 weights are exact copies of the model's; the model's weights are copies of float32 ones,
     for a target that `has_weights`.
     """
     found: dict[str, tuple[str, DType]] = {}
@@ -97,7 +99,7 @@ def find_copies(
 
 
 class Arranger:
-    """What goes into a new checkpoint, and its files so far."""
+    """The parts of a new checkpoint, and its files so far."""
 
     def __init__(self, new: NewCheckpoint) -> None:
         self.new = new
@@ -130,7 +132,7 @@ class Arranger:
 
 
 class ZeroArranger(Arranger):
-    """Arranges one checkpoint of ZeRO."""
+    """Plans a checkpoint of ZeRO."""
 
     def __init__(self, new: NewCheckpoint, stage: int) -> None:
         super().__init__(new)
@@ -143,7 +145,7 @@ class ZeroArranger(Arranger):
         self.prefix = "bf16_" if self.low.name == "bfloat16" else ""
 
     def arrange(self, format_name: str) -> WritePlan:
-        """The files of weights and of partitions."""
+        """Return the files of weights and of partitions."""
         for rank in range(self.ranks if self.stage == 3 else 1):
             self._write_weights(rank)
         for rank in range(self.ranks):
@@ -207,7 +209,7 @@ class ZeroArranger(Arranger):
             self._write_experts()
 
     def _write_experts(self) -> None:
-        """A file for the weights of each expert of each layer."""
+        """Return a file for the weights of each expert of each layer."""
         layers = list_layers(self.parts.experts)
         for (layer, experts), expert in (
             (pair, expert) for pair in enumerate(layers.values()) for expert in sorted(pair[1])
@@ -259,7 +261,7 @@ class ZeroArranger(Arranger):
         )
 
     def _put_flat(self, rank: int, buffer: int, key: str) -> NewTensor:
-        """A rank's flat buffer of what is kept under a key."""
+        """Return a rank's flat buffer of what is kept under a key."""
         size = self.plan.sizes[buffer]
         if key == MASTER and self.stage != 3:
             size = self.plan.used(buffer, rank, self.parts.shapes)
@@ -278,7 +280,7 @@ class ZeroArranger(Arranger):
         return flat
 
     def _states(self, rank: int, buffer: int) -> dict[str, Any]:
-        """What a rank's optimizer keeps of a flat buffer."""
+        """Return the state of a flat buffer on a rank."""
         found: dict[str, Any] = {}
         names = self.plan.names(buffer, rank)
         for key in self.parts.keys:
@@ -299,7 +301,7 @@ class ZeroArranger(Arranger):
         return found
 
     def _hyper(self) -> list[dict[str, Any]]:
-        """The hyper-parameters of each group, with the numbers of its buffers."""
+        """Return the hyper-parameters of each group, with the numbers of its buffers."""
         owners = self.plan.owners
         found = []
         for number, group in enumerate(self.parts.groups):
@@ -311,7 +313,7 @@ class ZeroArranger(Arranger):
         return found
 
     def _fragments(self, rank: int, buffer: int) -> Any:
-        """Where the parts of parameters lie in a rank's partition, by name."""
+        """Return the positions of parameters' parts in a rank's partition, by name."""
         pieces = self.plan.by_rank[rank]
         (local,) = local_names([self.plan.copy(buffer, rank)])
         own = {
@@ -325,7 +327,7 @@ class ZeroArranger(Arranger):
 
 
 def find_plain_states(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What is kept of parameters as plain values, such as the number of steps, by parameter."""
+    """Return the plain values of optimizer state, such as the number of steps, by parameter."""
     found: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         if (split := split_state_name(name)) is not None:
@@ -335,7 +337,7 @@ def find_plain_states(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def share_experts(ranks: int, mesh: DeviceMesh | None, values: NewValues) -> ExpertRanks:
-    """Which ranks have the same experts: those of one index along the axis `ep` of the mesh."""
+    """Return the sets of ranks with the same experts, by the axis `ep` of the mesh."""
     sizes = {} if mesh is None else dict(zip(mesh.axis_names, mesh.shape, strict=True))
     return ExpertRanks(ranks, sizes.get(EXPERT_AXIS, 1), values.is_data_first)
 
@@ -343,7 +345,7 @@ def share_experts(ranks: int, mesh: DeviceMesh | None, values: NewValues) -> Exp
 def plan_partitions(
     parts: TrainingParts, stage: int, shared: ExpertRanks, values: NewValues, low: DType
 ) -> FlatPlan:
-    """The flat buffers of a stage.
+    """Return the flat buffers of a stage.
 
     Raises:
         UsageError: experts under stage 3, or that the ranks cannot share out.
@@ -355,7 +357,7 @@ def plan_partitions(
 
 
 def describe_order(parts: TrainingParts) -> list[str]:
-    """What a user must know of partitions, which have no names in them."""
+    """Return a note on partitions, which contain no names."""
     first = parts.groups[0].names[0]
     return [
         f"partitions are read by position: the optimizer that goes on must have its parameters in "
@@ -367,10 +369,10 @@ VERSION = "0.19.8"
 _OPTIMIZER = "optimizer."
 _SCALER = "loss_scaler"
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-# Values that say how a source was cut, or what its reader added.
+# Values that describe the sharding of a source, or that its reader added.
 _OWN_VALUES = frozenset({"shared_params", "buffer_names", "frozen_params", GROUPS})
 _CURRENT_SCALE = "cur_scale"
-# What DeepSpeed's dynamic loss scaler begins with.
+# The initial state of DeepSpeed's dynamic loss scaler.
 _NEW_SCALER: dict[str, Any] = {
     "cur_scale": 2.0**16,
     "dynamic": True,
@@ -386,7 +388,7 @@ _NEW_SCALER: dict[str, Any] = {
     "dtype": "torch.float16",
 }
 
-# What a file of weights has before a first step.
+# The values of a file of weights before the first step.
 _FIRST: Mapping[str, Any] = {
     "lr_scheduler": None,
     "data_sampler": None,
@@ -407,7 +409,7 @@ _NO_SCALER: Mapping[str, Any] = {
 
 
 def is_own_value(name: str, value: Any) -> bool:
-    """Whether a plain value is DeepSpeed's own: of the stage, or what files have by default.
+    """Return whether a plain value is DeepSpeed's own: of the stage, or what files have by default.
 
     >>> is_own_value("global_steps", 0), is_own_value("global_steps", 7)
     (True, False)
@@ -419,23 +421,13 @@ def is_own_value(name: str, value: Any) -> bool:
     return is_default or name in (_STAGE, "ds_version") or name.split(".")[0] == "buffer_names"
 
 
-def ordered(items: Mapping[str, Any]) -> Call:
-    """An ordered dict."""
-    return Call(Global("collections", "OrderedDict"), (), items=dict(items))
-
-
-def size(shape: Iterable[int]) -> Call:
-    """A `torch.Size`."""
-    return Call(Global("torch", "Size"), (tuple(shape),))
-
-
 def stage_member(stage: int) -> Call:
     """DeepSpeed's name for a stage of ZeRO."""
     return Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
 
 
 def fragment(elements: int, start: int) -> Call:
-    """Where a parameter's part lies in a flat partition."""
+    """Return the position of a parameter's part in a flat partition."""
     address = Global("deepspeed.utils.tensor_fragment", "fragment_address")
     return Call(address, (elements, start), is_new=True)
 
@@ -484,13 +476,13 @@ class NewValues:
 
     @property
     def zero(self) -> Mapping[str, Any]:
-        """The configuration of ZeRO, as far as the source says."""
+        """The configuration of ZeRO in the source."""
         prefix = f"{CONFIG}.zero_optimization."
         return {n.removeprefix(prefix): v for n, v in self._rest.items() if n.startswith(prefix)}
 
     @property
     def is_data_first(self) -> bool:
-        """Whether ranks with the same experts have numbers one behind the other."""
+        """Whether ranks with the same experts have consecutive numbers."""
         return self._rest.get(f"{CONFIG}.use_data_before_expert_parallelism") is True
 
     def model_state(
@@ -504,7 +496,7 @@ class NewValues:
         others: Mapping[str, NewTensor],
         paths: Mapping[str, StatePath],
     ) -> dict[str, Any]:
-        """A file of weights; `groups` are the names of parameters in the order of flat buffers."""
+        """Return the value of a file of weights; `groups` are in the order of flat buffers."""
         leaves = {**self._rest, **others}
         prefix = f"{CONFIG}."
         # Names without a path are read as paths where DeepSpeed wants dicts.
@@ -524,10 +516,10 @@ class NewValues:
             "buffer_names": [*parts.buffers],
             "optimizer": None,
             "param_shapes": [
-                ordered({name: size(parts.shapes[name]) for name in names}) for names in groups
+                ordered({name: size_of(parts.shapes[name]) for name in names}) for names in groups
             ],
             "frozen_param_shapes": (
-                ordered({name: size(shape) for name, shape in parts.frozen.items()})
+                ordered({name: size_of(shape) for name, shape in parts.frozen.items()})
                 if fragments is not None
                 else None
             ),
@@ -544,7 +536,7 @@ class NewValues:
         }
 
     def held(self, values: Mapping[str, Any], *, with_clipping: bool) -> dict[str, Any]:
-        """Those of the values of a checkpoint that its new files have a place for."""
+        """Return those of the values of a checkpoint that its new files have a place for."""
         has_scaler = any(name.startswith(f"{_SCALER}.") for name in self._optimizer)
         known = {"dynamic_loss_scale", "overflow", *(["clip_grad"] if with_clipping else [])}
         if not has_scaler and _CURRENT_SCALE in self._optimizer:
@@ -557,14 +549,14 @@ class NewValues:
         return {name: value for name, value in values.items() if name not in unheld}
 
     def optimizer_state(self, *, with_clipping: bool) -> dict[str, Any]:
-        """The values of an optimizer: its loss scaler, and what else there is."""
+        """Return the values of an optimizer: its loss scaler, and what else there is."""
         scaler = {
             name.removeprefix(f"{_SCALER}."): value
             for name, value in self._optimizer.items()
             if name.startswith(f"{_SCALER}.")
         }
         if not scaler and _CURRENT_SCALE in self._optimizer:
-            # Optimizers without partitions have these beside the rest of their state.
+            # Optimizers without partitions have these in their state.
             own = {key: self._optimizer[key] for key in _NEW_SCALER if key in self._optimizer}
             is_dynamic = bool(self._optimizer.get("dynamic_loss_scale", True))
             first = _NEW_SCALER if is_dynamic else {}

@@ -1,8 +1,19 @@
-"""Bare files of ranks: one file for each, as training programs save them without a format.
+"""The format `rank-files`: a file for each rank, without a description of all ranks.
 
-`file_names` tells which files are of which rank; `local_parts` reads DTensors and sharded tensors;
-`reader` joins the parts of all ranks; `plain_cuts` finds how plain tensors were cut, by rules that
-the user gives; `writing` writes DTensors. Start with `format`.
+The names of files identify the program, the rank, and the kind of state::
+
+    model_world_size_8_rank_3.pt, optim_world_size_8_rank_3.pt,        verl, SkyRL
+        extra_state_world_size_8_rank_3.pt
+    pytorch_model_fsdp_0_rank3.bin, optimizer_0_rank3.bin              Accelerate
+    consolidated.03.pth                                                Llama, as Meta published it
+    mp_rank_03.pt, rank3.pt, rank_3.safetensors, model_rank03.pt,      others
+        rank_3_of_8.pt, rank-00003-of-00008.pt, rank_3
+
+Files of each kind must be present for every rank from 0 on. A file without a suffix counts if it
+begins as files of `torch.save` do.
+
+`parts` reads the parts of tensors in the files of ranks and joins them, `plain_parts` shards plain
+tensors by rules of the user, `reader` opens checkpoints, and `writer` plans new ones.
 """
 
 from __future__ import annotations
@@ -32,7 +43,7 @@ _PATTERNS = (
     ),
     re.compile(r"(?P<stem>consolidated)\.(?P<rank>\d{1,7})\.pth"),
 )
-# Places on several axes, of which a name says all: `tp_rank_0_pp_rank_1.pt`.
+# Coordinates on several axes: `tp_rank_0_pp_rank_1.pt`.
 _AXIS = r"([a-z]+)_rank[._-]?\d+"
 _PLACES = re.compile(rf"(?:.*[._-])?{_AXIS}[._-](?:.*[._-])?{_AXIS}(?:{_SUFFIX})?")
 FORMAT_NAME = "rank-files"
@@ -42,7 +53,7 @@ _OF_RANK = re.compile(r"rank_(\d{1,7})\.(.+)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """The file of a rank: its name, what kind of state it has, and of how many ranks it says."""
+    """The file of a rank: name, kind of state, rank, and the number of ranks if the name has it."""
 
     name: str
     kind: str
@@ -52,7 +63,7 @@ class RankFile:
 
 
 def split_rank_name(name: str) -> tuple[int, str] | None:
-    """The rank whose state a name is of, and the name in its file; None for other names.
+    """Return the rank of a name of its state, and the name in its file; None for other names.
 
     >>> split_rank_name("rank_3.rng.cpu"), split_rank_name("rng.cpu")
     ((3, 'rng.cpu'), None)
@@ -62,9 +73,9 @@ def split_rank_name(name: str) -> tuple[int, str] | None:
 
 
 def name_of_rank(name: str, rank: int, ranks: int) -> str:
-    """The name of what the file of one of `ranks` ranks has under `name`.
+    """Return the checkpoint's name of the state `name` in the file of a rank.
 
-    The first rank keeps the state of ranks that are not there; a name may say the rank itself.
+    The first rank keeps the state of ranks that do not exist; a name may contain its rank.
 
     >>> name_of_rank("rng.cpu", 3, 4), name_of_rank("rank_7.rng.cpu", 0, 4)
     ('rank_3.rng.cpu', 'rank_7.rng.cpu')
@@ -77,7 +88,7 @@ def name_of_rank(name: str, rank: int, ranks: int) -> str:
 
 
 def read_file_name(name: str) -> RankFile | None:
-    """What the name of a file says; None for one that is no rank's.
+    """Return the parts of the name of a rank's file, or None for another file.
 
     >>> read_file_name("optim_world_size_8_rank_3.pt")
     RankFile(name='optim_world_size_8_rank_3.pt', kind='optimizer', stem='optim', rank=3, ranks=8)
@@ -94,13 +105,13 @@ def read_file_name(name: str) -> RankFile | None:
         if stem.startswith(("rng", "random")):
             return None
         kind = OPTIMIZER if "optim" in stem else EXTRA if stem.startswith("extra") else MODEL
-        said = match.groupdict().get("ranks")
-        return RankFile(name, kind, stem, int(match["rank"]), int(said) if said else None)
+        ranks = match.groupdict().get("ranks")
+        return RankFile(name, kind, stem, int(match["rank"]), int(ranks) if ranks else None)
     return None
 
 
 def find_rank_files(folder: Path) -> tuple[RankFile, ...]:
-    """The files of ranks in a folder, by kind and rank."""
+    """Return the files of ranks in a folder, by kind and rank."""
     found = []
     names = sorted(path.name for path in folder.iterdir())
     for name in names:
@@ -117,7 +128,7 @@ def find_rank_files(folder: Path) -> tuple[RankFile, ...]:
 
 
 def group_by_kind(folder: Path, files: tuple[RankFile, ...]) -> Mapping[str, tuple[RankFile, ...]]:
-    """The files of each kind, one for each rank.
+    """Return the files of each kind, a file for each rank.
 
     Raises:
         CheckpointError: files of several saves, or a rank whose file is missing.
@@ -141,7 +152,7 @@ def group_by_kind(folder: Path, files: tuple[RankFile, ...]) -> Mapping[str, tup
         )
     if said and said[0] < ranks:
         raise CheckpointError(
-            f"{folder} has a file of rank {ranks - 1}, and files that say there are {said[0]} ranks"
+            f"{folder} has a file of rank {ranks - 1}, and files of {said[0]} ranks"
         )
     for kind, group in groups.items():
         stems = sorted({file.stem for file in group})
@@ -176,25 +187,25 @@ class RankFilesFormat(CheckpointFormat):
     takes_source_sharding = True
 
     def detect(self, listing: Listing) -> bool:
-        """Whether a folder has files of ranks with a model or an optimizer."""
+        """Return whether a folder has files of ranks with a model or an optimizer."""
         if not listing.is_folder:
             return False
         return any(file.kind in (MODEL, OPTIMIZER) for file in find_rank_files(listing.path))
 
     def open(self, path: Path) -> Checkpoint:
-        """The checkpoint of files that say themselves how tensors are cut."""
+        """Open files that describe the sharding of their tensors."""
         from reshard.checkpoint.formats.rank_files.reader import read_rank_files
 
         return read_rank_files(path)
 
     def open_sharded(self, path: Path, cut: SourceSharding) -> Checkpoint:
-        """Open files whose tensors are cut as the user specifies, where the files do not."""
+        """Open files that do not describe the sharding of their tensors; `cut` does."""
         from reshard.checkpoint.formats.rank_files.reader import read_rank_files
 
         return read_rank_files(path, cut)
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
-        """A file of DTensors for each rank."""
+        """Return a file of DTensors for each rank."""
         from reshard.checkpoint.formats.rank_files.writer import arrange_rank_files
 
         return arrange_rank_files(self.name, new)

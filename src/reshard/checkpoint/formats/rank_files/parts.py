@@ -1,8 +1,20 @@
-"""The parts of tensors in a rank's file: DTensors, FSDP1's ShardedTensors, and plain tensors.
+"""The parts of tensors in ranks' files: read by rank, and joined to whole tensors.
 
-A DTensor is pickled with its own part, the mesh of its ranks and a placement for each axis of it; a
-`ShardedTensor` with its chunks and the places of all chunks. Both are read as the calls that the
-pickle has (`torch_files.pickles`); no class of PyTorch is needed, or made.
+1. A DTensor is pickled with its local tensor, the mesh of its ranks and a placement for each mesh
+   axis; FSDP1's `ShardedTensor` with its chunks and the offsets of all chunks. Both are read as
+   calls of the pickle (`torch_files.pickles`); no class of PyTorch is needed or instantiated.
+2. The states of all ranks get canonical names::
+
+       model_..._rank_R     NAME                           as in the state
+       optim_..._rank_R     optimizer.state.NAME.KEY       and the value optimizer.param_groups
+       extra_state_...      PATH, or rank_R.PATH           if ranks differ: random states
+
+3. Parts with equal shardings have that layout; a rank's part must have the shape that it implies.
+   Parts of several meshes (copies of a model on each), and chunks of a `ShardedTensor`, are boxes.
+   A plain tensor is whole on every rank that has it: a copy. If every tensor is plain and there
+   are several ranks, the sharding comes from the user (`plain_parts`).
+
+The parts must cover every tensor.
 
 Source: `torch.distributed.tensor` and `torch.distributed._shard` of PyTorch 2.2 to 2.13.
 """
@@ -68,10 +80,10 @@ ReadElements = Callable[[ArchivedTensor], bytes]
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """What a rank's file has of a tensor.
+    """The part of a tensor in a rank's file.
 
-    Either `sharding` says which part it is, or `boxes`, one for each of its tensors; a plain tensor
-    has neither. `shape` is the whole tensor's, a plain one's own.
+    `sharding` determines the part, or `boxes` do, a box for each of its tensors; a plain tensor has
+    neither. `shape` is that of the whole tensor, or of a plain tensor itself.
     """
 
     dtype: DType
@@ -82,17 +94,17 @@ class LocalPart:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing says which part of a tensor it is."""
+        """Whether the file does not describe which part of a tensor it is."""
         return self.sharding is None and self.boxes is None
 
 
 def is_part(value: object) -> bool:
-    """Whether a value of a file is a tensor, or a part of one."""
+    """Return whether a value of a file is a tensor, or a part of a tensor."""
     return type(value) is ArchivedTensor or (isinstance(value, Call) and _find_wrapper(value) != "")
 
 
 def _find_wrapper(call: Call) -> str:
-    """The class of a tensor that wraps others, or nothing."""
+    """Return the class of a tensor that wraps others, or nothing."""
     if call.function.name != "_rebuild_from_type_v2" or len(call.arguments) < 4:
         return ""
     kind = call.arguments[1]
@@ -113,10 +125,10 @@ class PartReader:
         self._meshes: dict[int, DeviceMesh] = {}
 
     def part(self, name: str, value: Any) -> LocalPart:
-        """What a value of the file is a part of.
+        """Return the part that a value of the file is.
 
         Raises:
-            FormatError: one that is described in another way than PyTorch's, or is partial.
+            FormatError: a value that is not described as by PyTorch, or is partial.
         """
         if type(value) is ArchivedTensor:
             return LocalPart(value.dtype, value.shape, (value,))
@@ -203,7 +215,7 @@ class PartReader:
         steps = itertools.product(*(range(size) for size in sizes))
         places = [sum(n * s for n, s in zip(step, strides, strict=True)) for step in steps]
         here, first, last = ranks.index(self._rank), min(places), max(places)
-        # This rank stands at one of the places, counted from where its mesh begins.
+        # This rank is at one of these offsets from the beginning of its mesh.
         for place in places:
             start = here - place
             is_inside = start + first >= 0 and start + last < len(ranks)
@@ -212,9 +224,9 @@ class PartReader:
         raise ValueError(f"rank {self._rank} is in no mesh of sizes {sizes}, strides {strides}")
 
     def _numbers(self, tensor: Any) -> list[int]:
-        """The elements of a small tensor of whole numbers."""
+        """Return the elements of a small tensor of whole numbers."""
         if type(tensor) is not ArchivedTensor or math.prod(tensor.shape) > _MOST_RANKS:
-            raise ValueError("the ranks of a mesh are no tensor")
+            raise ValueError("the ranks of a mesh are not a tensor")
         flat = np.frombuffer(self._read(tensor), dtype=tensor.dtype.numpy)
         numbers: list[int] = flat[tensor.view.positions(tensor.shape)].reshape(-1).tolist()
         return numbers
@@ -233,7 +245,7 @@ class PartReader:
             if any(stop > size for stop, size in zip(box.stop, shape, strict=True)):
                 raise FormatError(f"{where}: its shard {box} lies outside of {list(shape)}")
             if type(tensor) is not ArchivedTensor or tensor.shape != sizes:
-                raise FormatError(f"{where}: its shard {box} is no tensor of that shape")
+                raise FormatError(f"{where}: its shard {box} is not a tensor of that shape")
             if tensor.dtype is not dtype:
                 raise FormatError(f"{where} is {dtype}, its shard {tensor.dtype}")
             tensors.append(tensor)
@@ -242,7 +254,7 @@ class PartReader:
 
 
 def _begins_mesh(start: int, sizes: list[int], strides: list[int]) -> bool:
-    """Whether a mesh may begin at a place: none of its own axes has a step in it."""
+    """Return whether a mesh may begin at a place: none of its own axes has a step in it."""
     return all(
         size == 1 or (start // stride) % size == 0
         for size, stride in zip(sizes, strides, strict=True)
@@ -250,7 +262,7 @@ def _begins_mesh(start: int, sizes: list[int], strides: list[int]) -> bool:
 
 
 def _attributes(value: Any) -> dict[Any, Any]:
-    """The attributes of an object: its state, a dict, or one behind a place for another."""
+    """Return the attributes of an object: its state, or the second of a pair of states."""
     state = value.state if isinstance(value, Call) else value
     if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
         state = state[1]
@@ -260,7 +272,7 @@ def _attributes(value: Any) -> dict[Any, Any]:
 
 
 def _dtype_and_shape(where: str, call: Call) -> tuple[DType, tuple[int, ...]]:
-    """The type and shape that stand beside the class of a wrapper."""
+    """Return the type and shape in the call of a wrapper's class."""
     made = call.arguments[2]
     shape = as_sizes(made[2])
     if shape is None or not isinstance(made[1], Global):
@@ -291,7 +303,7 @@ def _placement(where: str, call: Call) -> Placement:
 
 
 def _shard_order(spec: dict[Any, Any]) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
-    """The order in which axes cut, where there is one."""
+    """Return the order in which mesh axes shard, or None if absent."""
     order = spec.get("shard_order")
     if order is None:
         return None
@@ -305,12 +317,12 @@ _MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
 
 @dataclass
 class RankStates:
-    """What the files of all ranks have.
+    """The states in the files of all ranks.
 
     Attributes:
         parts: for each name the part of each rank, and its file.
-        values: plain values that are equal on all ranks; of one rank under `rank_R.`.
-        unread: what is neither, with the reason.
+        values: plain values that are equal on all ranks; others under `rank_R.`.
+        unread: other values, with the reason.
         unreadable: tensors that cannot be read on some rank, with their type.
     """
 
@@ -321,11 +333,11 @@ class RankStates:
 
 
 def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> RankStates:
-    """The states in the files of each kind.
+    """Return the states in the files of each kind.
 
     Raises:
         CheckpointError: a file that cannot be read.
-        FormatError: one that is damaged, or no state.
+        FormatError: a file that is damaged, or not a state.
     """
     states = RankStates()
     every = [folder / file.name for files in groups.values() for file in files]
@@ -355,7 +367,7 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
                 states.values |= {
                     name_of_rank(name, rank, len(files)): one for rank, one in by_rank.items()
                 }
-    # What one rank cannot read is missing from the whole.
+    # A tensor that some rank cannot read is incomplete.
     for name in states.unreadable:
         states.parts.pop(name, None)
     return states
@@ -366,8 +378,8 @@ def list_parameters(
 ) -> list[str]:
     """Return the names of the model's parameters in their order.
 
-    Plain tensors beside parts of others are buffers, but for those that a user has `cut`; of tied
-    tensors the first counts.
+    If other tensors are parts, plain tensors are buffers, except those that a user has `cut`. Of
+    tied tensors the first counts.
     """
     model = {name: own for name, own in parts.items() if not name.startswith(OPTIMIZER_PREFIX)}
     says_cuts = any(not part.is_plain for own in model.values() for _, part in own.values())
@@ -390,7 +402,7 @@ def list_parameters(
 
 
 def _read_content(path: Path) -> Any:
-    """The parts in a file of safetensors; the state in another."""
+    """Return the parts in a file of safetensors; the state in another."""
     return _read_safetensors(path) if path.name.endswith(SUFFIX) else read_torch_file(path)
 
 
@@ -403,7 +415,7 @@ def _find_parts(
     states: RankStates,
     unreadable: dict[str, str],
 ) -> dict[str, LocalPart]:
-    """The parts in one file; its values are added to `values`, the rest to what is unread."""
+    """Return the parts in a file; add its plain values to `values`, and list the others."""
     if path.name.endswith(SUFFIX):
         own: dict[str, LocalPart] = state
         return own
@@ -426,7 +438,7 @@ def _find_parts(
             continue
         check_tensor(path, name, part.dtype, part.shape)
     for name, value in flat.values.items():
-        # A state without anything in it has no name.
+        # An empty state has no name.
         if not name:
             continue
         values.setdefault(name, {})[file.rank] = value
@@ -449,7 +461,7 @@ Parts = Mapping[int, tuple[str, LocalPart]]
 
 
 def join_parts(folder: Path, name: str, parts: Parts, slots: int) -> StoredTensor:
-    """The tensor that the parts of ranks are, bound to their files.
+    """Return the tensor that the parts of ranks are, bound to their files.
 
     Raises:
         FormatError: parts that do not fit together.
@@ -487,7 +499,7 @@ def bind_sharding(
     slots: int,
     shape: tuple[int, ...] | None = None,
 ) -> StoredTensor:
-    """The tensor of `shape` that a sharding cuts into the parts.
+    """Return the tensor of `shape` that a sharding cuts into the parts.
 
     Raises:
         FormatError: a part of another shape than the sharding gives its rank.
@@ -522,7 +534,7 @@ def bind_sharding(
 
 
 def _list_boxes(name: str, rank: int, part: LocalPart) -> tuple[tuple[Box, ArchivedTensor], ...]:
-    """The boxes of a rank's part, with the tensor that has each."""
+    """Return the boxes of a rank's part, with the tensor that has each."""
     if part.boxes is not None:
         return tuple(zip(part.boxes, part.tensors, strict=True))
     tensor = part.tensors[0]
@@ -541,7 +553,7 @@ def _list_boxes(name: str, rank: int, part: LocalPart) -> tuple[tuple[Box, Archi
 
 
 def _bind_boxes(name: str, parts: Parts, slots: int) -> StoredTensor:
-    """The tensor that boxes on ranks are."""
+    """Return the tensor that boxes on ranks are."""
     first = next(iter(parts.values()))[1]
     pairs: list[tuple[int, Box]] = []
     addresses: dict[int, list[FileRange]] = {}
@@ -549,7 +561,7 @@ def _bind_boxes(name: str, parts: Parts, slots: int) -> StoredTensor:
     strided = set()
     for rank, (file, part) in parts.items():
         for box, tensor in _list_boxes(name, rank, part):
-            # A box without elements is nothing, but the only one of a tensor without any.
+            # A box without elements counts only for a tensor without elements.
             if not box.elements and 0 not in first.shape:
                 continue
             address, view = find_address(file, tensor)

@@ -1,12 +1,18 @@
-"""Tensors of ranks whose files do not describe how they are cut, cut by rules of the user.
+"""Parts of ranks whose files do not describe their sharding: sharded by rules, or as Meta's Llama.
 
-Files of ranks with plain tensors do not say how they are cut. A mesh and rules do
-(`--source-mesh tp=2 --source-rule '*.weight=tp, -'`), or a recipe. Shapes of whole tensors follow
-(`formats.source_sharding`). What an optimizer keeps of a parameter is cut as the parameter is.
+Files with plain tensors do not describe their sharding. The user gives a mesh and rules
+(`--source-mesh tp=2 --source-rule '*.weight=tp, -'`), or a recipe. The shapes of whole tensors
+follow (`formats.source_sharding`). Optimizer state is sharded as its parameter.
 
-Where some tensors are DTensors, rules are for those whose own description lacks an axis: plain
-tensors that several ranks have, and DTensors on several meshes, each a part of the ranks
+If some tensors are DTensors, rules apply to those whose own description lacks an axis: plain
+tensors that several ranks have, and DTensors on several meshes, each of some ranks
 (`cut_lacking_parts`).
+
+Meta's Llama is sharded over `consolidated.*.pth` of plain tensors (`find_meta_cut`). Its model
+determines the sharded dimension of each tensor, and `params.json` next to the files the lengths of
+dimensions. The embedding is sharded over its columns in Llama 1 and 2, and over its rows in
+Llama 3; its shape distinguishes them. Source: `llama/model.py` of Meta, with fairscale's
+`ParallelEmbedding`, `ColumnParallelLinear` and `RowParallelLinear`.
 """
 
 from __future__ import annotations
@@ -42,7 +48,7 @@ Shape = tuple[int, ...]
 
 
 def lacks_axis(parts: Parts) -> bool:
-    """Whether several ranks have the same part of a tensor by their files, on no common mesh."""
+    """Return whether ranks without a common mesh have the same part of a tensor, by their files."""
     shardings = {part.sharding for _, part in parts.values()}
     first = next(iter(parts.values()))[1]
     if len(parts) < 2 or not first.shape:
@@ -54,7 +60,7 @@ def lacks_axis(parts: Parts) -> bool:
 
 
 def _describe(rank: int, part: LocalPart) -> Iterator[DescribedPart]:
-    """Yield what a rank's file says of its part: the boxes that it is."""
+    """Yield the boxes of a rank's part, as its file describes them."""
     if part.sharding is None:
         whole = Box((0,) * len(part.shape), part.shape)
         yield from (DescribedPart(box, part.shape) for box in part.boxes or (whole,))
@@ -115,7 +121,7 @@ def cut_lacking_parts(
 def cut_plain_parts(
     folder: Path, parts: Mapping[str, Parts], cut: SourceSharding, ranks: int
 ) -> dict[str, StoredTensor]:
-    """The tensors that plain parts of ranks are, by a mesh and rules.
+    """Return the tensors that plain parts of ranks are, by a mesh and rules.
 
     Raises:
         FormatError: a part of another shape than its sharding gives its rank.
@@ -162,7 +168,7 @@ def cut_plain_parts(
 
 
 def _find_parameter(name: str, numbers: Sequence[str]) -> str:
-    """Return the parameter that optimizer state is of, or nothing for what is no such state."""
+    """Return the parameter of optimizer state, or empty text for other names."""
     parameter, _ = split_state_name(name) or ("", "")
     if parameter.isdecimal() and int(parameter) < len(numbers):
         return numbers[int(parameter)]
@@ -170,7 +176,7 @@ def _find_parameter(name: str, numbers: Sequence[str]) -> str:
 
 
 def _are_alike(state: Parts, parameter: Parts) -> bool:
-    """Whether ranks have the same parts of optimizer state as of its parameter."""
+    """Return whether ranks have the same parts of optimizer state as of its parameter."""
     return all(
         rank in parameter
         and part.tensors[0].shape == parameter[rank][1].tensors[0].shape
@@ -182,7 +188,7 @@ def _are_alike(state: Parts, parameter: Parts) -> bool:
 def _follow(
     sharding: ShardingSpec, parameter: Shape, state: Shape, cut: SourceSharding
 ) -> ShardingSpec:
-    """The sharding of what an optimizer keeps of a parameter: the same, or none for scalars."""
+    """Return the sharding of optimizer state: that of its parameter, or whole for scalars."""
     return sharding if state == parameter else ShardingSpec(cut.mesh, [DimSpec() for _ in state])
 
 

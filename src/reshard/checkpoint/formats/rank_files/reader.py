@@ -1,4 +1,4 @@
-"""Checkpoints of ranks' files: the states of all ranks as one, in canonical names."""
+"""Opening checkpoints of ranks' files: the states of all ranks, joined, in canonical names."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from reshard.checkpoint.formats.torch_files.pickles import shortened
 from reshard.checkpoint.formats.torch_files.reading import StorageChecksums
 from reshard.errors import FormatError, UsageError
 
-# What FSDP1 names a parameter that is those of a module, one behind the other, without padding.
+# FSDP1's name for the parameters of a module, concatenated without padding.
 _FLAT = ("_flat_param", "flat_param")
 
 
 def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoint:
-    """The checkpoint that the files of ranks in a folder are.
+    """Return the checkpoint that the files of ranks in a folder are.
 
     Args:
         folder: where they are.
-        cut: how tensors were cut whose files do not describe it, or lack an axis.
+        cut: the sharding of tensors whose files do not describe it, or lack an axis.
 
     Raises:
         CheckpointError: the file of a rank that is missing.
@@ -65,12 +65,12 @@ def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoi
             "parameters in one, and the files do not say which and of what shapes. Load it where "
             "it was trained, and save it under SHARDED_STATE_DICT"
         )
-    says_cuts = any(
+    describes_cuts = any(
         not part.is_plain for parts in states.parts.values() for _, part in parts.values()
     )
-    if cut is None and not says_cuts and ranks > 1:
+    if cut is None and not describes_cuts and ranks > 1:
         cut = find_meta_cut(folder, states.parts, ranks)
-    if cut is None and not says_cuts and ranks > 1 and MODEL in groups:
+    if cut is None and not describes_cuts and ranks > 1 and MODEL in groups:
         raise UsageError(
             f"{folder} has files of {ranks} ranks with plain tensors, and nothing says how they "
             f"are cut; give the mesh and rules: --source-mesh tp={ranks} --source-rule "
@@ -80,7 +80,7 @@ def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoi
         )
     mesh = None if cut is None else cut.mesh
     known: dict[str, StoredTensor] = {}
-    if cut is not None and says_cuts:
+    if cut is not None and describes_cuts:
         known, mesh = cut_lacking_parts(folder, states.parts, cut, ranks)
     elif cut is not None:
         known = cut_plain_parts(folder, states.parts, cut, ranks)

@@ -1,12 +1,12 @@
-"""New files of ranks: a state of DTensors for each, which `torch.load` reads there.
+"""New files of ranks: for each rank a state of DTensors, which `torch.load` reads there.
 
     model_world_size_N_rank_R.pt          tensors: DTensors, those that no axis cuts plain
     optim_world_size_N_rank_R.pt          {"state": {parameter: {key: ...}}, "param_groups": [...]}
-    extra_state_world_size_N_rank_R.pt    values, and what `rank_R.` stands before
+    extra_state_world_size_N_rank_R.pt    values, and states with the prefix `rank_R.`
 
-Every rank has a copy of what is replicated. Parameters of the optimizer have the numbers that
-`optimizer.load_state_dict` wants where the order of the model's parameters gives them; names
-elsewhere.
+Every rank has a copy of replicated tensors. Parameters of the optimizer have the numbers that
+`optimizer.load_state_dict` expects if the order of the model's parameters determines them, and
+names otherwise.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ _LAYOUT = "torch.distributed._mesh_layout"
 
 
 def arrange_rank_files(format_name: str, new: NewCheckpoint) -> WritePlan:
-    """The files of all ranks, and where in them each part goes.
+    """Plan the files of all ranks, and the offset of each part in them.
 
     Raises:
-        UsageError: no mesh, or nothing that is cut over it; a type that PyTorch does not have.
-        RecipeError: a cut that DTensors cannot say.
+        UsageError: no mesh, or no tensor that is sharded over it; a type that PyTorch lacks.
+        RecipeError: a sharding that DTensors cannot express.
     """
     mesh = new.mesh
     if mesh is None or sorted(mesh.devices) != list(range(len(mesh.devices))):
@@ -102,9 +102,9 @@ def arrange_rank_files(format_name: str, new: NewCheckpoint) -> WritePlan:
 
 
 def _keep_states_whole(new: NewCheckpoint, mesh: DeviceMesh) -> tuple[NewCheckpoint, list[str]]:
-    """The checkpoint with states of single ranks whole, and the names of those that were cut.
+    """Make states of single ranks whole; return the checkpoint and the names that were sharded.
 
-    Only one rank has such a state in its files, so no other could hold a part of it.
+    Only its own rank has such a state in its files, so no other rank can hold a part of it.
     """
     tensors, names = dict(new.tensors), []
     for name, tensor in new.tensors.items():
@@ -121,13 +121,13 @@ def _keep_states_whole(new: NewCheckpoint, mesh: DeviceMesh) -> tuple[NewCheckpo
 def _find_cut(
     name: str, tensor: PlannedTensor, mesh: DeviceMesh
 ) -> tuple[ShardingSpec, tuple[Placement, ...]] | None:
-    """The sharding and the placements of a tensor; None where no axis cuts it."""
+    """Return the sharding and the placements of a tensor, or None if no axis shards it."""
     shape = tensor.layout.shape
     if tensor.spec is None:
         if any(tensor.layout.local_shape(rank) != shape for rank in tensor.layout.holders):
             raise RecipeError(
-                f"tensor {name!r} is laid out by a strategy, which no DTensor says; give rules or "
-                "a recipe over a mesh"
+                f"tensor {name!r} is laid out by a strategy, which no DTensor can express; give "
+                "rules or a recipe over a mesh"
             )
         return None
     sharding = parse_sharding(mesh, tensor.spec, ndim=len(shape))
@@ -150,7 +150,7 @@ def _find_cut(
 
 
 def _find_numbers(new: NewCheckpoint, cuts: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers of parameters, where reading finds their names by these again."""
+    """Return the numbers of parameters, where reading finds their names by these again."""
     groups = new.values.get(GROUPS)
     parameters = [
         name for name, cut in cuts.items() if cut is not None and split_state_name(name) is None
@@ -163,7 +163,7 @@ def _find_numbers(new: NewCheckpoint, cuts: Mapping[str, Any]) -> dict[str, int]
 
 
 def _find_alike(values: Mapping[str, Any], ranks: int) -> frozenset[str]:
-    """What every rank has with the same value: read under its bare name, it would be of none."""
+    """Return the states that are equal on all ranks: bare names would lose their rank."""
     found: dict[str, list[str]] = {}
     for name, value in values.items():
         split = split_rank_name(name)
@@ -175,7 +175,7 @@ def _find_alike(values: Mapping[str, Any], ranks: int) -> frozenset[str]:
 
 
 class _RankFiles:
-    """The files of one rank."""
+    """The files of a rank."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class _RankFiles:
         return itertools.chain(self._new.tensors, self._new.values)
 
     def _find_kind(self, name: str) -> str:
-        """Which file a tensor or a value is in."""
+        """Return the kind of file that has a tensor or a value."""
         if name.startswith(OPTIMIZER_PREFIX):
             return OPTIMIZER
         is_of_rank = split_rank_name(name) is not None
@@ -245,7 +245,7 @@ class _RankFiles:
     def _find_place(
         self, name: str, *, is_tensor: bool
     ) -> tuple[str, tuple[str | int, ...] | None]:
-        """The kind of file, and the place in its state; None where another rank has it."""
+        """Return the kind of file and the path in its state, or None if another rank has it."""
         kind = self._find_kind(name)
         if kind == OPTIMIZER:
             split = split_state_name(name)
@@ -270,12 +270,12 @@ class _RankFiles:
     def _empty_shape(
         self, shape: tuple[int, ...], cut: tuple[ShardingSpec, tuple[Placement, ...]] | None
     ) -> tuple[int, ...]:
-        """The shape of a part without elements: none in the dimensions that are cut."""
+        """Return the shape of a part without elements: none in the dimensions that are cut."""
         dims = cut[0].dim_specs if cut is not None else ()
         return tuple(0 if dim.levels else size for size, dim in zip(shape, dims, strict=True))
 
     def _describe_mesh(self) -> Call:
-        """A `DeviceMesh` on this rank, as PyTorch 2.13 pickles it."""
+        """Return a `DeviceMesh` on this rank, as PyTorch 2.13 pickles it."""
         mesh = self._mesh
         strides = View.row_major(mesh.shape).strides
         axes = tuple(
@@ -316,7 +316,7 @@ def _describe(
     cut: tuple[ShardingSpec, tuple[Placement, ...]],
     mesh: Call,
 ) -> Call:
-    """A DTensor, as PyTorch 2.13 pickles it."""
+    """Return a DTensor, as PyTorch 2.13 pickles it."""
     placements = cut[1]
     shape = tensor.layout.shape
     strides = View.row_major(shape).strides
@@ -349,7 +349,7 @@ def _describe_placement(placement: Placement) -> Call:
 
 
 def _describe_order(placements: tuple[Placement, ...]) -> tuple[Call, ...] | None:
-    """The axes that cut each dimension, in the order of the mesh."""
+    """Return the axes that cut each dimension, in the order of the mesh."""
     by_dim: dict[int, list[int]] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard | StridedShard):

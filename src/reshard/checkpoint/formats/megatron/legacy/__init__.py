@@ -1,8 +1,14 @@
-"""The folders of Megatron-LM's ranks, `mp_rank_XX_YYY`: read and written.
+"""The format `megatron-legacy`: a folder for each model-parallel rank of Megatron-LM.
 
-`reader` puts together what `rank_folders` have: the parameters of `rank_models` and the state of
-`rank_optimizers`. `arrangement` lays out new ones by `stage_layouts`. `format` is the face to the
-registry.
+    iter_0002000/mp_rank_01_003_000/      tensor-parallel rank 1, stage 3, expert-parallel rank 0
+        model_optim_rng.pt     weights, and the state of an optimizer that is not distributed
+        distrib_optim.pt       the state of a distributed optimizer, of all data-parallel ranks
+
+The stage is part of the name if there are several, and so is the expert-parallel rank: with two
+numbers, the arguments in the files determine what the second is.
+
+`ranks` reads the parameters and the optimizer state of a rank, `reader` joins those of all ranks,
+and `writer` plans new checkpoints.
 """
 
 from __future__ import annotations
@@ -57,9 +63,9 @@ class Parallelism:
 
     @classmethod
     def of_arguments(cls, arguments: Mapping[str, Any], label: str) -> Parallelism:
-        """The sizes that Megatron's arguments say; `label` names their file.
+        """Return the sizes in Megatron's arguments; `label` names their file.
 
-        Raises FormatError for what is no size.
+        Raises FormatError for a value that is not a size.
         """
 
         def size(name: str, usual: int) -> int:
@@ -80,7 +86,7 @@ class Parallelism:
         )
 
     def folder_name(self, place: RankPlace) -> str:
-        """The name of a rank's folder.
+        """Return the name of a rank's folder.
 
         >>> Parallelism(tp=2, pp=4).folder_name(RankPlace(1, 3))
         'mp_rank_01_003'
@@ -91,7 +97,7 @@ class Parallelism:
         return f"{name}_{place.ep:03d}" if self.ep > 1 else name
 
     def places(self) -> list[RankPlace]:
-        """The places that have a folder, in the order of ranks: tp first, pp last."""
+        """Return the places that have a folder, in the order of ranks: tp first, pp last."""
         found = [
             RankPlace(tp, pp, ep)
             for pp in range(self.pp)
@@ -100,11 +106,11 @@ class Parallelism:
         ]
         if self.etp == self.tp or self.ep == 1:
             return found
-        # Experts are on the ranks of several tensor-parallel ones: these move together.
+        # Expert-parallel ranks span several tensor-parallel ranks: both indices vary together.
         return [one for one in found if self._shares_rank(one)]
 
     def _shares_rank(self, place: RankPlace) -> bool:
-        """Whether a rank can have both numbers: ranks are counted through either grid."""
+        """Return whether a rank can have both numbers: ranks are counted through either grid."""
         period = self.ep * self.etp
         return any(
             n % self.tp == place.tp and n // self.etp % self.ep == place.ep
@@ -113,7 +119,7 @@ class Parallelism:
 
 
 def list_rank_folders(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The folders of ranks, with the numbers in their names."""
+    """Return the folders of ranks, with the numbers in their names."""
     found = {}
     for path in sorted(folder.glob("mp_rank_*")):
         match = _FOLDER.fullmatch(path.name)
@@ -123,7 +129,7 @@ def list_rank_folders(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def find_model_file(folder: Path) -> Path:
-    """The file of a rank. Raises CheckpointError where there is none."""
+    """Return the file of a rank. Raises CheckpointError if it is missing."""
     for name in MODEL_NAMES:
         if (folder / name).is_file():
             return folder / name
@@ -141,7 +147,7 @@ def check_complete(folder: Path, sizes: Parallelism) -> None:
         raise CheckpointError(
             f"{folder / sizes.folder_name(first)} is missing, of tensor-parallel rank {first.tp}, "
             f"stage {first.pp}, expert-parallel rank {first.ep}"
-            f"{f', and {len(missing) - 1} more' if missing[1:] else ''}; the arguments say "
+            f"{f', and {len(missing) - 1} more' if missing[1:] else ''}; the arguments have "
             f"tp {sizes.tp}, pp {sizes.pp}, ep {sizes.ep}. Fetch it, the checkpoint is incomplete"
         )
     names = [sizes.folder_name(one) for one in sizes.places()]
@@ -154,14 +160,14 @@ def check_complete(folder: Path, sizes: Parallelism) -> None:
 
 
 class MegatronLegacyFormat(CheckpointFormat):
-    """A folder with `mp_rank_XX`, or with one such folder for each step."""
+    """A folder with `mp_rank_XX`, or with such a folder for each step."""
 
     name = FORMAT_NAME
     training = "megatron"
     evidence = f"`mp_rank_XX/{MODEL_NAMES[0]}` of Megatron"
 
     def detect(self, listing: Listing) -> bool:
-        """Whether there are folders of ranks with Megatron's files."""
+        """Return whether there are folders of ranks with Megatron's files."""
         folder = find_iteration(listing.path)
         if folder is None or not folder.is_dir():
             return False
@@ -172,7 +178,7 @@ class MegatronLegacyFormat(CheckpointFormat):
         )
 
     def open(self, path: Path) -> Checkpoint:
-        """The checkpoint of the step that is asked for, or of the last one."""
+        """Describe the checkpoint of the requested step, or of the last."""
         from reshard.checkpoint.formats.megatron.legacy.reader import read
 
         return read(find_iteration(path) or path)
@@ -182,7 +188,7 @@ class MegatronLegacyFormat(CheckpointFormat):
     def assign_layouts(
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
     ) -> Mapping[str, Layout]:
-        """The parts that Megatron's ranks have: a mesh of tp, pp and ep."""
+        """Return the parts that Megatron's ranks have: a mesh of tp, pp and ep."""
         from reshard.checkpoint.formats.megatron.legacy.writer import RankGrid
 
         if mesh is None and ranks > 1:
@@ -195,14 +201,14 @@ class MegatronLegacyFormat(CheckpointFormat):
         return place(checkpoint.tensors, checkpoint.values, RankGrid(mesh))
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
-        """A folder for each model-parallel rank."""
+        """Return a folder for each model-parallel rank."""
 
         from reshard.checkpoint.formats.megatron.legacy.writer import arrange
 
         return arrange(new)
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
-        """The file that names the last step."""
+        """Return the file that names the last step."""
 
         from reshard.checkpoint.formats.megatron.legacy.writer import final_files
 
@@ -215,17 +221,17 @@ class MegatronLegacyFormat(CheckpointFormat):
         return find_read_names(names)
 
     def is_own_value(self, name: str, value: Any) -> bool:
-        """Whether Megatron's files have such a value of their own."""
+        """Return whether Megatron's files have such a value of their own."""
         from reshard.checkpoint.formats.megatron.common_state import is_own_value
 
         return is_own_value(name, value)
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
-        """The file that names the last step, where the folder of all steps was opened."""
+        """Return the file that names the last step, where the folder of all steps was opened."""
         return (TRACKER_NAME,)
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
-        """The checkpoint as it was written, with the digests of the manifest."""
+        """Describe the checkpoint as it was written, with the digests of the manifest."""
         from reshard.checkpoint.formats.megatron.legacy.reader import read
 
         step = find_iteration(folder) or folder
@@ -233,7 +239,7 @@ class MegatronLegacyFormat(CheckpointFormat):
         return check_against_manifest(read(folder, inside), manifest)
 
     def has_file(self, name: str) -> bool:
-        """Whether a rank has a file of that name."""
+        """Return whether a rank has a file of that name."""
         return name in (*MODEL_NAMES, OPTIMIZER_NAME)
 
 

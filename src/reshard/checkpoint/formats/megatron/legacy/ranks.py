@@ -1,12 +1,21 @@
-"""The parameters of one rank's file, and their names in the whole model.
+"""The files of a rank: its parameters, their names in the whole model, and its optimizer state.
 
-A rank numbers layers and experts from 0; the whole model counts on::
+A rank numbers layers and experts from 0; the whole model continues the numbers of other ranks::
 
     stage 1 of 2, two layers each      decoder.layers.0 is layer 2
     chunks of virtual stages           model0 of all stages first, then model1
     expert-parallel rank 1 of 2        local_experts.0 is expert 4 of 8
 
-How many layers each chunk has is what its file holds, so that uneven stages are right.
+The number of layers of each chunk is that in its file, so that uneven stages are read too.
+
+Megatron saves optimizer state without names, in the order of its parameters::
+
+    not distributed     state of each number, and `fp32_from_fp16_params`: the parameters of each
+                        group in the order of the modules, groups concatenated
+    distributed         flat buffers of all data-parallel ranks, in `distrib_optim.pt`: for each
+                        chunk, the parameters of a type in reverse order (`rank_blocks`)
+
+Dense parameters and experts have separate optimizers if experts are parallel.
 """
 
 from __future__ import annotations
@@ -37,21 +46,21 @@ _LAYER = re.compile(r"^((?:.*?\.)?layers\.)(\d+)(\..+)$")
 _LOCAL = re.compile(r"(\.experts\.local_experts\.)(\d+)(\.)")
 _GROUPED = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
 _STACKED = re.compile(r"^(.*\.experts)\.weight([12])$")
-# What stands among the parameters of a state and is none.
+# Tensors of a state that are not parameters.
 _BUFFERS = re.compile(r"(?:^|\.)(?:expert_bias|local_tokens_per_expert|inv_freq|_extra_state\d*)$")
 
 
 @dataclass
 class RankChunk:
-    """A chunk of the model on one rank: its tensors by the names that they have there."""
+    """A chunk of the model on a rank: its tensors by their names there."""
 
     place: RankPlace
     number: int
     path: str
     tensors: dict[str, ArchivedTensor]
     others: dict[str, Any] = field(default_factory=dict)
-    # The weights of all experts of a layer in one, in the order of the file: by its name, those
-    # of `tensors` that it is made of.
+    # The common weights of the experts of layers, in the order of the file, each with the names of
+    # its parts in `tensors`.
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # The first layer and the first expert in the whole model.
     first_layers: Mapping[str, int] = field(default_factory=dict)
@@ -59,7 +68,7 @@ class RankChunk:
 
     @property
     def layers(self) -> dict[str, int]:
-        """How many layers there are of each row of them."""
+        """The number of layers of each sequence of layers."""
         found: dict[str, int] = {}
         for name in self.tensors:
             match = _LAYER.match(name)
@@ -69,7 +78,7 @@ class RankChunk:
 
     @property
     def experts(self) -> int:
-        """How many experts each layer has here."""
+        """The number of experts of each layer on this rank."""
         numbers = [
             int(match[2])
             for name in self.tensors
@@ -78,9 +87,9 @@ class RankChunk:
         return max(numbers, default=-1) + 1
 
     def parameters(self) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
-        """The parameters in the order of the modules: name, type and shape.
+        """Yield the parameters in the order of the modules: name, type and shape.
 
-        Experts that are one weight are that one, with a dimension of experts in front.
+        Experts with a common weight are a single parameter, with a leading dimension of experts.
         """
         stack_of = {members[0]: name for name, members in self.stacks.items()}
         inside = {one for members in self.stacks.values() for one in members}
@@ -93,7 +102,7 @@ class RankChunk:
                 yield name, tensor.dtype, tensor.shape
 
     def whole_name(self, name: str) -> str:
-        """The name in the whole model."""
+        """Return the name in the whole model."""
         match = _LAYER.match(name)
         if match is not None:
             number = int(match[2]) + self.first_layers.get(match[1], 0)
@@ -108,7 +117,7 @@ class RankChunk:
 
 @dataclass
 class RankFiles:
-    """What the files of one rank hold: `name` is that of its model's, with its folder."""
+    """The contents of a rank's files; `name` is that of the model's file, with its folder."""
 
     place: RankPlace
     slot: int
@@ -122,10 +131,10 @@ class RankFiles:
 def chunks_of(
     state: Mapping[str, Any], place: RankPlace, path: str, experts: int | None = None
 ) -> list[RankChunk]:
-    """The chunks of the model in a rank's file; `experts` are those of a layer on the rank.
+    """Return the chunks of the model in a rank's file; `experts` are those of a layer on the rank.
 
     Raises:
-        CheckpointError: experts of which it is not known how many they are.
+        CheckpointError: an unknown number of experts.
         FormatError: a file without a model; experts that are not those of the arguments.
     """
     keys = ["model"] if "model" in state else sorted(k for k in state if _is_chunk(k))
@@ -156,10 +165,10 @@ def chunks_of(
 def _unstack(
     match: re.Match[str], stored: Mapping[str, ArchivedTensor], path: str, experts: int | None
 ) -> Iterator[tuple[str, ArchivedTensor]]:
-    """The weights of experts that are one (`GroupedMLP`), as views of it.
+    """Yield the weights of experts as views of their common weight (`GroupedMLP`).
 
-    It is the memory of all experts one behind another, each with as many rows as it has inputs, so
-    a linear layer's weight is transposed; its shape does not say how many experts these are::
+    It is the concatenated memory of all experts, each with as many rows as inputs, so a linear
+    layer's weight is transposed; its shape does not determine the number of experts::
 
         weight1 (inputs, experts * outputs)      weight2 (experts * inputs, outputs)
     """
@@ -167,7 +176,7 @@ def _unstack(
     if experts is None:
         raise CheckpointError(
             f"{path} has {name!r}, all experts of a layer in one weight (GroupedMLP), and no "
-            "args.num_experts that says how many these are; save it as torch_dist with "
+            "args.num_experts; save it as torch_dist with "
             "Megatron-core"
         )
     along = 1 if match[2] == "1" else 0
@@ -190,7 +199,7 @@ def _is_chunk(key: object) -> bool:
 
 
 def _flatten(value: Any, name: str, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """The leaves of a state; older ones nest their modules."""
+    """Yield the leaves of a state; older states nest their modules."""
     if not isinstance(value, dict):
         if not name:
             raise FormatError(f"{path}: the model is {explain(value)}, expected its state")
@@ -203,7 +212,7 @@ def _flatten(value: Any, name: str, path: str, depth: int = 0) -> Iterator[tuple
 
 
 def number_chunks(chunks: list[RankChunk]) -> None:
-    """Say for every chunk where its layers and experts begin in the whole model."""
+    """Set the first layer and the first expert of every chunk in the whole model."""
     counts: dict[tuple[int, int], dict[str, int]] = {}
     experts: dict[int, int] = {}
     for chunk in chunks:
@@ -211,7 +220,7 @@ def number_chunks(chunks: list[RankChunk]) -> None:
         experts[chunk.place.ep] = max(experts.get(chunk.place.ep, 0), chunk.experts)
     starts: dict[tuple[int, int], dict[str, int]] = {}
     reached: dict[str, int] = {}
-    # Virtual stages are interleaved: the first chunks of all stages, then the second ones.
+    # Virtual stages are interleaved: the first chunks of all stages precede the second chunks.
     for key in sorted(counts):
         starts[key] = dict(reached)
         for row, count in counts[key].items():
@@ -236,9 +245,9 @@ class RankParameter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateBlock:
-    """A block of optimizer state: of which parameter of which chunk, and where it lies.
+    """A block of optimizer state: its chunk and parameter, and where it is stored.
 
-    `tensor` is that of the file where the block is all of one.
+    `tensor` is the tensor of the file if the block is all of it.
     """
 
     chunk: int
@@ -252,7 +261,7 @@ class StateBlock:
 
 
 def split_chain(parameters: Sequence[RankParameter], members: int) -> list[list[RankParameter]]:
-    """The parameters of each optimizer of a chain: dense ones and experts, where there are two."""
+    """Return the parameters of each optimizer of a chain; of two, dense ones and experts."""
     if members != 2:
         return [list(parameters)]
     return [[one for one in parameters if is_expert(one.name) == flag] for flag in (False, True)]
@@ -261,7 +270,7 @@ def split_chain(parameters: Sequence[RankParameter], members: int) -> list[list[
 def list_buffers(
     parameters: Sequence[RankParameter], *, is_embedding_shared: bool
 ) -> list[list[tuple[RankParameter, BufferedParameter]]]:
-    """The buffers of an optimizer's parameters: one for each chunk and element type."""
+    """Return the buffers of an optimizer's parameters, by chunk and element type."""
     buffers: dict[tuple[int, str], list[tuple[RankParameter, BufferedParameter]]] = {}
     for one in parameters:
         is_shared = is_embedding_shared and one.name.endswith(
@@ -273,7 +282,7 @@ def list_buffers(
 
 
 def bucket_sizes(arguments: Mapping[str, Any]) -> list[int]:
-    """The elements that a bucket may have been asked to have, by Megatron's arguments."""
+    """Return the elements that a bucket may have been asked to have, by Megatron's arguments."""
     ranks = arguments.get("data_parallel_size")
     usual = max(_LEAST_BUCKET, _BUCKET_PER_RANK * (ranks if type(ranks) is int else 1))
     asked = arguments.get("ddp_bucket_size")
@@ -281,7 +290,7 @@ def bucket_sizes(arguments: Mapping[str, Any]) -> list[int]:
 
 
 class RankOptimizer:
-    """The optimizer of one rank's files. `unread` says what is not read."""
+    """The optimizer state in a rank's files. `unread` lists the parts that are not read."""
 
     def __init__(self, rank: RankFiles, sizes: Parallelism, arguments: Mapping[str, Any]) -> None:
         self._rank = rank
@@ -302,7 +311,7 @@ class RankOptimizer:
         }
 
     def blocks(self) -> Iterator[StateBlock]:
-        """Every block of state."""
+        """Yield every block of state."""
         if self._rank.optimizer_file is not None:
             yield from self._list_buffered(self._rank.optimizer_file)
         else:
@@ -349,7 +358,7 @@ class RankOptimizer:
                 self._skip(
                     f"buffer {number} of {path}",
                     f"it has {length} elements, and the {len(buffer)} parameters that should be in "
-                    f"it {held}; which part is which cannot be told",
+                    f"it {held}; the parts of parameters are ambiguous",
                 )
                 continue
             chunk_of = {buffered: one for one, buffered in buffer}
@@ -386,7 +395,7 @@ class RankOptimizer:
                 self._skip(
                     f"group {number} of the optimizer",
                     f"it has {len(numbers) if isinstance(numbers, list) else 'no'} parameters, and "
-                    f"{len(own)} of the model's should be in it; which is which cannot be told",
+                    f"{len(own)} of the model's should be in it; their order is ambiguous",
                 )
                 continue
             narrow = [one for one in own if one.dtype.name in ("float16", "bfloat16")]
@@ -419,14 +428,14 @@ class RankOptimizer:
     def _make_flat(
         self, one: RankParameter, key: str, tensor: ArchivedTensor, path: str, start: int
     ) -> Iterator[StateBlock]:
-        """The block of a parameter in a flat buffer of its state."""
+        """Yield the block of a parameter in a flat buffer of its state."""
         boxes = self._boxes(one, tensor, path, start)
         yield from self._split(one, common_key(key), tensor, path, boxes)
 
     def _boxes(
         self, one: RankParameter, tensor: ArchivedTensor, path: str, start: int
     ) -> tuple[StoredBox, ...]:
-        """The parameter's state, flat from index `start` on of the memory of a tensor."""
+        """Return the parameter's state, flat from index `start` on of the memory of a tensor."""
         itemsize_bytes = tensor.dtype.itemsize_bytes
         start_bytes = tensor.start_bytes + tensor.view.offset * itemsize_bytes
         length = math.prod(tensor.shape)

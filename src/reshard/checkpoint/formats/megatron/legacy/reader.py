@@ -1,10 +1,10 @@
-"""Reading the folders of Megatron's ranks as one checkpoint.
+"""Opening the folders of Megatron's ranks as a checkpoint.
 
-1. The first rank's arguments say how the model was cut; every rank's folder must be there.
-2. Each rank's tensors are blocks of those of the whole model: numbered over it (`rank_models`), and
-   placed along the dimension that is cut (`parameter_cuts`). All copies are bound, those in data,
-   context and expert parallelism and of parameters that are not cut; the first rank's are read.
-3. Optimizer state is told by the order of parameters, which Megatron keeps (`rank_optimizers`).
+1. The first rank's arguments specify the parallelism; every rank's folder must be present.
+2. Each rank's tensors are blocks of tensors of the whole model: numbered over it (`ranks`), and
+   placed along the sharded dimension (`parameters`). All copies are bound, those of data, context
+   and expert parallelism and of unsharded parameters; those of the first rank are read.
+3. Optimizer state is identified by the order of parameters in Megatron (`ranks`).
 4. The rest of the first rank's state is plain values (`common_state`).
 """
 
@@ -164,7 +164,7 @@ def _read_rank(own: Path, sizes: Parallelism, place: RankPlace, slot: int, ahead
 
 
 def _read_common(folder: Path, rank: RankFiles) -> CommonState:
-    """The plain values of the first rank."""
+    """Return the plain values of the first rank."""
     common = CommonState()
     for key, value in rank.state.items():
         if not key.startswith("model") and key not in _OWN_PARTS:
@@ -192,7 +192,7 @@ class _Builder:
         self.is_tied = arguments.get("untie_embeddings_and_output_weights") is False
 
     def find_unreadable(self, ranks: Iterable[RankFiles]) -> None:
-        """Find the weights of which some rank's part is of a class of its own."""
+        """Find the weights with a part of a special class on some rank."""
         for chunk in (chunk for rank in ranks for chunk in rank.chunks):
             odd = {name: one for name, one in chunk.others.items() if is_tensor_call(one)}
             known = {chunk.whole_name(name) for name in (*chunk.tensors, *odd)}
@@ -200,7 +200,7 @@ class _Builder:
                 whole = engine_name(chunk.whole_name(name), known)
                 self.unreadable[whole] = explain(value)
         if self.unreadable:
-            why = "it is told by the shapes of all weights, and some cannot be read"
+            why = "the shapes of all weights identify it, and some cannot be read"
             self.unread.append(("the state of the optimizer", why))
 
     def add(self, rank: RankFiles) -> None:
@@ -237,7 +237,7 @@ class _Builder:
             return ParameterCut(None)
         raise CheckpointError(
             f"{self.folder / chunk.path} has {name!r}, and how tensor parallelism cuts it is not "
-            "known; save it as torch_dist with Megatron-core, which says it"
+            "known; save it as torch_dist with Megatron-core, which describes it"
         )
 
     def _parts(self, name: str) -> int:
@@ -253,7 +253,7 @@ class _Builder:
         return BlockPlace.cut(shape, cut.dimension, rank.tp % parts, parts, cut.stride)
 
     def _is_tied(self, name: str) -> bool:
-        """Whether a tensor is the embedding once more, on the last stage."""
+        """Return whether a tensor is the embedding once more, on the last stage."""
         return self.is_tied and name.startswith("output_layer.") and self.sizes.pp > 1
 
     def _add_tensor(
@@ -268,7 +268,7 @@ class _Builder:
     def _add_state(self, rank: RankFiles, block: StateBlock, whole: str, place: BlockPlace) -> None:
         shape = block.shape
         if shape == ():
-            # A step is of the parameter, wherever it is cut.
+            # A step belongs to the parameter, however that is sharded.
             name = state_name(whole, block.key)
             if name not in self.whole.tensors:
                 self.whole.add(name, block.dtype, BlockPlace(()), block.stored, block.path)

@@ -3,13 +3,23 @@
     latest_checkpointed_iteration.txt
     iter_0002000/mp_rank_01_003/model_optim_rng.pt, distrib_optim.pt
 
-1. Each model-parallel place has a folder, with the names and numbers that its rank uses
-   (`stage_layouts`), in Transformer Engine's layers or local ones, by `args.transformer_impl`.
-2. Optimizer state is put in the order of the modules, in which Megatron finds it: by number, or
-   in the flat buffers of a distributed optimizer, by `args.use_distributed_optimizer`. Those have
-   one bucket, but for an embedding that two stages share; gradients that are reduced while others
-   are computed have more, of `args.ddp_bucket_size`.
-3. Every file is one of `torch.save`, whose tensors are filled in (`torch_files.building`).
+1. Each model-parallel rank has a folder, with its rank's names and numbers (`StageLayouts`), for
+   Transformer Engine's layers or local layers, by `args.transformer_impl`.
+2. Optimizer state is in the order of the modules, as Megatron expects: by number, or in the flat
+   buffers of a distributed optimizer, by `args.use_distributed_optimizer`. Buffers have a single
+   bucket, except for an embedding that two stages share; with `args.overlap_grad_reduce` they have
+   buckets of `args.ddp_bucket_size`.
+3. Files are those of `torch.save`, whose tensors are written later (`torch_files.building`).
+
+Tensors are distributed over model-parallel ranks as follows; optimizer state follows its parameter:
+
+    mesh         tp, pp, ep; dp and cp have copies, which have no folder
+    stage        decoder layers in equal stretches; embeddings on the first, tensors after the
+                 layers on the last, with a copy of a tied embedding
+    vp           a stage has so many stretches, its chunks: the first of all stages, then the
+                 second. A chunk counts as a rank here; the chunks of a stage share a folder
+    ep           experts in equal stretches; all other tensors on every rank
+    tp           by the sharded dimension of the parameter (`find_cut`)
 """
 
 from __future__ import annotations
@@ -73,13 +83,13 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 
 _FLAT_KEYS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-# What a linear layer has among its parameters: state of Transformer Engine, or nothing.
+# The key of Transformer Engine's state among the parameters of a linear layer; None if absent.
 _EXTRA = "_extra_state"
 
 
 @dataclass
 class _ChunkParts:
-    """What a rank's files have of a chunk: parameters by name there, in the order of modules."""
+    """The parameters of a chunk on a rank, by their names there, in the order of modules."""
 
     place: RankPlace
     slot: int
@@ -92,7 +102,7 @@ _Own = tuple[_ChunkParts, str]
 
 
 def arrange(new: NewCheckpoint) -> WritePlan:
-    """A folder for each model-parallel place, with its rank's files.
+    """Return a folder for each model-parallel place, with its rank's files.
 
     Raises:
         RecipeError: a model that the ranks do not divide; parameters in an unknown order.
@@ -103,7 +113,7 @@ def arrange(new: NewCheckpoint) -> WritePlan:
 
 
 class _Arranger:
-    """One new checkpoint under way."""
+    """A new checkpoint while it is planned."""
 
     def __init__(self, new: NewCheckpoint) -> None:
         self.values = new.values
@@ -115,7 +125,7 @@ class _Arranger:
         self.stages = StageLayouts(self.grid, shapes, self.arguments)
         if self.stages.experts and has_stacked_experts(self.arguments):
             raise RecipeError(
-                "args.moe_grouped_gemm says that a layer's experts are one weight (GroupedMLP), "
+                "by args.moe_grouped_gemm a layer's experts are one weight (GroupedMLP), "
                 "which is not written; convert to torch-dist, which GroupedMLP loads"
             )
         expect_mixers(new.tensors, in_parts=False)
@@ -140,7 +150,7 @@ class _Arranger:
         return found if type(found) is int and 0 <= found < 10**7 else 0
 
     def arrange(self) -> WritePlan:
-        """All files, and where in them each tensor is."""
+        """Return all files, and where in them each tensor is."""
         has_state = any(len(own) > 1 for own in self.of.values())
         ordered = self._sort(has_state)
         for place, slots in self.grid.folders.items():
@@ -161,7 +171,7 @@ class _Arranger:
         )
 
     def _sort(self, has_state: bool) -> list[str]:
-        """The parameters in the order of the modules; as they are where none need it."""
+        """Return the parameters in the order of the modules; as they are where none need it."""
         keys = {
             name: order_key(name, is_local=self.is_local, is_grouped=self.is_grouped)
             for name in self.of
@@ -228,7 +238,7 @@ class _Arranger:
         return {**state, **{n: v for n, v in DEFAULTS.items() if n not in state}}
 
     def _split(self, chunks: list[_ChunkParts]) -> list[list[_Own]]:
-        """The parameters of each optimizer of the chain."""
+        """Return the parameters of each optimizer of the chain."""
         own = [
             (chunk, name)
             for chunk in chunks
@@ -244,7 +254,7 @@ class _Arranger:
         return split_groups(groups, step_of(self.values), of_experts=of_experts)
 
     def _groups(self) -> Any:
-        """The state of a distributed optimizer beside its parameters."""
+        """Return the state of a distributed optimizer without its buffers."""
         chain = [False, True] if self.stages.has_expert_optimizer else [False]
         found = [
             {"optimizer": {"param_groups": self._all_groups(flag)}, **scaler_state(self.values)}
@@ -253,7 +263,7 @@ class _Arranger:
         return found if len(found) > 1 else found[0]
 
     def _flat_state(self, chunks: list[_ChunkParts]) -> Any:
-        """The flat buffers of a distributed optimizer."""
+        """Return the flat buffers of a distributed optimizer."""
         found: list[Any] = []
         for number, own in enumerate(self._split(chunks)):
             # Dense parameters are those of all expert-parallel ranks: the first saves them.
@@ -310,7 +320,7 @@ class _Arranger:
         return bucket_sizes(self.arguments)[0]
 
     def _number_state(self, chunks: list[_ChunkParts]) -> Any:
-        """The state of an optimizer that is not distributed, whose parameters have numbers."""
+        """Return the state of an optimizer that is not distributed, by numbers of parameters."""
         chain = []
         for flag, parameters in enumerate(self._split(chunks)):
             groups = self._all_groups(bool(flag))
@@ -355,7 +365,7 @@ class _Arranger:
 
 
 def final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
-    """The file that names the last step."""
+    """Yield the file that names the last step."""
     found = write_plan.values.get("iteration", 0)
     yield TRACKER_NAME, str(found if type(found) is int else 0).encode()
 
@@ -363,7 +373,7 @@ def final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
 def place(
     tensors: Mapping[str, Any], values: Mapping[str, Any], grid: RankGrid
 ) -> dict[str, Layout]:
-    """The layout of every tensor over the ranks of a grid."""
+    """Return the layout of every tensor over the ranks of a grid."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     return StageLayouts(grid, shapes, arguments_of(values)).layouts()
 
@@ -378,7 +388,7 @@ OUTPUT = "output_layer.weight"
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The model-parallel places of the ranks of a mesh; None of one rank."""
+    """The model-parallel places of the ranks of a mesh, or of a single rank if the mesh is None."""
 
     mesh: DeviceMesh | None
 
@@ -483,11 +493,11 @@ class StageLayouts:
         return count
 
     def layouts(self) -> dict[str, Layout]:
-        """The layout of every tensor."""
+        """Return the layout of every tensor."""
         return {name: self._layout(name) for name in self.shapes}
 
     def parameter_of(self, name: str) -> str:
-        """The parameter of a tensor, by the name that it has in Transformer Engine's layers."""
+        """Return the parameter of a tensor, by its name in Transformer Engine's layers."""
         state = split_state_name(name)
         parameter = name if state is None else state[0]
         return self.engine.get(parameter) or engine_name(parameter, self.names)
@@ -510,11 +520,11 @@ class StageLayouts:
         return found
 
     def holders(self, parameter: str) -> Iterable[int]:
-        """The ranks that have a part of a parameter."""
+        """Return the ranks that have a part of a parameter."""
         return [rank for rank, place in self.grid.places.items() if self.is_held(parameter, place)]
 
     def is_held(self, parameter: str, place: RankPlace) -> bool:
-        """Whether the rank at a place has a part of a parameter."""
+        """Return whether the rank at a place has a part of a parameter."""
         expert = _LOCAL_EXPERT.search(parameter)
         if expert is not None:
             each = self.experts // self.grid.sizes.ep
@@ -523,13 +533,13 @@ class StageLayouts:
         return (place.pp, place.vp) in self.stages(parameter)
 
     def held(self, ordered: Iterable[str], place: RankPlace) -> list[str]:
-        """Those of the parameters, in the order of modules, that the rank at a place has."""
+        """Return those of the parameters, in the order of modules, that the rank at a place has."""
         found = [name for name in ordered if self.is_held(name, place)]
-        # The second place of a tied embedding is behind everything else.
+        # The copy of a tied embedding comes last.
         return sorted(found, key=lambda name: self.rank_name(name, place).startswith(OUTPUT))
 
     def stages(self, parameter: str) -> tuple[tuple[int, int], ...]:
-        """The stages that have a parameter, each with the number of its chunk."""
+        """Return the stages that have a parameter, each with the number of its chunk."""
         sizes = self.grid.sizes
         first, last = (0, 0), (sizes.pp - 1, sizes.vp - 1)
         match = _LAYER_OF.match(parameter)
@@ -542,14 +552,14 @@ class StageLayouts:
         return (last,)
 
     def first_layer(self, row: str, place: RankPlace) -> int:
-        """The first layer of a chunk of a stage, in the whole model."""
+        """Return the first layer of a chunk of a stage, in the whole model."""
         if row != "decoder.layers.":
             return 0
         sizes = self.grid.sizes
         return (place.vp * sizes.pp + place.pp) * (self.layers[row] // (sizes.pp * sizes.vp))
 
     def cut(self, parameter: str, shape: tuple[int, ...]) -> tuple[int | None, int]:
-        """The dimension that tensor parallelism cuts, and the stretches of each part."""
+        """Return the dimension that tensor parallelism cuts, and the stretches of each part."""
         tp = self.grid.sizes.tp
         if tp == 1 or not shape:
             return None, 1
@@ -570,7 +580,7 @@ class StageLayouts:
         return cut.dimension, cut.stride
 
     def block(self, parameter: str, shape: tuple[int, ...], place: RankPlace) -> BlockPlace:
-        """The part of a parameter that the rank at a place has."""
+        """Return the part of a parameter that the rank at a place has."""
         dimension, stride = self.cut(parameter, shape)
         if dimension is None:
             return BlockPlace(shape)
@@ -580,7 +590,7 @@ class StageLayouts:
         return BlockPlace.cut(own, dimension, place.tp, parts, stride)
 
     def rank_name(self, parameter: str, place: RankPlace) -> str:
-        """The name that a parameter has on the rank at a place, in Transformer Engine's layers."""
+        """Return a parameter's name on the rank at a place, in Transformer Engine's layers."""
         if self.is_tied and parameter == EMBEDDING and place.pp > 0:
             return OUTPUT
         match = _LAYER_OF.match(parameter)
