@@ -45,7 +45,7 @@ def test_a_rank_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError,
         match=r"mp_rank_00_001 is missing, of tensor-parallel rank 0, stage 1, expert-parallel "
-        r"rank 0; the arguments say tp 1, pp 2, ep 1",
+        r"rank 0; the arguments have tp 1, pp 2, ep 1",
     ):
         checkpoint.open(folder)
     shutil.move(tmp_path / "away", folder / "mp_rank_00_001")
@@ -71,7 +71,7 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path) -> None:
     shutil.copy(other / "distrib_optim.pt", folder / "mp_rank_01" / "distrib_optim.pt")
     found = checkpoint.open(folder)
     assert not [name for name in found if name.startswith("optimizer.")]
-    assert "which part is which cannot be told" in found.unread[-1][1]
+    assert "the parts of parameters are ambiguous" in found.unread[-1][1]
 
 
 class OddTensor(torch.Tensor):
