@@ -320,9 +320,9 @@ def test_a_text_that_is_wrong_is_a_notation_error(text: str, message: str) -> No
 
 
 def test_a_mesh_and_a_shape_are_needed() -> None:
-    with pytest.raises(NotationError, match="do not say the tensor's mesh"):
+    with pytest.raises(NotationError, match="lack the tensor's mesh"):
         parse_dtensor("[Shard(0)]")
-    with pytest.raises(NotationError, match="do not say the tensor's shape"):
+    with pytest.raises(NotationError, match="lack the tensor's shape"):
         parse_dtensor("[Shard(0), Replicate()]", SQUARE)
     with pytest.raises(NotationError, match="cuts a tensor that has no dimensions"):
         parse_dtensor("[Shard(0), Replicate()]", SQUARE, ())
@@ -346,9 +346,9 @@ def test_a_mesh_and_a_shape_are_needed() -> None:
 )
 def test_what_dtensor_cannot_say_is_named(text: str, message: str) -> None:
     mesh = DeviceMesh.of(dp=4, tp=2)
-    with pytest.raises(NotationError, match=f"DTensor cannot say {message}"):
+    with pytest.raises(NotationError, match=f"DTensor cannot express {message}"):
         dtensor_text(native(mesh, text))
-    with pytest.raises(NotationError, match=f"DTensor cannot say {message}"):
+    with pytest.raises(NotationError, match=f"DTensor cannot express {message}"):
         dtensor.to_placements(native(mesh, text))
 
 

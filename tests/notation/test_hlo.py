@@ -108,7 +108,7 @@ def test_tiles_that_do_not_fit_the_mesh_or_the_tensor() -> None:
         parse_hlo("{devices=[4,2]0,1,2,3,4,5,7,6}", MESH)
     with pytest.raises(NotationError, match=r"2 dimensions for a tensor of shape \[8\]"):
         parse_hlo("{devices=[4,2]<=[8]}", MESH, (8,))
-    with pytest.raises(NotationError, match="HLO cannot say `x@balanced`"):
+    with pytest.raises(NotationError, match="HLO cannot express `x@balanced`"):
         hlo_text(reshard.spec(MESH, "x@balanced, -"))
 
 

@@ -113,7 +113,7 @@ def test_any_sharding_is_written_or_refused(pair: tuple[ShardingSpec, Shape]) ->
             set(spec.partial_axes),
         )
         assert again.layout(shape).tables == spec.layout(shape).tables
-    assert refusal is None or refusal.startswith("JAX cannot say `")
+    assert refusal is None or refusal.startswith("JAX cannot express `")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_what_it_cannot_say_is_named(native: str, part: str) -> None:
     spec = reshard.spec(MESH, native)
     with pytest.raises(NotationError) as caught:
         jax_text(spec)
-    assert str(caught.value).startswith(f"JAX cannot say `{part}` of the sharding `{spec}`: ")
+    assert str(caught.value).startswith(f"JAX cannot express `{part}` of the sharding `{spec}`: ")
 
 
 @pytest.mark.parametrize(
@@ -310,8 +310,8 @@ def test_other_objects_of_jax(cases_and_answers: Asked) -> None:
         "NotationError: a PartitionSpec names mesh axes; give a mesh",
         "MeshError: unknown axis 'z'",
         "NotationError: a Mesh names no mesh axes",
-        "NotationError: str is no object of JAX",
-        "NotationError: SingleDeviceSharding is no mesh of JAX",
+        "NotationError: str is not an object of JAX",
+        "NotationError: SingleDeviceSharding is not a mesh of JAX",
         "NotationError: an empty mesh of JAX",
         "NotationError: no device for rank 9 of the mesh",
         "NotationError: no device for rank 1 of the mesh",
@@ -341,5 +341,5 @@ def test_without_jax_objects_are_not_made(monkeypatch: pytest.MonkeyPatch) -> No
     for make in (to_partition_spec, to_named_sharding):
         with pytest.raises(MissingExtraError, match="pip install jax"):
             make(reshard.spec(MESH, "x"))
-        with pytest.raises(NotationError, match="JAX cannot say"):
+        with pytest.raises(NotationError, match="JAX cannot express"):
             make(reshard.spec(MESH, "x@pad"))

@@ -206,7 +206,7 @@ def test_any_sharding_is_written_or_refused(pair: tuple[ShardingSpec, Shape]) ->
         refusal = None
         again = parse_mlir(text, spec.mesh, shape)
         assert again.layout(shape) is spec.layout(shape)
-    assert refusal is None or refusal.startswith("MLIR cannot say `")
+    assert refusal is None or refusal.startswith("MLIR cannot express `")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_what_it_cannot_say_is_named(native: str, part: str) -> None:
     spec = reshard.spec(MESH, native)
     with pytest.raises(NotationError) as caught:
         mlir_text(spec)
-    assert str(caught.value).startswith(f"MLIR cannot say `{part}` of the sharding `{spec}`: ")
+    assert str(caught.value).startswith(f"MLIR cannot express `{part}` of the sharding `{spec}`: ")
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_operations_are_written_in_both_dialects() -> None:
     spec = reshard.spec(MESH, "a, - | max(c)")
     written = "mesh.sharding @grid split_axes = [[0], []] partial = max[2] : !mesh.sharding"
     assert mlir_operation_text(spec, "mesh") == written
-    with pytest.raises(NotationError, match=r"cannot say `max\(c\)` .* `shard` has no partial"):
+    with pytest.raises(NotationError, match=r"cannot express `max\(c\)` .* `shard` has no partial"):
         mlir_operation_text(spec)
     assert mlir_operation_text(reshard.spec(MESH, "a, b@halo[0,1,padded]")) == (
         "shard.sharding @grid split_axes = [[0], [1]] halo_sizes = [0, 0, 0, 1] : !shard.sharding"
@@ -318,7 +318,7 @@ def test_operations_are_written_in_both_dialects() -> None:
 
 
 def test_a_mesh_that_mlir_cannot_say_is_refused() -> None:
-    with pytest.raises(NotationError, match=r"cannot say the device order \[1, 0\]"):
+    with pytest.raises(NotationError, match=r"cannot express the device order \[1, 0\]"):
         mlir_mesh_text(DeviceMesh.of(a=2, devices=[1, 0]))
     with pytest.raises(NotationError, match="without axes"):
         mlir_mesh_text(DeviceMesh.of())

@@ -84,13 +84,17 @@ def test_attributes_that_cannot_be() -> None:
 @pytest.mark.parametrize(
     ("value", "mesh", "said"),
     [
-        (np.zeros(3), None, "type ndarray does not say how it is cut over ranks; give a DTensor"),
-        (np.zeros(3), MESH, "type ndarray does not say how it is cut over ranks"),
-        (None, None, "type NoneType does not say"),
-        (7, MegatronRanks(), "type int does not say"),
+        (
+            np.zeros(3),
+            None,
+            "type ndarray has no attributes of a sharding over ranks; give a DTensor",
+        ),
+        (np.zeros(3), MESH, "type ndarray has no attributes of a sharding over ranks"),
+        (None, None, "type NoneType has no attributes"),
+        (7, MegatronRanks(), "type int has no attributes"),
         ("dp, tp", MESH, "'dp, tp' is a text, which `reshard.notation.read_sharding` reads"),
-        (reshard.Layout.replicated((2,), 2), None, "has no mesh axes"),
-        (attributes((2,), tensor_model_parallel=True), None, "not over which ranks; give them"),
+        (reshard.Layout.replicated((2,), 2), None, "no mesh axes"),
+        (attributes((2,), tensor_model_parallel=True), None, "but not its ranks; give them"),
         (attributes((2,), tensor_model_parallel=True), "tp=2", "mesh='tp=2' of type str; give a"),
     ],
     ids=str,
@@ -123,7 +127,7 @@ def test_objects_of_torch() -> None:
         linear.weight.tensor_model_parallel = True
         assert str(sharding_of(linear.weight, mesh)) == "tp, -"
         assert str(sharding_of(linear.bias, MegatronRanks(tp=2))) == "-"
-    with pytest.raises(NotationError, match="type Tensor does not say how it is cut"):
+    with pytest.raises(NotationError, match="type Tensor has no attributes of a sharding"):
         sharding_of(torch.zeros(2))
 
 

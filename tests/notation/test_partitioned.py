@@ -251,7 +251,7 @@ def test_among_the_placements_of_dtensor() -> None:
     assert parse_partitioned(text, mesh, (8, 2)) is spec
     # dp has 0:4 and 4:8, and ep 2 and 1 of three, then 1 and 0 of one.
     assert held_by(ShardingSpec(mesh, spec.dim_specs[:1]), 8) == [[0, 1, 3], [2], [4, 5, 7], [6]]
-    with pytest.raises(NotationError, match=r"DTensor cannot say the rule `blocks\[3,1\]`"):
+    with pytest.raises(NotationError, match=r"DTensor cannot express the rule `blocks\[3,1\]`"):
         dtensor_text(spec)
     mixed = "[Partial(sum), PartitionedShard(1, 2, ((1, 0), (0, 3)))]"
     assert partitioned_text(parse_dtensor(mixed, mesh, (8, 4))) == mixed
@@ -270,7 +270,7 @@ def test_among_the_placements_of_dtensor() -> None:
     ],
 )
 def test_what_it_cannot_say_is_named(text: str, message: str) -> None:
-    with pytest.raises(NotationError, match=f"DTensor cannot say {message}"):
+    with pytest.raises(NotationError, match=f"DTensor cannot express {message}"):
         partitioned_text(native(TWO, text))
 
 

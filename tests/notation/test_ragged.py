@@ -244,9 +244,9 @@ def test_what_a_ragged_shard_cannot_say() -> None:
         native(mesh, "- | sum(x)").layout((4,)),
         Layout.replicated((), 1),
     ):
-        with pytest.raises(NotationError, match="a ragged shard cannot say <Layout"):
+        with pytest.raises(NotationError, match="a ragged shard cannot express <Layout"):
             ragged_text(layout)
-    with pytest.raises(NotationError, match="cannot say the sharding `x`"):
+    with pytest.raises(NotationError, match="cannot express the sharding `x`"):
         ragged_text(native(mesh, "x"))
     assert ragged_text(native(mesh, "x").layout((4,))).endswith("local_units=(1, 1))")
     with pytest.raises(NotationError, match="tensor's shape; give a shape"):

@@ -230,12 +230,12 @@ def test_what_does_not_fit_the_mesh_or_the_shape() -> None:
     ],
 )
 def test_what_a_descriptor_cannot_say_is_named(text: str, message: str) -> None:
-    with pytest.raises(NotationError, match=f"a ScaLAPACK descriptor cannot say .*{message}"):
+    with pytest.raises(NotationError, match=f"a ScaLAPACK descriptor cannot express .*{message}"):
         scalapack_text(native(DeviceMesh.of(x=4, y=3, z=2), text))
 
 
 def test_a_shape_of_a_matrix_has_two_sizes() -> None:
-    with pytest.raises(NotationError, match=r"shape \[9\] is no matrix's"):
+    with pytest.raises(NotationError, match=r"shape \[9\] is not that of a matrix"):
         scalapack_text(parse_scalapack("mb=2 nb=2 grid=2x3"), (9,))
     with pytest.raises(NotationError, match="a descriptor of 2 numbers"):
         Descriptor.from_array((1, 0))

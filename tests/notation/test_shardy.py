@@ -83,7 +83,9 @@ def test_a_mesh_that_cannot_be_is_refused(text: str, error: type[Exception], mes
 def test_meshes_that_shardy_cannot_say_are_refused() -> None:
     with pytest.raises(NotationError, match="'a\"b' cannot be written as a name of MLIR"):
         shardy_mesh_text(DeviceMesh.of(name='a"b', x=2))
-    with pytest.raises(NotationError, match=r"cannot say the devices \[4, 5\] of the mesh 'mesh'"):
+    with pytest.raises(
+        NotationError, match=r"cannot express the devices \[4, 5\] of the mesh 'mesh'"
+    ):
         shardy_mesh_text(DeviceMesh.of(x=2, devices=[4, 5]))
 
 
@@ -178,7 +180,7 @@ def test_a_tensor_on_one_device() -> None:
     assert spec is ShardingSpec(mesh, [[], []])
     assert spec.layout((4, 4)).holders == (3,)
     assert shardy_text(spec) == "#sdy.sharding<@one, []>"
-    with pytest.raises(NotationError, match=r"cannot say `\?` .* without axes it has no dim"):
+    with pytest.raises(NotationError, match=r"cannot express `\?` .* without axes it has no dim"):
         shardy_text(ShardingSpec(mesh, [DimSpec(is_open=True)]))
 
 
@@ -267,7 +269,9 @@ def test_what_it_cannot_say_is_named(native: str, part: str) -> None:
     spec = reshard.spec(MESH, native)
     with pytest.raises(NotationError) as caught:
         shardy_text(spec)
-    assert str(caught.value).startswith(f"Shardy cannot say `{part}` of the sharding `{spec}`: ")
+    assert str(caught.value).startswith(
+        f"Shardy cannot express `{part}` of the sharding `{spec}`: "
+    )
 
 
 @given(specs_with_shapes())
@@ -284,7 +288,7 @@ def test_any_sharding_is_written_or_refused(pair: tuple[ShardingSpec, Shape]) ->
         assert again.reduction == spec.reduction
         assert shardy_text(again) == text
         assert again.layout(shape).tables == spec.layout(shape).tables
-    assert refusal is None or refusal.startswith("Shardy cannot say `")
+    assert refusal is None or refusal.startswith("Shardy cannot express `")
 
 
 @given(flat_specs(("sum", "max", "min"), sub_axes=True, replicated=True), st.data())

@@ -232,7 +232,7 @@ def test_every_rank_has_the_heads_that_its_queries_use(groups: int, each: int, t
     [
         ("tp=4", "*.k_proj.weight=tp, -", r"rank 0 would hold 0:1 of .*k_proj.weight, which cuts "
          r"through what belongs together \(heads.key_value\); 4 ranks along tp would do"),
-        ("tp=2", "*.k_proj.weight=-, tp", "dimension 1 of .*k_proj.weight would be cut too"),
+        ("tp=2", "*.k_proj.weight=-, tp", "dimension 1 of .*k_proj.weight would be cut"),
         ("tp=2", "*.o_proj.weight=-, -", "rank 0 would hold heads.query 0-3 of .*q_proj.weight, and"
          " 0-7 of .*o_proj.weight; both are computed with together"),
         ("tp=2", "*.[qo]_proj.*=...", "ranks 0 and 1 would both hold heads.query 0-7 of"),

@@ -270,10 +270,10 @@ def test_stacks_over_several_axes_and_uneven_ones() -> None:
         }
         assert str(make_fused_spec("f", fusion, specs, shapes)) == expected
     specs["1.down"] = spec(mesh, "-, - | only(dp=1 tp=0)")
-    with pytest.raises(RecipeError, match="do not live one behind the other along dp"):
+    with pytest.raises(RecipeError, match="are not divided consecutively along dp"):
         make_fused_spec("f", fusion, specs, shapes)
     specs["1.down"] = spec(mesh, "-, - | only(tp=0)")
-    with pytest.raises(RecipeError, match="do not live one behind the other along dp"):
+    with pytest.raises(RecipeError, match="are not divided consecutively along dp"):
         make_fused_spec("f", fusion, specs, shapes)
     specs["1.down"] = spec(mesh, "tp, -")
     with pytest.raises(RecipeError, match=r"is a stack of '0\.down', cut as"):

@@ -179,11 +179,13 @@ def test_rules_by_hand_live_where_the_recipe_says() -> None:
 
 
 def test_a_number_that_nothing_explains() -> None:
-    with pytest.raises(RecipeError, match=r"no recipe says what \{layer\} in a rule's pattern num"):
+    with pytest.raises(
+        RecipeError, match=r"no recipe defines the number \{layer\} of a rule's pattern"
+    ):
         assign({"l.0": (2,)}, DeviceMesh.of(tp=2), [Rule("l.{layer}", "tp")])
-    with pytest.raises(RecipeError, match=r"nothing says what 'layer' numbers; add a table \[num"):
+    with pytest.raises(RecipeError, match=r"the number 'layer' is undefined; add a table \[num"):
         Recipe("r", "", (), ("tp",), (Rule("l.{layer}", "tp"),))
-    with pytest.raises(RecipeError, match="nothing says what 'layer' numbers"):
+    with pytest.raises(RecipeError, match="the number 'layer' is undefined"):
         Recipe("r", "", (), ("tp",), (Rule("in", "tp", at=(("layer", ("first",)),)),))
 
 
@@ -195,7 +197,7 @@ def test_a_number_that_nothing_explains() -> None:
         (
             (),
             {"layers": 3, "experts": 6},
-            r"tensor 'l\.3\.w' of .*number 3 of a name, but .* are 3",
+            r"tensor 'l\.3\.w' of .*number 3 of a name, but .* is 3",
         ),
         ((Rule("l.0.w", "-, - | only(pp=2)"),), CONFIG, r"only coordinates \[2\] of axis pp"),
         (
@@ -239,10 +241,13 @@ def test_options_name_what_there_is() -> None:
         ({"cuts": {"rows": "even"}}, "the cut 'even' is not a cut rule such as ceil"),
         ({"cuts": {"tp": "ceil"}}, "has two things named 'tp'; rename one"),
         ({"cuts": {"layer": "ceil"}, "numbers": NUMBERS}, "has two things named 'layer'"),
-        ({"numbers": {"n": Numbering("zp", "n")}}, "number 'n' is of axis 'zp'; its axes are tp"),
-        ({"stand_ins": {"zp": "tp"}}, "a stand-in is of axis 'zp'"),
-        ({"stand_ins": {"tp": "zp"}}, "a stand-in is of axis 'zp'"),
-        ({"mesh_axes": {"zp": "tp"}}, "a mapping is of axis 'zp'"),
+        (
+            {"numbers": {"n": Numbering("zp", "n")}},
+            "number 'n' refers to axis 'zp'; its axes are tp",
+        ),
+        ({"stand_ins": {"zp": "tp"}}, "a stand-in refers to axis 'zp'"),
+        ({"stand_ins": {"tp": "zp"}}, "a stand-in refers to axis 'zp'"),
+        ({"mesh_axes": {"zp": "tp"}}, "a mapping refers to axis 'zp'"),
     ],
 )
 def test_recipes_that_cannot_be(more: dict[str, dict[str, object]], message: str) -> None:

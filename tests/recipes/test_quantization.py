@@ -180,7 +180,7 @@ def test_unknown_methods_are_refused(config: dict[str, object], message: str) ->
 
 def test_a_tensor_that_nobody_knows_is_refused() -> None:
     stored = {f"{X}.weight": (256, 256), f"{X}.weight_scale_inv": (2, 2), f"{X}.pre_scale": (256,)}
-    with pytest.raises(UncomputableError, match="pre_scale' lies beside the quantised weight"):
+    with pytest.raises(UncomputableError, match="pre_scale' is next to the quantised weight"):
         find_quantized(stored)
 
 

@@ -113,7 +113,7 @@ def test_recipe_looks_into_the_config() -> None:
     assert layouts["model.norm.weight"] is Layout.replicated((3,), 4)
     with pytest.raises(UnmatchedError, match="no rule of the recipe 'qwen2' matches 1 of 1 t"):
         strategy("recipe")({"x": (dtype("int8"), ())}, 4, {"model_type": "qwen2"})
-    with pytest.raises(RecipeError, match=r"config\.json, and there is none beside"):
+    with pytest.raises(RecipeError, match=r"config\.json, and there is none next to"):
         strategy("recipe")(tensors, 4)
     with pytest.raises(
         RecipeError, match="model type 'x'; by the names of its tensors it resembles"

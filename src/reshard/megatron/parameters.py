@@ -168,7 +168,7 @@ class MegatronParameter:
         given = [name for name, is_given in said.items() if is_given]
         if len(given) > 1:
             raise SpecError(
-                f"{' and '.join(given)} of one parameter; one of them says how it is cut"
+                f"{' and '.join(given)} of one parameter; one of them determines the cut"
             )
         if self.partition_sizes is None:
             return

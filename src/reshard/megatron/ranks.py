@@ -248,7 +248,7 @@ class MegatronGrids:
                 their group, groups that make no grid.
         """
         if not groups:
-            raise MeshError("no rank says its process groups; give those of at least one")
+            raise MeshError("there are no process groups; give those of at least one rank")
         known = {axis for of in groups.values() for axis in of}
         for problem in _find_misfits(groups, known):
             raise MeshError(problem)

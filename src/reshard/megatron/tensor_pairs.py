@@ -77,7 +77,7 @@ def _reconcile(
     _check_types(source, target, cast)
     if source.is_expert != target.is_expert:
         raise SpecError(
-            f"the source says is_expert={source.is_expert}, the target {target.is_expert}; a "
+            f"the source has is_expert={source.is_expert}, the target {target.is_expert}; a "
             "parameter belongs to an expert on both sides or on neither"
         )
     source, target = _choose_reading(source, target)

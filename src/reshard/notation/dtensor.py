@@ -541,7 +541,7 @@ def parse_dtensor(
         if mesh is None or shape is None:
             missing = "mesh" if mesh is None else "shape"
             raise NotationError(
-                f"placements do not say the tensor's {missing}; give a {missing} beside them"
+                f"the placements lack the tensor's {missing}; give a {missing} with them"
             )
         placements = [placement_of_call(call) for call in calls]
         order = _order_steps(placements, [call.order for call in calls], len(shape))
@@ -569,8 +569,8 @@ def dtensor_text(spec: ShardingSpec) -> str:
     >>> dtensor_text(ShardingSpec(mesh, [["dp", "tp"]]))
     Traceback (most recent call last):
         ...
-    reshard.errors.NotationError: DTensor cannot say the level `dp tp` of dimension 0: each of its
-    placements cuts over one mesh axis; write `dp / tp` for a cut of a cut
+    reshard.errors.NotationError: DTensor cannot express the level `dp tp` of dimension 0: each of
+    its placements cuts over one mesh axis; write `dp / tp` for a cut of a cut
     """
     return str(placements_of(spec))
 
@@ -782,7 +782,7 @@ def placements_of(spec: ShardingSpec, *, partitioned: bool = False) -> DTensorPl
 
 
 def cannot_say(part: str, because: str) -> NotationError:
-    return NotationError(f"DTensor cannot say {part}: {because}")
+    return NotationError(f"DTensor cannot express {part}: {because}")
 
 
 def _expect_whole_axis(level: Level, dim: int) -> str:

@@ -256,7 +256,7 @@ def sharding_of_jax(
     """
     if not is_jax(sharding):
         kind = type(sharding).__name__
-        raise NotationError(f"{kind} is no object of JAX; give a PartitionSpec or a sharding")
+        raise NotationError(f"{kind} is not an object of JAX; give a PartitionSpec or a sharding")
     if hasattr(sharding, "sharding") and hasattr(sharding, "shape"):
         sharding, shape = sharding.sharding, sharding.shape
     kind = type(sharding).__name__
@@ -336,7 +336,7 @@ def mesh_of(mesh: Any) -> DeviceMesh:
     """
     kind = type(mesh).__name__
     if not is_jax(mesh) or kind not in ("Mesh", "AbstractMesh"):
-        raise NotationError(f"{kind} is no mesh of JAX; give a Mesh or an AbstractMesh")
+        raise NotationError(f"{kind} is not a mesh of JAX; give a Mesh or an AbstractMesh")
     names = _check_names(tuple(mesh.axis_names))
     if kind == "AbstractMesh":
         return DeviceMesh("mesh", mesh.axis_sizes, names)

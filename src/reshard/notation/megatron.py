@@ -107,7 +107,7 @@ def parse_megatron(
         _read_numbers(said, "expert_ranks", text),
     )
     if expert_ranks is not None and not is_expert:
-        raise NotationError(f"expert_ranks of a parameter that is no expert's in {text!r}")
+        raise NotationError(f"expert_ranks of a parameter that belongs to no expert in {text!r}")
     return tensor_parallel_spec(mesh, axis, ndim, dim, rule, {"pp": stages, "ep": expert_ranks})
 
 
@@ -156,7 +156,7 @@ def _build_grid(said: dict[str, str], is_expert: bool, text: str) -> DeviceMesh:
     if not is_expert or set(sizes) - set(EXPERT_AXES):
         raise NotationError(
             f"edp={sizes['edp']} in {text!r}; it belongs to an expert's grid: write etp, ep, edp "
-            "and pp before the bar and `expert` behind it, or tp, cp, dp, pp with ep and etp"
+            "and pp before the bar and `expert` after it, or tp, cp, dp, pp with ep and etp"
         )
     return rank_grid({axis: sizes.get(axis, 1) for axis in EXPERT_AXES}, order, offset)
 
@@ -183,7 +183,7 @@ def _build_rule(said: dict[str, str], parts: int, text: str) -> CutRule | None:
     if len(given) > 1 or (lengths is not None and given not in ([], ["partition_stride"])):
         raise NotationError(
             f"{' and '.join(given)}{' and local_lengths' if lengths else ''} in {text!r}; one of "
-            "them says how the dimension is cut"
+            "them determines the cut"
         )
     if "partition_dim" not in said:
         return None

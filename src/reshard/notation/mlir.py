@@ -325,11 +325,11 @@ def mlir_mesh_text(mesh: DeviceMesh, dialect: str = "shard") -> str:
     _check_dialect(dialect)
     if mesh.devices != tuple(range(mesh.size)):
         raise NotationError(
-            f"MLIR cannot say the device order {list(mesh.devices)} of the mesh {mesh.name!r}: its "
-            "devices are numbered in row-major order"
+            f"MLIR cannot express the device order {list(mesh.devices)} of the mesh {mesh.name!r}: "
+            "its devices are numbered in row-major order"
         )
     if not mesh.shape:
-        raise NotationError(f"MLIR cannot say the mesh {mesh.name!r} without axes; give it one")
+        raise NotationError(f"MLIR cannot express the mesh {mesh.name!r} without axes; give it one")
     word = "grid" if dialect == "shard" else "mesh"
     return f"{dialect}.{word} {symbol_text(mesh.name)}(shape = {'x'.join(map(str, mesh.shape))})"
 

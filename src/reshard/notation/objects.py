@@ -82,8 +82,8 @@ def _describe(value: object) -> str:
     if isinstance(value, str):
         return f"{value!r} is a text, which `reshard.notation.read_sharding` reads"
     if isinstance(value, Layout):
-        return "a Layout says what each rank holds, and has no mesh axes"
-    return f"a value of type {kind} does not say how it is cut over ranks"
+        return "a Layout has the parts of each rank, and no mesh axes"
+    return f"a value of type {kind} has no attributes of a sharding over ranks"
 
 
 def _as_mesh(mesh: Any) -> DeviceMesh | None:
@@ -104,7 +104,7 @@ def _sharding_of_parameter(value: Any, mesh: Any) -> ShardingSpec:
     local = value if isinstance(value, LocalParameter) else LocalParameter.of(value)
     if mesh is None:
         raise NotationError(
-            "a parameter of Megatron says how it is cut, but not over which ranks; give them, such "
+            "a parameter of Megatron has its cut, but not its ranks; give them, such "
             "as mesh=MegatronRanks(tp=2, dp=4), or a mesh with an axis tp"
         )
     if isinstance(mesh, MegatronRanks | MegatronGrids):

@@ -179,7 +179,7 @@ class Vocabulary:
     >>> Vocabulary("JAX").check(spec(DeviceMesh.of(x=2), "x@stride2"))
     Traceback (most recent call last):
         ...
-    reshard.errors.NotationError: JAX cannot say `x@stride2` of the sharding `x@stride2`: it has
+    reshard.errors.NotationError: JAX cannot express `x@stride2` of the sharding `x@stride2`: it has
     no cut rule `stride2`
     """
 
@@ -244,4 +244,6 @@ class Vocabulary:
 
     def refusal(self, spec: ShardingSpec, part: str, why: str) -> NotationError:
         """Return the error for a part of a sharding that the notation cannot express."""
-        return NotationError(f"{self.notation} cannot say `{part}` of the sharding `{spec}`: {why}")
+        return NotationError(
+            f"{self.notation} cannot express `{part}` of the sharding `{spec}`: {why}"
+        )

@@ -135,7 +135,7 @@ def parse_ragged(
     """
     try:
         if shape is None:
-            raise NotationError("placements do not say the tensor's shape; give a shape")
+            raise NotationError("the placements lack the tensor's shape; give a shape")
         mesh, placed = split_mesh(text, mesh)
         placements = [
             _read_ragged(call) if call.name in _RAGGED_NAMES else placement_of_call(call)
@@ -143,7 +143,7 @@ def parse_ragged(
         ]
         if mesh is None:
             if len(placements) != 1 or not isinstance(placements[0], RaggedShard):
-                raise NotationError("placements do not say the tensor's mesh; give a mesh")
+                raise NotationError("the placements lack the tensor's mesh; give a mesh")
             mesh = DeviceMesh.of(ranks=len(placements[0].local_units))
         return ragged_layout(mesh, placements, shape)
     except LayoutError as error:
@@ -176,7 +176,7 @@ def ragged_text(spec: ShardingSpec | Layout) -> str:
     """
     if isinstance(spec, ShardingSpec):
         raise NotationError(
-            f"a ragged shard cannot say the sharding `{spec}`, which cuts dimensions one by one; "
+            f"a ragged shard cannot express the sharding `{spec}`, which cuts each dimension; "
             "give a layout, such as spec.layout(shape), if its ranks hold flat ranges"
         )
     for dims in range(1, spec.ndim + 1):
@@ -184,7 +184,7 @@ def ragged_text(spec: ShardingSpec | Layout) -> str:
         if shard is not None:
             return str(shard)
     raise NotationError(
-        f"a ragged shard cannot say {spec!r}: its ranks do not hold one range of the flattened "
+        f"a ragged shard cannot express {spec!r}: its ranks do not hold one range of the flattened "
         "leading dimensions after the other, in the order of the ranks"
     )
 

@@ -296,7 +296,7 @@ def _read_grid_ranks(text: str, order: str | None) -> DeviceMesh:
 def _expect_two_axes(mesh: DeviceMesh) -> None:
     if len(mesh.shape) != 2:
         raise NotationError(
-            f"a mesh of {len(mesh.shape)} axes ({mesh.text}) is no grid of processes; give two, "
+            f"a mesh of {len(mesh.shape)} axes ({mesh.text}) is not a grid of processes; give two, "
             "rows and columns, one of which may have size 1"
         )
 
@@ -320,7 +320,7 @@ def scalapack_text(spec: ShardingSpec, shape: Sequence[int] | None = None) -> st
     if spec.ndim != 2:
         raise _refuse(f"a tensor of {spec.ndim} dimensions", "it is for matrices")
     if shape is not None and len(shape) != 2:
-        raise NotationError(f"shape {list(shape)} is no matrix's; give rows and columns")
+        raise NotationError(f"shape {list(shape)} is not that of a matrix; give rows and columns")
     if spec.partial_axes or spec.only or any(d.is_open or d.priority for d in spec.dim_specs):
         raise _refuse(f"`{spec}`", "every element is on one process, and there are no marks")
     lengths = (None, None) if shape is None else tuple(shape)
@@ -378,4 +378,4 @@ def _write_grid(ranks: list[list[int]]) -> str:
 
 
 def _refuse(part: str, because: str) -> NotationError:
-    return NotationError(f"a ScaLAPACK descriptor cannot say {part}: {because}")
+    return NotationError(f"a ScaLAPACK descriptor cannot express {part}: {because}")

@@ -312,7 +312,7 @@ def shardy_mesh_text(mesh: DeviceMesh) -> str:
     order = list(range(mesh.size))
     if mesh.axis_names and sorted(mesh.devices) != order:
         raise NotationError(
-            f"Shardy cannot say the devices {list(mesh.devices)} of the mesh {mesh.name!r}: it "
+            f"Shardy cannot express the devices {list(mesh.devices)} of the mesh {mesh.name!r}: it "
             f"numbers them 0 to {mesh.size - 1}"
         )
     axes = ", ".join(

@@ -380,7 +380,7 @@ class _AssignmentBuilder:
         needed |= {what for match in matches.values() for what, _ in self.rules[match.number].at}
         numbers = self.recipe.numbers if self.recipe else {}
         for what in needed - numbers.keys():
-            raise RecipeError(f"no recipe says what {{{what}}} in a rule's pattern numbers")
+            raise RecipeError(f"no recipe defines the number {{{what}}} of a rule's pattern")
         # Numbers that are cut by bytes come last: what a layer weighs depends on where its experts
         # are.
         for by_bytes in (False, True):

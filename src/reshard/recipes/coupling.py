@@ -425,7 +425,9 @@ def find_mismatch(blocks: Sequence[_Labelled], *, is_unit: bool) -> str | None:
     """
     for label, block in blocks:
         if block.also_cut is not None:
-            return f"dimension {block.also_cut} of {label} would be cut too, beside {block.name}"
+            return (
+                f"dimension {block.also_cut} of {label} would be cut, in addition to {block.name}"
+            )
         if block.split_unit is not None:
             rank, (start, stop) = block.split_unit
             return (

@@ -51,7 +51,7 @@ Numbers = Mapping[str, int]
 
 NO_NUMBERS: Numbers = {}
 BRACES = re.compile(r"\{([^{}]*)\}")
-_REMEDY = "put the model's config.json beside the checkpoint, or write the number in the rule"
+_REMEDY = "put the model's config.json next to the checkpoint, or write the number in the rule"
 _WORD = r"[A-Za-z_]\w*"
 _PATH = rf"{_WORD}(?:\.{_WORD})*"
 _KEY = re.compile(rf"({_PATH})(?:\[\s*({_WORD}|\d+|)\s*\](?:\.({_PATH}))?)?")

@@ -98,7 +98,7 @@ def _read_added(value: Any) -> dict[str, Recipe]:
         value = Path(value)
     if not isinstance(value, Traversable):
         raise RecipeError(
-            f"{value!r} is no recipe, no package or folder of TOML files, and no path of one"
+            f"{value!r} is neither a recipe, nor a package, folder or path of TOML files"
         )
     files = {value.name.removesuffix(".toml"): value}
     if value.is_dir():
@@ -111,7 +111,7 @@ def _read_added(value: Any) -> dict[str, Recipe]:
 def _load_extended(name: str) -> Recipe:
     """Return the recipe that a plug-in's recipe extends."""
     if name not in shipped_recipes():
-        raise RecipeError(f"it extends {name!r}, which is no shipped recipe")
+        raise RecipeError(f"it extends {name!r}, which is not a shipped recipe")
     return _load_shipped(name)
 
 
@@ -271,7 +271,7 @@ def describe_unknown_model(config: Config | None, names: Iterable[str]) -> str:
     if missing and config is not None:
         counts = f"of its counts config.json lacks {', '.join(f'`{count}`' for count in missing)}"
     elif config is None:
-        counts = "it takes the model's counts from config.json, so put that beside the weights"
+        counts = "it takes the model's counts from config.json, so put that next to the weights"
     after = ", ".join(f"{other.recipe.name} ({other.matched})" for other in others)
     return (
         f"{text}by the names of its tensors it resembles {recipe.name}, whose rules match "

@@ -437,7 +437,7 @@ def _cut_stack(name: str, specs: Sequence[ShardingSpec]) -> tuple[DimSpec, _Coor
                 rule = by_ceil.rule
             return DimSpec([Level(order, rule)]), only
     raise RecipeError(
-        f"{name!r} is a stack of {len(specs)} tensors that do not live one behind the other along "
+        f"{name!r} is a stack of {len(specs)} tensors that are not divided consecutively along "
         f"{' '.join(axes)}; deal them out in order, such as by ceil, or keep them apart"
     )
 

@@ -382,7 +382,7 @@ def _expect_no_strangers(shapes: Shapes, found: Mapping[str, QuantizedWeight]) -
         if module in modules and name not in members and leaf not in ("weight", "bias"):
             weight = found[f"{module}.weight"]
             raise UncomputableError(
-                f"the tensor {name!r} lies beside the quantised weight {weight.name!r} "
+                f"the tensor {name!r} is next to the quantised weight {weight.name!r} "
                 f"({weight.method}), and it is not known how it goes with it; known there are "
                 f"{', '.join(member.rpartition('.')[2] for member in weight.members)} and bias. "
                 f"{_ACCEPTED}"

@@ -286,7 +286,7 @@ class _Run:
             return self._shards[rank][name]
         except (KeyError, IndexError):
             raise ShardError(
-                f"no array of tensor {name!r} on source rank {rank}; the plan's metadata says "
+                f"no array of tensor {name!r} on source rank {rank}; the plan's metadata has "
                 "that it has a part of it"
             ) from None
 

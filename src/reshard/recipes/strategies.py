@@ -215,7 +215,7 @@ def fitting_recipe(config: Config | None, names: Iterable[str] = ()) -> Recipe:
     """
     if config is None:
         raise RecipeError(
-            "a recipe is chosen by the model's config.json, and there is none beside the "
+            "a recipe is chosen by the model's config.json, and there is none next to the "
             "checkpoint; name a recipe"
         )
     found = choose_recipe(config)

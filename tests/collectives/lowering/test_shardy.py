@@ -99,12 +99,12 @@ def test_what_shardy_cannot_say_names_the_step() -> None:
     assert any(isinstance(step, JointAllToAll) for step in joint.steps)
     with pytest.raises(NotationError, match=r"step 1, joint all-to-all\(x y\), .* classical"):
         shardy_module(joint)
-    with pytest.raises(NotationError, match=r"cannot say `max\(x\)` of .* only sum"):
+    with pytest.raises(NotationError, match=r"cannot express `max\(x\)` of .* only sum"):
         shardy_module(make_program("- | max(x)", "-", (8,), MESH))
-    with pytest.raises(NotationError, match=r"cannot say `x / y`"):
+    with pytest.raises(NotationError, match=r"cannot express `x / y`"):
         shardy_module(make_program("x / y", "x", (10,), MESH))
     strided = find_program(reshard.spec(MESH, "x@stride2"), reshard.spec(MESH, "x"), (8,))
-    with pytest.raises(NotationError, match="cannot say `x@stride2`"):
+    with pytest.raises(NotationError, match="cannot express `x@stride2`"):
         shardy_module(strided)
     with pytest.raises(NotationError, match="no element type for 'complex32'"):
         shardy_module(make_program("x", "-", (4,), MESH), "complex32")

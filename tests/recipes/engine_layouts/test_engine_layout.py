@@ -206,7 +206,7 @@ def test_what_no_engine_can_hold_is_refused() -> None:
     ranks = [RankLayout(0, {"w": far}), layout.ranks[1]]
     with pytest.raises(LayoutError, match=r"reads elements 64 to 95 of 'layers.0.q', which has 64"):
         dataclasses.replace(layout, ranks=ranks)
-    with pytest.raises(LayoutError, match=r"filled from 'layers.0.q', which is no source"):
+    with pytest.raises(LayoutError, match=r"filled from 'layers.0.q', which is not a source"):
         dataclasses.replace(layout, sources={"rope": ("float32", (3,))})
     with pytest.raises(LayoutError, match=r"ranks \[0\] for the mesh tp=2"):
         dataclasses.replace(layout, ranks=layout.ranks[:1])

@@ -69,7 +69,7 @@ class RankLayout:
         for group in self.tied:
             for name in group:
                 if name not in self.parameters:
-                    raise LayoutError(f"{name!r} is tied to others, and is no parameter")
+                    raise LayoutError(f"{name!r} is tied to others, and is not a parameter")
 
     def __getitem__(self, name: str) -> ParameterLayout:
         if name not in self.parameters:
@@ -162,7 +162,9 @@ class EngineLayout:
     def _check_rank(self, rank: RankLayout, sizes: Mapping[str, int]) -> None:
         for name in rank.unread:
             if name not in sizes:
-                raise LayoutError(f"{name!r}, which rank {rank.rank} does not read, is no source")
+                raise LayoutError(
+                    f"{name!r}, which rank {rank.rank} does not read, is not a source"
+                )
         for parameter in rank.parameters.values():
             key = (parameter.pattern, parameter.sources)
             if key not in self._checked:
@@ -228,7 +230,7 @@ def _check_reach(rank: int, parameter: ParameterLayout, sizes: Mapping[str, int]
     missing = next((name for name in parameter.sources if name not in sizes), None)
     if missing is not None:
         raise LayoutError(
-            f"{parameter.name!r} of rank {rank} is filled from {missing!r}, which is no source"
+            f"{parameter.name!r} of rank {rank} is filled from {missing!r}, which is not a source"
         )
     low, high = parameter.pattern.reach
     size = np.array([sizes[name] for name in parameter.sources], dtype=np.int64)

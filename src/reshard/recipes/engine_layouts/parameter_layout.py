@@ -488,7 +488,7 @@ def shard_parameter(
         return None
     if len(cells) > 1:
         raise LayoutError(
-            f"rank {rank} holds {len(cells)} cells of {name!r}, one behind the other in its "
+            f"rank {rank} holds {len(cells)} cells of {name!r}, consecutively in its "
             "memory; a parameter is one cell. Give the layout of each part by itself"
         )
     parts = layout.cell_part[cells.start].tolist()

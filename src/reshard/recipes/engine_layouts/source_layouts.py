@@ -81,7 +81,7 @@ def find_products(
     if len(found) > MAX_PRODUCTS:
         raise LayoutError(
             f"the region of sizes {list(sizes)} at {offset} with strides {list(strides)} of a "
-            f"tensor of shape {list(shape)} is no few boxes of it"
+            f"tensor of shape {list(shape)} is too fragmented: it has too many boxes"
         )
     return tuple(found)
 
