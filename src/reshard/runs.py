@@ -350,6 +350,20 @@ def ragged_ranges(low: IntArray, counts: IntArray) -> tuple[IntArray | slice, In
     return np.repeat(np.arange(len(counts)), counts), numbers
 
 
+def ragged_rows(begin: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the entries of `rows` of a ragged array, and the index in `rows` of each.
+
+    The entries of row `r` are numbered from `begin[r]` up to `begin[r + 1]`.
+
+    >>> index, entries = ragged_rows(np.array([0, 2, 2, 5]), np.array([2, 0]))
+    >>> index.tolist(), entries.tolist()
+    ([0, 0, 0, 1, 1], [2, 3, 4, 0, 1])
+    """
+    low = begin[rows]
+    counts = begin[rows + 1] - low
+    return np.repeat(np.arange(len(rows)), counts), np.repeat(low, counts) + ragged_arange(counts)
+
+
 def _check_magnitudes(matrix: IntArray) -> None:
     """Raise LayoutError for rows whose positions, or whose number written out, is too large."""
     repeat = matrix[:, Run._fields.index("repeat")]

@@ -70,5 +70,5 @@ def test_a_part_with_an_index_twice_is_refused(at: int) -> None:
     """Where parts overlap, an index that one part has twice cannot be handed on."""
     twice = RunTable(4, 2, [(0, 0, 4, 0), (0, at, 1, 4), (1, 0, 4, 0)])
     target = Layout((4,), [twice], 2, [0, 1], [[0], [1]])
-    with pytest.raises(PlanError, match="has 5 elements, but only 4 different ones"):
+    with pytest.raises(PlanError, match="has 5 elements, but only 4 distinct ones"):
         find_regions(target, ((0,),))

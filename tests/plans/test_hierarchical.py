@@ -45,12 +45,12 @@ STAGED = StagedJob(
     [
         (
             lambda a, b: (a.take(slice(1, None)), b),
-            "before it brings 0 of its 32 elements",
+            "stages deliver 0 of its 32 elements",
         ),
         (lambda a, b: (a, b.take(slice(1, None))), "rank 5 receives 96 elements .* of 128"),
         (
             lambda a, b: (a.take(np.append(np.arange(len(a)), 0)), b),
-            "before it brings 64",
+            "stages deliver 64",
         ),
         (lambda a, b: (a, b.take(np.append(np.arange(len(b)), 0))), "receives 160 elements"),
         (
@@ -87,11 +87,11 @@ STAGED = StagedJob(
                     target_cell=b.source_cell,
                 ),
             ),
-            "before it brings 0 of its 32",
+            "stages deliver 0 of its 32",
         ),
         (
             lambda a, b: (replace(a, shape=np.subtract(a.shape, [1, 0])), b),
-            "before it brings 24 of its 32",
+            "stages deliver 24 of its 32",
         ),
     ],
 )

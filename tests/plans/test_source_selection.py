@@ -93,7 +93,7 @@ def test_what_is_no_job() -> None:
         with pytest.raises(PlanError, match=r"expected a JobItem|expected an iterable"):
             Job(items)  # type: ignore[arg-type]
     for seconds in (reshard.plan(layout, layout, "int8"), Job([item])):
-        with pytest.raises(PlanError, match="give a Topology"):
+        with pytest.raises(PlanError, match="expected a Topology"):
             seconds.estimate("dgx")
 
 

@@ -53,7 +53,7 @@ from reshard.geometry.holders import find_in
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.element_groups import find_element_groups
 from reshard.plans.job import JobItem
-from reshard.runs import IntArray, ragged_arange
+from reshard.runs import IntArray, ragged_arange, ragged_rows
 from reshard.topology import Topology
 
 
@@ -154,10 +154,7 @@ def find_flows(plan: LayoutChange, topology: Topology, reach: Reach = Reach.HOST
     rack_begin, rack_count = _find_stretches(group, scope, turn, rack)
 
     # The senders of a flow are the nearest holders of its group.
-    begin = groups.holder_begin[group[first]]
-    count = groups.holder_begin[group[first] + 1] - begin
-    sending = np.repeat(np.arange(len(first)), count)
-    holder = np.repeat(begin, count) + ragged_arange(count)
+    sending, holder = ragged_rows(groups.holder_begin, group[first])
     distance = distance[first]
     of_flow = distance[sending]
     may_send = (of_flow == 2) | (holder_rack[holder] == rack[first][sending])
@@ -269,12 +266,9 @@ class Forwards(NamedTuple):
 
 def build_trees(flows: Flows, flow: IntArray, entry: IntArray) -> Forwards:
     """Build the trees along which fragments of flows go from their entries to other receivers."""
-    begin = flows.receiver_begin[flow]
-    count = flows.receivers[flow]
-    row = np.repeat(np.arange(len(flow)), count)
-    receiver = np.repeat(begin, count) + ragged_arange(count)
+    row, receiver = ragged_rows(flows.receiver_begin, flow)
     row, receiver = (column[receiver != entry[row]] for column in (row, receiver))
-    first, turn = entry[row], (entry - begin)[row]
+    first, turn = entry[row], (entry - flows.receiver_begin[flow])[row]
     # The receiver that has the fragment first in the rack, and on the host, of each receiver.
     of_rack = np.where(
         flows.rack_begin[receiver] == flows.rack_begin[first],

@@ -35,7 +35,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.overlap import Overlap
 from reshard.geometry.routes import RouteFinder, Routes
 from reshard.layout import Layout
-from reshard.runs import FRESH_HALO, HALO, IntArray, RunTable, ragged_arange
+from reshard.runs import FRESH_HALO, HALO, IntArray, RunTable, ragged_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,18 +139,15 @@ def _cut_regions(
     for d, dimension in enumerate(holders.dimensions):
         part = wanting.cell_part[key_cell[key], d]
         begin, of_part = _find_sets_of_parts(dimension)
-        count = begin[part + 1] - begin[part]
-        row = np.repeat(np.arange(len(key)), count)
-        chosen = of_part[np.repeat(begin[part], count) + ragged_arange(count)]
+        row, entry = ragged_rows(begin, part)
         key = key[row]
-        sets = [*(column[row] for column in sets), chosen]
+        sets = [*(column[row] for column in sets), of_part[entry]]
     carried = wanting.cell_contribution[key_cell[key]]
     described = np.column_stack((carried, *sets))
     rows, first, region = np.unique(described, axis=0, return_index=True, return_inverse=True)
     # The cells of a region are those of all its keys.
-    count = np.diff(cell_begin)[key]
-    of_cell = np.repeat(region.reshape(-1), count)
-    cell = cells[np.repeat(cell_begin[key], count) + ragged_arange(count)]
+    row, entry = ragged_rows(cell_begin, key)
+    of_cell, cell = region.reshape(-1)[row], cells[entry]
     order = np.lexsort((cell, of_cell))
     tables = tuple(
         _build_table_of_sets(dimension, size)
@@ -249,13 +246,9 @@ class ElementGroups:
         group = np.arange(len(self))
         pieces: list[IntArray] = []
         for d, overlap in enumerate(self.overlaps):
-            pair = self.pair[d][group]
-            low = overlap.piece_begin[pair]
-            count = overlap.piece_begin[pair + 1] - low
-            row = np.repeat(np.arange(len(group)), count)
+            row, piece_of_row = ragged_rows(overlap.piece_begin, self.pair[d][group])
             group = group[row]
-            pieces = [column[row] for column in pieces]
-            pieces.append(np.repeat(low, count) + ragged_arange(count))
+            pieces = [*(column[row] for column in pieces), piece_of_row]
         size = (len(group), len(self.overlaps))
         start, shape, piece = (np.empty(size, dtype=np.int64) for _ in range(3))
         for d, (overlap, column) in enumerate(zip(self.overlaps, pieces, strict=True)):
@@ -307,8 +300,7 @@ def find_element_groups(plan: LayoutChange) -> ElementGroups:
         raise
     holder_begin, holder = _find_holder_cells(plan.source, plan.holders, finder.overlaps, routes)
     counts = np.array([len(sources) for sources in regions.combines], dtype=np.int64)
-    wanted = np.diff(regions.begin)[routes.target_cell]
-    first = regions.begin[routes.target_cell]
+    row, entry = ragged_rows(regions.begin, routes.target_cell)
     return ElementGroups(
         plan.source,
         plan.target,
@@ -320,8 +312,8 @@ def find_element_groups(plan: LayoutChange) -> ElementGroups:
         counts[regions.layout.cell_contribution[routes.target_cell]] == 1,
         holder_begin,
         holder,
-        np.concatenate(([0], np.cumsum(wanted))),
-        regions.cell[np.repeat(first, wanted) + ragged_arange(wanted)],
+        np.searchsorted(row, np.arange(len(routes.target_cell) + 1)),
+        regions.cell[entry],
     )
 
 
@@ -339,18 +331,14 @@ def _find_holder_cells(
     else:
         parts: list[IntArray] = []
         for overlap, pair in zip(overlaps, routes.pair, strict=True):
-            begin, chosen = overlap.holders.set_begin, overlap.pair_set[pair[route]]
-            count = begin[chosen + 1] - begin[chosen]
-            row = np.repeat(np.arange(len(route)), count)
-            member = np.repeat(begin[chosen], count) + ragged_arange(count)
+            holder_set = overlap.pair_set[pair[route]]
+            row, member = ragged_rows(overlap.holders.set_begin, holder_set)
             route = route[row]
             parts = [*(column[row] for column in parts), overlap.holders.set_part[member]]
         key = holders.key_of(source.cell_contribution[routes.source_cell[route]], parts)
         route, key = route[key >= 0], key[key >= 0]
-    first = holders.copies.begin[key]
-    count = holders.copies.begin[key + 1] - first
-    route = np.repeat(route, count)
-    cell = holders.copies.cells[np.repeat(first, count) + ragged_arange(count)]
+    row, entry = ragged_rows(holders.copies.begin, key)
+    route, cell = route[row], holders.copies.cells[entry]
     slots = source.slots
     # If a slot holds a group in several cells, the first is taken.
     _, first_of_slot = np.unique(route * slots + source.cell_slot[cell], return_index=True)

@@ -40,7 +40,6 @@ from reshard.errors import PlanError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.geometry.verification import check_ends, check_slots, verify_transfers
-from reshard.layout import flat_range_boxes
 from reshard.plans.broadcast_tree import (
     STAGES,
     Flows,
@@ -57,6 +56,7 @@ from reshard.plans.fragments import Fragments, divide_flows
 from reshard.plans.job import Job, JobItem
 from reshard.plans.run import run_stages
 from reshard.plans.schedule import LATENCIES_COUNT_BYTES, PipelineTimes, count_parts
+from reshard.plans.source_selection import split_boxes
 from reshard.runs import IntArray, ragged_arange
 from reshard.topology import Topology
 
@@ -86,7 +86,7 @@ def find_boxes(
     """Return the boxes of elements `first[i]:stop[i]` of `group[i]`, part by part and in order.
 
     Elements are counted box by box in row-major order. Most boxes are inside the range; a box that
-    contains a cut is split into a few smaller ones (`flat_range_boxes`)::
+    contains a cut is split into a few smaller ones (`split_boxes`)::
 
         group     box 0         box 1       part 5:14    box 0         box 1
                 0  1  2  3    8  9 10                  .  5 | 6 7    8  9 10
@@ -106,21 +106,16 @@ def find_boxes(
     cut = np.flatnonzero((begin > 0) | (end < size))
     if not len(cut):
         return FragmentBoxes(of, group[of], start, shape, boxes.piece[box])
-    split = [
-        flat_range_boxes(row, a, b)
-        for row, a, b in zip(
-            shape[cut].tolist(), begin[cut].tolist(), end[cut].tolist(), strict=True
-        )
-    ]
-    # The smaller boxes replace the box that was split, in the same position.
+    of_cut, part_start, part_shape = split_boxes(shape[cut], begin[cut], end[cut])
+    # The parts replace the box that was split, in the same position.
     count = np.ones(len(of), dtype=np.int64)
-    count[cut] = list(map(len, split))
+    count[cut] = np.bincount(of_cut, minlength=len(cut))
     row = np.repeat(np.arange(len(of)), count)
     is_cut = np.zeros(len(of), dtype=bool)
     is_cut[cut] = True
     start, shape, is_cut = start[row], shape[row], is_cut[row]
-    start[is_cut] += np.array([small.start for boxes_of_row in split for small in boxes_of_row])
-    shape[is_cut] = np.array([small.shape for boxes_of_row in split for small in boxes_of_row])
+    start[is_cut] += part_start
+    shape[is_cut] = part_shape
     return FragmentBoxes(of[row], group[of][row], start, shape, boxes.piece[box][row])
 
 

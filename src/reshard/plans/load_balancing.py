@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.errors import PlanError
-from reshard.runs import IntArray, distinct, ragged_arange
+from reshard.runs import IntArray, distinct, ragged_arange, ragged_rows
 
 
 @dataclass(frozen=True)
@@ -242,10 +242,8 @@ def balanced_shares(
     of_class = np.repeat(np.arange(classes), np.diff(groups.set_begin))
     parts = member_shares(shares, groups.set_group, groups.size, unit[of_class])
     # `parts` are ordered by class and group; they are reordered to match `holder`.
-    member = groups.member_begin[groups.set_group]
-    size = groups.size[groups.set_group]
-    rank = groups.member[np.repeat(member, size) + ragged_arange(size)]
-    computed = np.lexsort((rank, np.repeat(of_class, size)))
+    row, member = ragged_rows(groups.member_begin, groups.set_group)
+    computed = np.lexsort((groups.member[member], of_class[row]))
     requested = np.lexsort((holder, np.repeat(np.arange(classes), np.diff(begin))))
     result = np.empty(len(holder), dtype=np.int64)
     result[requested] = parts[computed]

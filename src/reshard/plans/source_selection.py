@@ -56,7 +56,7 @@ from reshard.geometry.routes import Needs
 from reshard.geometry.transfers import Transfers
 from reshard.layout import flat_range_boxes
 from reshard.plans.load_balancing import RankGroups, group_ranks, group_shares, member_shares
-from reshard.runs import IntArray, distinct, ragged_arange, ragged_ranges
+from reshard.runs import IntArray, distinct, ragged_arange, ragged_ranges, ragged_rows
 
 # Rounding cuts to whole boxes and rows may add a 64th to the maximum load.
 _ROUNDING = 64
@@ -149,11 +149,9 @@ def assign_senders(tensor_groups: Sequence[TensorGroup], slots: int) -> SenderAs
     )
     # Step 3: every need with every rank group of its target key's slots.
     needed = _concatenate(target_set)
-    low = rank_groups.set_begin[needed]
-    count = rank_groups.set_begin[needed + 1] - low
-    row = np.repeat(np.arange(len(needed)), count)
+    row, entry = ragged_rows(rank_groups.set_begin, needed)
     tensor_group, need, size_bytes, holder_set_of_row = (column[row] for column in of_needs)
-    rank_group = rank_groups.set_group[np.repeat(low, count) + ragged_arange(count)]
+    rank_group = rank_groups.set_group[entry]
     # A row stays if its rank group is in the set of its holders. Pairs of a set and a rank group
     # are looked up as single numbers.
     known = np.repeat(np.arange(len(rank_groups.set_begin) - 1), np.diff(rank_groups.set_begin))
@@ -297,8 +295,7 @@ def _divide(
     shares = group_shares(demand, classes.begin, classes.rank_group, rank_groups.size, unit)
     of_class = np.repeat(np.arange(len(demand)), np.diff(classes.begin))
     parts = member_shares(shares, classes.rank_group, rank_groups.size, unit[of_class])
-    count = rank_groups.size[classes.rank_group]
-    member = np.repeat(rank_groups.member_begin[classes.rank_group], count) + ragged_arange(count)
+    _, member = ragged_rows(rank_groups.member_begin, classes.rank_group)
     sender = rank_groups.member[member]
     sends = parts > 0
     sender, parts = sender[sends], parts[sends]
@@ -365,9 +362,9 @@ def select_sent(assignment: SenderAssignment, rank: int) -> Selection:
     receiver = np.repeat(low, count) + ragged_arange(count)
     number, begin, stop = (np.repeat(column, count) for column in (number, begin, stop))
     # Then with every row, and the tensors whose bytes are in the interval.
-    count = ranges.row_begin[number + 1] - ranges.row_begin[number]
-    row = ranges.row[np.repeat(ranges.row_begin[number], count) + ragged_arange(count)]
-    receiver, begin, stop = (np.repeat(column, count) for column in (receiver, begin, stop))
+    at, entry = ragged_rows(ranges.row_begin, number)
+    row = ranges.row[entry]
+    receiver, begin, stop = (column[at] for column in (receiver, begin, stop))
     chosen = select_all_items(assignment, row, receiver)
     position = rows.begin[row] + receiver * rows.receiver_step[row]
     step = rows.item_step[row]
@@ -437,40 +434,49 @@ class BoxParts:
     def of_ranges(
         cls, of: IntArray, sender: IntArray, shape: IntArray, begin: IntArray, stop: IntArray
     ) -> BoxParts:
-        """Split boxes of `shape` by ranges of elements, each into the fewest boxes.
-
-        A cut at the end of a row of the first dimension leaves a box on each side, a cut at any
-        element up to `2 * dims - 1`::
-
-            +-----------+          +-----------+
-            |  sender 0 |          |  sender 0 |
-            |-----------|          |    +------|
-            |  sender 1 |          |----+   1  |
-            +-----------+          +-----------+
-        """
-        # The tensors of a group have equal boxes, which are often cut at the same elements.
-        known: dict[tuple[object, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-        row: list[int] = []
-        starts: list[tuple[int, ...]] = []
-        shapes: list[tuple[int, ...]] = []
-        columns = zip(map(tuple, shape.tolist()), begin.tolist(), stop.tolist(), strict=True)
-        for number, (size, low, high) in enumerate(columns):
-            if (size, low, high) not in known:
-                boxes = flat_range_boxes(size, low, high)
-                known[size, low, high] = [(box.start, box.shape) for box in boxes]
-            for start, inside in known[size, low, high]:
-                row.append(number)
-                starts.append(start)
-                shapes.append(inside)
-        at = np.array(row, dtype=np.int64)
-        ndim = shape.shape[1]
-        corner = np.array(starts, dtype=np.int64).reshape(len(row), ndim)
-        extent = np.array(shapes, dtype=np.int64).reshape(len(row), ndim)
+        """Split boxes of `shape` by ranges of elements, each sent by a rank."""
+        row, part_start, part_shape = split_boxes(shape, begin, stop)
         # Row-major strides of each split box, for the number of each part's first element.
-        steps = np.ones((len(row), ndim), dtype=np.int64)
-        for d in range(ndim - 2, -1, -1):
-            steps[:, d] = steps[:, d + 1] * shape[at, d + 1]
-        return cls(of[at], sender[at], corner, extent, (corner * steps).sum(axis=1))
+        strides = np.ones_like(part_start)
+        for d in range(shape.shape[1] - 2, -1, -1):
+            strides[:, d] = strides[:, d + 1] * shape[row, d + 1]
+        first_element = (part_start * strides).sum(axis=1)
+        return cls(of[row], sender[row], part_start, part_shape, first_element)
+
+
+def split_boxes(
+    shape: IntArray, begin: IntArray, stop: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return elements `begin:stop` of each box as the fewest boxes: row, offset and shape of each.
+
+    A cut at the end of a row of the first dimension leaves a box on each side, a cut at any other
+    element up to `2 * dims - 1`::
+
+        +-----------+          +-----------+
+        |  sender 0 |          |  sender 0 |
+        |-----------|          |    +------|
+        |  sender 1 |          |----+   1  |
+        +-----------+          +-----------+
+
+    >>> row, start, shape = split_boxes(np.array([[3, 4]]), np.array([6]), np.array([12]))
+    >>> row.tolist(), start.tolist(), shape.tolist()
+    ([0, 0], [[1, 2], [2, 0]], [[1, 2], [1, 4]])
+    """
+    # Equal boxes, as those of the tensors of a group, are often cut at the same elements.
+    known: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
+    rows: list[int] = []
+    parts: list[tuple[int, ...]] = []
+    columns = zip(map(tuple, shape.tolist()), begin.tolist(), stop.tolist(), strict=True)
+    for row, (size, low, high) in enumerate(columns):
+        if (size, low, high) not in known:
+            known[size, low, high] = [
+                box.start + box.shape for box in flat_range_boxes(size, low, high)
+            ]
+        parts += known[size, low, high]
+        rows += [row] * len(known[size, low, high])
+    ndim = shape.shape[1]
+    boxes = np.array(parts, dtype=np.int64).reshape(len(parts), 2 * ndim)
+    return np.array(rows, dtype=np.int64), boxes[:, :ndim], boxes[:, ndim:]
 
 
 def rounding_elements(shape: IntArray, rounding: int) -> IntArray:
