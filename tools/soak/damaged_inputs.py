@@ -32,7 +32,7 @@ from reshard.checkpoint import (
 )
 from reshard.checkpoint.formats.safetensors.header import read_header
 from reshard.checkpoint.formats.torch_dcp.metadata import read_metadata
-from reshard.checkpoint.formats.torch_dcp.packed_archives import UnpackedFile, open_packed
+from reshard.checkpoint.formats.torch_dcp.packed_archives import UnpackedArchives, open_packed
 from reshard.checkpoint.formats.torch_files.reading import read_archive
 from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.errors import ReshardError
@@ -165,7 +165,7 @@ def read_damaged_packed_archive(content: bytes, folder: Path) -> str:
                 *(place, len(packed), transforms, len(content), label),
             )
         storage = bytearray(found.front.storage_bytes)
-        with SourceFile(path) as file, UnpackedFile(path, [found], file, folder) as unpacked:
+        with SourceFile(path) as file, UnpackedArchives(path, [found], file, folder) as unpacked:
             # What holds nothing is never read, and so not unpacked.
             unpacked.read_into(memoryview(storage), 0)
     except ReshardError as error:

@@ -18,16 +18,76 @@ import os
 import tempfile
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from reshard.binding import FileRange
 from reshard.checkpoint.storage.filesystem import read_range, reason
 from reshard.checkpoint.storage.local_files import BufferRegion, Damage, SourceFile, page_ceiling
 from reshard.errors import DigestError, FormatError, RunError
 from reshard.system import MAX_CALL_BYTES
+
+# The largest offset in a scratch file: more than any disk has.
+_MAX_OFFSET = 2**62
+
+
+class PackedFile(NamedTuple):
+    """A file with packed parts, whose unpacked contents can be read.
+
+    Attributes:
+        source: its name.
+        parts: in the order of their unpacked offsets.
+        create: returns the scratch file, `create(path, parts, packed, folder)`.
+    """
+
+    source: str
+    parts: tuple[Any, ...]
+    create: Callable[[Path, tuple[Any, ...], SourceFile, Path | None], SourceFile]
+
+    def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
+        """Open the unpacked contents for reading."""
+        return self.create(path, self.parts, source, scratch)
+
+
+class PackedFiles:
+    """The packed parts of a checkpoint, collected by their file while it is opened.
+
+    A part is a dataclass with a `label`, and its range in the scratch file, `start_bytes` and
+    `stop_bytes`.
+    """
+
+    def __init__(
+        self, create: Callable[[Path, tuple[Any, ...], SourceFile, Path | None], SourceFile]
+    ) -> None:
+        self._create = create
+        self._parts: dict[str, list[Any]] = {}
+
+    def add(self, source: str, part: Any) -> FileRange:
+        """Add a part of a file, and return the location to which it will be unpacked.
+
+        Raises FormatError if the parts are too large for any disk.
+        """
+        parts = self._parts.setdefault(source, [])
+        part = replace(part, start_bytes=page_ceiling(parts[-1].stop_bytes) if parts else 0)
+        if part.stop_bytes > _MAX_OFFSET:
+            raise FormatError(
+                f"{part.label} would be unpacked to {part.stop_bytes - part.start_bytes} bytes, "
+                "more than any disk has; the checkpoint is damaged"
+            )
+        parts.append(part)
+        return FileRange(f"{source}/unpacked", part.start_bytes)
+
+    @property
+    def files(self) -> dict[str, PackedFile]:
+        """The files by the names with which tensors refer to them, which no file can have."""
+        return {
+            f"{source}/unpacked": PackedFile(source, tuple(parts), self._create)
+            for source, parts in self._parts.items()
+        }
 
 
 class ScratchPart(NamedTuple):

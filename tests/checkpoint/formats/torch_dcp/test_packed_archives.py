@@ -215,16 +215,16 @@ def test_an_archive_is_unpacked_once_by_many_threads(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unpacked: list[int] = []
-    unpack = packed_archives.UnpackedFile._unpack
+    unpack = packed_archives.UnpackedArchives._unpack
 
     def counted(file: Any, archive: Any) -> None:
         unpacked.append(archive.start_bytes)
         unpack(file, archive)
 
-    monkeypatch.setattr(packed_archives.UnpackedFile, "_unpack", counted)
+    monkeypatch.setattr(packed_archives.UnpackedArchives, "_unpack", counted)
     opened = open_checkpoint(packed)
     files = open_sources(opened, tmp_path)
-    (archive, *_) = opened.derived["__1_0.distcp/unpacked"].archives
+    (archive, *_) = opened.derived["__1_0.distcp/unpacked"].parts
 
     def read() -> None:
         files["__1_0.distcp/unpacked"].read_into(memoryview(bytearray(64)), archive.start_bytes)

@@ -59,12 +59,13 @@ from reshard.checkpoint.formats.orbax.tree import (
 )
 from reshard.checkpoint.formats.orbax.zarr import (
     ArrayMetadata,
-    PackedChunks,
+    UnpackedChunks,
     is_narrow,
     list_chunks,
     read_array,
     read_scalar,
 )
+from reshard.checkpoint.storage.scratch_file import PackedFiles
 from reshard.errors import CheckpointError, CoverageError, FormatError, UnreadableTensorError
 from reshard.layout import Box, Layout
 from reshard.sharding import ShardingSpec
@@ -92,8 +93,11 @@ def read(folder: Path, notes: tuple[str, ...] = ()) -> Checkpoint:
     tensors: dict[str, StoredTensor] = {}
     paths: dict[str, TreePath] = {}
     plain: dict[TreePath, Any] = {}
+    # Chunks that are in no file are unpacked as parts of this file.
     anchor = MANIFEST_NAME if values.is_database else AGGREGATE_NAME
-    packed = PackedChunks(METADATA_NAME if has_metadata else anchor)
+    if has_metadata:
+        anchor = METADATA_NAME
+    packed = PackedFiles(UnpackedChunks)
     narrow: dict[str, str] = {}
     unread: list[tuple[str, str]] = []
     unreadable: dict[str, str] = {}
@@ -123,7 +127,7 @@ def read(folder: Path, notes: tuple[str, ...] = ()) -> Checkpoint:
             if leaf.kind == SCALAR:
                 plain[leaf.path] = _read_number(values, name, array, label)
                 continue
-            chunks = list(list_chunks(name, array, values, packed, has_all=tree.has_all))
+            chunks = list(list_chunks(name, array, values, packed, anchor, has_all=tree.has_all))
             sharding = shardings.get(name) if mesh is not None else None
             tensor = _bind(leaf, array, chunks, sharding)
             for one in names[leaf.path]:
@@ -168,7 +172,7 @@ def read(folder: Path, notes: tuple[str, ...] = ()) -> Checkpoint:
         files,
         mesh=mesh,
         paths=paths,
-        derived=packed.derived,
+        derived=packed.files,
         attributes=attributes,
         values={".".join(map(str, path)): value for path, value in joined.items()},
         unread=tuple(unread),

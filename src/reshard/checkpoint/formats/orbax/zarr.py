@@ -24,12 +24,11 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reshard.binding import FileRange
-from reshard.checkpoint.formats.orbax import METADATA_NAME
 from reshard.checkpoint.formats.orbax.ocdbt import KeyValues, StoredValue, crc32c
 from reshard.checkpoint.storage.byte_streams import (
     ByteStream,
@@ -37,8 +36,8 @@ from reshard.checkpoint.storage.byte_streams import (
     RangeStream,
     ZStandardStream,
 )
-from reshard.checkpoint.storage.local_files import BufferRegion, SourceFile, page_ceiling
-from reshard.checkpoint.storage.scratch_file import ScratchFile, ScratchPart
+from reshard.checkpoint.storage.local_files import BufferRegion, SourceFile
+from reshard.checkpoint.storage.scratch_file import PackedFiles, ScratchFile, ScratchPart
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import (
@@ -384,58 +383,13 @@ class PackedChunk:
     has_checksum: bool
     start_bytes: int = 0
 
-
-@dataclass
-class PackedChunks:
-    """The packed chunks of a checkpoint, collected while it is opened, by their file.
-
-    `anchor` is a file of the checkpoint, to which chunks without a file are added.
-    """
-
-    anchor: str = METADATA_NAME
-    by_file: dict[str, list[PackedChunk]] = field(default_factory=dict)
-
-    def add(self, chunk: PackedChunk) -> FileRange:
-        """Add a chunk, and return the location to which it will be unpacked.
-
-        Raises FormatError if the chunks are too large for any disk.
-        """
-        place = chunk.packed.place if chunk.packed is not None else None
-        source = place.path if place is not None else self.anchor
-        others = self.by_file.setdefault(source, [])
-        start = 0
-        if others:
-            start = page_ceiling(others[-1].start_bytes + others[-1].size_bytes)
-        if start + chunk.size_bytes > _LARGEST_OFFSET:
-            raise FormatError(
-                f"{chunk.label} would be unpacked to {chunk.size_bytes} bytes, more than any disk "
-                "has; the checkpoint is damaged"
-            )
-        others.append(replace(chunk, start_bytes=start))
-        return FileRange(f"{source}/unpacked", start)
-
     @property
-    def derived(self) -> dict[str, PackedChunkFile]:
-        """The unpacked files, by the name with which tensors refer to them."""
-        return {
-            f"{source}/unpacked": PackedChunkFile(source, tuple(chunks))
-            for source, chunks in self.by_file.items()
-        }
+    def stop_bytes(self) -> int:
+        """The end of the unpacked chunk."""
+        return self.start_bytes + self.size_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PackedChunkFile:
-    """The packed chunks of a file, in the order of their unpacked offsets."""
-
-    source: str
-    chunks: tuple[PackedChunk, ...]
-
-    def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
-        """Open the unpacked contents for reading."""
-        return _ChunkFile(path, self.chunks, source, scratch)
-
-
-class _ChunkFile(ScratchFile):
+class UnpackedChunks(ScratchFile):
     """The unpacked chunks of a file."""
 
     def __init__(
@@ -554,9 +508,17 @@ def read_scalar(value: StoredValue, array: ArrayMetadata, label: str, folder: Pa
 
 
 def list_chunks(
-    name: str, array: ArrayMetadata, values: KeyValues, packed: PackedChunks, *, has_all: bool
+    name: str,
+    array: ArrayMetadata,
+    values: KeyValues,
+    packed: PackedFiles,
+    anchor: str,
+    *,
+    has_all: bool,
 ) -> Iterator[tuple[Box, FileRange]]:
     """Yield the box of each chunk of an array, and the location of its bytes.
+
+    Chunks that must be unpacked are added to `packed`, under `anchor` if they are in no file.
 
     Raises:
         CoverageError: a chunk that is missing, unless missing chunks are zeros.
@@ -586,7 +548,10 @@ def list_chunks(
                         f"{label} is missing, which has {box} of tensor {name!r}; the checkpoint "
                         "was not written completely"
                     )
-                yield box, packed.add(PackedChunk(label, None, "", array.chunk_bytes, False))
+                yield (
+                    box,
+                    packed.add(anchor, PackedChunk(label, None, "", array.chunk_bytes, False)),
+                )
             elif one.place is not None and not array.codec and not array.has_checksum:
                 if one.size_bytes != array.chunk_bytes:
                     raise FormatError(
@@ -596,7 +561,8 @@ def list_chunks(
                 yield box, one.place
             else:
                 chunk = PackedChunk(label, one, array.codec, array.chunk_bytes, array.has_checksum)
-                yield box, packed.add(chunk)
+                place = one.place
+                yield box, packed.add(anchor if place is None else place.path, chunk)
 
 
 def _list_starts(start: tuple[int, ...], array: ArrayMetadata) -> Iterator[tuple[int, ...]]:

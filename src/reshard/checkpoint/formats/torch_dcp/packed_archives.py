@@ -46,7 +46,7 @@ from reshard.checkpoint.storage.byte_streams import (
     ZStandardStream,
     import_zstandard,
 )
-from reshard.checkpoint.storage.local_files import SourceFile, page_ceiling
+from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.checkpoint.storage.scratch_file import ScratchFile, ScratchPart
 from reshard.errors import CheckpointError, DigestError, FormatError
 
@@ -135,22 +135,6 @@ class PackedArchive:
         """The end of the unpacked storage."""
         return self.start_bytes + self.front.storage_bytes
 
-    @property
-    def next_start_bytes(self) -> int:
-        """The first offset for the next storage."""
-        return page_ceiling(self.stop_bytes)
-
-
-def unpacked_name(file: str) -> str:
-    """Return the name by which tensors refer to the unpacked archives of a file.
-
-    No file can have that name.
-
-    >>> unpacked_name("__0_0.distcp")
-    '__0_0.distcp/unpacked'
-    """
-    return f"{file}/unpacked"
-
 
 def open_packed(
     read: ReadRange,
@@ -183,23 +167,7 @@ def _max_archive_bytes(storage_bytes: int) -> int:
     return FRONT_BYTES + storage_bytes + _MAX_TAIL_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class PackedFile:
-    """The transformed archives of a file, in the order of their unpacked storages."""
-
-    archives: tuple[PackedArchive, ...]
-
-    @property
-    def source(self) -> str:
-        """The file that contains them."""
-        return self.archives[0].place.path
-
-    def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
-        """Open the unpacked contents for reading."""
-        return UnpackedFile(path, self.archives, source, scratch)
-
-
-class UnpackedFile(ScratchFile):
+class UnpackedArchives(ScratchFile):
     """The unpacked archives of a file; each is unpacked when it is first read.
 
     Args:

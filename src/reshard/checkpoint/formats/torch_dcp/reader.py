@@ -56,17 +56,16 @@ from reshard.checkpoint.formats.torch_dcp.metadata import (
     read_metadata,
 )
 from reshard.checkpoint.formats.torch_dcp.packed_archives import (
-    PackedArchive,
-    PackedFile,
+    UnpackedArchives,
     check_transforms,
     open_packed,
-    unpacked_name,
 )
 from reshard.checkpoint.formats.torch_files.reading import read_archive
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensor, is_plain_name
 from reshard.checkpoint.storage.filesystem import Closing, read_range, read_up_to
 from reshard.checkpoint.storage.remote_files import NamedRange, PrefetchedRanges
+from reshard.checkpoint.storage.scratch_file import PackedFile, PackedFiles
 from reshard.errors import (
     CheckpointError,
     CoverageError,
@@ -135,7 +134,7 @@ def read(folder: Path, sharding: SourceSharding | None = None) -> Checkpoint:
             f"merged from the metadata of {len(names)} ranks, saved without collectives "
             f"(use_collectives=False){copies_text if copies else ''}"
         )
-    packed = {name: PackedFile(tuple(found)) for name, found in chunks.packed.items()}
+    packed = chunks.packed.files
     if packed:
         notes.append(_describe_packed(packed))
     return Checkpoint(
@@ -203,7 +202,7 @@ def _list_other_items(
 
 
 def _describe_packed(packed: Mapping[str, PackedFile]) -> str:
-    archives = [archive for found in packed.values() for archive in found.archives]
+    archives = [archive for file in packed.values() for archive in file.parts]
     size_bytes = sum(archive.front.storage_bytes for archive in archives)
     transforms = sorted({name for archive in archives for name in archive.transforms})
     return (
@@ -388,7 +387,7 @@ class ChunkReader(Closing):
 
     Attributes:
         checksums: of the archives that were read.
-        packed: compressed archives, by the name of the file into which they are unpacked.
+        packed: compressed archives.
         unreadable: the reason for each tensor that cannot be read.
     """
 
@@ -402,7 +401,7 @@ class ChunkReader(Closing):
         self._files: dict[str, BinaryIO] = {}
         self._prefetched = PrefetchedRanges(folder)
         self.checksums: list[StoredChecksum] = []
-        self.packed: dict[str, list[PackedArchive]] = {}
+        self.packed = PackedFiles(UnpackedArchives)
         self.unreadable: dict[str, str] = {}
 
     def close(self) -> None:
@@ -565,12 +564,8 @@ class ChunkReader(Closing):
             )
         if not place.transforms:
             return place.file, archived
-        file = unpacked_name(place.file)
-        others = self.packed.setdefault(file, [])
-        # Its storage is unpacked after those of the file's earlier archives.
-        start_bytes = others[-1].next_start_bytes if others else 0
-        others.append(dataclasses.replace(packed, start_bytes=start_bytes))
-        return file, dataclasses.replace(archived, start_bytes=start_bytes)
+        unpacked = self.packed.add(place.file, packed)
+        return unpacked.path, dataclasses.replace(archived, start_bytes=unpacked.start_bytes)
 
 
 def _group_by_chunks(tensors: Mapping[str, DcpTensor]) -> Iterator[list[str]]:
