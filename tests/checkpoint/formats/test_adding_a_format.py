@@ -163,12 +163,12 @@ def test_the_command_inspects_and_plans(whole: Path, tmp_path: Path) -> None:
         ({"to": "full", "most_file_bytes": 5}, "the format npy cannot .* a limit for files"),
     ],
 )
-def test_what_it_cannot_hold_is_refused(whole: Path, arguments: dict, says: str) -> None:
+def test_unsupported_options_are_refused(whole: Path, arguments: dict, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         checkpoint.ConversionRequest(format="npy", **arguments)
 
 
-def test_what_it_cannot_hold_is_listed(tmp_path: Path) -> None:
+def test_unsupported_contents_are_listed(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", WHOLE, {"format": "pt", "trained by": "me"})
     found = checkpoint.plan_conversion(
         tmp_path / "model.safetensors", tmp_path / "arrays", to="full", format="npy"

@@ -150,7 +150,7 @@ def test_rules_that_the_files_contradict_are_refused(tmp_path: Path, writer: str
         checkpoint.open(folder, mesh="ep=2", rules=RULES)
 
 
-def test_what_pytorch_dropped_as_a_copy_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+def test_parts_that_pytorch_dropped_as_copies_are_noticed(tmp_path: Path) -> None:
     folder = tmp_path / "together"
     torch_checkpoints.save(folder, 4, lambda rank: state_of(rank, APART))
     with pytest.raises(CoverageError, match="4 of 8 are lost") as caught:

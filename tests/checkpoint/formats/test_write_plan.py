@@ -99,7 +99,7 @@ def test_a_file_for_each_rank_that_stores_something() -> None:
         assert len(content) % 4096 == 0
 
 
-def test_one_shard_that_is_no_box_takes_the_whole_checkpoint_out_of_the_convention() -> None:
+def test_a_shard_that_is_not_a_box_excludes_the_convention() -> None:
     mesh = reshard.DeviceMesh.of(tp=2)
     tensors = {"w": planned(mesh, "tp", (8,)), "glu": planned(mesh, "tp@stride2", (8,))}
     write_plan = arrange_shards(tensors, mesh)
@@ -149,7 +149,7 @@ def test_nothing_at_all_is_still_a_file() -> None:
 
 
 @given(shapes().flatmap(layouts_of), st.data())
-def test_where_shards_begin_is_where_their_boxes_do(layout: Layout, data: st.DataObject) -> None:
+def test_offsets_of_shards_are_those_of_their_boxes(layout: Layout, data: st.DataObject) -> None:
     """Of any layout, also with several cells on a rank, pads, and empty parts."""
     slots = frozenset(data.draw(st.sets(st.sampled_from(layout.holders), min_size=1)))
     begins = first_indices(layout, slots)

@@ -63,7 +63,7 @@ def values_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("most_node_bytes", [300, 1 << 20])
-def test_what_tensorstore_writes(tmp_path: Path, most_node_bytes: int) -> None:
+def test_a_database_of_tensorstore_is_read(tmp_path: Path, most_node_bytes: int) -> None:
     tensorstore = pytest.importorskip("tensorstore")
     config = {"max_decoded_node_bytes": most_node_bytes, "max_inline_value_bytes": 8}
     spec = {"driver": "ocdbt", "base": f"file://{tmp_path}/", "config": config}
@@ -79,7 +79,7 @@ def test_what_tensorstore_writes(tmp_path: Path, most_node_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("max_keys", [7, 1000])
-def test_what_tensorstore_reads(tmp_path: Path, max_keys: int) -> None:
+def test_tensorstore_reads_our_database(tmp_path: Path, max_keys: int) -> None:
     data = bytes(range(256)) * 4
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "data").write_bytes(data)

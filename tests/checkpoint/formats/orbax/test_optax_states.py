@@ -78,7 +78,7 @@ def test_momentum_and_what_only_looks_like_it() -> None:
     assert name_states([*weights, other])[other] == ("params.trace.x",)
 
 
-def test_two_optimizers_of_one_parameter() -> None:
+def test_two_optimizers_of_a_parameter() -> None:
     nodes = [("mu", "w"), ("nu", "w"), ("count",)]
     paths = [("params", "w"), *((opt, *node) for opt in ("one", "two") for node in nodes)]
     found = name_states(paths)
@@ -122,7 +122,7 @@ def test_states_of_other_optimizers() -> None:
     assert keys("mu", "nu", "nu_max", counted=True)["nu_max"] == "nu_max"
 
 
-def test_muon_is_told_by_its_coefficients() -> None:
+def test_muon_is_recognised_by_its_coefficients() -> None:
     state = ("opt_state", "inner_states", "muon", "inner_state", 0)
     found = keys_of((*state, "mu", "a", "w"), (*state, "ns_coeffs"))
     assert found == {"opt_state.inner_states.muon.inner_state.0.mu": "momentum_buffer"}
@@ -175,6 +175,6 @@ def test_other_optimizers_of_other_programs_are_placed() -> None:
     assert found["max_exp_avg_sq"] == ("optimizer", "state", "w", "max_exp_avg_sq")
 
 
-def test_what_has_a_place_keeps_it() -> None:
+def test_paths_of_orbax_are_kept() -> None:
     paths = {"optimizer.state.w.exp_avg": ("opt", 3, "mu", "w")}
     assert place_states(paths, paths) == ({}, [])

@@ -48,7 +48,7 @@ def test_chunks_are_shards_of_their_ranks(saved: Path) -> None:
     assert found["params.layers.1.w"].layout.holders == (0, 2, 4, 6)
 
 
-def test_what_is_not_compressed_is_read_where_it_lies(saved: Path) -> None:
+def test_uncompressed_chunks_are_read_in_place(saved: Path) -> None:
     assert checkpoint.open(saved / "ocdbt").derived
     found = checkpoint.open(saved / "uncompressed")
     # Only what is so small that it lies in a node of the database is not in a file.

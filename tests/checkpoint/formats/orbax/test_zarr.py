@@ -79,7 +79,7 @@ def test_types_both_ways() -> None:
         ({"dtype": [["a", "<f4"]]}, "not known"),
     ],
 )
-def test_what_is_not_known(changes: dict[str, Any], says: str) -> None:
+def test_unknown_codecs_and_types(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         read(ZARR2, **changes)
 
@@ -101,7 +101,7 @@ def test_what_is_not_known(changes: dict[str, Any], says: str) -> None:
         {"dimension_separator": "../"},
     ],
 )
-def test_what_is_no_array(changes: dict[str, Any]) -> None:
+def test_invalid_arrays(changes: dict[str, Any]) -> None:
     with pytest.raises(FormatError):
         read(ZARR2, **changes)
 
@@ -125,6 +125,6 @@ def test_codecs_that_cannot_be(codecs: Any) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100000, b'{"a":1,"a":1}'])
-def test_what_is_no_json(content: bytes) -> None:
+def test_invalid_json(content: bytes) -> None:
     with pytest.raises(FormatError):
         read_array(content, "w")

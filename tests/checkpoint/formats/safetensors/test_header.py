@@ -64,7 +64,7 @@ metadata = st.dictionaries(names, names, max_size=3)
 
 
 @given(named_tensors, metadata, st.sampled_from([1, 8, 64, 4096]))
-def test_what_is_built_is_parsed(
+def test_built_headers_are_parsed(
     tensors: list[NamedTensor], metadata: dict[str, str], alignment_bytes: int
 ) -> None:
     first_bytes, built = build_header(tensors, metadata, alignment_bytes, label="x")
@@ -146,7 +146,7 @@ def test_a_file_of_the_package_is_read(element: Any, tmp_path: Path) -> None:
     }
 
 
-def test_bytes_are_where_the_header_says(tmp_path: Path) -> None:
+def test_bytes_are_at_the_offsets_of_the_header(tmp_path: Path) -> None:
     arrays = {name: np.full(4, ord(name), np.int16) for name in "zya"}
     path = tmp_path / "a.safetensors"
     safetensors.numpy.save_file(arrays, path)
@@ -183,7 +183,7 @@ def test_a_header_of_many_tensors_is_read() -> None:
 # What the package accepts
 
 
-def test_what_the_package_accepts_is_accepted() -> None:
+def test_files_that_the_package_accepts_are_accepted() -> None:
     assert parse({}, 0).tensors == ()
     assert parse({"": entry("U8", [1], 0, 1)}, 1).tensors[0].name == ""
     assert parse(b'{"a": {"dtype": "U8", "shape": [], "data_offsets": [0, 1]}} \n\t ', 1).tensors
@@ -363,7 +363,7 @@ def test_a_file_this_user_may_not_read_is_a_checkpoint_error(
         ([], {"a": "\ud800"}, "__metadata__ key 'a'"),
     ],
 )
-def test_what_a_file_cannot_say_is_refused(tensors: Any, metadata: Any, message: str) -> None:
+def test_invalid_contents_are_refused(tensors: Any, metadata: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build_header(tensors, metadata)
 

@@ -104,7 +104,7 @@ def test_headers_that_would_be_too_long_are_those_of_several_files(
         assert checkpoint.compare(tmp_path / "model.safetensors", tmp_path / folder).is_same
 
 
-def test_one_tensor_whose_name_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(header_writer, "LARGEST_HEADER_BYTES", 2 * 4096)
     names = ["w" * 10_000, "b"]
     headers = place_rows(names, np.arange(2), KINDS, np.zeros(2, np.int64), {})

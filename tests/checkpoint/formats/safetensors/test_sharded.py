@@ -166,7 +166,7 @@ def test_a_file_more_than_were_written(tmp_path: Path) -> None:
         checkpoint.open(cut)
 
 
-def test_one_shard_file_by_itself(tmp_path: Path) -> None:
+def test_a_single_shard_file(tmp_path: Path) -> None:
     whole = tensor("float32", (4, 4), 1)
     write_boxes(tmp_path / "cut", whole, [Box((0, 0), (2, 4)), Box((2, 0), (4, 4))], [0, 1])
     assert checkpoint.open(tmp_path / "cut" / shard_file_name(0))["w"].shape == (2, 4)

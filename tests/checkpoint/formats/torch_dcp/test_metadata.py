@@ -173,7 +173,7 @@ def test_attributes_of_all_ranks(apart: Path) -> None:
     assert {".metadata: other", ".metadata: either"} <= dict(opened.unread).keys()
 
 
-def test_one_metadata_of_all_is_preferred(apart: Path, tmp_path: Path) -> None:
+def test_metadata_of_all_ranks_are_preferred(apart: Path, tmp_path: Path) -> None:
     torch_checkpoints.save(apart, 1, lambda rank: {"w": as_torch(WHOLES["w"])})
     opened = open_checkpoint(apart)
     assert list(opened) == ["w"] and opened.notes == ()

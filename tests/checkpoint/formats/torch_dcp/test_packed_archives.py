@@ -95,7 +95,9 @@ def packed(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_what_torch_compressed_is_read(tmp_path: Path, small_blocks: int, layers: int) -> None:
+def test_archives_that_torch_compressed_are_read(
+    tmp_path: Path, small_blocks: int, layers: int
+) -> None:
     save(tmp_path / "dcp", 3, layers)
     assert places(tmp_path / "dcp", "w")[0].transform_descriptors == ["stream.zstd/1"] * layers
     found = bits_of(tmp_path / "dcp")
@@ -282,7 +284,7 @@ def test_a_stream_that_was_cut_off(packed: Path, tmp_path: Path) -> None:
         assert isinstance(refused(packed, tmp_path / "target"), FormatError)
 
 
-def test_what_stands_behind_a_stream(packed: Path, tmp_path: Path) -> None:
+def test_bytes_after_a_stream(packed: Path, tmp_path: Path) -> None:
     whole = packed_bytes(packed, "t")
     for behind in (b"x", bytes(64), zstandard.compress(b"x"), zstandard.compress(bytes(1 << 20))):
         repack(packed, "t", whole + behind)
@@ -358,7 +360,7 @@ def test_an_archive_that_contradicts_its_beginning(packed: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("much", [1 << 18, 1 << 26])
-def test_what_expands_beyond_its_promise(packed: Path, tmp_path: Path, much: int) -> None:
+def test_streams_that_expand_beyond_the_limit(packed: Path, tmp_path: Path, much: int) -> None:
     archive = archive_of(packed, "t")
     bomb = zstandard.compress(archive + bytes(much))
     assert len(bomb) < 64 << 10

@@ -172,7 +172,7 @@ def test_a_megatron_checkpoint() -> None:
     assert (opened.format, opened.values, opened.carried) == ("torch-dist", {"cfg.a": 1}, ())
 
 
-def test_what_is_no_tensor_is_known(tmp_path: Path) -> None:
+def test_items_that_are_not_tensors(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2)}, "optimizer": {"lr": 0.5, "groups": [1, "a"]}}
     save_one(tmp_path / "dcp", state)
     opened = open_checkpoint(tmp_path / "dcp")
@@ -346,14 +346,14 @@ def test_transformed_tensors_are_refused_by_name(halves: Path) -> None:
         _ = opened["w"]
 
 
-def test_a_metadata_file_that_is_none_is_an_error(halves: Path) -> None:
+def test_invalid_metadata_is_an_error(halves: Path) -> None:
     for content in (b"", b"{}", pickle.dumps({"w": 1}), pickle.dumps([halves])):
         (halves / ".metadata").write_bytes(content)
         with pytest.raises(FormatError, match=r"\.metadata"):
             open_checkpoint(halves)
 
 
-def test_nothing_that_a_metadata_file_says_is_run(halves: Path, tmp_path: Path) -> None:
+def test_metadata_is_not_executed(halves: Path, tmp_path: Path) -> None:
     class Harm:
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "ran",))
@@ -405,7 +405,7 @@ def test_attributes_that_are_no_plain_values_are_losses(halves: Path, tmp_path: 
     max_examples=choose(120, 400), suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
-def test_changed_metadata_is_an_error_or_says_the_same(halves: Path, data: st.DataObject) -> None:
+def test_changed_metadata_is_an_error_or_equivalent(halves: Path, data: st.DataObject) -> None:
     path = halves / ".metadata"
     content = path.read_bytes()
     changed = bytearray(content)

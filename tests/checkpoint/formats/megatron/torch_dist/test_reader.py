@@ -125,7 +125,7 @@ def test_the_folder_of_all_steps(tmp_path: Path) -> None:
         checkpoint.open(steps)
 
 
-def test_what_is_missing_or_no_state(tmp_path: Path) -> None:
+def test_missing_and_invalid_states(tmp_path: Path) -> None:
     folder = unpack("tensor", tmp_path) / "fully_reshardable"
     (folder / "common.pt").rename(folder / "elsewhere")
     with pytest.raises(CheckpointError, match=r"common\.pt is missing; Megatron has the iteration"):
