@@ -27,9 +27,13 @@ from reshard.checkpoint.changes.computed_tensors import (
     CastTensor,
     ComputedTensor,
 )
-from reshard.checkpoint.changes.quantization import BLOCK, DequantizedWeight, Float8Weight
+from reshard.checkpoint.changes.quantization import (
+    BLOCK,
+    DequantizedWeight,
+    Float8Weight,
+    read_flat_shapes,
+)
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.quant_states import read_flat_shapes
 from reshard.dtypes import DType, dtype
 from reshard.elements import CAST_TYPES, QUANTIZATIONS, cast_type, is_castable
 from reshard.errors import CheckpointError, RecipeError, UsageError

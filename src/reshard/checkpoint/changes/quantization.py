@@ -15,11 +15,15 @@ Weights are quantised to float8 in blocks of 128 by 128 with a float32 scale eac
 `X.weight` becomes `X.weight` of float8_e4m3fn and `X.weight_scale_inv`; an element is the product
 of the two. A scale is the block's greatest absolute value divided by 448 (`block_scaling`). A row
 of blocks is read at once, in pieces of whole blocks if it is long.
+
+A 4-bit weight of bitsandbytes is stored flat, as one dimension of packed elements. Its shape is in
+a tensor of bytes, `X.weight.quant_state.bitsandbytes__nf4`, as JSON (`read_flat_shapes`).
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,8 +33,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard.checkpoint.blocks.block_io import BlockReader, Workspace, open_sources
 from reshard.checkpoint.changes.computed_tensors import ReadBox
-from reshard.checkpoint.contents import StoredTensor
+from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.dtypes import DType, dtype
 from reshard.elements import (
     MAX_E4M3FN,
@@ -44,7 +49,7 @@ from reshard.elements import (
     unpack_e2m1,
     unpack_integers,
 )
-from reshard.errors import UsageError
+from reshard.errors import FormatError, UsageError
 from reshard.layout import Box
 from reshard.recipes.quantization import QuantizedWeight, StoredDimension
 
@@ -391,3 +396,39 @@ def _slice(
 
 def _find_largest(block: Any) -> Any:
     return block.max(axis=(-2, -1))
+
+
+_MARK = ".quant_state.bitsandbytes__"
+# Of JSON with a shape, a type and some numbers; what is longer is none.
+_MAX_BYTES = 1 << 16
+
+
+def read_flat_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the flat weights of a checkpoint, by name.
+
+    Raises:
+        FormatError: bytes that are no JSON with a shape.
+        RunError: a file that cannot be read.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    states = [checkpoint[name] for name in checkpoint.tensors if _MARK in name]
+    files = open_sources(checkpoint)
+    try:
+        for tensor in states:
+            reader = BlockReader(tensor, files)
+            content = b""
+            if reader.grid.count == 1 and reader.grid.largest_bytes <= _MAX_BYTES:
+                workspace = Workspace(reader.grid.largest_bytes, reader.span_bytes)
+                content = bytes(reader.read(0, workspace))
+                workspace.close()
+            try:
+                shape = tuple(int(size) for size in json.loads(content)["shape"])
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise FormatError(
+                    f"{tensor.name!r} in {checkpoint.folder} is no JSON with a shape, by which a "
+                    f"flat weight of bitsandbytes is cut; its writer should have put one: {error}"
+                ) from error
+            found[tensor.name.partition(_MARK)[0]] = shape
+    finally:
+        files.close()
+    return found

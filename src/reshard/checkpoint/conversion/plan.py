@@ -41,6 +41,7 @@ from reshard.checkpoint.changes.planning import (
     change_elements,
     note_unscaled,
 )
+from reshard.checkpoint.changes.quantization import read_flat_shapes
 from reshard.checkpoint.changes.source_digests import find_absorbed
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
@@ -66,7 +67,6 @@ from reshard.checkpoint.naming.renaming import (
 )
 from reshard.checkpoint.naming.selection import list_left_out, select_from
 from reshard.checkpoint.options import AUTO, NO_RECIPE, ConversionRequest
-from reshard.checkpoint.quant_states import read_flat_shapes
 from reshard.checkpoint.storage.filesystem import resolve_links, translate_os_errors
 from reshard.checkpoint.storage.host_memory import release_freed_memory
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
