@@ -174,7 +174,7 @@ class _Side:
         return ComputedReader(self.computed[name], self.files)
 
     def sections_of(self, columns: TensorColumns, sections: Sequence[Section]) -> list[Section]:
-        """Sections of the other's columns, each of one tensor, as those of the same names here."""
+        """Return the sections of the same names here for sections of the other's columns."""
         rows = [self.columns.rows([columns.names[int(section.rows[0])]]) for section in sections]
         return [
             Section(int(self.columns.kind[row[0]]), row, section.block)
@@ -205,14 +205,14 @@ def compare(
     threads: int | None = None,
     progress: ProgressFunction | None = None,
 ) -> Comparison:
-    """Compare two checkpoints bit for bit, and what is no tensor if both can hold such.
+    """Compare two checkpoints bit for bit, and their other values if both formats have such.
 
     Args:
         left, right: checkpoints, or where they are; a planned conversion stands for the tensors
             that it would write, other elements included.
         select: the prefix of a model among several in `left`, which is compared by its names
             without it.
-        threads: at most so many at a time; 4 when None, and 16 from an address.
+        threads: at most so many at a time; 4 if None, and 16 from an address.
         progress: called after every block.
 
     Raises:
@@ -357,7 +357,7 @@ def _find_unlike(
 def _compare_descriptions(
     a: Checkpoint, b: Checkpoint, mine: TensorColumns, others: TensorColumns
 ) -> list[Difference]:
-    """Differences in names, shapes and dtypes, found without reading any bytes."""
+    """List differences in names, shapes and dtypes, without reading any bytes."""
 
     # Tensors of one kind on both sides are compared once.
     @cache
@@ -535,7 +535,7 @@ def _find_damaged_items(checkpoint: Checkpoint, files: OpenFiles[SourceFile]) ->
 def _compare_items(
     a: Checkpoint, b: Checkpoint, files_a: OpenFiles[SourceFile], files_b: OpenFiles[SourceFile]
 ) -> Iterator[Difference]:
-    """Items that differ."""
+    """List the items that differ."""
     for name in [*a.items, *(name for name in b.items if name not in a.items)]:
         if name not in a.items or name not in b.items:
             where = (a if name in a.items else b).folder

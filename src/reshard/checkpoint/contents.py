@@ -45,7 +45,7 @@ class StoredTensor:
     `spec` is the native text of its sharding, where it has one.
 
     Raises:
-        CheckpointError: an address that is no file range.
+        CheckpointError: an address that is not a file range.
     """
 
     name: str
@@ -187,7 +187,7 @@ class StoredChecksum:
     """A CRC-32 that a file contains for `size_bytes` of its own: the box `part` of a tensor.
 
     `is_read_once`: whether all of its bytes are elements, each of which is read once; but for
-    those of `padding`, ranges `(start, size)` in bytes of the file that are no elements.
+    those of `padding`, ranges `(start, size)` in bytes of the file that are not elements.
     """
 
     tensor: str
@@ -215,7 +215,7 @@ class DerivedFile(Protocol):
 
 
 class HeldFile(Protocol):
-    """A file that is no file: bytes in memory, such as those of arrays."""
+    """A file whose bytes are in memory, such as those of arrays."""
 
     def open(self) -> SourceFile:
         """Return the bytes, for reading."""
@@ -235,7 +235,7 @@ class Checkpoint:
         carried: other files that belong to it (config, tokenizer), relative to the folder.
         left_out: other files that are not carried along, with the reason.
         identities: what each tensor file was when its header was read.
-        items: bytes under names that are no tensors.
+        items: bytes under names that are not tensors.
         checksums: those that the files have, of tensors without a digest.
         paths: where names stood in the nested state dict they were saved from, where known.
         derived: files that are made when they are read, by the name under which tensors find

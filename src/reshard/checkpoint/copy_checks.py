@@ -167,9 +167,9 @@ def expect_equal_copies(
 
     Args:
         checkpoint: opened; its own `check_copies` and `allowed` apply too.
-        check: `all`, `sample` or `none`; the checkpoint's own when None.
+        check: `all`, `sample` or `none`; the checkpoint's own if None.
         allow: with `differing-copies`, copies may differ: the lowest rank's are read.
-        names: of the tensors whose copies are compared; all when None.
+        names: of the tensors whose copies are compared; all if None.
 
     Raises:
         CoverageError: copies that differ.
@@ -217,8 +217,8 @@ def compare_copies(
 
     Args:
         checkpoint: opened.
-        check: `all`, `sample` or `none`; the checkpoint's own when None.
-        names: of the tensors whose copies are compared; all when None.
+        check: `all`, `sample` or `none`; the checkpoint's own if None.
+        names: of the tensors whose copies are compared; all if None.
         reads_recorded: with `sample`, read every byte of copies of tensors whose digest a manifest
             records.
 
@@ -558,7 +558,7 @@ def _list_boxes(tile: Tile) -> tuple[Box, ...]:
 
 
 def _make_member(kind: TensorKind, tile: Tile, boxes: tuple[Box, ...] | None = None) -> _Member:
-    """Return the shard of a tile as a holder of boxes, all of its own when None."""
+    """Return the shard of a tile as a holder of boxes, all of its own if None."""
     place, is_slot = kind.find_place(tile.slot, tile.number)
     own = _list_boxes(tile)
     boxes = own if boxes is None else boxes

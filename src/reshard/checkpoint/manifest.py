@@ -140,7 +140,7 @@ class ManifestTensors(Mapping[str, ManifestTensor]):
 class Manifest:
     """The manifest of a checkpoint; `conversion_id` names the run that wrote it.
 
-    `items` has the digests of what is no tensor, in formats that have such.
+    `items` has the digests of a value that is not a tensor, in formats that have such.
     """
 
     format: str

@@ -258,10 +258,10 @@ class ConversionRequest:
 
     Attributes:
         to: the target mesh (`"tp=2,dp=2"`), a number of ranks, or `"full"` for whole tensors. The
-            layouts, the format and the number of files stay as in the source when None.
+            layouts, the format and the number of files stay as in the source if None.
         mesh_order: the axes of `to` from the one that counts ranks fastest to the slowest
             (`"tp,pp,dp"`), or `"text"` for the order in which they are written, the last one
-            fastest; by what the axes are for when None: tp, cp, ep, fsdp, dp, pp, others
+            fastest; by what the axes are for if None: tp, cp, ep, fsdp, dp, pp, others
             (`reshard.recipes.rank_order`). A `DeviceMesh` has its own order.
         rules: `pattern=spec`, a glob on names and the native notation; the first match wins.
         recipe: the name of a shipped recipe, or a TOML file; its rules come after `rules`.
@@ -270,10 +270,10 @@ class ConversionRequest:
         options: of the recipe, by name, or as `"name=value"` (see `Recipe.with_options`).
         strategy: where the tensors go, instead of rules; `simple` for a number of ranks.
         format: `safetensors`, `sharded-safetensors`, `torch-dcp`, or one that was registered;
-            one of the first two, by `to`, when None.
+            one of the first two, by `to`, if None.
         replicas: `once` stores one copy of equal shards, `every` one for each rank, so that a
             rank's file is enough for that rank; `every` for `sharded-safetensors`, and `once` for
-            other formats, when None (see `stored_replicas`).
+            other formats, if None (see `stored_replicas`).
         most_file_bytes: begin a new file beyond so many bytes; for whole tensors.
         source_names, target_names: what the tensors are called there, and which are fused, where
             that is not as in the recipe: a convention of it, such as `megatron`, or a table as
@@ -305,7 +305,7 @@ class ConversionRequest:
         kept: the mesh, number of ranks or `"full"` of the source where `to` is None; it is set
             when the source is known.
         check_copies: how parts that several ranks of the source hold are compared: `sample`, `all`
-            or `none` (see `reshard.checkpoint.copy_checks`); as it was opened when None.
+            or `none` (see `reshard.checkpoint.copy_checks`); as it was opened if None.
 
     Raises:
         UsageError: arguments that cannot be, or that contradict each other.

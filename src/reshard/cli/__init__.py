@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with `arguments` (those of the process when None); the exit code.
+    """Run the command with `arguments` (those of the process if None); the exit code.
 
     0 done, 1 differs, 2 wrong use or bad input, 3 failed while running.
     """

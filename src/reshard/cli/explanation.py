@@ -90,7 +90,7 @@ def explanation_of(
     steps: str = JOINT,
     machine: Preset | None = None,
 ) -> Explanation:
-    """The explanation of a change. `shape` may be None if one side has one.
+    """Explain a change. `shape` may be None if a side has a shape.
 
     `steps` are the allowed steps of a program: a key of `reshard.collectives.STEPS`. On a
     `machine` everything has its time.
@@ -157,7 +157,7 @@ class Explanation:
             found = find_program(source, target, self.plan.source.shape, steps=self.steps)
         except PlanError as error:
             return str(error)
-        # An exchange between any ranks is no collective of a group.
+        # An exchange between any ranks is not a collective of a group.
         if any(isinstance(step, Exchange) for step in found.steps):
             return "no collectives within groups of the mesh lead from one to the other"
         return found
@@ -191,7 +191,7 @@ class Explanation:
         return self.program.estimate(self._dtype, self._topology, self.machine.library)
 
     def as_text(self) -> list[str]:
-        """Both layouts as pictures, figures, who sends what to whom, and as collectives."""
+        """Return the lines: both layouts as pictures, figures, transfers, and collectives."""
         width = max(MIN_WIDTH, min(shutil.get_terminal_size().columns, 100))
         lines = []
         for word, side in (("from", self.before), ("to", self.after)):
@@ -250,7 +250,7 @@ class Explanation:
         return ["", "as collectives:", said] if self.program else ["", f"as collectives: {said}"]
 
     def _figures(self) -> list[str]:
-        """Lines on the ranks that move most; the picture has how much moves."""
+        """Return the lines on the ranks that move most; the picture has the total."""
         lines = []
         if self.traffic.total > self.plan.lower_bound_elements:
             lines.append(f"the least possible is {self._size(self.plan.lower_bound_elements)}")
@@ -275,7 +275,7 @@ class Explanation:
         return f"{text} ({bytes_text(elements * self.plan.dtype.itemsize_bytes)})"
 
     def lowered(self, system: str) -> str:
-        """The program in the words of another system: a key of `LOWERINGS`.
+        """Lower the program to another system: a key of `LOWERINGS`.
 
         Raises:
             UsageError: there is no program.
@@ -286,7 +286,7 @@ class Explanation:
         return LOWERINGS[system](self.program, self.plan.dtype or "float32")
 
     def contents(self) -> list[str]:
-        """Both meshes with the elements of each device.
+        """Return the lines of both meshes with the elements of each device.
 
         Raises:
             UsageError: more elements than can be drawn.
@@ -306,7 +306,7 @@ class Explanation:
         return lines
 
     def report(self, ranks_per_host: int | None) -> Report:
-        """The same as a page."""
+        """Return the HTML report."""
         traffic, bound = self.traffic, self.plan.lower_bound_elements
         amount_text: Callable[[int], str] = partial(count_text, noun="element")
         short_text: Callable[[int], str] = count_text
@@ -329,7 +329,7 @@ class Explanation:
         )
 
     def _tables(self) -> list[tuple[str, str]]:
-        """Who sends what to whom, and the collectives, under their headings."""
+        """Return the tables of transfers and of collectives, with their headings."""
         tables = []
         if self.traffic.total:
             tables.append(("Transfers", movement_table(self.moving, self.traffic, MAX_ROWS)))
@@ -338,7 +338,7 @@ class Explanation:
         return tables
 
     def as_json(self) -> dict[str, Any]:
-        """The keys that `reshard explain --help` lists."""
+        """Return the keys that `reshard explain --help` lists."""
         moving = self.moving
         # Of shape (transfers, dimensions, 2): begin and end, in the tensor and in both local
         # arrays.

@@ -37,7 +37,7 @@ def prepare_streams() -> None:
 
 
 def write(text: str) -> None:
-    """Text on stdout, with a line end. Raises `OSError`, but not for a reader that left."""
+    """Write text and a line end to stdout. Raises `OSError`, but not for a reader that left."""
     write_pieces([text, "\n"])
 
 
@@ -57,7 +57,7 @@ def write_pieces(pieces: Iterable[str]) -> None:
 
 
 def write_json(content: Mapping[str, Any]) -> None:
-    """One JSON object on stdout.
+    """Write a JSON object to stdout.
 
     Values that are iterators are written as lists. Their items become text one by one: of very
     many, text takes a tenth of what dictionaries do.
@@ -165,7 +165,7 @@ def ellipsis() -> str:
 def name_columns(beside: Iterable[Sequence[str]]) -> int | None:
     """Return the columns that a terminal has for names in the first column of a table.
 
-    `beside` are the other columns. None if stdout is no terminal: programs read whole names.
+    `beside` are the other columns. None if stdout is not a terminal: programs read whole names.
     """
     if sys.stdout is None or not sys.stdout.isatty():
         return None

@@ -51,7 +51,7 @@ class ProgressLines:
 
 
 def progress_text(progress: Progress, elapsed_s: float) -> str:
-    """One line on how far a run is that has worked for `elapsed_s`.
+    """Describe the progress of a run after `elapsed_s`.
 
     >>> progress_text(Progress(75, 100, 50, "wte"), 5.0)
     '75 % 75 B of 100 B, 5 B/s, 5.00 s left'

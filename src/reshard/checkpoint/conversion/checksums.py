@@ -11,7 +11,7 @@ byte is read twice:
 3. A range that was not seen whole is read once more at the end: of a source because an earlier run
    did some of its blocks or because the shard has strides, of a target because it has padding.
 4. Blocks that an earlier run wrote are read where they are staged, as if they were written again.
-5. Items that are no tensors are copied byte for byte.
+5. Items that are not tensors are copied byte for byte.
 
 Each block counts once, whatever processes do it. So a checksum can be put together from those of
 processes that each have a part of the file.

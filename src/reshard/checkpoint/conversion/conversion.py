@@ -308,7 +308,7 @@ class Conversion:
         return self._least
 
     def workspace_bytes_of(self, extra_bytes: int) -> int:
-        """Memory that one thread takes of a run that may use `extra_bytes`."""
+        """Return the memory of a thread in a run that may use `extra_bytes`."""
         return self._buffers(extra_bytes).size_bytes
 
     def batch_bytes(self, extra_bytes: int) -> int:

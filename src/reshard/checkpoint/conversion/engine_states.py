@@ -80,7 +80,7 @@ def as_model(checkpoint: Checkpoint, layout: EngineLayout) -> Checkpoint:
         layout: of these ranks.
 
     Raises:
-        RecipeError: another layout than that of these ranks; parameters that are no copies.
+        RecipeError: another layout than that of these ranks; parameters that are not copies.
         CoverageError: a tensor of which the ranks have a part only.
     """
     if checkpoint.format != NAME:

@@ -354,7 +354,7 @@ def _checksum(kind: int, payload: bytes, previous_checksum: int) -> int:
 
 
 def _read_good_frames(data: bytes) -> Iterator[tuple[int, bytes, int, int]]:
-    """Every `(kind, payload, end, checksum)` up to the first invalid frame."""
+    """Yield every `(kind, payload, end, checksum)` up to the first invalid frame."""
     if not data.startswith(_MAGIC):
         return
     position, previous = len(_MAGIC), zlib.crc32(_MAGIC)
@@ -407,7 +407,7 @@ def _explain_other_conversion(
 
 
 def _list_differences(name: str, then: Any, now: Any) -> Iterator[str]:
-    """One line for each value, at any depth, in which two descriptions differ.
+    """Yield a line for each value, at any depth, in which two descriptions differ.
 
     >>> then = {"to": "tp=2", "rules": {"a": "dp"}}
     >>> list(_list_differences("", then, {"to": "tp=4", "rules": {}}))

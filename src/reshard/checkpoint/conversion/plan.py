@@ -282,7 +282,7 @@ def open_apart(
 
     Raises:
         CheckpointError: a source that cannot be used.
-        UsageError: a target that is no path, that would replace its source, or stand in it.
+        UsageError: a target that is not a path, that would replace its source, or stand in it.
         RunError: a target that the system does not let us look at.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
@@ -842,7 +842,7 @@ def _place_by_strategy(
         whole = {shape: Layout.whole(shape, [0], 1) for shape in {*shapes.values()}}
         return {name: whole[shape] for name, shape in shapes.items()}, ()
     followers = StateSharding(shapes, find_training_state(checkpoint))
-    # The parameters of an optimizer alone are no tensors of it.
+    # The parameters of an optimizer alone are not tensors of it.
     types = {name: dtype("float32") for name in followers.leaders}
     types |= types_of(checkpoint.tensors)
     from reshard.recipes.strategies import strategy as find_strategy
@@ -884,7 +884,7 @@ def assign_tensors(
             by_hand,
             recipe,
             read_config(checkpoint),
-            # The parameters of an optimizer alone are no tensors of it.
+            # The parameters of an optimizer alone are not tensors of it.
             {name: itemsizes_bytes.get(name, 4) for name in shapes},
             read_flat_shapes(checkpoint),
             allow=allow,

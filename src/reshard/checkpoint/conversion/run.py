@@ -252,7 +252,7 @@ class _ConversionRun:
         )
 
     def _share(self, numbers: IntArray) -> IntArray:
-        """This process's share of blocks, in the order of the source's tensors.
+        """Return this process's share of blocks, in the order of the source's tensors.
 
         Every process of a host counts the same blocks, and takes an equally long stretch of them.
         """
@@ -263,7 +263,7 @@ class _ConversionRun:
         return self.work_items.batches(numbers, self.conversion.batch_bytes(self.extra_bytes))
 
     def batches(self) -> Iterator[Batch]:
-        """This process's share, in batches of blocks that all count for checksums, or none."""
+        """Yield this process's share in batches of blocks that all count for checksums, or none."""
         own = self._share(self.blocks.numbers)
         counts = self.blocks.counts[own]
         return itertools.chain(self._batches(own[counts]), self._batches(own[~counts]))

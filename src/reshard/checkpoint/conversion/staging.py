@@ -141,10 +141,10 @@ class Staging(Closing):
         same conversion there is nothing left to do, and `already_complete` is True.
         `restart` throws away what an earlier run staged (never a target). `written` are the files
         of the new checkpoint: a target with others is refused; None discards them. `file` is the
-        one that becomes the target, where that is no folder.
+        one that becomes the target, where that is not a folder.
 
         Raises `UsageError` for a target that is there and may not be replaced, that is no
-        folder, or whose parent is no folder. Raises `RunError` where another process works
+        folder, or whose parent is not a folder. Raises `RunError` where another process works
         on the target, where an earlier run staged another conversion, where its leavings make
         no sense, and for what the file system refuses.
         """

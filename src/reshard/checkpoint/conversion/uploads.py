@@ -242,7 +242,7 @@ class ConversionUpload(Closing):
             yield found.block[ranges], parts
 
     def wrote(self, numbers: IntArray) -> None:
-        """These blocks are written: send the parts that are whole by that.
+        """Send the parts that these written blocks complete.
 
         Raises RunError, where an earlier part could not be sent.
         """

@@ -265,7 +265,7 @@ MAX_BYTES = 256 << 20
 
 
 def _exponentiate(values: NDArray[Any]) -> NDArray[Any]:
-    """As PyTorch has it where it is installed: its last bit may differ from NumPy's."""
+    """Compute it by PyTorch if installed, since its last bit may differ from NumPy's."""
     try:
         import torch
     except ImportError:
@@ -379,7 +379,7 @@ class _FileInMemory(SourceFile):
 
 
 def apply_step(values: NDArray[Any], step: str) -> NDArray[Any]:
-    """Elements after one step, such as `"to float32"` or `"exp"`.
+    """Apply a step, such as `"to float32"` or `"exp"`, to elements.
 
     >>> apply_step(np.array([0.0, 1.0], np.float32), "neg").tolist()
     [-0.0, -1.0]
@@ -420,7 +420,7 @@ def load_parameters(
         checkpoint: a checkpoint, or where it is.
         layout: of the engine, or the file that has it (`reshard recipe derive`).
         rank: whose parameters are wanted.
-        names: of those that are wanted; all that the loader fills when None.
+        names: of those that are wanted; all that the loader fills if None.
         out: arrays to fill instead of new ones, of the parameters' shapes and dtypes.
         threads: how many read at a time.
         readers_on_host: how many processes of this host load their rank's part at the same time, as
@@ -431,7 +431,7 @@ def load_parameters(
 
     Raises:
         RecipeError: a layout of another checkpoint, or a parameter that cannot be had from it.
-        UsageError: a rank or a name that the layout has not.
+        UsageError: a rank or a name that the layout lacks.
         ShardError: an array in `out` that does not fit, or cannot be written.
         CheckpointError, RunError: a checkpoint or a file that cannot be read.
     """

@@ -626,7 +626,7 @@ class SharedReads:
         self._targets += targets
 
     def tasks(self) -> Iterator[SharedTask]:
-        """Ranges that hold all pieces, as many at a time as a buffer has room for."""
+        """Yield ranges that hold all pieces, as many at a time as fit into a buffer."""
         if not self._kinds:
             return
         self._kind, self._file, self._start = (

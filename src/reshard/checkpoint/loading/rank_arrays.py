@@ -84,7 +84,7 @@ def describe_ranks(
     Raises:
         ShardError: ranks that do not fit together, or to the rules; the first is named.
         RecipeError: rules or a recipe that do not fit.
-        UsageError: what is no mapping of ranks, array or shape.
+        UsageError: a value that is not a mapping of ranks, array or shape.
 
     >>> mesh = DeviceMesh.of(tp=2)
     >>> found = describe_ranks({0: {"w": (3, 4)}, 1: {"w": (2, 4)}}, mesh, rules=["w=tp, -"])

@@ -53,7 +53,7 @@ def names_of(
     """Return the table of `names`, which were given as `argument`; None if `names` is None.
 
     Raises:
-        UsageError: a convention without a recipe, or what is no table.
+        UsageError: a convention without a recipe, or a value that is not a table.
         RecipeError: a convention unknown to the recipe, or whose numbers the config does not give.
     """
     if names is None:

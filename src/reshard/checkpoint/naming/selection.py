@@ -64,7 +64,7 @@ class TensorSelection:
             `ema_state_dict`.
 
     Raises:
-        UsageError: what is no list of texts, or a text that cannot be read.
+        UsageError: a value that is not a list of texts, or a text that cannot be read.
 
     >>> chosen = TensorSelection(include=["model.*"], rename=["model.*.w1=*.gate"])
     >>> chosen.new_name("model.layers.0.w1"), chosen.new_name("optimizer.step")
@@ -207,7 +207,7 @@ def by_new_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> Check
 
     Args:
         checkpoint: by its old names.
-        new: the name of each, None of what is left out; what it has not keeps its name.
+        new: the name of each, None of what is left out; other names stay.
 
     Raises:
         RecipeError: two things of one name, or a name that is none.
@@ -268,7 +268,7 @@ def move_path(path: tuple[str | int, ...], name: str) -> tuple[str | int, ...] |
 
 
 def _rename_all(things: Mapping[str, Any], find: Callable[[str], str | None]) -> dict[str, Any]:
-    """Things that have a `name`, by their new ones."""
+    """Return objects that have a `name`, by their new names."""
     return {
         renamed: thing if renamed == name else dataclasses.replace(thing, name=renamed)
         for name, thing in things.items()
@@ -452,7 +452,7 @@ def open_selected(
         check_copies, allow: as in `open_checkpoint`, of copies that several ranks hold.
 
     Raises:
-        UsageError: what is no path; a prefix that no tensor has.
+        UsageError: a value that is not a path; a prefix that no tensor has.
         CheckpointError: nothing there, or nothing that is a checkpoint.
         FormatError: a file that is damaged, or not of its format.
         CoverageError: shards that do not make whole tensors.

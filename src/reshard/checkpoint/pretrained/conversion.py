@@ -115,9 +115,9 @@ def plan_for_pretrained(
         target: the folder that will hold the model.
         config: the folder of the model that was trained, or its config.json, where the checkpoint
             has none. Tokenizer files next to it are taken too.
-        recipe: for the model's names; by config.json's model type when None.
+        recipe: for the model's names; by config.json's model type if None.
         source_names: the convention that the source's names are in, such as `megatron`, `meta` or
-            `torchtitan`; found by the names when None.
+            `torchtitan`; found by the names if None.
         most_file_bytes: the maximum size of a file; one file if None.
         dtype, adapters, source_layout: as in a `ConversionRequest`.
         include, exclude, strip_prefix, rename, select: as in a `ConversionRequest`. With
@@ -384,14 +384,14 @@ def compare_pretrained(
     Args:
         checkpoint: a checkpoint, or where it is.
         model: a folder with config.json and whole weights, in the architecture's names.
-        threads: at most so many at a time; 4 when None, and 16 from an address.
+        threads: at most so many at a time; 4 if None, and 16 from an address.
         progress: called after every block.
         config, recipe, source_names, dtype, adapters, source_layout, include, exclude,
             strip_prefix, rename, select: for `checkpoint`, as in `plan_for_pretrained`. The config
             is the model's where none is given.
 
     Raises:
-        CheckpointError: a checkpoint or a model that cannot be used, or that has not all weights.
+        CheckpointError: a checkpoint or a model that cannot be used, or that lacks weights.
         RecipeError: names that could be meant in several ways, or that do not fit the recipe.
         UsageError: arguments that cannot be.
         RunError: a file cannot be read.

@@ -59,7 +59,7 @@ def find_model_files(
         given: a folder with config.json, or such a file.
 
     Raises:
-        UsageError: what is no path.
+        UsageError: a value that is not a path.
         CheckpointError: no config.json.
         FormatError: one that is not a JSON object, or that names no type of model.
     """
@@ -153,7 +153,7 @@ def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:
-    """config.json, as transformers writes it."""
+    """Return the bytes of config.json, as transformers writes it."""
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 

@@ -280,7 +280,7 @@ def _take_as_saved(
     containers: Iterable[str],
     keeps_prefix: bool,
 ) -> ModelNames:
-    """Names of a model type without a recipe: without what the trainer's state shows as its own."""
+    """Remove from names the prefix that the trainer's state shows, without a recipe."""
     shown = [
         container
         for container in containers
@@ -457,7 +457,7 @@ def in_transformers_names(
         source: the checkpoint that they are of, whose files tell whose they are.
         prefix: that their names have in front.
         config: the model's config.json.
-        convention: whose names they are, as the user gives it; found when None.
+        convention: whose names they are, as the user gives it; found if None.
 
     Raises:
         CheckpointError: a model whose order of rows is not known, or a fact that is missing.

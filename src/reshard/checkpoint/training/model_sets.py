@@ -9,7 +9,7 @@ and the sets of tensors that would have the same names without their prefixes::
 
 Two such sets are two models. Which one is meant cannot be known, so nothing chooses between them.
 
-Equal ends of names alone are no evidence: encoders and decoders have them, and so do layers. One
+Equal ends of names alone are not evidence: encoders and decoders have them, and so do layers. One
 of two must be named by a word that programs use for another model (`ema`, `teacher`, `critic`), or
 both must be models of the recipe's kind under words that the recipe does not have.
 """

@@ -40,7 +40,7 @@ from reshard.sharding import DimSpec, ShardingSpec, spec
 from reshard.text import count_text
 
 Shape = tuple[int, ...]
-# The dimensions of its parameter that the dimensions of a tensor are; None if it is no part of
+# The dimensions of its parameter that the dimensions of a tensor are; None if it is not part of
 # one, as that of a mean.
 Dims = tuple[int | None, ...]
 

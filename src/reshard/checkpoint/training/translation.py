@@ -58,7 +58,7 @@ def translate(
     Args:
         checkpoint: with optimizer state.
         style: of the target.
-        has_items: whether the target can have bytes that are no tensors.
+        has_items: whether the target can have bytes that are not tensors.
         keeps_items: whether it has those of the source as they are; elsewhere they become plain
             values, where they are such.
 
@@ -234,7 +234,7 @@ class _Translation:
         return {key for name in named for key in state[name]} or self.state.keys
 
     def _read_injected(self) -> list[dict[str, Any]]:
-        """Hyper-parameters that Optax keeps as tensors (`inject_hyperparams`), as groups."""
+        """Return hyper-parameters that Optax keeps as tensors (`inject_hyperparams`)."""
         if self.style.groups is None:
             return []
         found: dict[tuple[str | int, ...], dict[str, Any]] = {}
@@ -298,7 +298,7 @@ class _Translation:
         self.sources[tensor.name] += 1
 
     def _add_weights(self) -> None:
-        """Weights, and those of 32 bits beside them where the target has such."""
+        """Translate weights, and 32-bit weights if the target has them."""
         style, replaced, widened = self.style, list[str](), list[str]()
         for bare, called in self.state.weights.items():
             weight = self.old.tensors[called]
@@ -446,7 +446,7 @@ class _Translation:
             )
 
     def _find_numbers(self, groups: Iterable[dict[str, Any]]) -> dict[str, float]:
-        """Steps that are plain values, of parameters or of groups."""
+        """Return the steps that are plain values, of parameters or of groups."""
         found: dict[str, float] = {}
         for group in groups:
             number = group.get(STEP)

@@ -118,7 +118,7 @@ def calibrate(
 
 
 def _check_launched() -> None:
-    """Raise UsageError if torchrun did not start this process, or its variables are no numbers."""
+    """Raise UsageError if torchrun did not start this process, or its variables are not numbers."""
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if missing:
         raise UsageError(

@@ -123,7 +123,7 @@ class PeakMemory:
 
     @classmethod
     def of(cls, conversion: Conversion, extra_bytes: int, threads: int | None) -> PeakMemory:
-        """That of a conversion which was planned just now, by this process and no other work."""
+        """Estimate the memory of a conversion that this process has just planned."""
         # First, since it finds columns that a run needs too.
         buffers_bytes = conversion.extra_bytes(extra_bytes, threads)
         records_bytes = conversion.work_items.count * _BLOCK_RECORD_BYTES

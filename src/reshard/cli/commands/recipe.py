@@ -453,7 +453,7 @@ def _size_axes(mesh: DeviceMesh) -> list[tuple[str, int]]:
 class EngineComparison:
     """The differences between the layouts of a recipe and of an engine.
 
-    `unread` are tensors that no rank of the engine reads, `unknown` those that its layout has not:
+    `unread` are tensors that no rank of the engine reads, `unknown` those that its layout lacks:
     it is of another checkpoint.
     """
 
@@ -491,7 +491,7 @@ class EngineComparison:
         return not self.differences and not self.unknown
 
     def as_text(self) -> list[str]:
-        """Lines for people."""
+        """Return the lines of the report."""
         lines = ["", f"against {printable(self.title)}: {count_text(self.same, 'tensor')} alike"]
         for difference in self.differences:
             lines += [

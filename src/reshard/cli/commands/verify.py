@@ -208,7 +208,7 @@ def _name_both(
     right_names: str | None,
     recipe: str | None,
 ) -> list[str | Checkpoint]:
-    """Both checkpoints, in the recipe's names where theirs are given."""
+    """Return both checkpoints, in the recipe's names if theirs are given."""
     from reshard.checkpoint.contents import Checkpoint
     from reshard.checkpoint.conversion.plan import find_recipe
     from reshard.checkpoint.formats.opening import open_checkpoint, read_config
