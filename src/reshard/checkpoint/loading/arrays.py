@@ -242,15 +242,11 @@ def load_layouts(
     It is `load` of `reshard.checkpoint.loading.request` for known layouts: arguments, result and
     errors are as there.
 
-    >>> import tempfile, numpy as np, reshard
-    >>> from reshard.checkpoint.formats.safetensors.header import build_header
-    >>> from reshard.dtypes import dtype
-    >>> header, _ = build_header([("w", dtype("int32"), (4, 4))])
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with open(f"{folder}/model.safetensors", "wb") as file:
-    ...         _ = file.write(header + np.arange(16, dtype=np.int32).tobytes())
-    ...     columns = reshard.spec(reshard.DeviceMesh.of(tp=2), "-, tp").layout((4, 4))
-    ...     load_layouts(folder, {"w": columns}, rank=1)["w"].tolist()
+    >>> import numpy as np, reshard
+    >>> arrays = {0: {"w": np.arange(16).reshape(4, 4)}}
+    >>> stored = reshard.checkpoint.describe_ranks(arrays, "tp=1", rules=["w=-, -"])
+    >>> columns = reshard.spec(reshard.DeviceMesh.of(tp=2), "-, tp").layout((4, 4))
+    >>> load_layouts(stored, {"w": columns}, rank=1)["w"].tolist()
     [[2, 3], [6, 7], [10, 11], [14, 15]]
     """
     options = options or LoadOptions()
