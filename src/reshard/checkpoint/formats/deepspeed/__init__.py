@@ -52,8 +52,8 @@ LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 UNIVERSAL_FOLDER = "zero"
 UNIVERSAL_STATE = "zero/optimizer_state.pt"
-_LONGEST_TAG_BYTES = 4096
-_MOST_LISTED = 8
+_MAX_TAG_BYTES = 4096
+_MAX_LISTED = 8
 
 _NUMBER = r"(\d{1,7})"
 _RANK = rf"zero_pp_rank_{_NUMBER}_mp_rank_{_NUMBER}"
@@ -167,11 +167,11 @@ def read_tag(folder: Path) -> str | None:
     for name in (LATEST, LATEST_UNIVERSAL):
         try:
             with (folder / name).open("rb") as file:
-                content = file.read(_LONGEST_TAG_BYTES + 1)
+                content = file.read(_MAX_TAG_BYTES + 1)
             tag = content.decode("utf-8").strip()
         except (OSError, UnicodeDecodeError):
             continue
-        is_one = len(content) <= _LONGEST_TAG_BYTES and tag.isprintable()
+        is_one = len(content) <= _MAX_TAG_BYTES and tag.isprintable()
         if tag and is_one and "/" not in tag and tag not in (".", ".."):
             return tag
     return None
@@ -253,7 +253,7 @@ def _list_folders(folder: Path) -> list[Path]:
 
 
 def _list_names(names: list[str]) -> str:
-    return first_text(names, _MOST_LISTED)
+    return first_text(names, _MAX_LISTED)
 
 
 if TYPE_CHECKING:

@@ -108,14 +108,16 @@ class SaveReader:
         )
 
     def _list_unreadable(self) -> dict[str, str]:
-        return {name: why for one in self.models.values() for name, why in one.unreadable.items()}
+        return {
+            name: why for model in self.models.values() for name, why in model.unreadable.items()
+        }
 
     def _read_files(self) -> None:
         saved, folder = self.saved, self.saved.folder
         names = saved.model_partitions or {(mp, 0): name for mp, name in saved.models.items()}
         self.models = self._read_each(read_model_state, names)
         self.partitions = self._read_each(read_partition, saved.partitions)
-        counts = [count for one in self.partitions.values() for count in one.counts]
+        counts = [count for partition in self.partitions.values() for count in partition.counts]
         first = next(iter(self.models.values()), None)
         self.ranks = max(counts) if counts else first.ranks if first else 1
         degrees = first.degrees if first else None
@@ -503,9 +505,9 @@ class SaveReader:
 def _find_own(elements: list[int], count: int) -> list[tuple[FlatPiece, ...]]:
     """Return the pieces of the parameters of a sub-group of stage 3."""
     found, offset = [], 0
-    for one in elements:
-        found.append(own_pieces(one, count, offset))
-        offset += part_size(one, count)
+    for element in elements:
+        found.append(own_pieces(element, count, offset))
+        offset += part_size(element, count)
     return found
 
 

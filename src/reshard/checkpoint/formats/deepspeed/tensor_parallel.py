@@ -65,8 +65,8 @@ _WIDTHS_VERSION = 0.4
 _LISTS = (_REPLICATED, _AVERAGED, _ROWS, _HALVES, _VOCABULARY)
 
 # Patterns come with a file. With these they are tried in time that a long name does not blow up.
-_LONGEST_PATTERN = 2000
-_MOST_REPEATS = 4
+_MAX_PATTERN_LENGTH = 2000
+_MAX_REPEATS = 4
 _REPEAT = re.compile(r"(?<!\\)[*+{]")
 _RISKY = re.compile(r"(?<!\\)\)[*+?{]|\(\?[^:]|\\[1-9]")
 
@@ -148,8 +148,8 @@ class Joiner:
         known = (*_LISTS, _SUB_PARAMS, _MAP)
         if not isinstance(info, dict) or not any(key in info for key in known):
             raise FormatError(
-                f"{label} is of {ranks} tensor-parallel ranks, and has no {INFO} that tells how "
-                f"their parts are joined ({_ROWS} and so on). Jobs of Megatron-DeepSpeed and of "
+                f"{label} is of {ranks} tensor-parallel ranks, and has no {INFO} that describes "
+                f"how their parts are joined ({_ROWS} and so on). Jobs of Megatron-DeepSpeed and of "
                 f"AutoTP save it; set it on the model as an attribute and save again, or join the "
                 "parts with the program that cut them"
             )
@@ -189,7 +189,7 @@ class Joiner:
             if re.match(pattern, name):
                 raise FormatError(
                     f"{self.label}: {name!r} cannot be joined: {shortened(str(reason))}, as "
-                    "DeepSpeed's AutoTP says of it"
+                    "DeepSpeed's AutoTP reports"
                 )
         if (found := self._match(self._maps, name)) is not None:
             return self._join_map(name, self._maps[found], parts)
@@ -239,12 +239,12 @@ class Joiner:
 
     def _check(self, pattern: Any) -> str:
         """Return a pattern that can be tried on names."""
-        is_text = isinstance(pattern, str) and len(pattern) <= _LONGEST_PATTERN
-        if not is_text or _RISKY.search(pattern) or len(_REPEAT.findall(pattern)) > _MOST_REPEATS:
+        is_text = isinstance(pattern, str) and len(pattern) <= _MAX_PATTERN_LENGTH
+        if not is_text or _RISKY.search(pattern) or len(_REPEAT.findall(pattern)) > _MAX_REPEATS:
             raise self.wrong(
                 f"the pattern {shortened(repr(pattern))}, expected a regular expression of at most "
-                f"{_LONGEST_PATTERN} characters with at most {_MOST_REPEATS} repetitions, none of "
-                "them of a group"
+                f"{_MAX_PATTERN_LENGTH} characters with at most {_MAX_REPEATS} repetitions, none "
+                "of them of a group"
             )
         try:
             re.compile(pattern)
@@ -274,7 +274,7 @@ class Joiner:
         shapes = ", ".join(str(list(shape)) for shape in parts[:8])
         return FormatError(
             f"{self.label}: the parts of {name!r} have shapes {shapes}, expected {expected}, as "
-            f"{INFO} says. The files belong to different saves, or it is of another model"
+            f"{INFO} specifies. The files belong to different saves, or it is of another model"
         )
 
     def _expect_like(self, name: str, parts: Sequence[Shape], dim: int | None) -> None:
@@ -355,9 +355,9 @@ class Joiner:
             )
         boxes = tuple(
             tuple(
-                one._replace(shape=(min(one.shape[0], size - one.start[0]), *one.shape[1:]))
-                for one in boxes
-                if one.start[0] < size
+                box._replace(shape=(min(box.shape[0], size - box.start[0]), *box.shape[1:]))
+                for box in boxes
+                if box.start[0] < size
             )
             for boxes in join.boxes
         )
@@ -389,7 +389,7 @@ class Joiner:
     def _read_piece(self, name: str, piece: Any, part: Shape, whole: Shape) -> JoinedBox | None:
         shape = as_sizes(piece.get("shape")) if isinstance(piece, dict) else None
         if shape is None or len(shape) != len(whole) or piece.get("scale", 1.0) != 1.0:
-            raise self.wrong(f"a piece of {name!r} that is scaled, or has no shape of {whole}")
+            raise self.wrong(f"a piece of {name!r} that is scaled, or lacks a shape of {whole}")
         if 0 in shape:
             return None
         starts = []
@@ -530,8 +530,8 @@ class PartCollector:
         if len(contents) > 1:
             raise FormatError(
                 f"{self._folder}: {name!r} differs between tensor-parallel ranks, and counts by "
-                "its mean (parameter_to_average_patterns), which is not made here. Convert it with "
-                "ds_to_universal, whose result is read"
+                "its mean (parameter_to_average_patterns), which is not computed here. Convert it "
+                "with ds_to_universal, whose result is read"
             )
 
     def _read(self, piece: StoredPiece) -> bytes:

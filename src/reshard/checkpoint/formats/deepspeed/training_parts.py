@@ -208,7 +208,7 @@ def _find_states(shapes: Mapping[str, Shape]) -> dict[str, tuple[str, ...]]:
     if without and all(name.isdigit() for name in without):
         raise UsageError(
             f"optimizer state of {count_text(len(without), 'parameter')} has numbers for names "
-            f"(optimizer.state.{without[0]}), and shapes do not tell which parameter has which; "
+            f"(optimizer.state.{without[0]}), and shapes do not identify the parameters; "
             "DeepSpeed's checkpoints need their names. Save it with "
             "torch.distributed.checkpoint.state_dict.get_state_dict, which has names"
         )
@@ -421,7 +421,7 @@ def plan_own(parts: TrainingParts, ranks: int, zero: Mapping[str, Any]) -> FlatP
     pieces: dict[str, tuple[FlatPiece, ...]] = {}
     for number, group in enumerate(parts.groups):
         elements = [math.prod(parts.shapes[name]) for name in group.names]
-        for members in sub_groups([part_size(one, ranks) for one in elements], int(most)):
+        for members in sub_groups([part_size(element, ranks) for element in elements], int(most)):
             offset = 0
             for member in members:
                 pieces[group.names[member]] = own_pieces(elements[member], ranks, offset)

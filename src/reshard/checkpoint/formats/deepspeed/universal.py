@@ -146,7 +146,9 @@ class UniversalReader:
         top = self.saved.folder / UNIVERSAL_FOLDER
         found: list[tuple[str, str]] = []
         for name in names:
-            entries = [one for one in _list_states(top / name) if (top / name / one).is_file()]
+            entries = [
+                state for state in _list_states(top / name) if (top / name / state).is_file()
+            ]
             self.files += [f"{UNIVERSAL_FOLDER}/{name}/{one}" for one in entries]
             # What no optimizer has, such as a buffer, is there as float32 too; it is the file of
             # weights that has its value.

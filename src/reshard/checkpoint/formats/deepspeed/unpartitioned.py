@@ -89,7 +89,7 @@ class WholeStates:
         if names is None:
             self.notes.append(
                 "optimizer state has the numbers of parameters: the shapes of the weights, in "
-                "their order, do not tell which one each is"
+                "their order, do not identify them"
             )
             names = {}
         for number in dict.fromkeys([*found.masters, *found.states]):
@@ -247,7 +247,9 @@ def name_parameters(
             shapes = [optimizer.shape(number) for number in group["params"]]
             # Groups are marked as of experts or not.
             own = [
-                one for one in weights if group.get("moe", is_expert(one[0])) == is_expert(one[0])
+                weight
+                for weight in weights
+                if group.get("moe", is_expert(weight[0])) == is_expert(weight[0])
             ]
             names = match_in_order(shapes, own)
             if names is not None:

@@ -159,8 +159,8 @@ class ZeroArranger(Arranger):
             )
         if self.parts.experts:
             notes.append(
-                f"experts are shared out over {self.shared.sets} of {self.ranks} ranks (`ep` in "
-                "--to): the run that goes on must have that as its ep_size"
+                f"experts are divided over {self.shared.sets} of {self.ranks} ranks (`ep` in "
+                "--to): the resumed run must have that as its ep_size"
             )
         unwritten = [name for name in self.parts.weights if self.stage == 3]
         if unwritten:

@@ -73,7 +73,7 @@ from reshard.notation.dtensor import (
 from reshard.sharding import ShardingSpec
 
 _WRAPPERS = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard")
-_MOST_RANKS = 1 << 20
+_MAX_RANKS = 1 << 20
 
 ReadElements = Callable[[ArchivedTensor], bytes]
 
@@ -158,7 +158,7 @@ class PartReader:
         if type(local) is not ArchivedTensor:
             raise UnreadableTensorError(f"a DTensor whose part is {explain(what)}")
         placements = [_placement(where, one) for one in spec["placements"]]
-        if any(isinstance(one, Partial) for one in placements):
+        if any(isinstance(placement, Partial) for placement in placements):
             raise FormatError(
                 f"{where} is partial: ranks hold contributions to its values. Save it after "
                 "`redistribute` to Shard or Replicate"
@@ -178,7 +178,7 @@ class PartReader:
                 shape, ranks = self._new_mesh(state)
             else:
                 shape, ranks = self._old_mesh(state)
-            if not shape or math.prod(shape) != len(ranks) or len(ranks) > _MOST_RANKS:
+            if not shape or math.prod(shape) != len(ranks) or len(ranks) > _MAX_RANKS:
                 raise FormatError(f"{where}: a mesh of {list(shape)} with {len(ranks)} ranks")
             if any(type(rank) is not int or not 0 <= rank < self._ranks for rank in ranks):
                 raise FormatError(
@@ -210,7 +210,7 @@ class PartReader:
         sizes = [size for axis in axes for size in axis["shape"]]
         strides = [stride for axis in axes for stride in axis["stride"]]
         # One rank has an axis without sizes.
-        if math.prod(sizes) > _MOST_RANKS:
+        if math.prod(sizes) > _MAX_RANKS:
             raise ValueError(f"a mesh of {sizes}")
         steps = itertools.product(*(range(size) for size in sizes))
         places = [sum(n * s for n, s in zip(step, strides, strict=True)) for step in steps]
@@ -225,7 +225,7 @@ class PartReader:
 
     def _numbers(self, tensor: Any) -> list[int]:
         """Return the elements of a small tensor of whole numbers."""
-        if type(tensor) is not ArchivedTensor or math.prod(tensor.shape) > _MOST_RANKS:
+        if type(tensor) is not ArchivedTensor or math.prod(tensor.shape) > _MAX_RANKS:
             raise ValueError("the ranks of a mesh are not a tensor")
         flat = np.frombuffer(self._read(tensor), dtype=tensor.dtype.numpy)
         numbers: list[int] = flat[tensor.view.positions(tensor.shape)].reshape(-1).tolist()

@@ -56,7 +56,7 @@ def lacks_axis(parts: Parts) -> bool:
     if len(shardings) == 1 and (sharding := first.sharding) is not None:
         return not {*parts} <= {*sharding.mesh.devices}
     boxes = [one for rank, of in parts.items() for one in _describe(rank, of[1])]
-    return len({one.box for one in boxes}) < len(boxes)
+    return len({box.box for box in boxes}) < len(boxes)
 
 
 def _describe(rank: int, part: LocalPart) -> Iterator[DescribedPart]:

@@ -145,7 +145,8 @@ def _name_optimizer_state(
             for name, new in names.items()
         },
         checksums=tuple(
-            dataclasses.replace(one, tensor=names[one.tensor]) for one in checkpoint.checksums
+            dataclasses.replace(checksum, tensor=names[checksum.tensor])
+            for checksum in checkpoint.checksums
         ),
         values={
             **checkpoint.values,

@@ -75,13 +75,13 @@ def arrange_rank_files(format_name: str, new: NewCheckpoint) -> WritePlan:
     mesh = new.mesh
     if mesh is None or sorted(mesh.devices) != list(range(len(mesh.devices))):
         raise UsageError(
-            f"format {format_name} writes DTensors, which are cut over a mesh by rules; give --to "
-            "a mesh, such as fsdp=8, and rules or a recipe"
+            f"format {format_name} writes DTensors, which are sharded over a mesh by rules; give "
+            "--to a mesh, such as fsdp=8, and rules or a recipe"
         )
     check_values(new.tensors)
     new, kept_whole = _keep_states_whole(new, mesh)
     cuts = {name: _find_cut(name, tensor, mesh) for name, tensor in new.tensors.items()}
-    if len(mesh.devices) > 1 and all(one is None for one in cuts.values()):
+    if len(mesh.devices) > 1 and all(cut is None for cut in cuts.values()):
         raise UsageError(
             f"no tensor is cut over the mesh {mesh.text}: ranks' files of copies do not say what "
             "they are. Give rules, or --to full with another --format"
@@ -323,7 +323,7 @@ def _describe(
     meta = Call(Global(_SPEC, "TensorMeta"), (size_of(shape), strides, tensor.dtype), is_new=True)
     state = {
         "mesh": mesh,
-        "placements": tuple(_describe_placement(one) for one in placements),
+        "placements": tuple(_describe_placement(placement) for placement in placements),
         "tensor_meta": meta,
         "shard_order": _describe_order(placements),
         "use_strided_shard_as_shard_order": any(isinstance(p, StridedShard) for p in placements),

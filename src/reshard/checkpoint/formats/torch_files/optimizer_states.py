@@ -22,7 +22,7 @@ _STATE = OPTIMIZER_PREFIX + "state."
 DECOUPLED = "decoupled_weight_decay"
 # Defaults of groups of PyTorch's optimizers.
 _EVERY_GROUP: dict[str, Any] = {"maximize": False, "foreach": None}
-_MOST_GROUPS: dict[str, Any] = {**_EVERY_GROUP, "differentiable": False}
+_USUAL_GROUP: dict[str, Any] = {**_EVERY_GROUP, "differentiable": False}
 ADAM_GROUP: dict[str, Any] = {
     "lr": 0.001,
     "betas": (0.9, 0.999),
@@ -32,7 +32,7 @@ ADAM_GROUP: dict[str, Any] = {
     "capturable": False,
     "fused": None,
     DECOUPLED: False,
-    **_MOST_GROUPS,
+    **_USUAL_GROUP,
 }
 
 
@@ -65,7 +65,7 @@ _OPTIMIZERS = (
             "momentum_decay": 0.004,
             DECOUPLED: False,
             "capturable": False,
-            **_MOST_GROUPS,
+            **_USUAL_GROUP,
         },
     ),
     _TorchOptimizer(
@@ -79,7 +79,7 @@ _OPTIMIZERS = (
             "eps": 1e-8,
             "weight_decay": 0,
             "capturable": False,
-            **_MOST_GROUPS,
+            **_USUAL_GROUP,
         },
     ),
     _TorchOptimizer(
@@ -90,7 +90,7 @@ _OPTIMIZERS = (
             "eps": 1e-6,
             "weight_decay": 0,
             "capturable": False,
-            **_MOST_GROUPS,
+            **_USUAL_GROUP,
         },
     ),
     _TorchOptimizer(
@@ -103,7 +103,7 @@ _OPTIMIZERS = (
             "centered": False,
             "weight_decay": 0,
             "capturable": False,
-            **_MOST_GROUPS,
+            **_USUAL_GROUP,
         },
         (("grad_avg", "centered"),),
     ),
@@ -114,7 +114,7 @@ _OPTIMIZERS = (
             "etas": (0.5, 1.2),
             "step_sizes": (1e-6, 50),
             "capturable": False,
-            **_MOST_GROUPS,
+            **_USUAL_GROUP,
         },
     ),
     _TorchOptimizer(
@@ -126,7 +126,7 @@ _OPTIMIZERS = (
             "t0": 1000000.0,
             "weight_decay": 0,
             "capturable": False,
-            **_MOST_GROUPS,
+            **_USUAL_GROUP,
         },
     ),
     _TorchOptimizer(
@@ -152,7 +152,7 @@ _OPTIMIZERS = (
             "weight_decay": 0,
             "nesterov": False,
             "fused": None,
-            **_MOST_GROUPS,
+            **_USUAL_GROUP,
         },
     ),
     _TorchOptimizer(
@@ -164,7 +164,7 @@ _OPTIMIZERS = (
             "weight_decay": 0,
             "initial_accumulator_value": 0,
             "fused": None,
-            **_MOST_GROUPS,
+            **_USUAL_GROUP,
         },
     ),
     # Vectors have one variance, matrices one of rows and one of columns.

@@ -141,7 +141,7 @@ def find_model_file(folder: Path) -> Path:
 def check_complete(folder: Path, sizes: Parallelism) -> None:
     """Raise CheckpointError for ranks whose folders are missing, by their places."""
     there = list_rank_folders(folder)
-    missing = [one for one in sizes.places() if sizes.folder_name(one) not in there]
+    missing = [place for place in sizes.places() if sizes.folder_name(place) not in there]
     if missing:
         first = missing[0]
         raise CheckpointError(

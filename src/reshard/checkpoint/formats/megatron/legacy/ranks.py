@@ -92,7 +92,7 @@ class RankChunk:
         Experts with a common weight are a single parameter, with a leading dimension of experts.
         """
         stack_of = {members[0]: name for name, members in self.stacks.items()}
-        inside = {one for members in self.stacks.values() for one in members}
+        inside = {member for members in self.stacks.values() for member in members}
         for name, tensor in self.tensors.items():
             stack = stack_of.get(name)
             if stack is not None:
@@ -184,7 +184,7 @@ def _unstack(
     if not is_whole or tensor.shape[along] % experts:
         raise FormatError(
             f"{path}: {name!r} is {list(tensor.shape)}, expected the weights of {experts} experts "
-            f"one behind another, along dimension {along}, by args.num_experts"
+            f"concatenated along dimension {along}, by args.num_experts"
         )
     rows, columns = tensor.shape
     rows, columns = (rows, columns // experts) if along else (rows // experts, columns)
@@ -230,8 +230,8 @@ def number_chunks(chunks: list[RankChunk]) -> None:
         chunk.first_expert = sum(n for ep, n in experts.items() if ep < chunk.place.ep)
 
 
-_LEAST_BUCKET = 40_000_000
-_BUCKET_PER_RANK = 1_000_000
+_MIN_BUCKET_ELEMENTS = 40_000_000
+_BUCKET_ELEMENTS_PER_RANK = 1_000_000
 
 
 class RankParameter(NamedTuple):
@@ -264,7 +264,10 @@ def split_chain(parameters: Sequence[RankParameter], members: int) -> list[list[
     """Return the parameters of each optimizer of a chain; of two, dense ones and experts."""
     if members != 2:
         return [list(parameters)]
-    return [[one for one in parameters if is_expert(one.name) == flag] for flag in (False, True)]
+    return [
+        [parameter for parameter in parameters if is_expert(parameter.name) == flag]
+        for flag in (False, True)
+    ]
 
 
 def list_buffers(
@@ -272,19 +275,23 @@ def list_buffers(
 ) -> list[list[tuple[RankParameter, BufferedParameter]]]:
     """Return the buffers of an optimizer's parameters, by chunk and element type."""
     buffers: dict[tuple[int, str], list[tuple[RankParameter, BufferedParameter]]] = {}
-    for one in parameters:
-        is_shared = is_embedding_shared and one.name.endswith(
+    for parameter in parameters:
+        is_shared = is_embedding_shared and parameter.name.endswith(
             ("embedding.word_embeddings.weight", "output_layer.weight")
         )
-        buffered = BufferedParameter(one.name, one.shape, is_shared)
-        buffers.setdefault((one.chunk, one.dtype.name), []).append((one, buffered))
+        buffered = BufferedParameter(parameter.name, parameter.shape, is_shared)
+        buffers.setdefault((parameter.chunk, parameter.dtype.name), []).append(
+            (parameter, buffered)
+        )
     return [buffers[key] for key in sorted(buffers, key=lambda key: key[0])]
 
 
 def bucket_sizes(arguments: Mapping[str, Any]) -> list[int]:
     """Return the elements that a bucket may have been asked to have, by Megatron's arguments."""
     ranks = arguments.get("data_parallel_size")
-    usual = max(_LEAST_BUCKET, _BUCKET_PER_RANK * (ranks if type(ranks) is int else 1))
+    usual = max(
+        _MIN_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * (ranks if type(ranks) is int else 1)
+    )
     asked = arguments.get("ddp_bucket_size")
     return [asked, usual] if type(asked) is int and asked > 0 else [usual]
 

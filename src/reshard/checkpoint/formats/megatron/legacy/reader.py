@@ -125,7 +125,7 @@ def _read_sizes(first: Path, state: Mapping[str, Any], there: Mapping[str, Any])
         return Parallelism.of_arguments(arguments, str(first))
     # Without arguments, two numbers are of a tensor-parallel rank and a stage.
     numbers = [*there.values()]
-    counts = [max(one[n] if n < len(one) else 0 for one in numbers) + 1 for n in range(3)]
+    counts = [max(number[n] if n < len(number) else 0 for number in numbers) + 1 for n in range(3)]
     chunks = sum(1 for key in state if key.startswith("model") and key[5:].isdigit())
     return Parallelism(counts[0], counts[1], counts[2], counts[0], max(chunks, 1))
 

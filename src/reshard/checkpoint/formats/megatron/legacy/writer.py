@@ -281,7 +281,7 @@ class _Arranger:
             if weight is None:
                 raise RecipeError(
                     f"{chunk.parameters[name]!r} has optimizer state and no weight, whose type "
-                    "says which buffer it is in; convert to torch-dist"
+                    "determines the buffer; convert to torch-dist"
                 )
             dtype = self.new.tensors[weight].dtype
             parameters.append(RankParameter(chunk.place.vp, name, dtype, chunk.shapes[name]))
