@@ -149,7 +149,7 @@ class Joiner:
         if not isinstance(info, dict) or not any(key in info for key in known):
             raise FormatError(
                 f"{label} is of {ranks} tensor-parallel ranks, and has no {INFO} that describes "
-                f"how their parts are joined ({_ROWS} and so on). Jobs of Megatron-DeepSpeed and of "
+                f"how the parts are joined ({_ROWS} and so on). Jobs of Megatron-DeepSpeed and of "
                 f"AutoTP save it; set it on the model as an attribute and save again, or join the "
                 "parts with the program that cut them"
             )

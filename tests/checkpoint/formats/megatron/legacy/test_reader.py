@@ -106,7 +106,7 @@ def test_files_that_were_cut_off(file: str, tmp_path: Path) -> None:
     ("experts", "says"),
     [
         (None, r"weight1', all experts of a layer in one weight \(GroupedMLP\), and no "),
-        (6, r"weight1' is \[8, 16\], expected the weights of 3 experts one behind another"),
+        (6, r"weight1' is \[8, 16\], expected the weights of 3 experts concatenated"),
     ],
 )
 def test_stacked_experts_of_unknown_number(experts: int | None, says: str, tmp_path: Path) -> None:
