@@ -158,9 +158,9 @@ def test_the_same_delta_whoever_was_first(tmp_path: Path, compression: str | Non
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"compression": "gzip"}, "compression 'gzip'; it can be zstd"),
-        ({"extra_bytes": 1000}, "a memory limit of 1000 bytes; one thread needs"),
-        ({"threads": 0}, "threads of 0"),
+        ({"compression": "gzip"}, "compression='gzip': expected zstd"),
+        ({"extra_bytes": 1000}, "a memory limit of 1000 bytes; a thread needs"),
+        ({"threads": 0}, "threads=0"),
     ],
 )
 def test_arguments_that_cannot_be(tmp_path: Path, arguments: dict[str, Any], told: str) -> None:
@@ -173,12 +173,12 @@ def test_arguments_that_cannot_be(tmp_path: Path, arguments: dict[str, Any], tol
 def test_a_file_that_is_there(tmp_path: Path) -> None:
     a = write(tmp_path / "a", WHOLE)
     (tmp_path / "delta").write_text("mine")
-    with pytest.raises(UsageError, match="is there; give --overwrite"):
+    with pytest.raises(UsageError, match="exists; give --overwrite"):
         checkpoint.diff(a, a, tmp_path / "delta")
     assert (tmp_path / "delta").read_text() == "mine"
     with pytest.raises(UsageError, match="is a folder"):
         checkpoint.diff(a, a, a, overwrite=True)
-    with pytest.raises(UsageError, match="is not a folder; make it first"):
+    with pytest.raises(UsageError, match="is not a folder; create it first"):
         checkpoint.diff(a, a, tmp_path / "no" / "delta")
 
 

@@ -60,9 +60,9 @@ def test_other_values_are_told() -> None:
     deep: Any = []
     for _ in range(100):
         deep = [deep]
-    with pytest.raises(UsageError, match="nested too deeply"):
+    with pytest.raises(UsageError, match="nested more than 64 levels"):
         encode_value(deep)
-    with pytest.raises(FormatError, match="nested too deeply"):
+    with pytest.raises(FormatError, match="nested more than 64 levels"):
         decode_value(deep)
 
 
@@ -204,7 +204,7 @@ def set_record(name: str, value: Any) -> Callable[[dict[str, Any], Any, Any], No
     ("change", "told"),
     [
         (set_in("tensors", [["a", "float32", [1 << 50, 1 << 50], "added"]]), "tensor 'a'"),
-        (set_in("tensors", [["a", "float32", [1 << 40], "added"]]), "another number"),
+        (set_in("tensors", [["a", "float32", [1 << 40], "added"]]), "not the number of its tensors"),
         (set_in("files", [["../x", "00" * 16, 1, 0]]), "leads outside"),
         (set_in("files", [["x", "00" * 16, 1 << 40, 0]]), "outside of the payload"),
         (set_in("files", [["x", "00", 1, 0]]), "the digest '00'"),
@@ -237,7 +237,7 @@ def test_what_is_no_delta(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot read the delta"):
         checkpoint.read_delta(tmp_path)
     (tmp_path / "text").write_text("some text that is longer than the header of a delta, by far so")
-    with pytest.raises(FormatError, match="is no delta: it begins with b'some tex'"):
+    with pytest.raises(FormatError, match="is not a delta: it begins with b'some tex'"):
         checkpoint.read_delta(tmp_path / "text")
     (tmp_path / "later").write_bytes(b"RSHDELTA" + struct.pack("<I", 2) + bytes(60))
     with pytest.raises(FormatError, match="a delta of version 2; this reshard reads 1, update it"):

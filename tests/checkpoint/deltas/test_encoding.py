@@ -175,8 +175,8 @@ def test_damaged_payloads_are_errors_or_other_values(share: float, compressed: b
         ({"words": 0}, "0 words"),
         ({"plain_bytes": 1 << 30}, "for a block of 4096 words"),
         ({"payload": b""}, "a payload of 0 bytes"),
-        ({"has_before": False}, "a block that was not there"),
-        ({"flags": COMPRESSED}, "no Zstandard frame|would be decompressed"),
+        ({"has_before": False}, "a block that did not exist"),
+        ({"flags": COMPRESSED}, "not a Zstandard frame|would be decompressed"),
     ],
 )
 def test_what_is_damaged_is_told(fields: dict[str, Any], told: str) -> None:

@@ -65,7 +65,7 @@ def test_errors() -> None:
     wrong = run_here("apply", "after", "delta", "out")
     assert wrong.code == 2 and "tensor 'old' is not in" in wrong.errors
     none = run_here("apply", "before", "before/model.safetensors", "out")
-    assert none.code == 2 and "is no delta" in none.errors
+    assert none.code == 2 and "is not a delta" in none.errors
     dtype = run_here("apply", "before", "delta", "out", "--to", "full", "--dtype", "bf16")
     assert dtype.code == 2 and "apply it, and convert the result" in dtype.errors
 

@@ -1,12 +1,9 @@
-"""Deltas: what changed between two checkpoints, as a file, and a checkpoint with a delta applied.
+"""Deltas: the changes between two checkpoints as a file, and a checkpoint with deltas applied.
 
-    encoding      the changed elements of one block as bytes
-    compression   these, compressed
-    beside        values and files beside tensors, in a delta
+    encoding      the changed elements of a block as bytes
     delta_file    the file: header, payload, index (docs/deltas.md)
-    making        the delta of two checkpoints
-    patching      a checkpoint with deltas, its changed tensors computed block by block
-    application   that, converted into a new checkpoint
+    create        the delta of two checkpoints
+    apply         a new checkpoint from a base and deltas
 
-Start at `delta_file`.
+Start with `delta_file`.
 """

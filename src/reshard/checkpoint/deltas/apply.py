@@ -1,21 +1,17 @@
-"""A checkpoint with deltas applied, described: its changed tensors are computed block by block.
+"""Applying deltas: a new checkpoint of a base and its changes, in any sharding and format.
 
-1. The index of each delta must fit what is there: names, types, shapes, and every digest that is
-   known beforehand, from a manifest or from the delta before.
-2. A tensor that changed is computed (`ComputedTensor`): a block of the base is
-   read, its digest compared, the payload of each delta read and applied, and the digest compared
-   with that of afterwards.
-3. One that did not change is read as it is; its blocks' digests are those of the delta.
-
-::
+1. The index of each delta must match the base: names, types, shapes, and every digest that is
+   known beforehand, from a manifest or from the previous delta.
+2. A changed tensor is computed (`ComputedTensor`): a block of the base is read, its digest
+   compared, the payload of each delta read and applied, and the digest compared again::
 
     base   --block-->  digest before?  --changes of delta 1, 2, ...-->  digest after?  -->  block
 
-A delta applied: a new checkpoint of the base and its changes, of any cut and format.
+3. An unchanged tensor is read from the base; the digests of its blocks are those of the delta.
 
-It is a conversion (`reshard.checkpoint.conversion`) of the base with the delta (`patching`): blocks
-are read, changed, digested and written; it is staged, resumed and put in its place as any other.
-Without a cut and a format of its own, the new checkpoint has those of the base.
+The result is written by a conversion (`reshard.checkpoint.conversion`), so it is staged, resumed
+and committed like any other. By default the new checkpoint has the sharding and the format of the
+base.
 """
 
 from __future__ import annotations
@@ -34,6 +30,7 @@ from numpy.typing import NDArray
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_digest
 from reshard.checkpoint.changes.computed_tensors import ReadBox
+from reshard.checkpoint.changes.planning import ChangedElements
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredItem, StoredTensor
 from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport
 from reshard.checkpoint.conversion.plan import (
@@ -71,29 +68,29 @@ from reshard.layout import Box, Layout
 
 @dataclass(frozen=True, slots=True)
 class DeltaStep:
-    """One delta of a tensor: its changed blocks, and the payload they are in."""
+    """The changes of a tensor in a delta, and the payload that contains them."""
 
     delta: Delta
     tensor: DeltaTensor
     payload: StoredTensor
 
     def find_row(self, block: int) -> Any:
-        """The record of a block; None where it did not change."""
+        """Return the record of a block, or None if it did not change."""
         rows = self.delta.records_of(self.tensor)
         row = self.tensor.first_block + block
         at = int(np.searchsorted(rows["block"], row))
         return rows[at] if at < len(rows) and int(rows["block"][at]) == row else None
 
     def digest_after(self, block: int) -> bytes:
-        """The digest that a block has afterwards."""
+        """Return the digest of a block afterwards."""
         return bytes(self.delta.digests[self.tensor.first_block + block])
 
 
 @dataclass(frozen=True)
 class PatchedTensor:
-    """A tensor with the changes of deltas, one after the other.
+    """A tensor with the changes of deltas applied one after another.
 
-    `base` is None where the first of them has all of it.
+    `base` is None if the first delta contains the whole tensor.
     """
 
     name: str
@@ -102,12 +99,12 @@ class PatchedTensor:
 
     @property
     def dtype(self) -> DType:
-        """That of the last delta, as of all."""
+        """The type, the same in all deltas."""
         return self.steps[-1].tensor.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the last delta, as of all."""
+        """The shape, the same in all deltas."""
         return self.steps[-1].tensor.shape
 
     @cached_property
@@ -122,16 +119,16 @@ class PatchedTensor:
         return tuple(int(sizes.max(initial=0)) for sizes in rows)
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
-        """A block of the base, and the largest payload of each delta."""
+        """Return the bytes of a block of the base, and of the largest payload of each delta."""
         block = box.elements * self.dtype.itemsize_bytes
         return (*(() if self.base is None else (block,)), *self._largest_payloads)
 
     def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
-        """The block `box`, with both of its digests compared.
+        """Write the block `box`, comparing its digests before and after.
 
         Raises:
-            DigestError: a base that is not what the first delta was made from; a damaged delta.
-            FormatError: a payload that cannot be.
+            DigestError: a base other than that of the first delta; a damaged delta.
+            FormatError: an invalid payload.
         """
         block = _find_block(self.steps[0].tensor.grid, box)
         size = word_bytes(self.dtype.itemsize_bytes)
@@ -144,7 +141,7 @@ class PatchedTensor:
             if block_digest(words.data.cast("B")) != expected:
                 raise DigestError(
                     f"{box} of tensor {self.name!r} is not what {first.delta.path} was made from: "
-                    "its digest is another. The base is another checkpoint, or damaged"
+                    "its digest differs. The base is another checkpoint, or damaged"
                 )
         for number, step in enumerate(self.steps, start=int(self.base is not None)):
             row = step.find_row(block)
@@ -165,14 +162,14 @@ class PatchedTensor:
             )
             if block_digest(words.data.cast("B")) != step.digest_after(block):
                 raise DigestError(
-                    f"{label} does not give what the delta promises, by its digest; the delta is "
-                    "damaged, fetch it again"
+                    f"{label} does not result in the recorded digest; the delta is damaged, fetch "
+                    "it again"
                 )
         return CastCounts()
 
 
 def _find_block(grid: BlockGrid, box: Box) -> int:
-    """The number of a block of a grid.
+    """Return the number of a block of a grid.
 
     >>> grid = BlockGrid.of((8, 3, 1000000), 4)
     >>> _find_block(grid, grid.box(17))
@@ -187,21 +184,9 @@ def _find_block(grid: BlockGrid, box: Box) -> int:
     return number * chunks + box.start[grid.dimension] // grid.chunk
 
 
-@dataclass(frozen=True)
-class PatchedCheckpoint:
-    """A checkpoint with deltas applied.
-
-    `computed` are the tensors that changed; `rewritten` the files beside them that did.
-    """
-
-    checkpoint: Checkpoint
-    computed: Mapping[str, PatchedTensor]
-    rewritten: Mapping[str, bytes]
-
-
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A tensor after some deltas: its base and the steps so far, and its digests where known."""
+    """A tensor after some deltas: its base, the steps so far, and its digests if known."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -211,7 +196,7 @@ class _State:
 
 
 class _RewrittenFiles(Mapping[str, bytes]):
-    """Files of deltas by name, read when they are asked for."""
+    """Files of deltas by name, read on access."""
 
     def __init__(self, places: Mapping[str, tuple[Delta, AuxiliaryBytes]]) -> None:
         self._places = places
@@ -224,8 +209,8 @@ class _RewrittenFiles(Mapping[str, bytes]):
         pieces = (content[at : at + (1 << 20)] for at in range(0, len(content), 1 << 20))
         if tensor_digest(block_digest(piece) for piece in pieces).tensor != place.digest:
             raise DigestError(
-                f"{name!r} in {delta.path} is not what was written, by its digest; the delta is "
-                "damaged, fetch it again"
+                f"{name!r} in {delta.path} differs from its digest; the delta is damaged, fetch it "
+                "again"
             )
         return content
 
@@ -236,12 +221,12 @@ class _RewrittenFiles(Mapping[str, bytes]):
         return len(self._places)
 
 
-def patch(base: Checkpoint, deltas: Sequence[Delta]) -> PatchedCheckpoint:
-    """A checkpoint with deltas applied, one after the other.
+def patch(base: Checkpoint, deltas: Sequence[Delta]) -> ChangedElements:
+    """Return a checkpoint with deltas applied, one after another.
 
     Raises:
-        CheckpointError: deltas that were made from another checkpoint, by names, types or shapes.
-        DigestError: the same, by digests that are known.
+        CheckpointError: deltas of another checkpoint, by names, types or shapes.
+        DigestError: deltas of another checkpoint, by known digests.
     """
     states = {
         name: _State(
@@ -260,25 +245,26 @@ def patch(base: Checkpoint, deltas: Sequence[Delta]) -> PatchedCheckpoint:
     tensors: dict[str, StoredTensor] = {}
     for name, state in states.items():
         if any(len(step.delta.records_of(step.tensor)) for step in state.steps):
-            made = PatchedTensor(name, state.base, state.steps)
-            computed[name] = made
+            computed[name] = PatchedTensor(name, state.base, state.steps)
         stored = state.base
         if stored is None:
-            # Planning sees a tensor that is not in the base as whole, in the delta's file.
+            # For planning, a tensor that is not in the base is whole, in the delta's file.
             payload = state.steps[0].payload
             place = payload.file_range(0)
             whole = Binding(Layout.whole(state.shape, [0], 1), {0: place}, {})
             stored = StoredTensor(name, state.dtype, whole)
             computed.setdefault(name, PatchedTensor(name, None, state.steps))
         elif name not in computed and stored.digest is None and state.digests is not None:
-            # What did not change is compared as it is read.
+            # Unchanged tensors are compared as they are read.
             stored = dataclasses.replace(stored, digest=tensor_digest(state.digests))
         tensors[name] = dataclasses.replace(stored, name=name)
-    return PatchedCheckpoint(_add_beside(base, deltas, tensors), computed, _find_rewritten(deltas))
+    return ChangedElements(
+        _add_auxiliary(base, deltas, tensors), computed, rewritten=_find_rewritten(deltas)
+    )
 
 
 def _apply_index(states: Mapping[str, _State], delta: Delta, source: str) -> dict[str, _State]:
-    """The tensors after one more delta."""
+    """Return the tensors after a further delta."""
     payload = _bind_payload(delta)
     expected = {name: t.before for name, t in delta.tensors.items() if t.before is not None}
     expected |= delta.removed
@@ -286,13 +272,13 @@ def _apply_index(states: Mapping[str, _State], delta: Delta, source: str) -> dic
         if name not in states or name not in expected:
             where = "is not in" if name not in states else "is in"
             raise CheckpointError(
-                f"tensor {name!r} {where} {source}, other than in what {delta.path} was made from; "
-                "the delta is for another checkpoint"
+                f"tensor {name!r} {where} {source}, unlike the checkpoint of {delta.path}; the "
+                "delta is for another checkpoint"
             )
-        found = (states[name].dtype, states[name].shape)
-        if found != expected[name]:
+        form = (states[name].dtype, states[name].shape)
+        if form != expected[name]:
             raise CheckpointError(
-                f"tensor {name!r} is {found[0]} {list(found[1])} in {source}, {delta.path} was "
+                f"tensor {name!r} is {form[0]} {list(form[1])} in {source}, {delta.path} was "
                 f"made from {expected[name][0]} {list(expected[name][1])}; the delta is for "
                 "another checkpoint"
             )
@@ -312,46 +298,48 @@ def _apply_index(states: Mapping[str, _State], delta: Delta, source: str) -> dic
 
 
 def _check_digests(was: _State, delta: Delta, tensor: DeltaTensor, source: str) -> None:
-    """Raise DigestError where the digests that are known are not those of the delta's base."""
+    """Raise DigestError if known digests differ from those of the delta's base."""
     if was.digests is None:
         return
     before = delta.digests_before(tensor).tobytes()
     for block, digest in enumerate(was.digests):
         if before[block * 16 : block * 16 + 16] != digest:
             raise DigestError(
-                f"{tensor.grid.box(block)} of tensor {tensor.name!r} in {source} is not what "
-                f"{delta.path} was made from, by its digest; the delta is for another checkpoint"
+                f"{tensor.grid.box(block)} of tensor {tensor.name!r} in {source} has another "
+                f"digest than in the base of {delta.path}; the delta is for another checkpoint"
             )
 
 
 def _bind_payload(delta: Delta) -> StoredTensor:
-    """The payload of a delta as a tensor of bytes, which any range is read of."""
+    """Return the payload of a delta as a tensor of bytes, of which any range can be read."""
     shape = (delta.payload_bytes,)
     binding = Binding(Layout.whole(shape, [0], 1), {0: FileRange(_name(delta), HEADER_BYTES)}, {})
     return StoredTensor(f"the payload of {delta.path}", as_dtype("uint8"), binding)
 
 
 def _name(delta: Delta) -> str:
-    # A path from the root stays as it is, whatever folder it is joined to.
+    # An absolute path does not depend on the folder that it is joined to.
     return str(delta.path.absolute())
 
 
-def _add_beside(
+def _add_auxiliary(
     base: Checkpoint, deltas: Sequence[Delta], tensors: Mapping[str, StoredTensor]
 ) -> Checkpoint:
-    """The checkpoint with new tensors, and with what deltas say of all that is beside them."""
+    """Return the checkpoint with new tensors, and with the other values of deltas."""
     items: Mapping[str, StoredItem] = base.items
     changes: dict[str, Any] = {}
     for delta in deltas:
         if delta.items is not None:
-            items = {name: _find_item(items, delta, one) for name, one in delta.items.items()}
-        for what in ("values", "metadata", "paths", "attributes"):
-            known = getattr(delta, what)
-            if known is not None:
-                changes[what] = known
+            items = {name: _find_item(items, delta, item) for name, item in delta.items.items()}
+        for field in ("values", "metadata", "paths", "attributes"):
+            value = getattr(delta, field)
+            if value is not None:
+                changes[field] = value
     last = deltas[-1]
-    checksums = [one for one in base.checksums if one.tensor in tensors]
-    read = {name for delta in deltas for name, one in delta.tensors.items() if one.kind != "kept"}
+    checksums = [entry for entry in base.checksums if entry.tensor in tensors]
+    changed = {
+        name for delta in deltas for name, tensor in delta.tensors.items() if tensor.kind != "kept"
+    }
     files = [StoredFile(_name(delta), delta.size_bytes, 0) for delta in deltas]
     notes = [note for delta in deltas for note in delta.notes]
     return dataclasses.replace(
@@ -360,8 +348,8 @@ def _add_beside(
         files=(*base.files, *files),
         identities={**base.identities, **{_name(delta): delta.identity for delta in deltas}},
         items=items,
-        # What was replaced is not read at all.
-        checksums=tuple(one for one in checksums if one.tensor not in read),
+        # Changed tensors are not read as a whole.
+        checksums=tuple(entry for entry in checksums if entry.tensor not in changed),
         carried=tuple(last.files),
         notes=(*base.notes, *notes),
         **changes,
@@ -376,7 +364,7 @@ def _find_item(items: Mapping[str, StoredItem], delta: Delta, found: AuxiliaryBy
             found.transforms,
         ):
             raise CheckpointError(
-                f"{found.name!r} is not in the base as {delta.path} says; the delta is for another "
+                f"{found.name!r} of {delta.path} is not in the base; the delta is for another "
                 "checkpoint"
             )
         return dataclasses.replace(kept, digest=found.digest)
@@ -396,24 +384,24 @@ def _find_rewritten(deltas: Sequence[Delta]) -> Mapping[str, bytes]:
     return _RewrittenFiles(places)
 
 
-def check_files(base: Checkpoint, patched: PatchedCheckpoint) -> None:
-    """Raise for files that a delta says are kept and the base does not have."""
+def check_files(base: Checkpoint, patched: ChangedElements) -> None:
+    """Raise CheckpointError for files that a delta keeps and the base does not have."""
     for name in patched.checkpoint.carried:
         if name not in patched.rewritten and name not in base.carried:
             raise CheckpointError(
-                f"{name!r} is not beside the tensors of {base.folder}, as the delta says; the "
-                "delta is for another checkpoint"
+                f"{name!r}, which the delta keeps, is not in {base.folder}; the delta is for "
+                "another checkpoint"
             )
         if any(name == file.name for file in base.files):
-            raise FormatError(f"the delta has a file {name!r}, which is one of tensors")
+            raise FormatError(f"the delta has a file {name!r}, which is a file of tensors")
 
 
 if TYPE_CHECKING:
     from reshard.checkpoint.keywords import ConvertArguments, RequestArguments
 
 PathLike = str | os.PathLike[str]
-# Of a request: other elements, or other names than the delta has.
-_OTHERS = (
+# The options of a request that change elements or names, which a delta depends on.
+_CONFLICTING = (
     *("dtype", "dequantize", "quantize", "source_names", "target_names"),
     *("strip_prefix", "rename"),
 )
@@ -429,31 +417,31 @@ def plan_application(
     """Plan the conversion of a checkpoint with deltas applied; reads headers, writes nothing.
 
     Args:
-        base: a checkpoint, or where it is.
-        deltas: one delta, or several that are applied one after the other.
-        target: the folder that will hold the new one.
-        request: what to cut for, and how; or its keywords (see `ConversionRequest`). With neither,
-            the new checkpoint has the cut and the format of the base.
+        base: a checkpoint, or its path.
+        deltas: a delta, or several that are applied one after another.
+        target: the folder of the new checkpoint.
+        request: the sharding and the format; or its fields as keywords (see `ConversionRequest`).
+            With neither, the new checkpoint has the sharding and the format of the base.
 
     Raises:
         CheckpointError: a base or a delta that cannot be used; a delta of another checkpoint.
-        DigestError: the same, by digests that are known beforehand.
+        DigestError: a delta of another checkpoint, by known digests.
         UsageError: arguments that contradict each other, or that change elements or names.
     """
     many = deltas if isinstance(deltas, Sequence) and not isinstance(deltas, str) else [deltas]
-    opened = [one if isinstance(one, Delta) else read_delta(one) for one in many]
+    opened = [delta if isinstance(delta, Delta) else read_delta(delta) for delta in many]
     if not opened:
-        raise UsageError("no delta to apply; name at least one")
+        raise UsageError("no delta to apply; give at least one")
     checkpoint, target = open_apart(base, target)
-    # Deltas have the names of the model that was selected when they were made.
+    # Deltas have the names of the model that was selected when they were created.
     chosen = arguments.pop("select", None) if request is None else request.select
     checkpoint = select_from(checkpoint, TensorSelection(select=chosen))
     request = None if request is None else dataclasses.replace(request, select=None)
-    with translate_os_errors("look at the target", target):
+    with translate_os_errors("inspect the target", target):
         for delta in opened:
             if target.resolve() in delta.path.resolve().parents:
                 raise UsageError(
-                    f"the delta {delta.path} lies inside the target {target}, and would be deleted "
+                    f"the delta {delta.path} is inside the target {target}, and would be deleted "
                     "with it; choose another target"
                 )
     patched = patch(checkpoint, opened)
@@ -474,7 +462,9 @@ def plan_application(
         conversion = plan_conversion(patched.checkpoint, target, request)
     _check_names(conversion.write_plan, patched)
     computed = {
-        name: one for name, one in patched.computed.items() if name in conversion.write_plan.tensors
+        name: tensor
+        for name, tensor in patched.computed.items()
+        if name in conversion.write_plan.tensors
     }
     return dataclasses.replace(
         conversion,
@@ -482,7 +472,7 @@ def plan_application(
         rewritten={**conversion.rewritten, **patched.rewritten},
         resolved={
             **conversion.resolved,
-            "deltas": tuple(one.digest.hex() for one in opened),
+            "deltas": tuple(delta.digest.hex() for delta in opened),
             **({} if chosen is None else {"select": chosen}),
         },
         digest_hint=(
@@ -504,7 +494,7 @@ def apply(
 
     Raises:
         CheckpointError: a base or a delta that cannot be used; a delta of another checkpoint.
-        DigestError: a base that is not what the delta was made from; a damaged delta.
+        DigestError: a base other than that of the delta; a damaged delta.
         UsageError: arguments that contradict each other; a target that exists.
         RunError: a failure while running; the same call continues.
     """
@@ -513,8 +503,8 @@ def apply(
 
 
 def _check_request(request: ConversionRequest) -> None:
-    """Raise UsageError for a request of other elements or names."""
-    for name in _OTHERS:
+    """Raise UsageError for a request that changes elements or names."""
+    for name in _CONFLICTING:
         if getattr(request, name):
             raise UsageError(
                 f"{name}={getattr(request, name)!r} while a delta is applied; apply it, and "
@@ -522,29 +512,29 @@ def _check_request(request: ConversionRequest) -> None:
             )
 
 
-def _check_names(write_plan: WritePlan, patched: PatchedCheckpoint) -> None:
+def _check_names(write_plan: WritePlan, patched: ChangedElements) -> None:
     for name in write_plan.tensors:
         if name not in patched.checkpoint.tensors:
             raise UsageError(
-                f"{name!r} is no name of the base: other names cannot be given while a delta is "
+                f"{name!r} is not a name of the base: names cannot be changed while a delta is "
                 "applied; apply it, and convert the result"
             )
     for file in write_plan.files:
         if file.stored.name in patched.checkpoint.carried:
             raise UsageError(
-                f"{file.stored.name!r} is a file beside the tensors and one of the new tensors; "
-                "choose another format"
+                f"{file.stored.name!r} is both a file of tensors and another file; choose another "
+                "format"
             )
 
 
 def _keep_cut(
     base: Checkpoint,
-    patched: PatchedCheckpoint,
+    patched: ChangedElements,
     target: Path,
     replicas: str | None,
     most_file_bytes: int | None,
 ) -> Conversion:
-    """The conversion that leaves cut, format and, when None, the copies as they are."""
+    """Return the conversion with the base's sharding and format, and its replicas if None."""
     format = _expect_written(base)
     is_whole = Capability.SHARDS not in format.capabilities
     checkpoint = patched.checkpoint
@@ -584,11 +574,11 @@ def _keep_cut(
 
 
 def _expect_written(base: Checkpoint) -> CheckpointFormat:
-    """The format of the base, if it can be written."""
+    """Return the format of the base. Raises UsageError if it cannot be written."""
     format = find_format(base.format)
     if format is None or format.name not in written_names():
         raise UsageError(
-            f"{base.folder} is of format {base.format}, which is read only; say what to cut for "
-            f"(to) and in which format: {', '.join(written_names())}"
+            f"{base.folder} is of format {base.format}, which cannot be written; give `to` and "
+            f"`format`: {', '.join(written_names())}"
         )
     return format

@@ -1,14 +1,14 @@
-"""The delta of two checkpoints, found block by block, whatever their cuts and formats.
+"""Creating the delta of two checkpoints, block by block, whatever their shardings and formats.
 
-1. Names, types and shapes are compared by headers. A tensor that is only in the second is added;
-   one of another type or shape is replaced: both are stored whole. What is only in the first is
-   removed.
-2. Blocks of both are read, digested, and compared with the digests that manifests recorded. If
-   these are trusted, blocks with equal ones are not read; if one manifest has digests, a block of
-   the other is read, and its counterpart only if the digests differ.
-3. Threads read the other blocks of both, and encode what changed (`encoding`). Payloads are written
+1. Names, types and shapes are compared by headers. A tensor that is only in the second checkpoint
+   is added; one of another type or shape is replaced: both are stored whole. A tensor that is only
+   in the first is removed.
+2. Blocks of both are read, digested, and compared with the digests recorded in manifests. If these
+   are trusted, blocks with equal ones are not read; if only one manifest has digests, a block of
+   the other checkpoint is read, and its counterpart only if the digests differ.
+3. Threads read the other blocks of both, and encode the changes (`encoding`). Payloads are written
    as they are finished; the index has them in the order of the blocks.
-4. Items, values and files beside the tensors: those that changed are stored whole.
+4. Changed items, values and files other than tensors are stored whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,9 +64,10 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class DeltaReport:
-    """What a delta has. `changed_bytes` are those of the elements that changed, of kept shapes.
+    """A summary of a delta.
 
-    `blocks` are those of all tensors afterwards; `read_bytes` were read of both checkpoints.
+    `changed_bytes` are those of changed elements of tensors of unchanged shape, `blocks` the blocks
+    of all tensors afterwards, and `read_bytes` the bytes read of both checkpoints.
     """
 
     path: Path
@@ -85,9 +86,8 @@ class DeltaReport:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Found:
-    """Blocks that were looked at: their digests before and after, and what changed in which."""
+class _ComparedBatch(NamedTuple):
+    """A batch of compared blocks: their digests before and after, and the changes by position."""
 
     batch: Batch
     before: list[bytes]
@@ -96,7 +96,7 @@ class _Found:
 
 
 class _PairMemory:
-    """The memory of one thread, which reads blocks of two checkpoints."""
+    """The memory of a thread that reads blocks of two checkpoints."""
 
     def __init__(self, before: WorkspaceSize, after: WorkspaceSize) -> None:
         self.before = before.new_workspace()
@@ -119,54 +119,55 @@ def diff(
     threads: int | None = None,
     progress: ProgressFunction | None = None,
 ) -> DeltaReport:
-    """Write what changed from one checkpoint to another as a file, which appears whole or not.
+    """Write the changes from one checkpoint to another as a file, which appears when complete.
 
     Args:
-        before, after: checkpoints, or where they are; of any cuts and formats.
+        before: the first checkpoint, or its path.
+        after: the second checkpoint, or its path; of any sharding and format.
         out: the file of the delta.
         compression: `zstd`, or None.
-        overwrite: replace a file that is there.
+        overwrite: replace an existing file.
         trust_digests: do not read blocks whose digests in both manifests are equal. Bytes that
-            changed since a manifest was written are then not noticed.
-        extra_bytes: what the work may allocate.
-        threads: at most so many at a time; as many as fit, up to 4, when None.
-        progress: called after every block that is looked at.
+            changed since a manifest was written are then not detected.
+        extra_bytes: the memory that may be allocated.
+        threads: the maximal number of threads; as many as fit into memory, up to 4, if None.
+        progress: called after every batch of compared blocks.
 
     Raises:
         CheckpointError: one of the checkpoints cannot be used.
-        UsageError: a file that is there; too small a memory limit; an unknown compression.
-        DigestError: bytes that are not what a manifest recorded.
+        UsageError: a file that exists; too small a memory limit; an unknown compression.
+        DigestError: bytes that differ from the digests of a manifest.
         RunError: a file that cannot be read or written.
         MissingExtraError: xxhash or zstandard is needed and not installed.
     """
     began_s = time.monotonic()
     if compression is not None and compression not in COMPRESSIONS:
-        raise UsageError(f"compression {compression!r}; it can be {', '.join(COMPRESSIONS)}")
+        raise UsageError(f"compression={compression!r}: expected {' or '.join(COMPRESSIONS)}")
     if compression is not None:
-        # A package that is missing must be known before anything is written.
+        # A missing package must be reported before anything is written.
         compress(b"")
     a = before if isinstance(before, Checkpoint) else open_checkpoint(before)
     b = after if isinstance(after, Checkpoint) else open_checkpoint(after)
     a.expect_readable()
     b.expect_readable()
     a, b = expect_equal_copies(a), expect_equal_copies(b)
-    making = _Making(a, b, compression is not None, trust_digests)
-    workers = making.threads(extra_bytes, threads)
+    creation = _Creation(a, b, compression is not None, trust_digests)
+    workers = creation.threads(extra_bytes, threads)
     try:
         read = [side.path(file.name) for side in (a, b) for file in side.files]
-        # A folder that others may not look into hides files whose own modes are open.
+        # A folder that others may not enter protects files whose own modes are permissive.
         bits = common_mode_bits([a.folder, b.folder, *read])
         with DeltaWriter(out, overwrite=overwrite, open_bits=bits) as writer:
-            making.write_blocks(writer, workers, progress)
-            content = making.describe(writer, compression)
-            writer.finish(content, making.digests, making.finished_records())
-            return making.report(writer, time.monotonic() - began_s)
+            creation.write_blocks(writer, workers, progress)
+            content = creation.describe(writer, compression)
+            writer.finish(content, creation.digests, creation.finished_records())
+            return creation.report(writer, time.monotonic() - began_s)
     finally:
-        making.close()
+        creation.close()
 
 
-class _Making:
-    """A delta under way: `kinds` says of each tensor afterwards what became of it."""
+class _Creation:
+    """The creation of a delta; `kinds` has the kind of each tensor afterwards."""
 
     def __init__(self, a: Checkpoint, b: Checkpoint, compressed: bool, trusts: bool) -> None:
         self.a, self.b, self._compressed, self._trusts = a, b, compressed, trusts
@@ -195,29 +196,29 @@ class _Making:
             size_workspace(self._new, np.arange(len(rows)), batch_bytes),
         )
 
-    def threads(self, extra_bytes: int, most: int | None) -> int:
-        """How many threads fit into a limit; batches are smaller where larger ones would not.
+    def threads(self, extra_bytes: int, limit: int | None) -> int:
+        """Return the number of threads that fit into a memory limit, reducing batches if needed.
 
         Raises:
-            UsageError: not even one does, or numbers that cannot be.
+            UsageError: a limit too small for one thread; invalid numbers.
         """
-        for what, given, least in (("a memory limit", extra_bytes, 0), ("threads", most, 1)):
-            if given is not None and (type(given) is not int or given < least):
-                raise UsageError(f"{what} of {given!r}; expected a whole number from {least}")
+        for name, value, minimum in (("extra_bytes", extra_bytes, 0), ("threads", limit, 1)):
+            if value is not None and (type(value) is not int or value < minimum):
+                raise UsageError(f"{name}={value!r}: expected an integer of at least {minimum}")
         batch_bytes = self._work_items.batched_bytes
         while True:
             self._sizes = before, after = self._find_sizes(batch_bytes)
-            # Each thread: two blocks with their spans, arithmetic, and a payload that waits its
-            # turn.
-            most_bytes = max(before.block_bytes, after.block_bytes)
-            each = before.size_bytes + after.size_bytes + SCRATCH_BYTES + 2 * most_bytes
+            # Each thread has two blocks with their spans, memory for arithmetic, and a payload that
+            # waits to be written.
+            block_bytes = max(before.block_bytes, after.block_bytes)
+            each = before.size_bytes + after.size_bytes + SCRATCH_BYTES + 2 * block_bytes
             if each <= extra_bytes:
-                most = choose_threads(most, self.a.folder, self.b.folder)
-                return min(extra_bytes // each, most)
+                threads = choose_threads(limit, self.a.folder, self.b.folder)
+                return min(extra_bytes // each, threads)
             if not batch_bytes:
                 raise UsageError(
-                    f"a memory limit of {extra_bytes} bytes; one thread needs {each} for one block "
-                    "of the largest tensor of both, give at least that"
+                    f"a memory limit of {extra_bytes} bytes; a thread needs {each} for a block of "
+                    "the largest tensor, give at least that"
                 )
             batch_bytes //= 2
 
@@ -231,7 +232,7 @@ class _Making:
         return self._blocks.found
 
     def _find_unknown(self) -> IntArray:
-        """Return the blocks to look at; the others are as they were, by trusted digests."""
+        """Return the blocks to compare; the others are unchanged by trusted digests."""
         work_items, old, new = (
             self._work_items,
             self._old.columns.digests,
@@ -250,28 +251,30 @@ class _Making:
             is_left[numbers[is_same]] = False
         return np.flatnonzero(is_left)
 
-    def _look(self, batch: Batch, memory: _PairMemory) -> _Found:
+    def _look(self, batch: Batch, memory: _PairMemory) -> _ComparedBatch:
         if not batch.read:
             content, after = _read(self._new, batch.written, memory.after)
             none = [bytes(DIGEST_BYTES)] * len(after)
-            pairs: list[tuple[memoryview | None, memoryview]] = [(None, one) for one in content]
-            return _Found(batch, none, after, list(self._encode(batch, range(len(after)), pairs)))
+            pairs: list[tuple[memoryview | None, memoryview]] = [(None, block) for block in content]
+            return _ComparedBatch(
+                batch, none, after, list(self._encode(batch, range(len(after)), pairs))
+            )
         if not self._trusts:
             content, after = _read(self._new, batch.written, memory.after)
             was, before = _read(self._old, batch.read, memory.before)
             return self._compare(batch, (was, before), (content, after))
         known_before = _list_known(self._old, batch.read)
         known_after = _list_known(self._new, batch.written)
-        # Of the two, the one without recorded digests is read first: the other may not need to be.
+        # The one without recorded digests is read first: the other may not have to be read.
         if None in known_before and None not in known_after:
             was, before = _read(self._old, batch.read, memory.before)
             if before == known_after:
-                return _Found(batch, before, before, [])
+                return _ComparedBatch(batch, before, before, [])
             content, after = _read(self._new, batch.written, memory.after)
         else:
             content, after = _read(self._new, batch.written, memory.after)
             if after == known_before:
-                return _Found(batch, after, after, [])
+                return _ComparedBatch(batch, after, after, [])
             was, before = _read(self._old, batch.read, memory.before)
         return self._compare(batch, (was, before), (content, after))
 
@@ -280,12 +283,12 @@ class _Making:
         batch: Batch,
         old: tuple[list[memoryview], list[bytes]],
         new: tuple[list[memoryview], list[bytes]],
-    ) -> _Found:
-        """Encode what changed between the blocks of a batch, given with their digests."""
+    ) -> _ComparedBatch:
+        """Encode the changes between the blocks of a batch, given with their digests."""
         (was, before), (content, after) = old, new
         changed = [at for at, digest in enumerate(after) if digest != before[at]]
         changes = self._encode(batch, changed, [(was[at], content[at]) for at in changed])
-        return _Found(batch, before, after, list(changes))
+        return _ComparedBatch(batch, before, after, list(changes))
 
     def _encode(
         self,
@@ -293,7 +296,7 @@ class _Making:
         places: Sequence[int],
         blocks: Sequence[tuple[memoryview | None, memoryview]],
     ) -> Iterator[tuple[int, EncodedBlock]]:
-        """What changed in blocks at some places of a batch, each as it was and as it is."""
+        """Yield the changes of blocks at some positions of a batch, given before and after."""
         columns = self._new.columns
         itemsizes_bytes = [
             columns.kinds[section.kind].dtype.itemsize_bytes
@@ -308,32 +311,32 @@ class _Making:
     def write_blocks(
         self, writer: DeltaWriter, threads: int, progress: ProgressFunction | None
     ) -> None:
-        """Look at all blocks, and write what changed."""
+        """Compare all blocks, and write the changes."""
         total = int(self._work_items.target.tensor_bytes.sum())
         done = 0
         batches = self._work_items.batches(self._find_unknown(), self._sizes[0].batch_bytes)
         results = run_in_threads(batches, self._look, lambda: _PairMemory(*self._sizes), threads)
         try:
-            for found in results:
-                self._record(found, writer)
-                done += found.batch.size_bytes
+            for compared in results:
+                self._record(compared, writer)
+                done += compared.batch.size_bytes
                 if progress is not None:
-                    progress(Progress(done, total, 0, self._blocks.last_name(found.batch)))
+                    progress(Progress(done, total, 0, self._blocks.last_name(compared.batch)))
         finally:
             results.close()
         for source in (*self._files_a, *self._files_b):
             source.check_unchanged()
 
-    def _record(self, found: _Found, writer: DeltaWriter) -> None:
-        numbers = found.batch.numbers
-        self._blocks.note(numbers, b"".join(found.after))
+    def _record(self, compared: _ComparedBatch, writer: DeltaWriter) -> None:
+        numbers = compared.batch.numbers
+        self._blocks.note(numbers, b"".join(compared.after))
         rows, _ = self._work_items.places(numbers)
-        for at, change in found.changes:
+        for at, change in compared.changes:
             start = writer.append(change.payload)
             self._records.append(
                 (
                     int(numbers[at]),
-                    found.before[at],
+                    compared.before[at],
                     start,
                     len(change.payload),
                     change.plain_bytes,
@@ -351,16 +354,18 @@ class _Making:
                 self.changed_bytes += change.words * word_bytes(element.itemsize_bytes)
 
     def finished_records(self) -> NDArray[Any]:
-        """The rows of the changed blocks."""
+        """Return the records of the changed blocks, in order."""
         return np.sort(np.array(self._records, dtype=RECORD), order="block")
 
     def describe(self, writer: DeltaWriter, compression: str | None) -> dict[str, Any]:
-        """The part of the index that is JSON; files and items that changed are written."""
+        """Return the JSON of the index; changed files and items are written to the payload."""
         columns, tensors = self._new.columns, []
         described = [[kind.dtype.name, list(kind.layout.shape)] for kind in columns.kinds]
-        for name, kind, what in zip(columns.names, columns.kind.tolist(), self.kinds, strict=True):
-            row: list[Any] = [name, *described[kind], what]
-            if what == "replaced":
+        for name, kind, change in zip(
+            columns.names, columns.kind.tolist(), self.kinds, strict=True
+        ):
+            row: list[Any] = [name, *described[kind], change]
+            if change == "replaced":
                 was = self.a.tensors[name]
                 row += [was.dtype.name, list(was.shape)]
             tensors.append(row)
@@ -385,11 +390,11 @@ class _Making:
         return tuple(name for name in self.a.tensors if name not in self.b.tensors)
 
     def _have_both(self, capability: Capability) -> bool:
-        formats = [find_format(one.format) for one in (self.a, self.b)]
+        formats = [find_format(side.format) for side in (self.a, self.b)]
         return all(format is not None and capability in format.capabilities for format in formats)
 
     def _describe_values(self, what: str, capability: Capability) -> dict[str, Any] | None:
-        """Plain values of the second; None where one of the two formats has no place for them."""
+        """Return plain values of the second, or None if one of the formats cannot store them."""
         if not self._have_both(capability):
             return None
         own = find_format(self.b.format)
@@ -429,17 +434,17 @@ class _Making:
             start = None
             if name not in self.a.carried or _digest_file(self.a.path(name)) != (digest, size):
                 start = writer.payload_bytes
-                with translate_os_errors("read a file beside the tensors", self.b.path(name)):
+                with translate_os_errors("read another file", self.b.path(name)):
                     writer.append(self.b.path(name).read_bytes())
             rows.append([name, digest.hex(), size, start])
         return rows
 
     def report(self, writer: DeltaWriter, seconds_s: float) -> DeltaReport:
-        """What was found."""
+        """Return the summary."""
 
         def of_kind(kind: str) -> tuple[str, ...]:
             names = zip(self._new.columns.names, self.kinds, strict=True)
-            return tuple(name for name, one in names if one == kind)
+            return tuple(name for name, change in names if change == kind)
 
         files: tuple[SourceFile, ...] = (*self._files_a, *self._files_b)
         return DeltaReport(
@@ -461,7 +466,7 @@ class _Making:
 
 
 def _find_kinds(before: TensorColumns, after: TensorColumns) -> Iterator[str]:
-    """Of each tensor afterwards whether it is `kept`, `replaced` or `added`, by headers."""
+    """Yield for each tensor afterwards `kept`, `replaced` or `added`, by headers."""
     numbers = before.kind.tolist()
     forms = [
         [(kind.dtype, kind.layout.shape) for kind in columns.kinds] for columns in (before, after)
@@ -477,24 +482,24 @@ def _find_kinds(before: TensorColumns, after: TensorColumns) -> Iterator[str]:
 def _read(
     reader: BatchReader, sections: Sequence[Section], workspace: Workspace
 ) -> tuple[list[memoryview], list[bytes]]:
-    """The blocks of sections, valid until the next call, and their digests.
+    """Return the blocks of sections, valid until the next call, and their digests.
 
     Raises:
-        DigestError: bytes that are not those that were written.
+        DigestError: bytes that differ from those written.
         RunError: a file that cannot be read.
     """
     blocks, digests = [], []
     for section, of_section in zip(sections, reader.read(sections, workspace), strict=True):
-        found = [*of_section]
-        own = [block_digest(block) for block in found]
+        contents = [*of_section]
+        own = [block_digest(block) for block in contents]
         reader.verify_digests(section, own)
-        blocks += found
+        blocks += contents
         digests += own
     return blocks, digests
 
 
 def _list_known(reader: BatchReader, sections: Sequence[Section]) -> list[bytes | None]:
-    """The recorded digests of the blocks of sections; None where there is none."""
+    """Return the recorded digests of the blocks of sections, None for unknown ones."""
     recorded = reader.columns.digests
     return [
         None if recorded is None else recorded.of_block(row, section.block)
@@ -504,9 +509,9 @@ def _list_known(reader: BatchReader, sections: Sequence[Section]) -> list[bytes 
 
 
 def _digest_file(path: Path) -> tuple[bytes, int]:
-    """The digest of a file's content, and its size."""
+    """Return the digest of a file's content, and its size."""
     digests, size = [], 0
-    with translate_os_errors("read a file beside the tensors", path), path.open("rb") as file:
+    with translate_os_errors("read another file", path), path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
             digests.append(block_digest(piece))
             size += len(piece)

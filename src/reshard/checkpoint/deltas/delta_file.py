@@ -1,27 +1,25 @@
-"""What a delta says of values and files beside the tensors, as JSON.
-
-JSON has fewer kinds of values than a state dict: tuples, bytes, dicts with other keys than text,
-and numbers that are infinite or none are objects of one key that says what they are.
-
->>> decode_value(encode_value({"betas": (0.9, 0.95), "steps": [1, 2]}))
-{'betas': (0.9, 0.95), 'steps': [1, 2]}
-
-The file of a delta: what changed from one checkpoint to another.
+"""The file of a delta: the changes from one checkpoint to another.
 
 ::
 
     0             64                                   index_start
     | header      | payload                            | index                        |
-    | where the   | changes of blocks, one behind the  | tensors, changed blocks,     |
-    | index is    | other; files and items beside them | digests of all blocks        |
+    | position of | changes of blocks; items and files | tensors, changed blocks,     |
+    | the index   | other than tensors                 | digests of all blocks        |
 
 1. Numbers are little-endian. `docs/deltas.md` has every field.
-2. The index is written last, and has a digest that stands in the header: a file that was cut off is
-   no delta.
-3. A block of a tensor is what it is everywhere here (`reshard.checkpoint.blocks.grid`): the same
-   however the tensor is cut. Of each block the delta has the digest that it has afterwards; of each
-   changed one also that before. So it fits one state of a checkpoint, in any cut and format.
-4. Whoever holds a block can change it by one range of the file.
+2. The index is written last, and its digest is in the header: a truncated file is not a delta.
+3. Blocks are those of `reshard.checkpoint.blocks.grid`, the same for every sharding of a tensor.
+   The delta has the digest of each block afterwards, and that of each changed block before.
+   So it fits one state of a checkpoint, in any sharding and format.
+4. A process with a block needs only one range of the file to update it.
+
+Values and files other than tensors are JSON in the index. JSON has fewer types than a state dict:
+tuples, bytes, dicts with other keys than strings, and non-finite floats are encoded as objects of
+one key, which is their type.
+
+>>> decode_value(encode_value({"betas": (0.9, 0.95), "steps": [1, 2]}))
+{'betas': (0.9, 0.95), 'steps': [1, 2]}
 """
 
 from __future__ import annotations
@@ -56,17 +54,17 @@ from reshard.errors import CheckpointError, FormatError, ReshardError, UsageErro
 from reshard.system import sync
 from reshard.text import parse_json
 
-_DEEPEST = 64
+_MAX_DEPTH = 64
 
 
 def encode_value(value: Any, depth: int = 0) -> Any:
-    """A plain value as JSON takes it.
+    """Return a plain value as JSON.
 
     Raises:
-        UsageError: what is no plain value.
+        UsageError: a value of another type.
     """
-    if depth > _DEEPEST:
-        raise UsageError("a value nested too deeply for a delta")
+    if depth > _MAX_DEPTH:
+        raise UsageError(f"a value nested more than {_MAX_DEPTH} levels deep")
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -75,27 +73,27 @@ def encode_value(value: Any, depth: int = 0) -> Any:
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     if kind in (list, tuple):
-        items = [encode_value(one, depth + 1) for one in value]
+        items = [encode_value(item, depth + 1) for item in value]
         return items if kind is list else {"tuple": items}
     if kind is dict:
         pairs = [
-            [encode_value(key, depth + 1), encode_value(one, depth + 1)]
-            for key, one in value.items()
+            [encode_value(key, depth + 1), encode_value(item, depth + 1)]
+            for key, item in value.items()
         ]
         return {"dict": pairs}
-    raise UsageError(f"a value of type {kind.__name__}, for which a delta has no place")
+    raise UsageError(f"a value of type {kind.__name__}, which deltas do not support")
 
 
 def decode_value(content: Any, depth: int = 0) -> Any:
-    """The value that `encode_value` wrote.
+    """Return the value that `encode_value` wrote.
 
     Raises:
-        FormatError: anything else.
+        FormatError: any other content.
     """
-    if depth > _DEEPEST:
-        raise FormatError("a value nested too deeply")
+    if depth > _MAX_DEPTH:
+        raise FormatError(f"a value nested more than {_MAX_DEPTH} levels deep")
     if isinstance(content, list):
-        return [decode_value(one, depth + 1) for one in content]
+        return [decode_value(item, depth + 1) for item in content]
     if not isinstance(content, dict):
         return content
     if len(content) != 1:
@@ -107,10 +105,10 @@ def decode_value(content: Any, depth: int = 0) -> Any:
         if kind == "bytes":
             return base64.b64decode(inner, validate=True)
         if kind == "tuple":
-            return tuple(decode_value(one, depth + 1) for one in inner)
+            return tuple(decode_value(item, depth + 1) for item in inner)
         if kind == "dict":
             return {
-                decode_value(key, depth + 1): decode_value(one, depth + 1) for key, one in inner
+                decode_value(key, depth + 1): decode_value(item, depth + 1) for key, item in inner
             }
     except (TypeError, ValueError, binascii.Error) as error:
         raise FormatError(f"a value that cannot be read: {error}") from error
@@ -118,7 +116,7 @@ def decode_value(content: Any, depth: int = 0) -> Any:
 
 
 def is_plain_path(name: str) -> bool:
-    """Whether the name of a file beside tensors stays inside its folder, and is not our own.
+    """Return whether a file's name stays inside its folder, and is not reserved.
 
     >>> [is_plain_path(name) for name in ("config.json", "a/b.txt", "../a", ".metadata", "/a")]
     [True, True, False, False, False]
@@ -133,9 +131,9 @@ MAGIC = b"RSHDELTA"
 VERSION = 1
 HEADER_BYTES = 64
 _HEADER = struct.Struct("<8sIIQQ16s")
-_LARGEST_INDEX_BYTES = 1 << 32
+_MAX_INDEX_BYTES = 1 << 32
 KINDS = ("kept", "changed", "added", "replaced")
-# One row for each changed block, in the order of tensors and blocks.
+# A row for each changed block, in the order of tensors and blocks.
 RECORD = np.dtype(
     [
         ("block", "<u8"),
@@ -153,10 +151,10 @@ RECORD = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class DeltaTensor:
-    """A tensor as it is afterwards; its blocks are `first_block` and those behind it.
+    """A tensor after a delta; its blocks are numbered from `first_block` on.
 
-    `kind` is kept, changed, added, or replaced by one of another type or shape. `before` is the
-    type and shape that it had, if it was there.
+    `kind` is kept, changed, added, or replaced (by a tensor of another type or shape). `before` is
+    the previous type and shape, or None.
     """
 
     name: str
@@ -169,13 +167,13 @@ class DeltaTensor:
 
     @property
     def blocks(self) -> slice:
-        """Its blocks among those of the delta."""
+        """The blocks of the tensor among those of the delta."""
         return slice(self.first_block, self.first_block + self.grid.count)
 
 
 @dataclass(frozen=True, slots=True)
 class AuxiliaryBytes:
-    """A file or an item beside the tensors as it is afterwards: kept, or in the payload."""
+    """A file or an item other than a tensor, after a delta: kept, or in the payload."""
 
     name: str
     digest: bytes
@@ -187,19 +185,26 @@ class AuxiliaryBytes:
 
 @dataclass(frozen=True)
 class Delta:
-    """What changed from one checkpoint to another.
+    """The changes from one checkpoint to another.
 
     Attributes:
-        path: its file.
-        digest: that of its index.
-        tensors: as they are afterwards, by name, in order.
-        removed: what is no longer there: type and shape.
+        path: of the file.
+        identity: of the file.
+        digest: of the index.
+        payload_bytes: the size of the payload.
+        tensors: the tensors afterwards, by name, in order.
+        removed: type and shape of removed tensors, by name.
         digests: of every block afterwards, of shape `(blocks, 16)`.
         records: the changed blocks, rows of `RECORD`.
-        items: values that are no tensors, as bytes; None where one of the formats had no place for
-            such, and nothing is known.
-        files: files beside the tensors.
-        values, metadata, paths, attributes: as in a `Checkpoint`; None where nothing is known.
+        items: byte values other than tensors, or None if unknown because one of the formats cannot
+            store them.
+        files: other files.
+        values: as in a `Checkpoint`, or None if unknown; so are the following.
+        metadata: see `values`.
+        paths: see `values`.
+        attributes: see `values`.
+        compression: of the payload, or None.
+        notes: for the user.
     """
 
     path: Path
@@ -221,21 +226,21 @@ class Delta:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the file."""
+        """The size of the file."""
         return self.identity.size_bytes
 
     @property
     def changed_words(self) -> int:
-        """Words that changed, of all tensors."""
+        """The number of changed words of all tensors."""
         return int(self.records["words"].sum(dtype=np.int64))
 
     @cached_property
     def _block_of_record(self) -> NDArray[np.int64]:
-        found: NDArray[np.int64] = self.records["block"].astype(np.int64)
-        return found
+        blocks: NDArray[np.int64] = self.records["block"].astype(np.int64)
+        return blocks
 
     def records_of(self, tensor: DeltaTensor) -> NDArray[Any]:
-        """The rows of a tensor's changed blocks."""
+        """Return the records of a tensor's changed blocks."""
         first, stop = np.searchsorted(
             self._block_of_record, [tensor.blocks.start, tensor.blocks.stop]
         )
@@ -243,7 +248,7 @@ class Delta:
         return rows
 
     def digests_before(self, tensor: DeltaTensor) -> NDArray[np.uint8]:
-        """The digests of a tensor's blocks before, of shape `(blocks, 16)`."""
+        """Return the digests of a tensor's blocks before the delta, of shape `(blocks, 16)`."""
         before = self.digests[tensor.blocks].copy()
         rows = self.records_of(tensor)
         at = rows["block"].astype(np.int64) - tensor.first_block
@@ -255,8 +260,8 @@ def read_delta(path: str | os.PathLike[str]) -> Delta:
     """Read the index of a delta; its payload is not read.
 
     Raises:
-        CheckpointError: no file there, or one that cannot be read.
-        FormatError: no delta, or one that is damaged or of a later version.
+        CheckpointError: a file that does not exist or cannot be read.
+        FormatError: a file that is not a delta, is damaged, or of a later version.
         UsageError: a path with a null character.
     """
     path = Path(check_path_text(path))
@@ -271,7 +276,7 @@ def read_delta(path: str | os.PathLike[str]) -> Delta:
     except FormatError as error:
         raise FormatError(f"{path}: {error}; the delta is damaged, fetch it again") from error
     except (ReshardError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
         raise FormatError(
             f"{path}: its index cannot be read: {reason}; the delta is damaged, fetch it again"
         ) from error
@@ -281,18 +286,18 @@ def _read_index(file: BinaryIO, size_bytes: int, path: Path) -> tuple[bytes, byt
     header = file.read(HEADER_BYTES)
     if len(header) < HEADER_BYTES or not header.startswith(MAGIC):
         raise FormatError(
-            f"{path} is no delta: it begins with {header[:8]!r}; give a file that `reshard diff` "
-            "wrote"
+            f"{path} is not a delta: it begins with {header[:8]!r}; give a file that `reshard "
+            "diff` wrote"
         )
     _, version, reserved, start, size, digest = _HEADER.unpack_from(header)
     if version != VERSION or reserved:
         raise FormatError(
             f"{path} is a delta of version {version}; this reshard reads {VERSION}, update it"
         )
-    if start < HEADER_BYTES or start + size != size_bytes or size > _LARGEST_INDEX_BYTES:
+    if start < HEADER_BYTES or start + size != size_bytes or size > _MAX_INDEX_BYTES:
         raise FormatError(
             f"{path} has {size_bytes} bytes, its index should be in bytes {start}:{start + size}; "
-            "the delta was cut off, fetch it again"
+            "the delta was truncated, fetch it again"
         )
     file.seek(start)
     index = file.read(size)
@@ -322,8 +327,8 @@ def _parse_index(path: Path, identity: FileIdentity, index: bytes, digest: bytes
     removed = {}
     for name, dtype, shape in content["removed"]:
         if name in tensors or name in removed:
-            raise FormatError(f"the removed tensor {name!r} is there twice")
-        removed[_expect_text(name)] = _parse_kind(name, dtype, shape)
+            raise FormatError(f"the removed tensor {name!r} appears twice")
+        removed[_check_text(name)] = _parse_kind(name, dtype, shape)
     items = content["items"]
     return Delta(
         path,
@@ -334,21 +339,21 @@ def _parse_index(path: Path, identity: FileIdentity, index: bytes, digest: bytes
         removed,
         digests,
         records,
-        None if items is None else _parse_beside(items, payload_bytes, is_file=False),
-        _parse_beside(content["files"], payload_bytes, is_file=True),
+        None if items is None else _parse_auxiliary(items, payload_bytes, is_file=False),
+        _parse_auxiliary(content["files"], payload_bytes, is_file=True),
         _parse_mapping(content["values"]),
         _parse_mapping(content["metadata"]),
         _parse_paths(content["paths"]),
         _parse_mapping(content["attributes"]),
         content["compression"],
-        tuple(_expect_text(note) for note in content["notes"]),
+        tuple(_check_text(note) for note in content["notes"]),
     )
 
 
 def _parse_kind(name: str, dtype: Any, shape: Any) -> tuple[DType, tuple[int, ...]]:
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise FormatError(f"the shape {shape!r} of {name!r}")
-    kind = as_dtype(_expect_text(dtype))
+    kind = as_dtype(_check_text(dtype))
     check_shape(name, kind, tuple(shape))
     return kind, tuple(shape)
 
@@ -357,8 +362,8 @@ def _parse_tensors(rows: Any, blocks: int) -> dict[str, DeltaTensor]:
     tensors: dict[str, DeltaTensor] = {}
     first = 0
     for name, dtype, shape, kind, *before in rows:
-        if _expect_text(name) in tensors or kind not in KINDS:
-            raise FormatError(f"tensor {name!r} is there twice, or {kind!r}")
+        if _check_text(name) in tensors or kind not in KINDS:
+            raise FormatError(f"tensor {name!r} appears twice, or has the kind {kind!r}")
         own = _parse_kind(name, dtype, shape)
         was = None if kind == "added" else own
         if kind == "replaced":
@@ -369,14 +374,14 @@ def _parse_tensors(rows: Any, blocks: int) -> dict[str, DeltaTensor]:
         if first > blocks:
             break
     if first != blocks:
-        raise FormatError(f"{blocks} blocks are listed, its tensors have another number")
+        raise FormatError(f"{blocks} blocks are listed, which is not the number of its tensors")
     return tensors
 
 
 def _check_records(
     records: NDArray[Any], tensors: Mapping[str, DeltaTensor], payload_bytes: int
 ) -> None:
-    """Raise FormatError for changed blocks that cannot be."""
+    """Raise FormatError for invalid records of changed blocks."""
     at = records["block"].astype(np.int64)
     if len(at) and ((np.diff(at) <= 0).any() or at[0] < 0):
         raise FormatError("changed blocks that are not in order")
@@ -385,44 +390,44 @@ def _check_records(
         raise FormatError("a changed block outside of the payload")
     for tensor in tensors.values():
         first, stop = np.searchsorted(at, [tensor.blocks.start, tensor.blocks.stop])
-        found, is_whole = int(stop - first), tensor.kind in ("added", "replaced")
-        if (is_whole and found != tensor.grid.count) or (tensor.kind == "kept" and found):
+        count, is_whole = int(stop - first), tensor.kind in ("added", "replaced")
+        if (is_whole and count != tensor.grid.count) or (tensor.kind == "kept" and count):
             raise FormatError(
-                f"{found} blocks of {tensor.name!r} changed, which is {tensor.kind} and has "
+                f"{count} blocks of {tensor.name!r} changed, which is {tensor.kind} and has "
                 f"{tensor.grid.count}"
             )
-        if found and int(size[first:stop].max()) > tensor.grid.largest_bytes:
+        if count and int(size[first:stop].max()) > tensor.grid.largest_bytes:
             raise FormatError(f"a change of {tensor.name!r} that is larger than its block")
 
 
-def _parse_beside(rows: Any, payload_bytes: int, *, is_file: bool) -> dict[str, AuxiliaryBytes]:
-    found: dict[str, AuxiliaryBytes] = {}
+def _parse_auxiliary(rows: Any, payload_bytes: int, *, is_file: bool) -> dict[str, AuxiliaryBytes]:
+    entries: dict[str, AuxiliaryBytes] = {}
     for name, digest, size, start, *others in rows:
-        if _expect_text(name) in found or (is_file and not is_plain_path(name)):
-            raise FormatError(f"the file {name!r} is there twice, or leads outside its folder")
+        if _check_text(name) in entries or (is_file and not is_plain_path(name)):
+            raise FormatError(f"the file {name!r} appears twice, or leads outside its folder")
         numbers = (size,) if start is None else (size, start)
         if any(type(n) is not int or n < 0 for n in numbers) or sum(numbers[1:]) > payload_bytes:
             raise FormatError(f"{name!r} in {size!r} bytes at {start!r}")
         if start is not None and start + size > payload_bytes:
-            raise FormatError(f"{name!r} lies outside of the payload")
-        raw = bytes.fromhex(_expect_text(digest))
+            raise FormatError(f"{name!r} is outside of the payload")
+        raw = bytes.fromhex(_check_text(digest))
         if len(raw) != DIGEST_BYTES:
             raise FormatError(f"the digest {digest!r} of {name!r}")
         transforms: tuple[str, ...] = ()
         rank = 0
         if others:
-            transforms = tuple(_expect_text(one) for one in others[0])
+            transforms = tuple(map(_check_text, others[0]))
             rank = others[1]
             if type(rank) is not int or not 0 <= rank < 1 << 31:
                 raise FormatError(f"rank {rank!r} of {name!r}")
-        found[name] = AuxiliaryBytes(name, raw, size, start, transforms, rank)
-    return found
+        entries[name] = AuxiliaryBytes(name, raw, size, start, transforms, rank)
+    return entries
 
 
 def _parse_mapping(content: Any) -> dict[str, Any] | None:
     if content is None:
         return None
-    return {_expect_text(name): decode_value(value) for name, value in content.items()}
+    return {_check_text(name): decode_value(value) for name, value in content.items()}
 
 
 def _parse_paths(content: Any) -> dict[str, tuple[str | int, ...]] | None:
@@ -436,20 +441,20 @@ def _parse_paths(content: Any) -> dict[str, tuple[str | int, ...]] | None:
     return paths
 
 
-def _expect_text(value: Any) -> str:
+def _check_text(value: Any) -> str:
     if not isinstance(value, str):
-        raise FormatError(f"{value!r} where text was expected")
+        raise FormatError(f"{value!r}: expected a string")
     return value
 
 
 class DeltaWriter:
-    """A delta in the making: payload first, index last, under another name until it is whole.
+    """Writes a delta: the payload first, the index last, under another name until it is complete.
 
-    Leaving it as a context manager without `finish` removes what was written. The file's mode has
-    no bits but `open_bits`, and of those the ones of a file that it replaces.
+    Leaving it as a context manager without `finish` removes the partial file. The file's mode has
+    only bits of `open_bits`, and of a file that it replaces.
 
     Raises:
-        UsageError: a file that is there, and not to be replaced; a folder that is not there.
+        UsageError: a file that exists and is not to be replaced; a missing folder.
         RunError: a file that cannot be written.
     """
 
@@ -462,9 +467,9 @@ class DeltaWriter:
             raise UsageError(f"{self.path} is a folder; a delta is a file")
         if not self.path.parent.is_dir():
             parent = self.path.parent
-            raise UsageError(f"{parent} is not a folder; make it first, or write elsewhere")
+            raise UsageError(f"{parent} is not a folder; create it first, or write elsewhere")
         if not overwrite and os.path.lexists(self.path):
-            raise UsageError(f"{self.path} is there; give --overwrite to replace it")
+            raise UsageError(f"{self.path} exists; give --overwrite to replace it")
         self._temporary = self.path.with_name(f".{self.path.name}.reshard-partial")
         self.payload_bytes = 0
         with translate_os_errors("write the delta", self._temporary):
@@ -481,7 +486,7 @@ class DeltaWriter:
                 self._temporary.unlink()
 
     def append(self, payload: bytes | memoryview) -> int:
-        """Add bytes to the payload, and return where in it they begin."""
+        """Add bytes to the payload, and return their position in it."""
         start = self.payload_bytes
         with translate_os_errors("write the delta", self._temporary):
             self._file.write(payload)
@@ -491,7 +496,7 @@ class DeltaWriter:
     def finish(
         self, content: Mapping[str, Any], digests: NDArray[np.uint8], records: NDArray[Any]
     ) -> None:
-        """Write the index and the header, and give the file its name."""
+        """Write the index and the header, and rename the file to its final name."""
         text = json.dumps(content, separators=(",", ":")).encode()
         sizes = struct.pack("<3Q", len(text), len(digests), len(records))
         index = b"".join([sizes, text, digests.tobytes(), records.tobytes()])

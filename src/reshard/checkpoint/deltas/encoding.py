@@ -1,19 +1,18 @@
-"""Payloads of deltas, compressed by Zstandard, one frame a block.
+"""Encoding the changed elements of a block as bytes, and decoding them.
 
-The changed elements of one block as bytes, and back.
+A block is an array of words: its elements, or the halves of elements of 16 bytes. A payload has the
+positions of the changed words and their new values, in the shortest of four encodings::
 
-A block is an array of words: its elements, or the halves of elements of 16 bytes. Of the words that
-changed, a payload says where they are and what they became. The shortest of four ways is taken::
-
-    whole    all words of the block                                few stayed the same
-    gaps     how far apart changed words are, a byte each          scattered, fewer than one in 8
-    mask     a bit for every word                                  scattered, more of them
-    runs     where stretches of changed words begin and end        rows and columns
+    whole    all words of the block                                few unchanged words
+    gaps     distances between changed words, a byte each          scattered, fewer than 1 in 8
+    mask     a bit for every word                                  scattered, more than that
+    runs     begins and ends of runs of changed words              rows and columns
 
 1. A gap of 255 or more is written as bytes of 255, each of which skips 255 words.
-2. Values are the new ones. To be compressed they are the differences (exclusive or) to the old
-   ones, the first bytes of all words, then the second: numbers that moved a little differ in few
-   bits.
+2. Values are the new ones. For compression they are the differences (exclusive or) to the old ones,
+   stored as the first bytes of all words, then the second: small changes differ in few bits.
+
+Compressed payloads are Zstandard frames, one for each block.
 """
 
 from __future__ import annotations
@@ -28,47 +27,48 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.errors import FormatError, MissingExtraError
+from reshard.checkpoint.storage.byte_streams import import_zstandard
+from reshard.errors import FormatError
 
 COMPRESSIONS = ("zstd",)
 _LEVEL = 1
 _MAX_WINDOW_BYTES = 8 << 20
-# Compressors are for one thread.
-_own = threading.local()
+# Compressors are not thread-safe.
+_thread = threading.local()
 
 
 def compress(payload: bytes) -> bytes:
-    """A payload as one frame, which says its length.
+    """Compress a payload into a frame that records its length.
 
     Raises:
         MissingExtraError: zstandard is not installed.
     """
-    if not hasattr(_own, "compressor"):
-        _own.compressor = _zstandard().ZstdCompressor(level=_LEVEL)
-    return bytes(_own.compressor.compress(payload))
+    if not hasattr(_thread, "compressor"):
+        _thread.compressor = _zstandard().ZstdCompressor(level=_LEVEL)
+    return bytes(_thread.compressor.compress(payload))
 
 
 def decompress(frame: Any, size_bytes: int, label: str) -> bytes:
-    """The payload of `size_bytes` in a frame; `label` names it in errors.
+    """Decompress a payload of `size_bytes`; `label` names it in errors.
 
     Raises:
-        FormatError: a frame of another length, or none.
+        FormatError: a frame of another length, or an invalid one.
         MissingExtraError: zstandard is not installed.
     """
     zstandard = _zstandard()
     try:
-        # Asked before anything of that size is allocated.
-        said = zstandard.frame_content_size(frame)
-        if said != size_bytes:
+        # This is checked before memory of that size is allocated.
+        recorded = zstandard.frame_content_size(frame)
+        if recorded != size_bytes:
             raise FormatError(
-                f"{label} would be decompressed to {said} bytes, expected {size_bytes}; the delta "
-                "is damaged, fetch it again"
+                f"{label} would be decompressed to {recorded} bytes, expected {size_bytes}; the "
+                "delta is damaged, fetch it again"
             )
         decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
         content = bytes(decoder.decompress(frame, allow_extra_data=False))
     except zstandard.ZstdError as error:
         raise FormatError(
-            f"{label} is no Zstandard frame ({error}); the delta is damaged, fetch it again"
+            f"{label} is not a Zstandard frame ({error}); the delta is damaged, fetch it again"
         ) from error
     if len(content) != size_bytes:
         raise FormatError(
@@ -79,22 +79,16 @@ def decompress(frame: Any, size_bytes: int, label: str) -> bytes:
 
 
 def _zstandard() -> ModuleType:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise MissingExtraError(
-            "compressed deltas need the package zstandard; pip install 'reshard[checkpoint]'"
-        ) from error
-    return zstandard
+    return import_zstandard("the delta")
 
 
 _SKIP = 255
-_STRETCH = 1 << 18
+_PART_WORDS = 1 << 18
 _COUNT = np.dtype("<u4")
 
 
 class Coding(IntEnum):
-    """How a payload says which words changed."""
+    """The encoding of the positions of changed words."""
 
     WHOLE = 0
     GAPS = 1
@@ -109,7 +103,7 @@ _KNOWN_FLAGS = COMPRESSED | DIFFERENCES | PLANES
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """A block's changes: `payload`, which has `plain_bytes` before it is compressed."""
+    """The changes of a block: `payload`, which has `plain_bytes` before compression."""
 
     coding: Coding
     flags: int
@@ -119,7 +113,7 @@ class EncodedBlock:
 
 
 def word_bytes(itemsize_bytes: int) -> int:
-    """The size of a word in a tensor with elements of `itemsize_bytes`.
+    """Return the size of a word in a tensor with elements of `itemsize_bytes`.
 
     >>> [word_bytes(size) for size in (1, 2, 8, 16)]
     [1, 2, 8, 8]
@@ -130,9 +124,9 @@ def word_bytes(itemsize_bytes: int) -> int:
 def encode_block(
     before: memoryview | None, after: memoryview, itemsize_bytes: int, *, compressed: bool
 ) -> EncodedBlock | None:
-    """What changed between two states of a block; None where nothing did.
+    """Encode the changes between two states of a block, or return None if there are none.
 
-    `before` is None for a block that has no earlier state.
+    `before` is None for a block without an earlier state.
     """
     size = word_bytes(itemsize_bytes)
     new = np.frombuffer(after, dtype=f"<u{size}")
@@ -145,14 +139,14 @@ def encode_block(
 def encode_words(
     changed: NDArray[np.bool_], new: NDArray[Any], old: NDArray[Any] | None, *, compressed: bool
 ) -> EncodedBlock | None:
-    """The words of a block that `changed` names; None where it names none.
+    """Encode the words of a block marked in `changed`, or return None if there are none.
 
-    `old` are the words before, so that differences can be compressed; None where none are known.
+    `old` are the words before, so that differences can be compressed, or None if unknown.
     """
     words = int(np.count_nonzero(changed))
     if not words:
         return None
-    # Gaps take at least a byte a word: with more of them, a mask is shorter.
+    # Gaps take at least a byte per word: with more words, a mask is shorter.
     is_sparse = words <= len(changed) // 8
     places = np.flatnonzero(changed) if is_sparse else None
     coding, head = _choose(changed, places, words, new.itemsize)
@@ -165,33 +159,33 @@ def encode_words(
     return _pack(coding, head, take(new), None if old is None else take(old), compressed)
 
 
-def list_places(chosen: NDArray[np.bool_]) -> Iterator[tuple[slice, NDArray[np.intp]]]:
-    """The places of chosen words, of a stretch of the block at a time.
+def list_positions(chosen: NDArray[np.bool_]) -> Iterator[tuple[slice, NDArray[np.intp]]]:
+    """Yield the positions of chosen words, for a part of the block at a time.
 
-    NumPy takes and puts by places several times as quickly as by a mask; places of a whole block
-    would take more memory than the block.
+    NumPy gathers and scatters by positions several times as fast as by a mask; the positions of a
+    whole block would take more memory than the block.
     """
-    for start in range(0, len(chosen), _STRETCH):
-        part = slice(start, min(start + _STRETCH, len(chosen)))
+    for start in range(0, len(chosen), _PART_WORDS):
+        part = slice(start, min(start + _PART_WORDS, len(chosen)))
         yield part, np.flatnonzero(chosen[part])
 
 
 def _take(words: NDArray[Any], chosen: NDArray[np.bool_], count: int) -> NDArray[Any]:
-    """The chosen words."""
-    found = np.empty(count, dtype=words.dtype)
+    """Return the chosen words."""
+    result = np.empty(count, dtype=words.dtype)
     at = 0
-    for part, places in list_places(chosen):
-        found[at : at + len(places)] = words[part][places]
+    for part, places in list_positions(chosen):
+        result[at : at + len(places)] = words[part][places]
         at += len(places)
-    return found
+    return result
 
 
 def _choose(
     changed: NDArray[np.bool_], places: NDArray[np.intp] | None, words: int, size: int
 ) -> tuple[Coding, bytes]:
-    """The shortest way to say which words changed, and how it says so."""
+    """Return the shortest encoding of the positions of changed words, and its bytes."""
     total = len(changed)
-    # What each takes beside the values; `whole` takes the words that did not change.
+    # The bytes of each in addition to the values; `whole` has the unchanged words.
     costs = {Coding.WHOLE: (total - words) * size, Coding.MASK: -(-total // 8)}
     if places is not None:
         runs = 1 + np.count_nonzero(places[1:] != places[:-1] + 1)
@@ -203,15 +197,15 @@ def _choose(
     if places is not None:
         gaps = _encode_gaps(places)
         costs[Coding.GAPS] = _COUNT.itemsize + len(gaps)
-    coding = min(costs, key=lambda one: (costs[one], one))
+    coding = min(costs, key=lambda option: (costs[option], option))
     if coding is Coding.GAPS:
         return coding, np.array(len(gaps), _COUNT).tobytes() + gaps.tobytes()
     if coding is Coding.MASK:
         return coding, np.packbits(changed, bitorder="little").tobytes()
     if coding is Coding.RUNS:
-        nothing = np.zeros(1, dtype=np.int8)
-        edges = np.flatnonzero(np.diff(changed.view(np.int8), prepend=nothing, append=nothing))
-        # From the end of a run to the beginning of the next, and its length, by turns.
+        zero = np.zeros(1, dtype=np.int8)
+        edges = np.flatnonzero(np.diff(changed.view(np.int8), prepend=zero, append=zero))
+        # Alternately the distance from the end of a run to the next, and the length of a run.
         steps = np.diff(edges, prepend=0).astype("<u4")
         return coding, np.array(len(steps) // 2, _COUNT).tobytes() + steps.tobytes()
     return coding, b""
@@ -255,10 +249,10 @@ def decode_block(
     *,
     has_before: bool,
 ) -> None:
-    """Change a block, given as its words, by a payload; `label` names it in errors.
+    """Apply a payload to a block, given as its words; `label` names it in errors.
 
     Raises:
-        FormatError: a payload that is not one of such a block.
+        FormatError: an invalid payload of such a block.
     """
 
     def damaged(what: str) -> FormatError:
@@ -269,7 +263,7 @@ def decode_block(
     if plain_bytes > block.nbytes or not 0 < words <= len(block):
         raise damaged(f"{words} words in {plain_bytes} bytes for a block of {len(block)} words")
     if not has_before and (flags & DIFFERENCES or coding != Coding.WHOLE):
-        raise damaged("changes of a block that was not there")
+        raise damaged("changes of a block that did not exist")
     if flags & COMPRESSED:
         payload = decompress(payload, plain_bytes, label)
     if len(payload) != plain_bytes:
@@ -287,17 +281,17 @@ def decode_block(
 def read_changes(
     payload: Any, coding: int, words: int, total: int, size_bytes: int, label: str
 ) -> tuple[NDArray[Any] | None, NDArray[np.uint8]]:
-    """Which words of a block changed, and their bytes in a payload that is not compressed.
+    """Return the changed words of a block, and their bytes, from an uncompressed payload.
 
     Args:
-        payload: of a block of `total` words of `size_bytes`, of which `words` changed.
+        payload: of a block of `total` words of `size_bytes`, `words` of which changed.
         label: names it in errors.
 
     Returns:
-        The words, as places or a mask (None: all), and the bytes.
+        The words, as positions or a mask (None: all), and the bytes.
 
     Raises:
-        FormatError: a payload that is not one of such a block.
+        FormatError: an invalid payload of such a block.
     """
 
     def damaged(what: str) -> FormatError:
@@ -307,17 +301,17 @@ def read_changes(
     chosen, head_bytes = _find_changed(content, coding, total, damaged)
     if len(content) - head_bytes != words * size_bytes:
         raise damaged(f"{len(content) - head_bytes} bytes of values for {words} words")
-    found = total if chosen is None else _count(chosen)
-    if found != words:
-        raise damaged(f"{found} words are named, expected {words}")
+    named = total if chosen is None else _count(chosen)
+    if named != words:
+        raise damaged(f"{named} words are named, expected {words}")
     return chosen, content[head_bytes:]
 
 
 def _put(
     block: NDArray[Any], chosen: NDArray[Any], numbers: NDArray[Any], *, differences: bool
 ) -> None:
-    """Change the chosen words, by places or a mask."""
-    parts = list_places(chosen) if chosen.dtype == bool else [(slice(None), chosen)]
+    """Change the chosen words, given by positions or a mask."""
+    parts = list_positions(chosen) if chosen.dtype == bool else [(slice(None), chosen)]
     at = 0
     for part, places in parts:
         new = numbers[at : at + len(places)]
@@ -333,23 +327,23 @@ def _count(chosen: NDArray[Any]) -> int:
 def _find_changed(
     content: NDArray[np.uint8], coding: int, total: int, damaged: Any
 ) -> tuple[NDArray[Any] | None, int]:
-    """Which words changed, as places or a mask (None: all), and the bytes that say so."""
+    """Return the changed words, as positions or a mask (None: all), and the bytes used."""
     if coding == Coding.WHOLE:
         return None, 0
     if coding == Coding.MASK:
         size = -(-total // 8)
         if len(content) < size:
-            raise damaged("a mask that is cut off")
+            raise damaged("a truncated mask")
         return np.unpackbits(content[:size], count=total, bitorder="little").view(bool), size
     if len(content) < _COUNT.itemsize:
         raise damaged("a payload without a length")
     count = int(np.frombuffer(content[: _COUNT.itemsize].tobytes(), _COUNT)[0])
     size = _COUNT.itemsize + count * (1 if coding == Coding.GAPS else 8)
     if len(content) < size or not count:
-        raise damaged(f"{count} places that are cut off")
+        raise damaged(f"{count} truncated positions")
     head = content[_COUNT.itemsize : size]
     if coding == Coding.GAPS:
-        # Each byte moves behind a changed word, but for those that skip.
+        # Each byte moves past a changed word, except those that skip.
         steps = head.astype(np.int64)
         is_skip = head == _SKIP
         steps[~is_skip] += 1
