@@ -300,14 +300,14 @@ def damage(folder: Path, rank: int, name: str) -> None:
     content = bytearray(file.read_bytes())
     place = next(
         file_range
-        for file_range in list_places(checkpoint.open(folder), name)
+        for file_range in list_positions(checkpoint.open(folder), name)
         if file_range.path == file.name
     )
     content[place.start_bytes] ^= 1
     file.write_bytes(content)
 
 
-def list_places(opened: Checkpoint, name: str) -> list[FileRange]:
+def list_positions(opened: Checkpoint, name: str) -> list[FileRange]:
     tensor = opened[name]
     return [tensor.file_range(slot, 0, 0) for slot in tensor.stored_slots]
 
@@ -342,7 +342,7 @@ def test_a_copy_that_changed_is_found_in_files_with_checksums_of_their_own(tmp_p
     whole, target = tmp_path / "whole.safetensors", tmp_path / "ranks"
     save_file({"w": counted(4, 6), "norm": counted(8)}, whole)
     checkpoint.convert(whole, target, to="tp=2", rules=["w=tp, -", "*=..."], format="rank-files")
-    [first, second] = list_places(checkpoint.open(target), "norm")
+    [first, second] = list_positions(checkpoint.open(target), "norm")
     content = bytearray((target / second.path).read_bytes())
     assert first.path != second.path
     content[second.start_bytes] ^= 1

@@ -137,7 +137,7 @@ def test_chains(tmp_path: Path, steps: list[Path], to: dict[str, Any]) -> None:
 def test_a_chain_with_a_gap(tmp_path: Path, steps: list[Path]) -> None:
     with pytest.raises(CheckpointError, match=r"tensor 'late' is not in .*d0, unlike"):
         checkpoint.apply(steps[0], [tmp_path / "d0", tmp_path / "d2"], tmp_path / "out")
-    with pytest.raises(DigestError, match=r"tensor 'w' in .*d0 has another digest than in the base of .*d0"):
+    with pytest.raises(DigestError, match=r"'w' in .*d0 has another digest than in .*d0"):
         checkpoint.apply(steps[0], [tmp_path / "d0", tmp_path / "d0"], tmp_path / "out")
 
 

@@ -204,7 +204,7 @@ def set_record(name: str, value: Any) -> Callable[[dict[str, Any], Any, Any], No
     ("change", "told"),
     [
         (set_in("tensors", [["a", "float32", [1 << 50, 1 << 50], "added"]]), "tensor 'a'"),
-        (set_in("tensors", [["a", "float32", [1 << 40], "added"]]), "not the number of its tensors"),
+        (set_in("tensors", [["a", "float32", [1 << 40], "added"]]), "not the number of its"),
         (set_in("files", [["../x", "00" * 16, 1, 0]]), "leads outside"),
         (set_in("files", [["x", "00" * 16, 1 << 40, 0]]), "outside of the payload"),
         (set_in("files", [["x", "00", 1, 0]]), "the digest '00'"),

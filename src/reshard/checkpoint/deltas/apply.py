@@ -140,8 +140,8 @@ class PatchedTensor:
             expected = first.digest_after(block) if row is None else row["before"].tobytes()
             if block_digest(words.data.cast("B")) != expected:
                 raise DigestError(
-                    f"{box} of tensor {self.name!r} is not what {first.delta.path} was made from: "
-                    "its digest differs. The base is another checkpoint, or damaged"
+                    f"{box} of tensor {self.name!r} has another digest than in the base of "
+                    f"{first.delta.path}. The base is another checkpoint, or damaged"
                 )
         for number, step in enumerate(self.steps, start=int(self.base is not None)):
             row = step.find_row(block)

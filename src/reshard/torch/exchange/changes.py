@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest
-from reshard.checkpoint.deltas.encoding import Coding, encode_words, list_places, read_changes
+from reshard.checkpoint.deltas.encoding import Coding, encode_words, list_positions, read_changes
 from reshard.errors import FormatError, RunError, UsageError
 from reshard.layout import Layout
 from reshard.plans.schedule import align, limit_message_bytes
@@ -426,7 +426,7 @@ def _prepare_received(itemsize: int, message: RankMessage) -> _Received:
 
 def _write_words(one: _Received, chosen: NDArray[Any], values: NDArray[Any]) -> None:
     """Write the values of words, named by places or a mask, into the pieces that have them."""
-    parts = list_places(chosen) if chosen.dtype == bool else [(slice(0, None), chosen)]
+    parts = list_positions(chosen) if chosen.dtype == bool else [(slice(0, None), chosen)]
     at = 0
     for part, places in parts:
         here = places + part.start
