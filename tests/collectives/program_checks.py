@@ -1,4 +1,4 @@
-"""One program, checked in every way: legal, within memory, and right on arrays."""
+"""A check of programs for tests: legal, within memory, and correct on arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of shardings of one tensor over the same devices, for Hypothesis."""
+"""Strategies of pairs of shardings over the same devices."""
 
 from __future__ import annotations
 

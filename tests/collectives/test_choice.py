@@ -1,6 +1,4 @@
-"""Program or exchange: the choice flips where it must, and is the quicker one everywhere.
-Which of many tensors go by programs: never slower than one exchange of all, and why.
-"""
+"""The choice between programs and the exchange, of one tensor and of many."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ def test_quicker_algorithms_flip_the_choice() -> None:
     assert ring.method == doubling.method == "program"
 
 
-def test_equals_are_exchanged_where_collectives_are_messages() -> None:
+def test_equal_times_choose_the_exchange_with_gloo() -> None:
     for side in (8, 8192):
         tuned, messages = (chosen("x y z, -", "-, -", side, library=n) for n in ("nccl", "gloo"))
         assert (tuned.method, messages.method) == ("program", "exchange")
@@ -155,7 +153,7 @@ print(found.method, found.program_estimate.seconds_s.hex(), found.exchange_estim
     ]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(UsageError, match="extra_bytes=-1: a limit of memory; give 0 or more"):
         chosen("x, -", "-, x", 8, extra_bytes=-1)
     with pytest.raises(UsageError, match="unknown library 'mpi'"):
@@ -185,7 +183,7 @@ PARTS = tensor("-, - | sum(x y)", "x y, -")
 GATHER = tensor("x y, -", "-, -")
 
 
-def test_only_what_moves_less_goes_by_its_program() -> None:
+def test_only_programs_that_save_time_are_used() -> None:
     found = divide([GATHER, SUMS, PARTS, SUMS], one_host(0.0))
     assert found.by_program == (False, True, False, True)
     assert found.ways[1] is found.ways[3]
@@ -204,7 +202,7 @@ def test_the_wait_between_steps_is_there_once() -> None:
     assert divide([GATHER, *[SUMS] * 100], topology, "gloo").by_program == (False, *[True] * 100)
 
 
-def test_nothing_and_what_has_nothing_to_do() -> None:
+def test_programs_without_steps() -> None:
     assert divide([], one_host(1e-5)).by_program == ()
     same = tensor("x, y", "x, y")
     copies = Topology.of(

@@ -61,7 +61,7 @@ def test_steps_by_hand(
     assert counted.seconds_s == sum(latency + transfer for _, _, latency, transfer in parts)
 
 
-def test_libraries_differ_in_what_waits_for_messages() -> None:
+def test_libraries_differ_in_latency() -> None:
     assert estimate("x y z", "-", (8,)).latency_s == 7000
     assert estimate("x y z", "-", (8,), "any").latency_s == 3000
     with pytest.raises(UsageError, match="unknown library 'mpi'"):
@@ -73,7 +73,7 @@ def test_wider_elements_take_longer() -> None:
     assert program.estimate("float32", TOPOLOGY).transfer_s == 48
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_information_raises() -> None:
     program = find_program(reshard.spec(MESH, "y z"), reshard.spec(MESH, "-"), (16,))
     with pytest.raises(LayoutError, match="rank 6 of a topology over ranks 0 to 5"):
         program.estimate("int8", Topology([0] * 6, None, NEAR))
@@ -108,7 +108,7 @@ def test_every_program_has_seconds_that_its_bytes_and_messages_need(
 
 @pytest.mark.parametrize("parts", [3, 5, 6, 7, 12])
 @pytest.mark.parametrize("length", range(1, 100, 7))
-def test_what_sends_the_same_takes_exactly_as_long(parts: int, length: int) -> None:
+def test_equal_sizes_take_exactly_as_long(parts: int, length: int) -> None:
     # A ring and an exchange: equal bytes must tie, whatever the shares of a ring round to.
     mesh = reshard.DeviceMesh.of(x=parts)
     source, target = reshard.spec(mesh, "x"), reshard.spec(mesh, "-")

@@ -1,4 +1,4 @@
-"""What each step says of itself, and that a step that is not legal is found out."""
+"""Steps: groups, moved elements, and illegal steps."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def step_of(
     ],
     ids=str,
 )
-def test_what_a_step_moves(
+def test_moved_elements_of_steps(
     step: Step,
     groups: tuple[tuple[int, ...], ...],
     received: list[int],
@@ -108,7 +108,7 @@ def test_a_permute_sends_every_shard_once() -> None:
     ],
     ids=str,
 )
-def test_a_step_that_is_not_legal_is_found_out(step: Step, message: str) -> None:
+def test_an_illegal_step_raises(step: Step, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         step.verify()
     held = reshard.plan(reshard.Layout.replicated(step.shape, 4), step.source_layout).run(
@@ -130,7 +130,7 @@ def test_steps_must_continue_one_another() -> None:
         Program((4, 4), *sides, (other,))
 
 
-def test_torch_tensors_and_what_does_not_fit() -> None:
+def test_torch_tensors_and_mismatches() -> None:
     program = find_program(reshard.spec(MESH, "x, y"), reshard.spec(MESH, "y, -"), (6, 4))
     assert [step.name for step in program.steps] == ["permute", "all-gather"]
     dense = np.arange(24, dtype=np.float32).reshape(6, 4)

@@ -1,4 +1,4 @@
-"""JSON documents with one value changed, for tests that read them."""
+"""JSON documents with a changed value, for tests of readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs in stages for the tests: small random ones, and one weight between two hosts."""
+"""Random small jobs in stages, and jobs of a weight between two hosts, for tests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Another way to choose senders is a function and a row: what that takes, and what has it then.
-
-The policy here lets the last holder send.
-"""
+"""A policy of senders is a function and a row of `POLICIES`."""
 
 from __future__ import annotations
 
@@ -66,6 +63,6 @@ def test_another_policy_is_another_job() -> None:
     assert reshard.from_json(text) == make_job("last")
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_policies_raise() -> None:
     with pytest.raises(PlanError, match=r"sources='first': expected 'balanced', .*, or 'last'"):
         make_job("first")

@@ -1,7 +1,4 @@
-"""Senders of the cases in which other planners load one rank with everything.
-
-Loads are entered by hand, in units of one tensor or one part of it.
-"""
+"""Loads of senders in the cases in which other planners overload a rank."""
 
 from __future__ import annotations
 
@@ -126,7 +123,7 @@ def test_several_parts_of_the_same_holders() -> None:
     assert np.abs(job.sent_bytes - 8 * 2 * 400 // 3).max() <= 8 * 2 * 400 // 3 / 32
 
 
-def test_ranks_without_anything_take_no_part() -> None:
+def test_ranks_without_elements_take_no_part() -> None:
     source, target = Layout.whole((12,), [2, 3], 4), Layout.whole((12,), [0, 1], 4)
     job = job_of(source, target, 1)
     assert job.sent_bytes.tolist() == [0, 0, 24, 24]
@@ -142,7 +139,7 @@ def test_a_cut_follows_the_rows_of_a_box() -> None:
     ]
 
 
-def test_a_cut_goes_through_a_row_where_rows_are_few() -> None:
+def test_few_rows_are_split_within_a_row() -> None:
     job = job_of(Layout.replicated((3, 7), 2), Layout.whole((3, 7), [2], 3), 1)
     assert str(job.transfers["t0"]).splitlines() == [
         "0 -> 2 [0:1, 0:7]",
@@ -165,7 +162,7 @@ def loads(job: Job) -> IntArray:
     return job.sent_bytes[job.sent_bytes > 0]
 
 
-def test_key_value_heads_that_are_held_twice() -> None:
+def test_key_value_heads_held_twice() -> None:
     mesh = reshard.DeviceMesh.of(tp=8)
     source = layout(mesh, "tp@heads4, -", (8, 64))
     job = job_of(source, later(layout(mesh, "tp, -", (8, 64)), 8))

@@ -1,4 +1,4 @@
-"""What has entered goes on to other racks and hosts, and no host sends much more than others."""
+"""Broadcast trees: every byte enters a host and a rack once, and hosts have even loads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def across(staged: StagedJob) -> tuple[list[int], list[int]]:
     return between.sum(axis=1).tolist(), between.sum(axis=0).tolist()
 
 
-def test_one_host_sends_once_what_three_want() -> None:
+def test_a_host_sends_elements_of_three_hosts_once() -> None:
     """By hand: a third of the bytes enters each of three hosts, which hands it on to two others."""
     staged = StagedJob(refit_job(1, 3), Topology.of(hosts=4, ranks_per_host=2))
     staged.verify()
@@ -46,7 +46,7 @@ def test_one_host_sends_once_what_three_want() -> None:
     assert staged.across_hosts_bytes == staged.across_hosts_bound_bytes == 3 * BYTES
 
 
-def test_hosts_that_are_busy_enough_do_not_hand_on() -> None:
+def test_loaded_hosts_do_not_forward() -> None:
     """Two hosts send to two: each sends what each receives, so that nothing is to be saved."""
     staged = StagedJob(refit_job(2, 2), Topology.of(hosts=4, ranks_per_host=2))
     assert staged.reach == Reach.HOST
@@ -64,7 +64,7 @@ def test_a_byte_enters_a_rack_once() -> None:
     assert staged.across_hosts_bytes == 3 * BYTES
 
 
-def test_a_rack_sends_once_what_three_racks_want() -> None:
+def test_a_rack_sends_elements_of_three_racks_once() -> None:
     """Racks of two hosts: what enters the three others is handed on between these."""
     topology = Topology.of(hosts=8, ranks_per_host=2, hosts_per_rack=2)
     staged = StagedJob(refit_job(2, 6), topology)
@@ -79,7 +79,7 @@ def test_a_rack_sends_once_what_three_racks_want() -> None:
 
 
 @pytest.mark.parametrize("hosts_per_rack", [2, 3, 4])
-def test_what_is_foretold_of_hosts_is_what_they_send(hosts_per_rack: int) -> None:
+def test_predicted_loads_of_hosts_are_exact(hosts_per_rack: int) -> None:
     """The loads by which is chosen are those of the transfers."""
     topology = Topology.of(hosts=12, ranks_per_host=2, hosts_per_rack=hosts_per_rack)
     for trainers in (1, 2, 5):
@@ -101,7 +101,7 @@ def test_what_is_foretold_of_hosts_is_what_they_send(hosts_per_rack: int) -> Non
 
 @given(staged_jobs())
 @FEWER
-def test_every_reach_brings_every_byte_once(made: tuple[StagedJob, list[Movement]]) -> None:
+def test_every_reach_delivers_every_byte_once(made: tuple[StagedJob, list[Movement]]) -> None:
     staged, _ = made
     for reach in Reach:
         other = StagedJob(staged.job, staged.topology)

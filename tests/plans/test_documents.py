@@ -1,4 +1,4 @@
-"""Columns of numbers written shortly, and read back."""
+"""The compact form of columns of numbers, written and read."""
 
 from __future__ import annotations
 
@@ -68,6 +68,6 @@ def test_short_forms(column: list[int], expected: list[object]) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_column(entries: object) -> None:
+def test_invalid_columns_raise(entries: object) -> None:
     with pytest.raises(NotationError, match="cells"):
         unpack_column(entries, "cells")

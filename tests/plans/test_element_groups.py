@@ -1,4 +1,4 @@
-"""Regions: disjoint, together all that is wanted, and each wanted by its cells alone."""
+"""Regions are disjoint, cover the target, and are needed by their cells only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def elements_of(layout: Layout, cell: int) -> list[int]:
 
 
 @given(movements())
-def test_a_region_is_what_the_same_cells_want(
+def test_a_region_has_the_elements_that_the_same_cells_need(
     movement: tuple[LayoutAndContents, LayoutAndContents],
 ) -> None:
     (source, _), (target, _) = movement
@@ -66,7 +66,7 @@ def test_heads_that_ranks_share_are_regions_of_their_own() -> None:
 
 
 @given(st.integers(0, 3))
-def test_a_part_with_an_index_twice_is_refused(at: int) -> None:
+def test_a_part_with_an_index_twice_raises(at: int) -> None:
     """Where parts overlap, an index that one part has twice cannot be handed on."""
     twice = RunTable(4, 2, [(0, 0, 4, 0), (0, at, 1, 4), (1, 0, 4, 0)])
     target = Layout((4,), [twice], 2, [0, 1], [[0], [1]])

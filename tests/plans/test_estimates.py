@@ -1,6 +1,4 @@
-"""Runs and copied bytes against local arrays, element by element.
-The seconds of plans: by hand, and what has to be given.
-"""
+"""Local copies against local arrays, and the seconds of plans and jobs."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ def test_copies_are_those_of_local_arrays(pair: Pair) -> None:
     assert {rank: [int(c[rank]) for c in columns] for rank in expected} == expected
 
 
-def test_what_is_in_its_place_is_not_copied() -> None:
+def test_elements_in_place_are_not_copied() -> None:
     mesh = reshard.DeviceMesh.of(x=2)
     rows, columns = (reshard.spec(mesh, text).layout((4, 4)) for text in ("x, -", "-, x"))
     transfers = reshard.plan(rows, columns).transfers
@@ -95,7 +93,7 @@ def test_what_is_in_its_place_is_not_copied() -> None:
     assert moved.by_rank(2)[0].tolist() == [4, 4]
 
 
-def test_small_pieces_travel_together_and_large_ones_alone() -> None:
+def test_small_pieces_are_packed_and_large_ones_are_not() -> None:
     # Rank 1 gets two stretches of rank 0's: packed at both ends where they are small, though each
     # lies in one run.
     for length, packed in ((8, True), (LARGE_PIECE_BYTES, False)):
@@ -149,7 +147,7 @@ def test_it_prints_as_a_table() -> None:
     assert words == "exchange direct 3 12 B 35 min 1 min 24 s 36 min 24 s"
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_information_raises() -> None:
     with pytest.raises(PlanError, match="seconds of a plan without a dtype"):
         reshard.plan(layout("x, -"), layout("-, x")).estimate(TOPOLOGY)
     plan = reshard.plan(layout("x, -"), layout("-, x"), "int8")
@@ -210,7 +208,7 @@ def test_stages_spare_the_network() -> None:
     assert direct.transfer_s == 16 + 320
 
 
-def test_a_job_from_files_has_no_seconds() -> None:
+def test_a_job_from_files_has_no_estimate() -> None:
     item = job_of(1, "x, -", "-, x").items[0]
     addresses = {slot: FileRange("f", 16 * slot) for slot in range(4)}
     bound = Binding(item.source.layout, addresses, {})

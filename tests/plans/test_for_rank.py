@@ -1,4 +1,4 @@
-"""One rank's part of a plan, found without the others' parts, is that part of the whole."""
+"""The transfers of a rank are its part of the transfers of all ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_plan_is_a_job_of_one_tensor(movement: Movement, dtype: str | None) ->
         assert rows(plan.transfers) == rows(plan.change.transfers)
 
 
-def test_what_is_held_already_stays() -> None:
+def test_held_elements_stay() -> None:
     mesh = reshard.DeviceMesh.of(x=2, y=3)
     layout = reshard.spec(mesh, "x, y").layout((6, 6))
     plan = reshard.plan(layout, layout)
@@ -91,13 +91,13 @@ def test_what_is_held_already_stays() -> None:
     assert plan.transfers.stays.all()
 
 
-def test_replicas_share_what_they_send() -> None:
+def test_replicas_divide_their_bytes() -> None:
     whole, one = Layout.replicated((4,), 4), Layout.replicated((4,), 12)
     plan = reshard.plan(whole, one)
     assert plan.sent_elements.tolist() == [8, 8, 8, 8]
 
 
-def test_a_rank_beyond_both_layouts_has_no_part() -> None:
+def test_a_rank_beyond_both_layouts_has_no_transfers() -> None:
     mesh = reshard.DeviceMesh.of(x=2)
     rows_layout, columns_layout = (
         reshard.spec(mesh, text).layout((4, 4)) for text in ("x, -", "-, x")
@@ -116,7 +116,7 @@ def test_a_group_may_have_nothing_to_move() -> None:
     assert found.shared() == {} == dict(found)
 
 
-def test_a_source_that_leaves_elements_out_is_refused() -> None:
+def test_a_source_without_some_elements_raises() -> None:
     table = RunTable(6, 1, [(0, 0, 4, 0)])
     partial = Layout((6,), [table], 1, [0], [[0]])
     plan = reshard.plan(partial, Layout.replicated((6,), 2))
@@ -133,21 +133,21 @@ def test_a_hole_between_boxes_is_found() -> None:
         plan.verify()
 
 
-def test_layouts_of_different_tensors_are_refused() -> None:
+def test_layouts_of_different_shapes_raise() -> None:
     with pytest.raises(PlanError, match="both layouts must be of the same tensor"):
         reshard.plan(Layout.replicated((4,)), Layout.replicated((5,)))
 
 
-def test_a_sharding_is_not_yet_a_layout() -> None:
+def test_a_sharding_without_a_shape_raises() -> None:
     spec = reshard.spec(reshard.DeviceMesh.of(x=2), "x")
     with pytest.raises(PlanError, match="the source is ShardingSpec"):
         reshard.plan(spec, spec)
 
 
 @pytest.mark.parametrize("rank", [-1, 0.5, "0", None, False])
-def test_a_rank_that_cannot_be(rank: Any) -> None:
+def test_an_invalid_rank_of_a_plan_raises(rank: Any) -> None:
     plan = reshard.plan(Layout.replicated((4,)), Layout.replicated((4,), 2))
-    with pytest.raises(LayoutError, match=r"-1|expected an integer"):
+    with pytest.raises(LayoutError, match=r"-1|must be a whole number"):
         plan.for_rank(rank)
 
 

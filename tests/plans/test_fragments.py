@@ -1,6 +1,4 @@
-"""Who makes the copies: nobody sends much more than must be.
-How flows are divided along a job.
-"""
+"""The shares of copies have an even load, and fragments divide every flow."""
 
 from __future__ import annotations
 
@@ -105,7 +103,7 @@ def larger_jobs(draw: st.DrawFn) -> tuple[StagedJob, list[Movement]]:
 
 @given(larger_jobs())
 @FEWER
-def test_the_most_loaded_sender_is_close_to_the_optimum(
+def test_the_maximum_load_is_close_to_the_optimum(
     made: tuple[StagedJob, list[Movement]],
 ) -> None:
     given, moves = made
@@ -119,7 +117,7 @@ def test_the_most_loaded_sender_is_close_to_the_optimum(
     assert staged.sent_bytes.max() <= 1.05 * least_load(staged, moves) + 7 * widest
 
 
-def test_only_what_overloads_its_sender_is_handed_on() -> None:
+def test_only_overloaded_senders_are_relayed() -> None:
     """Rank 0 alone has `a`; of `b` every rank has its part, which it can well send to all."""
     mesh = reshard.DeviceMesh.of(gpu=8)
     whole = reshard.spec(mesh, "-").layout((6400,))

@@ -1,6 +1,4 @@
-"""Stages that were changed are found out.
-Jobs in stages: the same tensors come out, and every byte enters a host once.
-"""
+"""Staged jobs deliver every element, and modified stages raise."""
 
 from __future__ import annotations
 
@@ -95,7 +93,7 @@ STAGED = StagedJob(
         ),
     ],
 )
-def test_stages_that_were_changed_are_found_out(
+def test_modified_stages_raise(
     change: Callable[[Transfers, Transfers], tuple[Transfers, Transfers]], message: str
 ) -> None:
     plan = STAGED.job.items[0].change
@@ -105,7 +103,7 @@ def test_stages_that_were_changed_are_found_out(
         verify_stages(plan, *change(exchange, fan_out))
 
 
-def test_what_the_receiver_holds_must_not_be_handed_to_it() -> None:
+def test_held_elements_must_not_be_forwarded() -> None:
     """Two ranks hold all: a fan-out from one to the other is wrong, in place of what stays too."""
     mesh = reshard.DeviceMesh.of(x=2)
     whole = reshard.spec(mesh, "-").layout((4,))
@@ -124,7 +122,7 @@ def test_what_the_receiver_holds_must_not_be_handed_to_it() -> None:
         verify_stages(plan, stays.take([0]), again)
 
 
-def test_what_a_rank_sent_must_not_come_back_to_it() -> None:
+def test_elements_are_not_sent_back_to_their_sender() -> None:
     plan = LayoutChange(Layout.whole((4,), [0], 2), Layout.replicated((4,), 2))
     stays, moves = plan.transfers.take([0]), plan.transfers.take([1])
     back = replace(
@@ -197,7 +195,7 @@ def test_means_come_out_as_means(made: tuple[StagedJob, list[Movement]], seed: i
 
 @given(staged_jobs())
 @FEWER
-def test_what_crosses_and_what_moves(made: tuple[StagedJob, list[Movement]]) -> None:
+def test_bytes_between_hosts_and_in_total(made: tuple[StagedJob, list[Movement]]) -> None:
     staged, moves = made
     staged.verify()
     assert staged.moved_bytes == staged.job.lower_bound_bytes
@@ -260,7 +258,7 @@ def test_the_parts_of_all_ranks_are_the_whole(made: tuple[StagedJob, list[Moveme
     check_parts(made[0])
 
 
-def test_a_rank_that_makes_other_copies_alone_knows_it() -> None:
+def test_a_rank_that_alone_sends_other_copies() -> None:
     """Of few elements with several holders, one sends the first copy and another the rest."""
     boxes = [(rank, reshard.Box((rank // 3,), (rank // 3 + 1,))) for rank in range(6)]
     source, target = Layout.from_boxes((2,), boxes), Layout.replicated((2,), 8)
@@ -306,7 +304,7 @@ def test_one_holder_does_not_send_to_its_whole_host() -> None:
     assert job.sent_bytes.max() == 7 * 5600
 
 
-def test_what_is_balanced_without_it_is_not_handed_on() -> None:
+def test_balanced_loads_are_not_forwarded() -> None:
     """An all-gather within a host: every rank sends its own part to the others."""
     staged = StagedJob(spec_job("gpu", "-", (64,), HOSTS), ON_HOSTS)
     exchange, fan_out = staged.transfers(0)
@@ -341,7 +339,7 @@ def test_contributions_that_are_combined_come_directly() -> None:
     assert staged.across_hosts_bytes == 4 * 2 * 8
 
 
-def test_jobs_that_cannot_be_staged_are_refused() -> None:
+def test_jobs_that_cannot_be_staged_raise() -> None:
     job = spec_job("gpu", "-", (8,), HOSTS)
     with pytest.raises(LayoutError, match=r"rank . of a topology over ranks 0 to 3"):
         StagedJob(job, Topology.of(hosts=1, ranks_per_host=4)).verify()
@@ -358,7 +356,7 @@ def test_jobs_that_cannot_be_staged_are_refused() -> None:
         StagedJob(job, ON_HOSTS).run({})
 
 
-def test_a_job_of_nothing_is_staged() -> None:
+def test_an_empty_job_is_staged() -> None:
     staged = StagedJob(Job([]), ON_HOSTS)
     staged.verify()
     assert (staged.moved_bytes, staged.across_hosts_bytes, staged.run({})) == (0, 0, {})
@@ -366,7 +364,7 @@ def test_a_job_of_nothing_is_staged() -> None:
     assert repr(staged) == "<StagedJob of 0 tensors on 2 hosts>"
 
 
-def test_a_box_that_one_slot_wants_twice_is_brought_twice() -> None:
+def test_a_box_needed_twice_by_a_slot_is_sent_twice() -> None:
     box = reshard.Box((0,), (2,))
     source = Layout.whole((2,), [0], 1)
     target = Layout.from_boxes((2,), [(1, box), (1, box), (2, box)])
@@ -379,7 +377,7 @@ def test_a_box_that_one_slot_wants_twice_is_brought_twice() -> None:
     assert {rank: array.tolist() for rank, array in result.items()} == {1: [7, 8, 7, 8], 2: [7, 8]}
 
 
-def test_digests_tell_jobs_and_hosts_apart() -> None:
+def test_digests_differ_between_jobs_and_hosts() -> None:
     job, other = spec_job("gpu", "-", (8,), HOSTS), spec_job("host", "-", (8,), HOSTS)
     links = Topology.of(hosts=2, ranks_per_host=4, within_host=Link(1e9))
     digests = [

@@ -1,4 +1,4 @@
-"""Names of pieces: alike on both ends, different for different pieces, and kept when ranks join."""
+"""Identities of transfers: equal on both ends, unique, and unchanged when ranks are added."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pieces(found: JobTransfers) -> Pieces:
 
 
 @given(jobs())
-def test_both_ends_call_a_piece_the_same(example: tuple[Job, object]) -> None:
+def test_both_ends_have_the_same_identities(example: tuple[Job, object]) -> None:
     job, _ = example
     slots = max(max(item.change.source.slots, item.change.target.slots) for item in job.items)
     seen = Counter[str]()
@@ -54,7 +54,7 @@ def replicas_of_halves(replicas: int, name: str, shape: tuple[int, ...]) -> JobI
 
 @pytest.mark.parametrize("sources", EVERY_KIND)
 @given(before=st.integers(1, 3), more=st.integers(1, 3), length=st.integers(4, 9))
-def test_further_target_ranks_leave_names_as_they_are(
+def test_further_target_ranks_keep_identities(
     sources: str, before: int, more: int, length: int
 ) -> None:
     few, many = (
@@ -101,7 +101,7 @@ def test_parts_of_a_box_add_their_elements() -> None:
     assert not pieces(parts.transfers).keys() & pieces(whole.transfers).keys()
 
 
-def test_a_box_that_is_wanted_twice_has_two_names() -> None:
+def test_a_box_needed_twice_has_two_identities() -> None:
     box = Box((0,), (4,))
     target = Layout.from_boxes((4,), [(1, box), (1, box)])
     job = Job([JobItem.between_ranks("a", dtype("int8"), Layout.whole((4,), [0], 2), target)])

@@ -1,6 +1,4 @@
-"""Groups of ranks that belong to the same sets, against the definition.
-Shares of senders against a linear program: the largest load, and that all is given away.
-"""
+"""Groups of ranks against their definition, and balanced shares against the optimum."""
 
 from __future__ import annotations
 
@@ -95,9 +93,7 @@ def test_the_largest_load_is_the_least(classes: Classes) -> None:
 
 
 @given(class_lists(6), st.sampled_from([1, 2, 4]))
-def test_few_elements_are_dealt_out_as_evenly_as_whole_ones_can_be(
-    classes: Classes, unit: int
-) -> None:
+def test_few_elements_are_divided_as_evenly_as_possible(classes: Classes, unit: int) -> None:
     scaled = [(demand * unit, holders) for demand, holders in classes]
     assert loads(scaled, unit).max() <= least_largest_load(scaled) + unit
 
@@ -152,7 +148,7 @@ def test_the_order_of_holders_does_not_matter() -> None:
     assert shares[[1, 2, 0, 4, 3]].tolist() == ordered.tolist()
 
 
-def test_a_demand_without_a_holder_is_refused() -> None:
+def test_a_demand_without_a_holder_raises() -> None:
     with pytest.raises(PlanError, match="7 bytes of class 1 have no holder"):
         balanced_shares(np.array([4, 7]), np.array([0, 1, 1]), np.array([0]))
 

@@ -1,4 +1,4 @@
-"""Every plan against the oracle: what it moves, how much of it, and what comes out."""
+"""Plans against a brute-force oracle: their transfers, amounts and results."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_fresh_halos_are_sources() -> None:
     assert reshard.plan(halos(""), Layout.whole((6,), [1], 2)).moved_elements == 4
 
 
-def test_what_one_slot_holds_twice_counts_once() -> None:
+def test_elements_held_twice_by_a_slot_count_once() -> None:
     boxes = [reshard.Box((0, 0), (3, 3)), reshard.Box((1, 1), (4, 4)), reshard.Box((0, 2), (2, 4))]
     source = Layout.from_boxes(
         (4, 4), [(0, box) for box in boxes] + [(1, reshard.Box((2, 0), (4, 2)))]
@@ -114,7 +114,7 @@ def test_what_one_slot_holds_twice_counts_once() -> None:
     plan.verify()
 
 
-def test_a_box_that_one_slot_has_twice_is_one_copy() -> None:
+def test_a_box_held_twice_by_a_slot_is_one_copy() -> None:
     first, second = reshard.Box((0,), (1,)), reshard.Box((1,), (2,))
     source = Layout.from_boxes((2,), [(0, first), (0, first), (1, first), (1, second)])
     plan = reshard.plan(source, Layout.whole((2,), [1], 2))
@@ -122,7 +122,7 @@ def test_a_box_that_one_slot_has_twice_is_one_copy() -> None:
     plan.verify()
 
 
-def test_a_part_that_has_an_index_twice_is_a_source_of_it() -> None:
+def test_a_part_with_an_index_twice_is_a_source() -> None:
     table = RunTable(3, 1, [(0, 0, 2, 0), (0, 1, 2, 2)])
     twice = Layout((3,), [table], 2, [0], [[0]])
     plan = reshard.plan(twice, Layout.whole((3,), [1], 2))
@@ -134,7 +134,7 @@ def test_a_part_that_has_an_index_twice_is_a_source_of_it() -> None:
     back.verify()
 
 
-def test_overlapping_parts_are_sources_of_what_they_share() -> None:
+def test_overlapping_parts_are_sources_of_their_intersection() -> None:
     mesh = reshard.DeviceMesh.of(tp=8)
     heads, whole = (reshard.spec(mesh, text).layout((8, 2)) for text in ("tp@heads4, -", "tp, -"))
     # Eight ranks hold four heads twice, so each has the row that it needs.

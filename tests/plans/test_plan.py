@@ -1,4 +1,4 @@
-"""Plans made from specs and layouts, and what no plan can be made from."""
+"""Plans from specs and layouts, and invalid arguments of public functions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LAYOUT = ROWS.layout((8, 6))
         ((LAYOUT, LAYOUT, "float99"), UsageError, "float99"),
     ],
 )
-def test_what_no_plan_can_be_made_from(
+def test_invalid_plans_raise(
     arguments: tuple[Any, ...], error: type[ReshardError], message: str
 ) -> None:
     source, target, dtype, shape = (*arguments, None, None)[:4]
@@ -81,8 +81,6 @@ def test_what_no_plan_can_be_made_from(
         (lambda: reshard.plan(LAYOUT, LAYOUT).verify(3), "transfers 3 is not a Transfers"),
     ],
 )
-def test_misuse_of_public_functions_is_an_error_of_ours(
-    misuse: Callable[[], object], message: str
-) -> None:
+def test_misuse_of_public_functions_raises(misuse: Callable[[], object], message: str) -> None:
     with pytest.raises(ReshardError, match=message):
         misuse()

@@ -1,4 +1,4 @@
-"""Relabelled targets: nothing keeps more bytes, and the answer is ready to use."""
+"""Permutations of ranks against all others, and the relabelled jobs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def moved_bytes_when(job: Job, rank_of: dict[int, int]) -> int:
 
 @given(small_jobs(), st.sets(st.integers(0, 9), max_size=1), st.booleans())
 @FEWER
-def test_no_other_dealing_of_the_ranks_moves_less(
+def test_no_other_permutation_moves_less(
     made: tuple[Job, list[tuple[ShardingSpec, tuple[int, ...]]]], more: set[int], shrink: bool
 ) -> None:
     job, targets = made
@@ -93,7 +93,7 @@ def test_no_other_dealing_of_the_ranks_moves_less(
 
 @given(small_jobs(), st.lists(st.integers(0, 1), min_size=12, max_size=12))
 @FEWER
-def test_within_hosts_no_other_dealing_moves_less(
+def test_within_hosts_no_other_permutation_moves_less(
     made: tuple[Job, list[tuple[ShardingSpec, tuple[int, ...]]]], hosts: list[int]
 ) -> None:
     job, _ = made
@@ -136,7 +136,7 @@ def test_hosts_are_exchanged_for_fewest_bytes_across_them(
     assert found.moved_bytes == cost(dict(found.rank_of))[1]
 
 
-def test_two_hosts_that_have_what_the_other_wants_are_exchanged() -> None:
+def test_two_hosts_with_each_others_elements_are_exchanged() -> None:
     """Ranks 0, 1 hold the first half; the target wants it on ranks 2, 3, in the other order."""
     source = reshard.spec(reshard.DeviceMesh.of(x=4), "x").layout((8,))
     mesh = reshard.DeviceMesh.of(x=4, devices=[3, 2, 0, 1])
@@ -175,7 +175,7 @@ def job_of(source: Layout, target: Layout, kind: str = "int8") -> Job:
     return Job([JobItem.between_ranks("w", dtype(kind), source, target)])
 
 
-def test_a_target_of_other_ranks_is_left_alone() -> None:
+def test_a_target_on_other_ranks_is_not_relabelled() -> None:
     source = reshard.spec(reshard.DeviceMesh.of(x=2), "x").layout((4,))
     mesh = reshard.DeviceMesh.of(x=2, devices=[3, 2])
     found = relabel(job_of(source, reshard.spec(mesh, "x").layout((4,))))
@@ -184,7 +184,7 @@ def test_a_target_of_other_ranks_is_left_alone() -> None:
     assert found.mesh(mesh) is mesh
 
 
-def test_of_a_target_that_overlaps_the_source_those_who_hold_something_keep_it() -> None:
+def test_holders_of_an_overlapping_target_keep_elements() -> None:
     source = reshard.spec(reshard.DeviceMesh.of(x=4), "x").layout((8,))
     mesh = reshard.DeviceMesh.of(x=4, devices=[4, 5, 2, 1])
     found = relabel(job_of(source, reshard.spec(mesh, "x").layout((8,))))
@@ -204,7 +204,7 @@ def test_a_target_that_shrinks_may_choose_its_ranks() -> None:
     assert sorted(found.rank_of) == sorted(found.rank_of.values()) == list(range(8))
 
 
-def test_as_good_as_before_is_as_before() -> None:
+def test_an_equally_good_permutation_is_the_identity() -> None:
     mesh = reshard.DeviceMesh.of(x=2, y=2)
     layout = reshard.spec(mesh, "x").layout((4,))
     assert dict(relabel(job_of(layout, layout)).rank_of) == {0: 0, 1: 1, 2: 2, 3: 3}
@@ -212,7 +212,7 @@ def test_as_good_as_before_is_as_before() -> None:
     assert dict(relabel(job_of(layout, nothing)).rank_of) == {5: 5}
 
 
-def test_hosts_that_are_respected_cost_bytes() -> None:
+def test_keeping_hosts_costs_bytes() -> None:
     source = reshard.spec(reshard.DeviceMesh.of(x=4), "x").layout((8,))
     turned = reshard.DeviceMesh.of(x=4, devices=[3, 2, 1, 0])
     target = reshard.spec(turned, "x").layout((8,))
@@ -251,7 +251,7 @@ def test_shards_in_files_stay_where_they_are() -> None:
         found.job(Job([item]))
 
 
-def test_what_cannot_be_relabelled_is_refused() -> None:
+def test_invalid_jobs_are_not_relabelled() -> None:
     layout = reshard.spec(reshard.DeviceMesh.of(x=2), "x").layout((4,))
     job = job_of(layout, layout)
     with pytest.raises(PlanError, match=r"1 ranks \[7\] for 2 positions \[0, 1\]"):
@@ -285,7 +285,7 @@ def test_without_scipy_the_error_says_what_to_install(monkeypatch: pytest.Monkey
         relabel(job_of(layout, layout))
 
 
-def test_a_job_of_nothing_needs_no_relabelling() -> None:
+def test_an_empty_job_is_not_relabelled() -> None:
     found = relabel(Job([]))
     assert (dict(found.rank_of), found.moved_bytes) == ({}, 0)
 

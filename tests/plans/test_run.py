@@ -1,4 +1,4 @@
-"""Plans carried out on arrays: every element type, both kinds of array, and what is refused."""
+"""Plans on arrays of every element type and library, and invalid arrays."""
 
 from __future__ import annotations
 
@@ -210,31 +210,31 @@ def replaced(rank: int, array: Any) -> Shards:
         ),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(shards: Callable[[], Shards], message: str) -> None:
+def test_mismatched_arrays_raise(shards: Callable[[], Shards], message: str) -> None:
     with pytest.raises(ShardError, match=message):
         ROWS_TO_COLUMNS.run(shards())
 
 
-def test_arrays_of_another_type_than_the_plans_are_refused() -> None:
+def test_arrays_of_another_dtype_raise() -> None:
     layout = Layout.replicated((2,))
     plan = reshard.plan(layout, layout, dtype="bfloat16")
     with pytest.raises(ShardError, match="arrays of float32 for a plan of bfloat16"):
         plan.run({0: np.zeros(2, np.float32)})
 
 
-def test_a_source_that_holds_nothing_cannot_be_run() -> None:
+def test_running_an_empty_source_raises() -> None:
     plan = reshard.plan(Layout.whole((2,), [], 1), Layout.replicated((2,)))
     with pytest.raises(ShardError, match="the source layout holds nothing"):
         plan.run({})
 
 
-def test_a_source_with_a_hole_fails_before_anything_is_made() -> None:
+def test_a_source_with_a_hole_raises_before_allocation() -> None:
     half = Layout.flat_ranges((4,), {0: (0, 2)})
     with pytest.raises(PlanError, match="only 2 of the 4 elements"):
         reshard.plan(half, Layout.replicated((4,))).run({0: np.zeros(2)})
 
 
-def test_arrays_on_slots_that_hold_nothing_are_ignored() -> None:
+def test_arrays_of_empty_slots_are_ignored() -> None:
     plan = reshard.plan(Layout.whole((2,), [1], 2), Layout.whole((2,), [0], 1))
     result = plan.run({0: np.zeros(7), 1: np.array([3, 4])})
     assert result.keys() == {0}
@@ -296,7 +296,7 @@ def test_only_senders_are_read() -> None:
     assert found.tolist() == [[4, 5, 6, 7]] and copied == 4
 
 
-def test_the_check_is_called_before_every_copy() -> None:
+def test_before_copy_is_called_before_every_copy() -> None:
     whole, parts = Layout.whole((4,), [0], 2), reshard.spec(reshard.DeviceMesh.of(x=4), "x")
     change = LayoutChange(parts.layout((4,)), whole)
     seen = []

@@ -1,6 +1,4 @@
-"""Messages are as large as a limit allows, and all ranks have them in one order.
-Pipelines of stages: nothing is handed on before it has arrived, and nothing is left out.
-"""
+"""Sizes and order of messages, and the parts of pipelines."""
 
 from __future__ import annotations
 
@@ -87,7 +85,7 @@ def test_small_messages_are_few(extra_bytes: int, peers: int, moved_bytes: int) 
 
 
 @pytest.mark.parametrize("by_region", [False, True])
-def test_no_two_messages_have_one_place(by_region: bool) -> None:
+def test_sort_keys_of_messages_are_unique(by_region: bool) -> None:
     pairs = [pair for pair in itertools.product(range(5), repeat=2) if pair[0] != pair[1]]
     # By region, a rank sends each region of one contribution to a rank once.
     messages = list(itertools.product(range(2), range(3), pairs))
@@ -97,7 +95,7 @@ def test_no_two_messages_have_one_place(by_region: bool) -> None:
     assert {(o, n) for _, (o, n, _) in first} <= ({(0, 0)} if by_region else {(0, 0), (0, 1)})
 
 
-def test_contributions_are_cut_alike_where_each_rank_gets_the_same_boxes_of_all() -> None:
+def test_contributions_with_equal_boxes_are_cut_alike() -> None:
     mesh = reshard.DeviceMesh.of(x=2, y=2)
     for source, target, expected in (
         ("-, - | sum(x)", "x, -", True),
@@ -119,7 +117,7 @@ def test_batches_follow_one_another_and_fit(sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("given", ["64M", 1.5, None, True, -1])
-def test_limits_that_are_no_numbers_of_bytes(given: Any) -> None:
+def test_invalid_limits_raise(given: Any) -> None:
     with pytest.raises(UsageError, match=f"extra_bytes {given!r} must"):
         limit_message_bytes(given)
 
@@ -155,7 +153,7 @@ def cells_of(rows: object) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("shape", [(64, 6), (5, 7), (6, 64), (3,)])
 @pytest.mark.parametrize("cuts", [("fsdp, -", "-, -"), ("-, -", "-, -"), ("fsdp, -", "-, tp")])
 @pytest.mark.parametrize("parts", [1, 3, 16])
-def test_nothing_is_handed_on_early(
+def test_nothing_is_forwarded_early(
     shape: tuple[int, ...], cuts: tuple[str, str], parts: int
 ) -> None:
     """The steps one by one, on arrays; within a step what is handed on goes first."""
@@ -215,7 +213,7 @@ def test_no_other_number_of_parts_is_quicker(rest_s: float, latency_s: float) ->
     assert 1 <= parts <= 64 and take_s(parts) <= 1.03 * best_s
 
 
-def test_parts_without_latencies_are_the_most_there_are() -> None:
+def test_without_latency_the_number_of_parts_is_maximal() -> None:
     assert [count_parts(n, 0.0) for n in (0.0, 1e-9, 1.0)] == [1, 64, 64]
 
 
@@ -226,7 +224,7 @@ def test_smaller_batches_have_fewer_parts() -> None:
 
 
 @pytest.mark.parametrize("racks", [None, [0, 1]])
-def test_links_say_into_how_many_parts(racks: list[int] | None) -> None:
+def test_links_determine_the_number_of_parts(racks: list[int] | None) -> None:
     """More where the rest takes longer beside a part's latencies; by bytes where nobody knows."""
     trainer, engine = reshard.DeviceMesh.of(x=2), reshard.DeviceMesh.of(y=2, devices=[2, 3])
     shape = (1 << 12, 1 << 12)
@@ -246,7 +244,7 @@ def test_links_say_into_how_many_parts(racks: list[int] | None) -> None:
     assert parts() == count_parts(16 * MIB, LATENCIES_COUNT_BYTES) == 16
 
 
-def test_a_rack_link_that_is_not_known() -> None:
+def test_an_unknown_rack_link_raises() -> None:
     mesh = reshard.DeviceMesh.of(x=2)
     ends = [reshard.spec(mesh, text).layout((1 << 10,)) for text in ("x", "-")]
     item = JobItem.between_ranks("w", dtype("int8"), *ends)
@@ -254,7 +252,7 @@ def test_a_rack_link_that_is_not_known() -> None:
     assert StagedJob(Job([item]), Topology([0, 1], [0, 1], near, near)).parts == 1
 
 
-def test_only_the_longest_stage_is_there_all_the_time() -> None:
+def test_only_the_longest_stage_runs_all_the_time() -> None:
     stages = tuple(
         Part(name, "direct", 1, 0.0, latency_s, moving_s)
         for name, latency_s, moving_s in (("exchange", 0.5, 40.0), ("fan-out", 0.25, 8.0))

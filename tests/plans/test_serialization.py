@@ -1,6 +1,4 @@
-"""Jobs as JSON: bindings of every kind, shared plans once, malformed documents refused.
-Layouts and plans as JSON: read back as the very objects, or refused with one of our errors.
-"""
+"""JSON documents of layouts, plans and jobs: written, read, and invalid ones."""
 
 from __future__ import annotations
 
@@ -151,7 +149,7 @@ def test_the_form_of_a_job_document() -> None:
 
 
 @pytest.mark.parametrize("value", STRANGE, ids=repr)
-def test_a_document_changed_anywhere_is_another_job_or_one_of_our_errors(value: Any) -> None:
+def test_a_changed_job_document_is_another_job_or_raises(value: Any) -> None:
     document = json.loads(reshard.to_json(mixed_job()))
     for path in places(document):
         if path or value is not ...:
@@ -182,13 +180,13 @@ def test_a_document_changed_anywhere_is_another_job_or_one_of_our_errors(value: 
         (("items", 1, 2, "source", "cells"), [1, 1], "addresses for 2 slots"),
     ],
 )
-def test_what_is_no_job(path: tuple[Any, ...], value: Any, problem: str) -> None:
+def test_invalid_jobs_raise(path: tuple[Any, ...], value: Any, problem: str) -> None:
     document = changed(json.loads(reshard.to_json(mixed_job())), path, value)
     with pytest.raises(ReshardError, match=problem):
         reshard.from_json(json.dumps(document))
 
 
-def test_how_senders_are_chosen_is_kept() -> None:
+def test_the_policy_of_senders_is_stored() -> None:
     usual = mixed_job()
     stable = reshard.Job(usual.items, "stable")
     assert "sources" not in json.loads(reshard.to_json(usual))
@@ -300,7 +298,7 @@ PLAN = reshard.plan(PARTIAL, Layout.replicated((6, 4), 4), dtype="float32")
 
 
 @pytest.mark.parametrize("value", STRANGE, ids=repr)
-def test_a_document_changed_anywhere_is_another_plan_or_one_of_our_errors(value: Any) -> None:
+def test_a_changed_plan_document_is_another_plan_or_raises(value: Any) -> None:
     document = json.loads(reshard.to_json(PLAN))
     read = 0
     for path in places(document):
@@ -334,12 +332,12 @@ def test_a_document_changed_anywhere_is_another_plan_or_one_of_our_errors(value:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_is_no_layout(text: Any, problem: str) -> None:
+def test_invalid_layouts_raise(text: Any, problem: str) -> None:
     with pytest.raises(NotationError, match=problem):
         reshard.from_json(text)
 
 
-def test_a_plan_between_shapes_is_refused_as_always() -> None:
+def test_a_plan_between_different_shapes_raises() -> None:
     document = json.loads(reshard.to_json(reshard.plan(PARTIAL, Layout.replicated((6, 4), 4))))
     other = json.loads(reshard.to_json(Layout.replicated((4, 6), 4)))
     document["tables"] = [*document["tables"], *other["tables"]]
@@ -349,7 +347,7 @@ def test_a_plan_between_shapes_is_refused_as_always() -> None:
         reshard.from_json(json.dumps(document))
 
 
-def test_what_has_no_document() -> None:
+def test_values_without_documents_raise() -> None:
     with pytest.raises(UsageError, match="expected a Layout, a Plan, a Job or an EngineLayout"):
         reshard.to_json({"a": 1})  # type: ignore[arg-type]
 
@@ -378,7 +376,7 @@ STORED = {
 
 
 @pytest.mark.parametrize("kind", STORED)
-def test_documents_that_were_stored_still_open(kind: str) -> None:
+def test_stored_documents_are_read(kind: str) -> None:
     """Documents of version 1, written by the release that introduced it."""
     text = (Path(__file__).parent / "stored" / f"{kind}.json").read_text()
     assert reshard.from_json(text) == STORED[kind]

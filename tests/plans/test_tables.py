@@ -1,6 +1,4 @@
-"""The table of layouts.
-The table of who sends what to whom, in its three sizes.
-"""
+"""Tables of layouts and movements."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from reshard.plans.tables import layout_table, movement_table
 from reshard.plans.traffic import Traffic
 
 
-def test_a_part_that_is_the_whole_among_others_is_a_part() -> None:
+def test_a_whole_part_among_others_is_a_part() -> None:
     """One of two parts has the length of the dimension, so that they overlap."""
     layout = Layout.from_boxes((4,), [(0, Box((0,), (4,))), (1, Box((2,), (4,)))])
     assert "4+2, overlapping" in layout_table({"source": layout})
@@ -48,7 +46,7 @@ def test_more_of_them_by_pairs() -> None:
     ]
 
 
-def test_very_many_by_what_ranks_do() -> None:
+def test_many_transfers_by_kind_of_rank() -> None:
     plan = planned("tp, -", "-, tp", 64, 64, tp=64)
     assert lines(plan, 24)[2:] == ["0-63              63        63        63          63"]
     text = lines(planned("tp@sizes[1,2,3,4,0,0,0,0]", "tp@sizes[0,0,0,0,1,2,3,4]", 10, tp=8), 2)

@@ -1,4 +1,4 @@
-"""Amounts between ranks, against sums over every transfer one by one."""
+"""Traffic between ranks against sums over transfers."""
 
 from __future__ import annotations
 

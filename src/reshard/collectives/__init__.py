@@ -1,11 +1,11 @@
-"""Programs of collectives between two shardings: found, checked, estimated, run.
+"""Programs of collectives between two shardings: found, verified, estimated and run.
 
 search      `find_program`, start here
-program     what it finds: steps, one after another
-steps       what each collective does, and in which groups
-estimates   seconds of steps on a topology; `step_table` prints both
-choice      a program or the direct exchange, for one tensor; `division` for many
-lowering    programs written for other systems
+program     the steps from a sharding to another, one after another
+steps       the effect of each collective, and its groups of ranks
+estimates   the seconds of steps on a topology
+choice      a program or the direct exchange, for one tensor (`choose`) or many (`divide`)
+lowering    programs as modules of MLIR, Shardy and JAX
 """
 
 from __future__ import annotations

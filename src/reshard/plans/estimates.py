@@ -58,8 +58,8 @@ def copies_of(
     >>> mesh = reshard.DeviceMesh.of(x=2)
     >>> columns, rows = (reshard.spec(mesh, text).layout((6, 4)) for text in ("-, x", "x, -"))
     >>> plan = reshard.plan(columns, rows)
-    >>> found = copies_of(plan.transfers, columns, rows, 1)
-    >>> [column.tolist() for column in (found.rank, found.size_bytes, found.runs)]
+    >>> copies = copies_of(plan.transfers, columns, rows, 1)
+    >>> [column.tolist() for column in (copies.rank, copies.size_bytes, copies.runs)]
     [[0, 1, 0, 1], [6, 6, 6, 6], [3, 3, 3, 3]]
     """
     elements = transfers.elements

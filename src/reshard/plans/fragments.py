@@ -284,18 +284,18 @@ def divide_flows(
 
     source_cell, relay, second_cell = (np.empty_like(item) for _ in range(3))
     is_direct = ~is_relayed
-    for i, found in enumerate(flows):
+    for i, flows_of_plan in enumerate(flows):
         mine = np.flatnonzero(plan_of_item[item] == i)
-        own, low = flow[mine], found.sender_begin[flow[mine]]
+        own, low = flow[mine], flows_of_plan.sender_begin[flow[mine]]
         # Among the ranks that send other copies, senders on the host come before its receivers.
-        near = np.where(found.is_inner[own], found.sender_begin[own + 1] - low, 0)
+        near = np.where(flows_of_plan.is_inner[own], flows_of_plan.sender_begin[own + 1] - low, 0)
         is_direct[mine] |= other_sender[mine] < near
         direct, relayed = is_direct[mine], is_relayed[mine]
-        source_cell[mine] = found.sender[low + sender[mine]]
+        source_cell[mine] = flows_of_plan.sender[low + sender[mine]]
         turn = np.where(direct, 0, other_sender[mine] - near)
-        relay[mine] = found.receiver_begin[own] + turn
+        relay[mine] = flows_of_plan.receiver_begin[own] + turn
         second = np.where(relayed & direct, other_sender[mine], sender[mine])
-        second_cell[mine] = found.sender[low + second]
+        second_cell[mine] = flows_of_plan.sender[low + second]
     return Fragments(item, flow, *ends, source_cell, relay, second_cell, is_direct)
 
 

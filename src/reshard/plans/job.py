@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard._validation import check_int
 from reshard.binding import Binding, RankMemory
 from reshard.cost.estimate import Estimate, LocalCopies
 from reshard.dtypes import DType
@@ -287,8 +288,7 @@ class Job:
         >>> print(job.for_rank(1)["a"])
         1 -> 2 [3:6]
         """
-        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
-            raise PlanError(f"rank {rank!r}: expected an integer of at least 0")
+        rank = check_int(rank, "rank", PlanError)
         return self._name_items(transfers_of_rank(self.assignment, rank, POLICIES[self.sources]))
 
     def _name_items(self, groups: Iterable[GroupTransfers]) -> JobTransfers:

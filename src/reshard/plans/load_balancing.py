@@ -83,8 +83,8 @@ def group_ranks(begin: IntArray, rank: IntArray, ranks: int) -> RankGroups:
 
     Raises:
         PlanError: two different ranks with equal signatures, a hash collision.
-    >>> found = group_ranks(np.array([0, 4, 6, 7]), np.array([0, 1, 2, 3, 0, 1, 4]), 5)
-    >>> found.group.tolist(), found.set_group.tolist()
+    >>> groups = group_ranks(np.array([0, 4, 6, 7]), np.array([0, 1, 2, 3, 0, 1, 4]), 5)
+    >>> groups.group.tolist(), groups.set_group.tolist()
     ([0, 0, 1, 1, 2], [0, 1, 0, 2])
     """
     sets = len(begin) - 1
@@ -264,19 +264,19 @@ def group_shares(
             "with a demand needs at least one holder"
         )
     shares = np.zeros(len(group), dtype=np.int64)
-    wanted = demand_bytes > 0
+    has_demand = demand_bytes > 0
     # Classes without demand are left out, to avoid a division by zero; their shares stay 0.
-    row = np.flatnonzero(np.repeat(wanted, np.diff(begin)))
+    row = np.flatnonzero(np.repeat(has_demand, np.diff(begin)))
     if not len(row):
         return shares
-    count = np.diff(begin)[wanted]
+    count = np.diff(begin)[has_demand]
     classes = _DemandClasses(
-        demand_bytes[wanted],
+        demand_bytes[has_demand],
         np.cumsum(count) - count,
         np.repeat(np.arange(len(count)), count),
         group[row],
         size,
-        unit_bytes[wanted],
+        unit_bytes[has_demand],
     )
     shares[row] = _round_to_units(classes, _balance(classes))
     return shares

@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
-import numpy as np
-
 from reshard._interning import Interned
-from reshard._validation import check_ints, check_type
+from reshard._validation import check_int, check_ints, check_type
 from reshard.cost.estimate import Estimate
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
@@ -94,11 +92,10 @@ class Plan(Interned):
 
         A rank beyond both layouts has no transfers. Raises LayoutError for an invalid rank.
         """
-        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
-            raise LayoutError(f"rank {rank!r}: expected an integer of at least 0")
+        rank = check_int(rank, "rank", LayoutError)
         if self.change.is_determined:
             return self.change.for_rank(rank)
-        return self.job.for_rank(int(rank)).get(_NAME, Transfers.none(self.source.ndim))
+        return self.job.for_rank(rank).get(_NAME, Transfers.none(self.source.ndim))
 
     @cached_property
     def sent_elements(self) -> IntArray:

@@ -193,18 +193,18 @@ class _HolderSets:
     def __init__(self) -> None:
         self._count = 0
         self._known: list[tuple[IntArray, IntArray]] = []
-        self._alike: dict[tuple[int, ...], list[tuple[int, IntArray, IntArray]]] = {}
+        self._by_size: dict[tuple[int, ...], list[tuple[int, IntArray, IntArray]]] = {}
 
     def add(self, begin: IntArray, slot: IntArray) -> int:
         """Add sets, unless equal ones are known, and return the number of the first."""
         # Only sets of the same lengths and ends are compared in full.
         ends = (int(slot[0]), int(slot[-1])) if len(slot) else ()
-        alike = self._alike.setdefault((len(begin), len(slot), *ends), [])
-        for number, *known in alike:
+        candidates = self._by_size.setdefault((len(begin), len(slot), *ends), [])
+        for number, *known in candidates:
             if np.array_equal(known[1], slot) and np.array_equal(known[0], begin):
                 return number
         number = self._count
-        alike.append((number, begin, slot))
+        candidates.append((number, begin, slot))
         self._known.append((begin, slot))
         self._count += len(begin) - 1
         return number

@@ -1,7 +1,4 @@
-"""Run by test_jax with 8 devices: the functions that are written, on JAX's devices.
-
-Reads cases as JSON from the standard input, and writes one answer a case.
-"""
+"""A process with 8 devices that runs lowered functions, for test_jax."""
 
 from __future__ import annotations
 

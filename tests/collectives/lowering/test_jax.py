@@ -166,7 +166,7 @@ def answers(cases: list[dict[str, Any]]) -> list[str]:
         pytest.param(70, marks=pytest.mark.exhaustive(reason="JAX compiles each function; random")),
     ],
 )
-def test_functions_do_what_device_put_does(count: int) -> None:
+def test_functions_equal_device_put(count: int) -> None:
     pytest.importorskip("jax")
     programs = [by_hand(*case) for case in BY_HAND]
     programs += [by_hand(*case) for case in UNEVEN]
@@ -210,7 +210,7 @@ def test_functions_do_what_device_put_does(count: int) -> None:
         (GRID, "x", "-", (0,), "has no elements to move"),
     ],
 )
-def test_what_jax_cannot_say_names_the_step(
+def test_steps_without_a_jax_collective_raise(
     mesh: DeviceMesh, source: str, target: str, shape: tuple[int, ...], said: str
 ) -> None:
     with pytest.raises(NotationError, match=said):

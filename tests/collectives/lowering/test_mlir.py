@@ -1,4 +1,4 @@
-"""Programs in MLIR's `shard` dialect: by hand, and read back, type-checked and run."""
+"""Programs in MLIR's `shard` dialect: by hand, and parsed, type-checked and run."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_two_meshes_of_the_same_devices_are_two_grids() -> None:
     check(program)
 
 
-def test_what_the_dialect_cannot_say_is_named() -> None:
+def test_steps_without_an_mlir_operation_raise() -> None:
     joint = make_program("x, y", "y, x", (8, 8), steps="joint")
     with pytest.raises(NotationError, match=r"step 1, joint all-to-all\(x y\), .* --steps class"):
         mlir_module(joint)

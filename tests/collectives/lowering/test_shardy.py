@@ -1,4 +1,4 @@
-"""Programs as Shardy's operations: by hand, and through Shardy's own parser and verifier."""
+"""Programs as operations of Shardy: by hand, and through its parser and verifier."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ def test_a_whole_module_by_hand() -> None:
 
 
 @pytest.mark.parametrize("element", ["bool", "uint8", "int64", "float8_e4m3fn", "float8_e5m2fnuz"])
-def test_elements_of_other_types(shardy_prints: Callable[[str], str], element: str) -> None:
+def test_elements_of_several_dtypes(shardy_prints: Callable[[str], str], element: str) -> None:
     program = make_program("x", "-", (4,), MESH)
     assert "sdy.all_gather" in shardy_prints(shardy_module(program, element))
 
 
-def test_what_shardy_cannot_say_names_the_step() -> None:
+def test_steps_without_a_shardy_operation_raise() -> None:
     joint = find_program(reshard.spec(MESH, "x, y"), reshard.spec(MESH, "y, x"), (8, 8))
     assert any(isinstance(step, JointAllToAll) for step in joint.steps)
     with pytest.raises(NotationError, match=r"step 1, joint all-to-all\(x y\), .* classical"):

@@ -1,4 +1,4 @@
-"""The exact search against every program there is, on small meshes, counted element by element."""
+"""The exact search against all programs on small meshes."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_large_mesh_has_a_classical_program(
 
 @settings(max_examples=choose(18, 60), deadline=None)
 @given(pairs(max_devices=12))
-def test_a_problem_of_axes_is_one_of_their_parts(pair: Pair) -> None:
+def test_a_problem_of_whole_axes_maps_to_their_parts(pair: Pair) -> None:
     problem = make_problem(*pair, None, "classical")
     if problem is None:
         return

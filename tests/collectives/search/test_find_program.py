@@ -1,4 +1,4 @@
-"""Programs against the direct plan, on random shardings; and the named cases of the issue."""
+"""Programs against the direct plan, on random shardings and in named cases."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_all_orders_of_shards(shape: tuple[int, ...]) -> None:
         ("- | sum(x y z)", "z y x", (1,)),
     ],
 )
-def test_scalars_and_tensors_of_nothing(before: str, after: str, shape: tuple[int, ...]) -> None:
+def test_scalars_and_empty_tensors(before: str, after: str, shape: tuple[int, ...]) -> None:
     for steps in ("joint", "all"):
         program = find_program(
             reshard.spec(MESH, before), reshard.spec(MESH, after), shape, steps=steps
@@ -191,7 +191,7 @@ def test_scalars_and_tensors_of_nothing(before: str, after: str, shape: tuple[in
         check(program)
 
 
-def test_what_cannot_be_a_program_is_an_exchange() -> None:
+def test_unsupported_shardings_become_an_exchange() -> None:
     mesh = reshard.DeviceMesh.of(x=2, y=2)
     others = reshard.DeviceMesh.of(x=4, devices=[4, 5, 6, 7])
     for source, target, shape in [
@@ -214,7 +214,7 @@ def test_nested_levels_are_legal_where_flat_cuts_are_not() -> None:
     assert found((mesh, "x / y"), (mesh, "x"), (10,)) == (["all-gather"], 2 + 3 + 2 + 3)
 
 
-def test_what_is_refused() -> None:
+def test_invalid_searches_raise() -> None:
     source, target = reshard.spec(MESH, "x, -"), reshard.spec(MESH, "-, x")
     with pytest.raises(PlanError, match=r"live_shard=5: the shards .* up to 16"):
         find_program(source, target, (4, 8), live_shard=5)
@@ -238,7 +238,7 @@ def test_a_larger_live_shard_is_used() -> None:
     program.verify()
 
 
-def test_programs_are_found_once() -> None:
+def test_programs_are_cached() -> None:
     source, target = reshard.spec(MESH, "x, -"), reshard.spec(MESH, "-, x")
     assert find_program(source, target, (4, 8)) is find_program(source, target, [4, 8])
     assert sorted(STEPS) == ["all", "classical", "joint", "mlir"]

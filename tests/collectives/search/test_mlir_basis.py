@@ -1,4 +1,4 @@
-"""The decompositions of MLIR's notes, entered by hand, and their basis on random shardings."""
+"""The decompositions of MLIR's notes by hand, and their basis on random shardings."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_basis_leads_anywhere(pair: Pair) -> None:
     assert kinds <= {Slice, AllGather, AllToAll, Permute, AllReduce}
 
 
-def test_what_the_basis_is_not_for() -> None:
+def test_problems_outside_the_basis_raise() -> None:
     mesh = reshard.DeviceMesh.of(a=2, b=2)
     nested, flat = reshard.spec(mesh, "a / b"), reshard.spec(mesh, "b")
     with pytest.raises(PlanError, match="a single level in each dimension; use steps='joint'"):

@@ -1,4 +1,4 @@
-"""Frames, states and their boxes: what the layouts say, and what may be done with them."""
+"""Prime meshes, states and their boxes against layouts, and legal steps."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_state_is_its_sharding(pair: Pair) -> None:
 
 @settings(deadline=None)
 @given(pairs(partials=False))
-def test_what_arrives_is_what_a_plan_moves(pair: Pair) -> None:
+def test_arriving_elements_equal_a_plan(pair: Pair) -> None:
     source, target, shape = pair
     problem = make_problem(source, target, shape)
     assert problem is not None
@@ -149,7 +149,7 @@ def test_sub_axes_in_use_are_boundaries() -> None:
 
 @settings(deadline=None)
 @given(st.data(), meshes(12), st.integers(1, 30))
-def test_what_groups_hold_below_an_index(
+def test_counts_of_groups_below_an_index(
     data: st.DataObject, mesh: reshard.DeviceMesh, length: int
 ) -> None:
     """Counted index by index, over the groups that the mesh itself has."""
@@ -184,7 +184,7 @@ def in_one_frame(pair: Pair) -> Problem | None:
 
 @settings(deadline=None, max_examples=choose(24, 80))
 @given(st.data(), pairs(max_devices=12, partials=False))
-def test_legality_is_what_a_plan_of_each_group_says(data: st.DataObject, pair: Pair) -> None:
+def test_legality_equals_a_plan_of_each_group(data: st.DataObject, pair: Pair) -> None:
     problem = in_one_frame(pair)
     if problem is None:
         return

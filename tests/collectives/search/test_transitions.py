@@ -1,4 +1,4 @@
-"""Steps that are taken at once: fewer of them, no more elements, none that was not allowed."""
+"""Joined steps: fewer, legal, and with no more moved elements."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_parts_of_axes_go_together(source: str, target: str, steps: list[str]) -
 
 @settings(max_examples=choose(18, 60), deadline=None)
 @given(pairs(max_devices=12))
-def test_joined_paths_are_no_dearer_and_legal(pair: Pair) -> None:
+def test_joined_paths_are_legal_and_cost_no_more(pair: Pair) -> None:
     for basis in ("joint", "classical"):
         problem = make_problem(*pair, None, basis)
         path = None if problem is None else budgeted_search(problem)
@@ -58,7 +58,7 @@ def test_joined_paths_are_no_dearer_and_legal(pair: Pair) -> None:
         assert join_steps(problem, shorter) == shorter
 
 
-def test_what_would_move_more_is_not_taken_at_once() -> None:
+def test_costlier_joined_steps_are_rejected() -> None:
     """A sum of four, where two ranks hold each contribution: they share the work."""
     mesh = reshard.DeviceMesh.of(x=4, y=2, z=2)
     sides = reshard.spec(mesh, "z | sum(x)"), reshard.spec(mesh, "-")

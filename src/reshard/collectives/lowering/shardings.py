@@ -168,8 +168,8 @@ class WholeAxes:
         self._given = mesh
         self._parts: list[Axis] = []
         self._names: dict[tuple[str, int], str] = {}
-        for name, found in cuts.items():
-            ends = sorted(found)
+        for name, boundaries in cuts.items():
+            ends = sorted(boundaries)
             parts = list(itertools.pairwise(ends)) or [(1, 1)]
             if any(high % low for low, high in parts):
                 raise NotationError(
