@@ -93,8 +93,8 @@ def test_it_prints_its_size() -> None:
         (lambda: Topology.of(hosts=True, ranks_per_host=1), "hosts True must be a whole number"),
         (lambda: Topology([0, 0]).host_of([0.5]), r"ranks \[0\.5\] must be whole numbers"),
         (lambda: Topology([0, 0]).ranks_of(0.0), r"host 0\.0 must be a whole number"),  # type: ignore[arg-type]
-        (lambda: Topology([0, 0], within_host=5e9), "5000000000.0 is not a link"),  # type: ignore[arg-type]
-        (lambda: Topology([0, 0], overhead=1e-3), r"0\.001 is not an overhead"),  # type: ignore[arg-type]
+        (lambda: Topology([0, 0], within_host=5e9), "5000000000.0 is not a Link"),  # type: ignore[arg-type]
+        (lambda: Topology([0, 0], overhead=1e-3), r"0\.001 is not an Overhead"),  # type: ignore[arg-type]
         (lambda: Topology.of_names("ab"), "names 'ab'; give the name of each rank's host"),
         (lambda: Topology.of(hosts=1 << 30, ranks_per_host=8), "at most 4194304 ranks"),
         (lambda: Topology([0, 0]).host_of([0, 2]), "rank 2 of a topology over ranks 0 to 1"),

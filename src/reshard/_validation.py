@@ -1,4 +1,4 @@
-"""Validation of arguments at the public functions: integers, types, arguments without effect.
+"""Validation of arguments at the public functions: numbers, types, arguments without effect.
 
 Integers are taken by `operator.index`: an int, a NumPy integer, or any object that Python accepts
 as an index. 2.7, "7" and True are refused: rounding them would lay out another tensor.
@@ -9,7 +9,9 @@ whose bytes still fit, at 16 bytes an element; no larger number passes validatio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from numbers import Real
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +123,31 @@ def check_int_array(
     except (TypeError, ValueError, OverflowError):
         pass
     raise error(f"{name} {values!r} must be whole numbers in 64 bits")
+
+
+def check_float(
+    value: object,
+    name: str,
+    error: type[ReshardError] = UsageError,
+    *,
+    allow_zero: bool = True,
+) -> float:
+    """Return `value` as a finite, non-negative float.
+
+    Raises `error` for anything else, for bools, and for 0 unless `allow_zero`.
+
+    >>> check_float(0, "latency_s")
+    0.0
+    >>> check_float(0, "bandwidth", allow_zero=False)
+    Traceback (most recent call last):
+        ...
+    reshard.errors.UsageError: bandwidth is 0; a finite number, more than 0, was expected
+    """
+    number = float(value) if isinstance(value, Real) and type(value) is not bool else math.nan
+    if not 0 <= number < math.inf or (number == 0 and not allow_zero):
+        range_text = "0 or more" if allow_zero else "more than 0"
+        raise error(f"{name} is {value!r}; a finite number, {range_text}, was expected")
+    return number
 
 
 def check_type(

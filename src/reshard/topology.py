@@ -18,7 +18,6 @@ functions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from reshard._interning import Interned
-from reshard._validation import MAX_RANKS, check_int, check_int_array
+from reshard._validation import MAX_RANKS, check_float, check_int, check_int_array, check_type
 from reshard.errors import LayoutError
 from reshard.runs import IntArray
 
@@ -48,23 +47,14 @@ class Link:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, least in (("bandwidth_bytes_per_s", "more than 0"), ("latency_s", "0 or more")):
-            try:
-                value = float(getattr(self, name))
-            except (TypeError, ValueError):
-                # Fails the check below, whose message shows the value.
-                value = math.nan
-            if not math.isfinite(value) or value < 0 or (value == 0 and name != "latency_s"):
-                raise LayoutError(
-                    f"{name} of a link is {getattr(self, name)!r}; a finite number, {least}, was "
-                    "expected"
-                )
+        for name in ("bandwidth_bytes_per_s", "latency_s"):
+            value = check_float(
+                getattr(self, name),
+                f"{name} of a link",
+                LayoutError,
+                allow_zero=name == "latency_s",
+            )
             object.__setattr__(self, name, value)
-
-
-def _expect_link(link: object) -> None:
-    if not isinstance(link, Link):
-        raise LayoutError(f"{link!r} is not a link; give Link(bandwidth_bytes_per_s, ...)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +97,7 @@ class Overhead:
 
     def __post_init__(self) -> None:
         for name in ("call_s", "step_s", "combining"):
-            value = getattr(self, name)
-            # True is an int in Python, and would pass for 1.
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value) or value < 0:
-                raise LayoutError(f"{name} is {value!r}; a finite number, 0 or more, was expected")
-            object.__setattr__(self, name, float(value))
+            object.__setattr__(self, name, check_float(getattr(self, name), name, LayoutError))
         try:
             # Sorted, so that equal overheads compare and hash as equal.
             pairs = tuple(sorted(dict(self.collectives).items()))
@@ -123,7 +108,7 @@ class Overhead:
         object.__setattr__(self, "collectives", pairs)
         shared = [self.shared_messages, self.shared_copies, self.shared_network, self.shared_uplink]
         for link in [*filter(None, [self.copies, *shared]), *(link for _, link in pairs)]:
-            _expect_link(link)
+            check_type(link, Link, "link", "give Link(bandwidth_bytes_per_s, ...)", LayoutError)
 
     @property
     def counts_copies(self) -> bool:
@@ -165,18 +150,21 @@ class Device:
                 f"operations_per_s is {self.operations_per_s!r}; pairs of an element type's name "
                 "and a speed were expected"
             ) from None
-        speeds = [("memory_bytes_per_s", self.memory_bytes_per_s)]
-        speeds += [(f"operations_per_s of {name}", rate) for name, rate in pairs]
-        for name, value in speeds:
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value) or value <= 0:
-                raise LayoutError(
-                    f"{name} of a device is {value!r}; a finite number, more than 0, was expected"
-                )
         if len({name for name, _ in pairs}) < len(pairs):
             raise LayoutError(f"operations_per_s has a type twice: {pairs}; give each once")
-        object.__setattr__(self, "memory_bytes_per_s", float(self.memory_bytes_per_s))
-        rates = tuple((name, float(rate)) for name, rate in pairs)
+        bandwidth = check_float(
+            self.memory_bytes_per_s, "memory_bytes_per_s of a device", LayoutError, allow_zero=False
+        )
+        object.__setattr__(self, "memory_bytes_per_s", bandwidth)
+        rates = tuple(
+            (
+                name,
+                check_float(
+                    rate, f"operations_per_s of {name} of a device", LayoutError, allow_zero=False
+                ),
+            )
+            for name, rate in pairs
+        )
         object.__setattr__(self, "operations_per_s", rates)
 
     def operations_for(self, dtype: str) -> float | None:
@@ -236,11 +224,11 @@ class Topology(Interned):
         self.overhead = overhead
         self.device = device
         for link in filter(None, (within_host, between_hosts, between_racks)):
-            _expect_link(link)
-        if not isinstance(overhead, Overhead):
-            raise LayoutError(f"{overhead!r} is not an overhead; give Overhead(call_s=...)")
-        if device is not None and not isinstance(device, Device):
-            raise LayoutError(f"{device!r} is not a device; give Device(memory_bytes_per_s, ...)")
+            check_type(link, Link, "link", "give Link(bandwidth_bytes_per_s, ...)", LayoutError)
+        check_type(overhead, Overhead, "overhead", "give Overhead(call_s=...)", LayoutError)
+        if device is not None:
+            hint = "give Device(memory_bytes_per_s, ...)"
+            check_type(device, Device, "device", hint, LayoutError)
 
     @classmethod
     def of(

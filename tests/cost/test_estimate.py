@@ -360,8 +360,8 @@ def test_copies_that_cannot_be(columns: tuple[list[int], ...], message: str) -> 
         ({"step_s": "soon"}, "step_s is 'soon'"),
         ({"combining": float("inf")}, "combining is inf"),
         ({"call_s": True}, "call_s is True"),
-        ({"copies": 3.0}, "3.0 is not a link"),
-        ({"collectives": (("permute", 1),)}, "1 is not a link"),
+        ({"copies": 3.0}, "3.0 is not a Link"),
+        ({"collectives": (("permute", 1),)}, "1 is not a Link"),
     ],
 )
 def test_overheads_that_cannot_be(fields: dict[str, object], message: str) -> None:

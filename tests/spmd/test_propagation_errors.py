@@ -198,7 +198,7 @@ CASES: dict[str, Case] = {
     "no device": (
         lambda: Topology([0], device="h100"),  # type: ignore[arg-type]
         LayoutError,
-        "'h100' is not a device; give Device",
+        "'h100' is not a Device; give Device",
     ),
 }
 

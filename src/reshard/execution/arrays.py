@@ -1,7 +1,7 @@
 """Arrays of any library as NumPy memory, and reductions of their elements.
 
 Moving elements needs their bytes, and combining contributions needs their arithmetic. An
-`ArrayKind` provides both for one kind of array and one dtype: the bare bytes as a NumPy array that
+`ArrayKind` provides both for a kind of array and a dtype: the bare bytes as a NumPy array that
 shares memory with the original, and reductions on such bytes. torch is used if it is loaded
 already, and never imported here.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,55 +37,32 @@ _TORCH_OPERATIONS = {
 }
 
 
-class ArrayKind(Protocol):
-    """The operations that the executor needs of a kind of array. `Storage` holds bare elements."""
-
-    dtype: DType
-
-    def storage(self, array: Any, name: str = "the array") -> Storage:
-        """Return the array's elements, sharing its memory.
-
-        Raises ShardError if that is impossible.
-        """
-
-    def writable(self, array: Any, name: str) -> Storage:
-        """Return writable elements, as `storage` does; `name` is used in errors."""
-
-    def array(self, storage: Storage) -> Any:
-        """Return an array of this kind over dense storage, sharing its memory."""
-
-    def combine(self, reduction: str, left: Storage, right: Storage) -> Storage:
-        """Return the reduction of two contributions."""
-
-    def scale(self, storage: Storage, numerator: int, denominator: int) -> Storage:
-        """Return every element times a fraction."""
-
-    def element(self, value: float) -> Storage:
-        """Return an element of that value: storage of shape `(1,)`."""
-
-    def float_limits(self) -> tuple[float, float]:
-        """Return the smallest and largest number of a floating type, infinities if it has them."""
-
-
 class NumpyArrays:
-    """NumPy arrays, including those of ml_dtypes."""
+    """NumPy arrays of a dtype, including those of ml_dtypes.
+
+    The methods, which `TorchTensors` has as well, are those that the executor needs.
+    """
 
     def __init__(self, numpy_dtype: np.dtype[Any]) -> None:
         self._numpy_dtype = numpy_dtype
         self.dtype = as_dtype(numpy_dtype)
 
     def storage(self, array: Any, name: str = "the array") -> Storage:
+        """Return the array's elements, sharing its memory; `name` is used in errors."""
         return np.asarray(array).view(self.dtype.storage)
 
     def writable(self, array: Any, name: str) -> Storage:
+        """Return writable elements, as `storage` does."""
         if not isinstance(array, np.ndarray) or not array.flags.writeable:
             raise ShardError(f"{name} is read-only; give one that can be written")
         return self.storage(array, name)
 
     def array(self, storage: Storage) -> Any:
+        """Return an array of this kind over dense storage, sharing its memory."""
         return storage.view(self._numpy_dtype)
 
     def combine(self, reduction: str, left: Storage, right: Storage) -> Storage:
+        """Return the reduction of two contributions."""
         # Overflow gives infinity and invalid operations NaN, as in torch, without a warning.
         with np.errstate(all="ignore"):
             return self._store(
@@ -93,6 +70,7 @@ class NumpyArrays:
             )
 
     def scale(self, storage: Storage, numerator: int, denominator: int) -> Storage:
+        """Return every element times a fraction."""
         # A narrow type may not represent the denominator: 17 is 16 in float8_e4m3fn.
         wide = np.complex64 if is_complex(self.dtype) else np.float32
         typed = self._view_as_type(storage)
@@ -101,9 +79,11 @@ class NumpyArrays:
             return self._store(typed * numerator / denominator)
 
     def element(self, value: float) -> Storage:
+        """Return an element of that value: storage of shape `(1,)`."""
         return np.array([value]).astype(self._numpy_dtype).view(self.dtype.storage)
 
     def float_limits(self) -> tuple[float, float]:
+        """Return the smallest and largest number of the type, infinities if it has them."""
         least, greatest = np.array([-np.inf, np.inf]).astype(self._numpy_dtype).astype(np.float64)
         if not np.isinf(greatest):
             # A one-byte type without infinities: find its limits among all its values.
@@ -206,6 +186,10 @@ class TorchTensors:
 
     def _store(self, tensor: Any) -> Storage:
         return self.storage(tensor.to(self._torch_dtype).contiguous())
+
+
+ArrayKind = NumpyArrays | TorchTensors
+"""A kind of array. Its `Storage` holds bare elements."""
 
 
 def missing_bytes(tensor: Any) -> int:

@@ -69,6 +69,44 @@ class Replicas:
         return np.where(is_present, self.cells[at], -1)
 
 
+class KeyCode:
+    """A number for a contribution and a part per dimension, equal only for equal ones.
+
+    The number is positional. Before it would exceed 64 bits, the prefix so far is replaced by its
+    rank among the prefixes that occur in the given rows.
+
+    Args:
+        contribution: of each row, shape `(rows,)`.
+        part: of each row and dimension, shape `(rows, dims)`.
+    """
+
+    def __init__(self, contribution: IntArray, part: IntArray) -> None:
+        self._sizes = (part.max(axis=0, initial=0) + 1).tolist()
+        self._limit = int(contribution.max(initial=0)) + 1
+        self._prefixes: list[IntArray | None] = []
+        code, bound = contribution, self._limit
+        for dimension, size in enumerate(self._sizes):
+            prefix = None
+            if bound * size >= 2**62:
+                prefix = distinct(code)
+                code, bound = np.searchsorted(prefix, code), len(prefix)
+            self._prefixes.append(prefix)
+            code, bound = code * size + part[:, dimension], bound * size
+        self.of_rows: IntArray = code
+        self.bound: int = bound
+
+    def of(self, contribution: IntArray, parts: list[IntArray]) -> IntArray:
+        """Return the number of each contribution and parts, or -1 if they are out of range."""
+        code = contribution
+        valid = contribution < self._limit
+        for size, prefix, part in zip(self._sizes, self._prefixes, parts, strict=True):
+            if prefix is not None:
+                code, valid = find_in(prefix, code, valid)
+            valid = valid & (part < size)
+            code = code * size + part
+        return np.where(valid, code, -1)
+
+
 @lru_cache(maxsize=256)
 def find_replicas(placement: Placement, apart: bool = False) -> Replicas:
     """Return the keys of a placement, and the cells that are replicas of each.
@@ -80,16 +118,8 @@ def find_replicas(placement: Placement, apart: bool = False) -> Replicas:
     >>> find_replicas(twice).begin.tolist(), find_replicas(twice, apart=True).cells.tolist()
     ([0, 2], [0, 2, 1])
     """
-    code = placement.contribution
-    bound = int(code.max(initial=0)) + 1
-    for dimension in range(placement.part.shape[1]):
-        part = placement.part[:, dimension]
-        size = int(part.max(initial=0)) + 1
-        # Before a number exceeds 64 bits it is replaced by its rank, as in `KeyCode`.
-        if bound * size >= 2**62:
-            prefixes = distinct(code)
-            code, bound = np.searchsorted(prefixes, code), len(prefixes)
-        code, bound = code * size + part, bound * size
+    keys = KeyCode(placement.contribution, placement.part)
+    code, bound = keys.of_rows, keys.bound
     # NumPy sorts 16-bit integers by radix, in linear time.
     order = np.argsort(code.astype(np.int16) if bound < 2**15 else code, kind="stable")
     code, slot = code[order], placement.slot[order]
@@ -193,46 +223,13 @@ class DimensionHolders:
         return self.entry_local[at]
 
 
-class KeyCode:
-    """A number for a contribution and a part per dimension, equal only for equal ones.
-
-    The number is positional. Before it would exceed 64 bits, the prefix so far is replaced by its
-    rank among the prefixes that occur in the given cells of the layout.
-    """
-
-    def __init__(self, layout: Layout, cells: IntArray) -> None:
-        self._sizes = [table.parts for table in layout.tables]
-        self._prefixes: list[IntArray | None] = []
-        code, bound = layout.cell_contribution[cells], layout.contributions
-        for dimension, size in enumerate(self._sizes):
-            prefix = None
-            if bound * size >= 2**62:
-                prefix = distinct(code)
-                code, bound = np.searchsorted(prefix, code), len(prefix)
-            self._prefixes.append(prefix)
-            code, bound = code * size + layout.cell_part[cells, dimension], bound * size
-        self.of_cells: IntArray = code
-
-    def of(self, contribution: IntArray, parts: list[IntArray]) -> IntArray:
-        """Return the number of each contribution and parts, or -1 if the layout has no
-        such cell.
-        """
-        code = contribution
-        valid = np.ones(len(code), dtype=bool)
-        for size, prefix, part in zip(self._sizes, self._prefixes, parts, strict=True):
-            if prefix is not None:
-                code, valid = find_in(prefix, code, valid)
-            code = code * size + part
-        return np.where(valid, code, -1)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
     """The holders of a whole source: its dimensions, its keys, and the replicas of each key.
 
-    `keys` has shape `(keys,)`, rising; `copies` has the cells of each key. `is_exclusive` means
-    that no element has two keys of the same contribution, `is_grid` that the parts of all keys are
-    disjoint in every dimension.
+    `code` numbers the keys, and `copies` has the cells of each key. `is_exclusive` means that no
+    element has two keys of the same contribution, `is_grid` that the parts of all keys are disjoint
+    in every dimension.
     """
 
     layout: Layout
@@ -240,12 +237,11 @@ class Holders:
     is_exclusive: bool
     dimensions: tuple[DimensionHolders, ...]
     code: KeyCode
-    keys: IntArray
     copies: Replicas
 
     def key_of(self, contribution: IntArray, parts: list[IntArray]) -> IntArray:
         """Return the key of each contribution and parts, or -1 if no cell has it."""
-        at, is_present = find_in(self.keys, self.code.of(contribution, parts))
+        at, is_present = find_in(self.code.of_rows, self.code.of(contribution, parts))
         return np.where(is_present, at, -1)
 
 
@@ -254,13 +250,13 @@ class Holders:
 def find_holders(layout: Layout) -> Holders:
     """Return the holders of each element of `layout` as a source."""
     copies = find_replicas(layout.placement)
-    key_code = KeyCode(layout, copies.first)
+    key_code = KeyCode(layout.cell_contribution[copies.first], layout.cell_part[copies.first])
     runs = [_find_stretches(table) for table in layout.tables]
     is_grid = _is_grid(layout, copies.first, runs)
     exclusive = is_grid or _keys_are_disjoint(layout, copies.first, runs)
     if not exclusive:
         runs = [_split_stretches(dimension) for dimension in runs]
-    return Holders(layout, is_grid, exclusive, tuple(runs), key_code, key_code.of_cells, copies)
+    return Holders(layout, is_grid, exclusive, tuple(runs), key_code, copies)
 
 
 @lru_cache(maxsize=256)

@@ -83,9 +83,8 @@ class LayoutChange(Interned):
         """Whether each element of the source has a single holder, so that senders are
         not chosen.
         """
-        return self.holders.is_exclusive and len(self.holders.copies.cells) == len(
-            self.holders.keys
-        )
+        copies = self.holders.copies
+        return self.holders.is_exclusive and len(copies.cells) == copies.keys
 
     @cached_property
     def holders(self) -> Holders:
