@@ -143,7 +143,8 @@ def check_float(
         ...
     reshard.errors.UsageError: bandwidth is 0; a finite number, more than 0, was expected
     """
-    number = float(value) if isinstance(value, Real) and type(value) is not bool else math.nan
+    is_number = isinstance(value, Real) and value is not True and value is not False
+    number = float(value) if is_number else math.nan  # type: ignore[arg-type]
     if not 0 <= number < math.inf or (number == 0 and not allow_zero):
         range_text = "0 or more" if allow_zero else "more than 0"
         raise error(f"{name} is {value!r}; a finite number, {range_text}, was expected")

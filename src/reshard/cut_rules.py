@@ -46,11 +46,11 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from reshard._records import Record
 from reshard._validation import check_int, check_ints
 from reshard.errors import NotationError, RuleError
 from reshard.runs import FRESH_HALO, HALO, MAX_RUNS, OWNED, PAD, IntArray, Run, RunTable
@@ -105,10 +105,9 @@ def expect_sum(what: str, numbers: Sequence[int], total: int, of: str = "the len
         )
 
 
-class CutRule:
+class CutRule(Record):
     """The base class of cut rules."""
 
-    __slots__ = ()
     name: ClassVar[str]
 
     def table(self, length: int, parts: int) -> RunTable:
@@ -168,7 +167,6 @@ def ceil_sizes(length: int, parts: int, unit: int = 1) -> IntArray:
     return sizes
 
 
-@dataclass(frozen=True, slots=True)
 class Ceil(CutRule):
     """Equal parts by ceil, in whole units if given; the last parts are short or empty.
 
@@ -197,7 +195,6 @@ class Ceil(CutRule):
 BY_CEIL: CutRule = Ceil()
 
 
-@dataclass(frozen=True, slots=True)
 class Balanced(CutRule):
     """Parts whose sizes differ by at most one, larger parts first. Source: `numpy.array_split`.
 
@@ -216,7 +213,6 @@ class Balanced(CutRule):
         return "balanced"
 
 
-@dataclass(frozen=True, slots=True)
 class Sizes(CutRule):
     """Parts of the given sizes, in order. Source: MLIR `sharded_dims_offsets`.
 
@@ -250,7 +246,6 @@ class Sizes(CutRule):
         return f"sizes{bracketed(self.sizes)}"
 
 
-@dataclass(frozen=True, slots=True)
 class Windows(CutRule):
     """One interval `(start, stop)` per part.
 
@@ -282,7 +277,6 @@ class Windows(CutRule):
         return f"windows[{','.join(f'{a}:{b}' for a, b in self.windows)}]"
 
 
-@dataclass(frozen=True, slots=True)
 class Heads(CutRule):
     """`count` equal groups of indices (heads). With more parts than heads, heads are replicated.
 
@@ -324,7 +318,6 @@ class Heads(CutRule):
         return f"heads{self.count}"
 
 
-@dataclass(frozen=True, slots=True)
 class Padded(CutRule):
     """Parts of equal local length, a multiple of `multiple`, with padding at the end.
 
@@ -357,7 +350,6 @@ class Padded(CutRule):
         return "pad" if self.multiple == 1 else f"pad{self.multiple}"
 
 
-@dataclass(frozen=True, slots=True)
 class Halo(CutRule):
     """The parts of `rule`, each surrounded by copies of its neighbours' elements.
 
@@ -420,7 +412,6 @@ class Halo(CutRule):
         return chained(self.rule) + f"halo[{','.join(words)}]"
 
 
-@dataclass(frozen=True, slots=True)
 class Nested(CutRule):
     """Levels of splits, major to minor: `(rule, parts)` splits each part of the previous level.
 
@@ -451,7 +442,6 @@ class Nested(CutRule):
         return " / ".join(f"{count}@{rule.text or 'ceil'}" for rule, count in self.levels)
 
 
-@dataclass(frozen=True, slots=True)
 class Strided(CutRule):
     """`stride` equal blocks by ceil, each split over all parts by ceil.
 
@@ -506,7 +496,6 @@ class Strided(CutRule):
         return f"stride{self.stride}{claimed}"
 
 
-@dataclass(frozen=True, slots=True)
 class Blocks(CutRule):
     """Consecutive blocks of the given sizes, each split over all parts by `rule`.
 
@@ -544,7 +533,6 @@ class Blocks(CutRule):
         return chained(self.rule) + f"blocks{bracketed(self.sizes)}"
 
 
-@dataclass(frozen=True, slots=True)
 class Joined(CutRule):
     """Consecutive blocks of the given sizes, each split over all parts by its own rule.
 
@@ -605,7 +593,6 @@ def _join(length: int, parts: int, sizes: Sequence[int], rules: Sequence[CutRule
     return RunTable(length, parts, np.concatenate(rows) if rows else [])
 
 
-@dataclass(frozen=True, slots=True)
 class Grouped(CutRule):
     """Groups of `size` indices that stay together, split by `rule` like single indices.
 
@@ -640,7 +627,6 @@ class Grouped(CutRule):
         return chained(self.rule) + f"groups{self.size}"
 
 
-@dataclass(frozen=True, slots=True)
 class Pieces(CutRule):
     """Consecutive blocks, each split into pieces of the given sizes: `pieces[b][p]` for part `p`.
 
@@ -694,7 +680,6 @@ class Pieces(CutRule):
         return f"pieces[{','.join(':'.join(map(str, block)) for block in self.pieces)}]"
 
 
-@dataclass(frozen=True, slots=True)
 class WholeBlocks(CutRule):
     """Consecutive blocks of the given sizes, dealt whole: `counts[p]` blocks to part `p`.
 
@@ -732,7 +717,6 @@ class WholeBlocks(CutRule):
         return f"whole[{','.join(map(str, self.sizes))}{counts}]"
 
 
-@dataclass(frozen=True, slots=True)
 class BlockCyclic(CutRule):
     """Blocks of `block` indices dealt to the parts in turn, starting with part `first`.
 
@@ -775,7 +759,6 @@ class BlockCyclic(CutRule):
         return f"cyclic{self.block}" + (f"+{self.first}" if self.first else "")
 
 
-@dataclass(frozen=True, slots=True)
 class Zigzag(CutRule):
     """Two equal blocks per part, by ceil: part `p` has the `p`-th and the `p`-th from the end.
 

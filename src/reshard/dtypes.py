@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.errors import MissingExtraError, UsageError
 
 __all__ = ["ALL_DTYPES", "DType", "dtype"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DType:
+class DType(Record, eq=False):
     """The type of an element. `dtype` returns the single object of each type.
 
     `name` is its name in NumPy, ml_dtypes and torch (`getattr(torch, name)`). `safetensors_tag` is

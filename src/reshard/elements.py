@@ -31,13 +31,13 @@ the target type, and elements are divided by it. Source: the weights of DeepSeek
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.dtypes import DType, dtype
 from reshard.errors import UsageError
 
@@ -91,8 +91,7 @@ STRETCH = 1 << 16
 _EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80}
 
 
-@dataclass(frozen=True, slots=True)
-class CastCounts:
+class CastCounts(Record):
     """Counts of a cast: finite elements that overflowed, and elements that were not finite."""
 
     overflowed: int = 0

@@ -18,17 +18,17 @@ Source: the entry points of the Python Packaging User Guide.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
+
+from reshard._records import Record
 
 FORMATS = "reshard.formats"
 RECIPES = "reshard.recipes"
 
 
-@dataclass(frozen=True)
-class Plugin:
+class Plugin(Record):
     """An entry point of a package.
 
     Attributes:

@@ -30,11 +30,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.runs import IntArray, distinct, ragged_arange, ragged_ranges
 
 # Number of candidates that are compared at a time: columns of 8 MiB.
@@ -43,8 +43,7 @@ _BLOCK = 1 << 20
 _MANY = 8
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Boxes:
+class Boxes(Record, eq=False):
     """Boxes `start:stop`, both arrays of shape `(dims, boxes)`; none is empty."""
 
     start: IntArray
@@ -209,8 +208,7 @@ def _cut_into_bands(
 BoolArray = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PartRuns:
+class PartRuns(Record, eq=False):
     """Runs `start:stop` of parts: part `p` has the runs `row[begin[p]:begin[p + 1]]`."""
 
     begin: IntArray

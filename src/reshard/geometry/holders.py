@@ -26,12 +26,12 @@ holds (*stretches*), and then for whole cells:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.geometry.boxes import Boxes, PartRuns, intersect_boxes, share_an_index
 from reshard.layout import Layout, Placement
 from reshard.runs import FRESH_HALO, OWNED, IntArray, RunTable, distinct, ragged_arange
@@ -39,8 +39,7 @@ from reshard.runs import FRESH_HALO, OWNED, IntArray, RunTable, distinct, ragged
 BoolArray = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Replicas:
+class Replicas(Record, eq=False):
     """The keys of a placement, in rising order of contribution and parts.
 
     The cells of key `k` are `cells[begin[k]:begin[k + 1]]`, at most one per slot, in the order of
@@ -187,8 +186,7 @@ def find_in(
     return at, is_present if valid is None else is_present & valid
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DimensionHolders:
+class DimensionHolders(Record, eq=False):
     """A dimension of the source as stretches, and the parts that hold them.
 
     `start`, `stop` and `holder_set` have shape `(stretches,)` and are sorted by start. Set `s` has
@@ -223,8 +221,7 @@ class DimensionHolders:
         return self.entry_local[at]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Holders:
+class Holders(Record, eq=False):
     """The holders of a whole source: its dimensions, its keys, and the replicas of each key.
 
     `code` numbers the keys, and `copies` has the cells of each key. `is_exclusive` means that no

@@ -24,11 +24,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.geometry.boxes import PartRuns, intersect_boxes, intersect_runs
 from reshard.geometry.holders import (
     DimensionHolders,
@@ -41,8 +41,7 @@ from reshard.layout import Layout
 from reshard.runs import PAD, IntArray, RunTable, SingleRuns, distinct, ragged_arange
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RoutePieces:
+class RoutePieces(Record, eq=False):
     """The pieces of routes along a dimension: those of route `i` are `begin[i]:begin[i] +
     count[i]`.
     """
@@ -71,8 +70,7 @@ class RoutePieces:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SharedPieces:
+class SharedPieces(Record, eq=False):
     """The pieces of every pair, divided equally for all of its holders.
 
     Pieces that continue one another for all holders are joined. Those of pair `i` are
@@ -86,8 +84,7 @@ class SharedPieces:
     entry: IntArray
 
 
-@dataclass(frozen=True)
-class Overlap:
+class Overlap(Record):
     """The pairs (target part, holder set) of a dimension, and their pieces.
 
     Pairs are sorted by target part, so the pairs of part `p` are `part_begin[p]:part_begin[p + 1]`.
@@ -292,8 +289,7 @@ def list_combined(
     return row, order, flat[first[carried][row] + order]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KeyIntersections:
+class KeyIntersections(Record, eq=False):
     """The keys that target cells overlap.
 
     Those of cell `c` are rows `begin[of_cell[c]]:begin[of_cell[c] + 1]`, in the order of

@@ -30,12 +30,12 @@ contribution.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.errors import PlanError
 from reshard.geometry.holders import (
     BoolArray,
@@ -96,8 +96,7 @@ def mean_scale(source: Layout, target: Layout) -> tuple[int, int]:
     return (1, 1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Routes:
+class Routes(Record, eq=False):
     """Routes as columns of shape `(routes,)`; `pair` has a column for each dimension.
 
     `order` counts the contributions of a target cell in the order they are combined.
@@ -122,8 +121,7 @@ class Routes:
 CellNeeds = tuple[IntArray, IntArray, IntArray, tuple[IntArray, ...]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RouteFinder:
+class RouteFinder(Record, eq=False):
     """Finds the routes between two layouts; see the module's docstring.
 
     `combines[c]` are the source contributions that target contribution `c` combines. With
@@ -363,8 +361,7 @@ def _take(routes: Routes, index: BoolArray) -> Routes:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KeyNeeds:
+class KeyNeeds(Record, eq=False):
     """The needs of target keys from source keys, as columns of shape `(needs,)`.
 
     `pair` has a column for each dimension. The source keys of need `n` are
@@ -380,8 +377,7 @@ class KeyNeeds:
     key: IntArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Needs:
+class Needs(Record, eq=False):
     """The needs of a plan.
 
     A need is a target key, a contribution, and a pair of each dimension: a product of pieces that

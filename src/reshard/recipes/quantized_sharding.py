@@ -70,7 +70,7 @@ def align_rule(rule: CutRule, group: int) -> CutRule:
     if isinstance(rule, Padded):
         return Padded(math.lcm(rule.multiple, group))
     if isinstance(rule, Blocks):
-        return dataclasses.replace(rule, rule=align_rule(rule.rule, group))
+        return rule.replace(rule=align_rule(rule.rule, group))
     return rule
 
 

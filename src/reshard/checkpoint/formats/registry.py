@@ -7,7 +7,6 @@ programs by `register_format`. No other module has a list of formats.
 
 from __future__ import annotations
 
-import dataclasses
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -78,7 +77,7 @@ def _plug_in() -> tuple[Plugin, ...]:
             problem = f"there is a format {value.name!r} already"
         elif not problem:
             taken.add(value.name)
-        found.append(dataclasses.replace(plugin, problem=problem))
+        found.append(plugin.replace(problem=problem))
     return tuple(found)
 
 
