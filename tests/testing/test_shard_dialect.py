@@ -100,7 +100,7 @@ TYPES = ": tensor<4xi64> -> tensor<{}xi64>"
         (f"%y = shard.all_gather %x on @g grid_axes = [2] gather_axis = 0 {TYPES.format(8)}",
          "axis 2 of @g, whose axes are 0 to 1"),
         (f"%y = shard.all_gather %x on @g grid_axes = [1, 1] gather_axis = 0 {TYPES.format(16)}",
-         r"an axis stands twice in grid_axes \[1, 1\]"),
+         r"an axis occurs twice in grid_axes \[1, 1\]"),
         (f"%y = shard.all_gather %x on @h grid_axes = [1] gather_axis = 0 {TYPES.format(8)}",
          "there is no grid @h; the module has @g"),
         (f"%y = shard.all_gather %x on @g grid_axes = [1] gather_axis = 1 {TYPES.format(8)}",

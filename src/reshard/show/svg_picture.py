@@ -4,7 +4,7 @@
 2. Rows and columns are to scale; if there are few, none is too small to see.
 3. A box has the colours of all its holders, in slanting stripes that no split resembles, and its
    label where it fits. If the boxes of a line are too thin, a label covers several.
-4. A gap marks what is left out of the middle, and says how much it is.
+4. A labelled gap replaces intervals in the middle, if there are too many.
 
 The `title` of a box, which a browser shows under the pointer, has its indices and its holders.
 """

@@ -82,10 +82,9 @@ def places_of_dimension(mesh: DeviceMesh, dim: DimSpec, length: int, position: i
 class Contents:
     """The contents of every slot of a layout, element by element.
 
-    `elements[slot]` has the slot's local shape and says which element, numbered in row-major
-    order of the tensor, is at each position (`NO_ELEMENT` for padding). `is_source[slot]`
-    says where the slot may be a source of it. `contribution[slot]` is the contribution that
-    the slot carries.
+    `elements[slot]` has the slot's local shape, and the row-major number of the element at each
+    position (`NO_ELEMENT` for padding). `is_source[slot]` marks the positions that may be a source.
+    `contribution[slot]` is the contribution that the slot carries.
     """
 
     shape: tuple[int, ...]
@@ -183,7 +182,7 @@ def contents_of_flat_ranges(
 ) -> Contents:
     """Return the contents of slots with ranges of the flattened leading `dims` dimensions.
 
-    The local arrays are flat, or of `local_shapes`, which a range that is one box has.
+    The local arrays are flat, or have `local_shapes`, if each range is a box.
     """
     width = math.prod(shape[dims:])
     elements = {}
@@ -204,7 +203,7 @@ def shards_of(
 ) -> dict[int, NDArray[Any]]:
     """Return the local arrays of all slots, split from a dense array per contribution.
 
-    Padding, and copies that are not fresh, get `rubbish`: nothing may depend on them.
+    Padding and stale copies are set to `rubbish`: nothing may depend on them.
     """
     shards = {}
     for slot, elements in contents.elements.items():
@@ -219,11 +218,11 @@ def shards_of(
 def contributions_of(contents: Contents, shards: Mapping[int, NDArray[Any]]) -> list[NDArray[Any]]:
     """Return the dense array of every contribution, assembled from shards.
 
-    Every position that is an element counts, halos included, and all must agree.
+    All positions of an element, including halos, must agree.
 
     Raises:
-        ShardError: two shards that disagree, a shard of the wrong shape, one that is missing
-            or too many, or an element that no shard has.
+        ShardError: shards that disagree, have the wrong shape, are missing or superfluous, or an
+            element that no shard has.
     """
     if set(shards) != set(contents.elements):
         raise ShardError(f"shards on {sorted(shards)}, expected {sorted(contents.elements)}")

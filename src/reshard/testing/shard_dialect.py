@@ -262,12 +262,12 @@ def _check_axis(grid: Grid, axis: int) -> None:
 
 
 def _group_size(grid: Grid, axes: Iterable[int]) -> int:
-    found = list(axes)
-    for axis in found:
+    listed = list(axes)
+    for axis in listed:
         _check_axis(grid, axis)
-    if len(set(found)) < len(found):
-        raise NotationError(f"an axis stands twice in grid_axes {found}")
-    return math.prod(grid.shape[axis] for axis in found)
+    if len(set(listed)) < len(listed):
+        raise NotationError(f"an axis occurs twice in grid_axes {listed}")
+    return math.prod(grid.shape[axis] for axis in listed)
 
 
 def _infer_collective(op: CollectiveOp, grid: Grid) -> TensorType:
@@ -308,9 +308,9 @@ def _shrunk(type_: TensorType, axis: int, count: int) -> TensorType:
     return type_.resized(axis, type_.shape[axis] // count)
 
 
-def _check_shape(given: TensorType, expected: TensorType) -> None:
-    if given != expected:
-        raise NotationError(f"its result is a {expected}, not a {given}")
+def _check_shape(actual: TensorType, expected: TensorType) -> None:
+    if actual != expected:
+        raise NotationError(f"its result is a {expected}, not a {actual}")
 
 
 def _check_box(op: ExtractSliceOp | InsertSliceOp, outer: TensorType, inner: TensorType) -> None:
@@ -318,7 +318,7 @@ def _check_box(op: ExtractSliceOp | InsertSliceOp, outer: TensorType, inner: Ten
         raise NotationError(f"a box of sizes {list(op.sizes)} of a {outer} is not a {inner}")
     if len(op.offsets) != len(op.sizes) or len(op.sizes) != len(outer.shape):
         raise NotationError(
-            f"{len(op.offsets)} offsets and {len(op.sizes)} sizes in a {outer}; give one a "
+            f"{len(op.offsets)} offsets and {len(op.sizes)} sizes in a {outer}; give one per "
             "dimension"
         )
     for offset, size, length in zip(op.offsets, op.sizes, outer.shape, strict=True):
@@ -783,9 +783,9 @@ def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _place_at(into: Array, array: Array, offsets: Sequence[int]) -> Array:
-    found = into.copy()
-    found[_box(offsets, array.shape)] = array
-    return found
+    result = into.copy()
+    result[_box(offsets, array.shape)] = array
+    return result
 
 
 def _run_collective(op: CollectiveOp, grid: Grid, held: Sequence[Array]) -> list[Array]:
@@ -794,11 +794,11 @@ def _run_collective(op: CollectiveOp, grid: Grid, held: Sequence[Array]) -> list
     # The axes of the collective last: after the reshape each row is a group of processes.
     numbers = np.arange(len(held)).reshape(grid.shape).transpose(*rest, *op.grid_axes)
     size = math.prod(grid.shape[axis] for axis in op.grid_axes)
-    found: dict[int, Array] = {}
+    results: dict[int, Array] = {}
     for group in numbers.reshape(-1, size).tolist():
-        made = _of_group(op, [held[process] for process in group])
-        found |= dict(zip(group, made, strict=True))
-    return [found[process] for process in range(len(held))]
+        combined = _of_group(op, [held[process] for process in group])
+        results |= dict(zip(group, combined, strict=True))
+    return [results[process] for process in range(len(held))]
 
 
 def _of_group(op: CollectiveOp, arrays: Sequence[Array]) -> Sequence[Array]:

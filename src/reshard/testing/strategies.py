@@ -110,13 +110,13 @@ def sizes_adding_up_to(draw: st.DrawFn, total: int, count: int) -> tuple[int, ..
 def windows(draw: st.DrawFn, length: int, parts: int) -> Windows:
     """Generate an interval per part, which overlap and together cover `length`."""
     cut = draw(sizes_adding_up_to(length, parts))
-    found, start = [], 0
+    intervals, start = [], 0
     for size in cut:
         before = draw(st.integers(0, min(2, start)))
         after = draw(st.integers(0, min(2, length - start - size)))
-        found.append((start - before, start + size + after))
+        intervals.append((start - before, start + size + after))
         start += size
-    order = draw(st.permutations(found))
+    order = draw(st.permutations(intervals))
     return Windows(tuple(order))
 
 
@@ -170,11 +170,11 @@ def whole_blocks_with_counts(draw: st.DrawFn, length: int, parts: int) -> WholeB
 def joined_blocks(draw: st.DrawFn, length: int) -> Joined:
     """Generate blocks, each with its own rule, including shared heads."""
     sizes = draw(st.integers(1, 4).flatmap(lambda count: sizes_adding_up_to(length, count)))
-    found: list[CutRule] = []
+    blocks: list[CutRule] = []
     for size in sizes:
         heads = [Heads(n) for n in range(1, 7) if size % n == 0]
-        found.append(draw(st.sampled_from([Ceil(), Balanced(), Strided(2), Padded(2), *heads])))
-    return Joined(sizes, tuple(found))
+        blocks.append(draw(st.sampled_from([Ceil(), Balanced(), Strided(2), Padded(2), *heads])))
+    return Joined(sizes, tuple(blocks))
 
 
 @st.composite
@@ -197,18 +197,18 @@ def axis_parts(draw: st.DrawFn, mesh: DeviceMesh) -> list[Axis]:
     """Generate the axes of a mesh, some of them in parts, in any order, that together
     are the mesh.
     """
-    found: list[Axis] = []
+    parts: list[Axis] = []
     for name, size in zip(mesh.axis_names, mesh.shape, strict=True):
         if size == 1 or not draw(st.booleans()):
-            found.append(Axis(name))
+            parts.append(Axis(name))
             continue
         pre = 1
         while pre < size:
             rest = size // pre
             part = draw(st.sampled_from([n for n in range(2, rest + 1) if rest % n == 0]))
-            found.append(Axis(name, pre, part))
+            parts.append(Axis(name, pre, part))
             pre *= part
-    return draw(st.permutations(found))
+    return draw(st.permutations(parts))
 
 
 @st.composite
