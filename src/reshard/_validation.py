@@ -143,8 +143,9 @@ def check_float(
         ...
     reshard.errors.UsageError: bandwidth is 0; a finite number, more than 0, was expected
     """
-    is_number = isinstance(value, Real) and value is not True and value is not False
-    number = float(value) if is_number else math.nan  # type: ignore[arg-type]
+    # True is a number in Python.
+    is_refused = isinstance(value, bool) or not isinstance(value, Real)
+    number = math.nan if is_refused else float(value)  # type: ignore[arg-type]
     if not 0 <= number < math.inf or (number == 0 and not allow_zero):
         range_text = "0 or more" if allow_zero else "more than 0"
         raise error(f"{name} is {value!r}; a finite number, {range_text}, was expected")
