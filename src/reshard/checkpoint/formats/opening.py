@@ -163,7 +163,7 @@ def _open(path: Path, sharding: SourceSharding | None = None) -> Checkpoint:
 
 
 def has_checkpoint(path: Path) -> bool:
-    """Return whether a file or folder is a checkpoint of any format, or has the manifest of one.
+    """Return whether a path is a checkpoint of any format, or has a manifest.
 
     >>> has_checkpoint(Path("/nowhere"))
     False

@@ -200,7 +200,7 @@ class OrbaxFormat(CheckpointFormat):
         return plan_files(new)
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
-        """Return the tree, its shardings, and the database that says where the chunks are."""
+        """Return the tree, its shardings, and the database of the chunks' locations."""
         from reshard.checkpoint.formats.orbax.writer import list_final_files
 
         return list_final_files(write_plan)

@@ -172,8 +172,7 @@ def is_count(path: TreePath) -> bool:
 def place_states(
     names: Iterable[str], paths: Mapping[str, TreePath]
 ) -> tuple[dict[str, TreePath], list[TreePath]]:
-    """Return where training state goes that has no place in a tree of Optax, and what is empty
-    beside it.
+    """Return paths for training state that has none in a tree of Optax, and those of empty states.
 
     >>> place_states(["w", "optimizer.state.w.exp_avg", "optimizer.state.w.step"], {})[0]
     {'w': ('params', 'w'), 'optimizer.state.w.exp_avg': ('opt_state', 0, 'mu', 'w'),

@@ -635,7 +635,7 @@ def read_columns(text: str, data_start_bytes: int) -> tuple[HeaderTensors, Mappi
     kind: list[IntArray] = []
     starts: list[IntArray] = []
     stops: list[IntArray] = []
-    for piece in _cut_pieces(text, at, end - 1):
+    for piece in _split_pieces(text, at, end - 1):
         found = re.findall(_ENTRY, piece)
         if not found:
             raise ValueError("no entries")
@@ -717,7 +717,7 @@ def sorted_by_offset(tensors: HeaderTensors) -> HeaderTensors:
     return HeaderTensors(names, tensors.kinds, tensors.kind[order], tensors.starts[order])
 
 
-def _cut_pieces(text: str, begin: int, end: int) -> Iterator[str]:
+def _split_pieces(text: str, begin: int, end: int) -> Iterator[str]:
     """Yield the text in pieces of whole entries, each with a comma after its last."""
     while begin < end:
         # Names contain no quotation marks.

@@ -1,13 +1,14 @@
-"""Checkpoints of whole tensors, as Hugging Face writes them.
-
-One safetensors file, or many with an index that says which tensor is in which::
+"""The format `safetensors`: whole tensors in one or several files, as Hugging Face has them.
 
     model.safetensors                        model-00001-of-00002.safetensors
     config.json, tokenizer.json, ...         model-00002-of-00002.safetensors
                                              model.safetensors.index.json
 
-Reading gives every tensor whole on rank 0. Writing keeps tensors in order, beginning a new
-file where one would outgrow the limit.
+Every tensor is read whole on rank 0. New files keep the order of tensors; a file is begun when the
+next tensor would exceed the limit. The index maps each tensor to its file, in the same form as that
+of files of `torch.save` (`pytorch_model.bin.index.json`)::
+
+    {"metadata": {"total_size": 96}, "weight_map": {"lm_head.weight": "model-00001-of-00002..."}}
 """
 
 from __future__ import annotations

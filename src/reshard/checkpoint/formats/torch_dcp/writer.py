@@ -95,8 +95,10 @@ def plan_chunks(new: NewCheckpoint, places: Mapping[str, StackedPlace] | None = 
     places = places or {}
     check_values(tensors)
     storing = find_storing_ranks(tensors, "once")
-    cuts = {name: _cut_into_boxes(name, tensor, storing[name]) for name, tensor in tensors.items()}
-    ranks = sorted({slot for _, boxes in cuts.values() for slot in boxes}) or [0]
+    splits = {
+        name: _split_into_boxes(name, tensor, storing[name]) for name, tensor in tensors.items()
+    }
+    ranks = sorted({slot for _, boxes in splits.values() for slot in boxes}) or [0]
     files = []
     placed: dict[str, StoredItem] = {}
     addresses: dict[str, dict[int, tuple[FileRange, ...]]] = {name: {} for name in tensors}
@@ -109,7 +111,7 @@ def plan_chunks(new: NewCheckpoint, places: Mapping[str, StackedPlace] | None = 
             placed[item.name] = StoredItem(item.name, place, item.size_bytes, rank, item.transforms)
             end += item.size_bytes
         archives = []
-        for name, (_, boxes) in cuts.items():
+        for name, (_, boxes) in splits.items():
             ranges = []
             for box in boxes.get(rank, ()):
                 shape = (*_ones(places.get(name)), *box.shape)
@@ -122,7 +124,7 @@ def plan_chunks(new: NewCheckpoint, places: Mapping[str, StackedPlace] | None = 
         files.append(ArchiveFile(StoredFile(file, end, rank), archives=tuple(archives)))
     # The sharding describes the layout only if the tensor was not split further.
     stored = {}
-    for name, (layout, _) in cuts.items():
+    for name, (layout, _) in splits.items():
         binding = Binding(layout, addresses[name], {})
         spec = tensors[name].spec if layout is tensors[name].layout else None
         stored[name] = StoredTensor(name, tensors[name].dtype, binding, spec)
@@ -218,7 +220,7 @@ def _list_stored_boxes(layout: Layout, slot: int) -> tuple[Box, ...]:
     return boxes or (Box((0,) * layout.ndim, layout.local_shape(slot) or ()),)
 
 
-def _cut_into_boxes(
+def _split_into_boxes(
     name: str, tensor: PlannedTensor, storing: frozenset[int]
 ) -> tuple[Layout, dict[int, tuple[Box, ...]]]:
     """Return the layout in which a tensor is stored, and the boxes that each rank stores."""
