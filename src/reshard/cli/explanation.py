@@ -150,7 +150,7 @@ class Explanation:
         source, target = (side.reading.sharding for side in (self.before, self.after))
         # Collectives run along mesh axes, over the same devices on both sides.
         if isinstance(source, Layout) or isinstance(target, Layout):
-            return "a side describes what each rank holds, without a mesh"
+            return "a side describes what each rank holds, with no mesh"
         if set(source.mesh.devices) != set(target.mesh.devices):
             return "the two sides are on different devices"
         try:
