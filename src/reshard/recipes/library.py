@@ -49,12 +49,13 @@ def shipped_recipes() -> tuple[str, ...]:
 
 
 @cache
-def _read_shipped(file: Traversable) -> str:
-    return file.read_text(encoding="utf-8")
+def _read_shipped(file: Any) -> str:
+    text: str = file.read_text(encoding="utf-8")
+    return text
 
 
 @cache
-def _list_files(folder: Traversable) -> dict[str, Traversable]:
+def _list_files(folder: Any) -> dict[str, Traversable]:
     """Return the recipe files of a folder by the names of the recipes, sorted."""
     try:
         files = [entry for entry in folder.iterdir() if entry.name.endswith(".toml")]
