@@ -33,7 +33,7 @@ from reshard.recipes.recipe_file import read_recipe
 from reshard.recipes.rules import Rule
 
 # A file here is a recipe: nothing else lists them.
-SHIPPED = resources.files("reshard.recipes") / "shipped"
+SHIPPED: Any = resources.files("reshard.recipes") / "shipped"
 # In errors: recipes that a model resembles, and rules for kinds of its tensors.
 _MAX_NEAR = _MAX_SUGGESTED = 3
 
@@ -45,7 +45,7 @@ def shipped_recipes() -> tuple[str, ...]:
     >>> "llama" in shipped_recipes()
     True
     """
-    return tuple(_list_files(SHIPPED))
+    return tuple(_list_shipped(SHIPPED))
 
 
 @cache
@@ -54,14 +54,18 @@ def _read_shipped(file: Any) -> str:
     return text
 
 
-@cache
-def _list_files(folder: Any) -> dict[str, Traversable]:
+def _list_files(folder: Traversable) -> dict[str, Traversable]:
     """Return the recipe files of a folder by the names of the recipes, sorted."""
     try:
         files = [entry for entry in folder.iterdir() if entry.name.endswith(".toml")]
     except OSError as error:
         raise RecipeError(f"cannot read the recipes in {folder}: {error.strerror}") from error
     return {entry.name.removesuffix(".toml"): entry for entry in sorted(files, key=str)}
+
+
+@cache
+def _list_shipped(folder: Any) -> dict[str, Any]:
+    return {**_list_files(folder)}
 
 
 def known_recipes() -> tuple[str, ...]:
@@ -172,7 +176,7 @@ def choose_recipe(config: Mapping[str, object]) -> Recipe | None:
         if model_type in recipe.model_types:
             return recipe
     # A file is parsed only if it has the word, which is 20 times as fast as to parse all.
-    for name, file in _list_files(SHIPPED).items():
+    for name, file in _list_shipped(SHIPPED).items():
         if (
             f'"{model_type}"' in _read_shipped(file)
             and model_type in _load_shipped(name).model_types
