@@ -408,7 +408,7 @@ def test_times_on_a_machine() -> None:
     [
         (("--topology", "h100-8"), "give one, such as --dtype bfloat16"),
         (("--topology", "abacus", "--dtype", "int8"), "unknown preset 'abacus'"),
-        (("--topology", "gloo-host", "--dtype", "int8"), "is of one host"),
+        (("--topology", "gloo-host", "--dtype", "int8"), "has a single host"),
     ],
 )
 def test_machines_that_do_not_fit(arguments: tuple[str, ...], said: str) -> None:
