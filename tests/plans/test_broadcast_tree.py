@@ -9,7 +9,7 @@ from hypothesis import given
 import reshard
 from plans.staged_jobs import FEWER, Movement, staged_jobs
 from reshard.dtypes import dtype
-from reshard.plans.broadcast_tree import Reach, find_flows, max_load
+from reshard.plans.broadcast_tree import Reach, compute_max_load, find_flows
 from reshard.plans.hierarchical import StagedJob
 from reshard.plans.job import Job, JobItem
 from reshard.topology import Topology
@@ -95,7 +95,7 @@ def test_predicted_loads_of_hosts_are_exact(hosts_per_rack: int) -> None:
             np.fill_diagonal(racks, 0)
             most = max(one.sum(axis=axis).max() for one in (between, racks) for axis in (0, 1))
             change = job.items[0].change
-            told = max_load([(change, find_flows(change, topology, reach), 1)], topology)
+            told = compute_max_load([(change, find_flows(change, topology, reach), 1)], topology)
             assert told == pytest.approx(most, rel=0.1)
 
 

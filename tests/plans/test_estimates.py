@@ -14,7 +14,7 @@ from reshard.dtypes import dtype
 from reshard.errors import LayoutError, PlanError
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
-from reshard.plans.estimates import copies_of
+from reshard.plans.estimates import find_copies
 from reshard.plans.schedule import LARGE_PIECE_BYTES
 from reshard.topology import Link, Topology
 from selection import choose
@@ -78,7 +78,7 @@ def test_copies_are_those_of_local_arrays(pair: Pair) -> None:
     plan = reshard.plan(source, target)
     if not len(plan.transfers) or not plan.transfers.elements.all():
         return
-    found = copies_of(plan.transfers, source, target, 2)
+    found = find_copies(plan.transfers, source, target, 2)
     expected = counted(plan.transfers, source, target, 2)
     columns = found.by_rank(len(expected))
     assert {rank: [int(c[rank]) for c in columns] for rank in expected} == expected
@@ -88,7 +88,7 @@ def test_elements_in_place_are_not_copied() -> None:
     mesh = reshard.DeviceMesh.of(x=2)
     rows, columns = (reshard.spec(mesh, text).layout((4, 4)) for text in ("x, -", "-, x"))
     transfers = reshard.plan(rows, columns).transfers
-    kept, moved = (copies_of(transfers, rows, columns, 1, keeps=k) for k in (True, False))
+    kept, moved = (find_copies(transfers, rows, columns, 1, keeps=k) for k in (True, False))
     assert kept.by_rank(2)[0].tolist() == [8, 8]
     assert moved.by_rank(2)[0].tolist() == [4, 4]
 
@@ -102,12 +102,12 @@ def test_small_pieces_are_packed_and_large_ones_are_not() -> None:
         target = Layout.from_boxes(
             shape, [(1, Box((0,), (length,))), (1, Box((2 * length,), (3 * length,)))]
         )
-        found = copies_of(reshard.plan(source, target).transfers, source, target, 1)
+        found = find_copies(reshard.plan(source, target).transfers, source, target, 1)
         expected = [2 * length, 2 * length] if packed else [0, 0]
         assert found.by_rank(2)[0].tolist() == expected
     alone = Layout.from_boxes((8,), [(1, Box((0,), (4,)))])
     whole = Layout.from_boxes((8,), [(0, Box((0,), (8,)))])
-    found = copies_of(reshard.plan(whole, alone).transfers, whole, alone, 1)
+    found = find_copies(reshard.plan(whole, alone).transfers, whole, alone, 1)
     assert not len(found.rank)
 
 

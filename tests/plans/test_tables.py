@@ -5,14 +5,14 @@ from __future__ import annotations
 import reshard
 from reshard.layout import Box, Layout
 from reshard.plans.plan import Plan
-from reshard.plans.tables import layout_table, movement_table
+from reshard.plans.tables import format_layouts, format_movements
 from reshard.plans.traffic import Traffic
 
 
 def test_a_whole_part_among_others_is_a_part() -> None:
     """One of two parts has the length of the dimension, so that they overlap."""
     layout = Layout.from_boxes((4,), [(0, Box((0,), (4,))), (1, Box((2,), (4,)))])
-    assert "4+2, overlapping" in layout_table({"source": layout})
+    assert "4+2, overlapping" in format_layouts({"source": layout})
 
 
 def planned(source: str, target: str, *shape: int, **axes: int) -> Plan:
@@ -23,7 +23,7 @@ def planned(source: str, target: str, *shape: int, **axes: int) -> Plan:
 def lines(plan: Plan, max_rows: int) -> list[str]:
     moving = plan.transfers.moving
     traffic = Traffic.of_transfers(moving, plan.target.slots)
-    return movement_table(moving, traffic, max_rows).split("\n")
+    return format_movements(moving, traffic, max_rows).split("\n")
 
 
 def test_few_transfers_box_by_box() -> None:

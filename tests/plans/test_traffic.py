@@ -10,8 +10,8 @@ import reshard
 from reshard.dtypes import dtype
 from reshard.layout import Layout
 from reshard.plans.job import Job, JobItem
-from reshard.plans.tables import movement_table
-from reshard.plans.traffic import Traffic, busiest
+from reshard.plans.tables import format_movements
+from reshard.plans.traffic import Traffic, find_top_ranks
 from reshard.testing.strategies import movements
 
 DemandRanges = dict[tuple[int, int], int]
@@ -74,7 +74,7 @@ def test_a_plans_traffic_is_that_of_its_transfers(
     traffic = Traffic.of_transfers(plan.transfers, max(source.slots, target.slots))
     assert pairs_of(traffic) == {pair: n for pair, n in expected.items() if n}
     assert traffic.total == plan.moved_elements
-    text = movement_table(moving, traffic, max_rows=3)
+    text = format_movements(moving, traffic, max_rows=3)
     assert len(text.split("\n")) <= 2 + 3 + 1
 
 
@@ -96,6 +96,6 @@ def test_a_jobs_traffic_is_in_bytes() -> None:
 def test_times_and_the_busiest() -> None:
     traffic = gathered([(0, 1, 3), (2, 1, 3)]).times(4)
     assert traffic.amount.tolist() == [12, 12]
-    assert busiest(traffic.sent) == (12, [0, 2])
-    assert busiest(traffic.received) == (24, [1])
-    assert busiest(np.zeros(3, dtype=np.int64)) == (0, [])
+    assert find_top_ranks(traffic.sent) == (12, [0, 2])
+    assert find_top_ranks(traffic.received) == (24, [1])
+    assert find_top_ranks(np.zeros(3, dtype=np.int64)) == (0, [])

@@ -15,7 +15,7 @@ import pytest
 import reshard
 from reshard.dtypes import dtype
 from reshard.layout import Layout
-from reshard.plans.tables import busiest_text
+from reshard.plans.tables import format_top_ranks
 
 FOLDER = Path(__file__).parent.parent / "golden" / "tables"
 
@@ -77,7 +77,7 @@ def test_every_golden_file_has_its_case() -> None:
 
 
 def test_who_is_busiest() -> None:
-    assert busiest_text(np.array([3, 1, 1, 3]), range(4)) == "ranks 0,3: 1.50 times the mean"
-    assert busiest_text(np.array([0, 5]), [1]) == "rank 1: 1.00 times the mean"
-    assert busiest_text(np.array([0, 0]), [0, 1]) == ""
-    assert busiest_text(np.array([], dtype=np.int64), [0]) == ""
+    assert format_top_ranks(np.array([3, 1, 1, 3]), range(4)) == "ranks 0,3: 1.50 times the mean"
+    assert format_top_ranks(np.array([0, 5]), [1]) == "rank 1: 1.00 times the mean"
+    assert format_top_ranks(np.array([0, 0]), [0, 1]) == ""
+    assert format_top_ranks(np.array([], dtype=np.int64), [0]) == ""

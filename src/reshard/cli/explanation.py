@@ -16,7 +16,7 @@ import numpy as np
 
 from reshard.cli.output import can_draw_boxes, printable
 from reshard.collectives.lowering import LOWERINGS
-from reshard.collectives.program import Program, step_table
+from reshard.collectives.program import Program, format_steps
 from reshard.collectives.search.find_program import find_program
 from reshard.collectives.search.states import JOINT
 from reshard.collectives.steps import Exchange
@@ -30,8 +30,8 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.registry import NATIVE, ParsedSharding
 from reshard.plans.plan import Plan, plan
-from reshard.plans.tables import MAX_ROWS, movement_table
-from reshard.plans.traffic import Traffic, busiest
+from reshard.plans.tables import MAX_ROWS, format_movements
+from reshard.plans.traffic import Traffic, find_top_ranks
 from reshard.show.device_picture import element_texts, mesh_picture
 from reshard.show.html_report import DrawnChange, Report, movement_figures
 from reshard.show.text_picture import MIN_WIDTH, change_picture
@@ -234,7 +234,7 @@ class Explanation:
             return ""
         # Messages that move as much are shown above.
         is_as_much = self.program.moved_elements == self.traffic.total
-        return step_table(
+        return format_steps(
             self.program.shape,
             self.program.source,
             self.program.steps,
@@ -259,13 +259,13 @@ class Explanation:
         if self.traffic.total:
             both = (("sender", self.traffic.sent), ("receiver", self.traffic.received))
             for word, amounts in both:
-                most, ranks = busiest(amounts)
+                most, ranks = find_top_ranks(amounts)
                 lines.append(f"busiest {word}: {ranks_text(ranks)}, {self._size(most)}")
             if self._topology is not None and self.machine is not None:
                 time = duration_text(self._exchange_seconds_s)
                 lines.append(f"as messages on {self.machine.name}: {time}")
             max_rows = MAX_ROWS if self._is_of_few_ranks else 8
-            lines += ["", movement_table(self.moving, self.traffic, max_rows)]
+            lines += ["", format_movements(self.moving, self.traffic, max_rows)]
         return lines
 
     def _size(self, elements: int) -> str:
@@ -332,7 +332,7 @@ class Explanation:
         """Return the tables of transfers and of collectives, with their headings."""
         tables = []
         if self.traffic.total:
-            tables.append(("Transfers", movement_table(self.moving, self.traffic, MAX_ROWS)))
+            tables.append(("Transfers", format_movements(self.moving, self.traffic, MAX_ROWS)))
         if said := self._program_text():
             tables.append(("As collectives", said))
         return tables
@@ -351,8 +351,8 @@ class Explanation:
         content: dict[str, Any] = {
             "moved_elements": self.traffic.total,
             "lower_bound_elements": self.plan.lower_bound_elements,
-            "max_send_elements": busiest(self.traffic.sent)[0],
-            "max_receive_elements": busiest(self.traffic.received)[0],
+            "max_send_elements": find_top_ranks(self.traffic.sent)[0],
+            "max_receive_elements": find_top_ranks(self.traffic.received)[0],
             "transfers": [
                 dict(zip(keys, row, strict=True)) for row in zip(*ends, *boxes, strict=True)
             ],

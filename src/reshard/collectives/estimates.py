@@ -39,7 +39,7 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
-from reshard.plans.estimates import exchanges_part, run_elements
+from reshard.plans.estimates import count_run_elements, estimate_exchanges
 from reshard.plans.plan import plan
 from reshard.runs import IntArray
 from reshard.topology import Topology
@@ -47,7 +47,7 @@ from reshard.topology import Topology
 _FORMULAS_OF = (AllGather, ReduceScatter, AllReduce)
 
 
-def steps_estimate(
+def estimate_steps(
     steps: Sequence[Step], dtype: object, topology: Topology, library: str = "nccl"
 ) -> Estimate:
     """Estimate the seconds of the steps of a program, see `Program.estimate`.
@@ -57,7 +57,7 @@ def steps_estimate(
     >>> from reshard.cost import load_preset
     >>> mesh = DeviceMesh.of(x=2, y=4)
     >>> program = find_program(spec(mesh, "x y, -"), spec(mesh, "x, -"), (4096, 4096))
-    >>> print(steps_estimate(program.steps, "bfloat16", load_preset("h100-8").topology()))
+    >>> print(estimate_steps(program.steps, "bfloat16", load_preset("h100-8").topology()))
     part           algorithm  messages    bytes  latency  transfer     time
     -------------  ---------  --------  -------  -------  --------  -------
     all-gather(y)  ring              3  12.6 MB  10.2 µs   28.0 µs  38.2 µs
@@ -88,7 +88,7 @@ def _estimate_step(
     Args:
         step: of the program.
         dtype: of the elements.
-        topology, library: as for `steps_estimate`.
+        topology, library: as for `estimate_steps`.
         is_first, is_last: whether it is the first or the last step.
         inside: the layout of the arrays of which its shards are views, if any.
 
@@ -127,7 +127,7 @@ def _estimate_messages(
         if not is_last or not topology.overhead.counts_copies:
             return Part.nothing(name)
         whole = LayoutChange(step.source_layout, step.target_layout)
-        return exchanges_part([whole], itemsize_bytes, topology, name, inside=inside)
+        return estimate_exchanges([whole], itemsize_bytes, topology, name, inside=inside)
     if isinstance(step, Permute):
         # A rank receives one whole shard, as large as what its sender sends.
         sent = step.received_elements * itemsize_bytes
@@ -143,7 +143,9 @@ def _estimate_messages(
     # Groups have no common ranks, but may share a host. After another step, the own part of a
     # gather is in place already.
     keeps = is_first or inside is not None or not isinstance(step, AllGather)
-    return exchanges_part(step.changes, itemsize_bytes, topology, name, keeps=keeps, inside=inside)
+    return estimate_exchanges(
+        step.changes, itemsize_bytes, topology, name, keeps=keeps, inside=inside
+    )
 
 
 def _find_permuted_copies(
@@ -155,7 +157,7 @@ def _find_permuted_copies(
         layout.cell_shape[np.searchsorted(layout.cell_slot, sender)] for layout in (own, around)
     )
     # The elements of each shard, and of its longest contiguous runs in its array.
-    elements, run = shape.prod(axis=1), run_elements(shape, arrays)
+    elements, run = shape.prod(axis=1), count_run_elements(shape, arrays)
     is_copied = (elements > 0) & ((sender == receiver) | (run < elements))
     return LocalCopies(
         sender[is_copied],

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reshard.collectives.estimates import steps_estimate
+from reshard.collectives.estimates import estimate_steps
 from reshard.collectives.steps import Step, complete_shards, count_largest_shard
 from reshard.cost.estimate import Estimate
 from reshard.errors import PlanError
 from reshard.execution.copies import check_threads
 from reshard.execution.engine import TensorArrays, check
 from reshard.geometry.layout_change import LayoutChange
-from reshard.plans.run import copies_of_change, run_change
+from reshard.plans.run import make_copies, run_change
 from reshard.sharding import ShardingSpec
 from reshard.text import cut_in_the_middle, duration_text
 from reshard.topology import Topology
 
 
-def step_table(
+def format_steps(
     shape: Sequence[int],
     source: ShardingSpec,
     steps: Sequence[Step],
@@ -181,7 +181,7 @@ class Program:
             UsageError: an unknown library.
             LayoutError: a rank outside the topology, or a link of unknown speed.
         """
-        return steps_estimate(self.steps, dtype, topology, library)
+        return estimate_steps(self.steps, dtype, topology, library)
 
     def table(self, topology: Topology, dtype: object, library: str = "nccl") -> str:
         """Return the text of the program with the time of each step. See `estimate`.
@@ -199,7 +199,9 @@ class Program:
         All steps take 38.2 µs.
         """
         estimate = self.estimate(dtype, topology, library)
-        return step_table(self.shape, self.source, self.steps, self.lower_bound_elements, estimate)
+        return format_steps(
+            self.shape, self.source, self.steps, self.lower_bound_elements, estimate
+        )
 
     def run(
         self,
@@ -238,14 +240,14 @@ class Program:
         if not self.steps or not (stepwise or any(layout.reduction for layout in layouts)):
             return run_change(direct, shards, out, threads)
         # The last step reads results of earlier steps, so errors must be found before the first.
-        check([(copies_of_change(direct), TensorArrays(shards, out))])
+        check([(make_copies(direct), TensorArrays(shards, out))])
         arrays: Mapping[int, Any] = shards
         for step in self.steps:
             arrays = step.run(arrays, out if step is self.steps[-1] else None, threads)
         return dict(arrays)
 
     def __str__(self) -> str:
-        return step_table(self.shape, self.source, self.steps, self.lower_bound_elements)
+        return format_steps(self.shape, self.source, self.steps, self.lower_bound_elements)
 
     def __repr__(self) -> str:
         names = ", ".join(step.name for step in self.steps)

@@ -34,7 +34,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import Axis
 from reshard.plans.plan import plan
-from reshard.plans.run import copies_of_change
+from reshard.plans.run import make_copies
 from reshard.runs import IntArray
 from reshard.sharding import ShardingSpec
 
@@ -169,7 +169,7 @@ class Step:
     @property
     def _copies(self) -> Iterable[TensorCopies]:
         """The copies of each group."""
-        return map(copies_of_change, self.changes)
+        return map(make_copies, self.changes)
 
     def __str__(self) -> str:
         axes = " ".join(map(str, self.axes))

@@ -314,7 +314,7 @@ def choose_reach(items: Sequence[JobItem], topology: Topology) -> Reach:
         size_bytes[item.change] = size_bytes.get(item.change, 0) + item.dtype.itemsize_bytes
     reaches = [reach for reach in Reach if reach < Reach.EVERYWHERE or topology.racks > 2]
     loads = [
-        max_load(
+        compute_max_load(
             [(plan, find_flows(plan, topology, reach), size) for plan, size in size_bytes.items()],
             topology,
         )
@@ -327,7 +327,7 @@ def choose_reach(items: Sequence[JobItem], topology: Topology) -> Reach:
     )
 
 
-def max_load(plans: Sequence[tuple[LayoutChange, Flows, int]], topology: Topology) -> float:
+def compute_max_load(plans: Sequence[tuple[LayoutChange, Flows, int]], topology: Topology) -> float:
     """Return the maximum bytes that a host, or a rack, sends to others or receives from them.
 
     Flows are assumed to be divided equally among the ranks that may send or forward them. Sums are

@@ -22,7 +22,7 @@ from reshard.runs import IntArray
 from reshard.topology import Topology
 
 
-def copies_of(
+def find_copies(
     transfers: Transfers,
     source: Layout,
     target: Layout,
@@ -58,7 +58,7 @@ def copies_of(
     >>> mesh = reshard.DeviceMesh.of(x=2)
     >>> columns, rows = (reshard.spec(mesh, text).layout((6, 4)) for text in ("-, x", "x, -"))
     >>> plan = reshard.plan(columns, rows)
-    >>> copies = copies_of(plan.transfers, columns, rows, 1)
+    >>> copies = find_copies(plan.transfers, columns, rows, 1)
     >>> [column.tolist() for column in (copies.rank, copies.size_bytes, copies.runs)]
     [[0, 1, 0, 1], [6, 6, 6, 6], [3, 3, 3, 3]]
     """
@@ -67,8 +67,8 @@ def copies_of(
     if inside is not None:
         cells = np.searchsorted(inside.cell_slot, transfers.source_slot)
         around = inside.cell_shape[cells]
-    source_run = run_elements(transfers.shape, around)
-    target_run = run_elements(transfers.shape, target.cell_shape[transfers.target_cell])
+    source_run = count_run_elements(transfers.shape, around)
+    target_run = count_run_elements(transfers.shape, target.cell_shape[transfers.target_cell])
     # The transfers that are copied: if they stay, on the sender, and on the receiver. The first
     # contribution may be received in place; later contributions are combined.
     stays, moves = transfers.stays & keeps, ~transfers.stays
@@ -93,12 +93,12 @@ def copies_of(
     )
 
 
-def run_elements(shape: IntArray, around: IntArray) -> IntArray:
+def count_run_elements(shape: IntArray, around: IntArray) -> IntArray:
     """Count the elements of a contiguous run of boxes in row-major arrays: shape `(boxes,)`.
 
     Args:
         shape, around: the shapes of the boxes and of their arrays, `(boxes, dims)`.
-    >>> run_elements(np.array([[2, 3, 4], [2, 2, 4], [1, 1, 2]]), np.array([[5, 3, 4]] * 3))
+    >>> count_run_elements(np.array([[2, 3, 4], [2, 2, 4], [1, 1, 2]]), np.array([[5, 3, 4]] * 3))
     array([24,  8,  2])
     """
     run = np.ones(len(shape), dtype=np.int64)
@@ -123,7 +123,7 @@ def _find_packed(transfers: Transfers, size_bytes: IntArray) -> NDArray[np.bool_
     return is_packed
 
 
-def exchanges_part(
+def estimate_exchanges(
     plans: Sequence[LayoutChange],
     itemsize_bytes: int,
     topology: Topology,
@@ -132,7 +132,7 @@ def exchanges_part(
     keeps: bool = True,
     inside: Layout | None = None,
 ) -> Part:
-    """Estimate the messages of several plans at once; for `keeps` and `inside` see `copies_of`.
+    """Estimate the messages of several plans at once; for `keeps` and `inside` see `find_copies`.
 
     Raises LayoutError for a rank outside the topology, or a link of unknown speed.
     """
@@ -142,7 +142,7 @@ def exchanges_part(
     copies = None
     if topology.overhead.counts_copies:
         copies = LocalCopies.joined(
-            copies_of(
+            find_copies(
                 plan.transfers,
                 plan.source,
                 plan.target,
@@ -162,18 +162,18 @@ def exchanges_part(
     )
 
 
-def change_estimate(change: LayoutChange, itemsize_bytes: int, topology: Topology) -> Estimate:
+def estimate_change(change: LayoutChange, itemsize_bytes: int, topology: Topology) -> Estimate:
     """Estimate the seconds of the direct exchange of a tensor.
     >>> import reshard
     >>> from reshard.topology import Link
     >>> mesh = reshard.DeviceMesh.of(x=4)
     >>> rows, columns = (reshard.spec(mesh, text).layout((8, 8)) for text in ("x, -", "-, x"))
     >>> topology = Topology.of(hosts=1, ranks_per_host=4, within_host=Link(1e6, 1e-3))
-    >>> change_estimate(LayoutChange(rows, columns), 4, topology).seconds_s
+    >>> estimate_change(LayoutChange(rows, columns), 4, topology).seconds_s
     0.003048
     """
     check_topology(topology)
-    part = exchanges_part([change], itemsize_bytes, topology)
+    part = estimate_exchanges([change], itemsize_bytes, topology)
     return Estimate((part,), topology.overhead.call_s)
 
 
@@ -182,7 +182,7 @@ def check_topology(topology: object) -> None:
         raise PlanError(f"topology={topology!r}: expected a Topology, such as one of Topology.of")
 
 
-def transfers_part(
+def estimate_transfers(
     sized_transfers: Sequence[tuple[Transfers, int]],
     topology: Topology,
     name: str,

@@ -51,7 +51,7 @@ from reshard.plans.broadcast_tree import (
     find_stages,
 )
 from reshard.plans.element_groups import ElementGroups, find_element_groups
-from reshard.plans.estimates import transfers_part
+from reshard.plans.estimates import estimate_transfers
 from reshard.plans.fragments import Fragments, divide_flows
 from reshard.plans.job import Job, JobItem
 from reshard.plans.run import run_stages
@@ -119,7 +119,7 @@ def find_boxes(
     return FragmentBoxes(of[row], group[of][row], start, shape, boxes.piece[box][row])
 
 
-def exchange_transfers(
+def make_exchange_transfers(
     groups: ElementGroups, boxes: FragmentBoxes, source_cell: IntArray, target_cell: IntArray
 ) -> Transfers:
     """Return the transfers of boxes, each from a source cell to a target cell."""
@@ -139,7 +139,7 @@ def exchange_transfers(
     )
 
 
-def fan_out_transfers(
+def make_fan_out_transfers(
     groups: ElementGroups, boxes: FragmentBoxes, relay_cell: IntArray, target_cell: IntArray
 ) -> Transfers:
     """Return the transfers of boxes, each from a target cell that has it to another one."""
@@ -159,7 +159,7 @@ def fan_out_transfers(
     )
 
 
-def transfers_of_slot(transfers: Transfers, slot: int) -> Transfers:
+def select_slot(transfers: Transfers, slot: int) -> Transfers:
     """Return the transfers that a slot sends or receives."""
     return transfers.take((transfers.source_slot == slot) | (transfers.target_slot == slot))
 
@@ -368,7 +368,7 @@ class StagedJob:
         boxes = find_boxes(groups, flows.group[flow], columns.first[chosen], columns.stop[chosen])
         source, relay = columns.source_cell[chosen], flows.receiver[columns.relay[chosen]]
         # Every fragment is first sent to its relay.
-        exchange = [exchange_transfers(groups, boxes, source[boxes.of], relay[boxes.of])]
+        exchange = [make_exchange_transfers(groups, boxes, source[boxes.of], relay[boxes.of])]
 
         # The other receivers get each box from a receiver that has it, or from a source cell.
         forwards = build_trees(flows, flow[boxes.of], columns.relay[chosen][boxes.of])
@@ -376,7 +376,7 @@ class StagedJob:
         row = forwards.row[is_direct]
         second = columns.second_cell[chosen][boxes.of][row]
         receiver = flows.receiver[forwards.receiver[is_direct]]
-        exchange.append(exchange_transfers(groups, boxes.take(row), second, receiver))
+        exchange.append(make_exchange_transfers(groups, boxes.take(row), second, receiver))
         forwarded = []
         for stage in self._stages[1:]:
             at = np.flatnonzero(~is_direct & (forwards.stage == stage))
@@ -384,7 +384,7 @@ class StagedJob:
                 flows.receiver[end[at]] for end in (forwards.sender, forwards.receiver)
             )
             boxes_of_stage = boxes.take(forwards.row[at])
-            forwarded.append(fan_out_transfers(groups, boxes_of_stage, sender, receiver))
+            forwarded.append(make_fan_out_transfers(groups, boxes_of_stage, sender, receiver))
 
         # Elements that stay are copied in the exchange, whose transfers begin in source cells.
         staying = np.arange(len(flows.staying_group))
@@ -394,11 +394,11 @@ class StagedJob:
         boxes = find_boxes(groups, group, np.zeros_like(group), groups.elements[group])
         source = flows.staying_source[staying][boxes.of]
         target = flows.staying_target[staying][boxes.of]
-        exchange.append(exchange_transfers(groups, boxes, source, target))
+        exchange.append(make_exchange_transfers(groups, boxes, source, target))
         stages = (Transfers.joined(exchange), *forwarded)
         if rank is None:
             return stages
-        return tuple(transfers_of_slot(part, rank) for part in stages)
+        return tuple(select_slot(part, rank) for part in stages)
 
     @cached_property
     def _copies(self) -> tuple[IntArray, ...]:
@@ -535,7 +535,7 @@ class StagedJob:
             for stage in stages
             for of_item, size in zip(self._all_transfers, sizes, strict=True)
         ]
-        return transfers_part(transfers, self.topology, name)
+        return estimate_transfers(transfers, self.topology, name)
 
     @cached_property
     def _times(self) -> PipelineTimes:

@@ -38,7 +38,7 @@ from reshard.geometry.routes import find_needs
 from reshard.geometry.transfers import Transfers
 from reshard.geometry.verification import verify_transfers
 from reshard.layout import Layout
-from reshard.plans.estimates import check_topology, copies_of, transfers_part
+from reshard.plans.estimates import check_topology, estimate_transfers, find_copies
 from reshard.plans.run import run_changes
 from reshard.plans.source_selection import (
     POLICIES,
@@ -46,11 +46,11 @@ from reshard.plans.source_selection import (
     SenderAssignment,
     TensorGroup,
     assign_senders,
+    list_all_transfers,
+    list_rank_transfers,
     sent_bytes,
-    transfers_of_all,
-    transfers_of_rank,
 )
-from reshard.plans.tables import TensorKind, job_table
+from reshard.plans.tables import TensorKind, format_job
 from reshard.plans.traffic import Traffic
 from reshard.runs import IntArray
 from reshard.topology import Topology
@@ -274,7 +274,7 @@ class Job:
     @cached_property
     def transfers(self) -> JobTransfers:
         """The transfers of every tensor by name, including the elements that stay."""
-        return self._name_items(transfers_of_all(self.assignment, POLICIES[self.sources]))
+        return self._name_items(list_all_transfers(self.assignment, POLICIES[self.sources]))
 
     def for_rank(self, rank: int) -> JobTransfers:
         """Return the transfers to, within and from one rank, of every tensor.
@@ -289,7 +289,7 @@ class Job:
         1 -> 2 [3:6]
         """
         rank = check_int(rank, "rank", PlanError)
-        return self._name_items(transfers_of_rank(self.assignment, rank, POLICIES[self.sources]))
+        return self._name_items(list_rank_transfers(self.assignment, rank, POLICIES[self.sources]))
 
     def _name_items(self, groups: Iterable[GroupTransfers]) -> JobTransfers:
         return JobTransfers(tuple(item.name for item in self.items), groups)
@@ -391,11 +391,11 @@ class Job:
         copies = None
         if topology.overhead.counts_copies:
             copies = LocalCopies.joined(
-                copies_of(transfers, change.source, change.target, itemsize_bytes)
+                find_copies(transfers, change.source, change.target, itemsize_bytes)
                 for transfers, change, itemsize_bytes in groups
             )
         sizes = [(transfers, itemsize_bytes) for transfers, _, itemsize_bytes in groups]
-        part = transfers_part(sizes, topology, "exchange", copies)
+        part = estimate_transfers(sizes, topology, "exchange", copies)
         return Estimate((part,), topology.overhead.call_s)
 
     def run(
@@ -425,7 +425,7 @@ class Job:
             TensorKind(some, *key, transfers.get(key, Transfers.none(key[0].source.ndim)))
             for key, some in names.items()
         ]
-        return job_table(kinds, self.sent_bytes, self.received_bytes)
+        return format_job(kinds, self.sent_bytes, self.received_bytes)
 
     def __len__(self) -> int:
         return len(self.items)

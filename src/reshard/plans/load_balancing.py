@@ -238,9 +238,11 @@ def balanced_shares(
     unit = np.broadcast_to(np.asarray(unit_bytes, dtype=np.int64), (classes,))
     ranks = int(holder.max()) + 1 if len(holder) else 0
     groups = group_ranks(begin, holder, ranks)
-    shares = group_shares(demand_bytes, groups.set_begin, groups.set_group, groups.size, unit)
+    shares = balance_group_shares(
+        demand_bytes, groups.set_begin, groups.set_group, groups.size, unit
+    )
     of_class = np.repeat(np.arange(classes), np.diff(groups.set_begin))
-    parts = member_shares(shares, groups.set_group, groups.size, unit[of_class])
+    parts = divide_among_members(shares, groups.set_group, groups.size, unit[of_class])
     # `parts` are ordered by class and group; they are reordered to match `holder`.
     row, member = ragged_rows(groups.member_begin, groups.set_group)
     computed = np.lexsort((groups.member[member], of_class[row]))
@@ -250,7 +252,7 @@ def balanced_shares(
     return result
 
 
-def group_shares(
+def balance_group_shares(
     demand_bytes: IntArray, begin: IntArray, group: IntArray, size: IntArray, unit_bytes: IntArray
 ) -> IntArray:
     """Divide the demand of each class among groups of ranks, as `balanced_shares` does.
@@ -282,7 +284,7 @@ def group_shares(
     return shares
 
 
-def member_shares(
+def divide_among_members(
     shares: IntArray, group: IntArray, size: IntArray, unit_bytes: IntArray
 ) -> IntArray:
     """Divide the shares of groups among their members, row by row and member by member.
@@ -291,7 +293,7 @@ def member_shares(
     that got the remaining units of the previous row, so that within a group totals differ by at
     most one unit.
     >>> size, unit = np.array([3]), np.array([1, 1])
-    >>> member_shares(np.array([4, 4]), np.array([0, 0]), size, unit).tolist()
+    >>> divide_among_members(np.array([4, 4]), np.array([0, 0]), size, unit).tolist()
     [2, 1, 1, 1, 2, 1]
     """
     units, loose = np.divmod(shares, unit_bytes)

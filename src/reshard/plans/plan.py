@@ -20,10 +20,10 @@ from reshard.errors import LayoutError, PlanError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
-from reshard.plans.estimates import change_estimate
+from reshard.plans.estimates import estimate_change
 from reshard.plans.job import Job, JobItem
 from reshard.plans.run import run_change
-from reshard.plans.tables import plan_table
+from reshard.plans.tables import format_plan
 from reshard.runs import IntArray
 from reshard.sharding import ShardingSpec
 from reshard.topology import Topology
@@ -150,7 +150,7 @@ class Plan(Interned):
                 "dtype='bfloat16')"
             )
         if self.change.is_determined:
-            return change_estimate(self.change, self.dtype.itemsize_bytes, topology)
+            return estimate_change(self.change, self.dtype.itemsize_bytes, topology)
         return self.job.estimate(topology)
 
     def verify(self, transfers: Transfers | None = None) -> None:
@@ -178,7 +178,7 @@ class Plan(Interned):
         return run_change(self.change, shards, out, threads, self.dtype)
 
     def __str__(self) -> str:
-        return plan_table(self.change, self.transfers, self.dtype)
+        return format_plan(self.change, self.transfers, self.dtype)
 
     def __repr__(self) -> str:
         of = "" if self.dtype is None else f" {self.dtype.name}"

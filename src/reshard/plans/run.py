@@ -24,7 +24,7 @@ Array = TypeVar("Array")
 NamedChange = tuple[str, DType, LayoutChange]
 
 
-def copies_of_change(change: LayoutChange) -> TensorCopies:
+def make_copies(change: LayoutChange) -> TensorCopies:
     """Return the copies of a layout change, for the engine."""
     return TensorCopies(
         change.source,
@@ -78,7 +78,7 @@ def run_change(
     >>> whole.tolist()
     [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
-    (arrays,) = run([(copies_of_change(change), TensorArrays(shards, out, dtype))], threads)
+    (arrays,) = run([(make_copies(change), TensorArrays(shards, out, dtype))], threads)
     return arrays
 
 
@@ -110,7 +110,7 @@ def run_changes(
     >>> run_changes([("a", dtype("int8"), change)], {"a": {0: copy, 1: copy}})["a"][2].tolist()
     [1, 2, 3]
     """
-    copies = [(name, dtype, copies_of_change(change)) for name, dtype, change in changes]
+    copies = [(name, dtype, make_copies(change)) for name, dtype, change in changes]
     return _run_named(copies, arrays, out, threads)
 
 

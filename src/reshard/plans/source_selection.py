@@ -55,7 +55,12 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.routes import Needs
 from reshard.geometry.transfers import Transfers
 from reshard.layout import flat_range_boxes
-from reshard.plans.load_balancing import RankGroups, group_ranks, group_shares, member_shares
+from reshard.plans.load_balancing import (
+    RankGroups,
+    balance_group_shares,
+    divide_among_members,
+    group_ranks,
+)
 from reshard.runs import IntArray, distinct, ragged_arange, ragged_ranges, ragged_rows
 
 # Rounding cuts to whole boxes and rows may add a 64th to the maximum load.
@@ -292,9 +297,9 @@ def _divide(
     demand: IntArray, classes: _HolderClasses, rank_groups: RankGroups, unit: IntArray
 ) -> tuple[IntArray, IntArray, int]:
     """Return the senders in the order of the line, where each ends, and the rounding."""
-    shares = group_shares(demand, classes.begin, classes.rank_group, rank_groups.size, unit)
+    shares = balance_group_shares(demand, classes.begin, classes.rank_group, rank_groups.size, unit)
     of_class = np.repeat(np.arange(len(demand)), np.diff(classes.begin))
-    parts = member_shares(shares, classes.rank_group, rank_groups.size, unit[of_class])
+    parts = divide_among_members(shares, classes.rank_group, rank_groups.size, unit[of_class])
     _, member = ragged_rows(rank_groups.member_begin, classes.rank_group)
     sender = rank_groups.member[member]
     sends = parts > 0
@@ -479,7 +484,7 @@ def split_boxes(
     return np.array(rows, dtype=np.int64), boxes[:, :ndim], boxes[:, ndim:]
 
 
-def rounding_elements(shape: IntArray, rounding: int) -> IntArray:
+def find_rounding_elements(shape: IntArray, rounding: int) -> IntArray:
     """Return the number of elements to which cuts of boxes are rounded: shape `(boxes,)`.
 
     It is the size of the largest of the whole box, a row of its first dimension, of its second, ...
@@ -510,7 +515,7 @@ class GroupTransfers:
     first_element: IntArray
 
 
-def transfers_of_all(
+def list_all_transfers(
     assignment: SenderAssignment, find_senders: FindSenders | None
 ) -> Iterator[GroupTransfers]:
     """Yield the transfers of all ranks, by tensor group."""
@@ -533,7 +538,7 @@ def _select_everything(assignment: SenderAssignment) -> Selection:
     )
 
 
-def transfers_of_rank(
+def list_rank_transfers(
     assignment: SenderAssignment, rank: int, find_senders: FindSenders | None
 ) -> list[GroupTransfers]:
     """Return the transfers to, within and from a rank, by tensor group."""
@@ -698,7 +703,7 @@ class _BoxWriter:
         which = np.repeat(np.arange(len(of)), cuts)
         number = first[of][which] + ragged_arange(cuts)
         shape = self.shape[box[of]]
-        unit = rounding_elements(shape, assignment.rounding_bytes // itemsize)[which]
+        unit = find_rounding_elements(shape, assignment.rounding_bytes // itemsize)[which]
         unit_bytes = unit * itemsize
         cut = (assignment.cut[number] - position[of][which] + unit_bytes // 2) // unit_bytes * unit
         elements = self.elements[box[of]]

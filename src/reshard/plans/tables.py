@@ -1,6 +1,6 @@
 """The text of `print(plan)` and `print(job)`, and tables of layouts and of movements between ranks.
 
-`plan_table` and `job_table` list the moved elements, the lower bound, and the ranks with the
+`format_plan` and `format_job` list the moved elements, the lower bound, and the ranks with the
 largest loads. Movements are listed in a table that stays short however many ranks there are: a few
 transfers box by box, more of them by pairs of ranks, and more still by ranks that send and receive
 the same.
@@ -33,11 +33,11 @@ MAX_ROWS, _MAX_RANK_ROWS = 24, 12
 _MAX_KINDS, _NAME_WIDTH = 8, 40
 
 
-def layout_table(layouts: Mapping[str, Layout]) -> str:
+def format_layouts(layouts: Mapping[str, Layout]) -> str:
     """Return a table of the layouts of a tensor: ranks, parts of each dimension, and copies.
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2, y=3)
-    >>> print(layout_table({"source": reshard.spec(mesh, "x, -").layout((6, 8))}))
+    >>> print(format_layouts({"source": reshard.spec(mesh, "x, -").layout((6, 8))}))
             ranks  dim 0: 6  dim 1: 8  copies
     ------  -----  --------  --------  ------
     source  0-5    2 x 3     whole          3
@@ -98,13 +98,13 @@ def _count_copies(copies: Replicas) -> str:
     return f"{count[0]:,}..{count[-1]:,}"
 
 
-def busiest_text(loads: IntArray, ranks: Iterable[int]) -> str:
+def format_top_ranks(loads: IntArray, ranks: Iterable[int]) -> str:
     """Return the ranks with the largest load, and its ratio to the mean load of `ranks`.
 
     Args:
         loads: of each rank, shape `(ranks,)`.
         ranks: that could have a load.
-    >>> busiest_text(np.array([4, 6, 6, 0, 0]), range(4))
+    >>> format_top_ranks(np.array([4, 6, 6, 0, 0]), range(4))
     'ranks 1,2: 1.50 times the mean'
     """
     able = [rank for rank in ranks if rank < len(loads)]
@@ -116,7 +116,7 @@ def busiest_text(loads: IntArray, ranks: Iterable[int]) -> str:
     return f"{ranks_text(top, _TOP_RANKS_WIDTH)}: {largest * len(able) / total:.2f} times the mean"
 
 
-def movement_table(moving: Transfers, traffic: Traffic, max_rows: int = MAX_ROWS) -> str:
+def format_movements(moving: Transfers, traffic: Traffic, max_rows: int = MAX_ROWS) -> str:
     """Return a table of transfers between ranks, with at most `max_rows` rows.
 
     It lists boxes if they are few, else pairs of ranks, else ranks that send and receive the same.
@@ -129,7 +129,7 @@ def movement_table(moving: Transfers, traffic: Traffic, max_rows: int = MAX_ROWS
     >>> from reshard.geometry.layout_change import LayoutChange
     >>> half = Layout.flat_ranges((6,), {0: (0, 4), 1: (4, 6)})
     >>> moving = LayoutChange(half, Layout.replicated((6,), 2)).transfers.moving
-    >>> print(movement_table(moving, Traffic.of_transfers(moving, 2)))
+    >>> print(format_movements(moving, Traffic.of_transfers(moving, 2)))
     from  to  elements  box
     ----  --  --------  -----
        1   0         2  [4:6]
@@ -152,7 +152,7 @@ def movement_table(moving: Transfers, traffic: Traffic, max_rows: int = MAX_ROWS
             ("from", "to", "elements", "boxes"),
             "rrrr",
         )
-    return rank_table(traffic, max_rows)
+    return format_rank_loads(traffic, max_rows)
 
 
 def _format_numbers(rows: Sequence[Sequence[object]], headers: Sequence[str], align: str) -> str:
@@ -161,13 +161,15 @@ def _format_numbers(rows: Sequence[Sequence[object]], headers: Sequence[str], al
     return table(texts, headers, align)
 
 
-def rank_table(traffic: Traffic, max_rows: int = MAX_ROWS, dtype: DType | None = None) -> str:
+def format_rank_loads(
+    traffic: Traffic, max_rows: int = MAX_ROWS, dtype: DType | None = None
+) -> str:
     """Return a table of the amounts that ranks send and receive, with equal ranks in one row.
 
     Of more than `max_rows` kinds of ranks, those with the largest load are listed. With a dtype,
     amounts are in bytes.
     >>> ring = Traffic.gathered(3, np.arange(3), (np.arange(3) + 1) % 3, np.full(3, 7))
-    >>> print(rank_table(ring))
+    >>> print(format_rank_loads(ring))
     each of ranks  sends  to ranks  receives  from ranks
     -------------  -----  --------  --------  ----------
     0-2                7         1         7           1
@@ -199,13 +201,13 @@ def rank_table(traffic: Traffic, max_rows: int = MAX_ROWS, dtype: DType | None =
     return text
 
 
-def plan_table(change: LayoutChange, transfers: Transfers, dtype: DType | None = None) -> str:
+def format_plan(change: LayoutChange, transfers: Transfers, dtype: DType | None = None) -> str:
     """Return the text of `print(plan)`, in bytes if there is a dtype, else in elements.
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2, y=3)
     >>> source, target = (reshard.spec(mesh, text).layout((6, 6)) for text in ("x, y", "y, x"))
     >>> change = LayoutChange(source, target)
-    >>> print(plan_table(change, change.transfers).split("\\n\\n")[1])
+    >>> print(format_plan(change, change.transfers).split("\\n\\n")[1])
             ranks  dim 0: 6  dim 1: 6  copies
     ------  -----  --------  --------  ------
     source  0-5    2 x 3     3 x 2          1
@@ -237,12 +239,12 @@ def plan_table(change: LayoutChange, transfers: Transfers, dtype: DType | None =
     parts = [
         f"Plan of {of}{list(source.shape)} from {len(source.holders):,} to "
         f"{count_text(len(target.holders), 'rank')}",
-        layout_table({"source": source, "target": target}),
+        format_layouts({"source": source, "target": target}),
         body,
     ]
     if moved:
-        parts.append(rank_table(traffic, _MAX_RANK_ROWS, dtype))
-    parts.append(messages_text(len(moving), moving.source_slot, moving.target_slot))
+        parts.append(format_rank_loads(traffic, _MAX_RANK_ROWS, dtype))
+    parts.append(format_message_count(len(moving), moving.source_slot, moving.target_slot))
     return "\n\n".join(parts)
 
 
@@ -257,12 +259,12 @@ def _gather_row(gathered: int, moved: int) -> tuple[str, int, str]:
 
 def _busiest_row(role: str, loads: IntArray, ranks: tuple[int, ...]) -> tuple[str, int, str]:
     """Return the row of the largest load of senders or receivers."""
-    return (f"busiest {role}", int(loads.max(initial=0)), busiest_text(loads, ranks))
+    return (f"busiest {role}", int(loads.max(initial=0)), format_top_ranks(loads, ranks))
 
 
-def messages_text(transfers: int, sender: IntArray, receiver: IntArray) -> str:
+def format_message_count(transfers: int, sender: IntArray, receiver: IntArray) -> str:
     """Return the number of transfers and of messages; all transfers of a pair are one message.
-    >>> messages_text(5, np.array([0, 0, 1]), np.array([1, 1, 0]))
+    >>> format_message_count(5, np.array([0, 0, 1]), np.array([1, 1, 0]))
     '5 transfers in 2 messages, at most 1 from a rank and 1 to a rank'
     """
     if not len(sender):
@@ -303,7 +305,7 @@ class TensorKind(NamedTuple):
         return int(kept.elements.sum()) * self.dtype.itemsize_bytes
 
 
-def job_table(kinds: Sequence[TensorKind], sent_bytes: IntArray, received_bytes: IntArray) -> str:
+def format_job(kinds: Sequence[TensorKind], sent_bytes: IntArray, received_bytes: IntArray) -> str:
     """Return the text that `print(job)` shows, with a row for each kind of tensors.
 
     Args:
@@ -346,7 +348,7 @@ def job_table(kinds: Sequence[TensorKind], sent_bytes: IntArray, received_bytes:
         "",
         table(sizes, ("", "bytes", ""), "lrl"),
         "",
-        messages_text(
+        format_message_count(
             sum(map(len, moving)),
             np.concatenate([nothing, *(transfers.source_slot for transfers in moving)]),
             np.concatenate([nothing, *(transfers.target_slot for transfers in moving)]),

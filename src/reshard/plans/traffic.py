@@ -148,9 +148,9 @@ class RankKind(NamedTuple):
         return max(self.sends, self.receives)
 
 
-def busiest(amounts: IntArray) -> tuple[int, list[int]]:
+def find_top_ranks(amounts: IntArray) -> tuple[int, list[int]]:
     """Return the largest amount and the ranks that have it.
-    >>> busiest(np.array([3, 7, 7]))
+    >>> find_top_ranks(np.array([3, 7, 7]))
     (7, [1, 2])
     """
     largest = int(amounts.max(initial=0))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from reshard.geometry.transfers import Transfers
 from reshard.plans.plan import Plan
-from reshard.plans.traffic import Traffic, busiest
+from reshard.plans.traffic import Traffic, find_top_ranks
 from reshard.show.charts import across_hosts, heat_map, host_flows, host_traffic
 from reshard.show.labels import notes
 from reshard.show.regions import drawn_dimensions, origins
@@ -281,7 +281,7 @@ def movement_figures(
         Figure("transfers", count_text(transfers)),
     ]
     for word, amounts in (("sender", traffic.sent), ("receiver", traffic.received)):
-        most, ranks = busiest(amounts)
+        most, ranks = find_top_ranks(amounts)
         detail = ranks_text(ranks, 24) if ranks else ""
         figures.append(Figure(f"busiest {word}", amount_text(most), detail))
     return figures

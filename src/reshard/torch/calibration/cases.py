@@ -27,7 +27,7 @@ from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
-from reshard.plans.estimates import copies_of
+from reshard.plans.estimates import find_copies
 from reshard.sharding import ShardingSpec, spec
 
 SMALLEST_BYTES = 1 << 12
@@ -97,7 +97,7 @@ class Case:
         mine = [row for row, sender in enumerate(moves.source_slot.tolist()) if sender in counted]
         sent = moves.take(mine)
         pairs = set(zip(sent.source_slot.tolist(), sent.target_slot.tolist(), strict=True))
-        copies = copies_of(plan.transfers, plan.source, plan.target, _ITEM_BYTES)
+        copies = find_copies(plan.transfers, plan.source, plan.target, _ITEM_BYTES)
         ranks_in_all = max(plan.source.slots, plan.target.slots, max(ranks) + 1)
         copied, runs, combined = (
             int(sum(of_rank[rank] for rank in counted)) for of_rank in copies.by_rank(ranks_in_all)
