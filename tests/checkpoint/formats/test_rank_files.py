@@ -54,7 +54,7 @@ def test_other_names(name: str) -> None:
         (["rank0.pt", "rank2.pt"], "none of rank 1"),
         (["model_world_size_3_rank_0.pt", "model_world_size_3_rank_1.pt"], "none of rank 2"),
         (["model_world_size_1_rank_0.pt", "model_world_size_2_rank_0.pt"], "another save"),
-        (["model_world_size_1_rank_1.pt"], "say there are 1 ranks"),
+        (["model_world_size_1_rank_1.pt"], "and files of 1 ranks"),
         (["rank_0_of_2.pt"], "none of rank 1"),
         (["tp_rank_0_pp_rank_0.pt"], r"several axes \(tp, pp\), and their order is not known"),
         (["a_rank0.pt", "b_rank0.pt"], "under several names, 'a' and 'b'"),
