@@ -123,7 +123,11 @@ def test_steps_of_a_program_are_chosen() -> None:
     ("arguments", "why", "is_written"),
     [
         (("tp", "-", "--mesh", "tp=2", "--to-ranks", "2-3"), "on different devices", False),
-        (("RaggedShard(dims=(0,), local_units=(1, 3))", "tp", "--mesh", "tp=2"), "no mesh", False),
+        (
+            ("RaggedShard(dims=(0,), local_units=(1, 3))", "tp", "--mesh", "tp=2"),
+            "without a mesh",
+            False,
+        ),
         (("tp@cyclic1", "tp", "--mesh", "tp=2"), "no collectives within groups", True),
         (("tp@cyclic1", "tp", "--mesh", "tp=2", "--steps", "classical"), "allow an exch", True),
     ],
