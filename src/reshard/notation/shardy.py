@@ -248,7 +248,7 @@ def _read_mark(scanner: Scanner) -> tuple[str, str, list[Axis]]:
 
 
 def shardy_text(spec: ShardingSpec) -> str:
-    """Return the attribute that says a sharding, canonical. Its mesh stays apart, called by its
+    """Return the canonical attribute of a sharding. Its mesh is separate, and referred to by its
     name.
 
     Raises:

@@ -280,7 +280,7 @@ class _AssignmentBuilder:
     def written(
         self, number: int, ndim: int, numbers: Numbers
     ) -> tuple[ShardingSpec, AxisMapping | None]:
-        """Return what a rule says: over the mesh, or over the recipe's axes, and how those
+        """Parse a rule's spec: over the mesh, or over the recipe's axes, and how those
         are mapped.
         """
         text = fill_in(self.texts[number], self.config, numbers)

@@ -147,8 +147,7 @@ class CutName(NamedTuple):
         return self.name if self.member is None else f"{self.name}.{self.member}"
 
 
-@dataclass(frozen=True, slots=True)
-class ShardAnnotation:
+class ShardAnnotation(NamedTuple):
     """The names by which a dimension of a spec is sharded at one of its levels.
 
     Args:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,8 +77,7 @@ def check_cut(text: str, expected: str = "a cut rule such as ceil, pad128 or uni
         raise RecipeError(f"the cut {text!r} is not {expected}: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPlacement:
+class LayerPlacement(NamedTuple):
     """The coordinates of each thing along an axis of `parts` coordinates.
 
     `coordinates[n]` are those of thing number `n`.

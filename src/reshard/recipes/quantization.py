@@ -43,7 +43,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from reshard.errors import UncomputableError
@@ -224,8 +223,7 @@ _ACCEPTED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StoredDimension:
+class StoredDimension(NamedTuple):
     """The part of the logical weight that a dimension of a stored tensor covers.
 
     `indices` of it hold `elements` of the logical `dimension`, which is None if it is
@@ -241,8 +239,7 @@ class StoredDimension:
         return -(-length // self.elements) * self.indices
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
+class QuantizedWeight(NamedTuple):
     """A weight in several stored tensors.
 
     Attributes:
