@@ -110,6 +110,8 @@ def test_a_rule_counts_by_the_config() -> None:
     assert rule.applies({"tied": True}) and rule.applies({"tied": 1})
     assert not rule.applies({"tied": False}) and not rule.applies({}) and not rule.applies(None)
     assert Rule("a", "-").applies(None)
+    with pytest.warns(DeprecationWarning, match="Rule.counts is now applies"):
+        assert rule.counts({"tied": 1})
 
 
 def test_a_rule_counts_by_the_layer() -> None:

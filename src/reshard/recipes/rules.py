@@ -17,6 +17,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -167,6 +168,11 @@ class Rule:
         """Return whether `when` holds for a model and the numbers of a name."""
         condition = self.condition
         return condition is None or condition.holds(config, numbers)
+
+    def counts(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> bool:
+        """Return `applies`, under its former name."""
+        warnings.warn("Rule.counts is now applies", DeprecationWarning, stacklevel=2)
+        return self.applies(config, numbers)
 
     def __str__(self) -> str:
         return f"{self.pattern}={self.spec}"
