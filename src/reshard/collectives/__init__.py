@@ -1,10 +1,10 @@
 """Programs of collectives between two shardings: found, verified, estimated and run.
 
 search      `find_program`, start here
-program     the steps from a sharding to another, one after another
+program     the steps from a sharding to another, in sequence
 steps       the effect of each collective, and its groups of ranks
 estimates   the seconds of steps on a topology
-choice      a program or the direct exchange, for one tensor (`choose`) or many (`divide`)
+choice      a program or the direct exchange, for a tensor (`choose`) or many (`divide`)
 lowering    programs as modules of MLIR, Shardy and JAX
 """
 

@@ -1,10 +1,10 @@
-"""The choice between a program of collectives and the direct exchange, of one tensor or of many.
+"""The choice between a program of collectives and the direct exchange, of a tensor or of many.
 
 The exchange moves the fewest bytes. A program may move more bytes in fewer messages: the time of
 small tensors is mostly latency, that of large ones mostly bandwidth. `choose` estimates both on a
-topology and takes the faster one. If they are equal, it takes the program, because libraries tune
-collectives, except with gloo, where `reshard.torch` runs collectives as messages. `divide` decides
-for many tensors that move together.
+topology and takes the faster method. If they are equal, it takes the program, because libraries
+tune collectives, except with gloo, where `reshard.torch` runs collectives as messages. `divide`
+decides for many tensors that move together.
 
 An exchange is sent in rounds of limited size, so it fits into any memory; a program may not.
 Estimates sum integers, then multiply and add in a fixed order, and each operation is rounded in the
@@ -89,7 +89,7 @@ def choose(
     """Choose the faster of the program of collectives and the direct exchange.
 
     Args:
-        source, target: shardings of one tensor.
+        source, target: shardings of a tensor.
         shape: of the tensor.
         dtype: of its elements: a name, or a NumPy or torch dtype.
         topology: the hosts of the ranks, and the links.

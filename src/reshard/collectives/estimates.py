@@ -1,6 +1,6 @@
 """Estimates of the seconds of a program of collectives on a topology.
 
-Steps run one after another. The groups of a step run at the same time, and the slowest group
+Steps run in sequence. The groups of a step run at the same time, and the slowest group
 counts. Sizes are those of the rank with the most bytes: with shards of different sizes, a gather or
 reduce-scatter takes as long as if all were as large as the largest, to which libraries pad them.
 
@@ -123,13 +123,13 @@ def _estimate_messages(
 ) -> Part:
     name, itemsize_bytes = str(step), dtype.itemsize_bytes
     if isinstance(step, Slice):
-        # A slice between two steps is a view; the last one is copied into the target.
+        # A slice between two steps is a view; the last slice is copied into the target.
         if not is_last or not topology.overhead.counts_copies:
             return Part.nothing(name)
         whole = LayoutChange(step.source_layout, step.target_layout)
         return estimate_exchanges([whole], itemsize_bytes, topology, name, inside=inside)
     if isinstance(step, Permute):
-        # A rank receives one whole shard, as large as what its sender sends.
+        # A rank receives a whole shard, as large as what its sender sends.
         sent = step.received_elements * itemsize_bytes
         sender, receiver = np.array(step.pairs, dtype=np.int64).reshape(-1, 2).T
         copies = _find_permuted_copies(

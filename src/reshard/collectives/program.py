@@ -1,4 +1,4 @@
-"""Programs: the steps, one after another, that lead from a sharding to another."""
+"""Programs: the steps, in sequence, that lead from a sharding to another."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Program:
     steps: tuple[Step, ...]
 
     def __post_init__(self) -> None:
-        # Layouts are interned, so equal ones are one object.
+        # Layouts are interned, so equal layouts are the same object.
         layouts = [self.source.layout(self.shape)]
         for number, step in enumerate(self.steps):
             if step.source_layout is not layouts[-1]:
@@ -213,14 +213,14 @@ class Program:
         """Run the program on arrays in this process: `{rank: array}` to `{rank: array}`.
 
         Ranks without elements need no array. Writes to the arrays in `out` if given, with at most
-        `threads` threads, by default one per processor. Without reductions this is a single direct
-        copy, unless `stepwise` is set.
+        `threads` threads, by default as many as processors. Without reductions this is a single
+        direct copy, unless `stepwise` is set.
 
         Raises:
             ShardError: an array that is missing, has another shape or dtype, or is on a device;
                 an array of `out` that is read-only or shares memory with another.
             PlanError: if `stepwise`, a group that lacks elements that its ranks need.
-            UsageError: fewer than one thread.
+            UsageError: a number of threads below 1.
 
         >>> import numpy as np
         >>> from reshard import DeviceMesh, spec

@@ -1,7 +1,7 @@
-"""Plans and jobs: the direct exchange of one tensor, or of many tensors together.
+"""Plans and jobs: the direct exchange of a tensor, or of many tensors together.
 
-Start at `plan` (`reshard.plan`) and `job` (`reshard.Job`, a set of tensors); a plan is a job of one
-tensor.
+Start at `plan` (`reshard.plan`) and `job` (`reshard.Job`, a set of tensors); a plan is a job of a
+single tensor.
 Which elements move follows from the layouts (`reshard.geometry`). This package adds:
 
 source_selection    the sender of each element, with shares from `load_balancing`
@@ -10,7 +10,7 @@ hierarchical        staged jobs that send each byte to a host once: `element_gro
 rank_permutation    the assignment of ranks to the target that keeps most bytes in place
 schedule            messages, their order, batches and pipelines
 estimates, traffic  seconds, and bytes between ranks
-run                 execution on arrays in one process
+run                 execution on arrays in a process
 tables              the text of `print(plan)` and `print(job)`
 documents           versioned JSON documents; `serialization` has `to_json` and `from_json`
 """

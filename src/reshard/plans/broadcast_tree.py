@@ -12,9 +12,9 @@ divided among its receivers, and each of them forwards its fragment to the other
 
 1. A target cell whose slot holds the group keeps it.
 2. If ranks of a host hold it, they send it to the other cells of the host that need it.
-3. If no rank of a rack holds it, all cells of the rack that need it are one flow, sent by all
+3. If no rank of a rack holds it, all cells of the rack that need it are a single flow, sent by all
    holders. Otherwise the cells of each host that lacks it are a flow, sent from within the rack.
-4. With a wider `Reach`, hosts or racks that would each have a flow share a single one: the senders
+4. With a wider `Reach`, hosts or racks that would each have a flow share a single flow: the senders
    send it once instead of once for each of them.
 5. Contributions that are reduced are not forwarded, because a receiver has no memory to keep them
    separately: the senders send them to every receiver, host by host.
@@ -70,7 +70,7 @@ class Flows:
     """The flows of a plan as columns of shape `(flows,)`, in the order of groups.
 
     Flow `i` sends `group[i]` to its receivers, the target cells
-    `receiver[receiver_begin[i]:receiver_begin[i + 1]]`, one for each slot, sorted by rack, host and
+    `receiver[receiver_begin[i]:receiver_begin[i + 1]]`, in distinct slots, sorted by rack, host and
     slot. Its senders are source cells, listed in the same way. `is_inner` is whether the senders
     are on the host of all receivers, `is_alone` whether no other contribution is combined with the
     group. `staying_group`, `staying_source` and `staying_target` are the elements that stay.

@@ -286,7 +286,7 @@ class DocumentReader:
         return LayoutChange(source, target), dtype
 
     def mesh(self, value: Any, where: str) -> DeviceMesh:
-        """Read a mesh. Raises MeshError for an invalid one."""
+        """Read a mesh. Raises MeshError for an invalid mesh."""
         if not isinstance(value, dict):
             raise NotationError(f"{where}: {value!r} is not a JSON object")
         axes = self.field("axes", list, of=value)

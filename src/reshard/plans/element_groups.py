@@ -64,7 +64,7 @@ def find_regions(target: Layout, combines: tuple[tuple[int, ...], ...]) -> Regio
         PlanError: a part that contains an index of its dimension twice.
     """
     distinct = tuple(dict.fromkeys(combines))
-    # Contributions that combine the same sources need the same elements: they get one label.
+    # Contributions that combine the same sources need the same elements: they get the same label.
     label = np.array([distinct.index(sources) for sources in combines], dtype=np.int64)
     wanting = Layout(
         target.shape,

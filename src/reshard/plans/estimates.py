@@ -1,6 +1,6 @@
 """Estimates of the seconds that direct exchanges take, and of the local copies that they need.
 
-Slots are ranks. All pieces from a rank to another, of all tensors, are one message, and all
+Slots are ranks. All pieces from a rank to another, of all tensors, form a message, and all
 messages are sent at once (`reshard.cost.estimate`). If the topology's `Overhead` counts copies,
 packing and unpacking are added, as `reshard.torch` carries out messages.
 """

@@ -24,7 +24,7 @@ copies::
                     |    rank 0   |    rank 1    |
     other copies    |  w2          |  w3  |  w4  |
                     |  rank 4  |  rank 5 | rank 6|
-    fragments of w2 |------|---|..|     each has one rank of both lines
+    fragments of w2 |------|---|..|     each has a rank of either line
 
 5. A line is split into *stretches*: the flows of whole tensors, at least one of `_MAX_STRETCHES`
    parts of the line. Each stretch is divided in the proportions of the shares, so that all senders
@@ -174,7 +174,7 @@ def assign_copies(
         count, other_count = len(classes.senders), len(classes.other_senders)
         demand = np.zeros(count + other_count, dtype=np.int64)
         unit = np.ones(count + other_count, dtype=np.int64)
-        # Senders send a single copy if the others are forwarded, else one for each receiver.
+        # Senders send a single copy if the others are forwarded, else a copy for each receiver.
         times = np.where(is_relayed, 1, classes.receivers)[first]
         np.add.at(demand, first, size_bytes * times)
         np.maximum.at(unit, first, itemsize_bytes * times)

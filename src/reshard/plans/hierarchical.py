@@ -142,7 +142,7 @@ def make_exchange_transfers(
 def make_fan_out_transfers(
     groups: ElementGroups, boxes: FragmentBoxes, relay_cell: IntArray, target_cell: IntArray
 ) -> Transfers:
-    """Return the transfers of boxes, each from a target cell that has it to another one."""
+    """Return the transfers of boxes, each from a target cell that has it to another target cell."""
     relay_slot = groups.target.cell_slot[relay_cell]
     target_slot = groups.target.cell_slot[target_cell]
     return Transfers(
@@ -360,7 +360,7 @@ class StagedJob:
         return begin + np.flatnonzero(mine)
 
     def _expand(self, number: int, chosen: IntArray, rank: int | None) -> StageTransfers:
-        """Write out fragments as boxes, of all ranks or of one `rank`."""
+        """Write out fragments as boxes, of all ranks, or of `rank` only."""
         item = self.job.items[number]
         groups, flows = self._find_parts(item)
         columns = self.fragments
@@ -507,7 +507,7 @@ class StagedJob:
 
         Raises:
             PlanError: elements are missing, duplicated, misplaced, sent by a rank that does not
-                hold them, or forwarded by one that has not received them.
+                hold them, or forwarded by a rank that has not received them.
         """
         for number, item in enumerate(self.job.items):
             try:
@@ -520,7 +520,7 @@ class StagedJob:
         return [self.transfers(number) for number in range(len(self.job.items))]
 
     def estimate(self) -> Estimate:
-        """Estimate the seconds of all stages, one after another, see `reshard.cost`.
+        """Estimate the seconds of all stages, in sequence, see `reshard.cost`.
 
         Raises LayoutError for a link of unknown speed.
         """

@@ -1,7 +1,7 @@
 """A job: a set of tensors that are moved together.
 
 A `Job` lists `JobItem`s: tensors, each with its change of layouts and the addresses of its shards.
-Tensors with equal layouts share one `LayoutChange`, so a job of thousands of tensors is planned as
+Tensors with equal layouts share a `LayoutChange`, so a job of thousands of tensors is planned as
 often as it has distinct changes. Senders, bytes and the digest belong to the job because they
 depend on all tensors together.
 
@@ -153,7 +153,7 @@ class JobTransfers(Mapping[str, Transfers]):
         return len(self._rows)
 
     def shared(self) -> dict[str, Transfers]:
-        """Return the transfers of every tensor, as one object for tensors with equal transfers."""
+        """Return the transfers of every tensor; equal transfers are the same object."""
         result: dict[str, Transfers] = {}
         for group in self.groups:
             # A rank may have no transfers in a group.
@@ -277,7 +277,7 @@ class Job:
         return self._name_items(list_all_transfers(self.assignment, POLICIES[self.sources]))
 
     def for_rank(self, rank: int) -> JobTransfers:
-        """Return the transfers to, within and from one rank, of every tensor.
+        """Return the transfers to, within and from a rank, of every tensor.
 
         Raises PlanError for a negative rank, or if no source rank holds an element.
 
@@ -406,8 +406,8 @@ class Job:
     ) -> dict[str, dict[int, Any]]:
         """Run the job on arrays in this process: `{name: {rank: array}}` to the same.
 
-        Writes to the arrays in `out` if given, with at most `threads` threads, by default one
-        per processor. See `reshard.plans.run.run_changes`.
+        Writes to the arrays in `out` if given, with at most `threads` threads, by default
+        as many as processors. See `reshard.plans.run.run_changes`.
         """
         changes = [(item.name, item.dtype, item.change) for item in self.items]
         return run_changes(changes, arrays, out, threads)

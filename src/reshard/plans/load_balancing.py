@@ -144,7 +144,7 @@ def move_units(
     rows_of_group: list[list[int]] = [[] for _ in load]
     rows_of_class: dict[int, list[int]] = {}
     for row, (c, g) in enumerate(zip(of_class.tolist(), group.tolist(), strict=True)):
-        # `load` is a group's total; one member sends that divided by the size, rounded up.
+        # `load` is a group's total; a member sends that divided by the size, rounded up.
         load[g] += share[row]
         rows_of_group[g].append(row)
         rows_of_class.setdefault(c, []).append(row)

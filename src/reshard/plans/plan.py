@@ -172,8 +172,8 @@ class Plan(Interned):
     ) -> dict[int, Array]:
         """Run the plan on arrays in this process: `{rank: array}` to `{rank: array}`.
 
-        Writes to the arrays in `out` if given, with at most `threads` threads, by default one
-        per processor. See `reshard.plans.run.run_change`.
+        Writes to the arrays in `out` if given, with at most `threads` threads, by default
+        as many as processors. See `reshard.plans.run.run_change`.
         """
         return run_change(self.change, shards, out, threads, self.dtype)
 

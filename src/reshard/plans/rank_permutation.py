@@ -12,7 +12,7 @@ ranks can be assigned to positions anew, for all tensors of a job together::
 1. A matrix, summed over tensors, has the bytes that rank `i` holds of position `j`'s elements
    (`LayoutChange.overlap_elements`).
 2. The best assignment is a linear assignment (Kuhn 1955; solved by scipy, after Crouse 2016).
-   Among assignments that keep the same bytes, the one that moves the fewest ranks is taken.
+   Among assignments that keep the same bytes, that with the fewest moved ranks is taken.
 3. With a topology, the positions of each host go to ranks of that host. If whole hosts may be
    exchanged, hosts are assigned first: by the bytes that must be sent into them, then by the bytes
    that the best assignment within them keeps.
@@ -233,7 +233,7 @@ def _assign_within_hosts(
     topology: Topology,
     exchange_hosts: bool,
 ) -> dict[int, int]:
-    """Return the rank of each position, such that positions on the same host stay on one host."""
+    """Return the rank of each position, such that positions stay with those of their host."""
     groups, homes = _group_by_host(positions, topology), _group_by_host(ranks, topology)
     if not exchange_hosts:
         home_of = {host: host for host in groups}

@@ -1,4 +1,4 @@
-"""Execution of plans and jobs on arrays in one process.
+"""Execution of plans and jobs on arrays in a process.
 
 Nothing is sent between the arrays of a process, so the result depends only on the two layouts: a
 rank keeps the elements that it holds, and the others are copied from any rank that holds them. A
@@ -52,8 +52,8 @@ def run_change(
         out: arrays to write to, one for every non-empty target slot: of its local shape, and of
             the dtype and library of the sources. By default new arrays are allocated, which takes
             about twice as long, and more if a virtual machine has to get memory from its host.
-        threads: the maximum number of threads; by default one per processor. The result does not
-            depend on it.
+        threads: the maximum number of threads; by default as many as processors. The result does
+            not depend on it.
         dtype: that the arrays must have, or None for any.
 
     Returns:
@@ -63,7 +63,7 @@ def run_change(
         ShardError: an array that is missing, has another shape or dtype, or is on a device; an
             array of `out` that is read-only or shares memory with another.
         PlanError: an element that no source slot holds.
-        UsageError: fewer than one thread.
+        UsageError: a number of threads below 1.
 
     >>> import numpy as np
     >>> from reshard import DeviceMesh, spec
@@ -94,13 +94,13 @@ def run_changes(
         changes: the name, the dtype and the change of every tensor.
         arrays: the array of every tensor and every non-empty source rank.
         out: arrays to write to, for every tensor and target rank, as in `run_change`.
-        threads: the maximum number of threads for all tensors; by default one per processor.
+        threads: the maximum number of threads for all tensors; by default as many as processors.
 
     Raises:
         ShardError: a tensor or an array that is missing, or has another shape or dtype; an
             array of `out` that is read-only or shares memory with another.
         PlanError: an element that no source slot holds.
-        UsageError: fewer than one thread.
+        UsageError: a number of threads below 1.
 
     >>> import numpy as np
     >>> from reshard import Layout

@@ -121,12 +121,12 @@ def group_pieces(
     """
     large_bytes = min(LARGE_PIECE_BYTES, message_bytes)
     if len(sizes_bytes) == 1:
-        # A job of a single tensor usually has one piece for each other rank.
+        # A job of a single tensor usually has a piece for each other rank.
         return ([], [0]) if sizes_bytes[0] >= large_bytes else ([[0]], [])
     sizes = np.array(sizes_bytes, dtype=np.int64)
     is_large = sizes >= large_bytes
     small = np.flatnonzero(~is_large)
-    # The begin and end of each small piece if all are packed one after another.
+    # The begin and end of each small piece if all are packed in sequence.
     begin = np.concatenate(([0], np.cumsum(align(sizes[small]))))
     end = begin[:-1] + sizes[small]
     together: list[list[int]] = []
@@ -179,7 +179,7 @@ def are_cut_alike(change: LayoutChange) -> bool:
         senders.add((receiver, order, int(rows.source_slot[row])))
     orders = len(set(rows.order.tolist()))
     is_alike = all(list(of.values()) == [of[min(of)]] * orders for of in boxes.values())
-    # For each receiver, contributions and senders correspond one to one.
+    # For each receiver, contributions and senders are in bijection.
     by_order = {(receiver, order) for receiver, order, _ in senders}
     by_sender = {(receiver, sender) for receiver, _, sender in senders}
     return is_alike and len(by_order) == len(by_sender) == len(senders)
@@ -245,7 +245,7 @@ def count_parts(rest_s: float, latency_s: float) -> int:
 
 
 def divide_spans(sizes: Sequence[int], parts: int) -> Iterator[PipelineSpan]:
-    """Yield the spans of tensors of given sizes, one after another in `parts` parts."""
+    """Yield the spans of tensors of given sizes, in sequence in `parts` parts."""
     total, before = max(sum(sizes), 1), 0
     for size in sizes:
         first = min(before * parts // total, parts - 1)
@@ -351,7 +351,7 @@ class PipelineTimes:
 
     @classmethod
     def of(cls, estimate: Estimate, across: Part) -> PipelineTimes:
-        """Return the times of stages that were estimated one after another.
+        """Return the times of stages that were estimated in sequence.
 
         All stages between hosts share the links of the ranks: `across` is the estimate of them
         together. The last stage is within hosts.

@@ -25,10 +25,10 @@ holders of a need take turns (`find_turns`), independently of other tensors and 
 after the existing ones. Any other policy is a function that returns the holder that sends each row
 to each receiver, the same on all ranks.
 
-Then the transfers are written out, of all ranks or of one rank:
+Then the transfers are written out, of all ranks or of a single rank:
 
-1. Select rows and receivers: for all ranks, every row with every rank of its rank group; for one
-   rank, the rows of its rank group, and the rows that it sends.
+1. Select rows and receivers: for all ranks, every row with every rank of its rank group; for a
+   single rank, the rows of its rank group, and the rows that it sends.
 2. Expand each row to boxes, the product of the pieces of its pairs.
 3. Find the sender of each box by its position on the line. A box that contains a cut is sent in
    parts. The cut is moved to the nearest end of the box, or of one of its rows, within
@@ -102,7 +102,7 @@ class DemandRanges:
     """Classes with the rank groups that lack them, as columns in the order of the line.
 
     The rows of range `p` are `row[row_begin[p]:row_begin[p + 1]]`. Each receiver takes
-    `receiver_bytes`; the first one's begin at `begin`, the last one's end at `stop`.
+    `receiver_bytes`; those of the first begin at `begin`, those of the last end at `stop`.
     """
 
     rank_group: IntArray

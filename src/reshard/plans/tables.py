@@ -164,7 +164,7 @@ def _format_numbers(rows: Sequence[Sequence[object]], headers: Sequence[str], al
 def format_rank_loads(
     traffic: Traffic, max_rows: int = MAX_ROWS, dtype: DType | None = None
 ) -> str:
-    """Return a table of the amounts that ranks send and receive, with equal ranks in one row.
+    """Return a table of the amounts that ranks send and receive, with equal ranks in a row.
 
     Of more than `max_rows` kinds of ranks, those with the largest load are listed. With a dtype,
     amounts are in bytes.
@@ -263,7 +263,7 @@ def _busiest_row(role: str, loads: IntArray, ranks: tuple[int, ...]) -> tuple[st
 
 
 def format_message_count(transfers: int, sender: IntArray, receiver: IntArray) -> str:
-    """Return the number of transfers and of messages; all transfers of a pair are one message.
+    """Return the number of transfers and of messages; all transfers of a pair are a message.
     >>> format_message_count(5, np.array([0, 0, 1]), np.array([1, 1, 0]))
     '5 transfers in 2 messages, at most 1 from a rank and 1 to a rank'
     """

@@ -25,7 +25,7 @@ text. Steps become operations::
     all-reduce        shard.all_reduce
 
 A dimension that its axes do not divide is sharded by ceil, with padding: every process has a shard
-as large as the first. A tensor is copied into a longer one before it is sliced
+as large as the first. A tensor is copied into a longer tensor before it is sliced
 (`tensor.insert_slice`), and truncated after it is gathered (`tensor.extract_slice`). The dialect
 has whole mesh axes, so an axis of which a part is used becomes two axes of the grid. Its shardings
 have no partial axes: a contribution is written as an ordinary shard, and only the reductions show

@@ -21,9 +21,9 @@ before it is sliced::
     10 over x=4 to 10           0 1 2 3 4 5 6 7 8 9 . .     truncated to 10
     10 to 10 over x=4           0 1 2 3 4 5 6 7 8 9         padded to 12
 
-If `n` new parts together are as long as the old one, each begins at the right index. If they are
+If `n` new parts together are as long as the old part, each begins at the right index. If they are
 longer, they begin at wrong indices in every old part but the first, and all of the tensor must be
-in the first one (`lines_up`).
+in the first old part (`lines_up`).
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def ceil_shape(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
 def check_ceil(where: str, system: str, spec: ShardingSpec, shape: tuple[int, ...]) -> None:
     """Raise NotationError for a sharding with other shards than a single level by ceil.
 
-    Several levels are equal to a single one if the sizes divide.
+    Several levels are equal to a single level if the sizes divide.
     """
     for dim, cut in enumerate(spec.dim_specs):
         is_flat = len(cut.levels) < 2 or shape[dim] % parts_of(spec, dim) == 0

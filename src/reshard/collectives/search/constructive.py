@@ -230,7 +230,7 @@ def placements(
             for chosen in itertools.permutations(units)
             for where in itertools.combinations_with_replacement(range(dims), len(units))
         )
-    # Too many orders: a single one is tried, with every choice of dimensions.
+    # Too many orders: a single order is tried, with every choice of dimensions.
     elif dims ** len(units) <= MAX_PLACEMENTS:
         ways = (
             tuple(zip(units, where, strict=True))

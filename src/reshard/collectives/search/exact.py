@@ -339,7 +339,7 @@ class _Search:
                     yield scattered, step_cost(problem, state, scattered), False
             combined = state._replace(partial=left)
             yield combined, step_cost(problem, state, combined), False
-        # Two consecutive rearrangements are equal to one.
+        # Two consecutive rearrangements are equal to a single rearrangement.
         if problem.steps == JOINT and not was_rearranged and space.shape:
             state_table = self.state_table(state.prime_mesh, state.used)
             for after, cost in self._choose_states(state_table, None, state, limit):
@@ -373,7 +373,7 @@ class _Search:
         dims = range(len(space.shape))
         parts = tuple(space.parts(state, dim) for dim in dims)
         count = math.prod(parts)
-        # Contributions are along axes of one prime mesh, so a partial state stays on its mesh.
+        # Contributions are along axes of a single prime mesh, so a partial state stays on its mesh.
         prime_meshes = range(len(space.prime_meshes)) if not state.partial else [state.prime_mesh]
         for number in prime_meshes:
             prime_mesh = space.prime_meshes[number]
@@ -404,8 +404,8 @@ class _Search:
         prime_mesh = space.prime_meshes[state.prime_mesh]
         free_size = math.prod(map(prime_mesh.size, free))
         for dim, length in enumerate(space.shape):
-            # Even parts nest, so slicing by one axis at a time reaches every cut. Uneven parts do
-            # not: dividing twice by ceil gives other parts than dividing once.
+            # Even parts nest, so slicing by a single axis at a time reaches every cut. Uneven parts
+            # do not: dividing twice by ceil gives other parts than dividing once.
             is_uneven = length % (space.parts(state, dim) * free_size) > 0
             stack = [(state.cuts[dim], prime) for prime in free]
             while stack:
@@ -471,7 +471,7 @@ def _replace_cut(state: State, dim: int, cut: Cut) -> State:
 
 
 def exact_outcome(problem: Problem, budget: int | None = DEFAULT_BUDGET) -> Outcome:
-    """Return the cheapest path, or the best known one when the budget is exhausted.
+    """Return the cheapest path, or the best known path when the budget is exhausted.
 
     A `budget` of None is no limit.
     """

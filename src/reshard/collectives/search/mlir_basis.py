@@ -122,7 +122,7 @@ def _take_step(dims: Dims, wanted: Dims) -> Dims:
         ordered = wanted[dim][: len(dims[dim])]
         if set(ordered) == set(dims[dim]):
             return _replace_some(dims, {dim: ordered})
-    # 4. The axes block one another: gather one.
+    # 4. The axes block one another: gather an axis.
     if unfinished:
         return _replace_some(dims, {unfinished[-1]: dims[unfinished[-1]][:-1]})
     return wanted

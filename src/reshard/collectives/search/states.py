@@ -66,7 +66,7 @@ class PrimeMesh:
 
     Args:
         mesh: the devices; ranks are numbered here by their index in `ranks`.
-        boundaries: ascending, from 1 to the mesh's size, each a multiple of the previous one.
+        boundaries: ascending, from 1 to the mesh's size, each a multiple of the preceding boundary.
         first: the number of the first prime axis, so that several prime meshes have distinct ones.
         has_whole_axes: whether each interval between boundaries is a single axis of any size.
 
@@ -301,7 +301,7 @@ class GroupIntervals:
 
 
 class Space:
-    """The shardings of one tensor over some prime meshes, with their boxes."""
+    """The shardings of a tensor over some prime meshes, with their boxes."""
 
     def __init__(self, prime_meshes: Sequence[PrimeMesh], shape: Sequence[int]) -> None:
         self.prime_meshes = tuple(prime_meshes)

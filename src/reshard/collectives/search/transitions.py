@@ -11,7 +11,7 @@ of each dimension, so the elements that it holds are found dimension by dimensio
 
 `name_step` returns the simplest legal collective between two states, `step_cost` the elements that
 arrive. A search moves axes part by part, and finds any of several programs that move as much.
-`join_steps` replaces several steps by one that moves no more::
+`join_steps` replaces several steps by a single step that moves no more::
 
     x / 4 rows over 2, then 2       slice(x:(1)2), slice(x:(2)2)      becomes    slice(x)
     a sum in three steps            reduce-scatter, all-reduce, all-gather       all-reduce
@@ -193,10 +193,11 @@ def path_cost(problem: Problem, path: Path) -> int:
 def join_steps(problem: Problem, path: Path) -> Path:
     """Return the states of a path that remain when steps are joined.
 
-    From each state of a path, every later one is tried: a legal step of an allowed kind that costs
-    at most as much as the path between them replaces that part of the path. Among the resulting
-    programs, one with the fewest steps is returned, found from the end to the beginning. All its
-    states are states of the path, so no shard is larger than before.
+    From each state of a path, every later state is tried: a legal step of an allowed kind that
+    costs at most as much as the path between them replaces that part of the path. Among the
+    resulting programs, that with the fewest steps is returned, found from the end to the
+    beginning. All its states are states of the path, so no shard is larger than before.
+
     >>> from reshard.collectives.search.states import make_problem
     >>> from reshard.collectives.search.states import State
     >>> from reshard.mesh import DeviceMesh
