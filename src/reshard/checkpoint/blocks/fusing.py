@@ -138,7 +138,7 @@ def fuse_members(name: str, fusion: Fusion, members: Sequence[StoredTensor]) -> 
 
 
 def slice_rows(tensor: StoredTensor, rows: int) -> StoredTensor:
-    """The first `rows` of a tensor, bound to the same bytes.
+    """Return the first `rows` of a tensor, bound to the same bytes.
 
     Raises:
         RecipeError: more than `MAX_BOXES` boxes.

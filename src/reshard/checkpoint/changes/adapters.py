@@ -112,11 +112,11 @@ class MergedWeight(_Merged):
     @property
     def sources(self) -> tuple[StoredTensor, ...]:
         """The weight, and the tensors of each change."""
-        return (self.base, *(one for change in self.changes for one in change.sources))
+        return (self.base, *(tensor for change in self.changes for tensor in change.sources))
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
         """Return the bytes of a box of the weight, and of the whole adapters."""
-        adapters = (math.prod(one.shape) * one.dtype.itemsize_bytes for one in self.sources[1:])
+        adapters = (math.prod(t.shape) * t.dtype.itemsize_bytes for t in self.sources[1:])
         return (box.elements * self.base.dtype.itemsize_bytes, *adapters)
 
     def fill(self, box: Box, out: NDArray[np.generic], read: ReadBox) -> CastCounts:
@@ -129,18 +129,18 @@ class MergedWeight(_Merged):
 
     def _read_factors(self, read: ReadBox) -> list[list[NDArray[np.float32]]]:
         """Return each change's A `(rank, in)`, B `(out, rank)` and magnitude `(out)`."""
-        found: list[list[NDArray[np.float32]]] = []
+        factors: list[list[NDArray[np.float32]]] = []
         source = 1
         for change in self.changes:
             parts: list[NDArray[np.float32]] = []
-            for one in change.sources:
-                bare = read(source, Box((0,) * len(one.shape), one.shape)).reshape(-1)
-                parts.append(as_float32(bare, one.dtype))
+            for tensor in change.sources:
+                bare = read(source, Box((0,) * len(tensor.shape), tensor.shape)).reshape(-1)
+                parts.append(as_float32(bare, tensor.dtype))
                 source += 1
             parts[0] = parts[0].reshape(change.rank, -1)
             parts[1] = parts[1].reshape(-1, change.rank)
-            found.append(parts)
-        return found
+            factors.append(parts)
+        return factors
 
     def _merge(
         self,
@@ -156,7 +156,7 @@ class MergedWeight(_Merged):
         rows, columns = _find_ranges(box, self.shape)
         base = bare.reshape(rows.stop - rows.start, -1)
         target = out.reshape(base.shape)
-        rank = max((one.rank for one in self.changes), default=1)
+        rank = max((change.rank for change in self.changes), default=1)
         wide = max(1, min(base.shape[1], _FACTOR // rank))
         high = max(1, _PRODUCT // wide)
         for top in range(0, base.shape[0], high):
@@ -167,8 +167,10 @@ class MergedWeight(_Merged):
                 at_columns = range(first, min(first + wide, columns.stop))
                 piece = np.ascontiguousarray(base[inside])
                 for number in range(changes):
-                    piece, found = self._apply(number, piece, at_rows, at_columns, factors[number])
-                    counts += found
+                    piece, cast_counts = self._apply(
+                        number, piece, at_rows, at_columns, factors[number]
+                    )
+                    counts += cast_counts
                 target[inside] = piece
         return counts
 
@@ -299,7 +301,7 @@ class MergedBias(_Merged):
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
         """Return the bytes of the same box of each source."""
-        return tuple(box.elements * one.dtype.itemsize_bytes for one in self.sources)
+        return tuple(box.elements * tensor.dtype.itemsize_bytes for tensor in self.sources)
 
     def fill(self, box: Box, out: NDArray[np.generic], read: ReadBox) -> CastCounts:
         """Write the box's elements, rounded after each change."""
@@ -359,13 +361,13 @@ class _Merge:
             name: _in_any_folder(checkpoint, tensor) for name, tensor in checkpoint.tensors.items()
         }
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        found = LowRankAdapters(shapes, {"adapter_config": config})
+        low_rank = LowRankAdapters(shapes, {"adapter_config": config})
         saved = {name for name in tensors if _BASE_LAYER in name}
         for name in sorted(saved):
-            self._take_base(checkpoint, found.base_name(name), tensors[name])
-        for weight, members in found.members.items():
+            self._take_base(checkpoint, low_rank.base_name(name), tensors[name])
+        for weight, members in low_rank.members.items():
             self._add_matrices(checkpoint, config, weight, members, tensors)
-        inside = saved | {n for members in found.members.values() for n in members.values()}
+        inside = saved | {n for members in low_rank.members.values() for n in members.values()}
         for name, tensor in tensors.items():
             if name not in inside:
                 if ".lora_" in name or "trainable_tokens" in name:
@@ -373,7 +375,7 @@ class _Merge:
                         f"{checkpoint.folder} has {name!r}, a kind of change that cannot be "
                         "merged; merge it with PEFT"
                     )
-                self._replace(found.base_name(name), tensor)
+                self._replace(low_rank.base_name(name), tensor)
         self.adapters.append(checkpoint)
 
     def _check_config(self, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
@@ -564,15 +566,15 @@ def _finish(
     if merge.added:
         notes.append(f"not in the base, added from an adapter: {', '.join(merge.added[:5])}")
     checksums = (
-        dataclasses.replace(one, is_read_once=one.is_read_once and one.tensor not in read)
-        for one in base.checksums
+        dataclasses.replace(entry, is_read_once=entry.is_read_once and entry.tensor not in read)
+        for entry in base.checksums
     )
     return dataclasses.replace(
         base,
         tensors=tensors,
         files=tuple(files),
         identities=identities,
-        checksums=tuple(one for one in checksums if one.tensor not in merge.replaced),
+        checksums=tuple(entry for entry in checksums if entry.tensor not in merge.replaced),
         notes=(*base.notes, *notes),
     )
 

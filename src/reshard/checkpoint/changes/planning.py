@@ -132,7 +132,7 @@ def find_unscaled(
     columns = TensorColumns.of(checkpoint.tensors)
     if not _may_have_codes(columns):
         return {}
-    types = {name: one.name for name, one in types_of(columns).items() if name not in kept}
+    types = {name: element.name for name, element in types_of(columns).items() if name not in kept}
     dims = {name: len(shape) for name, shape in shapes_of(columns).items()}
     codes = list_codes(types, dims, is_quantized=is_quantized or bool(quantization_config(config)))
     return find_missing_scales(codes, types)
@@ -210,7 +210,7 @@ class _Change:
     def check_scales(self, allow: Iterable[str]) -> None:
         """Raise RecipeError for tensors of codes without scales."""
         self.lacking = find_unscaled(self.checkpoint, self.config, self.kept)
-        types = {name: one.name for name, one in types_of(self.checkpoint.tensors).items()}
+        types = {name: element.name for name, element in types_of(self.checkpoint.tensors).items()}
         dims = {name: len(shape) for name, shape in shapes_of(self.checkpoint.tensors).items()}
         codes = list_codes(types, dims, is_quantized=bool(self.weights))
         for name in codes:
@@ -239,7 +239,7 @@ class _Change:
         computed: Mapping[str, ComputedTensor] = self.computed
         if is_other or self.weights or self.computed:
             kept = self._change_each(dequantize, quantize is not None)
-            is_quantized = any(isinstance(one, Float8Weight) for one in self.computed.values())
+            is_quantized = any(isinstance(t, Float8Weight) for t in self.computed.values())
             check_used(
                 f"quantize={quantize!r}",
                 quantize is None or is_quantized,
@@ -261,9 +261,9 @@ class _Change:
         """Cast kind by kind; return the casts and the names of tensors kept wide on purpose."""
         stored = TensorColumns.of(self.checkpoint.tensors)
         types = [kind.dtype for kind in stored.kinds]
-        may_be = stored.by_kind([self._is_cast(one) for one in types]).astype(bool)
+        may_be = stored.by_kind([self._is_cast(element) for element in types]).astype(bool)
         may_be[stored.rows([name for name in self.kept if name in stored])] = False
-        stays = stored.by_kind([self._stays_wide(one) for one in types]).astype(bool)
+        stays = stored.by_kind([self._stays_wide(element) for element in types]).astype(bool)
         kept = list(itertools.compress(stored.names, (may_be & stays).tolist()))
         return CastColumns(stored, may_be & ~stays, to), kept
 
@@ -348,11 +348,11 @@ class _Change:
         """Return config.json with the new type."""
         if self.config is None:
             return None
-        found = dict(self.config)
-        texts = found.get("text_config")
+        config = dict(self.config)
+        texts = config.get("text_config")
         if isinstance(texts, Mapping):
-            found["text_config"] = self._with_dtype(texts)
-        return self._with_dtype(found)
+            config["text_config"] = self._with_dtype(texts)
+        return self._with_dtype(config)
 
     def _with_dtype(self, config: Mapping[str, Any]) -> dict[str, Any]:
         name = self.dtype.name if self.dtype else None
@@ -360,26 +360,26 @@ class _Change:
 
     def _make_config(self, quantize: str | None) -> dict[str, Any] | None:
         """Return config.json with or without `quantization_config`."""
-        found = self._make_plain_config()
-        if found is None:
+        config = self._make_plain_config()
+        if config is None:
             return None
         # It describes the codes that remain, if any do.
         if not self.lacking:
-            found = _without_quantization(found)
+            config = _without_quantization(config)
         if quantize is not None:
             others = [
                 name.removesuffix(".weight")
                 for name, tensor in self.checkpoint.tensors.items()
                 if name.endswith(".weight") and len(tensor.shape) == 2 and not _is_matrix(tensor)
             ]
-            found["quantization_config"] = {
+            config["quantization_config"] = {
                 "quant_method": "fp8",
                 "fmt": "e4m3",
                 "activation_scheme": "dynamic",
                 "weight_block_size": [BLOCK, BLOCK],
                 "modules_to_not_convert": others,
             }
-        return found
+        return config
 
     def _finish(
         self,
@@ -390,7 +390,7 @@ class _Change:
         old = self.checkpoint
         read: Collection[str] = computed.keys()
         if not isinstance(computed, CastColumns):
-            read = {one.name for made in computed.values() for one in made.sources}
+            read = {source.name for tensor in computed.values() for source in tensor.sources}
         rewritten, carried = {}, old.carried
         # A config that is not copied, because it is a foreign link, is not written either.
         is_copied = "config.json" not in dict(old.left_out)
@@ -400,8 +400,8 @@ class _Change:
             carried = tuple(name for name in carried if name != _MODELOPT_CONFIG)
         # Boxes of the sources of computed tensors may be read repeatedly, or in part.
         checksums = (
-            dataclasses.replace(one, is_read_once=one.is_read_once and one.tensor not in read)
-            for one in old.checksums
+            dataclasses.replace(entry, is_read_once=entry.is_read_once and entry.tensor not in read)
+            for entry in old.checksums
         )
         changed = dataclasses.replace(
             old,
@@ -436,10 +436,10 @@ def _is_matrix(tensor: StoredTensor) -> bool:
 def _find_bits(weight: QuantizedWeight) -> int:
     """Return the bits of a packed integer, from the number of them in an int32."""
     packs = [
-        32 * one.indices // one.elements
+        32 * dim.indices // dim.elements
         for name, dims in weight.members.items()
-        for one in dims
-        if one.elements > 1 and name.endswith(("_packed", ".qweight"))
+        for dim in dims
+        if dim.elements > 1 and name.endswith(("_packed", ".qweight"))
     ]
     return packs[0] if packs and packs[0] else 4
 
@@ -473,8 +473,8 @@ def add_copies(
             computed[name] = CastTensor(tensor, element)
     # Copied tensors are read more than once.
     checksums = tuple(
-        dataclasses.replace(one, is_read_once=one.is_read_once and one.tensor not in copied)
-        for one in old.checksums
+        dataclasses.replace(entry, is_read_once=entry.is_read_once and entry.tensor not in copied)
+        for entry in old.checksums
     )
     checkpoint = dataclasses.replace(old, tensors=tensors, checksums=checksums)
     return dataclasses.replace(changed, checkpoint=checkpoint, computed=computed)

@@ -236,7 +236,7 @@ class DequantizedWeight:
         packed = self._find_packed(part, dims)
         numbers = self._decode(part, tensor, packed, read(own))
         # 1. The dimensions of the weight, in its order; missing ones have length 1.
-        kept = [d for d, one in enumerate(dims) if one.dimension is not None]
+        kept = [d for d, dim in enumerate(dims) if dim.dimension is not None]
         numbers = numbers.reshape([numbers.shape[d] for d in kept])
         order = [int(dims[d].dimension or 0) for d in kept]
         numbers = np.transpose(numbers, np.argsort(order)) if kept else numbers
@@ -244,12 +244,12 @@ class DequantizedWeight:
         numbers = numbers.reshape([lengths.get(d, 1) for d in range(len(self.shape))])
         # 2. For each index of the box, the number of its group.
         for d in kept:
-            one, at = dims[d], int(dims[d].dimension or 0)
-            first = own.start[d] // one.indices * one.elements
+            dim, at = dims[d], int(dims[d].dimension or 0)
+            first = own.start[d] // dim.indices * dim.elements
             indices = np.arange(box.start[at], box.stop[at]) - first
-            if d != packed and one.elements > 1:
-                indices //= one.elements
-            if len(indices) != numbers.shape[at] or (d != packed and one.elements > 1):
+            if d != packed and dim.elements > 1:
+                indices //= dim.elements
+            if len(indices) != numbers.shape[at] or (d != packed and dim.elements > 1):
                 numbers = np.take(numbers, indices, axis=at)
         return numbers
 
@@ -257,7 +257,7 @@ class DequantizedWeight:
         """Return the stored dimension along which elements are packed."""
         if part.coding in ("plain", "powers"):
             return None
-        several = [d for d, one in enumerate(dims) if one.elements > 1]
+        several = [d for d, dim in enumerate(dims) if dim.elements > 1]
         if part.coding == "e2m1":
             return several[-1]
         return next(d for d in several if dims[d].elements * self.bits == 32 * dims[d].indices)
@@ -287,11 +287,11 @@ class DequantizedWeight:
 def _find_stored_box(dims: tuple[StoredDimension, ...], stored: tuple[int, ...], box: Box) -> Box:
     """Return the stored indices of the groups that overlap a box of the weight."""
     start, stop = [], []
-    for one, size in zip(dims, stored, strict=True):
+    for dim, size in zip(dims, stored, strict=True):
         low, high = 0, size
-        if one.dimension is not None:
-            low = box.start[one.dimension] // one.elements * one.indices
-            high = min(-(-box.stop[one.dimension] // one.elements) * one.indices, size)
+        if dim.dimension is not None:
+            low = box.start[dim.dimension] // dim.elements * dim.indices
+            high = min(-(-box.stop[dim.dimension] // dim.elements) * dim.indices, size)
         start.append(low)
         stop.append(high)
     return Box(tuple(start), tuple(stop))
@@ -303,9 +303,9 @@ def _find_most(
     """Return the most stored elements that overlap a part of such a shape, at any position."""
     return math.prod(
         size
-        if one.dimension is None
-        else min(size, (step[one.dimension] // one.elements + 2) * one.indices)
-        for one, size in zip(dims, stored, strict=True)
+        if dim.dimension is None
+        else min(size, (step[dim.dimension] // dim.elements + 2) * dim.indices)
+        for dim, size in zip(dims, stored, strict=True)
     )
 
 

@@ -116,8 +116,8 @@ class SourceDigests:
 
     def _register(self, tensor: StoredTensor) -> None:
         """Record the ranges of files of a tensor."""
-        found = _TensorBlocks(BlockReader(tensor, self._files))
-        size, shape = found.reader.grid.itemsize_bytes, tensor.shape
+        blocks = _TensorBlocks(BlockReader(tensor, self._files))
+        size, shape = blocks.reader.grid.itemsize_bytes, tensor.shape
         for tile in source_tiles(tensor.assembly).tiles:
             box = tile.bounds
             start, stop = _flat_range(box, shape)
@@ -129,14 +129,14 @@ class SourceDigests:
             )
             place = tensor.file_range(tile.slot, tile.number, tile.offset)
             length = (stop - start) * size if is_plain else tensor.shard_size_bytes(tile.slot)
-            one = _StoredRange(
+            stored = _StoredRange(
                 place.start_bytes,
                 place.start_bytes + length,
                 start * size if is_plain else None,
-                found,
+                blocks,
             )
-            self._ranges.setdefault(place.path, []).append(one)
-        self._tensors[tensor.name] = found
+            self._ranges.setdefault(place.path, []).append(stored)
+        self._tensors[tensor.name] = blocks
 
     def watching(self, watch: Watch | None) -> Watch | None:
         """Return a function to call with every range that is read, which calls `watch` too."""
@@ -176,54 +176,54 @@ class SourceDigests:
         if source.digest is None or not box.elements or source.name in self._complete:
             return
         with self._lock:
-            found = self._tensors.get(source.name)
-            if found is None:
+            blocks = self._tensors.get(source.name)
+            if blocks is None:
                 # A tensor of the same name in another checkpoint, such as an adapter, differs.
-                found = _TensorBlocks(BlockReader(source, self._files))
-                self._tensors[source.name] = found
-        if found.reader.tensor.digest != source.digest:
+                blocks = _TensorBlocks(BlockReader(source, self._files))
+                self._tensors[source.name] = blocks
+        if blocks.reader.tensor.digest != source.digest:
             return
-        size = found.reader.grid.itemsize_bytes
+        size = blocks.reader.grid.itemsize_bytes
         start, stop = _flat_range(box, source.shape)
         if stop - start != box.elements:
-            found.touch(start * size, stop * size)
+            blocks.touch(start * size, stop * size)
             return
         memory = np.ascontiguousarray(elements).reshape(-1).view(np.uint8).data
-        self._add_range(found, start * size, memory)
+        self._add_range(blocks, start * size, memory)
 
-    def _add_range(self, found: _TensorBlocks, start: int, memory: memoryview) -> None:
+    def _add_range(self, blocks: _TensorBlocks, start: int, memory: memoryview) -> None:
         """Add a range of a tensor's bytes in row-major order."""
         stop = start + len(memory)
-        for block in found.touch(start, stop):
-            if found.compared[block]:
+        for block in blocks.touch(start, stop):
+            if blocks.compared[block]:
                 continue
-            begin, end = found.range_of(block)
+            begin, end = blocks.range_of(block)
             low, high = max(begin, start), min(end, stop)
             piece = memory[low - start : high - start]
             if (low, high) == (begin, end):
-                self._compare(found, block, block_digest(piece))
+                self._compare(blocks, block, block_digest(piece))
             else:
-                self._add_piece(found, block, low - begin, piece, end - begin)
+                self._add_piece(blocks, block, low - begin, piece, end - begin)
 
-    def _compare(self, found: _TensorBlocks, block: int, digest: bytes) -> None:
-        found.reader.verify_digest(block, digest)
-        with found.lock:
-            found.compared[block] = True
-            is_complete = bool(found.compared.all())
+    def _compare(self, blocks: _TensorBlocks, block: int, digest: bytes) -> None:
+        blocks.reader.verify_digest(block, digest)
+        with blocks.lock:
+            blocks.compared[block] = True
+            is_complete = bool(blocks.compared.all())
         if is_complete:
             with self._lock:
-                self._complete.add(found.reader.tensor.name)
-                self._tensors.pop(found.reader.tensor.name, None)
+                self._complete.add(blocks.reader.tensor.name)
+                self._tensors.pop(blocks.reader.tensor.name, None)
 
     def _add_piece(
-        self, found: _TensorBlocks, block: int, at: int, piece: memoryview, size_bytes: int
+        self, blocks: _TensorBlocks, block: int, at: int, piece: memoryview, size_bytes: int
     ) -> None:
         import xxhash
 
-        with found.lock:
-            if found.compared[block]:
+        with blocks.lock:
+            if blocks.compared[block]:
                 return
-            own = found.pieces.setdefault(block, _Pieces(xxhash.xxh3_128(), 0))
+            own = blocks.pieces.setdefault(block, _Pieces(xxhash.xxh3_128(), 0))
             if at > own.end:
                 if at not in own.later and self._keep(len(piece)):
                     own.later[at] = bytes(piece)
@@ -239,8 +239,8 @@ class SourceDigests:
                 own.end += len(kept)
             if own.end < size_bytes:
                 return
-            del found.pieces[block]
-        self._compare(found, block, own.digest.digest())
+            del blocks.pieces[block]
+        self._compare(blocks, block, own.digest.digest())
 
     def _keep(self, size_bytes: int) -> bool:
         """Add to the number of kept bytes, and return whether there is room for them."""
@@ -259,16 +259,16 @@ class SourceDigests:
         """
 
         def tasks() -> Iterator[tuple[BlockReader, int]]:
-            for found in list(self._tensors.values()):
-                for block in np.flatnonzero(found.touched & ~found.compared).tolist():
+            for blocks in list(self._tensors.values()):
+                for block in np.flatnonzero(blocks.touched & ~blocks.compared).tolist():
                     check_stop(stop)
-                    yield found.reader, block
+                    yield blocks.reader, block
 
         def work(task: tuple[BlockReader, int], memory: Workspace) -> None:
             reader, block = task
             reader.read_checked(block, memory)
 
-        readers = [found.reader for found in self._tensors.values()]
+        readers = [blocks.reader for blocks in self._tensors.values()]
         if readers:
             size = WorkspaceSize(
                 max(reader.grid.largest_bytes for reader in readers),

@@ -356,21 +356,21 @@ def _add_auxiliary(
     )
 
 
-def _find_item(items: Mapping[str, StoredItem], delta: Delta, found: AuxiliaryBytes) -> StoredItem:
-    if found.start_bytes is None:
-        kept = items.get(found.name)
+def _find_item(items: Mapping[str, StoredItem], delta: Delta, entry: AuxiliaryBytes) -> StoredItem:
+    if entry.start_bytes is None:
+        kept = items.get(entry.name)
         if kept is None or (kept.size_bytes, kept.transforms) != (
-            found.size_bytes,
-            found.transforms,
+            entry.size_bytes,
+            entry.transforms,
         ):
             raise CheckpointError(
-                f"{found.name!r} of {delta.path} is not in the base; the delta is for another "
+                f"{entry.name!r} of {delta.path} is not in the base; the delta is for another "
                 "checkpoint"
             )
-        return dataclasses.replace(kept, digest=found.digest)
-    place = FileRange(_name(delta), HEADER_BYTES + found.start_bytes)
+        return dataclasses.replace(kept, digest=entry.digest)
+    place = FileRange(_name(delta), HEADER_BYTES + entry.start_bytes)
     return StoredItem(
-        found.name, place, found.size_bytes, found.rank, found.transforms, found.digest
+        entry.name, place, entry.size_bytes, entry.rank, entry.transforms, entry.digest
     )
 
 
@@ -378,9 +378,9 @@ def _find_rewritten(deltas: Sequence[Delta]) -> Mapping[str, bytes]:
     places: dict[str, tuple[Delta, AuxiliaryBytes]] = {}
     for delta in deltas:
         places = {name: place for name, place in places.items() if name in delta.files}
-        for name, found in delta.files.items():
-            if found.start_bytes is not None:
-                places[name] = (delta, found)
+        for name, entry in delta.files.items():
+            if entry.start_bytes is not None:
+                places[name] = (delta, entry)
     return _RewrittenFiles(places)
 
 

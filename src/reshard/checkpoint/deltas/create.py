@@ -399,15 +399,15 @@ class _Creation:
             return None
         own = find_format(self.b.format)
         format_keys = own.own_metadata if own is not None and what == "metadata" else frozenset()
-        found = {}
+        values = {}
         for name, value in getattr(self.b, what).items():
             if name in format_keys:
                 continue
             try:
-                found[name] = encode_value(value)
+                values[name] = encode_value(value)
             except UsageError as error:
                 self.notes.append(f"not in the delta: {name} ({error})")
-        return found
+        return values
 
     def _describe_items(self, writer: DeltaWriter) -> list[list[Any]] | None:
         if not self._have_both(Capability.ITEMS):

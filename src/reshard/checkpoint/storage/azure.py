@@ -247,8 +247,8 @@ def _find_number(block_id: str, upload: str) -> int | None:
 def _missing() -> type[Exception]:
     from azure.core.exceptions import ResourceNotFoundError
 
-    found: type[Exception] = ResourceNotFoundError
-    return found
+    error_type: type[Exception] = ResourceNotFoundError
+    return error_type
 
 
 def _code(error: Any) -> str:

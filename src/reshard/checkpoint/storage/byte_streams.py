@@ -27,7 +27,7 @@ _LAST_FRAME = b"\x5f\x2a\x4d\x18" + bytes(4)
 
 
 class ByteStream(Protocol):
-    """A stream of bytes; `read` returns fewer than asked for only at its end."""
+    """A stream of bytes; `read` returns fewer bytes than requested only at its end."""
 
     def read(self, size: int, /) -> bytes: ...
 

@@ -69,7 +69,7 @@ class GcsTarget:
         return {int(name): part for name, part in named.items() if name.isdigit()} or None
 
     def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
-        """Compose the parts, and delete them."""
+        """Create the object by composing its parts, and delete them."""
         stored_parts = self.list_parts(key, upload) or {}
         if any(number not in stored_parts for number in range(parts)):
             stored = self.head(key)

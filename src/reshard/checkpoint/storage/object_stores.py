@@ -158,9 +158,9 @@ class BucketSource:
         # Consoles create folders as empty objects with the folder's own name.
         return FolderListing(
             {
-                one["path"].rpartition("/")[2]: self._state_of(one)
-                for one in listed["objects"]
-                if one["path"] != key
+                entry["path"].rpartition("/")[2]: self._state_of(entry)
+                for entry in listed["objects"]
+                if entry["path"] != key
             },
             frozenset(
                 prefix.rstrip("/").rpartition("/")[2] for prefix in listed["common_prefixes"]
@@ -200,11 +200,11 @@ class BucketSource:
 
         return repeat(read, key)
 
-    def _state_of(self, found: Mapping[str, Any]) -> ObjectState:
-        modified: datetime.datetime = found["last_modified"]
+    def _state_of(self, meta: Mapping[str, Any]) -> ObjectState:
+        modified: datetime.datetime = meta["last_modified"]
         # Azure's listings have tags without the quotes of its other responses.
-        tag = (found["e_tag"] or "").strip('"') or None if self._has_tags else None
-        return ObjectState(found["size"], int(modified.timestamp()), tag)
+        tag = (meta["e_tag"] or "").strip('"') or None if self._has_tags else None
+        return ObjectState(meta["size"], int(modified.timestamp()), tag)
 
 
 def open_bucket(scheme: str, name: str, headers: Mapping[str, str] | None = None) -> BucketSource:

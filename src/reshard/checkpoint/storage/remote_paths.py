@@ -261,17 +261,17 @@ class RemotePath(PosixPath):
 
     def find(self) -> ObjectState | FolderListing:
         """Return the object or folder. Raises OSError."""
-        found = self.look()
-        if found is None:
+        entry = self.look()
+        if entry is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-        return found
+        return entry
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return size, time and identity. Raises OSError."""
-        found = self.find()
-        if isinstance(found, FolderListing):
+        entry = self.find()
+        if isinstance(entry, FolderListing):
             return os.stat_result((stat.S_IFDIR | 0o555, 0, 0, 1, 0, 0, 0, 0, 0, 0))
-        return found.stat_result()
+        return entry.stat_result()
 
     def lstat(self) -> os.stat_result:
         """Return `stat()`: there are no links."""
@@ -307,10 +307,10 @@ class RemotePath(PosixPath):
 
     def iterdir(self) -> Iterator[RemotePath]:  # type: ignore[override]
         """Return the entries of the folder. Raises OSError."""
-        found = self.find()
-        if not isinstance(found, FolderListing):
+        entry = self.find()
+        if not isinstance(entry, FolderListing):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self))
-        return iter([self / name for name in sorted({*found.objects, *found.folders})])
+        return iter([self / name for name in sorted({*entry.objects, *entry.folders})])
 
     def glob(self, pattern: str, **options: Any) -> Generator[RemotePath]:
         """Yield the entries whose name matches a pattern without folders. Raises OSError."""
@@ -330,10 +330,10 @@ class RemotePath(PosixPath):
         """Open the object for reading. Raises OSError."""
         if set(mode) - set("rbt"):
             self._refuse()
-        found = self.find()
-        if isinstance(found, FolderListing):
+        entry = self.find()
+        if isinstance(entry, FolderListing):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self))
-        stream: Any = RemoteStream(self.store.source, self.key, found, str(self))
+        stream: Any = RemoteStream(self.store.source, self.key, entry, str(self))
         opened: IO[Any] = stream
         if "b" not in mode:
             opened = io.TextIOWrapper(io.BufferedReader(stream), encoding, errors, newline)

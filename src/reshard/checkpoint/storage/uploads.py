@@ -852,11 +852,11 @@ def _describe(
     names = {f"{target.key}/{name}": name for name in marker.part_bytes}
     # Uploads begun after the marker was last written are not in it, and have no parts.
     uploads = tuple(
-        one
-        for one in pending
-        if one.key in names
-        and (marker.uploads.get(names[one.key], one.upload) == one.upload)
-        and (names[one.key] in marker.uploads or not one.size_bytes)
+        upload
+        for upload in pending
+        if upload.key in names
+        and marker.uploads.get(names[upload.key], upload.upload) == upload.upload
+        and (names[upload.key] in marker.uploads or not upload.size_bytes)
     )
     began_s = min(objects[key].modified_s for key in keys)
     is_half = marker_key(target.key, conversion_id, COMMIT_NAME) in keys
