@@ -317,6 +317,7 @@ def aligned_order(
 ) -> tuple[NamedTensor, ...]:
     """Return tensors in the order of `aligned_rows`, in which `build_header` aligns them.
 
+    >>> from reshard.dtypes import dtype
     >>> small, large = ("b", dtype("F32"), (3,)), ("w", dtype("F32"), (2, 1024))
     >>> [name for name, _, _ in aligned_order([small, large])]
     ['w', 'b']
@@ -337,6 +338,7 @@ def build_header(
     The bytes (length, JSON and padding) end at the start of the data, a multiple of
     `alignment_bytes`.
 
+    >>> from reshard.dtypes import dtype
     >>> first_bytes, header = build_header([("w", dtype("F32"), (2,)), ("b", dtype("I8"), ())])
     >>> len(first_bytes), [(tensor.start_bytes, tensor.stop_bytes) for tensor in header.tensors]
     (4096, [(4096, 4104), (4104, 4105)])

@@ -393,10 +393,9 @@ class _Reader:
 
     def _release_parts(self, arguments: tuple[Any, ...]) -> None:
         """Release the memo entries of the parts of the value that was just built."""
-        memo = self._memo
-        for at in range(len(memo) - 1, max(len(memo) - 1 - _PARTS, -1), -1):
-            part = memo[at]
-            if type(part) is tuple or any(part is argument for argument in arguments):
+        memo, parts = self._memo, {*map(id, arguments)}
+        for at in range(max(len(memo) - _PARTS, 0), len(memo)):
+            if type(memo[at]) is tuple or id(memo[at]) in parts:
                 memo[at] = _RELEASED
 
     def _expect_proportion(self, value: Any) -> None:

@@ -187,7 +187,9 @@ class ValueBuilder(Builder):
             view = self._views[offset, strides] = View(offset, strides)
         shape = self._shapes.setdefault(shape, shape)
         # Elements under several indices are computed when they are read: it stays a call.
-        is_repeated = any(s == 0 and n > 1 for n, s in zip(shape, strides, strict=True))
+        is_repeated = 0 in strides and any(
+            s == 0 and n > 1 for n, s in zip(shape, strides, strict=True)
+        )
         if is_repeated and 0 not in shape:
             return None
         # With fewer elements in the storage than in the tensor, indices would share elements.
