@@ -25,7 +25,8 @@ def table_of(package: str) -> dict[str, str]:
     tree = ast.parse((SOURCE / package.replace(".", "/") / "__init__.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     (found,) = (call for call in calls if ast.unparse(call.func) == "attach")
-    table: dict[str, str] = ast.literal_eval(found.args[1])
+    names = vars(importlib.import_module(package))
+    table: dict[str, str] = eval(ast.unparse(found.args[1]), {**names})
     return table
 
 

@@ -226,7 +226,7 @@ def test_ranks_in_any_order_with_gaps() -> None:
 @pytest.mark.parametrize(
     ("groups", "told"),
     [
-        ({}, "no rank says"),
+        ({}, "no process groups; give those of at least one rank"),
         ({0: {"tpp": (0,)}}, "along 'tpp'; the axes are tp, cp"),
         ({0: {"tp": (0, 1)}, 1: {}}, "rank 1 has no process group along tp"),
         ({0: {"tp": (1,)}, 1: {"tp": (1,)}}, "rank 0 has the ranks .1. for its group along tp"),
