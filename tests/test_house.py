@@ -21,7 +21,7 @@ import reshard
 SOURCE = Path(reshard.__file__).parent
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
-HOUSE = ROOT / "docs" / "house.md"
+HOUSE = ROOT / "docs" / "architecture.md"
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
 MOST_FILES_OF_AN_ADDITION = {"recipe": 2, "notation": 2}
