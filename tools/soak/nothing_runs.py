@@ -5,13 +5,17 @@ An audit hook cannot be taken away again, so one hook looks at what is allowed n
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import reprlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import reshard.checkpoint
 
 FORBIDDEN = frozenset(
     [
@@ -49,6 +53,9 @@ def nothing_runs(folder: Path) -> Iterator[None]:
     """Raises SomethingRan when anything but files of `folder` is read, or anything is run."""
     global _folder, _is_installed
     if not _is_installed:
+        # Modules that errors import when they are first raised are imported here instead.
+        for module in pkgutil.walk_packages(reshard.checkpoint.__path__, "reshard.checkpoint."):
+            importlib.import_module(module.name)
         sys.addaudithook(_hook)
         _is_installed = True
     _seen.clear()

@@ -14,7 +14,6 @@ if os.environ.get("RESHARD_ENGINE") != "transformers":
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-
 from checkpoint.naming.test_llama_names import (
     CONFIG,
     PARAMETERS,
@@ -23,6 +22,7 @@ from checkpoint.naming.test_llama_names import (
     write_config,
     write_meta,
 )
+
 from reshard import checkpoint
 
 
