@@ -191,8 +191,8 @@ def test_nothing_is_written_where_one_array_does_not_fit(tmp_path: Path) -> None
     [
         ({"layouts": 3}, "layouts of int"),
         ({"layouts": {"w": "tp, -"}}, "the layout of 'w' is 'tp, -'"),
-        ({"layouts": {}, "rank": -1}, "rank -1; ranks are"),
-        ({"layouts": {}, "rank": "0"}, "rank '0'; ranks are"),
+        ({"layouts": {}, "rank": -1}, "rank=-1; expected a whole number from 0"),
+        ({"layouts": {}, "rank": "0"}, "rank='0'; expected a whole number from 0"),
         ({"layouts": {}, "out": []}, "out of list; give a dict"),
     ],
 )

@@ -125,7 +125,7 @@ def test_steps_of_a_program_are_chosen() -> None:
         (("tp", "-", "--mesh", "tp=2", "--to-ranks", "2-3"), "on different devices", False),
         (
             ("RaggedShard(dims=(0,), local_units=(1, 3))", "tp", "--mesh", "tp=2"),
-            "without a mesh",
+            "with no mesh",
             False,
         ),
         (("tp@cyclic1", "tp", "--mesh", "tp=2"), "no collectives within groups", True),

@@ -110,7 +110,7 @@ def test_layers_that_are_alike_are_written_once() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"reshard": "plan"}, "is no roster"),
+        ({"reshard": "plan"}, "is not a roster"),
         ({"version": 9}, "version 9"),
         ({"kind_of": [0]}, "1 kinds of"),
         ({"names": ["a", 1, "c", "d"]}, "not a list of texts"),
