@@ -49,6 +49,13 @@ def keep_spread(count: int, cases: Iterable[Any], reason: str) -> list[Any]:
     return _mark(cases, [round(n * last / max(count - 1, 1)) for n in range(count)], reason)
 
 
+def keep_alternate(first: Iterable[Any], second: Iterable[Any], reason: str) -> list[Any]:
+    """Keep every other pair of values, like the squares of one color on a chessboard."""
+    pairs = [*itertools.product(enumerate(first), enumerate(second))]
+    kept = [number for number, ((n, _), (m, _)) in enumerate(pairs) if (n + m) % 2 == 0]
+    return _mark([(a, b) for (_, a), (_, b) in pairs], kept, reason)
+
+
 def keep_covering(strength: int, cases: Iterable[Sequence[Any]], reason: str) -> list[Any]:
     """Keep few cases that have every combination of `strength` of their values that any case has.
 
