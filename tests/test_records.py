@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from typing import ClassVar
 
@@ -26,6 +27,32 @@ class Pair(Base):
 
 class Columns(Record, eq=False):
     values: list[int]
+
+
+class Labelled(Record):
+    size: int = dataclasses.field(default=1, metadata={"unit": "bytes"})
+    labels: dict[str, str] = dataclasses.field(default_factory=dict)
+    note: list[str] | None = dataclasses.field(default=None, compare=False)
+
+
+def test_field_specifiers_give_defaults_metadata_and_comparison() -> None:
+    first, second = Labelled(), Labelled(note=["not hashable"])
+    assert first == second
+    assert first.labels == {}
+    assert first.labels is not second.labels
+    fields = {field.name: field for field in dataclasses.fields(Labelled)}
+    assert fields["size"].metadata == {"unit": "bytes"}
+    assert fields["size"].default == 1
+    assert not hasattr(Labelled, "labels")
+
+
+def test_the_functions_of_dataclasses_accept_records() -> None:
+    record: object = Pair(1)
+    assert dataclasses.is_dataclass(record)
+    assert dataclasses.asdict(Pair(1)) == {"first": 1, "second": 2}
+    assert dataclasses.astuple(Pair(1, 4)) == (1, 4)
+    assert dataclasses.replace(Labelled(size=2), labels={"a": "b"}).size == 2
+    assert [field.name for field in dataclasses.fields(Base)] == ["first"]
 
 
 def test_fields_are_those_of_the_bases_first() -> None:

@@ -13,29 +13,77 @@ checkers treat its subclasses as frozen dataclasses (PEP 681).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar, NoReturn, TypeVar, dataclass_transform
 
 R = TypeVar("R", bound="Record")
 
 
-@dataclass_transform(frozen_default=True)
+class _LazyFields:
+    """The attribute by which `dataclasses` recognises a dataclass, built when it is first read."""
+
+    def __get__(self, instance: object, cls: Any) -> dict[str, dataclasses.Field[Any]]:
+        return _make_fields(cls)
+
+
+@cache
+def _make_fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
+    template: Any = dataclasses.make_dataclass(cls.__name__, cls.field_names)
+    fields: dict[str, dataclasses.Field[Any]] = dict(template.__dataclass_fields__)
+    for name, field in fields.items():
+        field.default = cls._defaults.get(name, dataclasses.MISSING)
+        field.type = cls._types[name]
+        if name in cls._declared:
+            field.default_factory = cls._declared[name].default_factory
+            field.metadata = cls._declared[name].metadata
+    return fields
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 class Record:
     """A base class of frozen values with named fields.
 
     Fields are the annotated names of a class, except for ClassVars, after those of its bases. As
-    in a dataclass, fields may have defaults, and `__post_init__` may validate. Subclasses compare
-    and hash by their fields, or by identity with the class argument `eq=False`.
+    in a dataclass, fields may have defaults, also of `dataclasses.field` (its `default`,
+    `default_factory`, `metadata` and `compare`), and `__post_init__` may validate. Subclasses
+    compare and hash by their fields, or by identity with the class argument `eq=False`. `replace`,
+    `fields`, `asdict` and `astuple` of `dataclasses` accept them.
     """
 
     field_names: ClassVar[tuple[str, ...]] = ()
+    _compared_names: ClassVar[tuple[str, ...]] = ()
     _defaults: ClassVar[Mapping[str, Any]] = {}
+    _factories: ClassVar[Mapping[str, Callable[[], Any]]] = {}
+    _types: ClassVar[Mapping[str, Any]] = {}
+    _declared: ClassVar[Mapping[str, dataclasses.Field[Any]]] = {}
+    __dataclass_fields__: ClassVar[Any] = _LazyFields()
 
     def __init_subclass__(cls, *, eq: bool = True) -> None:
-        annotations = {k: v for k, v in cls.__annotations__.items() if "ClassVar" not in str(v)}
-        cls.field_names = (*cls.field_names, *annotations)
-        own = {name: vars(cls)[name] for name in annotations if name in vars(cls)}
+        annotations = cls.__annotations__
+        names = [name for name, kind in annotations.items() if "ClassVar" not in str(kind)]
+        own = {name: vars(cls)[name] for name in names if name in vars(cls)}
+        declared = {n: value for n, value in own.items() if isinstance(value, dataclasses.Field)}
+        for name, field in declared.items():
+            del own[name]
+            if field.default is not dataclasses.MISSING:
+                own[name] = field.default
+                setattr(cls, name, field.default)
+            else:
+                delattr(cls, name)
+        factories = {
+            name: field.default_factory
+            for name, field in declared.items()
+            if field.default_factory is not dataclasses.MISSING
+        }
+        compared = [name for name in names if name not in declared or declared[name].compare]
+        cls.field_names = (*cls.field_names, *names)
+        cls._compared_names = (*cls._compared_names, *compared)
         cls._defaults = {**cls._defaults, **own}
+        cls._factories = {**cls._factories, **factories}
+        cls._types = {**cls._types, **{name: annotations[name] for name in names}}
+        cls._declared = {**cls._declared, **declared}
         if not eq:
             cls.__eq__ = object.__eq__  # type: ignore[method-assign]
             cls.__hash__ = object.__hash__  # type: ignore[method-assign]
@@ -53,6 +101,9 @@ class Record:
         names = cls.field_names
         by_position = dict(zip(names, args, strict=False))
         values = {**cls._defaults, **by_position, **kwargs}
+        for name, factory in cls._factories.items():
+            if name not in values:
+                values[name] = factory()
         wrong = [name for name in kwargs if name not in names or name in by_position]
         missing = [name for name in names if name not in values]
         if len(args) > len(names) or wrong or missing:
@@ -79,10 +130,14 @@ class Record:
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        return self.astuple() == other.astuple()
+        return self._compared() == other._compared()
 
     def __hash__(self) -> int:
-        return hash(self.astuple())
+        return hash(self._compared())
+
+    def _compared(self) -> tuple[Any, ...]:
+        values = self.__dict__
+        return tuple([values[name] for name in self._compared_names])
 
     def __repr__(self) -> str:
         pairs = zip(self.field_names, self.astuple(), strict=True)
