@@ -3,7 +3,8 @@
 Start at `layout_change`: `LayoutChange(source, target)` is the core that plans, jobs, collectives
 and checkpoints share. It knows no dtype, runner, cost or picture. In the order of the computation:
 
-boxes         boxes and runs that intersect
+regions       boxes of a tensor and where their elements are stored; parts of them, merged again
+boxes         many boxes as columns, and runs, that intersect
 holders       the slots that hold each element of the source
 overlap       what target parts and cells take from which holders
 routes        which source cell feeds which target cell

@@ -46,6 +46,7 @@ from reshard.binding import View
 from reshard.checkpoint.blocks.grid import BlockGrid
 from reshard.checkpoint.storage.local_files import PAGE_BYTES
 from reshard.geometry.layout_change import LayoutChange
+from reshard.geometry.regions import multiply_runs
 from reshard.layout import Box, Layout
 from reshard.runs import PAD, IntArray, ragged_arange
 
@@ -400,65 +401,25 @@ def list_strided_spans(
 
     `start_bytes` is the offset of element 0 of the view in the file.
     """
-    # Of each dimension, the parts in the block: begin in the block, begin in the shard, length.
-    pieces = []
+    # Of each dimension, the parts of the pieces in the block: begin, end, begin in the shard.
+    runs = []
     for d in range(len(tile.local_shape)):
         begin = np.maximum(tile.start[d], box.start[d])
-        count = np.minimum(tile.start[d] + tile.length[d], box.stop[d]) - begin
-        overlaps = count > 0
-        local = (tile.local[d] + begin - tile.start[d])[overlaps].tolist()
-        within = (begin[overlaps] - box.start[d]).tolist()
-        pieces.append(list(zip(within, local, count[overlaps].tolist(), strict=True)))
+        end = np.minimum(tile.start[d] + tile.length[d], box.stop[d])
+        overlaps = end > begin
+        columns = (begin, end, tile.local[d] + begin - tile.start[d])
+        runs.append(list(zip(*(column[overlaps].tolist() for column in columns), strict=True)))
     max_elements = max(1, max_bytes // grid.itemsize_bytes)
     max_gap = PAGE_BYTES // grid.itemsize_bytes
-    for product in itertools.product(*pieces):
-        within = [piece[0] for piece in product]
-        local = [piece[1] for piece in product]
-        count = [piece[2] for piece in product]
-        for offset, shape in _split_box(view.strides, count, max_elements, max_gap):
-            at = view.offset + sum(
-                (a + b) * stride for a, b, stride in zip(local, offset, view.strides, strict=True)
-            )
-            size = extent(View(0, view.strides), shape)
+    for region in multiply_runs(runs, None, view.offset, view.strides):
+        for part in region.split(max_elements, max_gap=max_gap):
+            low, high = part.bounds
             yield Span(
-                start_bytes + at * grid.itemsize_bytes,
-                size * grid.itemsize_bytes,
-                shape,
-                tuple(np.zeros(1, dtype=np.int64) for _ in shape),
-                tuple(np.array([a + b]) for a, b in zip(within, offset, strict=True)),
-                tuple(np.array([n]) for n in shape),
+                start_bytes + low * grid.itemsize_bytes,
+                (high - low + 1) * grid.itemsize_bytes,
+                part.shape,
+                tuple(np.zeros(1, dtype=np.int64) for _ in part.start),
+                tuple(np.array([a - b]) for a, b in zip(part.start, box.start, strict=True)),
+                tuple(np.array([n]) for n in part.shape),
                 view.strides,
-            )
-
-
-def _split_box(
-    strides: tuple[int, ...], shape: Sequence[int], max_elements: int, max_gap: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offset and shape of the parts of a box that are each read in one range."""
-    open_boxes = [((0,) * len(shape), tuple(shape))]
-    while open_boxes:
-        offset, shape = open_boxes.pop()
-        size = extent(View(0, strides), shape)
-        widest = max(range(len(shape)), key=lambda d: (shape[d] > 1, strides[d]), default=None)
-        if widest is None or shape[widest] == 1:
-            yield offset, tuple(shape)
-            continue
-        # The extent of one index of the widest dimension; the rest of the stride is a gap.
-        inner = size - (shape[widest] - 1) * strides[widest]
-        if size <= max_elements and strides[widest] - inner <= max_gap:
-            yield offset, tuple(shape)
-            continue
-        # As many indices as fit into `max_elements`: `rows - 1` strides and `inner`.
-        fits = inner <= max_elements
-        rows = max(1, (max_elements - inner) // strides[widest] + 1) if fits else 1
-        if strides[widest] - inner > max_gap:
-            rows = 1
-        # The last part is taken from the stack next: the order does not matter.
-        for row in range(0, shape[widest], rows):
-            count = min(rows, shape[widest] - row)
-            open_boxes.append(
-                (
-                    (*offset[:widest], offset[widest] + row, *offset[widest + 1 :]),
-                    (*shape[:widest], count, *shape[widest + 1 :]),
-                )
             )
