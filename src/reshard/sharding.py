@@ -361,6 +361,15 @@ class ShardingSpec(Interned):
         """Number of tensor dimensions."""
         return len(self.dim_specs)
 
+    def with_dims(self, dim_specs: Sequence[DimSpec]) -> ShardingSpec:
+        """Return the sharding with other dimensions, on the same ranks.
+
+        >>> print(spec(DeviceMesh.of(x=2), "x, -").with_dims([DimSpec(), DimSpec(["x"])]))
+        -, x
+        """
+        axes, reduction = (self.replicated_axes, self.partial_axes), self.reduction or "sum"
+        return ShardingSpec(self.mesh, dim_specs, *axes, reduction, self.only)
+
     def layout(self, shape: Sequence[int]) -> Layout:
         """Return the layout of a tensor of `shape`. Its ranks are the devices of the mesh.
 

@@ -26,7 +26,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.errors import RecipeError
 from reshard.recipes.rules import Rule
@@ -52,16 +52,6 @@ def is_of_adapter(name: str) -> bool:
     (True, False)
     """
     return "lora_" in name and _ADAPTER.fullmatch(name) is not None
-
-
-class _AdapterTensor(NamedTuple):
-    """The weight of an adapter's tensor, and the weight's dimension for each of its own.
-
-    None is for the rank of the adapter, and for dimensions of a single element.
-    """
-
-    weight: str
-    dims: tuple[int | None, ...]
 
 
 class LowRankAdapters:
@@ -92,7 +82,9 @@ class LowRankAdapters:
         #: `embedding A` and `embedding B`.
         self.members: dict[str, dict[str, str]] = {}
         pairs: dict[str, dict[str, str]] = {}
-        self._parts: dict[str, _AdapterTensor] = {}
+        # The weight that each tensor of an adapter changes, and the weight's dimension for each of
+        # its own: None for the adapter's rank, and for dimensions of a single element.
+        self._parts: dict[str, tuple[str, tuple[int | None, ...]]] = {}
         self._renamed: dict[str, str] = {}
         self._shapes = dict(shapes)
         apart = {name for name in shapes if any(rule.matches(name) for rule in by_hand)}
@@ -143,12 +135,12 @@ class LowRankAdapters:
             "vector": (out,),
         }
         for role, name in tensors.items():
-            self._parts[name] = _AdapterTensor(weight, dims[role][: len(self._shapes[name])])
+            self._parts[name] = weight, dims[role][: len(self._shapes[name])]
 
     def base_name(self, name: str) -> str:
         """Return the base model's name of what a tensor is, or changes."""
         if name in self._parts:
-            return self._parts[name].weight
+            return self._parts[name][0]
         return self._renamed.get(name, name)
 
     def weigh_bases(self, itemsizes_bytes: Mapping[str, int] | None) -> dict[str, int] | None:
@@ -192,14 +184,9 @@ class LowRankAdapters:
         """Return the sharding of a tensor, from that of what it is or changes."""
         if name not in self._parts:
             return sharding
-        of_weight = self._parts[name].dims
-        return ShardingSpec(
-            sharding.mesh,
-            [DimSpec() if d is None else sharding.dim_specs[d] for d in of_weight],
-            sharding.replicated_axes,
-            sharding.partial_axes,
-            sharding.reduction or "sum",
-            sharding.only,
+        _, of_weight = self._parts[name]
+        return sharding.with_dims(
+            [DimSpec() if d is None else sharding.dim_specs[d] for d in of_weight]
         )
 
     def _name_rule(self, name: str, rule: Rule) -> Rule:

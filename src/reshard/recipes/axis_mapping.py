@@ -122,5 +122,4 @@ def read_sharding(mesh: DeviceMesh, text: str, ndim: int) -> ShardingSpec:
     found = spec(mesh, text, ndim=ndim)
     if ndim or "..." not in text or not found.dim_specs:
         return found
-    axes, reduction = found.partial_axes, found.reduction or "sum"
-    return ShardingSpec(mesh, (), found.replicated_axes, axes, reduction, found.only)
+    return found.with_dims(())

@@ -64,6 +64,10 @@ class Method(NamedTuple):
         order: the logical dimensions in the order of the recipe's weight.
         uncut: tensors that tie a logical dimension together if they are present: a table of the
             group of each index, in any order.
+        values: the tensors from which values are computed, with their roles and codings; empty
+            for methods whose values cannot be computed. A role is values, zeros, scales, or a
+            multiplier or divisor of the scales. A coding is plain, e2m1, powers (of two),
+            integers, signed (offset by half of the range) or awq.
     """
 
     name: str
@@ -72,6 +76,7 @@ class Method(NamedTuple):
     lacks: tuple[str, ...] = ()
     order: tuple[str, str] = ("out", "in")
     uncut: Mapping[str, str] = {}
+    values: Mapping[str, tuple[str, str]] = {}
 
 
 _SCALAR = ("", "*")
@@ -89,7 +94,7 @@ _ACTIVATION_SCALES = dict.fromkeys(
     _SCALAR,
 )
 
-#: In order: the first of which all that it needs is there.
+#: In order of precedence: the first method whose tensors are all present applies.
 METHODS: tuple[Method, ...] = (
     Method(
         "bitsandbytes 4-bit",
@@ -114,11 +119,17 @@ METHODS: tuple[Method, ...] = (
         {"+_blocks": "out, in/32, *", "+_scales": "out, in/32"},
         needs=("+_scales",),
         order=("in", "out"),
+        values={"+_blocks": ("values", "e2m1"), "+_scales": ("scales", "powers")},
     ),
     Method(
         "NVFP4 of ModelOpt",
         {"+_scale_2": _SCALAR, "+": "out, in/2", "+_scale": "out, in/group", **_ACTIVATION_SCALES},
         needs=("+", "+_scale"),
+        values={
+            "+": ("values", "e2m1"),
+            "+_scale": ("scales", "plain"),
+            "+_scale_2": ("multiplier", "plain"),
+        },
     ),
     Method(
         "NVFP4 of compressed-tensors",
@@ -129,12 +140,18 @@ METHODS: tuple[Method, ...] = (
             **_ACTIVATION_SCALES,
         },
         needs=("+_scale", "+_global_scale"),
+        values={
+            "+_packed": ("values", "e2m1"),
+            "+_scale": ("scales", "plain"),
+            "+_global_scale": ("divisor", "plain"),
+        },
     ),
     Method(
         "MXFP4 of compressed-tensors",
         {"+_packed": "out, in/2", "+_scale": "out, in/group", **_ACTIVATION_SCALES},
         needs=("+_scale",),
         lacks=("+_shape",),
+        values={"+_packed": ("values", "e2m1"), "+_scale": ("scales", "powers")},
     ),
     Method(
         "packed compressed-tensors",
@@ -148,6 +165,11 @@ METHODS: tuple[Method, ...] = (
         },
         needs=("+_scale", "+_shape"),
         uncut={"+_g_idx": "in"},
+        values={
+            "+_packed": ("values", "signed"),
+            "+_zero_point": ("zeros", "signed"),
+            "+_scale": ("scales", "plain"),
+        },
     ),
     Method(
         "GPTQ",
@@ -159,23 +181,39 @@ METHODS: tuple[Method, ...] = (
         },
         needs=(".scales", ".g_idx"),
         uncut={".g_idx": "in"},
+        values={
+            ".qweight": ("values", "integers"),
+            ".qzeros": ("zeros", "integers"),
+            ".scales": ("scales", "plain"),
+        },
     ),
     Method(
         "AWQ",
         {".qweight": "in, out/pack", ".scales": "in~, out", ".qzeros": "in~, out/pack"},
         needs=(".scales", ".qzeros"),
         lacks=(".g_idx",),
+        values={
+            ".qweight": ("values", "awq"),
+            ".qzeros": ("zeros", "awq"),
+            ".scales": ("scales", "plain"),
+        },
     ),
     Method(
         "GPTQ without g_idx",
         {".qweight": "in/pack, out", ".scales": "in~, out", ".qzeros": "in~, out/pack"},
         needs=(".scales",),
         lacks=(".g_idx",),
+        values={
+            ".qweight": ("values", "integers"),
+            ".qzeros": ("zeros", "integers"),
+            ".scales": ("scales", "plain"),
+        },
     ),
     Method(
         "FP8 in blocks",
         {"+_scale_inv": ("", "*", "out/rows, in/columns"), "+": "out, in", **_ACTIVATION_SCALES},
         needs=("+",),
+        values={"+": ("values", "plain"), "+_scale_inv": ("scales", "plain")},
     ),
     Method(
         "scaled 8-bit",
@@ -186,6 +224,11 @@ METHODS: tuple[Method, ...] = (
             **_ACTIVATION_SCALES,
         },
         needs=("+",),
+        values={
+            "+": ("values", "plain"),
+            "+_zero_point": ("zeros", "plain"),
+            "+_scale": ("scales", "plain"),
+        },
     ),
 )
 
@@ -346,6 +389,11 @@ def find_quantized(
     return found
 
 
+def find_method(name: str) -> Method:
+    """Return the method of a name, as in `QuantizedWeight.method`."""
+    return next(method for method in METHODS if method.name == name)
+
+
 def known_methods() -> str:
     """Return the methods of quantisation that are known, as text."""
     return ", ".join(dict.fromkeys(method.name for method in METHODS))
@@ -386,10 +434,6 @@ def _expect_no_strangers(shapes: Shapes, found: Mapping[str, QuantizedWeight]) -
             )
 
 
-class _Unresolved(Exception):
-    """Shapes that a method cannot have, with the reason."""
-
-
 class _Finder:
     """Finds what the dimensions of stored tensors are."""
 
@@ -415,15 +459,15 @@ class _Finder:
 
     def applies(self, method: Method, logical: str) -> bool:
         """Return whether all tensors that a method needs are present, and none that it lacks."""
-        return all(_make_stored_name(logical, end) in self.shapes for end in method.needs) and not (
-            any(_make_stored_name(logical, end) in self.shapes for end in method.lacks)
+        return all(make_stored_name(logical, end) in self.shapes for end in method.needs) and not (
+            any(make_stored_name(logical, end) in self.shapes for end in method.lacks)
         )
 
     def resolve(self, method: Method, logical: str) -> QuantizedWeight | str:
         """Return the weight, or why its stored tensors do not fit together."""
         # Layers repeat: weights whose stored tensors have equal shapes differ in names only.
         ends = [*method.forms, *method.uncut]
-        names = (logical, *(_make_stored_name(logical, end) or "" for end in ends))
+        names = (logical, *(make_stored_name(logical, end) or "" for end in ends))
         key = (
             method.name,
             tuple(map(self.shapes.get, names)),
@@ -436,7 +480,7 @@ class _Finder:
             return weight.renamed(dict(zip(others, names, strict=True)))
         try:
             weight = self._resolve(method, logical)
-        except _Unresolved as error:
+        except UncomputableError as error:
             return str(error)
         self._known[key] = weight, names
         return weight
@@ -445,7 +489,7 @@ class _Finder:
         # 1. Which stored tensors there are, and which of the alternatives each is.
         stored = {}
         for end, dimensions in method.forms.items():
-            name = _make_stored_name(logical, end)
+            name = make_stored_name(logical, end)
             if name is not None and name in self.shapes:
                 stored[name] = (dimensions,) if isinstance(dimensions, str) else dimensions
         leading = self._count_leading(stored)
@@ -472,7 +516,7 @@ class _Finder:
             members[name] = tuple(found)
             for d in range(len(own) - len(texts)):
                 if own[d] != shape[d]:
-                    raise _Unresolved(f"{name!r} of shape {list(own)} for {list(shape)}")
+                    raise UncomputableError(f"{name!r} of shape {list(own)} for {list(shape)}")
         # 4. The groups that must stay together.
         groups, by = [1] * len(shape), [logical] * len(shape)
         for name, dims in members.items():
@@ -485,7 +529,7 @@ class _Finder:
                     )
         uncut: dict[int, str] = {}
         for end, word in method.uncut.items():
-            table = _make_stored_name(logical, end)
+            table = make_stored_name(logical, end)
             if table is not None and table in self.shapes and not self.keeps_order:
                 uncut[leading + method.order.index(word)] = table
         if any(item.startswith("flat") for texts in items.values() for item in texts):
@@ -501,7 +545,7 @@ class _Finder:
             if len(texts) == 1 and texts[0] and texts[0] != "*":
                 leading = len(self.shapes[name]) - len(_split(texts[0]))
                 if leading < 0:
-                    raise _Unresolved(
+                    raise UncomputableError(
                         f"{name!r} has shape {list(self.shapes[name])}, expected `{texts[0]}`"
                     )
                 return leading
@@ -509,7 +553,7 @@ class _Finder:
 
     def _flat_lengths(self, logical: str) -> dict[str, int]:
         if logical not in self.logical_shapes or len(self.logical_shapes[logical]) != 2:
-            raise _Unresolved(
+            raise UncomputableError(
                 f"the shape of {logical!r} stands in its quant_state, which was not given"
             )
         out, inner = self.logical_shapes[logical]
@@ -548,11 +592,11 @@ class _Finder:
                 # For several methods in a config, choose the bits whose groups fit too.
                 if all(s == 1 or any(-(-length // g) == s for g in self.groups) for s in scales):
                     return length
-            raise _Unresolved(
+            raise UncomputableError(
                 f"{name!r} of shape {list(self.shapes[name])} is packed, and "
                 "`quantization_config` of config.json has no number of bits that fits"
             )
-        raise _Unresolved(f"no stored tensor has its dimension {word!r}")
+        raise UncomputableError(f"no stored tensor has its dimension {word!r}")
 
     def _read(
         self,
@@ -582,7 +626,7 @@ class _Finder:
         else:
             found = StoredDimension(at, int(per or 1))
         if found.length_of(length) != size:
-            raise _Unresolved(
+            raise UncomputableError(
                 f"{name!r} has {size} indices for {length} of {word!r}, expected "
                 f"{found.length_of(length)}"
             )
@@ -598,7 +642,7 @@ class _Finder:
                 return group
         if size and length % size == 0:
             return length // size
-        raise _Unresolved(f"{size} groups of {length} elements; they are not equally long")
+        raise UncomputableError(f"{size} groups of {length} elements; they are not equally long")
 
     def _find_pack(self, at: int, size: int, length: int) -> StoredDimension:
         for bits in self.bits:
@@ -608,7 +652,7 @@ class _Finder:
                 return found
         shared = math.gcd(length, size)
         if not size or length <= size or length // shared > 32:
-            raise _Unresolved(f"{size} packed indices for {length} elements")
+            raise UncomputableError(f"{size} packed indices for {length} elements")
         return StoredDimension(at, length // shared, size // shared)
 
     def _read_flat(
@@ -625,7 +669,7 @@ class _Finder:
             if per == "nested" and elements and elements < _BNB_NESTED:
                 elements = 0
         if not elements or -(-total // elements) != size:
-            raise _Unresolved(f"{name!r} has {size} indices for {total} elements")
+            raise UncomputableError(f"{name!r} has {size} indices for {total} elements")
         shared = math.gcd(inner, elements)
         return StoredDimension(0, elements // shared, inner // shared)
 
@@ -640,7 +684,7 @@ def _collect(given: object, keys: Collection[str]) -> list[Any]:
     return found
 
 
-def _make_stored_name(logical: str, end: str) -> str | None:
+def make_stored_name(logical: str, end: str) -> str | None:
     """Return a stored tensor's name, or None if it replaces an ending that `logical` lacks."""
     if end.startswith("+"):
         return logical + end[1:]
@@ -664,9 +708,9 @@ def _choose_alternative(name: str, shape: Shape, texts: tuple[str, ...], leading
         # A scalar for all experts, or a table.
         if len(_split(text)) == len(shape) and set(_split(text)) <= {"*"}:
             return _split(text)
-    raise _Unresolved(
+    raise UncomputableError(
         f"{name!r} has shape {list(shape)}, expected `{'` or `'.join(texts)}`"
-        + (f" behind {leading} dimensions of experts" if leading else "")
+        + (f" after {leading} dimensions of experts" if leading else "")
     )
 
 

@@ -361,7 +361,7 @@ def _list_named_cuts(spec: str, ndim: int) -> list[tuple[int, str]]:
 @lru_cache(maxsize=1024)
 def _align(sharding: ShardingSpec, groups: tuple[int, ...]) -> ShardingSpec:
     dims = [align_to_groups(dim, n) for dim, n in zip(sharding.dim_specs, groups, strict=True)]
-    return _replace_dims(sharding, dims)
+    return sharding.with_dims(dims)
 
 
 @lru_cache(maxsize=1024)
@@ -398,16 +398,5 @@ def _lay_out_stored(
         found.append(
             scale_to_groups(dim, sharding.mesh, shape[dimension.dimension], dimension, length)
         )
-    spec = _replace_dims(sharding, found)
+    spec = sharding.with_dims(found)
     return spec, spec.layout(stored)
-
-
-def _replace_dims(sharding: ShardingSpec, dims: Sequence[DimSpec]) -> ShardingSpec:
-    return ShardingSpec(
-        sharding.mesh,
-        dims,
-        sharding.replicated_axes,
-        sharding.partial_axes,
-        sharding.reduction or "sum",
-        sharding.only,
-    )

@@ -8,7 +8,7 @@ Values are computed from quantised tensors in boxes (`DequantizedWeight`):
    part; numbers shared by a group are repeated.
 4. Zero points are subtracted and scales multiplied in float32; the result is rounded once.
 
-The stored tensors of each method are in `_PARTS`, by the method's name in
+The stored tensors of each method, with their roles and codings, are in the table of
 `reshard.recipes.quantization`.
 
 Weights are quantised to float8 in blocks of 128 by 128 with a float32 scale each (`Float8Weight`):
@@ -27,7 +27,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -51,69 +51,16 @@ from reshard.elements import (
 )
 from reshard.errors import FormatError, UsageError
 from reshard.layout import Box
-from reshard.recipes.quantization import QuantizedWeight, StoredDimension
+from reshard.recipes.quantization import (
+    METHODS,
+    QuantizedWeight,
+    StoredDimension,
+    find_method,
+    make_stored_name,
+)
 
 # Elements of a part of a box: 1 MiB in float32.
 _PART_ELEMENTS = 1 << 18
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A stored tensor from which values are computed.
-
-    `role` is values, zeros, scales, or a multiplier or divisor of the scales; `coding` is plain,
-    e2m1, powers (of two), integers, signed (offset by half of the range) or awq.
-    """
-
-    role: str
-    suffix: str
-    coding: str = "plain"
-    logical: str = ""
-
-
-_GPTQ = (
-    _Part("values", ".qweight", "integers", ".weight"),
-    _Part("zeros", ".qzeros", "integers", ".weight"),
-    _Part("scales", ".scales", logical=".weight"),
-)
-_PARTS: dict[str, tuple[_Part, ...]] = {
-    "FP8 in blocks": (_Part("values", ""), _Part("scales", "_scale_inv")),
-    "scaled 8-bit": (
-        _Part("values", ""),
-        _Part("zeros", "_zero_point"),
-        _Part("scales", "_scale"),
-    ),
-    "NVFP4 of ModelOpt": (
-        _Part("values", "", "e2m1"),
-        _Part("scales", "_scale"),
-        _Part("multiplier", "_scale_2"),
-    ),
-    "NVFP4 of compressed-tensors": (
-        _Part("values", "_packed", "e2m1"),
-        _Part("scales", "_scale"),
-        _Part("divisor", "_global_scale"),
-    ),
-    "MXFP4 of compressed-tensors": (
-        _Part("values", "_packed", "e2m1"),
-        _Part("scales", "_scale", "powers"),
-    ),
-    "MXFP4 of gpt-oss": (
-        _Part("values", "_blocks", "e2m1"),
-        _Part("scales", "_scales", "powers"),
-    ),
-    "packed compressed-tensors": (
-        _Part("values", "_packed", "signed"),
-        _Part("zeros", "_zero_point", "signed"),
-        _Part("scales", "_scale"),
-    ),
-    "GPTQ": _GPTQ,
-    "GPTQ without g_idx": _GPTQ,
-    "AWQ": (
-        _Part("values", ".qweight", "awq", ".weight"),
-        _Part("zeros", ".qzeros", "awq", ".weight"),
-        _Part("scales", ".scales", logical=".weight"),
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -139,10 +86,11 @@ class DequantizedWeight:
 
     def __post_init__(self) -> None:
         method = self.weight.method
-        if method not in _PARTS:
+        if not find_method(method).values:
+            supported = ", ".join(known.name for known in METHODS if known.values)
             raise UsageError(
                 f"the values of {self.weight.name!r} ({method}) cannot be computed; supported: "
-                f"{', '.join(_PARTS)}. Keep it quantised, or use the library that wrote it"
+                f"{supported}. Keep it quantised, or use the library that wrote it"
             )
         if self.weight.uncut:
             table = next(iter(self.weight.uncut.values()))
@@ -162,18 +110,19 @@ class DequantizedWeight:
         return self.weight.shape
 
     @cached_property
-    def _parts(self) -> tuple[tuple[_Part, StoredTensor], ...]:
-        name = self.weight.name
-        named = (
-            (part, name.removesuffix(part.logical) + part.suffix)
-            for part in _PARTS[self.weight.method]
-        )
-        return tuple((part, self.stored[key]) for part, key in named if key in self.stored)
+    def _parts(self) -> tuple[tuple[str, str, StoredTensor], ...]:
+        """The role, the coding and the stored tensor of each part of the values."""
+        found = []
+        for end, (role, coding) in find_method(self.weight.method).values.items():
+            name = make_stored_name(self.weight.name, end)
+            if name is not None and name in self.stored:
+                found.append((role, coding, self.stored[name]))
+        return tuple(found)
 
     @property
     def sources(self) -> tuple[StoredTensor, ...]:
         """The stored tensors from which values are computed."""
-        return tuple(tensor for _, tensor in self._parts)
+        return tuple(tensor for _, _, tensor in self._parts)
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
         """Return the most bytes of each source for a part of a box."""
@@ -210,8 +159,8 @@ class DequantizedWeight:
     def _compute(self, box: Box, read: ReadBox) -> NDArray[np.float32]:
         """Return the values of a box in float32."""
         roles: dict[str, NDArray[np.float32]] = {}
-        for number, (part, tensor) in enumerate(self._parts):
-            roles[part.role] = self._read_part(part, tensor, box, lambda own: read(number, own))  # noqa: B023
+        for number, (role, coding, tensor) in enumerate(self._parts):
+            roles[role] = self._read_part(coding, tensor, box, partial(read, number))
         values = roles["values"]
         if "zeros" in roles:
             zeros = roles["zeros"]
@@ -228,13 +177,13 @@ class DequantizedWeight:
             return values * scales
 
     def _read_part(
-        self, part: _Part, tensor: StoredTensor, box: Box, read: Callable[[Box], NDArray[Any]]
+        self, coding: str, tensor: StoredTensor, box: Box, read: Callable[[Box], NDArray[Any]]
     ) -> NDArray[np.float32]:
         """Return a stored tensor's numbers, broadcastable over a box."""
         dims = self.weight.members[tensor.name]
         own = _find_stored_box(dims, tensor.shape, box)
-        packed = self._find_packed(part, dims)
-        numbers = self._decode(part, tensor, packed, read(own))
+        packed = self._find_packed(coding, dims)
+        numbers = self._decode(coding, tensor, packed, read(own))
         # 1. The dimensions of the weight, in its order; missing ones have length 1.
         kept = [d for d, dim in enumerate(dims) if dim.dimension is not None]
         numbers = numbers.reshape([numbers.shape[d] for d in kept])
@@ -253,33 +202,33 @@ class DequantizedWeight:
                 numbers = np.take(numbers, indices, axis=at)
         return numbers
 
-    def _find_packed(self, part: _Part, dims: tuple[StoredDimension, ...]) -> int | None:
+    def _find_packed(self, coding: str, dims: tuple[StoredDimension, ...]) -> int | None:
         """Return the stored dimension along which elements are packed."""
-        if part.coding in ("plain", "powers"):
+        if coding in ("plain", "powers"):
             return None
         several = [d for d, dim in enumerate(dims) if dim.elements > 1]
-        if part.coding == "e2m1":
+        if coding == "e2m1":
             return several[-1]
         return next(d for d in several if dims[d].elements * self.bits == 32 * dims[d].indices)
 
     def _decode(
-        self, part: _Part, tensor: StoredTensor, packed: int | None, bare: NDArray[Any]
+        self, coding: str, tensor: StoredTensor, packed: int | None, bare: NDArray[Any]
     ) -> NDArray[np.float32]:
         """Return the numbers of stored elements, unpacked."""
         kind = tensor.dtype
         if packed is None:
-            if part.coding == "powers" and kind.name == "uint8":
+            if coding == "powers" and kind.name == "uint8":
                 return decode_float8(bare, dtype("float8_e8m0fnu"))
             if is_castable(kind):
                 return as_float32(bare, kind)
             if kind.name.startswith("float8"):
                 return decode_float8(bare, kind)
             return bare.view(kind.name).astype(np.float32)
-        if part.coding == "e2m1":
+        if coding == "e2m1":
             # The bytes of a block may have a dimension of their own after that of blocks.
             return unpack_e2m1(bare.reshape(*bare.shape[:packed], -1).view(np.uint8))
-        numbers = unpack_integers(bare, self.bits, packed, is_awq=part.coding == "awq")
-        if part.coding == "signed":
+        numbers = unpack_integers(bare, self.bits, packed, is_awq=coding == "awq")
+        if coding == "signed":
             numbers -= np.float32(1 << (self.bits - 1))
         return numbers
 

@@ -276,14 +276,7 @@ def _restrict(sharding: ShardingSpec, dims: Dims) -> ShardingSpec:
 
 @lru_cache(maxsize=1024)
 def _restrict_dims(sharding: ShardingSpec, dims: Dims) -> ShardingSpec:
-    return ShardingSpec(
-        sharding.mesh,
-        [DimSpec() if d is None else sharding.dim_specs[d] for d in dims],
-        sharding.replicated_axes,
-        sharding.partial_axes,
-        sharding.reduction or "sum",
-        sharding.only,
-    )
+    return sharding.with_dims([DimSpec() if d is None else sharding.dim_specs[d] for d in dims])
 
 
 @lru_cache(maxsize=1024)
