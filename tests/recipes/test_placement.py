@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from reshard.errors import RecipeError
@@ -70,7 +68,7 @@ def test_tied_ends_of_more_than_two_stages() -> None:
 
 def test_names_counted_by_themselves_live_with_the_last() -> None:
     numbers = NUMBERS | {"layer": Numbering("pp", "layers", "bytes", behind=("next.*",))}
-    recipe = dataclasses.replace(RECIPE, rules=(Rule("*l.{layer}.*", "-, -"),), numbers=numbers)
+    recipe = RECIPE.replace(rules=(Rule("*l.{layer}.*", "-, -"),), numbers=numbers)
     shapes = {f"l.{layer}.w": (8, 8) for layer in range(4)} | {"next.l.0.w": (16, 8)}
     found = assign(shapes, DeviceMesh.of(pp=2), (), recipe, CONFIG)
     # And its bytes are of the last stage.

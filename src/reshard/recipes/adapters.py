@@ -22,7 +22,6 @@ PEFT's `save_pretrained`; the S-LoRA paper (arXiv 2311.03285), section 6, cuts t
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -198,7 +197,7 @@ class LowRankAdapters:
         if name in self._parts:
             pattern, base = pattern.removesuffix(".weight"), base.removesuffix(".weight")
             end = name[name.find(base) + len(base) :]
-        named = dataclasses.replace(rule, pattern=f"{name[: name.find(base)]}{pattern}{end}")
+        named = rule.replace(pattern=f"{name[: name.find(base)]}{pattern}{end}")
         return named if named.matches(name) else rule
 
 

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
 from functools import cache
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.cut_rules import CutRule
 from reshard.errors import LayoutError, RecipeError, UncomputableError, UnmatchedError
 from reshard.layout import Layout
@@ -50,8 +50,8 @@ from reshard.recipes.axis_mapping import (
 from reshard.recipes.coupling import (
     ComputabilityCheck,
     ShardBlock,
-    ShardBlockReader,
     find_annotations,
+    read_shard_blocks,
 )
 from reshard.recipes.expressions import (
     NO_NUMBERS,
@@ -75,8 +75,7 @@ _Cut = tuple[ShardingSpec, Layout]
 _Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(Record):
     """The sharding of each tensor, and the rule that decided it.
 
     `specs` and `layouts` have every tensor, in the order given; `matched` has the rule of
@@ -215,7 +214,6 @@ class _AssignmentBuilder:
         known = recipe.words if recipe else {}
         numbered = list(enumerate(self.rules))[self.by_hand :]
         self.annotations = {number: find_annotations(rule.spec, known) for number, rule in numbered}
-        self.reader = ShardBlockReader(mesh, self.mapping, recipe.storage if recipe else ())
 
     def _write_out_cuts(self, recipe: Recipe | None) -> list[str]:
         """Return the specs with the recipe's own cuts written out; the rest in braces, a
@@ -341,7 +339,11 @@ class _AssignmentBuilder:
         try:
             written, mapping = self.written(number, len(shape), dict(asked))
             only = self.restrict(written, mapping, lives)
-            return self.reader.read(self.annotations[number], written, only, shape, instead)
+            storage = self.recipe.storage if self.recipe else ()
+            names = self.annotations[number]
+            return read_shard_blocks(
+                self.mesh, self.mapping, storage, names, written, only, shape, instead
+            )
         except (LayoutError, RecipeError):
             # A recipe's rule that does not fit does not apply to a tensor with a rule by hand.
             return ()
@@ -483,7 +485,7 @@ def assign(
         sizes = adapters.weigh_bases(itemsizes_bytes)
         given = (adapters.base_shapes, mesh, rules, recipe, config, sizes, logical_shapes)
         base = assign(*given, allow=allow, aliases=aliases)
-        return replace(base, **adapters.spread(base.specs, base.matched))
+        return base.replace(**adapters.spread(base.specs, base.matched))
     quantized = find_quantized(
         shapes, config, itemsizes_bytes, logical_shapes, is_lenient="uncomputable" in allowed
     )

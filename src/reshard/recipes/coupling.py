@@ -46,9 +46,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from reshard._records import Record
 from reshard.cut_rules import Blocks, CutRule, Grouped, Heads, Joined, split_outside_brackets
 from reshard.errors import RecipeError
 from reshard.layout import Layout
@@ -60,8 +60,7 @@ from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.text import count_text
 
 
-@dataclass(frozen=True, slots=True)
-class Coupling:
+class Coupling(Record):
     """The tensors that an operator needs sharded together.
 
     Args:
@@ -131,44 +130,29 @@ _NAME = re.compile(r"<(\d+)>(?:@blocks\[.*\]|@groups(?:\d+|<\d+>))?")
 _JOINED = re.compile(r"joined\[(.*)\]")
 
 
-class CutName(NamedTuple):
-    """A cut of the recipe: a cut rule's name, or a coupling's name and member."""
-
-    name: str
-    member: str | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> CutName:
-        """Return the cut that `feed_forward` or `heads.query` names."""
-        name, _, member = text.partition(".")
-        return cls(name, member or None)
-
-    def __str__(self) -> str:
-        return self.name if self.member is None else f"{self.name}.{self.member}"
-
-
 class ShardAnnotation(NamedTuple):
     """The names by which a dimension of a spec is sharded at one of its levels.
 
     Args:
         item: of the spec; after `...`, counted from the end as negative numbers.
         level: of the dimension's, in order.
-        names: of each block, or a single name for all; None for a block without a name.
+        names: of each block, or a single name for all: a cut of the recipe (`feed_forward`) or a
+            member of a coupling (`heads.query`); None for a block without a name.
     """
 
     item: int
     level: int
-    names: tuple[CutName | None, ...]
+    names: tuple[str | None, ...]
 
-    def list_blocks(self, rule: CutRule, length: int) -> list[tuple[CutName, int, int, int]]:
+    def list_blocks(self, rule: CutRule, length: int) -> list[tuple[str, int, int, int]]:
         """Return the named blocks of a dimension, for the rule that shards it.
 
         Returns:
             For each block its name, its start and stop, and the number of indices of a unit.
 
-        >>> annotation = ShardAnnotation(0, 0, (CutName("heads", "query"),))
+        >>> annotation = ShardAnnotation(0, 0, ("heads.query",))
         >>> annotation.list_blocks(Blocks((4, 4), Heads(2)), 8)[1]
-        (CutName(name='heads', member='query'), 4, 8, 2)
+        ('heads.query', 4, 8, 2)
         """
         sizes: Sequence[int] = rule.sizes if isinstance(rule, Blocks | Joined) else (length,)
         rules = rule.rules if isinstance(rule, Joined) else None
@@ -180,7 +164,7 @@ class ShardAnnotation(NamedTuple):
             unit = by.size if isinstance(by, Grouped) else 1
             by = by.rule if isinstance(by, Grouped) else by
             # For a cut that belongs to no coupling, every index or group of indices is a unit.
-            if isinstance(by, Heads) and name is not None and name.member is not None:
+            if isinstance(by, Heads) and name is not None and "." in name:
                 unit = max(size // by.count, 1)
             if name is not None:
                 blocks.append((name, start, start + size, unit))
@@ -206,21 +190,19 @@ def find_annotations(spec: str, known: Collection[str]) -> tuple[ShardAnnotation
     # Without braces, whose `|`, `,` and `//` are not the spec's.
     plain = BRACES.sub(lambda _: f"<{next(numbers)}>", spec).partition("|")[0]
     items = [item.strip() for item in split_outside_brackets(plain, ",")]
-    behind = items.index("...") if "..." in items else len(items)
+    after = items.index("...") if "..." in items else len(items)
     found = []
     for number, item in enumerate(items):
         for level, text in enumerate(split_outside_brackets(item, "/")):
             _, _, rule = text.partition("@")
             names = _read_names(rule.strip(), texts, known)
             if any(name is not None for name in names):
-                at = number if number < behind else number - len(items)
+                at = number if number < after else number - len(items)
                 found.append(ShardAnnotation(at, level, names))
     return tuple(found)
 
 
-def _read_names(
-    rule: str, texts: Sequence[str], known: Collection[str]
-) -> tuple[CutName | None, ...]:
+def _read_names(rule: str, texts: Sequence[str], known: Collection[str]) -> tuple[str | None, ...]:
     """Return the name of each block of a rule, whose braces are numbered; or a name for all."""
     joined = _JOINED.match(rule)
     if joined is not None:
@@ -231,7 +213,7 @@ def _read_names(
     # `?` opens a dimension to propagation, `!1` gives its priority: both follow the rule.
     match = _NAME.fullmatch(re.sub(r"\s+\?*(!\d+)?$", "", rule))
     text = texts[int(match[1])] if match else None
-    return (CutName.parse(text) if text is not None and text in known else None,)
+    return (text if text in known else None,)
 
 
 Ranges = tuple[tuple[int, int], ...]
@@ -300,8 +282,7 @@ def _join_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(joined)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class ShardBlock:
+class ShardBlock(Record, eq=False):
     """A named block of a tensor, and the units of it that each rank holds.
 
     Attributes:
@@ -314,7 +295,7 @@ class ShardBlock:
         also_cut: another dimension that is sharded, and should not be; or None.
     """
 
-    name: CutName
+    name: str
     place: str
     count: int
     axes: tuple[Axis, ...]
@@ -323,66 +304,55 @@ class ShardBlock:
     also_cut: int | None
 
 
-class ShardBlockReader:
-    """Reads what ranks of a mesh hold of tensors that a recipe cuts.
+def read_shard_blocks(
+    mesh: DeviceMesh,
+    mapping: Mapping[str, tuple[Axis, ...]],
+    storage: Collection[str],
+    annotations: Sequence[ShardAnnotation],
+    written: ShardingSpec,
+    only: Sequence[tuple[str, tuple[int, ...]]],
+    shape: tuple[int, ...],
+    instead: ShardingSpec | None = None,
+) -> tuple[ShardBlock, ...]:
+    """Return the blocks of a tensor that a recipe cuts, with what ranks of a mesh hold of them.
 
     Args:
         mesh: the ranks.
         mapping: the axes of the mesh for each of the recipe's.
         storage: the recipe's axes that only divide storage.
+        annotations: of the recipe's rule.
+        written: the sharding of the rule, over the recipe's axes.
+        only: the coordinates of the mesh where the tensor is stored.
+        shape: of the tensor.
+        instead: the sharding, over the mesh, that the tensor has by another rule.
+
+    Raises:
+        LayoutError: a recipe's rule that does not fit the shape.
     """
-
-    def __init__(
-        self, mesh: DeviceMesh, mapping: Mapping[str, tuple[Axis, ...]], storage: Collection[str]
-    ) -> None:
-        self._mesh = mesh
-        self._mapping = {axis: () if axis in storage else to for axis, to in mapping.items()}
+    computing = {axis: () if axis in storage else to for axis, to in mapping.items()}
+    own = map_sharding(mesh, written, computing, only)
+    layout = own_layout = own.layout(shape)
+    ranks = None
+    if instead is not None:
         # An axis that another axis of the recipe is mapped to as well divides more than storage.
-        computed = {axis for to in self._mapping.values() for axis in to}
-        self._storage = {
-            mesh_axis for axis in storage for mesh_axis in mapping.get(axis, ())
-        } - computed
-
-    def read(
-        self,
-        annotations: Sequence[ShardAnnotation],
-        written: ShardingSpec,
-        only: Sequence[tuple[str, tuple[int, ...]]],
-        shape: tuple[int, ...],
-        instead: ShardingSpec | None = None,
-    ) -> tuple[ShardBlock, ...]:
-        """Return the blocks of a tensor of `shape`.
-
-        Args:
-            annotations: of the recipe's rule.
-            written: the sharding of the rule, over the recipe's axes.
-            only: the coordinates of the mesh where the tensor lives.
-            shape: of the tensor.
-            instead: the sharding, over the mesh, that the tensor has by another rule.
-
-        Raises:
-            LayoutError: a recipe's rule that does not fit the shape.
-        """
-        own = map_sharding(self._mesh, written, self._mapping, only)
-        layout = own_layout = own.layout(shape)
-        ranks = None
-        if instead is not None:
-            layout = _drop_axes(instead, self._storage).layout(shape)
-            ranks = frozenset(own_layout.holders)
-        annotated = [(annotation, annotation.item % len(shape)) for annotation in annotations]
-        others = sorted(set(range(len(shape))) - {dimension for _, dimension in annotated})
-        also_cut = next((d for d in others if layout.tables[d] is not own_layout.tables[d]), None)
-        blocks = []
-        for annotation, dimension in annotated:
-            rule = written.dim_specs[dimension].levels[annotation.level].rule
-            axes = own.dim_specs[dimension].axes
-            for name, start, stop, unit in annotation.list_blocks(rule, shape[dimension]):
-                ranges, split_unit = find_shard_units(layout, dimension, (start, stop), unit, ranks)
-                is_part = stop - start < shape[dimension]
-                place = f"[{', '.join([':'] * dimension + [f'{start}:{stop}'])}]" if is_part else ""
-                count = (stop - start) // unit
-                blocks.append(ShardBlock(name, place, count, axes, ranges, split_unit, also_cut))
-        return tuple(blocks)
+        dropped = {mesh_axis for axis in storage for mesh_axis in mapping.get(axis, ())}
+        dropped -= {axis for to in computing.values() for axis in to}
+        layout = _drop_axes(instead, dropped).layout(shape)
+        ranks = frozenset(own_layout.holders)
+    annotated = [(annotation, annotation.item % len(shape)) for annotation in annotations]
+    others = sorted(set(range(len(shape))) - {dimension for _, dimension in annotated})
+    also_cut = next((d for d in others if layout.tables[d] is not own_layout.tables[d]), None)
+    blocks = []
+    for annotation, dimension in annotated:
+        rule = written.dim_specs[dimension].levels[annotation.level].rule
+        axes = own.dim_specs[dimension].axes
+        for name, start, stop, unit in annotation.list_blocks(rule, shape[dimension]):
+            ranges, split_unit = find_shard_units(layout, dimension, (start, stop), unit, ranks)
+            is_part = stop - start < shape[dimension]
+            place = f"[{', '.join([':'] * dimension + [f'{start}:{stop}'])}]" if is_part else ""
+            count = (stop - start) // unit
+            blocks.append(ShardBlock(name, place, count, axes, ranges, split_unit, also_cut))
+    return tuple(blocks)
 
 
 def _drop_axes(sharding: ShardingSpec, dropped: Collection[Axis]) -> ShardingSpec:
@@ -543,9 +513,7 @@ def _list_ranks(ranks: Sequence[int]) -> str:
     return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
 
 
-def _format_units(
-    name: CutName | None, ranges: Ranges, is_unit: bool = True, verb: str = ""
-) -> str:
+def _format_units(name: str | None, ranges: Ranges, is_unit: bool = True, verb: str = "") -> str:
     """`heads.query 10-19`, `feed_forward 0:4`, or `no heads.query`."""
     if not ranges:
         return f"{verb} none".strip() if name is None else f"no {name}"
@@ -576,8 +544,9 @@ class ComputabilityCheck:
     def add(self, tensor: str, numbers: NumbersOfName, blocks: Sequence[ShardBlock]) -> None:
         """Add the shards of a tensor to the operators that it belongs to."""
         for block in blocks:
-            key: tuple[Any, ...] = (block.name.name, numbers)
-            if block.name.member is None:
+            coupling, dot, _ = block.name.partition(".")
+            key: tuple[Any, ...] = (coupling, numbers)
+            if not dot:
                 # Cuts of other lengths or axes, such as those of shared experts, are separate.
                 module = None if numbers[0] else tensor.rpartition(".")[0]
                 key = (*key, block.count, block.axes, module)
@@ -604,7 +573,7 @@ class ComputabilityCheck:
         self, name: str, numbers: NumbersOfName, blocks: Mapping[ShardBlock, str]
     ) -> str | None:
         labelled = [(tensor + block.place, block) for block, tensor in blocks.items()]
-        if labelled[0][1].name.member is None:
+        if "." not in labelled[0][1].name:
             return self._judge_cut(numbers, labelled)
         return self._judge_coupling(self.couplings[name], numbers, labelled)
 
@@ -621,9 +590,9 @@ class ComputabilityCheck:
     def _judge_coupling(
         self, coupling: Coupling, numbers: NumbersOfName, blocks: Sequence[_Labelled]
     ) -> str | None:
-        by_member: dict[str | None, list[_Labelled]] = {}
+        by_member: dict[str, list[_Labelled]] = {}
         for labelled in blocks:
-            by_member.setdefault(labelled[1].name.member, []).append(labelled)
+            by_member.setdefault(labelled[1].name.partition(".")[2], []).append(labelled)
         problem = next(
             filter(None, (find_mismatch(same, is_unit=True) for same in by_member.values())), None
         )

@@ -42,7 +42,7 @@ import operator
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import NamedTuple, Union
+from typing import Any, NamedTuple
 
 from reshard.errors import RecipeError
 
@@ -131,37 +131,29 @@ def _find_index_names(keys: Iterator[Key]) -> frozenset[str]:
     return frozenset(key.entry for key in keys if key.entry and isinstance(key.entry, str))
 
 
-class _Operation(NamedTuple):
-    kind: type[ast.operator]
-    left: _Node
-    right: _Node
-
-
-class _Choice(NamedTuple):
-    """Alternatives and their texts."""
-
-    nodes: tuple[_Node, ...]
-    texts: tuple[str, ...]
-
-
-_Node = Union[int, Key, _Operation, _Choice]  # noqa: UP007
-
-
 class Expression(NamedTuple):
-    """A parsed expression; see `parse_expression`."""
+    """A parsed expression; see `parse_expression`.
+
+    Attributes:
+        text: as written.
+        alternatives: the parsed alternatives: a number, a key, an expression in parentheses, or a
+            tuple of an operator and its two operands.
+        texts: of the alternatives.
+    """
 
     text: str
-    root: _Choice
+    alternatives: tuple[Any, ...]
+    texts: tuple[str, ...]
 
     @property
     def keys(self) -> tuple[Key, ...]:
         """The keys of all alternatives, in order."""
-        return tuple(_find_keys(self.root))
+        return tuple(_find_keys(self))
 
     @property
     def index_names(self) -> frozenset[str]:
         """The numbers of names that index its lists."""
-        return _find_index_names(_find_keys(self.root))
+        return _find_index_names(_find_keys(self))
 
     def value(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> int:
         """Return the value for a config and the numbers of a name.
@@ -173,12 +165,12 @@ class Expression(NamedTuple):
         >>> parse_expression("head_dim | hidden // heads").value({"hidden": 64, "heads": 4})
         16
         """
-        alternatives = " or ".join(f"`{text}`" for text in self.root.texts)
+        alternatives = " or ".join(f"`{text}`" for text in self.texts)
         if config is None and self.keys:
             raise RecipeError(
                 f"{alternatives} of the model's config is needed and there is none; {_REMEDY}"
             )
-        found = _evaluate(self.root, config, numbers)
+        found = _evaluate(self, config, numbers)
         if found is None:
             raise RecipeError(f"{alternatives} is not in the model's config; {_REMEDY}")
         if found < 0:
@@ -202,30 +194,30 @@ def parse_expression(text: str) -> Expression:
     # The syntax is Python's, but for the empty index.
     source = " ".join(text.replace("[]", "[...]").split())
     try:
-        root = _convert(ast.parse(source, mode="eval").body, source.encode())
+        node = _convert(ast.parse(source, mode="eval").body, source.encode())
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise RecipeError(
             f"cannot read the expression {text!r}; write keys of the model's config.json and "
             "whole numbers with + - * // and parentheses, `|` between alternatives"
         ) from None
-    if not isinstance(root, _Choice):
-        root = _Choice((root,), (text.strip(),))
-    return Expression(text.strip(), root)
+    if isinstance(node, Expression):
+        return node._replace(text=text.strip())
+    return Expression(text.strip(), (node,), (text.strip(),))
 
 
-def _convert(node: ast.expr, source: bytes) -> _Node:
-    """Return a Python expression as a node. Raises ValueError for what is not in the language."""
+def _convert(node: ast.expr, source: bytes) -> Any:
+    """Return a Python expression as an alternative. Raises ValueError for other syntax."""
     written = source[node.col_offset : node.end_col_offset].decode().replace("[...]", "[]")
     if isinstance(node, ast.BinOp):
         left, right = _convert(node.left, source), _convert(node.right, source)
         if type(node.op) in _OPERATORS:
-            return _Operation(type(node.op), left, right)
+            return _OPERATORS[type(node.op)], left, right
         if isinstance(node.op, ast.BitOr):
             text = source[node.right.col_offset : node.right.end_col_offset].decode()
-            if isinstance(left, _Choice):
-                return _Choice((*left.nodes, right), (*left.texts, text))
+            if isinstance(left, Expression):
+                return Expression(written, (*left.alternatives, right), (*left.texts, text))
             first = source[node.left.col_offset : node.left.end_col_offset].decode()
-            return _Choice((left, right), (first, text))
+            return Expression(written, (left, right), (first, text))
     elif isinstance(node, ast.Constant) and written.isdigit():
         return int(written)
     elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
@@ -235,23 +227,20 @@ def _convert(node: ast.expr, source: bytes) -> _Node:
     raise ValueError(written)
 
 
-def _find_keys(node: _Node) -> Iterator[Key]:
+def _find_keys(node: Any) -> Iterator[Key]:
     if isinstance(node, Key):
         yield node
-    elif isinstance(node, _Operation):
-        yield from _find_keys(node.left)
-        yield from _find_keys(node.right)
-    elif isinstance(node, _Choice):
-        for alternative in node.nodes:
-            yield from _find_keys(alternative)
+    elif isinstance(node, tuple):
+        for part in node.alternatives if isinstance(node, Expression) else node[1:]:
+            yield from _find_keys(part)
 
 
-def _evaluate(node: _Node, config: Config | None, numbers: Numbers) -> int | None:
+def _evaluate(node: Any, config: Config | None, numbers: Numbers) -> int | None:
     """Return the value of a node, or None if the config lacks a key of it."""
     if isinstance(node, int):
         return node
-    if isinstance(node, _Choice):
-        values = (_evaluate(alternative, config, numbers) for alternative in node.nodes)
+    if isinstance(node, Expression):
+        values = (_evaluate(alternative, config, numbers) for alternative in node.alternatives)
         return next((value for value in values if value is not None), None)
     if isinstance(node, Key):
         value = node.find(config, numbers)
@@ -260,14 +249,15 @@ def _evaluate(node: _Node, config: Config | None, numbers: Numbers) -> int | Non
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise _describe_not_a_count(str(node), value)
         return value
-    left, right = (_evaluate(side, config, numbers) for side in (node.left, node.right))
+    combine, *sides = node
+    left, right = (_evaluate(side, config, numbers) for side in sides)
     if left is None or right is None:
         return None
-    if node.kind is ast.FloorDiv and right == 0:
+    if combine is operator.floordiv and right == 0:
         raise RecipeError(
             f"an expression divides {left} by 0 in the model's config; correct config.json"
         )
-    return int(_OPERATORS[node.kind](left, right))
+    return int(combine(left, right))
 
 
 def _describe_not_a_count(text: str, value: object) -> RecipeError:
@@ -277,32 +267,20 @@ def _describe_not_a_count(text: str, value: object) -> RecipeError:
     )
 
 
-class _Term(NamedTuple):
-    """A condition on a key: its truth, or its equality with a value."""
-
-    keys: tuple[Key, ...]
-    is_negated: bool
-    value: str | None
-
-    def holds(self, config: Config | None, numbers: Numbers) -> bool:
-        values = (key.find(config, numbers) for key in self.keys)
-        found = next((value for value in values if value is not None), None)
-        if self.value is None:
-            return bool(found) is not self.is_negated
-        text = str(found).lower() if isinstance(found, bool) else str(found)
-        return (found is not None and text == self.value) is not self.is_negated
-
-
 class Condition(NamedTuple):
-    """A parsed condition; see `parse_condition`."""
+    """A parsed condition; see `parse_condition`.
+
+    Each term has the alternatives of a key, whether it is negated, and the value that the key is
+    compared with, or None for its truth.
+    """
 
     text: str
-    terms: tuple[_Term, ...]
+    terms: tuple[tuple[tuple[Key, ...], bool, str | None], ...]
 
     @property
     def index_names(self) -> frozenset[str]:
         """The numbers of names that index its lists."""
-        return _find_index_names(key for term in self.terms for key in term.keys)
+        return _find_index_names(key for keys, _, _ in self.terms for key in keys)
 
     def holds(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> bool:
         """Return whether it holds for a config and the numbers of a name.
@@ -311,7 +289,14 @@ class Condition(NamedTuple):
         >>> [full.holds({"layer_types": ["full", "linear"]}, {"layer": i}) for i in (0, 1)]
         [True, False]
         """
-        return all(term.holds(config, numbers) for term in self.terms)
+        for keys, is_negated, expected in self.terms:
+            values = (key.find(config, numbers) for key in keys)
+            value = next((value for value in values if value is not None), None)
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            is_met = bool(value) if expected is None else value is not None and text == expected
+            if is_met is is_negated:
+                return False
+        return True
 
 
 @lru_cache(maxsize=1024)
@@ -332,7 +317,7 @@ def parse_condition(text: str) -> Condition:
                 "`!key`, `key=value` or `key!=value`, several joined by ` & `"
             )
         value = match[4].strip() if match[4] else None
-        terms.append(_Term(known, bool(match[1]) or match[3] == "!=", value))
+        terms.append((known, bool(match[1]) or match[3] == "!=", value))
     return Condition(text, tuple(terms))
 
 

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.cut_rules import CutRule, Sizes, parse_rule
 from reshard.errors import LayoutError, RecipeError
 from reshard.recipes.expressions import parse_expression
@@ -32,8 +32,7 @@ from reshard.recipes.expressions import parse_expression
 BY_BYTES = "bytes"
 
 
-@dataclass(frozen=True, slots=True)
-class Numbering:
+class Numbering(Record):
     """The things that a number in names counts, and the axis over which they are divided.
 
     Args:

@@ -23,7 +23,7 @@ from importlib.resources.abc import Traversable
 from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.errors import RecipeError
 from reshard.plugins import RECIPES, Plugin, describe_broken, load_plugins
@@ -185,30 +185,23 @@ def choose_recipe(config: Mapping[str, object]) -> Recipe | None:
     return None
 
 
-class Resemblance(NamedTuple):
-    """A known recipe for other models, and how well it fits a model by its names.
-
-    `matched` of `tensors` are matched by its rules; `missing` are the expressions of its counts
-    that the model's config.json does not answer.
-    """
-
-    recipe: Recipe
-    matched: int
-    tensors: int
-    missing: tuple[str, ...]
-
-
-def rank_resembling(names: Iterable[str], config: Config) -> list[Resemblance]:
+def rank_resembling(
+    names: Iterable[str], config: Config
+) -> list[tuple[Recipe, int, tuple[str, ...]]]:
     """Return the known recipes whose rules match any of a model's names, the nearest first.
 
+    Returns:
+        For each, the recipe, the number of names that its rules match, and the expressions of its
+        counts that the model's config.json lacks.
+
     >>> names = [f"model.layers.{i}.mlp.{name}_proj.weight" for i in (0, 1) for name in ("up", "q")]
-    >>> nearest = rank_resembling(names, {"num_hidden_layers": 2})[0]
-    >>> nearest.recipe.name, nearest.matched, nearest.tensors, nearest.missing
-    ('llama', 2, 4, ('num_attention_heads', 'num_key_value_heads|num_attention_heads'))
+    >>> recipe, matched, missing = rank_resembling(names, {"num_hidden_layers": 2})[0]
+    >>> recipe.name, matched, missing
+    ('llama', 2, ('num_attention_heads', 'num_key_value_heads|num_attention_heads'))
     """
     # Layers and experts repeat: names that differ in numbers only are asked once.
     kinds = Counter(map(_write_kind, names))
-    ranked: list[tuple[tuple[int, int, int, bool, int], Resemblance]] = []
+    ranked: list[tuple[tuple[int, int, int, bool, int], tuple[Recipe, int, tuple[str, ...]]]] = []
     for name in known_recipes():
         recipe = _load_known(name)
         rules = [rule for rule in recipe.rules if _may_count(rule, config)]
@@ -222,8 +215,8 @@ def rank_resembling(names: Iterable[str], config: Config) -> list[Resemblance]:
         idle = len(rules) - len(used)
         rank = (-matched, len(missing), -_extensions()[name], _extends(name), idle)
         if matched:
-            ranked.append((rank, Resemblance(recipe, matched, sum(kinds.values()), missing)))
-    return [one for _, one in sorted(ranked, key=itemgetter(0))]
+            ranked.append((rank, (recipe, matched, missing)))
+    return [resembling for _, resembling in sorted(ranked, key=itemgetter(0))]
 
 
 def _write_kind(name: str, number: str = "0") -> str:
@@ -276,26 +269,26 @@ def describe_unknown_model(config: Config | None, names: Iterable[str]) -> str:
     else:
         text = f"no shipped recipe for the model type {config.get('model_type')!r}; "
     ranked = rank_resembling(names, config or {})[:_MAX_NEAR]
-    if not ranked or 2 * ranked[0].matched < ranked[0].tensors:
+    if not ranked or 2 * ranked[0][1] < len(names):
         # Names of types that look alike are of models that look alike.
         kind = str((config or {}).get("model_type") or "")
         near = difflib.get_close_matches(kind.casefold(), known_recipes())
-        near += [resemblance.recipe.name for resemblance in ranked]
+        near += [recipe.name for recipe, _, _ in ranked]
         there = f"the nearest are {', '.join(dict.fromkeys(near))}; " if near else ""
         return (
             f"{text}{there}`reshard recipe show` lists all {len(known_recipes())}; give rules, or "
             f"a recipe file{describe_broken(_load_added()[1])}"
         )
-    (recipe, matched, tensors, missing), *others = ranked
+    (recipe, matched, missing), *others = ranked
     counts = "config.json has all of its counts"
     if missing and config is not None:
         counts = f"of its counts config.json lacks {', '.join(f'`{count}`' for count in missing)}"
     elif config is None:
         counts = "it takes the model's counts from config.json, so put that next to the weights"
-    after = ", ".join(f"{other.recipe.name} ({other.matched})" for other in others)
+    after = ", ".join(f"{other.name} ({count})" for other, count, _ in others)
     return (
         f"{text}by the names of its tensors it resembles {recipe.name}, whose rules match "
-        f"{matched} of {tensors}{f', then {after}' if after else ''}; {counts}. See `reshard "
+        f"{matched} of {len(names)}{f', then {after}' if after else ''}; {counts}. See `reshard "
         f"recipe show {recipe.name}`: if the model computes as that one does, take it with "
         f"--recipe {recipe.name}; or give rules, or a recipe file"
     )

@@ -45,10 +45,10 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from reshard._records import Record
 from reshard.cut_rules import Blocks, CutRule, Grouped, Heads, Joined, Pieces, Sizes
 from reshard.errors import RecipeError, RuleError, UsageError
 from reshard.mesh import Axis
@@ -69,8 +69,7 @@ class MemberSlice(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fusion:
+class Fusion(Record):
     """The places of members in a fused parameter.
 
     Args:
@@ -165,8 +164,7 @@ class Fusion:
         def number(given: Number) -> int:
             return parse_expression(given).value(config) if isinstance(given, str) else given
 
-        return replace(
-            self,
+        return self.replace(
             shares=tuple(map(number, self.shares)),
             groups=number(self.groups),
             stacked=number(self.stacked),
@@ -269,13 +267,6 @@ class Fusion:
 Meaning = str | Fusion
 
 
-class ForeignName(NamedTuple):
-    """A name elsewhere: of the tensor itself, or of the fused parameter of these members."""
-
-    name: str
-    fusion: Fusion | None = None
-
-
 def find_by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning]) -> Meaning:
     """Return the entry of the first pattern that a name fits, filled in; the name where none fits.
 
@@ -293,13 +284,15 @@ def find_by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning])
     return name
 
 
-def find_foreign_name(name: str, table: Mapping[str, Meaning]) -> ForeignName | None:
+def find_foreign_name(name: str, table: Mapping[str, Meaning]) -> tuple[str, Fusion | None] | None:
     """Return a convention's name for a name of the recipe, or None if it has none.
 
+    With the `Fusion` of the fused parameter of that name, or None for the tensor's own name.
+
     >>> table = {"*.fc1": Fusion(("*.gate", "*.up")), "*.fc2": "*.down"}
-    >>> find_foreign_name("layers.3.down", table).name
-    'layers.3.fc2'
-    >>> find_foreign_name("layers.3.up", table).fusion.members
+    >>> find_foreign_name("layers.3.down", table)
+    ('layers.3.fc2', None)
+    >>> find_foreign_name("layers.3.up", table)[1].members
     ('layers.3.gate', 'layers.3.up')
     """
     for theirs, own in table.items():
@@ -308,7 +301,7 @@ def find_foreign_name(name: str, table: Mapping[str, Meaning]) -> ForeignName | 
             if found is None:
                 continue
             fusion = _fill_in_fusion(own, found.groups()) if isinstance(own, Fusion) else None
-            return ForeignName(_fill_in(theirs, found.groups()), fusion)
+            return _fill_in(theirs, found.groups()), fusion
     return None
 
 
@@ -323,7 +316,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def _fill_in_fusion(fusion: Fusion, found: tuple[str, ...]) -> Fusion:
-    return replace(fusion, members=tuple(_fill_in(member, found) for member in fusion.members))
+    return fusion.replace(members=tuple(_fill_in(member, found) for member in fusion.members))
 
 
 def _fill_in(entry: str, found: tuple[str, ...]) -> str:

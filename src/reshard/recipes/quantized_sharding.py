@@ -20,7 +20,6 @@ as they are.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -301,7 +300,7 @@ class FoldedWeights:
             for name, unit in units.items()
             if unit > 1
         }
-        return dataclasses.replace(recipe, cuts={**recipe.cuts, **moved}) if moved else recipe
+        return recipe.replace(cuts={**recipe.cuts, **moved}) if moved else recipe
 
     def align(self, name: str, sharding: ShardingSpec) -> ShardingSpec:
         """Return the sharding of a logical weight, at its groups where it is free."""

@@ -16,11 +16,10 @@ names and of fused parameters for each convention.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
+from reshard._records import Record
 from reshard._validation import check_used
 from reshard.cut_rules import split_outside_brackets
 from reshard.errors import LayoutError, MeshError, RecipeError
@@ -37,8 +36,7 @@ STORAGE_AXES = ("fsdp", "dp")
 REPLICA_AXES = ("dp", "cp")
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
+class Recipe(Record):
     """A set of rules for the tensors of a kind of model.
 
     Args:
@@ -72,15 +70,15 @@ class Recipe:
     model_types: tuple[str, ...]
     axes: tuple[str, ...]
     rules: tuple[Rule, ...]
-    cuts: Mapping[str, str] = field(default_factory=dict)
-    numbers: Mapping[str, Numbering] = field(default_factory=dict)
-    stand_ins: Mapping[str, str] = field(default_factory=dict)
-    mesh_axes: Mapping[str, str] = field(default_factory=dict)
-    names: Mapping[str, Mapping[str, str | Fusion]] = field(default_factory=dict)
-    coupled: Mapping[str, Coupling] = field(default_factory=dict)
+    cuts: Mapping[str, str] = {}
+    numbers: Mapping[str, Numbering] = {}
+    stand_ins: Mapping[str, str] = {}
+    mesh_axes: Mapping[str, str] = {}
+    names: Mapping[str, Mapping[str, str | Fusion]] = {}
+    coupled: Mapping[str, Coupling] = {}
     storage: tuple[str, ...] = STORAGE_AXES
     replicas: tuple[str, ...] = REPLICA_AXES
-    sizes: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, str] = {}
 
     def __post_init__(self) -> None:
         if not self.name.strip():
@@ -154,7 +152,7 @@ class Recipe:
             if name in cuts:
                 cuts[name] = value
             elif name in numbers:
-                numbers[name] = dataclasses.replace(numbers[name], cut=value)
+                numbers[name] = numbers[name].replace(cut=value)
             elif name in self.axes:
                 mesh_axes[name] = value
             else:
@@ -162,7 +160,7 @@ class Recipe:
                 raise RecipeError(
                     f"recipe {self.name!r} has no option {name!r}; its options are {known}"
                 )
-        return dataclasses.replace(self, cuts=cuts, numbers=numbers, mesh_axes=mesh_axes)
+        return self.replace(cuts=cuts, numbers=numbers, mesh_axes=mesh_axes)
 
     def expect_options_read(
         self, options: Iterable[str], mesh: DeviceMesh, deciding: Iterable[Rule]

@@ -57,7 +57,9 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
 
 from reshard.errors import RecipeError
 from reshard.recipes.coupling import Coupling
@@ -76,21 +78,17 @@ _NUMBER_KEYS = (("axis", "count"), ("cut", "beyond_last", "behind"))
 _FUSION_KEYS = (("members",), ("shares", "groups", "dimension", "stacked", "transposed", "when"))
 
 
-class _ReadableFile(Protocol):
-    def read_bytes(self) -> bytes: ...
-
-
-def read_recipe(file: _ReadableFile, where: str, load: Callable[[str], Recipe]) -> Recipe:
+def read_recipe(file: Path | Traversable, where: str, load: Callable[[str], Recipe]) -> Recipe:
     """Read the recipe in `file`.
 
-       Args:
-           file: the TOML file.
-           where: its name in errors.
-           load: returns the recipe that this recipe extends.
+    Args:
+        file: the TOML file.
+        where: its name in errors.
+        load: returns the recipe that this recipe extends.
 
-       Raises:
-           RecipeError: a file that cannot be read, is not TOML, has keys that are unknown, missing
-    or of the wrong type, or describes an invalid recipe.
+    Raises:
+        RecipeError: a file that cannot be read, is not TOML, has keys that are unknown, missing or
+            of the wrong type, or describes an invalid recipe.
     """
     try:
         table = tomllib.loads(file.read_bytes().decode())

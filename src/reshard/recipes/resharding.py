@@ -49,7 +49,14 @@ import numpy as np
 
 from reshard._validation import check_int
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import PlanError, ReshardError, RunError, ShardError, UsageError
+from reshard.errors import (
+    InterruptedRunError,
+    PlanError,
+    ReshardError,
+    RunError,
+    ShardError,
+    UsageError,
+)
 from reshard.execution.memory import check_shards
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
@@ -220,17 +227,6 @@ SourceShards = Sequence[Mapping[str, Any]] | Mapping[int, Mapping[str, Any]]
 _SHOWN = 5
 
 
-class Cancellation(Protocol):
-    """A stop signal, such as a `threading.Event`."""
-
-    def is_set(self) -> bool:
-        """Return whether to stop."""
-
-
-class _Cancelled(Exception):
-    """Ends the work on an array between two copies."""
-
-
 class _Run:
     """An execution of a plan in a process.
 
@@ -312,7 +308,7 @@ class _Run:
                 found[item.name] = array
                 size_bytes = copied * item.dtype.itemsize_bytes
                 self._copied_bytes[rank] = self._copied_bytes.get(rank, 0) + size_bytes
-        except _Cancelled:
+        except InterruptedRunError:
             self.was_cancelled = True
 
     def _find_items(self, rank: int) -> list[JobItem]:
@@ -320,7 +316,7 @@ class _Run:
 
     def _stop_where_cancelled(self) -> None:
         if self._is_cancelled():
-            raise _Cancelled
+            raise InterruptedRunError("cancelled")
 
     def result(self, ranks: Iterable[int], notes: Sequence[str] = ()) -> ReshardingResult:
         """Return the arrays of the target `ranks` so far; `notes` say why other processes
@@ -488,7 +484,7 @@ class ReshardingStrategy:
         self,
         plan: ReshardingPlan,
         source_shards: SourceShards,
-        cancellation: Cancellation | None = None,
+        cancellation: threading.Event | None = None,
     ) -> ReshardingResult:
         """Make the target's shards from the source's.
 
@@ -497,7 +493,8 @@ class ReshardingStrategy:
         Args:
             plan: made by `create_plan`.
             source_shards: for each source rank, its arrays by name. They are only read.
-            cancellation: checked before each box; once it is set, the rest is left undone.
+            cancellation: a stop signal, such as a `threading.Event`. It is checked before each
+                box; once it is set, the rest is left undone.
 
         Raises:
             ShardError: an array that is missing, or has another shape or dtype; nothing was
@@ -512,7 +509,7 @@ class ReshardingStrategy:
         self,
         plan: ReshardingPlan,
         source_shards: SourceShards,
-        cancellation: Cancellation | None = None,
+        cancellation: threading.Event | None = None,
     ) -> ReshardingResult:
         """Run `execute` in a thread, so that the event loop continues meanwhile.
 

@@ -19,10 +19,9 @@ import itertools
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
+from reshard._records import Record
 from reshard.errors import RecipeError, UsageError
 from reshard.recipes.expressions import (
     NO_NUMBERS,
@@ -38,14 +37,7 @@ _NUMBER = re.compile(r"\{([^{}]*)\}")
 _SET = re.compile(r"\[!?\]?[^\]]*\]")
 
 
-class _Component(NamedTuple):
-    """The index of a number among the dotted components of a name."""
-
-    place: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Record):
     """The sharding of the tensors whose names match a pattern.
 
     Args:
@@ -213,7 +205,9 @@ class RuleList:
     def __init__(self, rules: Iterable[Rule], config: Config | None = None) -> None:
         self.rules, self.config = tuple(rules), config
         self._are_alike = not any(_distinguishes_numbers(rule.pattern) for rule in self.rules)
-        self._known: dict[tuple[str, int], list[tuple[int, dict[str, int | _Component]]]] = {}
+        # By a name with 0 for its numbers, and the first rule to match: the matching rules, each
+        # with its numbers as (index of the name's component, or -1 for a fixed number; the number).
+        self._known: dict[tuple[str, int], list[tuple[int, dict[str, tuple[int, int]]]]] = {}
 
     def find(self, name: str, first: int = 0) -> tuple[int, dict[str, int]] | None:
         """Return the first rule from number `first` on that matches a name and applies.
@@ -243,33 +237,26 @@ class RuleList:
         if known is None:
             known = self._known[alike, first] = list(self._match_alike(alike, first))
         for number, places in known:
-            yield (
-                number,
-                {
-                    what: int(parts[at.place]) if isinstance(at, _Component) else at
-                    for what, at in places.items()
-                },
-            )
+            found = places.items()
+            yield number, {what: int(parts[at]) if at >= 0 else own for what, (at, own) in found}
 
     def _match_alike(
         self, alike: str, first: int
-    ) -> Iterator[tuple[int, dict[str, int | _Component]]]:
+    ) -> Iterator[tuple[int, dict[str, tuple[int, int]]]]:
         parts = alike.split(".")
         begins = [0, *itertools.accumulate(len(part) + 1 for part in parts)]
         components = {
-            (begin, begin + len(part)): _Component(index)
+            (begin, begin + len(part)): index
             for index, (begin, part) in enumerate(zip(begins, parts, strict=False))
             if _is_number(part)
         }
         for number in range(first, len(self.rules)):
             match = _compile_pattern(self.rules[number].pattern).match(alike)
             if match is not None:
+                texts = match.groupdict().items()
                 yield (
                     number,
-                    {
-                        what: components.get(match.span(what), int(text))
-                        for what, text in match.groupdict().items()
-                    },
+                    {what: (components.get(match.span(what), -1), int(n)) for what, n in texts},
                 )
 
 

@@ -20,8 +20,8 @@ import difflib
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
+from reshard._records import Record
 from reshard._validation import check_int
 from reshard.dtypes import DType
 from reshard.errors import RecipeError
@@ -36,8 +36,7 @@ Config = Mapping[str, object]
 StrategyFunction = Callable[[Tensors, int, Config | None], dict[str, Layout]]
 
 
-@dataclass(frozen=True, slots=True)
-class Strategy:
+class Strategy(Record):
     """A layout policy under a name. Call it with the tensors and the number of ranks.
 
     A third argument is the model's config.json, for those that look into it.

@@ -20,7 +20,6 @@ from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.training.state import find_training_state
 from reshard.errors import RecipeError, UsageError
 from reshard.recipes.naming import (
-    ForeignName,
     Fusion,
     Meaning,
     compile_pattern,
@@ -158,37 +157,39 @@ def in_names_of(
     new = _Tensors(checkpoint)
     fused: dict[str, Fusion] = {}
     for name, tensor in checkpoint.tensors.items():
-        theirs = find_foreign_name(name, table) or _find_around(name, new, table)
-        if theirs.fusion is None:
-            new.add(dataclasses.replace(tensor, name=theirs.name), name)
+        theirs, fusion = find_foreign_name(name, table) or _find_around(name, new, table)
+        if fusion is None:
+            new.add(dataclasses.replace(tensor, name=theirs), name)
         elif new.is_common(name):
-            if theirs.name not in new.made_of:
-                new.add(dataclasses.replace(tensor, name=theirs.name), name)
-        elif fused.setdefault(theirs.name, theirs.fusion) != theirs.fusion:
+            if theirs not in new.made_of:
+                new.add(dataclasses.replace(tensor, name=theirs), name)
+        elif fused.setdefault(theirs, fusion) != fusion:
             raise RecipeError(
-                f"{theirs.name!r} would be fused of {list(fused[theirs.name].members)} and of "
-                f"{list(theirs.fusion.members)}; correct the table of names"
+                f"{theirs!r} would be fused of {list(fused[theirs].members)} and of "
+                f"{list(fusion.members)}; correct the table of names"
             )
-        elif theirs.name not in new.made_of:
+        elif theirs not in new.made_of:
             new.expect_alike(name)
-            names = theirs.fusion.tensors
-            members = [_find_member(checkpoint, theirs.name, name) for name in names]
-            new.add(fuse_members(theirs.name, theirs.fusion, members), *names)
+            names = fusion.tensors
+            members = [_find_member(checkpoint, theirs, name) for name in names]
+            new.add(fuse_members(theirs, fusion, members), *names)
     new.expect_change(table)
     return new.checkpoint(), {name: made[0] for name, made in new.made_of.items()}, fused
 
 
-def _find_around(name: str, tensors: _Tensors, table: Mapping[str, Meaning]) -> ForeignName:
+def _find_around(
+    name: str, tensors: _Tensors, table: Mapping[str, Meaning]
+) -> tuple[str, Fusion | None]:
     """Return the name of a convention for optimizer state, or for a weight with a prefix."""
     before, after, parameter = tensors.take_apart(name)
-    theirs = find_foreign_name(parameter, table)
-    if theirs is None:
-        return ForeignName(name)
-    fusion = theirs.fusion
+    foreign = find_foreign_name(parameter, table)
+    if foreign is None:
+        return name, None
+    theirs, fusion = foreign
     if fusion is not None:
         members = tuple(f"{before}{member}{after}" for member in fusion.members)
-        fusion = dataclasses.replace(fusion, members=members)
-    return ForeignName(f"{before}{theirs.name}{after}", fusion)
+        fusion = fusion.replace(members=members)
+    return f"{before}{theirs}{after}", fusion
 
 
 def _find_member(checkpoint: Checkpoint, fused: str, name: str) -> StoredTensor:

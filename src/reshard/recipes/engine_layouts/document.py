@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ from reshard.recipes.engine_layouts.engine_layout import (
     SourceTensor,
 )
 from reshard.recipes.engine_layouts.parameter_layout import (
-    ComputedPattern,
+    Computed,
     Constant,
     ParameterLayout,
     ParameterPattern,
@@ -127,25 +128,10 @@ def read_names(written: object, where: str) -> list[str]:
     return names
 
 
-class _Columns:
-    """Columns of numbers, each written once."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[bytes, int] = {}
-        self.written: list[Any] = []
-
-    def number(self, column: Iterable[int] | IntArray) -> int:
-        """Return the number of a column in the document."""
-        values = np.ascontiguousarray(column, dtype=np.int64)
-        found = self.numbers.setdefault(values.tobytes(), len(self.numbers))
-        if found == len(self.written):
-            self.written.append(pack_column(values.tolist()))
-        return found
-
-
 def write_document(layout: EngineLayout) -> str:
     """Return the JSON document of an engine's layout; equal ones have the same."""
-    columns = _Columns()
+    columns: dict[bytes, int] = {}
+    number_column = partial(_number_column, columns)
     names = sort_names(
         [*layout.sources, *(name for rank in layout.ranks for name in rank.parameters)]
     )
@@ -167,12 +153,12 @@ def write_document(layout: EngineLayout) -> str:
         lists = [number_names(parameter.sources) for parameter in parameters]
         written: dict[str, Any] = {
             "rank": rank.rank,
-            "names": columns.number([number_of[name] for name in rank.parameters]),
-            "patterns": columns.number(
+            "names": number_column([number_of[name] for name in rank.parameters]),
+            "patterns": number_column(
                 [patterns.setdefault(parameter.pattern, len(patterns)) for parameter in parameters]
             ),
-            "sources": columns.number(np.concatenate(lists) if lists else []),
-            "unread": columns.number([number_of[name] for name in rank.unread]),
+            "sources": number_column(np.concatenate(lists) if lists else []),
+            "unread": number_column([number_of[name] for name in rank.unread]),
         }
         if rank.method != METHODS[0]:
             written["method"] = rank.method
@@ -189,19 +175,28 @@ def write_document(layout: EngineLayout) -> str:
         "names": write_names(names),
         "kinds": [[kind.dtype.name, list(kind.shape)] for kind in kinds],
         "sources": [
-            columns.number([number_of[name] for name in of_sources]),
-            columns.number(source_kinds),
+            number_column([number_of[name] for name in of_sources]),
+            number_column(source_kinds),
         ],
-        "patterns": [_write_pattern(pattern, columns) for pattern in patterns],
+        "patterns": [_write_pattern(pattern, number_column) for pattern in patterns],
         "ranks": ranks,
     }
-    # Columns are collected by all that refers to them.
+    # The columns come last, since writing all else numbers them.
+    written_columns = [pack_column(np.frombuffer(c, np.int64).tolist()) for c in columns]
     return DocumentWriter().document(
-        EngineLayout.document_kind, {**content, "columns": columns.written}
+        EngineLayout.document_kind, {**content, "columns": written_columns}
     )
 
 
-def _write_pattern(pattern: ParameterPattern, columns: _Columns) -> dict[str, Any]:
+def _number_column(columns: dict[bytes, int], column: Iterable[int] | IntArray) -> int:
+    """Return the number of a column in the document, to which it is added once."""
+    values = np.ascontiguousarray(column, dtype=np.int64)
+    return columns.setdefault(values.tobytes(), len(columns))
+
+
+def _write_pattern(
+    pattern: ParameterPattern, number_column: Callable[[IntArray], int]
+) -> dict[str, Any]:
     own = pattern.columns
     written: dict[str, Any] = {"dtype": pattern.dtype.name, "shape": list(pattern.shape)}
     if len(own.source):
@@ -209,7 +204,7 @@ def _write_pattern(pattern: ParameterPattern, columns: _Columns) -> dict[str, An
         first = int(own.offset[0])
         written["first"] = first
         written["pieces"] = [
-            columns.number(column)
+            number_column(column)
             for column in (
                 *own.start.T,
                 *own.stop.T,
@@ -232,7 +227,7 @@ def _write_pattern(pattern: ParameterPattern, columns: _Columns) -> dict[str, An
             for region in pattern.computed
         ]
     if pattern.constants:
-        # Not a number and infinities are no JSON.
+        # NaN and infinities are not JSON numbers.
         written["constants"] = [
             [_write_box(constant.box), repr(constant.value)] for constant in pattern.constants
         ]
@@ -402,7 +397,7 @@ def _read_box(value: Any, dims: int, where: str) -> Box:
     return Box(start, stop)
 
 
-def _read_computed(value: Any, dims: int, where: str) -> ComputedPattern:
+def _read_computed(value: Any, dims: int, where: str) -> Computed:
     if not isinstance(value, list) or len(value) not in (3, 5):
         raise NotationError(f"{where}: {value!r} is not a box, operations, sources and a region")
     view = None
@@ -415,7 +410,7 @@ def _read_computed(value: Any, dims: int, where: str) -> ComputedPattern:
     operations = tuple(read_strings(value[1], where))
     if view is not None and len(sources) != 1:
         raise NotationError(f"{where}: a region of {len(sources)} sources")
-    return ComputedPattern(_read_box(value[0], dims, where), operations, sources, view)
+    return Computed(_read_box(value[0], dims, where), operations, sources, view)
 
 
 def _read_constant(value: Any, dims: int, where: str) -> Constant:

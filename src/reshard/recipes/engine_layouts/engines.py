@@ -12,10 +12,10 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, cast
 
+from reshard._records import Record
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.engine_layouts.engine_layout import EngineLayout
@@ -24,8 +24,7 @@ DeriveFunction = Callable[..., EngineLayout]
 Sources = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
+class Engine(Record):
     """An engine, and where its layouts come from.
 
     Attributes:

@@ -74,12 +74,13 @@ class Computed(NamedTuple):
     """A box of a parameter whose elements are computed from sources, and by which operations.
 
     `view` is the region of the only source if each element is computed from its counterpart, as by
-    `exp` and `neg`; None if it is unknown which element of a source an element depends on.
+    `exp` and `neg`; None if it is unknown which element of a source an element depends on. Sources
+    are names; in a pattern, they are numbers.
     """
 
     box: Box
     operations: tuple[str, ...]
-    sources: tuple[str, ...]
+    sources: tuple[Any, ...]
     view: View | None = None
 
 
@@ -88,15 +89,6 @@ class Constant(NamedTuple):
 
     box: Box
     value: float
-
-
-class ComputedPattern(NamedTuple):
-    """A box that is computed from sources, which are given by their numbers (see `Computed`)."""
-
-    box: Box
-    operations: tuple[str, ...]
-    sources: tuple[int, ...]
-    view: View | None = None
 
 
 class PieceColumns(NamedTuple):
@@ -143,7 +135,7 @@ class ParameterPattern(Interned):
         dtype: DType,
         columns: PieceColumns,
         steps: Sequence[tuple[str, ...]] = ((),),
-        computed: Sequence[ComputedPattern] = (),
+        computed: Sequence[Computed] = (),
         constants: Sequence[Constant] = (),
         unfilled: Sequence[Box] = (),
     ) -> None:
@@ -360,7 +352,7 @@ class ParameterLayout:
                         f"{name!r} has a region of {len(region.sources)} sources; expected 1"
                     )
             of = tuple(numbers.setdefault(source, len(numbers)) for source in region.sources)
-            by_number.append(ComputedPattern(region.box, tuple(region.operations), of, region.view))
+            by_number.append(Computed(region.box, tuple(region.operations), of, region.view))
         try:
             pattern = ParameterPattern(
                 shape, as_dtype(dtype), columns, tuple(steps), by_number, [*constants], [*unfilled]

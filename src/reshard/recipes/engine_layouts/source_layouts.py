@@ -262,30 +262,8 @@ def _interval(edges: IntArray, number: int) -> Stretches:
     return ((int(edges[number]), int(edges[number + 1])),)
 
 
+# A region of a source: the shape of the source, then sizes, offset and strides of the region.
 _Region = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
-
-
-class _Regions:
-    """The different regions of sources, by number: shape of the source, sizes, offset, strides."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[_Region, int] = {}
-        self.of_patterns: dict[object, tuple[IntArray, IntArray]] = {}
-
-    def of(
-        self, pattern: ParameterPattern, shapes: tuple[tuple[int, ...], ...]
-    ) -> tuple[IntArray, IntArray]:
-        """Return the numbers of the sources that a pattern takes from, and of the regions
-        it takes.
-        """
-        key = (pattern, shapes)
-        if key not in self.of_patterns:
-            sources, regions = [], []
-            for source, region in _list_regions(pattern, shapes):
-                sources.append(source)
-                regions.append(self.numbers.setdefault(region, len(self.numbers)))
-            self.of_patterns[key] = (np.array(sources, np.int64), np.array(regions, np.int64))
-        return self.of_patterns[key]
 
 
 def _list_regions(
@@ -319,7 +297,8 @@ def list_source_layouts(
         slots: how many ranks there are.
     """
     numbers = {name: number for number, name in enumerate(shapes)}
-    regions = _Regions()
+    regions: dict[_Region, int] = {}
+    of_patterns: dict[object, tuple[IntArray, IntArray]] = {}
     known: dict[tuple[str, ...], tuple[IntArray, tuple[tuple[int, ...], ...]]] = {}
     columns: list[tuple[IntArray, IntArray, IntArray]] = []
     # 1. A row for each region that a rank takes.
@@ -329,7 +308,15 @@ def list_source_layouts(
                 own = np.array([numbers[name] for name in sources], dtype=np.int64)
                 known[sources] = (own, tuple(shapes[name] for name in sources))
             own, own_shapes = known[sources]
-            source, region = regions.of(pattern, own_shapes)
+            # Layers and ranks share patterns, whose regions are listed and numbered once.
+            if (pattern, own_shapes) not in of_patterns:
+                listed = list(_list_regions(pattern, own_shapes))
+                numbered = [regions.setdefault(region, len(regions)) for _, region in listed]
+                of_patterns[pattern, own_shapes] = (
+                    np.array([number for number, _ in listed], np.int64),
+                    np.array(numbered, np.int64),
+                )
+            source, region = of_patterns[pattern, own_shapes]
             columns.append((own[source], np.full(len(source), rank), region))
     if not columns:
         return {name: _lay_out(shape, {}, slots) for name, shape in shapes.items()}
@@ -338,7 +325,7 @@ def list_source_layouts(
     table = table[np.append(True, (np.diff(table, axis=0) != 0).any(axis=1))]
     # 2. Sources whose rows are equal share a layout.
     ends = np.searchsorted(table[:, 0], np.arange(len(shapes) + 1))
-    by_number = list(regions.numbers)
+    by_number = list(regions)
     found: dict[tuple[tuple[int, ...], bytes], Layout] = {}
     layouts = {}
     for number, (name, shape) in enumerate(shapes.items()):
