@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         derandomize=EXAMPLES == 0,
         deadline=None,
         print_blob=True,
-        max_examples=EXAMPLES or selection.choose(30, 100),
+        max_examples=EXAMPLES or selection.choose(20, 100),
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     settings.load_profile("reshard")

@@ -56,11 +56,20 @@ def folders() -> list[Path]:
     return [path.parent for path in trees() if path.name == "__init__.py" and path.parent.parts]
 
 
+def walk_statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and the statements in it, without their expressions."""
+    yield node
+    for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+        children = getattr(node, field, ())
+        for child in children if isinstance(children, list) else ():
+            yield from walk_statements(child)
+
+
 @functools.cache
 def count_uses(path: Path) -> Counter[str]:
     """Return how often each habit occurs in a module's docstrings and comments, and their words."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = (node for node in ast.walk(trees()[path]) if isinstance(node, documented))
+    nodes = (node for node in walk_statements(trees()[path]) if isinstance(node, documented))
     comments = re.findall(r"^\s*# .*|  # .*", (SOURCE / path).read_text(), re.MULTILINE)
     prose = "\n".join([*(ast.get_docstring(node) or "" for node in nodes), *comments])
     uses = {habit: len(re.findall(pattern, prose)) for habit, pattern in DIALECT.items()}
@@ -80,7 +89,7 @@ def format_census() -> str:
         packages.setdefault(path.parts[0] if len(path.parts) > 1 else "(root)", []).append(path)
     lines = [f"{'package':12} modules classes  " + "  ".join(DIALECT)]
     for package, paths in sorted(packages.items()):
-        nodes = (node for path in paths for node in ast.walk(trees()[path]))
+        nodes = (node for path in paths for node in walk_statements(trees()[path]))
         classes = sum(isinstance(node, ast.ClassDef) for node in nodes)
         rates = (f"{rate:{len(habit)}}" for habit, rate in count_dialect(paths).items())
         lines.append(f"{package:12} {len(paths):7} {classes:7}  " + "  ".join(rates))

@@ -106,7 +106,7 @@ def test_killed_once_more_when_it_goes_on(
     run_again(case, target, has_old, old)
 
 
-@pytest.mark.parametrize("failure", keep_spread(6, range(POWER_FAILURES), EVERY_KILL))
+@pytest.mark.parametrize("failure", keep_spread(4, range(POWER_FAILURES), EVERY_KILL))
 def test_the_power_fails(case: Case, target: Path, has_old: bool, failure: int) -> None:
     old = contents(target)
     calls = len(case.calls(has_old, 4))

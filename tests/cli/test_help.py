@@ -14,6 +14,7 @@ import pytest
 import reshard
 from cli.command_runs import run_alone, run_here, write_model
 from reshard.cli.program import program
+from selection import keep_spread
 
 COMMANDS = ("example", "inspect", "plan", "convert", "verify", "diff", "apply", "explain")
 GROUPS = ("recipe",)
@@ -119,7 +120,12 @@ def test_version(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [(), *((name,) for name in (*COMMANDS, *GROUPS, *OF_JOBS, *LAST))]
+    "command",
+    keep_spread(
+        5,
+        [(), *((name,) for name in (*COMMANDS, *GROUPS, *OF_JOBS, *LAST))],
+        "a process for another command",
+    ),
 )
 def test_help_imports_little(folder: Path, command: tuple[str, ...]) -> None:
     code = (

@@ -61,7 +61,7 @@ def test_the_pairs_have_every_strategy_with_every_other() -> None:
 
 @pytest.mark.parametrize(
     ("first", "second", "n", "m"),
-    keep_covering(2, pairs(), "another pair of numbers of ranks"),
+    keep_covering(1, pairs(), "another pair of numbers of ranks"),
 )
 def test_n_ranks_to_m_ranks(
     tmp_path: Path, source: Path, first: str, second: str, n: int, m: int

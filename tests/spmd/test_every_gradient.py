@@ -92,13 +92,13 @@ def test_as_pytorch(case: GradientCase) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize(
     "stride",
-    keep_where(lambda stride: stride > 1, (16, 1), "each operand in every sharding"),
-    ids=("one of sixteen", "all"),
+    keep_where(lambda stride: stride > 1, (24, 1), "each operand in every sharding"),
+    ids=("one of 24", "all"),
 )
 def test_every_sharding(case: GradientCase, stride: int) -> None:
     """Each operand in every sharding, the others in one that changes from run to run of it.
 
-    By default each operand in one of sixteen shardings, in others for the next case and operand.
+    By default each operand in one of 24 shardings, in others for the next case and operand.
     """
     arrays = case.arrays()
     expected = [one.to_dense() for one in gradients_of(case, [sp.array(one) for one in arrays])]
@@ -126,7 +126,7 @@ def test_every_sharding(case: GradientCase, stride: int) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    keep_spread(60, CASES, "shards are NumPy's by default"),
+    keep_spread(40, CASES, "shards are NumPy's by default"),
     ids=lambda case: case.name,
 )
 def test_torch_shards(case: GradientCase) -> None:

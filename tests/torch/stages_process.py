@@ -20,6 +20,7 @@ from reshard.plans.hierarchical import StagedJob
 from reshard.plans.job import Job, JobItem
 from reshard.topology import Link, Overhead, Topology
 from reshard.torch import BlockQuantized, Refit, redistribute
+from selection import choose
 
 # Ranks 0 and 1 are the trainer's host, 2 and 3 the engine's.
 HOSTS = Topology([0, 0, 1, 1])
@@ -86,7 +87,8 @@ def staged_job() -> StagedJob:
 def refits() -> None:
     """Every element arrives, in each run; what travels is what is planned."""
     staged, rank = staged_job(), dist.get_rank()
-    for options in ({}, {"buckets": 1 << 20}, {"planning": "centralized"}):
+    every = ({}, {"buckets": 1 << 20}, {"planning": "centralized"})
+    for options in choose(every[1:], every):
         source, target, filled = models(0)
         refit = Refit.prepare(
             source, target, method="stages", topology=HOSTS, extra_bytes=EXTRA_BYTES, **options
@@ -194,7 +196,7 @@ def compared() -> None:
     """What is compared goes in stages where all of it travels, and each rank its changes else."""
     staged, rank = staged_job(), dist.get_rank()
     whole_bytes = staged.sent_bytes[rank]
-    for unit in ("elements", "blocks"):
+    for unit in choose(("blocks",), ("elements", "blocks")):
         source, target, filled = models(1)
         options: dict[str, Any] = {"topology": SLOW, "extra_bytes": EXTRA_BYTES}
         refit = Refit.prepare(source, target, changed_only=unit, **options)

@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     "row",
-    keep_spread(8, CONVERSIONS, "another conversion: troubles are of files, not of formats"),
+    keep_spread(5, CONVERSIONS, "another conversion: troubles are of files, not of formats"),
     ids=lambda one: one.name,
 )
 @pytest.mark.parametrize(

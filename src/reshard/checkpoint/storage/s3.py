@@ -9,6 +9,7 @@ whether it is the completed one.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -238,6 +239,7 @@ def open_s3(bucket: str) -> S3Target:
     """
     try:
         import boto3
+        import botocore.session
         from botocore import UNSIGNED
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
@@ -252,7 +254,10 @@ def open_s3(bucket: str) -> S3Target:
         **({"signature_version": UNSIGNED} if unsigned else {}),
     )
     try:
-        session = boto3.Session()
+        core_session = botocore.session.get_session()
+        loader = _share_loader(core_session.get_config_variable("data_path"))
+        core_session.register_component("data_loader", loader)
+        session = boto3.Session(botocore_session=core_session)
         # obstore reads these two settings from other variables than boto3.
         region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
         client = session.client(
@@ -264,6 +269,15 @@ def open_s3(bucket: str) -> S3Target:
     except (BotoCoreError, ValueError) as error:
         raise OSError(errno.EINVAL, shorten(str(error)), f"s3://{bucket}") from error
     return S3Target(bucket, client)
+
+
+@functools.cache
+def _share_loader(data_path: str | None) -> Any:
+    """Return the loader of the service models below `data_path`."""
+    from botocore.loaders import create_loader
+
+    # A session parses the JSON of S3's model by itself, six times as long as all else that it does.
+    return create_loader(data_path)
 
 
 def _has_endpoint() -> bool:
