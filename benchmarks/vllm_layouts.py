@@ -132,8 +132,7 @@ def trace(request_path: str) -> None:
 
     begun, begun_cpu = time.perf_counter(), time.process_time()
     from reshard.plans.serialization import to_json
-    from reshard.torch.vllm.rank_models import prepare_process
-    from reshard.torch.vllm.tracing_process import trace_ranks
+    from reshard.torch.vllm.tracing_process import prepare_process, trace_ranks
 
     prepare_process()
     import vllm.model_executor.model_loader.utils  # noqa: F401

@@ -20,7 +20,7 @@ from engines.megatron_core import model_records
 from refit_models import expect, expect_same
 from reshard.errors import ReshardError
 from reshard.torch import MegatronModel, Refit, is_usable, refit
-from reshard.torch.vllm.staging import StagedSources
+from reshard.torch.vllm.reloading import StagedSources
 
 CASES = (
     "tensor",

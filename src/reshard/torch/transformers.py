@@ -7,7 +7,7 @@ stacked. Both are its own code's here::
     config.json --> a rank's model on `meta`, cut by its plans as DTensors
     checkpoint's names and shapes --> its conversions and shardings, followed --> the rank's layout
 
-1. This process pretends to be each rank in turn (`pretend_rank`).
+1. This process pretends to be each rank in turn (`fake_rank`).
 2. The model is built and distributed as `from_pretrained(distributed_config=...)` does it.
 3. Its loading is traced (`trace_loading`): what every local tensor is made of.
 
@@ -34,7 +34,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import MissingExtraError, RunError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.engine_layouts import EngineLayout, RankLayout, SourceTensor
-from reshard.torch.loaders.pretended_ranks import pretend_rank
+from reshard.torch.loaders.fake_ranks import fake_rank
 from reshard.torch.loaders.tracing import trace_loading
 
 # Set, transformers loads one tensor after the other.
@@ -94,7 +94,7 @@ def layouts(
             with explain_errors("build the model"):
                 sources = _list_saved(engine, _build_whole(engine, made))
         for rank in range(ranks):
-            with pretend_rank(rank, ranks):
+            with fake_rank(rank, ranks):
                 found.append(_trace_rank(engine, made, sizes, ep, rank, sources))
     cut = {axis: size for axis, size in sizes.items() if size > 1} or {"tp": 1}
     mesh = DeviceMesh("transformers", list(cut.values()), list(cut))

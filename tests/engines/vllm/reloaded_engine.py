@@ -23,8 +23,8 @@ def run(family: str, folder: Path, seed: int, result: Path) -> None:
 
     from engines.vllm.generation import PROMPTS, TOKENS
     from engines.vllm.link_models import write_config
-    from reshard.torch.vllm.linked_rank import find_conversion, find_sources
     from reshard.torch.vllm.reloading import ReloadedModel
+    from reshard.torch.vllm.worker import find_conversion, find_sources
 
     write_config(family, folder)
     config = transformers.AutoConfig.from_pretrained(folder)

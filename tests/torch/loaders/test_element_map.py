@@ -20,12 +20,12 @@ SHAPES = npst.array_shapes(min_dims=0, max_dims=3, max_side=5)
 def test_boxes_have_the_numbers_of_the_arrays(arrays: tuple[np.ndarray, np.ndarray]) -> None:  # type: ignore[type-arg]
     stepping, fixed = arrays
     covered = np.zeros(stepping.shape, dtype=int)
-    for box in find_boxes([stepping], [fixed]):
-        inside = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+    for start, stop, constants, first, steps in find_boxes([stepping], [fixed]):
+        inside = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
         covered[inside] += 1
-        assert (fixed[inside] == box.constants[0]).all()
-        expected = np.full(stepping[inside].shape, box.first[0])
-        for d, (step,) in enumerate(box.steps):
+        assert (fixed[inside] == constants[0]).all()
+        expected = np.full(stepping[inside].shape, first[0])
+        for d, (step,) in enumerate(steps):
             along = np.arange(expected.shape[d]) * step
             expected = expected + along.reshape((-1,) + (1,) * (expected.ndim - d - 1))
         assert (stepping[inside] == expected).all()

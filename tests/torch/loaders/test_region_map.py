@@ -8,8 +8,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.torch.loaders.origins import Filled, Taken
-from reshard.torch.loaders.region_map import RegionMap, concatenated, find_progressions
+from reshard.torch.loaders.region_map import (
+    CopyOf,
+    FilledWith,
+    RegionMap,
+    concatenate,
+    find_progressions,
+)
 
 
 def spread(one: RegionMap) -> np.ndarray:  # type: ignore[type-arg]
@@ -18,9 +23,9 @@ def spread(one: RegionMap) -> np.ndarray:  # type: ignore[type-arg]
     for start, stop, origin in one.regions:
         inside = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
         assert (found[inside] == -1).all(), "regions overlap"
-        if isinstance(origin, Filled):
+        if isinstance(origin, FilledWith):
             found[inside] = -origin.value
-        elif isinstance(origin, Taken):
+        elif isinstance(origin, CopyOf):
             places = np.full(found[inside].shape, origin.offset)
             for d, stride in enumerate(origin.strides):
                 steps = np.arange(places.shape[d]) * stride
@@ -34,7 +39,7 @@ def maps(draw: st.DrawFn) -> tuple[RegionMap, np.ndarray]:  # type: ignore[type-
     """A map that was made by a few changes, and the array with the same done to it."""
     shape = draw(st.sampled_from([(4, 6), (3, 2, 4), (7,), (2, 1, 3)]))
     strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-    one = RegionMap.of(shape, Taken(0, 0, strides))
+    one = RegionMap.of(shape, CopyOf(0, 0, strides))
     array = np.arange(math.prod(shape), dtype=float).reshape(shape)
     for _ in range(draw(st.integers(0, 5))):
         dim = draw(st.integers(0, len(one.shape) - 1))
@@ -43,29 +48,29 @@ def maps(draw: st.DrawFn) -> tuple[RegionMap, np.ndarray]:  # type: ignore[type-
         if change == "narrow" and size:
             low = draw(st.integers(0, size - 1))
             high = draw(st.integers(low + 1, size))
-            one, array = one.narrowed(dim, low, high), array.take(range(low, high), dim)
+            one, array = one.narrow(dim, low, high), array.take(range(low, high), dim)
         elif change == "take" and size:
             indices = draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=6))
-            one, array = one.taken_at(dim, indices), array.take(indices, dim)
+            one, array = one.take(dim, indices), array.take(indices, dim)
         elif change == "cat" and size < 20:
-            one, array = concatenated([one, one], dim), np.concatenate([array, array], dim)
+            one, array = concatenate([one, one], dim), np.concatenate([array, array], dim)
         elif change == "pad":
             before = [0] * len(one.shape)
             before[dim] = draw(st.integers(0, 2))
             after = [0] * len(one.shape)
-            one = one.padded(before, after, 5.0)
+            one = one.pad(before, after, 5.0)
             widths = list(zip(before, after, strict=True))
             array = np.pad(array, widths, constant_values=-5.0)
         elif change == "write":
-            part = one.narrowed(dim, 0, (size + 1) // 2)
-            one = one.overwritten(part.changed(lambda _: Filled(3.0)).regions)
+            part = one.narrow(dim, 0, (size + 1) // 2)
+            one = one.overwrite(part.map_origins(lambda _: FilledWith(3.0)).regions)
             inside = (slice(None),) * dim + (slice(0, (size + 1) // 2),)
             array = array.copy()
             array[inside] = np.where(array[inside] == -1, -1, -3.0)
         elif change == "repeat" and array.size < 100:
             repeats = [1] * len(one.shape)
             repeats[dim] = 2
-            one, array = one.repeated(repeats), np.tile(array, repeats)
+            one, array = one.tile(repeats), np.tile(array, repeats)
     return one, array
 
 
@@ -74,7 +79,7 @@ def test_maps_follow_what_is_done_to_arrays(given_maps: tuple[RegionMap, np.ndar
     one, array = given_maps
     assert one.shape == array.shape
     assert (spread(one) == array).all()
-    joined = one.coalesced()
+    joined = one.coalesce()
     assert len(joined.regions) <= len(one.regions)
     assert (spread(joined) == array).all()
 
@@ -90,8 +95,8 @@ def test_progressions_are_the_numbers(numbers: list[int]) -> None:
 
 
 def test_slices_that_were_written_one_by_one_are_one_region() -> None:
-    rows = RegionMap.of((4, 6), Taken(0, 0, (6, 1)))
-    cut = concatenated([rows.narrowed(0, i, i + 1) for i in range(4)], 0)
-    assert cut.coalesced() == rows
-    halves = concatenated([cut.narrowed(1, 0, 2), cut.narrowed(1, 2, 6)], 1)
-    assert halves.coalesced() == rows
+    rows = RegionMap.of((4, 6), CopyOf(0, 0, (6, 1)))
+    cut = concatenate([rows.narrow(0, i, i + 1) for i in range(4)], 0)
+    assert cut.coalesce() == rows
+    halves = concatenate([cut.narrow(1, 0, 2), cut.narrow(1, 2, 6)], 1)
+    assert halves.coalesce() == rows

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import RunError
-from reshard.torch.loaders.strided_overlap import StridedRegion, find_meetings, meet_aligned
+from reshard.torch.loaders.strided_overlap import StridedRegion, find_aligned_overlap, find_overlaps
 
 
 def index_of_positions(region: StridedRegion) -> dict[int, tuple[int, ...]]:
@@ -22,15 +22,15 @@ def index_of_positions(region: StridedRegion) -> dict[int, tuple[int, ...]]:
 
 
 def check(read: StridedRegion, written: StridedRegion) -> int:
-    """Every element that is read and was written is in one meeting; how many there are."""
+    """Every element that is read and was written is in one overlap; how many there are."""
     there = index_of_positions(written)
     found: set[tuple[int, ...]] = set()
     boxes = 0
-    meetings = list(find_meetings(read, written))
-    aligned = meet_aligned(read, written)
+    overlaps = list(find_overlaps(read, written))
+    aligned = find_aligned_overlap(read, written)
     if aligned is not None:
-        assert meetings == aligned
-    for start, stop, first, steps in meetings:
+        assert overlaps == aligned
+    for start, stop, first, steps in overlaps:
         boxes += 1
         for index in itertools.product(*map(range, start, stop)):
             assert index not in found
@@ -57,7 +57,7 @@ def position(region: StridedRegion, index: object) -> int:
 
 @st.composite
 def views(draw: st.DrawFn, shape: tuple[int, ...]) -> StridedRegion:
-    """A view of a dense tensor: narrowed, every so many, permuted, split and joined."""
+    """A view of a dense tensor: narrow, every so many, permuted, split and joined."""
     offset = 0
     dims = [(n, math.prod(shape[d + 1 :])) for d, n in enumerate(shape)]
     view = []
@@ -120,25 +120,25 @@ def test_large_regions_are_quick_where_strides_divide() -> None:
     read = StridedRegion(0, (8192, 28672), (28672, 1))
     written = StridedRegion(28672 * 1024, (64, 128, 28672), (128 * 28672, 28672, 1))
     # A box for each step of the largest dimension: rows are one dimension here and two there.
-    meetings = list(find_meetings(read, written._replace(sizes=(56, 128, 28672))))
-    assert len(meetings) == 56
-    assert (meetings[0].start, meetings[-1].stop) == ((1024, 0), (8192, 28672))
+    overlaps = list(find_overlaps(read, written._replace(sizes=(56, 128, 28672))))
+    assert len(overlaps) == 56
+    assert (overlaps[0].start, overlaps[-1].stop) == ((1024, 0), (8192, 28672))
     whole = written._replace(sizes=(7168, 28672), strides=(28672, 1))
-    (meeting,) = find_meetings(read, whole)
-    assert meet_aligned(read, whole) == [meeting]
-    assert (meeting.start, meeting.stop, meeting.written) == ((1024, 0), (8192, 28672), (0, 0))
+    (overlap,) = find_overlaps(read, whole)
+    assert find_aligned_overlap(read, whole) == [overlap]
+    assert (overlap.start, overlap.stop, overlap.written) == ((1024, 0), (8192, 28672), (0, 0))
 
 
 def test_a_slice_that_was_written_is_aligned() -> None:
     """As an expert's matrix in a stack of them."""
     read, expert = StridedRegion(0, (4, 6, 5), (30, 5, 1)), StridedRegion(70, (2, 5), (5, 1))
-    (meeting,) = meet_aligned(read, expert) or ()
-    assert (meeting.start, meeting.stop) == ((2, 2, 0), (3, 4, 5))
-    assert meeting.steps == ((0, 0), (1, 0), (0, 1))
-    assert [meeting] == list(find_meetings(read, expert))
+    (overlap,) = find_aligned_overlap(read, expert) or ()
+    assert (overlap.start, overlap.stop) == ((2, 2, 0), (3, 4, 5))
+    assert overlap.steps == ((0, 0), (1, 0), (0, 1))
+    assert [overlap] == list(find_overlaps(read, expert))
 
 
 def test_large_regions_whose_strides_do_not_divide_are_refused() -> None:
     read = StridedRegion(0, (4096, 4096), (4096, 1))
     with pytest.raises(RunError, match="do not divide one another"):
-        list(find_meetings(read, StridedRegion(0, (2000, 1000), (1025, 1))))
+        list(find_overlaps(read, StridedRegion(0, (2000, 1000), (1025, 1))))

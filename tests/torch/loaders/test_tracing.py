@@ -436,7 +436,7 @@ def test_a_dict_of_tensors_that_share_memory() -> None:
     assert by_values.parameters == traced.parameters
     assert targets["rows"].device.type == "meta"
     views = {"rows": flat[:8], "all": flat}
-    with pytest.raises(RunError, match="no other is a view"):
+    with pytest.raises(RunError, match="without other views"):
         trace_loading(lambda w: None, {"w": ("float32", (4,))}, views, values=True)
 
 
@@ -482,6 +482,8 @@ def test_a_loader_that_looks_at_values(look: str) -> None:
     with pytest.raises(RunError):
         trace_loading(load, sources, model, values=False)
     with pytest.raises(RunError, match="trace a smaller model"):
+        trace_loading(load, sources, model, max_bytes=100)
+    with pytest.warns(DeprecationWarning, match="max_bytes"), pytest.raises(RunError):
         trace_loading(load, sources, model, most_bytes=100)
     assert model.w.device.type == "meta"
 

@@ -11,8 +11,15 @@ import pytest
 from reshard.errors import CheckpointError, UsageError
 from reshard.plans.serialization import from_json
 from reshard.torch.vllm import layouts
-from reshard.torch.vllm.layout_cache import LayoutCache, request_digest
-from reshard.torch.vllm.layouts import find_version
+from reshard.torch.vllm.layouts import (
+    cache_folder,
+    cached_path,
+    find_version,
+    list_cached_versions,
+    read_cached,
+    request_digest,
+    write_cached,
+)
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "engines" / "vllm"
 
@@ -26,11 +33,11 @@ def test_a_kept_layout_needs_no_engine(tmp_path: Path) -> None:
     sources = {name: (kind.name, shape) for name, (kind, shape) in layout.sources.items()}
     request = {"config": record["config"], "sources": sources, "dtype": "auto"}
     digest = request_digest({**request, "tp": 2, "pp": 1, "ep": 1, "dp": 1})
-    LayoutCache("vllm", tmp_path).write(layout, digest)
+    write_cached(tmp_path / "layouts", layout, digest)
     assert find_version(sys.executable) is None
     assert layouts(model, tp=2, sources=sources, cache=tmp_path) == layout
     # Of another parallelism, or of other tensors, there is none.
-    with pytest.raises(UsageError, match=r"no layout of .* for tp=4 is kept"):
+    with pytest.raises(UsageError, match=r"no layout of .* for tp=4 is cached"):
         layouts(model, tp=4, sources=sources, cache=tmp_path)
     with pytest.raises(UsageError, match="RESHARD_VLLM_PYTHON"):
         layouts(model, tp=2, sources={"w": ("float32", (2,))}, cache=tmp_path)
@@ -40,10 +47,27 @@ def test_what_is_no_model_is_said(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         layouts(tmp_path, tp=2)
     (tmp_path / "config.json").write_text("[")
-    with pytest.raises(CheckpointError, match="no JSON"):
+    with pytest.raises(CheckpointError, match="not JSON"):
         layouts(tmp_path, tp=2)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="give its dtype and shape"):
         layouts(tmp_path, sources={"w": 3})
     with pytest.raises(UsageError, match="cannot be run as Python"):
         layouts(tmp_path, sources={"w": ("float32", (2,))}, python=tmp_path / "python")
+
+
+def test_versions_are_in_order_and_what_cannot_be_read_is_none(tmp_path: Path) -> None:
+    for version in ("0.9.2", "0.32.0", "0.32.0rc1", "0.32.0.post1"):
+        path = cached_path(tmp_path, version, "abc")
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    assert list_cached_versions(tmp_path, "abc") == ["0.9.2", "0.32.0rc1", "0.32.0", "0.32.0.post1"]
+    assert read_cached(tmp_path, "0.32.0", "abc") is None
+
+
+def test_where_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    monkeypatch.delenv("RESHARD_CACHE", raising=False)
+    assert cache_folder() == Path("/cache/reshard")
+    monkeypatch.setenv("RESHARD_CACHE", "/mine")
+    assert cache_folder() == Path("/mine")

@@ -15,7 +15,7 @@ import torch
 from live_processes import free_port
 from reshard.errors import LinkError, RunError, ShardError, UsageError
 from reshard.torch import vllm
-from reshard.torch.vllm.linked_rank import find_sources
+from reshard.torch.vllm.worker import find_sources
 
 WIDTH, HIDDEN = 6, 4
 SOURCES = {

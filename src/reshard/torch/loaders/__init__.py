@@ -1,17 +1,14 @@
-"""Layouts of engines, from their own code: what each rank holds, and where it comes from.
+"""Layouts of engines, traced from their own code: the contents of each rank and their sources.
 
-    tracing             `trace_loading`: the layout of a rank, from the loader that fills it
-    following           a loader's operators, followed while it runs
-    operators           what PyTorch's operators do to origins
-    origins             what an element is: taken from a source, computed, constant
-    region_map          a tensor's boxes with their origins, and what copies do to them
-    element_map         boxes found in numbers, one for each element
-    storage_map         what is in a memory: writes in order, read through any view
-    strided_overlap     where two strided regions of one memory meet
+    tracing             `trace_loading`: trace the layout of a rank from its weight loader
+    tracing_mode        a dispatch mode: what PyTorch's operators do to the origins of elements
+    region_map          boxes of a tensor or a storage with the origins of their elements
+    strided_overlap     the intersection of two strided regions of one storage
+    element_map         boxes in arrays with a number for each element
+    index_values        trace by element values that encode their position
     targets             parameters before and after loading, on any device
-    index_values        the same by values that name their place
-    pretended_ranks     this one process as a rank of many, whose collectives move nothing
-    module_layouts      modules whose parameters say how they are cut: DTensors, Megatron's shards
+    fake_ranks          run this process as any rank, with collectives that move nothing
+    module_layouts      layouts of modules that describe their own sharding: DTensors, Megatron
 
 Start at `tracing`.
 """

@@ -1,4 +1,4 @@
-"""Boxes found in arrays of numbers, one for each element.
+"""Boxes in arrays of numbers, one number for each element.
 
 Where elements are known one by one, boxes are found in them in which all numbers go in equal steps
 along each dimension:
@@ -14,62 +14,50 @@ along each dimension:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 Index = tuple[int, ...]
-
-
-class NumberBox(NamedTuple):
-    """A box `start:stop` of arrays.
-
-    `constants` are the numbers of those that are constant in it, `first` those of the others at its
-    first element, which go in `steps[d][k]` along dimension `d`.
-    """
-
-    start: Index
-    stop: Index
-    constants: Index
-    first: Index
-    steps: tuple[Index, ...]
+NumberBox = tuple[Index, Index, Index, Index, tuple[Index, ...]]
 
 
 def find_boxes(
     stepping: Sequence[Integers], constant: Sequence[Integers] = ()
 ) -> Iterator[NumberBox]:
-    """Boxes in which the arrays `constant` are constant and those of `stepping` go in equal steps.
+    """Yield boxes in which `constant` arrays are constant and `stepping` arrays are affine.
+
+    A box is a tuple of its start and stop, the values of the constant arrays, the values of the
+    stepping arrays at its first element, and their steps: `steps[d][k]` is the step of array `k`
+    along dimension `d`.
 
     All arrays have one shape; the boxes cover it, each element in one.
 
     >>> grid = np.array([[0, 1, 2, 7, 7], [5, 6, 7, 7, 7]])
-    >>> for box in find_boxes([grid]):
-    ...     print(box.start, box.stop, box.first, box.steps)
+    >>> for start, stop, _, first, steps in find_boxes([grid]):
+    ...     print(start, stop, first, steps)
     (0, 0) (2, 3) (0,) ((5,), (1,))
     (0, 3) (2, 5) (7,) ((0,), (0,))
     """
-    stepped, fixed = np.array([*stepping]), np.array([*constant])
+    steps_of, fixed = np.array([*stepping]), np.array([*constant])
     shape = (stepping or constant)[0].shape
-    stepped = stepped.reshape((len(stepping), *shape)).astype(np.int64)
+    steps_of = steps_of.reshape((len(stepping), *shape)).astype(np.int64)
     fixed = fixed.reshape((len(constant), *shape)).astype(np.int64)
     if 0 in shape:
         return
     numbers = len(constant)
-    for start, stop, values, first, steps in _find_boxes(stepped, fixed):
-        yield NumberBox(start, stop, values[:numbers], first, steps)
+    for start, stop, values, first, steps in _find_boxes(steps_of, fixed):
+        yield start, stop, values[:numbers], first, steps
 
 
-def _find_boxes(
-    stepped: Integers, fixed: Integers
-) -> Iterator[tuple[Index, Index, Index, Index, tuple[Index, ...]]]:
+def _find_boxes(stepped: Integers, fixed: Integers) -> Iterator[NumberBox]:
     channels = len(stepped)
     if stepped.ndim == 1:
         yield (), (), tuple(fixed.tolist()), tuple(stepped.tolist()), ()
         return
     for begin, end in _find_stretches(stepped, fixed):
-        # The differences of a stretch are constant in each box of it, as the fixed numbers are.
+        # The differences in a stretch are constant in each of its boxes, as the fixed numbers are.
         if end - begin > 1:
             change = stepped[:, begin + 1] - stepped[:, begin]
         else:
@@ -87,11 +75,11 @@ def _find_boxes(
 
 
 def _find_stretches(stepped: Integers, fixed: Integers) -> list[tuple[int, int]]:
-    """Slabs that follow one another in equal steps, and are equal in what is fixed."""
+    """Return ranges of slabs that follow each other in equal steps, with equal fixed numbers."""
     length = stepped.shape[1]
     rest = tuple(d for d in range(stepped.ndim) if d != 1)
     changes = np.diff(stepped, axis=1)
-    # Whether slab i + 1 has the fixed numbers of slab i, and the step behind it is the same again.
+    # Whether slab i + 1 has the fixed numbers of slab i, and whether the next step is equal.
     alike = (
         (np.diff(fixed, axis=1) == 0).all(axis=rest) if len(fixed) else np.ones(length - 1, bool)
     )
@@ -103,7 +91,7 @@ def _find_stretches(stepped: Integers, fixed: Integers) -> list[tuple[int, int]]
         if end < length and alike[begin]:
             longer = end < length - 1 and alike[end]
             goes_on = longer and bool(same[begin])
-            # Two slabs are a stretch, unless the second begins a longer one.
+            # Two slabs form a stretch unless the second begins a longer stretch.
             begins = (
                 longer and not goes_on and end < length - 2 and alike[end + 1] and bool(same[end])
             )

@@ -1,16 +1,15 @@
-"""Modules that say themselves how they are cut, as layouts of an engine.
+"""Layouts of modules that describe their own sharding, as layouts of an engine.
 
 =======================================  =========================================================
-what `build(rank)` gives                 how its parameters are cut
+result of `build(rank)`                  sharding of its parameters
 =======================================  =========================================================
-a module, a state dict                   DTensors as they say (`fully_shard`, `parallelize_module`);
-                                         other tensors are whole on every rank that has them
-Megatron-core's `sharded_state_dict()`   by global offsets, with what factories make of a tensor
+a module, a state dict                   DTensors by their placements (`fully_shard`,
+                                         `parallelize_module`); other tensors are replicated
+Megatron-core's `sharded_state_dict()`   by global offsets, with the shards that factories build
 =======================================  =========================================================
 
-1. `build` makes the model of each rank in turn, on the `meta` device, while this process pretends
-   to be that rank.
-2. Each parameter is read as a box of a whole tensor: of its own name, or of Megatron's key.
+1. `build` creates the model of each rank in turn, on the `meta` device, in `fake_rank`.
+2. Each parameter is a box of a full tensor: of its own name, or of Megatron's key.
 3. All ranks together are an `EngineLayout`.
 
 Sources: `torch.distributed.tensor` of PyTorch 2.13, `core.dist_checkpointing.mapping` of
@@ -41,10 +40,10 @@ from reshard.recipes.engine_layouts import (
 )
 from reshard.recipes.engine_layouts.parameter_layout import shard_parameter
 from reshard.torch.distributed_tensor import layout_of
-from reshard.torch.loaders.pretended_ranks import pretend_rank
-from reshard.torch.loaders.tracing import find_tied
+from reshard.torch.loaders.fake_ranks import fake_rank
+from reshard.torch.loaders.tracing import find_shared_memory
 
-# What Megatron-core's sharded state dicts hold, by the names of the classes: it need not be here.
+# Class names in Megatron-core's sharded state dicts; the package need not be installed.
 _SHARDED, _FACTORY, _OBJECT = "ShardedTensor", "ShardedTensorFactory", "ShardedObject"
 
 Sources = dict[str, SourceTensor]
@@ -53,7 +52,7 @@ Sources = dict[str, SourceTensor]
 def module_layouts(
     build: Callable[[int], Any], mesh: DeviceMesh, engine: str = "torch", version: str = ""
 ) -> EngineLayout:
-    """The layouts of a model on all ranks, from the sharding information of its parameters.
+    """Return the layouts of a model on all ranks, from the sharding of its parameters.
 
     Args:
         build: creates the model of a rank, given its number, as a program on that rank would;
@@ -78,23 +77,25 @@ def module_layouts(
     sources: Sources = {}
     ranks = []
     for rank in sorted(mesh.devices):
-        with pretend_rank(rank, max(mesh.devices) + 1), torch.device("meta"):
+        with fake_rank(rank, max(mesh.devices) + 1), torch.device("meta"):
             model = build(rank)
             entries = model.state_dict() if isinstance(model, torch.nn.Module) else model
-            parameters = {one.name: one for one in read_parameters(entries, rank, sources)}
-            tied = find_tied(_list_local(entries, parameters))
+            parameters = {
+                parameter.name: parameter for parameter in read_parameters(entries, rank, sources)
+            }
+            tied = find_shared_memory(_list_local(entries, parameters))
         ranks.append(RankLayout(rank, parameters, tied=tied))
-    # Which sources a rank does not read is known when all ranks have named theirs.
-    ranks = [replace(one, unread=_find_unread(one, sources)) for one in ranks]
+    # The unread sources of a rank are known once all ranks have named theirs.
+    ranks = [replace(parameter, unread=_find_unread(parameter, sources)) for parameter in ranks]
     return EngineLayout(engine, version or torch.__version__, mesh, sources, ranks)
 
 
 def read_parameters(entries: Any, rank: int, sources: Sources) -> Iterator[ParameterLayout]:
-    """The parameters of a rank's state dict; the whole tensors go into `sources`.
+    """Yield the parameters of a rank's state dict; add the full tensors to `sources`.
 
     Raises:
-        UsageError: a model that is no module and no state dict.
-        LayoutError: a whole tensor that another rank has with another shape or element type.
+        UsageError: a model that is neither a module nor a state dict.
+        LayoutError: ranks whose full tensors of one name differ in shape or dtype.
     """
     if not isinstance(entries, Mapping):
         raise UsageError(
@@ -108,7 +109,7 @@ def read_parameters(entries: Any, rank: int, sources: Sources) -> Iterator[Param
         elif kind in (_SHARDED, _FACTORY):
             parameter, whole = _fill(name, entry.data, list(_list_shards(entry)))
         elif kind == _OBJECT or entry is None:
-            # Pickled state, such as what layers of other libraries keep beside their weights.
+            # Pickled state, such as layers of other libraries save with their weights.
             continue
         else:
             raise UsageError(f"{name!r} on rank {rank} is a {kind}; a tensor was expected")
@@ -125,25 +126,25 @@ def read_parameters(entries: Any, rank: int, sources: Sources) -> Iterator[Param
 def _read_tensor(
     name: str, tensor: torch.Tensor, rank: int
 ) -> tuple[ParameterLayout | None, Sources]:
-    """A DTensor as this rank has it, or a plain tensor, which is whole."""
-    kind, shape = as_dtype(tensor.dtype), tuple(tensor.shape)
+    """Return the rank's part of a DTensor, or a plain tensor, which is replicated."""
+    dtype, shape = as_dtype(tensor.dtype), tuple(tensor.shape)
     if isinstance(tensor, DTensor):
-        layout, place = layout_of(tensor), rank
-        # A rank outside of the tensor's mesh has nothing of it.
+        layout, slot = layout_of(tensor), rank
+        # A rank outside the tensor's mesh holds none of it.
         if rank >= layout.slots:
-            return None, {name: SourceTensor(kind, shape)}
+            return None, {name: SourceTensor(dtype, shape)}
     else:
-        layout, place = Layout.whole(shape, [0], 1), 0
-    return shard_parameter(name, kind, layout, place), {name: SourceTensor(kind, shape)}
+        layout, slot = Layout.whole(shape, [0], 1), 0
+    return shard_parameter(name, dtype, layout, slot), {name: SourceTensor(dtype, shape)}
 
 
 def _list_shards(built: Any) -> Iterator[Any]:
-    """A sharded tensor, or those that a factory builds: nested dicts and lists of them."""
+    """Yield the sharded tensors in nested dicts and lists, with those that factories build."""
     if isinstance(built, Mapping):
         built = list(built.values())
     if isinstance(built, list | tuple):
-        for one in built:
-            yield from _list_shards(one)
+        for item in built:
+            yield from _list_shards(item)
     elif type(built).__name__ == _FACTORY:
         yield from _list_shards(built.build())
     elif type(built).__name__ == _SHARDED:
@@ -151,14 +152,14 @@ def _list_shards(built: Any) -> Iterator[Any]:
 
 
 def _fill(name: str, data: torch.Tensor, shards: list[Any]) -> tuple[ParameterLayout, Sources]:
-    """A parameter of `data`'s shape, of which each shard's data is a part."""
+    """Return a parameter of `data`'s shape, composed of the data of shards."""
     shape = tuple(data.shape)
     pieces: list[SourcePiece] = []
     sources: Sources = {}
     for shard in shards:
         if getattr(shard, "flattened_range", None) is not None:
             raise LayoutError(
-                f"{name!r} is a range of a flattened tensor, {shard.flattened_range}; ask for the "
+                f"{name!r} is a range of a flattened tensor, {shard.flattened_range}; give the "
                 "sharded state dict of the model, not of its optimizer"
             )
         whole = tuple(shard.global_shape)
@@ -166,20 +167,20 @@ def _fill(name: str, data: torch.Tensor, shards: list[Any]) -> tuple[ParameterLa
         sources[shard.key] = SourceTensor(as_dtype(data.dtype), whole)
         strides = View.row_major(whole).strides
         first = sum(at * step for at, step in zip(shard.global_offset, strides, strict=True))
-        # Leading dimensions, such as that of layers, are the whole tensor's only.
+        # Leading dimensions, such as the layer, exist in the full tensor only.
         box = _find_box(name, data, shard.data, local)
         pieces.append(SourcePiece(box, shard.key, View(first, strides[len(whole) - len(local) :])))
     return ParameterLayout.of(name, shape, as_dtype(data.dtype), pieces), sources
 
 
 def _find_box(name: str, data: torch.Tensor, part: torch.Tensor, shape: tuple[int, ...]) -> Box:
-    """Where `part`, a view of `data`, lies in it."""
+    """Return the box of `data` that `part`, a view of it, covers."""
     same = part.untyped_storage()._cdata == data.untyped_storage()._cdata
     strides = View.row_major(tuple(data.shape)).strides
     if not same or tuple(data.stride()) != strides or tuple(part.shape) != shape:
         raise LayoutError(
-            f"{name!r} is saved as {list(shape)}, which is no part of the {list(data.shape)} that "
-            "the rank holds: it is computed, or stored in another order"
+            f"{name!r} is saved as {list(shape)}, which is not a part of the {list(data.shape)} "
+            "that the rank holds: it is computed, or stored in another order"
         )
     rest = part.storage_offset() - data.storage_offset()
     start = []
@@ -188,12 +189,12 @@ def _find_box(name: str, data: torch.Tensor, part: torch.Tensor, shape: tuple[in
         start.append(at if size else 0)
     box = Box(tuple(start), tuple(a + n for a, n in zip(start, shape, strict=True)))
     if math.prod(shape) and tuple(part.stride()) != strides:
-        raise LayoutError(f"{name!r} is saved with strides {part.stride()}, not as it lies")
+        raise LayoutError(f"{name!r} is saved with strides {part.stride()}, not as stored")
     return box
 
 
 def _list_local(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The rank's own part of each parameter."""
+    """Return the rank's local part of each parameter."""
     found = {}
     for name in names:
         entry = entries[name]
@@ -203,5 +204,5 @@ def _list_local(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, t
 
 
 def _find_unread(rank: RankLayout, sources: Sources) -> tuple[str, ...]:
-    read = {source for one in rank.parameters.values() for source in one.sources}
+    read = {source for parameter in rank.parameters.values() for source in parameter.sources}
     return tuple(name for name in sources if name not in read)

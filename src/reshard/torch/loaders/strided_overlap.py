@@ -1,22 +1,22 @@
-"""Where two strided regions of one memory meet.
+"""The intersection of two strided regions of one storage.
 
-A memory was written through one view and is read through another. Both are regions: an offset,
-sizes and strides. Which elements do they share, and which indices have these in each? ::
+A storage was written through a view and is read through another view. Both are regions: an offset,
+sizes and strides. Which elements do they share, and at which indices of each? ::
 
     written: rows 1:3 of 4 x 6           offset 6, sizes (2, 6), strides (6, 1)
     read:    columns 2:4                 offset 2, sizes (4, 2), strides (6, 1)
 
-    strides that divide one another are digits of a position:   position = 6 * row + column
+    strides that divide each other are digits of a position:   position = 6 * row + column
 
     written   row 1:3   column 0:6
     read      row 0:4   column 2:4       so they share row 1:3, column 2:4
 
-1. The strides of both, from the smallest up, must divide one another. They are the digits' units.
-2. Each region is a box of digits. Where a dimension reaches around the end of a digit it fills it
-   and goes on in the next one, or the region is split in front of it.
-3. Boxes of digits meet digit by digit. What they share is a box, and each digit of it is a step
-   along one dimension of either side.
-4. Strides that do not divide one another are rare: those regions are compared by all positions.
+1. The strides of both, in ascending order, must divide each other. They are the digits' units.
+2. Each region is a box of digits. A dimension that reaches past the end of a digit either fills
+   the digit and continues in the next, or the region is split there.
+3. Boxes of digits are intersected digit by digit. The result is a box, and each of its digits is a
+   step along a dimension of each region.
+4. Strides that do not divide each other are rare; those regions are compared by all positions.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from reshard.errors import RunError
 from reshard.torch.loaders.element_map import find_boxes
 
 Index = tuple[int, ...]
-MOST_POSITIONS = 1 << 22
+MAX_POSITIONS = 1 << 22
 
 
 class StridedRegion(NamedTuple):
-    """Elements of a memory: those at `offset` and all steps of `strides` from there."""
+    """Elements of a storage: an offset, and sizes with strides."""
 
     offset: int
     sizes: Index
@@ -44,13 +44,13 @@ class StridedRegion(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The last position; strides are not negative in PyTorch."""
+        """The last position, for strides that are not negative, as in PyTorch."""
         ends = ((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))
         return self.offset + sum(ends)
 
 
-class Meeting(NamedTuple):
-    """A box `start:stop` of a reading region, and where it lies in the written one.
+class Overlap(NamedTuple):
+    """A box `start:stop` of a region that is read, and its location in the written region.
 
     Its first element has the index `written` there. A step along dimension `d` of the box is a step
     of `steps[d][k]` along dimension `k` of the written region.
@@ -62,21 +62,21 @@ class Meeting(NamedTuple):
     steps: tuple[Index, ...]
 
 
-def find_meetings(read: StridedRegion, written: StridedRegion) -> Iterator[Meeting]:
-    """The boxes of `read` whose elements lie in `written`.
+def find_overlaps(read: StridedRegion, written: StridedRegion) -> Iterator[Overlap]:
+    """Yield the boxes of `read` whose elements are in `written`.
 
-    Raises RunError for regions of more than `MOST_POSITIONS` whose strides do not divide one
+    Raises RunError for regions of more than `MAX_POSITIONS` whose strides do not divide one
     another.
 
     >>> read, written = StridedRegion(2, (4, 2), (6, 1)), StridedRegion(6, (2, 6), (6, 1))
-    >>> [(m.start, m.stop, m.written) for m in find_meetings(read, written)]
+    >>> [(m.start, m.stop, m.written) for m in find_overlaps(read, written)]
     [((1, 0), (3, 2), (0, 2))]
     """
     if not math.prod(read.sizes) or not math.prod(written.sizes):
         return
     if read.offset > written.last or written.offset > read.last:
         return
-    # Elements that are read several times through strides of 0 are one element.
+    # Dimensions of stride 0 repeat the same elements.
     moving = [
         d for d, (n, s) in enumerate(zip(read.sizes, read.strides, strict=True)) if n > 1 and s
     ]
@@ -95,22 +95,22 @@ def find_meetings(read: StridedRegion, written: StridedRegion) -> Iterator[Meeti
             yield from _meet_digits(read, written, mine, other)
 
 
-def meet_aligned(read: StridedRegion, written: StridedRegion) -> list[Meeting] | None:
-    """The meeting where what is written is a box of what is read; None where it may not be.
+def find_aligned_overlap(read: StridedRegion, written: StridedRegion) -> list[Overlap] | None:
+    """Return the overlap if the written region is a box of the read region, else None.
 
     This is the usual case, and quick.
 
-    >>> meet_aligned(StridedRegion(0, (4, 6), (6, 1)), StridedRegion(6, (2, 6), (6, 1)))
-    [Meeting(start=(1, 0), stop=(3, 6), written=(0, 0), steps=((1, 0), (0, 1)))]
+    >>> find_aligned_overlap(StridedRegion(0, (4, 6), (6, 1)), StridedRegion(6, (2, 6), (6, 1)))
+    [Overlap(start=(1, 0), stop=(3, 6), written=(0, 0), steps=((1, 0), (0, 1)))]
     """
     dims, written_dims = len(read.sizes), len(written.sizes)
-    # Which dimension was written in the steps of each that is read; -1 where a single index was.
+    # The written dimension with the stride of each read dimension, or -1 for a single index.
     steps_of = {s: k for k, (n, s) in enumerate(zip(*written[1:], strict=True)) if n > 1}
     moving = sum(n > 1 for n in written.sizes)
     along, inner = [-1] * dims, 1
     for d in reversed(range(dims)):
         n, s = read.sizes[d], read.strides[d]
-        # Each stride must be that of a dense tensor inside the ones before, or more.
+        # Each stride must be at least that of a dense tensor.
         if s < inner:
             return None
         inner = s * n
@@ -122,7 +122,7 @@ def meet_aligned(read: StridedRegion, written: StridedRegion) -> list[Meeting] |
     for d, k in enumerate(along):
         index, distance = divmod(distance, read.strides[d])
         size = written.sizes[k] if k >= 0 else 1
-        # Reaching around the end of a dimension is for digits.
+        # Indices that wrap around a dimension are handled by digits.
         if index < 0 or index + size > read.sizes[d]:
             return None
         start.append(index)
@@ -130,13 +130,11 @@ def meet_aligned(read: StridedRegion, written: StridedRegion) -> list[Meeting] |
         steps.append(tuple(int(k == other) for other in range(written_dims)))
     if distance:
         return None
-    return [Meeting(tuple(start), tuple(stop), (0,) * written_dims, tuple(steps))]
+    return [Overlap(tuple(start), tuple(stop), (0,) * written_dims, tuple(steps))]
 
 
 class _Axis(NamedTuple):
-    """A dimension, or what is left of it: its number, steps, their stride, and the indices that
-    each step goes ahead.
-    """
+    """A dimension, or the rest of it: number, size, stride, and index increment of a step."""
 
     dim: int
     size: int
@@ -153,15 +151,12 @@ class _Digit(NamedTuple):
     ahead: int = 0
 
 
-class _DigitBox(NamedTuple):
-    """Digits of positions, the smallest first, and the index of the first one by dimension."""
-
-    digits: tuple[_Digit, ...]
-    first: dict[int, int]
+# The digits of the positions in a region, smallest unit first, and the first index by dimension.
+_DigitBox = tuple[tuple[_Digit, ...], dict[int, int]]
 
 
 def _find_units(strides: Sequence[int]) -> list[int] | None:
-    """The strides as units of digits, rising; None where one does not divide the next."""
+    """Return the strides as units of digits, ascending, or None if one is not divisible."""
     units = sorted({1, *strides})
     if any(b % a for a, b in itertools.pairwise(units)):
         return None
@@ -174,61 +169,62 @@ def _list_digit_boxes(
     bases = [b // a for a, b in itertools.pairwise(units)]
     digits = [_Digit(offset // u % b, 1) for u, b in zip(units, bases, strict=False)]
     digits.append(_Digit(offset // units[-1], 1))
-    left = sorted(axes, key=lambda axis: -axis.stride)
-    while left:
-        axis = left.pop()
-        at = units.index(axis.stride)
-        start, taken = digits[at].start, digits[at].dim >= 0
-        is_top = at == len(bases)
-        if not taken and (is_top or start + axis.size <= bases[at]):
-            digits[at] = _Digit(start, axis.size, axis.dim, axis.ahead)
+    pending = sorted(axes, key=lambda current: -current.stride)
+    while pending:
+        current = pending.pop()
+        digit = units.index(current.stride)
+        start, is_used = digits[digit].start, digits[digit].dim >= 0
+        is_top = digit == len(bases)
+        if not is_used and (is_top or start + current.size <= bases[digit]):
+            digits[digit] = _Digit(start, current.size, current.dim, current.ahead)
             continue
-        base = None if is_top else bases[at]
-        if not taken and base is not None and start == 0 and axis.size % base == 0:
-            digits[at] = _Digit(0, base, axis.dim, axis.ahead)
-            rest = _Axis(axis.dim, axis.size // base, units[at + 1], axis.ahead * base)
-            left.append(rest)
-            left.sort(key=lambda one: -one.stride)
+        base = None if is_top else bases[digit]
+        if not is_used and base is not None and start == 0 and current.size % base == 0:
+            digits[digit] = _Digit(0, base, current.dim, current.ahead)
+            rest = _Axis(current.dim, current.size // base, units[digit + 1], current.ahead * base)
+            pending.append(rest)
+            pending.sort(key=lambda other: -other.stride)
             continue
-        # What is left of a dimension that went around is split by splitting the dimension.
-        whole = next(one for one in axes if one.dim == axis.dim)
-        others = [one for one in axes if one is not whole]
-        # Two dimensions in the same steps: one step at a time.
-        cuts: Sequence[int] = range(whole.size + 1)
-        if not taken and base is not None:
-            # In front of the end of the digit, or behind its last whole round.
-            first = base - start if start else axis.size // base * base
-            cuts = (0, first * (axis.ahead // whole.ahead), whole.size)
+        # The rest of a dimension that wrapped around: split the dimension itself.
+        axis = next(other for other in axes if other.dim == current.dim)
+        others = [other for other in axes if other is not axis]
+        # Two dimensions with the same stride: take single steps.
+        cuts: Sequence[int] = range(axis.size + 1)
+        if not is_used and base is not None:
+            # Before the end of the digit, or after its last complete round.
+            first = base - start if start else current.size // base * base
+            cuts = (0, first * (current.ahead // axis.ahead), axis.size)
         for begin, end in itertools.pairwise(cuts):
-            part = [*others, *([whole._replace(size=end - begin)] if end - begin > 1 else [])]
-            there = index.get(whole.dim, 0) + begin * whole.ahead
+            part = [*others, *([axis._replace(size=end - begin)] if end - begin > 1 else [])]
+            there = index.get(axis.dim, 0) + begin * axis.ahead
             yield from _list_digit_boxes(
-                offset + begin * whole.stride, part, units, {**index, whole.dim: there}
+                offset + begin * axis.stride, part, units, {**index, axis.dim: there}
             )
         return
-    yield _DigitBox(tuple(digits), index)
+    yield tuple(digits), index
 
 
 def _meet_digits(
     read: StridedRegion, written: StridedRegion, mine: _DigitBox, other: _DigitBox
-) -> Iterator[Meeting]:
-    """What two boxes of digits share, as boxes of the dimensions that are read."""
-    ours = [mine.first.get(d, 0) for d in range(len(read.sizes))]
-    theirs = [other.first.get(k, 0) for k in range(len(written.sizes))]
-    # Of each dimension that is read: its digits that are shared, as size, step along it, and the
-    # step along a dimension that was written.
+) -> Iterator[Overlap]:
+    """Yield the intersection of two boxes of digits, as boxes of the read dimensions."""
+    (our_digits, our_first), (their_digits, their_first) = mine, other
+    ours = [our_first.get(d, 0) for d in range(len(read.sizes))]
+    theirs = [their_first.get(k, 0) for k in range(len(written.sizes))]
+    # For each read dimension its shared digits: size, step along it, and the dimension and step in
+    # the written region.
     along: list[list[tuple[int, int, int, int]]] = [[] for _ in read.sizes]
-    for one, two in zip(mine.digits, other.digits, strict=True):
-        low = max(one.start, two.start)
-        high = min(one.start + one.size, two.start + two.size)
+    for a, b in zip(our_digits, their_digits, strict=True):
+        low = max(a.start, b.start)
+        high = min(a.start + a.size, b.start + b.size)
         if low >= high:
             return
-        if one.dim >= 0:
-            ours[one.dim] += (low - one.start) * one.ahead
-        if two.dim >= 0:
-            theirs[two.dim] += (low - two.start) * two.ahead
+        if a.dim >= 0:
+            ours[a.dim] += (low - a.start) * a.ahead
+        if b.dim >= 0:
+            theirs[b.dim] += (low - b.start) * b.ahead
         if high - low > 1:
-            along[one.dim].append((high - low, one.ahead, two.dim, two.ahead))
+            along[a.dim].append((high - low, a.ahead, b.dim, b.ahead))
     yield from _list_boxes(read, ours, theirs, along)
 
 
@@ -237,17 +233,17 @@ def _list_boxes(
     ours: list[int],
     theirs: list[int],
     along: list[list[tuple[int, int, int, int]]],
-) -> Iterator[Meeting]:
+) -> Iterator[Overlap]:
     sizes, steps = [], []
     for d, digits in enumerate(along):
         if not read.strides[d] and read.sizes[d] > 1:
-            # The same elements at every index.
+            # All indices read the same elements.
             sizes.append(read.sizes[d])
             steps.append((0,) * len(theirs))
             continue
         joined = _join_digits(digits)
         if len(joined) > 1 or (joined and joined[0][1] != 1):
-            # Steps over indices are no box: one for each value of the largest digit.
+            # Indices in steps above 1 are not a box: one box for each value of the largest digit.
             size, ahead, dim, further = digits[-1]
             rest = [*along[:d], digits[:-1], *along[d + 1 :]]
             for value in range(size):
@@ -260,11 +256,11 @@ def _list_boxes(
         sizes.append(size)
         steps.append(tuple(further if k == dim else 0 for k in range(len(theirs))))
     stop = tuple(a + n for a, n in zip(ours, sizes, strict=True))
-    yield Meeting(tuple(ours), stop, tuple(theirs), tuple(steps))
+    yield Overlap(tuple(ours), stop, tuple(theirs), tuple(steps))
 
 
 def _join_digits(digits: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Digits of a dimension, the smallest first, with those that continue others joined."""
+    """Merge digits of a dimension that continue each other, smallest first."""
     joined: list[tuple[int, int, int, int]] = []
     for size, ahead, dim, further in digits:
         if joined:
@@ -276,29 +272,31 @@ def _join_digits(digits: list[tuple[int, int, int, int]]) -> list[tuple[int, int
     return joined
 
 
-def _meet_by_position(read: StridedRegion, written: StridedRegion) -> Iterator[Meeting]:
-    if max(math.prod(read.sizes), math.prod(written.sizes)) > MOST_POSITIONS:
+def _meet_by_position(read: StridedRegion, written: StridedRegion) -> Iterator[Overlap]:
+    if max(math.prod(read.sizes), math.prod(written.sizes)) > MAX_POSITIONS:
         raise RunError(
             f"a memory written by strides {list(written.strides)} is read by strides "
             f"{list(read.strides)}, which do not divide one another, with more than "
-            f"{MOST_POSITIONS:,} elements; trace a smaller model of the same kind"
+            f"{MAX_POSITIONS:,} elements; trace a smaller model of the same kind"
         )
     positions = _list_positions(written).reshape(-1)
     order = np.argsort(positions, kind="stable")
-    wanted = _list_positions(read)
-    place = np.searchsorted(positions[order], wanted).clip(max=len(order) - 1)
-    found = order[place]
-    is_there = positions[found] == wanted
+    read_positions = _list_positions(read)
+    nearest = np.searchsorted(positions[order], read_positions).clip(max=len(order) - 1)
+    candidates = order[nearest]
+    is_shared = positions[candidates] == read_positions
     dims = len(written.sizes)
     index = (
-        np.stack(np.unravel_index(found, written.sizes)) if dims else np.zeros((0, *found.shape))
+        np.stack(np.unravel_index(candidates, written.sizes))
+        if dims
+        else np.zeros((0, *candidates.shape))
     )
-    # Boxes in which every index of the written region goes in equal steps.
+    # Boxes in which each index of the written region advances in equal steps.
     for start, stop, _, first, steps in find_boxes(
-        [*index.astype(np.int64)], [is_there.astype(np.int64)]
+        [*index.astype(np.int64)], [is_shared.astype(np.int64)]
     ):
-        if is_there[start]:
-            yield Meeting(start, stop, first, steps)
+        if is_shared[start]:
+            yield Overlap(start, stop, first, steps)
 
 
 def _list_positions(region: StridedRegion) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:

@@ -1,8 +1,8 @@
-"""The parameters that a loader fills, before and after it ran.
+"""The parameters that a loader fills, before and after it runs.
 
-A loader may write to a parameter, give it other memory (`param.data = loaded`) or put another one
-in its place. So parameters are looked up by name when it has run; and to run it once more, what it
-changed is put back.
+A loader may write to a parameter, replace its storage (`param.data = loaded`) or replace the
+parameter. Parameters are therefore looked up by name after it ran, and the changes are reverted
+before it runs again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reshard.errors import RunError, UsageError
 class LoaderTargets:
     """The parameters and persistent buffers of a module, or the tensors of a dict.
 
-    Raises UsageError for anything else, or for none at all.
+    Raises UsageError for anything else, or if there are none.
     """
 
     def __init__(self, targets: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
@@ -37,25 +37,25 @@ class LoaderTargets:
             raise UsageError("targets without a parameter; give the module that is loaded")
 
     def named(self) -> dict[str, torch.Tensor]:
-        """The tensors as they are at this time, those that are shared by each of their names."""
+        """Return the current tensors by name; shared tensors under each of their names."""
         if isinstance(self.targets, Mapping):
             return dict(self.targets)
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for prefix, module in self.targets.named_modules(remove_duplicate=False):
-            own = {**module._parameters}
-            own.update(
+            entries = {**module._parameters}
+            entries.update(
                 (name, buffer)
                 for name, buffer in module._buffers.items()
                 if name not in module._non_persistent_buffers_set
             )
-            for name, tensor in own.items():
+            for name, tensor in entries.items():
                 if tensor is not None:
-                    found[f"{prefix}.{name}" if prefix else name] = tensor
-        return found
+                    tensors[f"{prefix}.{name}" if prefix else name] = tensor
+        return tensors
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Put back what was replaced meanwhile: memory, parameters, attributes of modules."""
+        """Restore storages, parameters and attributes of modules on exit."""
         tensors = [(tensor, tensor.detach()) for tensor in self.named().values()]
         modules = list(self.targets.modules()) if isinstance(self.targets, torch.nn.Module) else []
         before = [
@@ -77,45 +77,45 @@ class LoaderTargets:
 
     @contextmanager
     def in_memory(self, carrier: Any, value: float) -> Iterator[None]:
-        """Every tensor on the CPU, of the type that `carrier` gives for its own, full of `value`.
+        """Replace each tensor by a CPU tensor filled with `value`, of dtype `carrier(dtype)`.
 
-        The objects stay, with their attributes: loaders know parameters by them.
+        The objects and their attributes stay, since loaders identify parameters by them.
         """
         storages: dict[int, torch.Tensor] = {}
         swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             for name, tensor in self.named().items():
-                if any(tensor is one for one, _ in swapped):
+                if any(tensor is done for done, _ in swapped):
                     continue
-                other = _make_alike(tensor, storages, carrier, value)
+                replacement = _make_alike(tensor, storages, carrier, value)
                 if weakref.getweakrefs(tensor):
                     raise RunError(
                         f"the values of {name!r} cannot be traced: something refers to it weakly; "
                         "trace the model before it is compiled or wrapped"
                     )
                 try:
-                    torch.utils.swap_tensors(tensor, other)
+                    torch.utils.swap_tensors(tensor, replacement)
                 except RuntimeError as error:
                     raise RunError(
-                        f"the values of {name!r} cannot be traced: {error}; give tensors of which "
-                        "no other is a view (`detach()` makes one)"
+                        f"the values of {name!r} cannot be traced: {error}; give tensors without "
+                        "other views (`detach()` makes one)"
                     ) from error
-                swapped.append((tensor, other))
+                swapped.append((tensor, replacement))
             yield
         finally:
-            for tensor, other in swapped:
-                torch.utils.swap_tensors(tensor, other)
+            for tensor, replacement in swapped:
+                torch.utils.swap_tensors(tensor, replacement)
 
 
 def _copy_table(value: Any) -> Any:
-    """A module's tables of parameters and modules as they are now."""
+    """Copy a module's tables of parameters and modules."""
     return value.copy() if isinstance(value, dict | set) else value
 
 
 def _make_alike(
     tensor: torch.Tensor, storages: dict[int, torch.Tensor], carrier: Any, value: float
 ) -> torch.Tensor:
-    """A tensor on the CPU with the strides and attributes of another; memory is shared as there."""
+    """Return a CPU tensor with the strides and attributes of `tensor`; memory stays shared."""
     storage = tensor.untyped_storage()
     if storage._cdata not in storages:
         size = storage.nbytes() // tensor.dtype.itemsize
@@ -123,7 +123,7 @@ def _make_alike(
     flat = storages[storage._cdata]
     alike = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     if isinstance(tensor, torch.nn.Parameter):
-        # Parameters of integers can have no gradients.
+        # Integer parameters cannot require gradients.
         needs = tensor.requires_grad and alike.is_floating_point()
         alike = torch.Tensor._make_subclass(type(tensor), alike, needs)
     vars(alike).update(vars(tensor))

@@ -1,13 +1,14 @@
-"""The layout of a rank, traced from the loader that fills it.
+"""Trace the layout of a rank from its weight loader.
 
-A loader is run once with tensors that have shapes and no values, and what it does with them is
-followed (`following`). It takes no memory and no device, so models of any size are traced at once.
-A loader that asks for values is run again with values that name their place (`index_values`).
+The loader runs once with tensors that have shapes and no values, while a dispatch mode records its
+operators (`tracing_mode`). This takes no memory and no device, so models of any size are traced at
+once. A loader that reads values runs again with values that encode their position (`index_values`).
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,13 +25,18 @@ from reshard.recipes.engine_layouts import (
     RankLayout,
     SourcePiece,
 )
-from reshard.torch.loaders.following import FollowedOperators, ValuesNeeded
-from reshard.torch.loaders.index_values import MOST_BYTES, trace_values
-from reshard.torch.loaders.origins import Filled, Taken
-from reshard.torch.loaders.region_map import RegionMap, TensorRegion, cut_away
+from reshard.torch.loaders.index_values import MAX_BYTES, trace_values
+from reshard.torch.loaders.region_map import (
+    CopyOf,
+    FilledWith,
+    RegionMap,
+    TensorRegion,
+    subtract_box,
+)
 from reshard.torch.loaders.targets import LoaderTargets
+from reshard.torch.loaders.tracing_mode import TracingMode, ValuesNeeded
 
-# How a loader takes what it loads: pairs of a name and a tensor, or all by name.
+# How a loader takes the sources: pairs of a name and a tensor, or a dict.
 FORMS = ("pairs", "dict")
 
 
@@ -42,14 +48,14 @@ def trace_loading(
     rank: int = 0,
     form: str | None = None,
     values: bool | None = None,
-    most_bytes: int = MOST_BYTES,
+    max_bytes: int = MAX_BYTES,
+    most_bytes: int | None = None,
 ) -> RankLayout:
-    """Trace a weight loader: the layout of every parameter of a rank.
+    """Trace a weight loader and return the layout of every parameter of a rank.
 
-    The loader runs unmodified. Copies are followed through views, slices, transposes, `cat`,
-    `stack`, `clone`, casts, padding, known indices and in-place writes, of which the last one
-    counts. Computed values are reported with their operations and sources, and never taken for a
-    copy.
+    The loader runs unmodified. Copies are traced through views, slices, transposes, `cat`,
+    `stack`, `clone`, casts, padding, known indices and in-place writes; the last write counts.
+    Computed values are reported with their operations and sources, and never taken for a copy.
 
     Args:
         load_weights: the loader: `model.load_weights`, `model.load_state_dict`, or a function of
@@ -61,13 +67,14 @@ def trace_loading(
         rank: the number of this rank, for the result.
         form: how the loader takes the sources: `"pairs"`, an iterator of names and tensors, or
             `"dict"`; by default pairs, and a dict for `load_state_dict`.
-        values: whether to run it with element values: None does if it reads some. True takes the
-            memory of all sources and targets in float32, and runs it four times.
-        most_bytes: the maximum memory for values.
+        values: whether to run it with element values; by default only if it reads some. True takes
+            the memory of all sources and targets in float32, and runs it four times.
+        max_bytes: the maximum memory for values.
+        most_bytes: deprecated, now `max_bytes`.
 
     Returns:
-        A layout for every parameter and persistent buffer by its name; the sources that it does not
-        read; which parameters share memory; and whether values were needed.
+        A layout for every parameter and persistent buffer by name, the sources that the loader does
+        not read, the parameters that share memory, and whether values were needed.
 
     Raises:
         RunError: the loader raised, or reads values where that is not permitted or takes too much
@@ -86,6 +93,10 @@ def trace_loading(
     >>> traced.unread, traced.method
     (('unused',), 'followed')
     """
+    if most_bytes is not None:
+        message = "most_bytes of trace_loading is now max_bytes"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        max_bytes = most_bytes
     if not callable(load_weights):
         raise UsageError(
             f"load_weights {load_weights!r}; give a function, such as model.load_weights"
@@ -95,8 +106,8 @@ def trace_loading(
         form = "dict" if is_state_dict else "pairs"
     if form not in FORMS:
         raise UsageError(f"form {form!r}; it is one of {', '.join(FORMS)}")
-    kinds = _list_kinds(sources)
-    holder = LoaderTargets(targets)
+    specs = _list_kinds(sources)
+    target_set = LoaderTargets(targets)
 
     def run(tensors: dict[str, torch.Tensor]) -> None:
         load_weights(dict(tensors) if form == "dict" else iter(tensors.items()))
@@ -104,25 +115,27 @@ def trace_loading(
     failure: Exception | None = None
     if values is not True:
         try:
-            maps, followed, tied = _follow(run, kinds, holder)
-            return _lay_out(rank, kinds, holder, maps, followed, tied, None)
+            maps, mode, tied = _follow(run, specs, target_set)
+            return _lay_out(rank, specs, target_set, maps, mode, tied, None)
         except Exception as error:
-            # Whether values would have helped is known when there are some.
+            # Whether values help is known after the second attempt.
             failure = error
             if values is False:
                 raise _explain(error, "without values") from error
     try:
-        maps, followed = trace_values(run, kinds, holder, most_bytes)
+        maps, mode = trace_values(run, specs, target_set, max_bytes)
     except Exception as error:
         if failure is not None and not isinstance(failure, ValuesNeeded):
-            # What it raised at first is what a user of the loader sees.
+            # Report the first error, which a user of the loader would see.
             raise RunError(
                 f"load_weights raised {type(failure).__name__}: {_shorten(failure)}; give the "
                 f"sources and targets that it loads (with values too: {_shorten(error)})"
             ) from failure
         raise _explain(error, "with values") from error
     reason = "as asked" if failure is None else f"it asked for values: {_shorten(failure)}"
-    return _lay_out(rank, kinds, holder, maps, followed, find_tied(holder.named()), reason)
+    return _lay_out(
+        rank, specs, target_set, maps, mode, find_shared_memory(target_set.named()), reason
+    )
 
 
 def _explain(error: Exception, how: str) -> ReshardError:
@@ -140,12 +153,12 @@ def _shorten(error: Exception) -> str:
 
 
 def _list_kinds(sources: Any) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The type and shape of every source."""
+    """Return the dtype and shape of every source."""
     if not isinstance(sources, Mapping) or not sources:
         raise UsageError(
             f"sources {str(sources)[:80]!r}; give a dict of tensors, or of dtypes and shapes"
         )
-    kinds = {}
+    specs = {}
     for name, source in sources.items():
         try:
             kind, shape = (
@@ -160,35 +173,35 @@ def _list_kinds(sources: Any) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
             ) from None
         torch_type = getattr(torch, as_dtype(kind).name, None)
         if not isinstance(torch_type, torch.dtype):
-            raise UsageError(f"the source {name!r} is of {kind}, which PyTorch does not have")
-        kinds[name] = (torch_type, sizes)
-    return kinds
+            raise UsageError(f"the source {name!r} is of {kind}, which PyTorch does not support")
+        specs[name] = (torch_type, sizes)
+    return specs
 
 
 def _follow(
     run: Callable[[dict[str, torch.Tensor]], None],
-    kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    holder: LoaderTargets,
-) -> tuple[dict[str, RegionMap], FollowedOperators, tuple[tuple[str, ...], ...]]:
+    specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    target_set: LoaderTargets,
+) -> tuple[dict[str, RegionMap], TracingMode, tuple[tuple[str, ...], ...]]:
     """Run a loader without values."""
     tensors = {
-        name: torch.empty(shape, dtype=kind, device="meta") for name, (kind, shape) in kinds.items()
+        name: torch.empty(shape, dtype=kind, device="meta") for name, (kind, shape) in specs.items()
     }
-    followed = FollowedOperators(tensors)
-    with holder.kept():
-        for tensor in holder.named().values():
-            followed.register_target(tensor, tensor.dtype)
-        with followed:
+    mode = TracingMode(tensors)
+    with target_set.kept():
+        for tensor in target_set.named().values():
+            mode.register_target(tensor, tensor.dtype)
+        with mode:
             run(tensors)
-        named = holder.named()
-        maps = {name: followed.read(tensor) for name, tensor in named.items()}
-        tied = find_tied(named)
-        followed.target_types = {name: tensor.dtype for name, tensor in named.items()}
-    return maps, followed, tied
+        named = target_set.named()
+        maps = {name: mode.read(tensor) for name, tensor in named.items()}
+        tied = find_shared_memory(named)
+        mode.target_types = {name: tensor.dtype for name, tensor in named.items()}
+    return maps, mode, tied
 
 
-def find_tied(named: Mapping[str, torch.Tensor]) -> tuple[tuple[str, ...], ...]:
-    """The names of tensors that are the same memory."""
+def find_shared_memory(named: Mapping[str, torch.Tensor]) -> tuple[tuple[str, ...], ...]:
+    """Return groups of names whose tensors are the same memory."""
     groups: dict[object, list[str]] = {}
     for name, tensor in named.items():
         if tensor.numel():
@@ -199,26 +212,27 @@ def find_tied(named: Mapping[str, torch.Tensor]) -> tuple[tuple[str, ...], ...]:
 
 def _lay_out(
     rank: int,
-    kinds: Mapping[str, Any],
-    holder: LoaderTargets,
+    specs: Mapping[str, Any],
+    target_set: LoaderTargets,
     maps: Mapping[str, RegionMap],
-    followed: FollowedOperators,
+    mode: TracingMode,
     tied: tuple[tuple[str, ...], ...],
     reason: str | None,
 ) -> RankLayout:
-    names = list(kinds)
-    types = followed.target_types
+    names = list(specs)
+    types = mode.target_types
     parameters = {
-        name: _lay_out_parameter(name, found, types[name], names) for name, found in maps.items()
+        name: _lay_out_parameter(name, region_map, types[name], names)
+        for name, region_map in maps.items()
     }
-    read = {source for one in parameters.values() for source in one.sources}
+    read = {source for parameter in parameters.values() for source in parameter.sources}
     notes = []
     if reason is not None:
         notes.append(f"traced by values of elements, {reason}")
-    if followed.values_of:
-        notes.append(f"the loader looks at the values of {', '.join(followed.values_of)}")
-    if followed.written_sources:
-        notes.append(f"the loader writes to its sources {', '.join(followed.written_sources)}")
+    if mode.values_of:
+        notes.append(f"the loader looks at the values of {', '.join(mode.values_of)}")
+    if mode.written_sources:
+        notes.append(f"the loader writes to its sources {', '.join(mode.written_sources)}")
     return RankLayout(
         rank,
         parameters,
@@ -230,20 +244,20 @@ def _lay_out(
 
 
 def _lay_out_parameter(
-    name: str, found: RegionMap, dtype: torch.dtype, names: list[str]
+    name: str, region_map: RegionMap, dtype: torch.dtype, names: list[str]
 ) -> ParameterLayout:
     pieces, computed, constants = [], [], []
-    found = found.coalesced()
-    for region in found.regions:
+    region_map = region_map.coalesce()
+    for region in region_map.regions:
         box, origin = Box(region.start, region.stop), region.origin
-        if isinstance(origin, Filled):
+        if isinstance(origin, FilledWith):
             constants.append(Constant(box, origin.value))
             continue
-        if not isinstance(origin, Taken):
+        if not isinstance(origin, CopyOf):
             sources = tuple(names[number] for number in origin.sources)
             computed.append(Computed(box, origin.operations, sources))
             continue
-        # Along a single index there are no steps.
+        # A single index has no stride.
         strides = (s if n > 1 else 0 for n, s in zip(region.sizes, origin.strides, strict=True))
         view = View(origin.offset, tuple(strides))
         if origin.is_copied:
@@ -251,17 +265,17 @@ def _lay_out_parameter(
         else:
             computed.append(Computed(box, origin.steps, (names[origin.source],), view))
     return ParameterLayout.of(
-        name, found.shape, dtype, pieces, computed, constants, _list_unfilled(found)
+        name, region_map.shape, dtype, pieces, computed, constants, _list_unfilled(region_map)
     )
 
 
-def _list_unfilled(found: RegionMap) -> list[Box]:
-    """The boxes that no region has."""
-    size = math.prod(found.shape)
-    if sum(math.prod(region.sizes) for region in found.regions) == size:
+def _list_unfilled(region_map: RegionMap) -> list[Box]:
+    """Return the boxes that no region covers."""
+    size = math.prod(region_map.shape)
+    if sum(math.prod(region.sizes) for region in region_map.regions) == size:
         return []
-    left = [TensorRegion((0,) * len(found.shape), found.shape, Filled(0.0))]
-    for region in found.regions:
-        left = [part for one in left for part in cut_away(one, region.start, region.stop)]
-    whole = RegionMap(found.shape, tuple(left)).coalesced()
+    left = [TensorRegion((0,) * len(region_map.shape), region_map.shape, FilledWith(0.0))]
+    for region in region_map.regions:
+        left = [part for rest in left for part in subtract_box(rest, region.start, region.stop)]
+    whole = RegionMap(region_map.shape, tuple(left)).coalesce()
     return [Box(region.start, region.stop) for region in whole.regions]

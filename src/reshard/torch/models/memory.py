@@ -25,7 +25,7 @@ import torch
 from reshard.errors import RunError, ShardError
 from reshard.runs import IntArray
 from reshard.torch.fully_sharded import find_groups, find_storage, list_gathered
-from reshard.torch.loaders.strided_overlap import StridedRegion, find_meetings
+from reshard.torch.loaders.strided_overlap import StridedRegion, find_overlaps
 from reshard.torch.models.given_columns import GivenColumns, HeldMemory
 from reshard.torch.models.naming import tied_root
 from reshard.torch.models.rosters import Roster
@@ -348,7 +348,7 @@ def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
         for tensor in (one, other)
     ]
     try:
-        return any(True for _ in find_meetings(*regions))
+        return any(True for _ in find_overlaps(*regions))
     except RunError:
         # Too large to compare by elements, and of odd strides: their spans decide.
         return True

@@ -1,18 +1,14 @@
-"""vLLM: which element of a checkpoint each of its ranks holds, by its own loader; and links to it.
+"""vLLM: layouts of its ranks, traced from its own loader, and links to it.
 
     parallelism       sizes of tensor, pipeline, expert and data parallelism
-    rank_models       vLLM's model of a rank, without memory
+    layouts           `layouts`: the layouts of all ranks, cached in files
     tracing_process   the process in which all ranks are traced
-    layout_cache      layouts that are kept in files
-    layouts           `layouts`: the layouts of all ranks
     plugin            the load format `reshard` in vLLM itself
-    staging           what a rank takes of a trainer's tensors, and its parameters made of it
-    reloading         a model that serves, filled again
-    linked_rank       a rank as an end of a link
-    worker            methods that vLLM's workers learn
+    reloading         refill a served model from staged tensors
+    worker            a worker as an end of a link, and methods for vLLM's workers
     weight_transfer   the backend `reshard` of vLLM's own weight transfer
 
-vLLM is imported in the process that traces only; see docs/engines.md.
+Only the tracing process imports vLLM; see docs/engines.md.
 """
 
 from typing import Any
@@ -24,7 +20,7 @@ __all__ = ["VllmParallelism", "layouts"]
 
 
 def __getattr__(name: str) -> Any:
-    # Its base is vLLM's, which is imported when it is asked for.
+    # Its base class is vLLM's, which is imported on first use.
     if name == "ReshardTrainerInit":
         from reshard.torch.vllm import weight_transfer
 

@@ -1,16 +1,24 @@
 """The layouts of vLLM's ranks, from its own loader: `layouts`.
 
-1. What is asked for has a digest, and a layout that is kept under it is the answer: then no engine
-   is needed (`layout_cache`).
-2. Otherwise a process of an environment that has vLLM traces all ranks (`tracing_process`). It is a
-   child of this one, so nothing that vLLM sets is left here.
-3. Its answer is kept.
+1. A request has a digest. If a layout is cached under it, no engine is needed.
+2. Otherwise a child process, in an environment with vLLM, traces all ranks (`tracing_process`).
+   Nothing that vLLM sets affects this process.
+3. The layout is cached::
+
+       $RESHARD_CACHE/layouts/vllm-0.32.0/0f3c....json
+
+The cache is `$RESHARD_CACHE`, or `reshard` in `$XDG_CACHE_HOME` or `~/.cache`. The digest covers
+everything that determines the layout except the engine: the configuration, the parallelism, the
+names, dtypes and shapes of the checkpoint, and the version of the tracer.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,12 +30,11 @@ import reshard.errors
 from reshard._validation import check_ints
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, ReshardError, RunError, UsageError
-from reshard.plans.serialization import from_json
-from reshard.recipes.engine_layouts import EngineLayout
-from reshard.torch.vllm.layout_cache import LayoutCache, request_digest
+from reshard.plans.serialization import from_json, to_json
+from reshard.recipes.engine_layouts import EngineLayout, SourceTensor
 from reshard.torch.vllm.parallelism import VllmParallelism
 
-# The Python of an environment that has vLLM, where this one has not.
+# The Python of an environment with vLLM, if this environment lacks it.
 PYTHON = "RESHARD_VLLM_PYTHON"
 
 
@@ -43,24 +50,23 @@ def layouts(
     python: str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] | None = None,
 ) -> EngineLayout:
-    """What every rank of vLLM holds of a model, as its own `load_weights` fills it.
+    """Return the layouts of all ranks of vLLM for a model, as its `load_weights` fills it.
 
-    Takes no GPU and no weights: vLLM builds the model of each rank without memory and loads names
-    and shapes. What it holds is said of the time before `process_weights_after_loading`, in which
-    vLLM may pack, transpose or replace weights for its kernels.
+    This takes no GPU and no weights: vLLM builds the model of each rank without memory and loads
+    names and shapes. The layouts describe the parameters before `process_weights_after_loading`,
+    in which vLLM may pack, transpose or replace weights for its kernels.
 
     Args:
-        config: a folder with `config.json`, and with the checkpoint, of which headers are read.
-        tp, pp, ep, dp: sizes of tensor, pipeline, expert and data parallelism, as vLLM means them
-            (see `VllmParallelism`).
-        sources: the checkpoint's tensors, `{name: (dtype, shape)}`, where there is none in the
-            folder.
-        dtype: of vLLM's parameters, `"auto"` for what it chooses by the configuration.
-        python: of the environment with vLLM; `$RESHARD_VLLM_PYTHON`, or this one, when None.
-        cache: where layouts are kept; `$RESHARD_CACHE`, or `~/.cache/reshard`, when None.
+        config: a folder with `config.json` and the checkpoint, whose headers are read.
+        tp, pp, ep, dp: sizes of tensor, pipeline, expert and data parallelism (see
+            `VllmParallelism`).
+        sources: the checkpoint's tensors, `{name: (dtype, shape)}`, if the folder contains none.
+        dtype: of vLLM's parameters; `"auto"` chooses it by the configuration.
+        python: of the environment with vLLM; by default `$RESHARD_VLLM_PYTHON`, or this one.
+        cache: the folder of cached layouts; by default `$RESHARD_CACHE`, or `~/.cache/reshard`.
 
     Raises:
-        UsageError: sizes that vLLM has not, or an environment without vLLM and no kept layout.
+        UsageError: unsupported sizes, or an environment without vLLM and no cached layout.
         CheckpointError: no `config.json`, or a checkpoint that cannot be opened.
         RunError: vLLM refuses the model or the parallelism, in its own words.
     """
@@ -75,31 +81,31 @@ def layouts(
         **{axis: getattr(parallelism, axis) for axis in ("tp", "pp", "ep", "dp")},
     }
     digest = request_digest(request)
-    kept = LayoutCache("vllm", cache)
+    cached = (cache_folder() if cache is None else Path(cache)) / "layouts"
     interpreter = str(python or os.environ.get(PYTHON) or sys.executable)
     version = find_version(interpreter)
     if version is None:
-        # Without an engine, what the newest one said.
-        known = kept.versions(digest)
-        found = kept.read(known[-1], digest) if known else None
-        if found is None:
+        # Without an engine, the newest cached layout is used.
+        versions = list_cached_versions(cached, digest)
+        layout = read_cached(cached, versions[-1], digest) if versions else None
+        if layout is None:
             raise UsageError(
-                f"{interpreter} has no vLLM, and no layout of {folder} for {parallelism.text} is "
-                f"kept in {kept.folder}; install vllm, name the Python of an environment that has "
-                f"it in {PYTHON}, or copy a kept layout there"
+                f"{interpreter} does not have vLLM, and no layout of {folder} for "
+                f"{parallelism.text} is cached in {cached}; install vllm, name the Python of an "
+                f"environment with it in {PYTHON}, or copy a cached layout there"
             )
-        return found
-    found = kept.read(version, digest)
-    if found is None:
-        found = _trace(interpreter, {**request, "folder": str(folder.resolve())})
-        kept.write(found, digest)
-    return found
+        return layout
+    layout = read_cached(cached, version, digest)
+    if layout is None:
+        layout = _trace(interpreter, {**request, "folder": str(folder.resolve())})
+        write_cached(cached, layout, digest)
+    return layout
 
 
 def find_version(python: str) -> str | None:
-    """The version of vLLM that an environment has, or None; nothing of it is imported.
+    """Return the version of vLLM in an environment, or None, without importing it.
 
-    Raises UsageError for what is no Python.
+    Raises UsageError if `python` cannot be run.
     """
     if python == sys.executable:
         from importlib.metadata import PackageNotFoundError
@@ -135,7 +141,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"cannot read {path}: {error.strerror}; vLLM builds a model by it"
         ) from None
     except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from None
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds {type(config).__name__}, expected an object")
     return config
@@ -144,33 +150,39 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _list_sources(
     folder: Path, sources: Mapping[str, Any] | None
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The type and shape of every tensor of the checkpoint, by name."""
+    """Return the dtype and shape of every tensor of the checkpoint by name."""
     if sources is None:
         from reshard.checkpoint.formats.opening import open_checkpoint
 
         opened = open_checkpoint(folder)
         return {name: (one.dtype.name, one.shape) for name, one in opened.tensors.items()}
-    found = {}
+    return {name: (one.dtype.name, one.shape) for name, one in parse_sources(sources).items()}
+
+
+def parse_sources(sources: Mapping[str, Any]) -> dict[str, SourceTensor]:
+    """Return the full tensors that `{name: (dtype, shape)}` describes."""
+    parsed = {}
     for name, source in sources.items():
         try:
-            kind, shape = source
+            dtype, shape = source
         except (TypeError, ValueError):
             raise UsageError(f"source {name!r} is {source!r}; give its dtype and shape") from None
-        found[name] = (as_dtype(kind).name, check_ints(shape, f"shape of {name!r}", UsageError))
-    return found
+        sizes = check_ints(shape, f"shape of {name!r}", UsageError)
+        parsed[name] = SourceTensor(as_dtype(dtype), sizes)
+    return parsed
 
 
 def _trace(python: str, request: dict[str, Any]) -> EngineLayout:
-    """Trace all ranks in a process of their own."""
+    """Trace all ranks in a child process."""
     with tempfile.TemporaryDirectory(prefix="reshard-vllm-") as scratch:
         asked, answer = Path(scratch, "request.json"), Path(scratch, "layout.json")
         asked.write_text(json.dumps(request))
         command = [python, "-m", "reshard.torch.vllm.tracing_process", str(asked), str(answer)]
-        # Where this package is, also when it is not installed in the other environment.
+        # The location of this package, which the other environment may lack.
         own = str(Path(reshard.errors.__file__).parents[1])
         paths = [own, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        # No group of a running job is that of the child.
+        # The child does not belong to the process group of a running job.
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
             environment.pop(name, None)
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -186,3 +198,69 @@ def _trace(python: str, request: dict[str, Any]) -> EngineLayout:
         raise RunError(f"vLLM cannot build this model: {message}")
     found: EngineLayout = from_json(text)
     return found
+
+
+# Incremented when the tracer returns other layouts for the same loader.
+TRACING = 1
+_PREFIX = "vllm-"
+
+
+def cache_folder() -> Path:
+    """Return the folder of the cache, which may not exist."""
+    if chosen := os.environ.get("RESHARD_CACHE"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "reshard"
+
+
+def request_digest(request: Mapping[str, Any]) -> str:
+    """Return the digest of all that determines a layout except the engine.
+
+    >>> request_digest({"tp": 2, "pp": 1}) == request_digest({"pp": 1, "tp": 2})
+    True
+    """
+    text = json.dumps([TRACING, request], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+def cached_path(folder: Path, version: str, digest: str) -> Path:
+    """Return the file of a layout in a folder of cached layouts."""
+    return folder / f"{_PREFIX}{version}" / f"{digest}.json"
+
+
+def read_cached(folder: Path, version: str, digest: str) -> EngineLayout | None:
+    """Return a cached layout, or None if it is absent or unreadable."""
+    try:
+        layout = from_json(cached_path(folder, version, digest).read_text())
+    except (OSError, ReshardError):
+        return None
+    return layout if isinstance(layout, EngineLayout) else None
+
+
+def list_cached_versions(folder: Path, digest: str) -> list[str]:
+    """Return the versions of vLLM whose layout is cached, newest last."""
+    names = [path.parent.name for path in folder.glob(f"{_PREFIX}*/{digest}.json")]
+    return sorted((name.removeprefix(_PREFIX) for name in names), key=_version_key)
+
+
+def write_cached(folder: Path, layout: EngineLayout, digest: str) -> None:
+    """Cache a layout if the folder is writable."""
+    path = cached_path(folder, layout.version, digest)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may read this file, or write the same.
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        with os.fdopen(handle, "w") as file:
+            file.write(to_json(layout))
+        os.replace(name, path)
+
+
+def _version_key(version: str) -> list[tuple[int, int | str]]:
+    """Return a sort key in which prereleases such as `rc` precede the release."""
+    parts = re.findall(r"\d+|[a-z]+", version)
+    keys = [(2, int(part)) if part.isdigit() else (_rank_word(part), part) for part in parts]
+    return [*keys, (1, "")]
+
+
+def _rank_word(word: str) -> int:
+    return 3 if word == "post" else 0

@@ -1,4 +1,4 @@
-"""How vLLM spreads a model: sizes of tensor, pipeline, expert and data parallelism, and its ranks.
+"""Parallelism of vLLM: tensor, pipeline, expert and data parallelism, and its ranks.
 
 Ranks are numbered with tensor parallelism fastest, then stages, then replicas::
 
@@ -6,8 +6,8 @@ Ranks are numbered with tensor parallelism fastest, then stages, then replicas::
                           stage 0  0 1       stage 0  4 5
                           stage 1  2 3       stage 1  6 7
 
-Expert parallelism has no ranks of its own: where it is used, the experts of a stage are dealt to
-all its ranks of all replicas, so its size is that of tensor times data parallelism.
+Expert parallelism adds no ranks: the experts of a stage are distributed over all its ranks of all
+replicas, so its size is the product of tensor and data parallelism.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class VllmParallelism:
     """Sizes of vLLM's parallelism.
 
     Args:
-        tp: ranks that a layer is cut over.
+        tp: ranks that a layer is sharded over.
         pp: stages.
-        ep: ranks that experts are dealt to: 1, or `tp * dp`.
-        dp: replicas, which share the experts where `ep` is not 1.
+        ep: ranks that experts are distributed over: 1, or `tp * dp`.
+        dp: replicas, which share the experts if `ep` is above 1.
 
     Raises:
-        UsageError: sizes below 1, or an `ep` that vLLM has not.
+        UsageError: sizes below 1, or an `ep` that vLLM does not support.
 
     >>> VllmParallelism(tp=2, pp=2).mesh.text
     'pp=2,tp=2'
@@ -59,12 +59,12 @@ class VllmParallelism:
 
     @property
     def ranks(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return math.prod((self.tp, self.pp, self.dp))
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks, with an axis for each size above 1, and `tp` where there is no other."""
+        """The ranks, with an axis for each size above 1, or `tp` if all are 1."""
         sizes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
         kept = [(axis, size) for axis, size in sizes.items() if size > 1] or [("tp", 1)]
         return DeviceMesh.parse(",".join(f"{axis}={size}" for axis, size in kept))

@@ -1,20 +1,20 @@
-"""vLLM's plug-in: the load format `reshard`, by which each rank reads its own bytes alone.
+"""vLLM's plug-in: the load format `reshard`, by which each rank reads only its own bytes.
 
     vllm serve FOLDER --load-format reshard
     vllm serve FOLDER --load-format reshard --model-loader-extra-config '{"checkpoint": "s3://b/m"}'
 
-FOLDER may be a checkpoint of any format and cut that `reshard.checkpoint.open` opens, with the
-`config.json` of the model; or the weights are at another place, of this machine or not. On every
-rank:
+FOLDER is a checkpoint of any format and sharding that `reshard.checkpoint.open` opens, with the
+`config.json` of the model; or the weights are at another path or address. On every rank:
 
-1. vLLM builds its model, as ever. Its `load_weights` is traced with the checkpoint's names and
-   shapes, on this very model: nothing is read for that, and nothing is kept in a file.
-2. What is copied is read from the files into the parameters. From an address, what several ranks
-   of a host need is asked for once.
-3. What is computed, or goes through operators that the tracer does not follow, is loaded by
-   `load_weights` itself, from those tensors alone.
+1. vLLM builds its model as usual. Its `load_weights` is traced with the checkpoint's names and
+   shapes, on this model. Nothing is read for that, and nothing is stored.
+2. Copied elements are read from the files into the parameters. From an address, data that several
+   ranks of a host need is requested once.
+3. Computed parameters, and those that the tracer cannot follow, are loaded by `load_weights`
+   itself, from those tensors alone.
 
-vLLM finds it by the entry point `vllm.general_plugins`; weights are processed afterwards as ever.
+vLLM finds the plug-in by the entry point `vllm.general_plugins`, and processes weights afterwards
+as usual.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from reshard.recipes.engine_layouts import ParameterLayout
 from reshard.torch.exchange.agreement import gather
 
 LOAD_FORMAT = "reshard"
-# Memory beside the model, for parameters that are not read in place: on a GPU, or cast.
+# Memory in addition to the model, for parameters that are not read in place: on a GPU, or cast.
 STAGED_BYTES = 256 << 20
-# What the last load of this process did, for whoever started vLLM.
+# The report of the last load in this process.
 last_report: RankReport | None = None
 
 
 def register() -> None:
-    """Register the load format and the weight transfer with vLLM; again, it changes nothing."""
+    """Register the load format and the weight transfer with vLLM; may be called again."""
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
 
     from reshard.torch.vllm.weight_transfer import register_backend
@@ -59,11 +59,11 @@ def register() -> None:
 
 
 def _make_loader_class() -> Any:
-    """The class of the loader, whose base is vLLM's."""
+    """Return the class of the loader, whose base is vLLM's."""
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     class ReshardModelLoader(BaseModelLoader):  # type: ignore[misc]
-        """Loads any checkpoint that reshard opens, each rank its own bytes."""
+        """Load any checkpoint that reshard opens, each rank only its own bytes."""
 
         def __init__(self, load_config: Any) -> None:
             super().__init__(load_config)
@@ -77,7 +77,7 @@ def _make_loader_class() -> Any:
                 )
 
         def download_model(self, model_config: Any) -> None:
-            """Do nothing: what is needed is read where it is."""
+            """Do nothing: data is read from where it is stored."""
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             """Fill the model of this rank."""
@@ -93,10 +93,10 @@ def _make_loader_class() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What loading a rank did.
+    """The result of loading a rank.
 
-    `read_bytes` were asked of files, `needed_bytes` are those of the elements that the rank has,
-    each source element once; `by_loader` names the sources that `load_weights` loaded itself.
+    `read_bytes` were read from files; `needed_bytes` are those of the elements of the rank, each
+    source element once; `by_loader` names the sources that `load_weights` loaded itself.
     """
 
     parameters: int
@@ -113,14 +113,14 @@ def load_rank(
     threads: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> RankReport:
-    """Fill a rank's model from a checkpoint, with what its own `load_weights` puts there.
+    """Fill a rank's model from a checkpoint with the elements that its `load_weights` copies.
 
     Args:
-        model: with `load_weights`, as vLLM's models have.
-        place: of a checkpoint.
-        threads: how many read at a time; 4 when None, and 16 from an address.
-        group: of the ranks that load from there at the same time, over CPUs: from an address, those
-            of one host ask for what several of them need once.
+        model: a model with `load_weights`, such as vLLM's.
+        place: the path or address of a checkpoint.
+        threads: the number of reader threads; by default 4, and 16 from an address.
+        group: the CPU group of the ranks that load at the same time. From an address, ranks of a
+            host request shared data once.
 
     Raises:
         CheckpointError: a checkpoint that cannot be used.
@@ -132,12 +132,14 @@ def load_rank(
 
     begun = time.perf_counter()
     checkpoint = open_checkpoint(place)
-    sources = {name: (one.dtype.name, one.shape) for name, one in checkpoint.tensors.items()}
+    sources = {
+        name: (tensor.dtype.name, tensor.shape) for name, tensor in checkpoint.tensors.items()
+    }
     load_weights: Any = model.load_weights
     traced = trace_loading(load_weights, sources, model, values=False)
-    # 1. What is copied is read where it lies; what is not, the loader makes of its sources.
+    # 1. Copied elements are read in place; the loader computes the others from their sources.
     tied = {name for group in traced.tied for name in sorted(group)[1:]}
-    found, by_loader = RankParameters(checkpoint), dict[str, None]()
+    copied, by_loader = RankParameters(checkpoint), dict[str, None]()
     for name, parameter in traced.parameters.items():
         if name in tied or not parameter.sources:
             continue
@@ -145,14 +147,14 @@ def load_rank(
         if copied is None:
             by_loader.update(dict.fromkeys(parameter.sources))
         else:
-            found.add_parameter(copied)
+            copied.add_parameter(copied)
     tensors = model.state_dict(keep_vars=True)
-    read_bytes = _read_parameters(found.bound, tensors, threads, group)
-    # 2. The loader comes last. It writes nothing else than what was read before.
+    read_bytes = _read_parameters(copied.bound, tensors, threads, group)
+    # 2. The loader runs last. It writes only parameters that were not read.
     if by_loader:
         load_weights((name, _read_whole(checkpoint, name)) for name in by_loader)
     whole_bytes = sum(checkpoint[name].size_bytes for name in by_loader)
-    needed_bytes = sum(one.size_bytes for one in found.tensors.values()) + whole_bytes
+    needed_bytes = sum(tensor.size_bytes for tensor in copied.tensors.values()) + whole_bytes
     return RankReport(
         len(traced.parameters),
         needed_bytes,
@@ -163,7 +165,7 @@ def load_rank(
 
 
 def _find_copied(parameter: ParameterLayout, checkpoint: Checkpoint) -> ParameterLayout | None:
-    """A parameter as it is read: in the type of its sources; None where it is not all copied."""
+    """Return a parameter in the dtype of its sources, or None if part of it is not copied."""
     if parameter.computed or parameter.unfilled:
         return None
     types = {checkpoint[piece.source].dtype for piece in parameter.pieces}
@@ -184,17 +186,17 @@ def _read_parameters(
     threads: int | None,
     group: dist.ProcessGroup | None,
 ) -> int:
-    """Read every tensor of a checkpoint into the parameter of its name: bytes asked of files."""
-    in_place, beside = {}, []
+    """Read the tensors of a checkpoint into parameters; return the number of bytes read."""
+    in_place, staged_names = {}, []
     for name, stored in bound.tensors.items():
         tensor = tensors[name].detach()
         is_same = as_dtype(tensor.dtype) is stored.dtype and tensor.is_contiguous()
         if is_same and tensor.device.type == "cpu" and stored.size_bytes:
             in_place[name] = TorchTensors(tensor).storage(tensor, name)
         elif stored.size_bytes:
-            beside.append(name)
+            staged_names.append(name)
 
-    sizes_bytes = {name: bound[name].size_bytes for name in beside}
+    sizes_bytes = {name: bound[name].size_bytes for name in staged_names}
     readers = 1
     if group is not None and isinstance(bound.folder, RemotePath):
         readers, sizes_bytes = _agree_with_host(sizes_bytes, group)
@@ -209,18 +211,19 @@ def _read_parameters(
 
     read(in_place)
     for batch in _make_batches(sizes_bytes):
-        own = [bound[name] for name in batch if name in beside]
+        entries = [bound[name] for name in batch if name in staged_names]
         staged = {
-            one.name: torch.empty(one.shape, dtype=getattr(torch, one.dtype.name)) for one in own
+            tensor.name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name))
+            for tensor in entries
         }
-        read({name: TorchTensors(one).storage(one, name) for name, one in staged.items()})
-        for name, one in staged.items():
-            tensors[name].detach().copy_(one)
+        read({name: TorchTensors(tensor).storage(tensor, name) for name, tensor in staged.items()})
+        for name, tensor in staged.items():
+            tensors[name].detach().copy_(tensor)
     return sum(asked_bytes)
 
 
 def _make_batches(sizes_bytes: Mapping[str, int]) -> list[list[str]]:
-    """Names in batches of `STAGED_BYTES`, or of one that is larger."""
+    """Return names in batches of at most `STAGED_BYTES`, or of a single larger tensor."""
     batches: list[list[str]] = []
     room = 0
     for name, size_bytes in sizes_bytes.items():
@@ -235,16 +238,18 @@ def _make_batches(sizes_bytes: Mapping[str, int]) -> list[list[str]]:
 def _agree_with_host(
     sizes_bytes: Mapping[str, int], group: dist.ProcessGroup
 ) -> tuple[int, dict[str, int]]:
-    """How many ranks are on this host, and the most bytes that one of them has of each name.
+    """Return the number of ranks on this host, and the largest size of each name on any of them.
 
     Ranks that share reads read the same names at the same time.
     """
     host = list(name_host())
-    own = json.dumps([host, sizes_bytes])
-    told = map(json.loads, gather(own.encode(), group).values.values())
-    here = [sizes for its_host, sizes in told if its_host == host]
-    names = dict.fromkeys(name for sizes in here for name in sizes)
-    return len(here), {name: max(sizes.get(name, 0) for sizes in here) for name in names}
+    message = json.dumps([host, sizes_bytes])
+    answers = map(json.loads, gather(message.encode(), group).values.values())
+    sizes_here = [sizes for its_host, sizes in answers if its_host == host]
+    names = dict.fromkeys(name for sizes in sizes_here for name in sizes)
+    return len(sizes_here), {
+        name: max(sizes.get(name, 0) for sizes in sizes_here) for name in names
+    }
 
 
 def _read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:

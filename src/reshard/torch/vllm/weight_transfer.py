@@ -1,22 +1,21 @@
 """vLLM's interface for weight transfer, by links: the backend `reshard`.
 
-vLLM has a class for a worker's end and one for a trainer's, each in a registry by the name of its
-backend. The plug-in registers these, whose bases are vLLM's and are asked for when they are used::
+vLLM has a class for workers and a class for trainers, each in a registry by the name of its
+backend. The plug-in registers these, whose bases are vLLM's and are imported on first use::
 
     LLM(..., weight_transfer_config={"backend": "reshard"})        # or vllm serve
     ReshardTrainerInit(url, model, ranks, rank=rank)  -->  WeightTransferTrainerFactory.trainer_init
     trainer.send_weights()                                         # on every rank of the trainer
 
 =================================  ==========================================================
-vLLM calls on a worker             what happens
-`init_weight_transfer_engine`      it connects, and prepares what it takes (`LinkedRank`)
-`start_weight_update`              nothing; the model serves on
-`update_weights`                   a run of the link, into memory of the host
-`finish_weight_update`             layer by layer, the model gets what was received
+vLLM calls on a worker             effect
+`init_weight_transfer_engine`      connect, and prepare the tensors to receive (`LinkedRank`)
+`start_weight_update`              none; the model serves on
+`update_weights`                   a run of the link, into host memory
+`finish_weight_update`             layer by layer, the model gets the received values
 =================================  ==========================================================
 
-A trainer gives its model, as any link takes it, in place of a stream of whole tensors: nothing is
-gathered.
+A trainer passes its model to the link instead of a stream of full tensors: nothing is gathered.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from typing import Any, ClassVar
 
 from reshard.errors import UsageError
 from reshard.torch.links.connecting import connect
-from reshard.torch.vllm.linked_rank import LinkedRank
-from reshard.torch.vllm.worker import rank_in_engine
+from reshard.torch.vllm.worker import LinkedRank, rank_in_engine
 
 BACKEND = "reshard"
 ENGINE, TRAINER, TRAINER_INIT = (
@@ -42,14 +40,14 @@ ENGINE, TRAINER, TRAINER_INIT = (
 
 
 def register_backend() -> None:
-    """Register the backend with vLLM, where it has such registries. Doing it again changes nothing.
+    """Register the backend with vLLM if it has such registries; may be called again.
 
-    What vLLM imports is this module; classes are made when they are asked for.
+    vLLM imports this module; classes are created on first use.
     """
     try:
         from vllm.distributed.weight_transfer import factory
     except ImportError:
-        # Before there was such an interface.
+        # Older versions have no such interface.
         return
     for registry, name in (
         (factory.WeightTransferEngineFactory, ENGINE),
@@ -60,15 +58,19 @@ def register_backend() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    made = {ENGINE: make_engine_class, TRAINER: make_trainer_class, TRAINER_INIT: make_init_class}
-    if name in made:
-        return made[name]()
+    factories = {
+        ENGINE: make_engine_class,
+        TRAINER: make_trainer_class,
+        TRAINER_INIT: make_init_class,
+    }
+    if name in factories:
+        return factories[name]()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @functools.cache
 def make_engine_class() -> Any:
-    """The class of a worker's end, whose base is vLLM's."""
+    """Return the class of a worker's end, whose base is vLLM's."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.weight_transfer import base
 
@@ -114,7 +116,7 @@ def make_engine_class() -> Any:
                 )
 
         def start_weight_update(self) -> None:
-            """Nothing: the model keeps its weights until all are here."""
+            """Check the link; the model keeps its weights until all are received."""
             self._expect_link()
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -126,7 +128,7 @@ def make_engine_class() -> Any:
             self._expect_link().receive()
 
         def finish_weight_update(self) -> None:
-            """Give the model what was received."""
+            """Load the received values into the model."""
             self._expect_link().apply()
 
         def shutdown(self) -> None:
@@ -138,7 +140,7 @@ def make_engine_class() -> Any:
         def _expect_link(self) -> LinkedRank:
             if self._linked is None:
                 raise UsageError(
-                    "this worker has no link; call init_weight_transfer_engine with the url of one"
+                    "this worker is not linked; call init_weight_transfer_engine with a url"
                 )
             return self._linked
 
@@ -147,10 +149,10 @@ def make_engine_class() -> Any:
 
 @functools.cache
 def make_init_class() -> Any:
-    """The class of what a trainer is made of, whose base is vLLM's."""
+    """Return the class of a trainer's options, whose base is vLLM's."""
     from vllm.distributed.weight_transfer import base
 
-    # vLLM loads plug-ins in its engines, and a trainer is none.
+    # vLLM loads plug-ins in engines only, not in trainers.
     register_backend()
 
     @dataclass
@@ -158,9 +160,9 @@ def make_init_class() -> Any:
         """A rank of a trainer, its model, and the link.
 
         `url`, `name`, `secret`, `timeout_s` and `insecure` are those of `reshard.torch.connect`;
-        `options` of `prepare`, such as `cast` and `names`; `sources`, what the engine takes the
-        trainer's tensors to be, and `strict` are those of `LinkedRank`. A secret is not sent:
-        workers have it in the environment.
+        `options` are those of `prepare`, such as `cast` and `names`; `sources`, the engine's
+        description of the trainer's tensors, and `strict` are those of `LinkedRank`. A secret is
+        not sent: workers have it in the environment.
         """
 
         backend: ClassVar[str] = BACKEND
@@ -180,11 +182,11 @@ def make_init_class() -> Any:
 
 @functools.cache
 def make_trainer_class() -> Any:
-    """The class of a trainer's end, whose base is vLLM's."""
+    """Return the class of a trainer's end, whose base is vLLM's."""
     from vllm.distributed.weight_transfer import base
 
     class ReshardTrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
-        """A trainer's rank as an end of a link; the first one tells vLLM what to do."""
+        """A trainer's rank as an end of a link; the first rank also calls vLLM."""
 
         init_info_cls = make_init_class()
 
@@ -194,7 +196,7 @@ def make_trainer_class() -> Any:
 
         @classmethod
         def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> Any:
-            """Connect with the workers, and prepare; on every rank of the trainer.
+            """Connect with the workers and prepare, on every rank of the trainer.
 
             Raises:
                 UsageError: a `source`: the model itself is in `init_info`.
@@ -204,7 +206,7 @@ def make_trainer_class() -> Any:
                     f"source={type(source).__name__}: whole tensors are not gathered here; give "
                     "the model itself, as ReshardTrainerInit(model=...)"
                 )
-            told = {
+            engine_options = {
                 "url": init_info.url,
                 "name": init_info.name,
                 "timeout_s": init_info.timeout_s,
@@ -213,7 +215,7 @@ def make_trainer_class() -> Any:
                 "insecure": init_info.insecure,
             }
 
-            def meet() -> Any:
+            def join() -> Any:
                 link = connect(
                     init_info.url,
                     "trainer",
@@ -230,14 +232,14 @@ def make_trainer_class() -> Any:
                     raise
 
             if init_info.is_sender:
-                tell = functools.partial(client.init_weight_transfer_engine, told)
-                link, sync = run_beside(tell, meet)
+                call_engine = functools.partial(client.init_weight_transfer_engine, engine_options)
+                link, sync = run_beside(call_engine, join)
             else:
-                link, sync = meet()
+                link, sync = join()
             return cls(client=client, is_sender=init_info.is_sender, link=link, sync=sync)
 
         def send_weights(self, version: int | None = None) -> Any:
-            """Bring the engine the model's weights, and have it use them; on every rank.
+            """Send the model's weights to the engine, on every rank.
 
             Returns:
                 The `SyncReport` of the run.
@@ -258,15 +260,15 @@ def make_trainer_class() -> Any:
 
 
 def run_beside(call: Callable[[], object], own: Callable[[], Any]) -> Any:
-    """What `own` returns, while `call` has the other side do its part.
+    """Return the result of `own`, run concurrently with a `call` to the other side.
 
-    Where one of them fails, the other would wait for it: its error is raised at once.
+    The first error of either is raised at once, since the other would wait for it.
     """
     both: list[concurrent.futures.Future[Any]] = []
     for function in (call, own):
         end: concurrent.futures.Future[Any] = concurrent.futures.Future()
         both.append(end)
-        # One that is left waiting must not keep the process from ending.
+        # A thread that is left waiting must not keep the process from ending.
         threading.Thread(target=_settle, args=(end, function), daemon=True).start()
     concurrent.futures.wait(both, return_when=concurrent.futures.FIRST_EXCEPTION)
     for end in both:

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from reshard.errors import UsageError
-from reshard.torch.loaders.pretended_ranks import pretend_rank
+from reshard.torch.loaders.fake_ranks import fake_rank
 
 
 def test_every_rank_sees_itself_in_groups_of_any_backend() -> None:
     for rank in range(4):
-        with pretend_rank(rank, 4):
+        with fake_rank(rank, 4):
             assert (dist.get_rank(), dist.get_world_size()) == (rank, 4)
             assert os.environ["RANK"] == str(rank) and os.environ["WORLD_SIZE"] == "4"
             pair = [rank // 2 * 2, rank // 2 * 2 + 1]
@@ -33,28 +33,28 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     new_group = dist.new_group
-    with pytest.raises(KeyError), pretend_rank(1, 2):
+    with pytest.raises(KeyError), fake_rank(1, 2):
         raise KeyError
     assert dist.new_group is new_group and not dist.is_initialized()
     assert os.environ["RANK"] == "7" and "WORLD_SIZE" not in os.environ
 
 
 def test_an_engine_may_take_its_groups_down_itself() -> None:
-    with pretend_rank(0, 2):
+    with fake_rank(0, 2):
         dist.destroy_process_group()
     assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(2, 2), (-1, 2), (0, 0), (0.5, 2), ("0", 2)])
 def test_ranks_that_are_not_there(rank: int, ranks: int) -> None:
-    with pytest.raises(UsageError, match="rank"), pretend_rank(rank, ranks):
+    with pytest.raises(UsageError, match="rank"), fake_rank(rank, ranks):
         pass
 
 
 def test_a_process_of_a_job_pretends_nothing() -> None:
     with (
-        pretend_rank(0, 2),
+        fake_rank(0, 2),
         pytest.raises(UsageError, match="running job already"),
-        pretend_rank(0, 2),
+        fake_rank(0, 2),
     ):
         pass

@@ -1,9 +1,9 @@
-"""Pretended ranks: a program that expects to be one rank of many, run in this process alone.
+"""Run this process as a rank of a larger job.
 
-Engines build a rank's model by asking `torch.distributed` which rank it is. Under `pretend_rank`
-it answers as asked, groups are made at once, and collectives return without moving anything. So
-the models of all ranks can be built here one after the other, on the `meta` device: shapes and
-cuts are right, values are none.
+Engines ask `torch.distributed` for their rank when they build a model. In `fake_rank` it returns
+the given rank, groups are created at once, and collectives return without moving data. The models
+of all ranks can therefore be built here in turn on the `meta` device, with their real shapes and
+shardings.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from reshard.errors import UsageError
 
 
 @contextmanager
-def pretend_rank(rank: int, ranks: int) -> Iterator[None]:
-    """Be rank `rank` of `ranks` while the context lasts.
+def fake_rank(rank: int, ranks: int) -> Iterator[None]:
+    """Act as rank `rank` of `ranks` in a with block.
 
     `RANK`, `WORLD_SIZE` and their like are set as a launcher would. Groups of any backend that
-    are asked for are pretended too.
+    are faked too.
 
     Raises:
-        UsageError: a rank that is not there, or a process that is a rank of a running job.
+        UsageError: a rank out of range, or a process that is a rank of a running job.
 
-    >>> with pretend_rank(3, 8):
+    >>> with fake_rank(3, 8):
     ...     print(dist.get_rank(), dist.get_world_size())
     3 8
     """
@@ -41,21 +41,21 @@ def pretend_rank(rank: int, ranks: int) -> Iterator[None]:
         raise UsageError(f"rank {rank} of {ranks}; ranks count from 0 to {ranks - 1}")
     if dist.is_initialized():
         raise UsageError(
-            "this process is a rank of a running job already; pretend ranks in a process of its "
-            "own, or before `init_process_group`"
+            "this process is a rank of a running job already; fake ranks in a separate process, or "
+            "before `init_process_group`"
         )
     new_group = dist.new_group
 
-    def new_pretended_group(*given: Any, **options: Any) -> Any:
-        # The members come first; behind them are a time limit and a backend.
-        return new_group(*given[:1], **{**options, "backend": "fake"})
+    def new_fake_group(*args: Any, **options: Any) -> Any:
+        # The first argument is the members; the others are a timeout and a backend.
+        return new_group(*args[:1], **{**options, "backend": "fake"})
 
     launched = {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(ranks),
-        # Never connected to; programs look whether they are set.
+        # Programs check whether they are set; nothing connects to this address.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
     }
@@ -63,7 +63,7 @@ def pretend_rank(rank: int, ranks: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         os.environ.update(launched)
-        dist.new_group = new_pretended_group
+        dist.new_group = new_fake_group
         yield
     finally:
         dist.new_group = new_group
@@ -72,8 +72,8 @@ def pretend_rank(rank: int, ranks: int) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        # What DTensors remember of meshes names groups that the next rank may not have.
+        # DTensor caches name the groups of meshes, which the next rank may not have.
         debug._clear_sharding_prop_cache()
-        # An engine may have taken its groups down itself.
+        # The engine may have destroyed its groups itself.
         if dist.is_initialized():
             dist.destroy_process_group()
