@@ -109,7 +109,7 @@ def test_a_worker_has_what_its_loader_would_put_there(factory: Any) -> None:
     with pytest.raises(LinkError, match="still has version 6"):
         client.update_weights({})
     client.engine.shutdown()
-    with pytest.raises(UsageError, match="no link; call init_weight_transfer_engine"):
+    with pytest.raises(UsageError, match="not linked; call init_weight_transfer_engine"):
         client.start_weight_update()
 
 
@@ -118,7 +118,7 @@ def test_weights_that_did_not_come_are_not_applied(factory: Any) -> None:
     trainer_class = factory.WeightTransferTrainerFactory._registry["reshard"]()
     trainer = trainer_class.trainer_init(make_init(train(0)), client=client)
     try:
-        with pytest.raises(RunError, match="the model keeps those that it has"):
+        with pytest.raises(RunError, match="the model keeps its weights"):
             client.finish_weight_update()
     finally:
         trainer.shutdown()

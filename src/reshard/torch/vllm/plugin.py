@@ -139,7 +139,7 @@ def load_rank(
     traced = trace_loading(load_weights, sources, model, values=False)
     # 1. Copied elements are read in place; the loader computes the others from their sources.
     tied = {name for group in traced.tied for name in sorted(group)[1:]}
-    copied, by_loader = RankParameters(checkpoint), dict[str, None]()
+    to_read, by_loader = RankParameters(checkpoint), dict[str, None]()
     for name, parameter in traced.parameters.items():
         if name in tied or not parameter.sources:
             continue
@@ -147,14 +147,14 @@ def load_rank(
         if copied is None:
             by_loader.update(dict.fromkeys(parameter.sources))
         else:
-            copied.add_parameter(copied)
+            to_read.add_parameter(copied)
     tensors = model.state_dict(keep_vars=True)
-    read_bytes = _read_parameters(copied.bound, tensors, threads, group)
+    read_bytes = _read_parameters(to_read.bound, tensors, threads, group)
     # 2. The loader runs last. It writes only parameters that were not read.
     if by_loader:
         load_weights((name, _read_whole(checkpoint, name)) for name in by_loader)
     whole_bytes = sum(checkpoint[name].size_bytes for name in by_loader)
-    needed_bytes = sum(tensor.size_bytes for tensor in copied.tensors.values()) + whole_bytes
+    needed_bytes = sum(tensor.size_bytes for tensor in to_read.tensors.values()) + whole_bytes
     return RankReport(
         len(traced.parameters),
         needed_bytes,
