@@ -20,14 +20,14 @@ from reshard.torch.loaders.region_map import (
 def spread(one: RegionMap) -> np.ndarray:  # type: ignore[type-arg]
     """For each element its place in source 0, minus the value it is filled with, or -1."""
     found = np.full(one.shape, -1.0)
-    for start, stop, origin in one.regions:
+    for start, stop, origin, offset, strides in one.regions:
         inside = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
         assert (found[inside] == -1).all(), "regions overlap"
         if isinstance(origin, FilledWith):
             found[inside] = -origin.value
         elif isinstance(origin, CopyOf):
-            places = np.full(found[inside].shape, origin.offset)
-            for d, stride in enumerate(origin.strides):
+            places = np.full(found[inside].shape, offset)
+            for d, stride in enumerate(strides):
                 steps = np.arange(places.shape[d]) * stride
                 places = places + steps.reshape((-1,) + (1,) * (places.ndim - d - 1))
             found[inside] = places
@@ -39,7 +39,7 @@ def maps(draw: st.DrawFn) -> tuple[RegionMap, np.ndarray]:  # type: ignore[type-
     """A map that was made by a few changes, and the array with the same done to it."""
     shape = draw(st.sampled_from([(4, 6), (3, 2, 4), (7,), (2, 1, 3)]))
     strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-    one = RegionMap.of(shape, CopyOf(0, 0, strides))
+    one = RegionMap.of(shape, CopyOf(0), 0, strides)
     array = np.arange(math.prod(shape), dtype=float).reshape(shape)
     for _ in range(draw(st.integers(0, 5))):
         dim = draw(st.integers(0, len(one.shape) - 1))
@@ -95,7 +95,7 @@ def test_progressions_are_the_numbers(numbers: list[int]) -> None:
 
 
 def test_slices_that_were_written_one_by_one_are_one_region() -> None:
-    rows = RegionMap.of((4, 6), CopyOf(0, 0, (6, 1)))
+    rows = RegionMap.of((4, 6), CopyOf(0), 0, (6, 1))
     cut = concatenate([rows.narrow(0, i, i + 1) for i in range(4)], 0)
     assert cut.coalesce() == rows
     halves = concatenate([cut.narrow(1, 0, 2), cut.narrow(1, 2, 6)], 1)

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from reshard.errors import RunError
+from reshard.geometry.regions import Region
 from reshard.torch.loaders.element_map import Integers, find_boxes
 from reshard.torch.loaders.region_map import (
     ComputedFrom,
@@ -24,7 +25,6 @@ from reshard.torch.loaders.region_map import (
     FilledWith,
     Origin,
     RegionMap,
-    TensorRegion,
     add_cast,
 )
 from reshard.torch.loaders.targets import LoaderTargets
@@ -163,17 +163,17 @@ def _find_regions(
     position = np.where(is_copied, number - bases[np.where(is_copied, source, 0)], 0)
     # Compare constants by their bits: NaN differs from itself.
     bits = np.where(category == _CONSTANT, values[0], 0.0).view(np.int64)
-    regions: list[TensorRegion] = []
+    regions: list[Region] = []
     for start, stop, (source_number, value), (first,), steps in find_boxes(
         [position], [category, bits]
     ):
         if source_number >= 0:
             cast = add_cast((), source_types[source_number], dtype)
             strides = tuple(step for (step,) in steps)
-            regions.append(TensorRegion(start, stop, CopyOf(source_number, first, strides, cast)))
+            regions.append(Region(start, stop, CopyOf(source_number, cast), first, strides))
         elif source_number == _CONSTANT:
             fill = float(np.array(value, dtype=np.int64).view(np.float64))
-            regions.append(TensorRegion(start, stop, FilledWith(fill)))
+            regions.append(Region(start, stop, FilledWith(fill), 0, (0,) * len(start)))
         elif source_number == _COMPUTED:
             regions += _find_operations(traced, start, stop)
     return RegionMap(tuple(shape), tuple(regions))
@@ -181,7 +181,7 @@ def _find_regions(
 
 def _find_operations(
     traced: RegionMap, start: tuple[int, ...], stop: tuple[int, ...]
-) -> list[TensorRegion]:
+) -> list[Region]:
     """Return the traced operations of a computed box."""
     part = traced.crop(start, stop)
     unknown: Origin = ComputedFrom(("unknown",), ())
@@ -194,4 +194,4 @@ def _find_operations(
         return origin if is_computed else unknown
 
     result = RegionMap.of(part.shape, unknown).overwrite(part.map_origins(name).regions)
-    return [region.shift(start) for region in result.regions]
+    return [region.translate(start) for region in result.regions]

@@ -9,9 +9,9 @@
                                     | b       |         | b |   offset 2, strides (6, 1)
                                     +---------+         +---+
 
-The origin of an element is an element of a source (`CopyOf`), a constant (`FilledWith`) or an
-operation on sources (`ComputedFrom`). A map has few boxes for a tensor of any size. Boxes do not
-overlap; an element in no box was never written.
+The container of a region is the origin of its elements: a source (`CopyOf`), a constant
+(`FilledWith`) or an operation on sources (`ComputedFrom`). A map has few boxes for a tensor of any
+size. Boxes do not overlap; an element in no box was never written.
 
 A `StorageMap` holds the writes to a storage in order. Reading a view of it intersects the view with
 each write (`strided_overlap`); the last write of an element counts.
@@ -19,7 +19,6 @@ each write (`strided_overlap`); the last write of an element counts.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from reshard.geometry.regions import Index, Region, coalesce
 from reshard.torch.loaders.element_map import Integers
 from reshard.torch.loaders.strided_overlap import (
     Overlap,
@@ -53,15 +53,13 @@ CAST, BITS = "to ", "bits as "
 
 
 class CopyOf(NamedTuple):
-    """Elements of source number `source`, from `offset` with a stride for each dimension.
+    """Elements of source number `source`.
 
     `steps` are applied to each element: casts (`"to float32"`), bits reinterpreted as another type
     (`"bits as uint8"`), operations (`"exp"`).
     """
 
     source: int
-    offset: int
-    strides: tuple[int, ...]
     steps: tuple[str, ...] = ()
 
     @property
@@ -71,9 +69,15 @@ class CopyOf(NamedTuple):
 
 
 class FilledWith(NamedTuple):
-    """A constant."""
+    """A constant. Constants are equal if their texts are: NaN equals NaN, and 0.0 is not -0.0."""
 
     value: float
+
+    def __eq__(self, other: object) -> bool:
+        return repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
 
 class ComputedFrom(NamedTuple):
@@ -133,7 +137,7 @@ def dtype_after(steps: tuple[str, ...], source_dtype: str) -> str | None:
 def combine_origins(operation: str, origins: Sequence[Origin | None]) -> ComputedFrom:
     """Return the origin of the result of an operation on elements of several origins.
 
-    >>> combine_origins("mul", [CopyOf(0, 0, (1,), ("to float32",)), CopyOf(2, 5, (1,)), None])
+    >>> combine_origins("mul", [CopyOf(0, ("to float32",)), CopyOf(2), None])
     ComputedFrom(operations=('to float32', 'mul'), sources=(0, 2))
     """
     operations: list[str] = []
@@ -148,133 +152,91 @@ def combine_origins(operation: str, origins: Sequence[Origin | None]) -> Compute
     return ComputedFrom((*dict.fromkeys(operations), operation), tuple(sorted(sources)))
 
 
-Index = tuple[int, ...]
-
-
-class TensorRegion(NamedTuple):
-    """A box `start:stop` of a tensor with the origin of its elements."""
-
-    start: Index
-    stop: Index
-    origin: Origin
-
-    @property
-    def sizes(self) -> Index:
-        """Number of indices in each dimension."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
-
-    def shift(self, by: Sequence[int]) -> TensorRegion:
-        """Return the region with `by` added to its indices."""
-        start = tuple(a + b for a, b in zip(self.start, by, strict=True))
-        stop = tuple(a + b for a, b in zip(self.stop, by, strict=True))
-        return TensorRegion(start, stop, self.origin)
-
-
 @dataclass(frozen=True, slots=True)
 class RegionMap:
     """The regions of a tensor of `shape`, which do not overlap."""
 
     shape: Index
-    regions: tuple[TensorRegion, ...]
+    regions: tuple[Region, ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int], origin: Origin | None) -> RegionMap:
+    def of(
+        cls, shape: Sequence[int], origin: Origin | None, offset: int = 0, strides: Index = ()
+    ) -> RegionMap:
         """Return a map of a single region, or an empty map if `origin` is None."""
         shape = tuple(shape)
         if origin is None or not math.prod(shape):
             return cls(shape, ())
-        return cls(shape, (TensorRegion((0,) * len(shape), shape, origin),))
+        zeros = (0,) * len(shape)
+        return cls(shape, (Region(zeros, shape, origin, offset, strides or zeros),))
 
     @property
     def origins(self) -> list[Origin | None]:
         """All origins, with None if a part was never written."""
-        written = sum(math.prod(region.sizes) for region in self.regions)
+        written = sum(region.elements for region in self.regions)
         rest: list[Origin | None] = [None] if written < math.prod(self.shape) else []
-        return [*(region.origin for region in self.regions), *rest]
+        return [*(region.container for region in self.regions), *rest]
 
     def map_origins(self, change: Callable[[Origin], Origin]) -> RegionMap:
-        """Return the same boxes with other origins."""
-        return RegionMap(
-            self.shape, tuple(r._replace(origin=change(r.origin)) for r in self.regions)
-        )
-
-    def narrow(self, dim: int, start: int, stop: int) -> RegionMap:
-        """Return indices `start:stop` of a dimension."""
-        shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
+        """Return the same boxes with other origins; those that lose their source lose strides."""
         regions = []
         for region in self.regions:
-            low, high = max(region.start[dim], start), min(region.stop[dim], stop)
-            if low < high:
-                cut = narrow_region(region, dim, low, high)
-                regions.append(cut.shift([-start if d == dim else 0 for d in range(len(shape))]))
-        return RegionMap(shape, tuple(regions))
+            origin = change(region.container)
+            is_copy = isinstance(origin, CopyOf)
+            offset, strides = region[3:] if is_copy else (0, (0,) * len(region.strides))
+            regions.append(Region(region.start, region.stop, origin, offset, strides))
+        return RegionMap(self.shape, tuple(regions))
 
     def crop(self, start: Sequence[int], stop: Sequence[int]) -> RegionMap:
         """Return the box `start:stop`."""
-        part = self
-        for dim, (low, high) in enumerate(zip(start, stop, strict=True)):
-            part = part.narrow(dim, low, high)
-        return part
+        parts = (region.intersect(tuple(start), tuple(stop)) for region in self.regions)
+        back = [-low for low in start]
+        shape = tuple(high - low for low, high in zip(start, stop, strict=True))
+        return RegionMap(shape, tuple(part.translate(back) for part in parts if part is not None))
+
+    def narrow(self, dim: int, start: int, stop: int) -> RegionMap:
+        """Return indices `start:stop` of a dimension."""
+        low, high = [0] * len(self.shape), list(self.shape)
+        low[dim], high[dim] = start, stop
+        return self.crop(low, high)
 
     def broadcast(self, shape: Sequence[int]) -> RegionMap:
         """Return the map expanded to `shape`."""
         shape = tuple(shape)
-        if shape == self.shape:
-            return self
+        if shape == self.shape or not math.prod(shape):
+            return RegionMap(shape, self.regions if shape == self.shape else ())
         ahead = len(shape) - len(self.shape)
-        regions = []
-        for start, stop, origin in self.regions:
-            begin, end = [0] * ahead, [*shape[:ahead]]
-            strides = [0] * ahead
-            own = origin.strides if isinstance(origin, CopyOf) else (0,) * len(start)
-            for d, size in enumerate(self.shape):
+        regions: list[Region] = []
+        for region in self.regions:
+            for _ in range(ahead):
+                region = region.insert(0)
+            for d, size in enumerate(shape):
                 # The only index of a repeated dimension is all of it.
-                is_repeated = size != shape[ahead + d]
-                begin.append(0 if is_repeated else start[d])
-                end.append(shape[ahead + d] if is_repeated else stop[d])
-                strides.append(0 if is_repeated else own[d])
-            if isinstance(origin, CopyOf):
-                origin = origin._replace(strides=tuple(strides))
-            regions.append(TensorRegion(tuple(begin), tuple(end), origin))
-        return RegionMap(shape, tuple(regions) if math.prod(shape) else ())
+                if d < ahead or self.shape[d - ahead] != size:
+                    region = Region(
+                        (*region.start[:d], 0, *region.start[d + 1 :]),
+                        (*region.stop[:d], size, *region.stop[d + 1 :]),
+                        region.container,
+                        region.offset,
+                        (*region.strides[:d], 0, *region.strides[d + 1 :]),
+                    )
+            regions.append(region)
+        return RegionMap(shape, tuple(regions))
 
     def take(self, dim: int, indices: Sequence[int]) -> RegionMap:
         """Return the given indices of a dimension, in that order."""
         shape = (*self.shape[:dim], len(indices), *self.shape[dim + 1 :])
-        regions: list[TensorRegion] = []
-        for at, first, step, count in find_progressions(indices):
-            for region in self.regions:
-                start, stop = region.start[dim], region.stop[dim]
-                # Positions k of the progression with start <= first + k * step < stop.
-                if step == 0:
-                    low, high = (0, count) if start <= first < stop else (0, 0)
-                elif step > 0:
-                    low = max(0, -((first - start) // step))
-                    high = min(count, -((first - stop) // step))
-                else:
-                    low = max(0, (first - stop) // -step + 1)
-                    high = min(count, (first - start) // -step + 1)
-                if low < high:
-                    origin = region.origin
-                    if isinstance(origin, CopyOf):
-                        stride = origin.strides[dim]
-                        further = (first + low * step - start) * stride
-                        strides = (*origin.strides[:dim], stride * step, *origin.strides[dim + 1 :])
-                        origin = origin._replace(offset=origin.offset + further, strides=strides)
-                    begin = (*region.start[:dim], at + low, *region.start[dim + 1 :])
-                    end = (*region.stop[:dim], at + high, *region.stop[dim + 1 :])
-                    regions.append(TensorRegion(begin, end, origin))
-        return RegionMap(shape, tuple(regions))
+        parts = (
+            region.step(dim, first, step, count, at)
+            for at, first, step, count in find_progressions(indices)
+            for region in self.regions
+        )
+        return RegionMap(shape, tuple(part for part in parts if part is not None))
 
     def unsqueeze(self, dim: int) -> RegionMap:
         """Return the map with a new dimension of size 1."""
-        regions = []
-        for start, stop, origin in self.regions:
-            if isinstance(origin, CopyOf):
-                origin = origin._replace(strides=(*origin.strides[:dim], 0, *origin.strides[dim:]))
-            begin, end = (*start[:dim], 0, *start[dim:]), (*stop[:dim], 1, *stop[dim:])
-            regions.append(TensorRegion(begin, end, origin))
-        return RegionMap((*self.shape[:dim], 1, *self.shape[dim:]), tuple(regions))
+        shape = (*self.shape[:dim], 1, *self.shape[dim:])
+        return RegionMap(shape, tuple(region.insert(dim) for region in self.regions))
 
     def tile(self, repeats: Sequence[int]) -> RegionMap:
         """Return the map repeated along each dimension, with leading dimensions added."""
@@ -298,60 +260,26 @@ class RegionMap:
             result = concatenate([sides[0], result, sides[1]], dim)
         return result
 
-    def overwrite(self, newer: Iterable[TensorRegion]) -> RegionMap:
+    def overwrite(self, newer: Iterable[Region]) -> RegionMap:
         """Return the map with regions written over it in order."""
         regions = list(self.regions)
         for new in newer:
-            regions = [part for old in regions for part in subtract_box(old, new.start, new.stop)]
+            regions = [part for old in regions for part in old.subtract(new.start, new.stop)]
             regions.append(new)
         return RegionMap(self.shape, tuple(regions))
 
     def coalesce(self) -> RegionMap:
         """Return the map with adjacent regions merged, in order."""
-        return RegionMap(self.shape, tuple(sorted(_coalesce(self.regions), key=_by_start)))
-
-
-def _by_start(region: TensorRegion) -> tuple[Index, Index]:
-    return region.start, region.stop
-
-
-def narrow_region(region: TensorRegion, dim: int, low: int, high: int) -> TensorRegion:
-    """Return the part of a region at `low:high` of a dimension."""
-    start, stop, origin = region
-    if isinstance(origin, CopyOf) and low != start[dim]:
-        further = (low - start[dim]) * origin.strides[dim]
-        origin = origin._replace(offset=origin.offset + further)
-    return TensorRegion(
-        (*start[:dim], low, *start[dim + 1 :]), (*stop[:dim], high, *stop[dim + 1 :]), origin
-    )
-
-
-def subtract_box(region: TensorRegion, start: Index, stop: Index) -> list[TensorRegion]:
-    """Return the rest of a region without a box."""
-    if any(
-        a >= d or c >= b for a, b, c, d in zip(region.start, region.stop, start, stop, strict=True)
-    ):
-        return [region]
-    left = []
-    for dim in range(len(start)):
-        # The parts before and after the box along each dimension in turn.
-        if region.start[dim] < start[dim]:
-            left.append(narrow_region(region, dim, region.start[dim], start[dim]))
-            region = narrow_region(region, dim, start[dim], region.stop[dim])
-        if stop[dim] < region.stop[dim]:
-            left.append(narrow_region(region, dim, stop[dim], region.stop[dim]))
-            region = narrow_region(region, dim, region.start[dim], stop[dim])
-    return left
+        return RegionMap(self.shape, tuple(sorted(coalesce(self.regions), key=lambda r: r.box)))
 
 
 def concatenate(maps: Sequence[RegionMap], dim: int) -> RegionMap:
     """Return maps concatenated along a dimension."""
     shape = maps[0].shape
-    regions: list[TensorRegion] = []
+    regions: list[Region] = []
     size = 0
     for part in maps:
-        offset = [size if d == dim else 0 for d in range(len(shape))]
-        regions += [region.shift(offset) for region in part.regions]
+        regions += [region.shift(dim, size) for region in part.regions]
         size += part.shape[dim]
     return RegionMap((*shape[:dim], size, *shape[dim + 1 :]), tuple(regions))
 
@@ -384,76 +312,6 @@ def find_progressions(indices: Sequence[int]) -> list[tuple[int, int, int, int]]
     return runs
 
 
-def _coalesce(regions: Sequence[TensorRegion]) -> list[TensorRegion]:
-    result = list(regions)
-    if len(result) < 2 or _are_all_apart(result):
-        return result
-    count = -1
-    while len(result) != count:
-        count = len(result)
-        for dim in reversed(range(len(result[0].start))):
-            groups: dict[object, list[TensorRegion]] = {}
-            for region in result:
-                groups.setdefault(_key_across(region, dim), []).append(region)
-            result = list(
-                itertools.chain.from_iterable(_join_along(group, dim) for group in groups.values())
-            )
-    return result
-
-
-def _are_all_apart(regions: Sequence[TensorRegion]) -> bool:
-    """Return whether no two regions can be merged, since each has another source."""
-    sources = {r.origin.source for r in regions if isinstance(r.origin, CopyOf)}
-    return len(sources) == len(regions)
-
-
-def _key_across(region: TensorRegion, dim: int) -> object:
-    """Return what two regions must share to be merged along a dimension."""
-    start, stop, origin = region
-    box = (start[:dim], start[dim + 1 :], stop[:dim], stop[dim + 1 :])
-    if isinstance(origin, CopyOf):
-        others = [
-            0 if b - a == 1 else s for a, b, s in zip(start, stop, origin.strides, strict=True)
-        ]
-        del others[dim]
-        return (box, origin.source, origin.steps, tuple(others))
-    return (box, repr(origin))
-
-
-def _join_along(regions: list[TensorRegion], dim: int) -> list[TensorRegion]:
-    regions.sort(key=lambda region: region.start[dim])
-    joined = [regions[0]]
-    for region in regions[1:]:
-        last = joined[-1]
-        together = _join(last, region, dim) if last.stop[dim] == region.start[dim] else None
-        if together is None:
-            joined.append(region)
-        else:
-            joined[-1] = together
-    return joined
-
-
-def _join(first: TensorRegion, second: TensorRegion, dim: int) -> TensorRegion | None:
-    """Merge two adjacent regions, or return None if their elements are not adjacent."""
-    origin = first.origin
-    stop = (*first.stop[:dim], second.stop[dim], *first.stop[dim + 1 :])
-    if not isinstance(origin, CopyOf) or not isinstance(second.origin, CopyOf):
-        return first._replace(stop=stop)
-    size, next_size = first.stop[dim] - first.start[dim], second.stop[dim] - second.start[dim]
-    distance = second.origin.offset - origin.offset
-    # The stride of a single index is arbitrary.
-    strides = {
-        region.strides[dim]
-        for region, count in ((origin, size), (second.origin, next_size))
-        if count > 1
-    }
-    stride = strides.pop() if strides else distance
-    if strides or distance != size * stride:
-        return None
-    merged = (*origin.strides[:dim], stride, *origin.strides[dim + 1 :])
-    return TensorRegion(first.start, stop, origin._replace(strides=merged))
-
-
 @dataclass(slots=True)
 class StorageMap:
     """The contents of a tensor's storage.
@@ -469,58 +327,53 @@ class StorageMap:
     dtype: str
     size: int
     source: int | None = None
-    writes: list[tuple[StridedRegion, Origin]] = field(default_factory=list)
+    writes: list[tuple[StridedRegion, Region]] = field(default_factory=list)
 
     def write(self, where: StridedRegion, written: RegionMap) -> None:
         """Write a tensor to a view of the storage of the same shape."""
-        for start, stop, origin in written.regions:
-            offset = where.offset + sum(a * s for a, s in zip(start, where.strides, strict=True))
-            sizes = tuple(b - a for a, b in zip(start, stop, strict=True))
-            self.writes.append((StridedRegion(offset, sizes, where.strides), origin))
+        for region in written.regions:
+            steps = zip(region.start, where.strides, strict=True)
+            offset = where.offset + sum(index * stride for index, stride in steps)
+            self.writes.append((StridedRegion(offset, region.shape, where.strides), region))
 
     def write_all(self, origin: ComputedFrom) -> None:
         """Overwrite the whole storage."""
-        self.writes = [(StridedRegion(0, (self.size,), (1,)), origin)]
+        whole = Region((0,), (self.size,), origin, 0, (0,))
+        self.writes = [(StridedRegion(0, (self.size,), (1,)), whole)]
 
     def read(self, where: StridedRegion) -> RegionMap:
         """Return the contents of a view of the storage."""
         shape = where.sizes
         base = RegionMap(shape, ())
         if self.source is not None:
-            base = RegionMap.of(shape, CopyOf(self.source, where.offset, where.strides))
-        written_parts: list[TensorRegion] = []
-        for written, origin in self.writes:
-            written_parts += _find_parts(where, written, origin)
-        if not written_parts:
+            base = RegionMap.of(shape, CopyOf(self.source), where.offset, where.strides)
+        parts = [part for write in self.writes for part in _find_parts(where, *write)]
+        if not parts:
             return base
-        if base.regions or _may_overlap(written_parts):
-            return base.overwrite(written_parts)
-        return RegionMap(shape, tuple(written_parts))
+        if base.regions or _may_overlap(parts):
+            return base.overwrite(parts)
+        return RegionMap(shape, tuple(parts))
 
 
-def _find_parts(where: StridedRegion, written: StridedRegion, origin: Origin) -> list[TensorRegion]:
+def _find_parts(where: StridedRegion, written: StridedRegion, region: Region) -> list[Region]:
     """Return the parts of a view that a write covers."""
     parts = []
+    own = region.strides
     overlaps: Iterable[Overlap] | None = find_aligned_overlap(where, written)
     if overlaps is None:
-        written, origin = _join_dims(written, origin)
+        written, own = _join_dims(written, own)
         overlaps = find_overlaps(where, written)
     for start, stop, at, steps in overlaps:
-        if isinstance(origin, CopyOf):
-            own = origin.strides
-            offset = origin.offset + sum(i * s for i, s in zip(at, own, strict=True))
-            strides = tuple(
-                sum(step * s for step, s in zip(along, own, strict=True)) for along in steps
-            )
-            parts.append(TensorRegion(start, stop, origin._replace(offset=offset, strides=strides)))
-        else:
-            parts.append(TensorRegion(start, stop, origin))
+        offset = region.offset + sum(i * s for i, s in zip(at, own, strict=True))
+        strides = tuple(
+            sum(step * s for step, s in zip(along, own, strict=True)) for along in steps
+        )
+        parts.append(Region(start, stop, region.container, offset, strides))
     return parts
 
 
-def _join_dims(written: StridedRegion, origin: Origin) -> tuple[StridedRegion, Origin]:
-    """Return the same elements with contiguous dimensions merged."""
-    own = origin.strides if isinstance(origin, CopyOf) else written.strides
+def _join_dims(written: StridedRegion, own: Index) -> tuple[StridedRegion, Index]:
+    """Return the same elements with contiguous dimensions merged, and their strides in a source."""
     dims: list[tuple[int, int, int]] = []
     for size, stride, taken in zip(written.sizes, written.strides, own, strict=True):
         if size == 1:
@@ -530,11 +383,10 @@ def _join_dims(written: StridedRegion, origin: Origin) -> tuple[StridedRegion, O
         else:
             dims.append((size, stride, taken))
     sizes, strides, own = zip(*dims, strict=True) if dims else ((), (), ())
-    joined = StridedRegion(written.offset, sizes, strides)
-    return joined, origin._replace(strides=own) if isinstance(origin, CopyOf) else origin
+    return StridedRegion(written.offset, sizes, strides), own
 
 
-def _may_overlap(regions: Sequence[TensorRegion]) -> bool:
+def _may_overlap(regions: Sequence[Region]) -> bool:
     """Return whether two regions may share an element; False is certain."""
     if len(regions) < 2 or not regions[0].start:
         return len(regions) > 1

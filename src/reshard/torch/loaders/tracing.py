@@ -17,6 +17,7 @@ import torch
 from reshard.binding import View
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, RunError, UsageError
+from reshard.geometry.regions import Region, coalesce
 from reshard.layout import Box
 from reshard.recipes.engine_layouts import (
     Computed,
@@ -30,8 +31,6 @@ from reshard.torch.loaders.region_map import (
     CopyOf,
     FilledWith,
     RegionMap,
-    TensorRegion,
-    subtract_box,
 )
 from reshard.torch.loaders.targets import LoaderTargets
 from reshard.torch.loaders.tracing_mode import TracingMode, ValuesNeeded
@@ -249,7 +248,7 @@ def _lay_out_parameter(
     pieces, computed, constants = [], [], []
     region_map = region_map.coalesce()
     for region in region_map.regions:
-        box, origin = Box(region.start, region.stop), region.origin
+        box, origin = region.box, region.container
         if isinstance(origin, FilledWith):
             constants.append(Constant(box, origin.value))
             continue
@@ -258,8 +257,8 @@ def _lay_out_parameter(
             computed.append(Computed(box, origin.operations, sources))
             continue
         # A single index has no stride.
-        strides = (s if n > 1 else 0 for n, s in zip(region.sizes, origin.strides, strict=True))
-        view = View(origin.offset, tuple(strides))
+        strides = (s if n > 1 else 0 for n, s in zip(region.shape, region.strides, strict=True))
+        view = View(region.offset, tuple(strides))
         if origin.is_copied:
             pieces.append(SourcePiece(box, names[origin.source], view, origin.steps))
         else:
@@ -272,10 +271,9 @@ def _lay_out_parameter(
 def _list_unfilled(region_map: RegionMap) -> list[Box]:
     """Return the boxes that no region covers."""
     size = math.prod(region_map.shape)
-    if sum(math.prod(region.sizes) for region in region_map.regions) == size:
+    if sum(region.elements for region in region_map.regions) == size:
         return []
-    left = [TensorRegion((0,) * len(region_map.shape), region_map.shape, FilledWith(0.0))]
+    left = [Region.dense(region_map.shape, None)]
     for region in region_map.regions:
-        left = [part for rest in left for part in subtract_box(rest, region.start, region.stop)]
-    whole = RegionMap(region_map.shape, tuple(left)).coalesce()
-    return [Box(region.start, region.stop) for region in whole.regions]
+        left = [part for rest in left for part in rest.subtract(region.start, region.stop)]
+    return sorted(region.box for region in coalesce(left))

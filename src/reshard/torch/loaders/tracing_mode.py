@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import RunError
+from reshard.geometry.regions import Region
 from reshard.torch.loaders.element_map import find_boxes
 from reshard.torch.loaders.region_map import (
     ComputedFrom,
@@ -32,13 +33,11 @@ from reshard.torch.loaders.region_map import (
     Origin,
     RegionMap,
     StorageMap,
-    TensorRegion,
     add_bitcast,
     add_cast,
     combine_origins,
     concatenate,
     find_progressions,
-    subtract_box,
 )
 from reshard.torch.loaders.strided_overlap import StridedRegion
 
@@ -472,10 +471,10 @@ def _choose(
     ]
     # Boxes with a constant mask.
     flags = mask.expand(result.shape).to(torch.int64).numpy()
-    regions: list[TensorRegion] = []
+    regions: list[Region] = []
     for start, stop, constants, _, _ in find_boxes([], [flags]):
         part = values[1 - constants[0]].crop(start, stop)
-        regions += (region.shift(start) for region in part.regions)
+        regions += (region.translate(start) for region in part.regions)
     return RegionMap(tuple(result.shape), tuple(regions))
 
 
@@ -583,9 +582,9 @@ def write_at(old: RegionMap, dim: int, numbers: Sequence[int], written: RegionMa
             number = first + i * step
             start = (0,) * dim + (number,) + (0,) * (len(old.shape) - dim - 1)
             stop = (*old.shape[:dim], number + many, *old.shape[dim + 1 :])
-            regions = [part for region in regions for part in subtract_box(region, start, stop)]
+            regions = [part for region in regions for part in region.subtract(start, stop)]
             slab = written.narrow(dim, at + i, at + i + many)
-            regions += (region.shift(start) for region in slab.regions)
+            regions += (region.translate(start) for region in slab.regions)
     return RegionMap(old.shape, tuple(regions))
 
 
@@ -649,40 +648,26 @@ def _take_elements(mode: TracingMode, tensor: torch.Tensor, elements: torch.Tens
     """Return the elements of a tensor at row-major numbers, in boxes."""
     contents = mode.read(tensor)
     shape = tuple(elements.shape)
-    # The region of each element, and its offset in the region's source.
+    # The origin of each element, by number, and its offset in a source.
+    numbers: dict[Origin, int] = {}
     number = torch.full(contents.shape, -1, dtype=torch.int64)
     offset = torch.zeros(contents.shape, dtype=torch.int64)
-    for i, (start, stop, origin) in enumerate(contents.regions):
+    for start, stop, origin, first, strides in contents.regions:
         inside = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
-        number[inside] = i
-        if isinstance(origin, CopyOf):
-            positions = torch.full(number[inside].shape, origin.offset, dtype=torch.int64)
-            for d, stride in enumerate(origin.strides):
-                steps = torch.arange(positions.shape[d]) * stride
-                positions += steps.reshape((-1,) + (1,) * (positions.dim() - d - 1))
-            offset[inside] = positions
-    flat = elements.reshape(-1)
-    numbers = number.reshape(-1)[flat].reshape(shape).numpy()
-    offsets = offset.reshape(-1)[flat].reshape(shape).numpy()
-    # Elements with equal origins belong to the same boxes.
-    numbers_by_key: dict[object, int] = {}
-    groups = {-1: -1}
-    origins: list[Origin] = []
-    for i, region in enumerate(contents.regions):
-        origin = region.origin
-        key = (origin.source, origin.steps) if isinstance(origin, CopyOf) else repr(origin)
-        groups[i] = numbers_by_key.setdefault(key, len(origins))
-        if groups[i] == len(origins):
-            origins.append(origin)
-    table = torch.tensor([groups[i] for i in range(-1, len(contents.regions))])
-    kinds = table[torch.from_numpy(numbers) + 1].numpy()
+        number[inside] = numbers.setdefault(origin, len(numbers))
+        for d, stride in enumerate(strides):
+            steps = torch.arange(stop[d] - start[d]) * stride
+            offset[inside] += steps.reshape((-1,) + (1,) * (len(strides) - d - 1))
+        offset[inside] += first
+    flat, origins = elements.reshape(-1), list(numbers)
+    taken_numbers = number.reshape(-1)[flat].reshape(shape).numpy()
+    taken_offsets = offset.reshape(-1)[flat].reshape(shape).numpy()
     regions = []
-    for start, stop, (kind,), (first,), steps in find_boxes([offsets], [kinds]):
-        if kind >= 0:
-            origin = origins[kind]
-            if isinstance(origin, CopyOf):
-                origin = origin._replace(offset=first, strides=tuple(step for (step,) in steps))
-            regions.append(TensorRegion(start, stop, origin))
+    boxes = find_boxes([taken_offsets], [taken_numbers])
+    for start, stop, (origin_number,), (first,), steps_of in boxes:
+        if origin_number >= 0:
+            strides = tuple(step for (step,) in steps_of)
+            regions.append(Region(start, stop, origins[origin_number], first, strides))
     return RegionMap(shape, tuple(regions))
 
 
