@@ -18,11 +18,11 @@ import time
 
 from reshard import DeviceMesh, spec
 from reshard.sharding import ShardingSpec
+from reshard.spmd.graph import Graph, Operation, Value
 from reshard.spmd.operators.table import operator_of
 from reshard.spmd.placement.pending_values import keep_pending
 from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost
-from reshard.spmd.propagation.graph import Graph, Operation, Value
 from reshard.spmd.propagation.strategies import propagate_graph
 
 BATCH, LENGTH, HEADS, WIDTH = 8, 1024, 16, 64

@@ -10,9 +10,9 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
 from reshard.errors import LayoutError, NotationError, ReshardError, SpecError, UsageError
+from reshard.spmd.graph import Graph
 from reshard.spmd.operators import table
 from reshard.spmd.placement.placement import explicit_reshards
-from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.propagation import propagate
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.rules.sharding_rule import OpShardingRule

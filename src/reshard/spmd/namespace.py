@@ -19,7 +19,7 @@ _NAMES_OF = {
         "int8 isdtype result_type uint16 uint32 uint64 uint8"
     ),
     "functions.elementwise": "clip where",
-    "propagation.graph": "Graph Operation Value",
+    "graph": "Graph Operation Value",
     "tracing.graph_recording": "abstract",
     "functions.indexing": "take take_along_axis",
     "functions.linalg": "tensordot vecdot",

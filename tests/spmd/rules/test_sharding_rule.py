@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from reshard import DeviceMesh, spec
 from reshard.errors import NotationError, SpecError
 from reshard.layout import REDUCTIONS
+from reshard.spmd.graph import Graph
 from reshard.spmd.placement.placement import explicit_reshards
-from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.rules.alignment import aligned
 from reshard.spmd.rules.sharding_rule import OpShardingRule, factor_names

@@ -12,7 +12,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
 from reshard.spmd.tracing.graph_recording import record
-from reshard.spmd.tracing.mesh_parts import mesh_parts, meshes_of
+from reshard.spmd.tracing.mesh_parts import mesh_parts
 
 ONE = DeviceMesh.of(x=2)
 TWO = DeviceMesh.of(y=2, z=2, devices=range(2, 6))
@@ -97,13 +97,11 @@ def test_overlap_and_a_limit_know_of_all_ranks() -> None:
 def test_parts_are_graphs_by_themselves() -> None:
     given = [one.type for one in arguments()]
     recorded = record(function, given)
-    assert meshes_of(recorded) == (ONE, TWO, TURNED)
+    assert recorded.meshes == (ONE, TWO, TURNED)
     first, second, third = mesh_parts(recorded)
     assert [len(part.graph.operations) for part in (first, second, third)] == [5, 3, 1]
     assert sorted({*first.places, *second.places, *third.places}) == [
-        place
-        for place, one in enumerate(recorded.graph.operations)
-        if one.operator != "with_sharding"
+        place for place, one in enumerate(recorded.operations) if one.operator != "with_sharding"
     ]
 
 

@@ -30,6 +30,7 @@ from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.rematerialization import without
 from reshard.spmd.gradients.tape import JointPullback, TapeStep, add_step, find_tapes, placed
+from reshard.spmd.graph import Body, BodyCosts
 from reshard.spmd.local.expert_rows import (
     ExpertRows,
     Integers,
@@ -40,8 +41,7 @@ from reshard.spmd.local.local_work import parts_of
 from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.shards.runner import replicated
 from reshard.spmd.shards.supposed_elements import supposes_elements
-from reshard.spmd.tracing.graph_recording import RunFunction, listening_recorder
-from reshard.spmd.tracing.traced_operation import WithinCosts
+from reshard.spmd.tracing.graph_recording import listening_recorder
 
 _COUNTS = as_dtype("int64")
 
@@ -447,9 +447,8 @@ class ExpertRouting:
         recorder = listening_recorder()
         if recorder is None:
             return run(given, self.runner)[0]
-        return recorder.add_run(
-            name, RunFunction(run, lambda _: WithinCosts(moved_bytes)), given, [kind]
-        )[0]
+        body = Body(run, lambda _: BodyCosts(moved_bytes))
+        return recorder.add_body(name, body, given, [kind])[0]
 
     def _suppose_counts(self, which: Any) -> Integers:
         """`[parts, experts]`, as if each expert were chosen as often as the others."""

@@ -28,8 +28,8 @@ from reshard.spmd.functions import data_types
 from reshard.spmd.functions.filling import zeros_like
 from reshard.spmd.functions.manipulation import reshape
 from reshard.spmd.functions.statistics import sum as sum_over
+from reshard.spmd.graph import WITH_SHARDING
 from reshard.spmd.operators.result_types import kind_of
-from reshard.spmd.propagation.graph import WITH_SHARDING
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall, notify_recorder, recorders
 from reshard.spmd.shards.pending_sums import without_pending

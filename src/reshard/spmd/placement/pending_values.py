@@ -28,12 +28,12 @@ from reshard.errors import SpecError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.graph import Operation
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import operators
 from reshard.spmd.placement.largest_closure import largest_closure
 from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation.axis_parts import AxisTable, Parts, are_apart, size_of
-from reshard.spmd.propagation.graph import Operation
 from reshard.spmd.propagation.propagation import PropagatedGraph
 from reshard.spmd.shards.operation_call import laid_out
 from reshard.spmd.shards.pending_sums import types_may_pend, with_pending
@@ -46,7 +46,7 @@ def keep_pending(propagated: PropagatedGraph) -> PropagatedGraph:
     strategy "cost", stays as it is.
 
     >>> from reshard import DeviceMesh, spec
-    >>> from reshard.spmd.propagation.graph import Graph
+    >>> from reshard.spmd.graph import Graph
     >>> from reshard.spmd.propagation.strategies import propagate_graph
     >>> mesh = DeviceMesh.of(k=2)
     >>> product = "([i, k], [k, j]) -> ([i, j]) {i=8, j=8, k=8} reduction={k}"

@@ -24,6 +24,7 @@ from typing import Literal
 from reshard.errors import SpecError
 from reshard.mesh import Axis
 from reshard.sharding import ShardingSpec
+from reshard.spmd.graph import Operation
 from reshard.spmd.operators.table import operators
 from reshard.spmd.propagation.axis_parts import (
     AxisTable,
@@ -36,7 +37,6 @@ from reshard.spmd.propagation.axis_parts import (
 )
 from reshard.spmd.propagation.common_axes import Axes, common_axes
 from reshard.spmd.propagation.factor_shardings import FactorSharding, collected, updated
-from reshard.spmd.propagation.graph import Operation
 from reshard.spmd.propagation.propagation import OperationShardings, PropagatedGraph, carriers_of
 
 Side = Literal["operand", "result", "output"]
@@ -100,7 +100,7 @@ def explicit_reshards(propagated: PropagatedGraph) -> PlacedGraph:
     removed by a reshard before the operation and restored after it.
 
     >>> from reshard import DeviceMesh, spec
-    >>> from reshard.spmd.propagation.graph import Graph
+    >>> from reshard.spmd.graph import Graph
     >>> from reshard.spmd.propagation.strategies import propagate_graph
     >>> mesh = DeviceMesh.of(x=2, y=2)
     >>> graph = Graph.of(

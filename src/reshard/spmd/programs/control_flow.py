@@ -27,6 +27,7 @@ from reshard.spmd.gradients.tape import (
     is_watched,
 )
 from reshard.spmd.gradients.transforms import vjp
+from reshard.spmd.graph import Body, BodyCosts
 from reshard.spmd.programs.carried_values import (
     as_arrays,
     check_functions,
@@ -48,13 +49,11 @@ from reshard.spmd.shards.pending_sums import settled
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.graph_recording import (
     GraphRecorder,
-    RunFunction,
-    ValuePlace,
+    filled_in_order,
     is_recorded,
     listening_recorder,
 )
 from reshard.spmd.tracing.trace import find_runner
-from reshard.spmd.tracing.traced_operation import WithinCosts
 
 Function = Callable[..., Any]
 
@@ -210,23 +209,23 @@ def _record_scan(
         last, ys = _run_scan(step, own, sequence, count, reverse)
         return [*map(bring, last, kinds), *map(bring, ys, of_ys)]
 
-    def count_within(types: Sequence[ArrayType]) -> WithinCosts:
+    def count_within(types: Sequence[ArrayType]) -> BodyCosts:
         rest = [*map(_without_first, types[lead:rest_from]), *types[rest_from:]]
         kinds, of_ys = find_kinds(types)
         # In a turn, what is carried and all that was collected; behind the last, that is stacked.
         once = traced.count_within([*kinds, *rest]).plus([*kinds, *of_ys])
-        found = once.most(WithinCosts().plus([*kinds, *of_ys, *of_ys]))
+        found = once.maximum(BodyCosts().plus([*kinds, *of_ys, *of_ys]))
         return replace(found, moved_bytes=count * once.moved_bytes)
 
     operands = [*starts, *sequences, *traced.captured]
     kinds = find_kinds([one.type for one in operands])
-    made = recorder.add_run(
+    made = recorder.add_body(
         "scan",
-        RunFunction(run, count_within, traced.meshes),
+        Body(run, count_within, traced.meshes),
         operands,
         [*kinds[0], *kinds[1]],
     )
-    carried, ys = _fill_results(traced.results, made)
+    carried, ys = filled_in_order(traced.results, made)
     return carried, ys
 
 
@@ -337,16 +336,16 @@ def _record_cond(
             found = arrays_of(branches[number].run(choose(number, rest), runner))
         return [bring(one, kind) for one, kind in zip(found, kinds, strict=True)]
 
-    def count_within(types: Sequence[ArrayType]) -> WithinCosts:
+    def count_within(types: Sequence[ArrayType]) -> BodyCosts:
         one, other = (branches[n].count_within(choose(n, types[1:])) for n in (0, 1))
-        return one.most(other)
+        return one.maximum(other)
 
     kinds = find_kinds([one.type for one in operands])
-    made_by = RunFunction(run, count_within, (*branches[0].meshes, *branches[1].meshes))
-    made = recorder.add_run("cond", made_by, [predicate, *operands], kinds)
+    made_by = Body(run, count_within, (*branches[0].meshes, *branches[1].meshes))
+    made = recorder.add_body("cond", made_by, [predicate, *operands], kinds)
     pullback = JointPullback(_make_cond_pullback(inline))
     add_step(TapeStep("cond", {}, (predicate, *operands), tuple(made), pullback))
-    return _fill_results(branches[0].results, made)
+    return filled_in_order(branches[0].results, made)
 
 
 def _make_cond_pullback(inline: Callable[[int, Sequence[Any], Runner], list[Any]]) -> Any:
@@ -453,19 +452,19 @@ def _record_while(
             _refuse_gradients(own)
         return own
 
-    def count_within(types: Sequence[ArrayType]) -> WithinCosts:
+    def count_within(types: Sequence[ArrayType]) -> BodyCosts:
         kinds = find_kinds(types)
         asked = decide.count_within([*kinds, *types[len(starts) : middle]])
         turned = advance.count_within([*kinds, *types[middle:]])
         moved_bytes = asked.moved_bytes + turned.moved_bytes
-        return replace(asked.most(turned).plus(kinds), moved_bytes=moved_bytes)
+        return replace(asked.maximum(turned).plus(kinds), moved_bytes=moved_bytes)
 
     operands = [*starts, *decide.captured, *advance.captured]
     _refuse_gradients(operands)
     kinds = find_kinds([one.type for one in operands])
-    made_by = RunFunction(run, count_within, (*decide.meshes, *advance.meshes))
-    made = recorder.add_run("while_loop", made_by, operands, kinds)
-    return _fill_results(advance.results, made)
+    made_by = Body(run, count_within, (*decide.meshes, *advance.meshes))
+    made = recorder.add_body("while_loop", made_by, operands, kinds)
+    return filled_in_order(advance.results, made)
 
 
 def _refuse_gradients(found: Sequence[Any]) -> None:
@@ -480,9 +479,3 @@ def _keep_lying(after: Any, before: Any) -> Any:
     """What is carried, in the shardings that it had."""
     kinds = iter([settled(one.type) for one in arrays_of(before)])
     return replaced(after, lambda x: x if x is None else bring(x, next(kinds)))
-
-
-def _fill_results(results: Any, made: Sequence[Any]) -> Any:
-    """A traced function's results with the arrays of an operation in their places."""
-    left = iter(made)
-    return replaced(results, lambda leaf: next(left) if isinstance(leaf, ValuePlace) else leaf)

@@ -24,6 +24,7 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import replaced
 from reshard.spmd.gradients.tape import JointPullback, TapeStep, add_step, is_real_floating
 from reshard.spmd.gradients.transforms import vjp
+from reshard.spmd.graph import Body, BodyCosts, Value
 from reshard.spmd.programs.traced_function import (
     arrays_of,
     as_abstract,
@@ -38,18 +39,16 @@ from reshard.spmd.shards.supposed_elements import supposed_elements
 from reshard.spmd.tracing.abstract_runner import AbstractRunner, AbstractShard
 from reshard.spmd.tracing.graph_recording import (
     GraphRecorder,
-    RunFunction,
-    ValuePlace,
     filled,
+    filled_in_order,
     is_recorded,
     listening_recorder,
     record,
 )
-from reshard.spmd.tracing.trace import find_runner, keep_given, trace_placed
-from reshard.spmd.tracing.traced_operation import WithinCosts
+from reshard.spmd.tracing.trace import assign_shardings, find_runner, trace_graph
 
 Function = Callable[..., Any]
-Kinds = tuple[tuple[ArrayType, ...], WithinCosts]
+Kinds = tuple[tuple[ArrayType, ...], BodyCosts]
 """Types of results, and what is moved and held meanwhile."""
 
 
@@ -124,9 +123,9 @@ def eager_operation(
             return [as_abstract(runner, kind)]
         return [bring(function(*arrays), kind)]
 
-    within = WithinCosts(moved_bytes).plus(held)
-    made = RunFunction(run, lambda types: within)
-    return recorder.add_run("eagerly", made, [x], [kind], {"function": name})[0]
+    within = BodyCosts(moved_bytes).plus(held)
+    made = Body(run, lambda types: within)
+    return recorder.add_body("eagerly", made, [x], [kind], {"function": name})[0]
 
 
 class _EagerOperation:
@@ -145,7 +144,7 @@ class _EagerOperation:
         if not isinstance(leaf, ArrayValue):
             return leaf
         self._operands.append(leaf)
-        return ValuePlace(len(self._operands) - 1)
+        return Value(len(self._operands) - 1, leaf.type.shape, leaf.type.dtype.name)
 
     def _call(self, *arrays: Any) -> Any:
         given, options = filled(self._arguments, arrays)
@@ -154,18 +153,12 @@ class _EagerOperation:
     def record(self, recorder: GraphRecorder) -> Any:
         """The results, without elements, of the operation that a recorder and tapes write down."""
         kinds, _ = self._find_kinds([one.type for one in self._operands])
-        run = RunFunction(self._run, lambda types: self._find_kinds(types)[1], self._meshes)
+        run = Body(self._run, lambda types: self._find_kinds(types)[1], self._meshes)
         said = {"function": self._name}
-        made = recorder.add_run("eagerly", run, self._operands, kinds, said)
+        made = recorder.add_body("eagerly", run, self._operands, kinds, said)
         pullback = JointPullback(self._pull_back)
         add_step(TapeStep("eagerly", {}, tuple(self._operands), tuple(made), pullback))
-        return self._fill(made)
-
-    def _fill(self, arrays: Sequence[Any]) -> Any:
-        found = iter(arrays)
-        return replaced(
-            self._results, lambda leaf: next(found) if isinstance(leaf, ValuePlace) else leaf
-        )
+        return filled_in_order(self._results, made)
 
     def _find_kinds(self, types: Sequence[ArrayType]) -> Kinds:
         key = tuple(types)
@@ -183,9 +176,9 @@ class _EagerOperation:
                             f"{self._name}, an sp.eagerly function, reads {x.type} of the function "
                             "around it beside its arguments; give it as an argument"
                         )
-                traced = trace_placed(recorded, keep_given(recorded), "eager", None, "nccl")
+                traced = trace_graph(assign_shardings(recorded, "eager"))
             self._meshes = traced.meshes
-            self._results = recorded.results
+            self._results = recorded.returned
             self._kinds[key] = tuple(map(settled, traced.outputs)), costs_within(traced, key)
         return self._kinds[key]
 

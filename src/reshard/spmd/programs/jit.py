@@ -21,6 +21,7 @@ from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray
+from reshard.spmd.graph import Graph, Shardings
 from reshard.spmd.programs.memory_limit import check_limit, trace_within
 from reshard.spmd.programs.overlap.decomposed_products import overlapped
 from reshard.spmd.programs.overlap.overlapped_trace import check_overlap
@@ -28,15 +29,14 @@ from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.shards.operation_call import recorders, unrecorded
 from reshard.spmd.shards.runner import runner_for
-from reshard.spmd.tracing.graph_recording import Recording, listening_recorder, type_of
+from reshard.spmd.tracing.graph_recording import listening_recorder, type_of
 from reshard.spmd.tracing.memory import with_memory
 from reshard.spmd.tracing.trace import (
-    Shardings,
     Trace,
+    assign_shardings,
     check_trace_options,
     record_for,
-    shardings_of,
-    trace_placed,
+    trace_graph,
 )
 from reshard.topology import Topology
 
@@ -238,16 +238,14 @@ class JittedFunction:
         """As `trace`; in one process nothing moves beside computing."""
 
         def trace_by(strategy: str) -> Trace:
-            recorded = self._record(strategy, arguments, options)
-            shardings = self._place(recorded, strategy)
-            return trace_placed(recorded, shardings, strategy, self._topology, self._library)
+            graph = self._place(self._record(strategy, arguments, options), strategy)
+            return trace_graph(graph, strategy, self._topology, self._library)
 
         donated = self._find_donated(arguments)
 
         def finish(traced: Trace) -> Trace:
-            graph, constants = traced.graph, traced.recording.constants
-            inputs = [n for n in graph.inputs if n not in constants]
-            given_up = [inputs[place] for place in donated]
+            graph = traced.graph
+            given_up = [graph.arguments[place] for place in donated]
             if self._overlap and moves_beside:
                 limit = self._live_bytes
                 return overlapped(traced, self._overlap, self._library, given_up, limit)
@@ -267,9 +265,7 @@ class JittedFunction:
         """How often the function was traced to be run."""
         return self._traced_count
 
-    def _record(
-        self, strategy: str, arguments: Sequence[Any], options: dict[str, Any]
-    ) -> Recording:
+    def _record(self, strategy: str, arguments: Sequence[Any], options: dict[str, Any]) -> Graph:
         function: Function = self._function
         given: Sequence[Any] = arguments
         if options:
@@ -281,11 +277,11 @@ class JittedFunction:
         with unrecorded():
             return simplified(record_for(strategy, function, given, has_others=True))
 
-    def _place(self, recorded: Recording, strategy: str) -> Shardings:
-        """Shardings by a strategy, or those of "cost" that are known."""
+    def _place(self, graph: Graph, strategy: str) -> Graph:
+        """Assign the shardings of a strategy, or those of "cost" that are known."""
         if self._known is not None and strategy == "cost":
-            return self._known
-        return shardings_of(recorded, strategy, self._topology, self._library)
+            return graph.with_shardings(*self._known)
+        return assign_shardings(graph, strategy, self._topology, self._library)
 
     def _trace(
         self, key: Any, arguments: Sequence[Any], options: dict[str, Any]
@@ -297,10 +293,9 @@ class JittedFunction:
             moves_beside = self._overlap > 0 and not key[-1].has_every_shard
             if self._live_bytes is None and not (moves_beside and self._topology is not None):
                 recorded = self._record(self._strategy, arguments, options)
-                shardings = self._place(recorded, self._strategy)
+                graph = self._place(recorded, self._strategy)
             else:
-                traced = self._trace_program(arguments, options, moves_beside)
-                recorded, shardings = traced.recording, traced.shardings
+                graph = self._trace_program(arguments, options, moves_beside).graph
             self._traced_count += 1
             if self._traced_count == MANY_PROGRAMS:
                 warnings.warn(
@@ -312,9 +307,7 @@ class JittedFunction:
                 )
             while len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            found = self._programs[key] = RecordedProgram(
-                recorded, shardings, self._overlap, self._backend
-            )
+            found = self._programs[key] = RecordedProgram(graph, self._overlap, self._backend)
             return found
 
     def __repr__(self) -> str:

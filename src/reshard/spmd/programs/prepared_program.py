@@ -20,6 +20,7 @@ from typing import Any
 from reshard.errors import ReshardError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.graph import Body, Operation
 from reshard.spmd.local.elementwise import writing
 from reshard.spmd.operators.table import row_of
 from reshard.spmd.programs.steps.reused_memory import find_reused
@@ -30,7 +31,6 @@ from reshard.spmd.programs.steps.step_order import (
     Run,
     overlapped_order,
 )
-from reshard.spmd.propagation.graph import Operation
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.compiled_run import compute
 from reshard.spmd.shards.kept_reshards import may_view
@@ -39,7 +39,6 @@ from reshard.spmd.shards.pending_sums import are_finite
 from reshard.spmd.shards.refusals import REFUSALS, refuse
 from reshard.spmd.shards.runner import Begin, Runner, Travel, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
-from reshard.spmd.tracing.graph_recording import RunFunction
 from reshard.spmd.tracing.memory import held_bytes
 
 RunAndFrees = tuple[Run, tuple[int, ...]]
@@ -55,7 +54,7 @@ class UnforeseenElementsError(ReshardError):
 
 
 class Preparation:
-    """Makes a program of what it sees. A `Watcher` of `reshard.spmd.tracing.trace.carry_out`.
+    """A `Watcher` of `interpret` that compiles a program from the operations that it observes.
 
     Args:
         runner: of the shards.
@@ -115,9 +114,8 @@ class Preparation:
         placed: Sequence[Any],
         made: Sequence[Any],
         results: Sequence[Any],
-        run: RunFunction | None,
     ) -> None:
-        """An operation: its operands, those that it was called with, and its results likewise."""
+        """Append the steps of an operation; see `Watcher.saw`."""
         called, self._call = self._call, None
         self._operation += 1
         registers: list[Any] = [
@@ -126,8 +124,8 @@ class Preparation:
             else x
             for number, x, there in zip(operation.operands, given, placed, strict=True)
         ]
-        if run is not None:
-            made_in = self._run_step(run, registers, placed, made)
+        if operation.body is not None:
+            made_in = self._run_step(operation.body, registers, placed, made)
         elif called is None:
             made_in = registers
         else:
@@ -219,7 +217,7 @@ class Preparation:
         ]
 
     def _run_step(
-        self, run: RunFunction, reads: Sequence[int], placed: Sequence[Any], made: Sequence[Any]
+        self, body: Body, reads: Sequence[int], placed: Sequence[Any], made: Sequence[Any]
     ) -> list[int]:
         """A loop or a branch, on arrays of what is in registers."""
         runner = self._runner
@@ -232,7 +230,7 @@ class Preparation:
             ]
             # How often a loop goes round is not known before.
             with runner.unagreed():
-                results = run(given, runner)
+                results = body.run(given, runner)
             for register, result in zip(makes, results, strict=True):
                 values[register] = result._shards
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.tracing.memory import held_bytes
-from reshard.spmd.tracing.trace import Shardings, Trace, trace_placed
+from reshard.spmd.tracing.trace import Trace, trace_graph
 
 _MOST_CHAIN = 12
 """Operations that are carried out again for one value."""
@@ -75,7 +74,7 @@ class _RecomputationSearch:
         self._meanwhile: list[int] = []
         self._costs: list[float | None] = []
         self._sizes: dict[int, int] = {}
-        for one, action in zip(traced.operations, traced.recording.recorded_calls, strict=True):
+        for one in traced.operations:
             kinds = held_bytes(one.operands, traced.ranks)[place]
             sizes = [held_bytes([kind], traced.ranks)[place] for kind in one.results]
             self._sizes.update(zip(one.operation.results, sizes, strict=True))
@@ -83,7 +82,7 @@ class _RecomputationSearch:
             weight = _PRODUCT if len(one.operands) > 1 and one.operation.rule.reduction else 1
             cost = weight * (kinds + sum(sizes)) + _MOVED * one.moved_bytes
             # A loop may take any time.
-            self._costs.append(None if action.run is not None else cost)
+            self._costs.append(None if one.operation.body is not None else cost)
         self._uses = [_PlacedUse(n, o.operands, o.results) for n, o in enumerate(graph.operations)]
 
     def run(self) -> list[_PlacedUse] | None:
@@ -205,11 +204,11 @@ class _RecomputationSearch:
 
 
 def _rebuild(traced: Trace, uses: Sequence[_PlacedUse], library: str) -> Trace:
-    """The trace of operations that may be there several times."""
-    recorded, graph = traced.recording, traced.graph
-    # Results of operations that are there again are values behind all others.
+    """Trace the graph of operations that may occur several times."""
+    graph = traced.graph
+    # Results of repeated operations are new values, numbered after all others.
     numbers = {value.index: value.index for value in graph.values}
-    values, placed = list(graph.values), list(traced.shardings.values)
+    values = list(graph.values)
     operations = []
     for one in uses:
         own = graph.operations[one.operation]
@@ -217,7 +216,6 @@ def _rebuild(traced: Trace, uses: Sequence[_PlacedUse], library: str) -> Trace:
             if result not in numbers:
                 numbers[result] = len(values)
                 values.append(replace(graph.values[old], index=len(values)))
-                placed.append(traced.shardings.values[old])
         operations.append(
             replace(
                 own,
@@ -225,11 +223,5 @@ def _rebuild(traced: Trace, uses: Sequence[_PlacedUse], library: str) -> Trace:
                 results=tuple(numbers[n] for n in one.results),
             )
         )
-    again = replace(
-        recorded,
-        graph=Graph(tuple(values), graph.inputs, tuple(operations), graph.outputs),
-        recorded_calls=tuple(recorded.recorded_calls[one.operation] for one in uses),
-    )
-    operands = tuple(traced.shardings.operands[one.operation] for one in uses)
-    shardings = Shardings(tuple(placed), operands)
-    return trace_placed(again, shardings, traced.strategy, traced.topology, library)
+    again = replace(graph, values=tuple(values), operations=tuple(operations))
+    return trace_graph(again, traced.strategy, traced.topology, library)

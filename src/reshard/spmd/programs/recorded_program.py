@@ -9,6 +9,7 @@ from typing import Any
 
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
+from reshard.spmd.graph import Graph
 from reshard.spmd.programs.prepared_program import (
     ChangeRuns,
     Preparation,
@@ -17,8 +18,8 @@ from reshard.spmd.programs.prepared_program import (
 )
 from reshard.spmd.shards.operation_call import recorders
 from reshard.spmd.shards.runner import Runner
-from reshard.spmd.tracing.graph_recording import Recording, filled
-from reshard.spmd.tracing.trace import Shardings, carry_out
+from reshard.spmd.tracing.graph_recording import filled
+from reshard.spmd.tracing.trace import interpret
 
 
 class RecordedProgram:
@@ -30,38 +31,30 @@ class RecordedProgram:
 
     def __init__(
         self,
-        recorded: Recording,
-        shardings: Shardings,
+        graph: Graph,
         overlap: int = 0,
         backend: bool | str = False,
     ) -> None:
         self._overlap = overlap
         self._backend = backend
-        self._recorded = recorded
-        self._shardings = shardings
+        self._graph = graph
         self._program: PreparedProgram | None = None
         self._types: tuple[ArrayType, ...] = ()
         self._lock = RLock()
-        graph = recorded.graph
-        kinds = dict(zip(graph.inputs, recorded.types, strict=True))
-        constants = recorded.constants
-        # Inputs with the shardings that the program wants; None for numbers.
-        self._wanted = {
-            number: None if kind is None else kind.with_spec(shardings.values[number])
-            for number, kind in kinds.items()
-        }
-        self._arguments = [number for number in graph.inputs if number not in constants]
-        self._inputs = [number for number in graph.inputs if kinds[number] is not None]
+        # The types in which the program takes its inputs; None for numbers.
+        self._wanted = dict(zip(graph.inputs, graph.input_types, strict=True))
+        self._arguments = graph.arguments
+        self._inputs = [number for number, kind in self._wanted.items() if kind is not None]
         self._outputs = tuple(dict.fromkeys(graph.outputs))
         self._fixed: dict[int, Any] = {}
 
-    def carry_out(self, given: Sequence[Any], runner: Runner) -> Any:
+    def interpret(self, given: Sequence[Any], runner: Runner) -> Any:
         """As `run`, operation by operation."""
         arrays = {
             number: self._enter(x, number, runner)
             for number, x in zip(self._arguments, given, strict=True)
         }
-        return self._carry_out(arrays, runner, None)
+        return self._interpret(arrays, runner, None)
 
     def run(self, given: Sequence[Any], runner: Runner, given_up: Sequence[int] = ()) -> Any:
         """The results for arrays among the arguments, in their order.
@@ -74,7 +67,7 @@ class RecordedProgram:
         }
         if recorders or runner.is_abstract:
             # Whoever listens, a gradient's tape for one, is to see operations.
-            return self._carry_out(arrays, runner, None)
+            return self._interpret(arrays, runner, None)
         program = self._program
         if program is None:
             with self._lock:
@@ -94,7 +87,7 @@ class RecordedProgram:
         try:
             made = program.run(inputs)
         except UnforeseenElementsError:
-            return self._carry_out(arrays, runner, None)
+            return self._interpret(arrays, runner, None)
         values = {}
         for number, kind, shards, may_view in zip(
             self._outputs, self._types, made, program.outputs_view, strict=True
@@ -105,7 +98,7 @@ class RecordedProgram:
                 make = ShardedArray.given if may_view else ShardedArray.of_shards
                 known = make(kind, shards, runner)
             values[number] = known
-        return filled(self._recorded.results, values)
+        return filled(self._graph.returned, values)
 
     def _enter(self, x: Any, number: int, runner: Runner) -> Any:
         """An argument as the program wants it."""
@@ -114,17 +107,17 @@ class RecordedProgram:
             return x
         return array(x, None if wanted is None else wanted.spec, runner=runner)
 
-    def _carry_out(self, arrays: dict[int, Any], runner: Runner, watcher: Any) -> Any:
+    def _interpret(self, arrays: dict[int, Any], runner: Runner, watcher: Any) -> Any:
         values = self._compute(arrays, runner, watcher)
-        return filled(self._recorded.results, values)
+        return filled(self._graph.returned, values)
 
     def _compute(self, arrays: dict[int, Any], runner: Runner, watcher: Any) -> dict[int, Any]:
         if not self._fixed:
             self._fixed = {
                 number: x if self._wanted[number] is None else self._enter(x, number, runner)
-                for number, x in self._recorded.constants.items()
+                for number, x in self._graph.constants.items()
             }
-        return carry_out(self._recorded, self._shardings, arrays | self._fixed, watcher)
+        return interpret(self._graph, arrays | self._fixed, watcher)
 
     def _prepare(self, arrays: dict[int, Any], runner: Runner) -> Any:
         """The results of the first run, after which there is a program."""
@@ -134,7 +127,7 @@ class RecordedProgram:
         values = self._compute(arrays, runner, preparation)
         self._types = tuple(values[number].type for number in self._outputs)
         self._program = preparation.program(self._inputs, self._outputs, self._overlap, compiled)
-        return filled(self._recorded.results, values)
+        return filled(self._graph.returned, values)
 
     def _find_compiling(self, runner: Runner) -> ChangeRuns | None:
         """What compiles the program's runs, if something does."""

@@ -1,7 +1,7 @@
-"""Simplification: a recorded function without duplicate and unused operations.
+"""Simplification: a graph without duplicate and unused operations.
 
-Operations are pure, so two of one operator with the same operands and attributes are one, and one
-of which no result is needed is none:
+Operations are pure, so two operations of one operator with the same operands and attributes are
+merged, and operations none of whose results are needed are removed:
 
     %2 = matmul(%0, %1)         %2 = matmul(%0, %1)
     %3 = matmul(%0, %1)         %3 = add(%2, %2)
@@ -9,102 +9,79 @@ of which no result is needed is none:
     %5 = add(%2, %3)
     return %5
 
-An `identity` is one by itself, and so is all that reads it: with it `sp.rematerialized` computes
-again what is not to be kept.
+An `identity` is never merged, nor is any operation that reads it: `sp.rematerialized` uses it to
+compute values again instead of keeping them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from reshard.spmd.arrays.argument_tree import replaced
-from reshard.spmd.propagation.graph import Graph, Operation
-from reshard.spmd.tracing.graph_recording import RecordedCall, Recording, ValuePlace
+from reshard.spmd.graph import Graph, Operation, Value
 
 
-def simplified(recorded: Recording) -> Recording:
-    """The same function in the fewest operations: common ones once, those not needed never.
+def simplified(graph: Graph) -> Graph:
+    """Merge duplicate operations and remove unused ones.
 
     >>> from reshard.spmd.functions.elementwise import exp
     >>> from reshard.spmd.tracing.graph_recording import abstract, record
     >>> def twice(x):
     ...     exp(x * 3)
     ...     return exp(x) + exp(x)
-    >>> print(simplified(record(twice, [abstract((4,))])).graph)
+    >>> print(simplified(record(twice, [abstract((4,))])))
     %0: float32[4]
     %1: float32[4] = exp(%0) ([i]) -> ([i]) {i=4}
     %2: float32[4] = add(%1, %1) ([i], [i]) -> ([i]) {i=4}
     return %2
     """
-    graph = recorded.graph
-    # 1. Which value each is the same as.
+    # 1. Find the first value that is equal to each value.
     same = list(range(len(graph.values)))
     known: dict[Any, Operation] = {}
-    first: list[tuple[Operation, RecordedCall]] = []
-    for operation, action in zip(graph.operations, recorded.recorded_calls, strict=True):
-        operands = tuple(same[number] for number in operation.operands)
-        said = (_freeze(action.attributes), _freeze(action.options), action.target, action.like)
-        key: tuple[Any, ...] = (action.name, operands, said, action.run)
-        # Merged, what `rematerialized` computes again would be kept from the first time on.
-        if action.name == "identity":
+    first: list[Operation] = []
+    for operation in graph.operations:
+        operands = tuple([same[number] for number in operation.operands])
+        key: tuple[Any, ...] = (
+            operation.operator,
+            operands,
+            _freeze(operation.attributes),
+            _freeze(operation.options),
+            operation.target,
+            operation.like,
+            operation.body,
+        )
+        # Merged, a value that `rematerialized` computes again would be kept from the first time.
+        if operation.operator == "identity":
             key = (*key, operation.results)
         before = known.setdefault(key, operation)
         if before is operation:
-            first.append((replace(operation, operands=operands), action))
+            first.append(replace(operation, operands=operands))
         else:
             for number, earlier in zip(operation.results, before.results, strict=True):
                 same[number] = earlier
     outputs = [same[number] for number in graph.outputs]
-    # 2. What is needed for the outputs, from the last operation to the first.
+    # 2. Keep the operations that outputs depend on, from the last to the first.
     needed = set(outputs)
     kept = []
-    for operation, action in reversed(first):
+    for operation in reversed(first):
         if needed.intersection(operation.results):
             needed.update(operation.operands)
-            kept.append((operation, action))
+            kept.append(operation)
     kept.reverse()
-    # 3. Arguments stay, needed or not; values get new numbers in the old order.
-    inputs = [n for n in graph.inputs if n not in recorded.constants or n in needed]
-    made = {number for operation, _ in kept for number in operation.results}
-    new = {old: place for place, old in enumerate(sorted({*inputs, *made}))}
 
-    def renumbered(numbers: Iterable[int]) -> tuple[int, ...]:
-        return tuple(new[number] for number in numbers)
+    # 3. Keep all arguments, needed or not.
+    def make_returned(new: Mapping[int, int]) -> Any:
+        def renumber(leaf: Any) -> Any:
+            return replace(leaf, index=new[same[leaf.index]]) if isinstance(leaf, Value) else leaf
 
-    names = dict(zip(graph.inputs, zip(recorded.names, recorded.types, strict=True), strict=True))
-    return Recording(
-        Graph(
-            tuple(replace(graph.values[old], index=place) for old, place in new.items()),
-            renumbered(inputs),
-            tuple(
-                replace(one, operands=renumbered(one.operands), results=renumbered(one.results))
-                for one, _ in kept
-            ),
-            renumbered(outputs),
-        ),
-        tuple(names[number][0] for number in inputs),
-        tuple(names[number][1] for number in inputs),
-        MappingProxyType({new[n]: x for n, x in recorded.constants.items() if n in new}),
-        tuple(
-            action if action.like is None else replace(action, like=new.get(action.like))
-            for _, action in kept
-        ),
-        _renumber(recorded.arguments, same, new),
-        _renumber(recorded.results, same, new),
-        recorded.library,
-    )
+        return replaced(graph.returned, renumber)
+
+    inputs = [n for n in graph.inputs if n not in graph.constants or n in needed]
+    return graph.selected(inputs, kept, outputs, make_returned)
 
 
-def _renumber(tree: Any, same: list[int], new: dict[int, int]) -> Any:
-    return replaced(
-        tree,
-        lambda leaf: ValuePlace(new[same[leaf.value]]) if isinstance(leaf, ValuePlace) else leaf,
-    )
-
-
-def _freeze(values: Any) -> tuple[Any, ...]:
-    # By text, so that 1, 1.0 and True differ.
-    return tuple((name, repr(value)) for name, value in values.items())
+def _freeze(values: Mapping[str, Any]) -> tuple[Any, ...]:
+    # As text, because 1, 1.0 and True are equal.
+    return tuple([(name, repr(value)) for name, value in values.items()])

@@ -15,6 +15,7 @@ from typing import Any
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray
+from reshard.spmd.graph import BodyCosts, Graph, Spec
 from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.shards.array_value import ArrayValue
@@ -22,11 +23,9 @@ from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.pending_sums import settled
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
-from reshard.spmd.tracing.graph_recording import GraphRecorder, Recording, record
+from reshard.spmd.tracing.graph_recording import GraphRecorder, record
 from reshard.spmd.tracing.memory import held_bytes
-from reshard.spmd.tracing.mesh_parts import meshes_of
-from reshard.spmd.tracing.trace import Trace, keep_given, trace_placed
-from reshard.spmd.tracing.traced_operation import WithinCosts
+from reshard.spmd.tracing.trace import Trace, assign_shardings, trace_graph
 
 Function = Callable[..., Any]
 
@@ -50,12 +49,12 @@ class TracedFunction:
             found = simplified(record(function, arguments, True, recorder.runner))
         self.captured = tuple(x for x in found.constants.values() if isinstance(x, ArrayValue))
         numbers = {n: x for n, x in found.constants.items() if not isinstance(x, ArrayValue)}
-        self._recorded = replace(found, constants=MappingProxyType(numbers))
-        self.results = found.results
-        self.meshes = meshes_of(found)
+        self._graph = replace(found, constants=MappingProxyType(numbers))
+        self.results = found.returned
+        self.meshes = found.meshes
         self._programs: dict[Any, RecordedProgram] = {}
         self._kinds: dict[Any, tuple[ArrayType, ...]] = {}
-        self._within: dict[Any, WithinCosts] = {}
+        self._within: dict[Any, BodyCosts] = {}
 
     def run(self, arrays: Sequence[Any], runner: Runner) -> Any:
         """What it returns, for arrays among the arguments and then those that it captured."""
@@ -63,51 +62,49 @@ class TracedFunction:
 
     def inline(self, arrays: Sequence[Any], runner: Runner) -> Any:
         """As `run`, operation by operation, for whoever listens."""
-        return self._program(arrays, runner).carry_out(arrays, runner)
+        return self._program(arrays, runner).interpret(arrays, runner)
 
     def _program(self, arrays: Sequence[Any], runner: Runner) -> RecordedProgram:
         types = tuple(one.type for one in arrays)
         key = (types, runner)
         program = self._programs.get(key)
         if program is None:
-            recorded = self._with_types(types)
-            program = self._programs[key] = RecordedProgram(recorded, keep_given(recorded))
+            program = self._programs[key] = RecordedProgram(self._with_types(types))
         return program
 
-    def _with_types(self, types: Sequence[ArrayType]) -> Recording:
-        given = iter(types)
-        constants = self._recorded.constants
-        kinds = [None if n in constants else next(given) for n in self._recorded.graph.inputs]
-        return replace(self._recorded, types=tuple(kinds))
+    def _with_types(self, types: Sequence[ArrayType]) -> Graph:
+        graph = self._graph
+        shardings: list[Spec] = [None] * len(graph.values)
+        for number, kind in zip(graph.arguments, types, strict=True):
+            shardings[number] = kind.spec
+        return assign_shardings(graph.with_shardings(shardings), "eager")
 
-    def count_within(self, types: Sequence[ArrayType]) -> WithinCosts:
+    def count_within(self, types: Sequence[ArrayType]) -> BodyCosts:
         """What it moves, and holds beside its arguments, for arguments of these types."""
         key = tuple(types)
         if key not in self._within:
-            recorded = self._with_types(key)
-            traced = trace_placed(recorded, keep_given(recorded), "eager", None, "nccl")
-            self._within[key] = costs_within(traced, key)
+            self._within[key] = costs_within(trace_graph(self._with_types(key)), key)
         return self._within[key]
 
     def result_types(self, types: Sequence[ArrayType]) -> tuple[ArrayType, ...]:
         """Types of the arrays that it returns, without contributions that wait."""
         key = tuple(types)
         if key not in self._kinds:
-            runner = AbstractRunner(self._recorded.library)
+            runner = AbstractRunner(self._graph.library)
             with unrecorded():
                 found = self.run([runner.array(kind, ShardedArray) for kind in key], runner)
             self._kinds[key] = tuple(settled(one.type) for one in arrays_of(found))
         return self._kinds[key]
 
 
-def costs_within(traced: Trace, arguments: Sequence[ArrayType]) -> WithinCosts:
+def costs_within(traced: Trace, arguments: Sequence[ArrayType]) -> BodyCosts:
     """What a traced function moves, and holds beside its arguments."""
     given = held_bytes(arguments, traced.ranks)
     pairs = zip(traced.peak_bytes.items(), given, strict=True)
     held: dict[int | None, int] = {rank: peak - own for (rank, peak), own in pairs}
     if not traced.meshes:
         held = {None: held[0]}
-    return WithinCosts(traced.moved_bytes, held)
+    return BodyCosts(traced.moved_bytes, held)
 
 
 def arrays_of(tree: Any) -> list[Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reshard.sharding import ShardingSpec
+from reshard.spmd.graph import Graph
 from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost
-from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
 
 

@@ -68,7 +68,9 @@ def _write_operation(one: TracedOperation, is_timed: bool) -> dict[str, Any]:
     results = zip(one.operation.results, one.results, strict=True)
     return {
         "operator": one.operation.operator,
-        "attributes": {name: _as_plain(value) for name, value in one.operation.attributes.items()},
+        "attributes": {
+            name: _as_plain(value) for name, value in one.operation.text_attributes.items()
+        },
         "operands": list(one.operation.operands),
         "runs_with": [None if spec is None else str(spec) for spec in one.runs_with],
         "results": [{"value": number, **_write_array(kind)} for number, kind in results],
@@ -83,6 +85,8 @@ def _write_operation(one: TracedOperation, is_timed: bool) -> dict[str, Any]:
 
 
 def _as_plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [_as_plain(one) for one in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,74 +1,40 @@
 """Graph recording: the graph of a Python function.
 
-The function is called once with arrays that have no elements (`abstract_runner`). A recorder sees
-every operation, as eager arrays carry them out, and writes it down:
+The function is called once with arrays that have no elements (`abstract_runner`). A recorder
+observes each eager operation and appends it to the graph:
 
-1. every array is a value of the graph, known by the object that it is;
-2. an operation's rule is that of its operator for the operands' shapes;
+1. each array is a value of the graph, identified by the object;
+2. the rule of an operation is that of its operator for the operands' shapes;
 3. `x.shard(spec)` is an operation `with_sharding`, whose result has that sharding;
-4. arrays and numbers that the function brings along are inputs too: its constants.
+4. arrays and numbers from the enclosing scope are inputs too: the graph's constants.
 
-A recorded function can be carried out again, on arrays with elements or without.
+`interpret` (in `trace`) executes a recorded graph on arrays with or without elements.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
-from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.arrays.sharded_array import ShardedArray, plain_spec
+from reshard.spmd.graph import NO_ATTRIBUTES, Body, Graph, Operation, Value
 from reshard.spmd.local.library import Library, library_of
 from reshard.spmd.operators.table import operator_of
-from reshard.spmd.propagation.graph import WITH_SHARDING, Graph, Operation, Value
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.operation_call import (
-    Attributes,
-    CompiledCall,
-    recorders,
-    recording,
-)
+from reshard.spmd.shards.operation_call import Attributes, CompiledCall, recorders, recording
 from reshard.spmd.shards.runner import runner_for
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
-from reshard.spmd.tracing.traced_operation import WithinCosts
-
-
-@dataclass(frozen=True, slots=True)
-class RunFunction:
-    """What carries out an operation that is no operator: a loop, a branch, what needs elements.
-
-    Args:
-        function: from arrays and their runner to arrays.
-        count_within: from the operands' types to what it moves and holds within; what elements
-            decide is counted for even elements.
-        meshes: of the arrays within.
-    """
-
-    function: Callable[[Sequence[Any], Any], Sequence[Any]]
-    count_within: Callable[[Sequence[ArrayType]], WithinCosts] = lambda types: WithinCosts()
-    meshes: tuple[DeviceMesh, ...] = ()
-
-    def __call__(self, arrays: Sequence[Any], runner: Any) -> Sequence[Any]:
-        return self.function(arrays, runner)
-
-
-@dataclass(frozen=True, slots=True)
-class ValuePlace:
-    """The place of an array in arguments or results: the number of its value."""
-
-    value: int
 
 
 def abstract(
@@ -92,162 +58,119 @@ def abstract(
     return ArrayType(sizes, as_dtype(dtype), spec)
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedCall:
-    """The call that carries out an operation of a graph.
-
-    Args:
-        name: of the operator.
-        attributes, options: as `reshard.spmd.shards.operation_call.call` takes them.
-        target: the sharding of a `with_sharding`; None for other operators.
-        like: the input where the result of a `with_sharding` is to lie, whatever sharding that has,
-            by number; None where the target was asked for by itself.
-        run: of an operation that is a function itself (a loop or a branch); None for operators.
-        meshes: of its results; None for those that are whole on every device.
-    """
-
-    name: str
-    attributes: Attributes
-    options: Attributes
-    target: ShardingSpec | None = None
-    like: int | None = None
-    run: RunFunction | None = None
-    meshes: tuple[DeviceMesh | None, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """A function's graph, and what is needed to carry it out again. Make one with `record`.
-
-    Args:
-        graph: of the function.
-        names: what the function calls its inputs, in their order.
-        types: of its inputs in their order, with the shardings given; None for a number.
-        constants: inputs that the function brings along: arrays and numbers, by value number.
-        recorded_calls: one an operation.
-        arguments: what the function was called with, the places of arrays being their values.
-        results: what it returned, likewise.
-        library: of its arrays.
-    """
-
-    graph: Graph
-    names: tuple[str, ...]
-    types: tuple[ArrayType | None, ...]
-    constants: Mapping[int, Any]
-    recorded_calls: tuple[RecordedCall, ...]
-    arguments: Any
-    results: Any
-    library: Library
-
-
 class GraphRecorder:
-    """Writes operations of one runner down, see `reshard.spmd.shards.operation_call.Recorder`."""
+    """Appends the operations of one runner to a graph; a `Recorder` of `operation_call`."""
 
     def __init__(self, runner: AbstractRunner) -> None:
         self.runner = runner
         self.values: list[Value] = []
         self.inputs: list[int] = []
         self.names: list[str] = []
-        self.types: list[ArrayType | None] = []
         self.constants: dict[int, Any] = {}
         self.operations: list[Operation] = []
-        self.recorded_calls: list[RecordedCall] = []
         self._number_of: dict[Any, int] = {}
-        # Inputs, and what is the same in another array.
+        # Inputs, and the identities of inputs.
         self._input_of: dict[int, int] = {}
-        # Arrays are known by their identity, so none of them may be freed.
+        # Arrays are identified by their addresses, so none of them may be freed.
         self._kept: list[Any] = []
 
     @property
-    def kinds(self) -> tuple[ArrayType | None, ...]:
-        """The types of all values, in the shardings that they have; None for numbers."""
-        return tuple(one.type if isinstance(one, ArrayValue) else None for one in self._kept)
+    def types(self) -> tuple[ArrayType | None, ...]:
+        """The types of all values, in their shardings at recording time; None for numbers."""
+        return tuple(x.type if isinstance(x, ArrayValue) else None for x in self._kept)
 
-    def input(self, array: Any, kind: ArrayType | None, name: str) -> int:
-        """A new input of the graph."""
-        index = self._add_value(array, () if kind is None else kind.shape, _dtype_name(array, kind))
-        self.inputs.append(index)
-        self._input_of[index] = index
+    def graph(self, returned: Any) -> Graph:
+        """The graph so far of a function that returns a tree of its values and other leaves."""
+        outputs = [leaf.index for _, leaf in leaves(returned) if isinstance(leaf, Value)]
+        return Graph(
+            tuple(self.values),
+            tuple(self.inputs),
+            tuple(self.operations),
+            tuple(outputs),
+            tuple(self.names),
+            MappingProxyType(self.constants),
+            returned,
+            self.runner.computing,
+        )
+
+    def input(self, array: Any, kind: ArrayType | None, name: str) -> Value:
+        """Add an input; `kind` is None for a Python number."""
+        if kind is None:
+            value = self._add_value(array, (), _NUMBER_TYPES[type(array)])
+        else:
+            value = self._add_value(array, kind.shape, kind.dtype.name, kind.spec)
+        self.inputs.append(value.index)
+        self._input_of[value.index] = value.index
         self.names.append(name)
-        self.types.append(kind)
-        return index
+        return value
 
-    def _add_value(self, array: Any, shape: tuple[int, ...], dtype: str) -> int:
-        index = len(self.values)
-        self.values.append(Value(index, shape, dtype))
-        self._number_of[_identify(array)] = index
+    def _add_value(
+        self, array: Any, shape: tuple[int, ...], dtype: str, spec: ShardingSpec | None = None
+    ) -> Value:
+        value = Value(len(self.values), shape, dtype, spec)
+        self.values.append(value)
+        self._number_of[_identify(array)] = value.index
         self._kept.append(array)
-        return index
+        return value
 
-    def value_of(self, array: Any) -> int:
-        """The number of an array; one that is not known is a constant."""
-        found = self._number_of.get(_identify(array))
-        if found is not None:
-            return found
+    def value_of(self, array: Any) -> Value:
+        """Return the value of an array, which is a new constant if it is unknown."""
+        number = self._number_of.get(_identify(array))
+        if number is not None:
+            return self.values[number]
         kind = array.type if isinstance(array, ArrayValue) else None
-        index = self.input(array, kind, "constant" if kind is not None else repr(array))
-        self.constants[index] = array
-        return index
+        value = self.input(array, kind, "constant" if kind is not None else repr(array))
+        self.constants[value.index] = array
+        return value
 
     def record(
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
     ) -> None:
-        """An operation; one on constants alone was carried out, and its result is a constant."""
+        """Append an operation. The result of an operation on constants alone is a constant."""
         # Arrays with elements have another runner.
         if results[0].runner is not self.runner:
             return
-        shapes = [() if one is None else one.shape for one in call.operands]
+        shapes = [() if kind is None else kind.shape for kind in call.operands]
         rule = operator_of(call.name).rule(shapes, **call.attributes)
-        action = RecordedCall(call.name, call.attributes, call.options)
-        self.add(action, operands, results, rule, call.attributes)
+        operation = Operation(call.name, (), (), rule, call.attributes, call.options)
+        self._add(operation, operands, results)
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
-        """A sharding that the function asks for."""
+        """Append a `with_sharding`."""
         spec = result.type.spec
-        if result.runner is not self.runner or spec is None:
-            return
-        mapping = tuple((dim,) for dim in range(operand.type.ndim))
-        rule = OpShardingRule([mapping], [mapping], operand.type.shape)
-        action = RecordedCall(WITH_SHARDING, {}, {}, spec)
-        self.add(action, [operand], [result], rule, {"sharding": str(spec)})
+        if result.runner is self.runner and spec is not None:
+            number = self.value_of(operand).index
+            made = self._add_value(result, operand.type.shape, operand.type.dtype.name).index
+            shape = operand.type.shape
+            self.operations.append(Operation.with_sharding(number, made, shape, spec))
 
     def record_end(self, result: ArrayValue, like: ArrayValue) -> None:
-        """What was just resharded is to lie where an input does."""
-        made, input_ = (self._number_of.get(_identify(one)) for one in (result, like))
+        """Mark the last `with_sharding` as requesting the sharding of an input."""
+        made, input_ = (self._number_of.get(_identify(x)) for x in (result, like))
         if made is None or input_ is None or self.operations[-1].results != (made,):
             return
-        known = self._input_of.get(input_)
-        self.recorded_calls[-1] = replace(self.recorded_calls[-1], like=known)
+        self.operations[-1] = replace(self.operations[-1], like=self._input_of.get(input_))
 
-    def add(
-        self,
-        action: RecordedCall,
-        operands: Sequence[Any],
-        results: Sequence[ArrayValue],
-        rule: OpShardingRule,
-        attributes: Attributes,
+    def _add(
+        self, operation: Operation, operands: Sequence[Any], results: Sequence[ArrayValue]
     ) -> None:
-        """A new operation of the graph."""
-        reads = tuple([self.value_of(one) for one in operands])
-        makes = tuple(
-            [self._add_value(one, one.type.shape, one.type.dtype.name) for one in results]
-        )
-        said = {name: _as_text(value) for name, value in attributes.items()}
-        self.operations.append(Operation(action.name, reads, makes, rule, MappingProxyType(said)))
-        self.recorded_calls.append(action)
-        if action.name == "identity" and reads[0] in self._input_of:
+        """Append an operation with its operands and results filled in."""
+        reads = tuple([self.value_of(x).index for x in operands])
+        makes = tuple([self._add_value(x, x.type.shape, x.type.dtype.name).index for x in results])
+        self.operations.append(replace(operation, operands=reads, results=makes))
+        if operation.operator == "identity" and reads[0] in self._input_of:
             self._input_of[makes[0]] = self._input_of[reads[0]]
 
-    def add_run(
+    def add_body(
         self,
         name: str,
-        run: RunFunction,
+        body: Body,
         operands: Sequence[Any],
-        kinds: Sequence[ArrayType],
-        attributes: Attributes = MappingProxyType({}),
+        types: Sequence[ArrayType],
+        attributes: Attributes = NO_ATTRIBUTES,
     ) -> list[Any]:
-        """The results, of these types, of a new operation that is no operator."""
-        results = [self.runner.array(kind, ShardedArray) for kind in kinds]
+        """Append an operation with a body, and return its results, which have these types."""
+        results = [self.runner.array(kind, ShardedArray) for kind in types]
         # Nothing propagates through it: each dimension has a factor of its own.
         sizes: list[int] = []
 
@@ -255,53 +178,43 @@ class GraphRecorder:
             sizes.extend(kind.shape)
             return [[len(sizes) - kind.ndim + dim] for dim in range(kind.ndim)]
 
-        read = [mapping(one.type) for one in operands]
-        made = [mapping(kind) for kind in kinds]
-        rule = OpShardingRule(read, made, sizes)
-        meshes = tuple(None if kind.spec is None else kind.spec.mesh for kind in kinds)
-        action = RecordedCall(name, {}, {}, run=run, meshes=meshes)
-        self.add(action, operands, results, rule, attributes)
-        for one in recorders:
-            if hasattr(one, "record_operands"):
-                one.record_operands(operands)
+        read = [mapping(x.type) for x in operands]
+        rule = OpShardingRule(read, [mapping(kind) for kind in types], sizes)
+        meshes = tuple(None if kind.spec is None else kind.spec.mesh for kind in types)
+        body = replace(body, result_meshes=meshes)
+        self._add(Operation(name, (), (), rule, attributes, body=body), operands, results)
+        for recorder in recorders:
+            if hasattr(recorder, "record_operands"):
+                recorder.record_operands(operands)
         return results
 
 
+_NUMBER_TYPES = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
+
+
 def listening_recorder() -> GraphRecorder | None:
-    """The recorder of the innermost function that is traced; None where none is."""
-    found = [one for one in recorders if isinstance(one, GraphRecorder)]
+    """Return the recorder of the innermost traced function, or None outside of tracing."""
+    found = [recorder for recorder in recorders if isinstance(recorder, GraphRecorder)]
     return found[-1] if found else None
 
 
 def is_recorded(runner: Any) -> bool:
-    """Whether what a runner without elements carries out is written down.
+    """Return whether the operations of an abstract runner are recorded.
 
-    So it is where a function that was recorded is carried out again within another one, for its
-    gradient.
+    They are when a recorded function is executed again inside another one, for its gradient.
     """
     recorder = listening_recorder()
     return recorder is not None and recorder.runner is runner
 
 
 def _identify(array: Any) -> Any:
-    """The key of an array is its identity, that of a number its value and type."""
-    # repr tells 1, 1.0 and True apart, which are equal as keys of a dictionary.
+    """Return a key: the identity of an array, or the value and type of a number."""
+    # repr distinguishes 1, 1.0 and True, which are equal as keys of a dictionary.
     return id(array) if isinstance(array, ArrayValue) else repr(array)
 
 
-def _as_text(value: Any) -> Any:
-    return value.name if isinstance(value, DType) else value
-
-
-def _dtype_name(array: Any, kind: ArrayType | None) -> str:
-    if kind is not None:
-        return kind.dtype.name
-    names = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
-    return names[type(array)]
-
-
 def type_of(leaf: Any) -> ArrayType | None:
-    """The type of the array that an argument is, or stands for; None for any other argument."""
+    """Return the type of an array or abstract array; None for any other argument."""
     if isinstance(leaf, ArrayType):
         return leaf
     if isinstance(leaf, ArrayValue):
@@ -311,14 +224,20 @@ def type_of(leaf: Any) -> ArrayType | None:
 
 
 def filled(tree: Any, arrays: Mapping[int, Any] | Sequence[Any]) -> Any:
-    """Arguments or results with the arrays of their values at their places."""
-    return replaced(tree, lambda leaf: arrays[leaf.value] if isinstance(leaf, ValuePlace) else leaf)
+    """Replace the values in a tree of arguments or results with arrays, by number."""
+    return replaced(tree, lambda leaf: arrays[leaf.index] if isinstance(leaf, Value) else leaf)
+
+
+def filled_in_order(tree: Any, arrays: Iterable[Any]) -> Any:
+    """Replace the values in a tree of results with arrays, in the order of the values."""
+    left = iter(arrays)
+    return replaced(tree, lambda leaf: next(left) if isinstance(leaf, Value) else leaf)
 
 
 def _name_leaves(
     function: Callable[..., Any], arguments: Sequence[Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Each leaf of the arguments, with what the function calls it."""
+    """Yield each leaf of the arguments with its name in the function."""
     try:
         bound = inspect.signature(function).bind(*arguments)
     except TypeError as error:
@@ -326,7 +245,7 @@ def _name_leaves(
             f"{len(arguments)} arguments for the function {function!r}: {error}; give what it is "
             "called with"
         ) from error
-    except ValueError:  # A function that does not tell its parameters.
+    except ValueError:  # A function without a signature.
         yield from leaves(list(arguments), "argument")
         return
     for name, argument in bound.arguments.items():
@@ -338,22 +257,22 @@ def record(
     arguments: Sequence[Any],
     has_others: bool = False,
     runner: AbstractRunner | None = None,
-) -> Recording:
-    """The graph of a function.
+) -> Graph:
+    """Record the graph of a function.
 
     Args:
-        function: of arrays in shards.
+        function: a function of sharded arrays.
         arguments: arrays in shards or of a library, types from `abstract`, and lists, tuples and
-            dictionaries of them; all else is passed as it is.
-        has_others: whether it may return other things than arrays, which are results as they are.
-        runner: of a traced function around it, whose arrays it may read as constants; a new one
-            when None.
+            dictionaries of them; everything else is passed unchanged.
+        has_others: whether it may also return leaves that are not arrays, which are kept.
+        runner: that of an enclosing traced function, whose arrays it may read as constants; a new
+            one if None.
 
     Raises:
-        UsageError: a function that asks for elements, or returns none but other things.
+        UsageError: a function that reads elements, or that returns something other than arrays.
 
     >>> from reshard.spmd.functions.elementwise import exp
-    >>> print(record(lambda x: exp(x) * 2, [abstract((4, 8))]).graph)
+    >>> print(record(lambda x: exp(x) * 2, [abstract((4, 8))]))
     %0: float32[4, 8], %2: int64[]
     %1: float32[4, 8] = exp(%0) ([i, j]) -> ([i, j]) {i=4, j=8}
     %3: float32[4, 8] = multiply(%1, %2) ([i, j], []) -> ([i, j]) {i=4, j=8}
@@ -362,58 +281,41 @@ def record(
     runner = runner or AbstractRunner(library_for(arguments))
     recorder = GraphRecorder(runner)
     # 1. Arguments become abstract arrays, each an input of the graph.
-    arrays: list[Any] = []
     names = [name for name, _ in _name_leaves(function, arguments)]
 
-    def entered(leaf: Any) -> Any:
-        # `leaves` and `replaced` go through arguments in one order.
+    def enter(leaf: Any) -> Any:
+        # `leaves` and `replaced` visit arguments in the same order.
         name = names.pop(0)
         kind = type_of(leaf)
         if kind is None:
             return leaf
-        # The function sees where elements are; the graph keeps what is open, for propagation.
+        # The function sees the current sharding; the graph keeps open dimensions for propagation.
         plain = kind if kind.spec is None else kind.with_spec(plain_spec(kind.spec))
-        arrays.append(runner.array(plain, ShardedArray))
-        return ValuePlace(recorder.input(arrays[-1], kind, name))
+        array = runner.array(plain, ShardedArray)
+        recorder.input(array, kind, name)
+        return array
 
-    places = replaced(list(arguments), entered)
-    given = filled(places, arrays)
-    # 2. The call, every operation of which is recorded.
+    given = replaced(list(arguments), enter)
+    # 2. Every operation of the call is recorded.
     with recording(recorder):
         returned = function(*given)
 
-    # 3. Results become the numbers of their values.
-    def left(leaf: Any) -> Any:
-        if not isinstance(leaf, ArrayValue):
-            if has_others:
-                return leaf
-            raise UsageError(
-                f"the function returned {leaf!r}, which is no array in shards; return arrays, or "
-                "lists, tuples and dictionaries of them"
-            )
-        return ValuePlace(recorder.value_of(leaf))
+    # 3. Returned arrays become values.
+    def leave(leaf: Any) -> Any:
+        if isinstance(leaf, ArrayValue):
+            return recorder.value_of(leaf)
+        if has_others:
+            return leaf
+        raise UsageError(
+            f"the function returned {leaf!r}, which is no array in shards; return arrays, or "
+            "lists, tuples and dictionaries of them"
+        )
 
-    results = replaced(returned, left)
-    graph = Graph(
-        tuple(recorder.values),
-        tuple(recorder.inputs),
-        tuple(recorder.operations),
-        tuple(place.value for _, place in leaves(results) if isinstance(place, ValuePlace)),
-    )
-    return Recording(
-        graph,
-        tuple(recorder.names),
-        tuple(recorder.types),
-        MappingProxyType(recorder.constants),
-        tuple(recorder.recorded_calls),
-        places,
-        results,
-        runner.computing,
-    )
+    return recorder.graph(replaced(returned, leave))
 
 
 def library_for(arguments: Sequence[Any]) -> Library:
-    """The library of the first array in shards; where there is none, of arrays that are made."""
+    """Return the library of the first sharded array, or of new arrays if there is none."""
     given = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
-    sharded = (one.runner for one in given if isinstance(one, ArrayValue))
+    sharded = (x.runner for x in given if isinstance(x, ArrayValue))
     return next(sharded, runner_for(*given[:1])).computing

@@ -28,7 +28,7 @@ from reshard.layout import Layout
 from reshard.runs import IntArray
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.propagation.graph import WITH_SHARDING, Graph
+from reshard.spmd.graph import WITH_SHARDING, Graph
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 
 Ranks = tuple[int, ...]

@@ -7,14 +7,13 @@ from typing import Any
 
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.graph import WITH_SHARDING, BodyCosts, Operation
 from reshard.spmd.operators.table import row_of
-from reshard.spmd.propagation.graph import WITH_SHARDING, Operation
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.kept_reshards import may_view
 from reshard.spmd.shards.operation_call import CompiledCall
 from reshard.spmd.shards.runner import replicated
-from reshard.spmd.tracing.graph_recording import RunFunction
-from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation, WithinCosts
+from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 from reshard.topology import Topology
 
 Spec = ShardingSpec | None
@@ -57,12 +56,8 @@ class OperationWatcher:
         placed: Sequence[Any],
         made: Sequence[Any],
         results: Sequence[Any],
-        run: RunFunction | None,
     ) -> None:
-        """An operation: its operands, those that it was called with, and its results likewise.
-
-        `run` carries out what is no operator; see `RecordedCall`.
-        """
+        """Append an operation; see `Watcher.saw`."""
         called, self._call = self._call, None
         # Views of what cannot keep its reshards have the same memory.
         is_view = operation.operator == WITH_SHARDING or (
@@ -89,9 +84,9 @@ class OperationWatcher:
                     (reused if is_known else before).extend(inserted)
                     if source is x.type and inserted:
                         self._known.add(key)
-        within = WithinCosts()
-        if run is not None:
-            within = run.count_within([x.type for x in placed])
+        within = BodyCosts()
+        if operation.body is not None:
+            within = operation.body.count_costs([x.type for x in placed])
         computed = [x.type for x in made] if called is None else called.made
         for number, x, kind, there in zip(operation.results, made, computed, results, strict=True):
             after += self._find_inserted(number, kind, x.type.spec)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from reshard.mesh import Axis
-from reshard.spmd.propagation.graph import WITH_SHARDING
+from reshard.spmd.graph import WITH_SHARDING
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 
 

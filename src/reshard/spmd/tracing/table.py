@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 
 from reshard.mesh import DeviceMesh
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.propagation.graph import WITH_SHARDING, Operation
+from reshard.spmd.graph import WITH_SHARDING, Operation
 from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.spmd.tracing.traced_operation import TracedOperation
 from reshard.text import bytes_text, count_text, duration_text, ranks_text, table
@@ -98,7 +98,7 @@ def sharding_text(kind: ArrayType | None) -> str:
 def call_text(operation: Operation, numbers: Mapping[int, str]) -> str:
     """An operator, its operands and its attributes. Numbers stand for themselves.
 
-    >>> from reshard.spmd.propagation.graph import Graph
+    >>> from reshard.spmd.graph import Graph
     >>> text = '''%0: float32[4]
     ... %1: float32[] = sum(%0; axis=0) ([i]) -> ([]) {i=4} reduction={i}
     ... return %1'''
@@ -108,7 +108,7 @@ def call_text(operation: Operation, numbers: Mapping[int, str]) -> str:
     words = [numbers.get(number, f"%{number}") for number in operation.operands]
     words += [
         f"{name}={value if isinstance(value, str) else repr(value)}"
-        for name, value in operation.attributes.items()
+        for name, value in operation.text_attributes.items()
         # False is the default of flags; the column of shardings says what `with_sharding` asks for.
         if value is not False and operation.operator != WITH_SHARDING
     ]

@@ -20,14 +20,13 @@ from typing import Any, Protocol
 from reshard.cost.formulas import check_library
 from reshard.errors import ShardError, UsageError
 from reshard.mesh import DeviceMesh
-from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
+from reshard.spmd.graph import Graph, Operation, Shardings, Spec
 from reshard.spmd.placement.pending_values import keep_pending
 from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost
-from reshard.spmd.propagation.graph import Graph, Operation
 from reshard.spmd.propagation.propagation import PropagatedGraph
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.array_value import ArrayValue
@@ -38,16 +37,9 @@ from reshard.spmd.shards.settling import unsettled
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.compute import with_compute
 from reshard.spmd.tracing.document import trace_document
-from reshard.spmd.tracing.graph_recording import (
-    Recording,
-    RunFunction,
-    filled,
-    library_for,
-    record,
-    type_of,
-)
+from reshard.spmd.tracing.graph_recording import filled, library_for, record, type_of
 from reshard.spmd.tracing.memory import with_memory
-from reshard.spmd.tracing.mesh_parts import meshes_of, place_parts, ranks_of
+from reshard.spmd.tracing.mesh_parts import place_parts, ranks_of
 from reshard.spmd.tracing.operation_watcher import OperationWatcher
 from reshard.spmd.tracing.page import trace_page
 from reshard.spmd.tracing.reshard_reasons import reason_lines
@@ -56,32 +48,14 @@ from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.topology import Topology
 
 STRATEGIES = ("eager", "basic", "prioritized", "aggressive", "widest", "cost")
-Spec = ShardingSpec | None
-
-
-@dataclass(frozen=True, slots=True)
-class Shardings:
-    """The sharding wanted of each value of a graph; None where operations decide.
-
-    Args:
-        values: by number.
-        operands: of each operation: in which shardings it is to read them.
-    """
-
-    values: tuple[Spec, ...]
-    operands: tuple[tuple[Spec, ...], ...]
 
 
 @dataclass(frozen=True)
 class Trace(TraceRecord):
     """The operations, reshards, time and memory of a function. Create one with `trace`.
 
-    Args: those of `TraceRecord`, and what `run` needs: the recorded function and the sharding of
-    each of its values.
+    Args: those of `TraceRecord`.
     """
-
-    recording: Recording
-    shardings: Shardings
 
     def run(self, *arguments: Any, runner: Runner | None = None) -> Any:
         """Execute the function in the shardings of the trace.
@@ -103,7 +77,7 @@ class Trace(TraceRecord):
         """
         # 1. The arrays among the arguments, in the order in which inputs were recorded.
         given = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
-        wanted = [n for n in self.graph.inputs if n not in self.recording.constants]
+        wanted = self.graph.arguments
         if len(given) != len(wanted):
             raise ShardError(
                 f"{len(given)} arrays, but {len(wanted)} were traced: "
@@ -114,7 +88,7 @@ class Trace(TraceRecord):
         keeper = runner or next(
             (one.runner for one in given if isinstance(one, ArrayValue)), runner_for(*given[:1])
         )
-        arrays = dict(zip(wanted, given, strict=True)) | dict(self.recording.constants)
+        arrays = dict(zip(wanted, given, strict=True)) | dict(self.graph.constants)
         # 3. Each input as it was traced.
         for number, name, kind in zip(self.graph.inputs, self.names, self.inputs, strict=True):
             if kind is None:
@@ -127,8 +101,7 @@ class Trace(TraceRecord):
             placed = array(arrays[number], kind.spec, runner=keeper)
             # Nobody writes to it while the function runs, so it keeps its reshards meanwhile.
             arrays[number] = ShardedArray.of_shards(placed.type, placed._shards, keeper)
-        values = carry_out(self.recording, self.shardings, arrays)
-        return filled(self.recording.results, values)
+        return filled(self.graph.returned, interpret(self.graph, arrays))
 
     def reasons(self) -> str:
         """The reasons of reshards: a line for each reshard that moves data.
@@ -195,19 +168,18 @@ def trace(
     (1536, 1920)
     """
     check_trace_options(strategy, topology, library)
-    # The graph, without any sharding. Operations that keep their shardings are compiled once.
+    # One runner, so that operations that keep their shardings are compiled once.
     runner = AbstractRunner(library_for(arguments))
     recorded = record_for(strategy, function, arguments, runner=runner)
-    shardings = shardings_of(recorded, strategy, topology, library)
-    moves_anew = _find_moved_anew(recorded, arguments) if strategy == "eager" else ()
-    return trace_placed(recorded, shardings, strategy, topology, library, runner, moves_anew)
+    moved_again = _find_moved_again(recorded, arguments) if strategy == "eager" else ()
+    graph = assign_shardings(recorded, strategy, topology, library)
+    return trace_graph(graph, strategy, topology, library, runner, moved_again)
 
 
-def _find_moved_anew(recorded: Recording, arguments: Sequence[Any]) -> list[int]:
-    """Inputs whose reshards eager operations cannot keep: they have memory of the program's."""
-    inputs = [n for n in recorded.graph.inputs if n not in recorded.constants]
+def _find_moved_again(graph: Graph, arguments: Sequence[Any]) -> list[int]:
+    """Return the inputs that view memory of the caller, whose reshards are not cached."""
     given = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
-    known = [*zip(inputs, given, strict=True), *recorded.constants.items()]
+    known = [*zip(graph.arguments, given, strict=True), *graph.constants.items()]
     return [n for n, x in known if isinstance(x, ArrayValue) and moves_each_time(x)]
 
 
@@ -229,112 +201,84 @@ def record_for(
     arguments: Sequence[Any],
     has_others: bool = False,
     runner: AbstractRunner | None = None,
-) -> Recording:
-    """The function's graph, as a strategy is to place it; see `record`."""
+) -> Graph:
+    """Record a function's graph for a strategy; see `record`."""
     with nullcontext() if strategy == "eager" else unsettled():
         return record(function, arguments, has_others, runner)
 
 
-def shardings_of(
-    recorded: Recording, strategy: str, topology: Topology | None, library: str
-) -> Shardings:
-    """The sharding of each value of a recorded function by a strategy."""
-    if strategy == "eager" or not meshes_of(recorded):
-        return keep_given(recorded)
+def assign_shardings(
+    graph: Graph, strategy: str, topology: Topology | None = None, library: str = "nccl"
+) -> Graph:
+    """Assign the shardings that a strategy chooses to all values of a recorded graph.
+
+    With "eager", inputs keep their shardings, and operations decide about all other values.
+    """
+    if strategy == "eager" or not graph.meshes:
+        shardings: list[Spec] = [None] * len(graph.values)
+        for number in graph.inputs:
+            spec = graph.values[number].sharding
+            shardings[number] = None if spec is None else plain_spec(spec)
+        return graph.with_shardings(shardings)
     machine = Machine(topology, library)
 
-    def place(
-        graph: Graph, known: dict[int, ShardingSpec], mesh: DeviceMesh
-    ) -> tuple[Sequence[Spec], Sequence[Sequence[Spec]]]:
-        found = _propagate(graph, known, mesh, strategy, machine)
-        return found.values, found.operands
+    def place(part: Graph, mesh: DeviceMesh) -> Shardings:
+        if strategy == "cost":
+            found = propagate_by_cost(part, part.requested, machine=machine).propagated
+        else:
+            found = keep_pending(propagate_graph(part, part.requested, strategy=strategy))
+        return shardings_from(found, mesh)
 
-    values, operands = place_parts(recorded, place)
-    return Shardings(tuple(values), tuple(operands))
-
-
-def trace_placed(
-    recorded: Recording,
-    shardings: Shardings,
-    strategy: str,
-    topology: Topology | None,
-    library: str,
-    runner: AbstractRunner | None = None,
-    moves_anew: Collection[int] = (),
-) -> Trace:
-    """The trace of a recorded function whose shardings a strategy has found; see `trace`.
-
-    `moves_anew` are inputs that move wherever they are read, by number; others do once.
-    """
-    meshes = meshes_of(recorded)
-    ranks = ranks_of(meshes)
-    if topology is not None:
-        topology.host_of(ranks)
-    # 1. The recorded calls again, on abstract arrays that have these shardings.
-    runner = AbstractRunner(recorded.library) if runner is None else runner
-    inputs = []
-    arrays: dict[int, Any] = dict(recorded.constants)
-    for number, kind in zip(recorded.graph.inputs, recorded.types, strict=True):
-        known = None if kind is None else kind.with_spec(shardings.values[number])
-        inputs.append(known)
-        if known is not None:
-            arrays[number] = runner.array(known, ShardedArray)
-    watcher = OperationWatcher(topology, library, moves_anew)
-    values = carry_out(recorded, shardings, arrays, watcher)
-    # 2. Memory and, where the device is known, computing are added to what was seen.
-    operations = with_memory(recorded.graph, inputs, watcher.found, ranks)
-    if topology is not None and topology.device is not None:
-        operations = with_compute(operations, ranks, topology.device)
-    return Trace(
-        recorded.graph,
-        strategy,
-        meshes,
-        recorded.names,
-        tuple(inputs),
-        operations,
-        tuple(values[number].type for number in recorded.graph.outputs),
-        topology,
-        recorded,
-        shardings,
-    )
-
-
-def keep_given(recorded: Recording) -> Shardings:
-    """Inputs as they were given; the rest as operations make it."""
-    graph = recorded.graph
-    values: list[Spec] = [None] * len(graph.values)
-    for number, kind in zip(graph.inputs, recorded.types, strict=True):
-        if kind is not None and kind.spec is not None:
-            values[number] = plain_spec(kind.spec)
-    return Shardings(tuple(values), tuple((None,) * len(o.operands) for o in graph.operations))
-
-
-def _propagate(
-    graph: Graph,
-    known: dict[int, ShardingSpec],
-    mesh: DeviceMesh,
-    strategy: str,
-    machine: Machine,
-) -> Shardings:
-    """Shardings of all values and operands, from those of the inputs and the `with_sharding`s."""
-    if strategy == "cost":
-        found = propagate_by_cost(graph, known, machine=machine).propagated
-    else:
-        found = keep_pending(propagate_graph(graph, known, strategy=strategy))
-    return shardings_from(found, mesh)
+    return place_parts(graph, place)
 
 
 def shardings_from(found: PropagatedGraph, mesh: DeviceMesh) -> Shardings:
-    """The shardings of all values and operands of a propagated graph; those not known are whole."""
+    """Return the shardings of a propagated graph; values that were not reached are replicated."""
     values = tuple(
         replicated(mesh, len(value.shape)) if spec is None else plain_spec(spec)
         for value, spec in zip(found.graph.values, found.values, strict=True)
     )
-    return Shardings(values, tuple(map(tuple, explicit_reshards(found).operands)))
+    return values, tuple(map(tuple, explicit_reshards(found).operands))
+
+
+def trace_graph(
+    graph: Graph,
+    strategy: str = "eager",
+    topology: Topology | None = None,
+    library: str = "nccl",
+    runner: AbstractRunner | None = None,
+    moved_again: Collection[int] = (),
+) -> Trace:
+    """Estimate a graph to which shardings are assigned: its reshards, time and memory.
+
+    Args:
+        graph: the graph; see `assign_shardings`.
+        strategy: the name of the strategy that chose its shardings.
+        topology, library: as for `trace`.
+        runner: the abstract runner to execute it with; a new one if None.
+        moved_again: inputs that are resharded each time they are read; others once per sharding.
+    """
+    ranks = ranks_of(graph.meshes)
+    if topology is not None:
+        topology.host_of(ranks)
+    # 1. Execute the graph on abstract arrays in these shardings.
+    runner = AbstractRunner(graph.library) if runner is None else runner
+    arrays: dict[int, Any] = dict(graph.constants)
+    for number, kind in zip(graph.inputs, graph.input_types, strict=True):
+        if kind is not None:
+            arrays[number] = runner.array(kind, ShardedArray)
+    watcher = OperationWatcher(topology, library, moved_again)
+    values = interpret(graph, arrays, watcher)
+    # 2. Add memory, and computation times if the topology describes devices.
+    operations = with_memory(graph, graph.input_types, watcher.found, ranks)
+    if topology is not None and topology.device is not None:
+        operations = with_compute(operations, ranks, topology.device)
+    outputs = tuple(values[number].type for number in graph.outputs)
+    return Trace(graph, strategy, operations, outputs, topology)
 
 
 class Watcher(Recorder, Protocol):
-    """A recorder of the calls, which also sees operations with what is resharded around them."""
+    """A recorder that also observes each operation of a graph with the reshards around it."""
 
     def saw(
         self,
@@ -343,49 +287,42 @@ class Watcher(Recorder, Protocol):
         placed: Sequence[Any],
         made: Sequence[Any],
         results: Sequence[Any],
-        run: RunFunction | None,
     ) -> None:
-        """An operation: its operands, those that it was called with, and its results likewise.
+        """Called after each operation.
 
-        `run` carries out what is no operator; see `RecordedCall`.
+        Args:
+            operation: the operation.
+            given, placed: its operands, and these in the shardings in which it reads them.
+            made, results: its results, and these in the shardings of their values.
         """
 
 
-def carry_out(
-    recorded: Recording,
-    shardings: Shardings,
-    inputs: Mapping[int, Any],
-    watcher: Watcher | None = None,
+def interpret(
+    graph: Graph, inputs: Mapping[int, Any], watcher: Watcher | None = None
 ) -> dict[int, Any]:
-    """The inputs and outputs of a recorded function. A watcher sees every operation.
+    """Execute a graph operation by operation, and return its inputs and outputs by number.
 
-    Values between them are kept until the last operation that reads them.
+    Intermediate values are freed after the last operation that reads them.
     """
     values = dict(inputs)
-    frees = recorded.graph.last_uses()
-    for operation, action, wanted, unread in zip(
-        recorded.graph.operations,
-        recorded.recorded_calls,
-        shardings.operands,
-        frees,
-        strict=True,
-    ):
+    for operation, unread in zip(graph.operations, graph.last_uses(), strict=True):
         given = [values[number] for number in operation.operands]
-        placed = [_reshard(x, spec) for x, spec in zip(given, wanted, strict=True)]
-        specs = [shardings.values[number] for number in operation.results]
-        if action.target is not None:
-            made, specs = placed, [action.target]
-        elif action.run is not None:
-            made = list(action.run(placed, find_runner(placed)))
+        reads = operation.reads
+        placed = list(map(_reshard, given, reads)) if reads else given
+        specs = [graph.values[number].sharding for number in operation.results]
+        if operation.target is not None:
+            made, specs = placed, [operation.target]
+        elif operation.body is not None:
+            made = list(operation.body.run(placed, find_runner(placed)))
         else:
             with nullcontext() if watcher is None else recording(watcher):
-                found = call(action.name, placed, action.attributes, action.options)
+                found = call(operation.operator, placed, operation.attributes, operation.options)
             made = list(found) if isinstance(found, tuple) else [found]
         results = [_reshard(x, spec) for x, spec in zip(made, specs, strict=True)]
         if watcher is not None:
-            watcher.saw(operation, given, placed, made, results, action.run)
+            watcher.saw(operation, given, placed, made, results)
         values.update(zip(operation.results, results, strict=True))
-        # What holds them here would keep them until the next operation is done.
+        # These references would keep the arrays until the next operation is done.
         del given, placed, made, results
         for number in unread:
             del values[number]
@@ -393,7 +330,7 @@ def carry_out(
 
 
 def find_runner(arrays: Sequence[Any]) -> Runner:
-    """The runner of arrays, an abstract one where some have no elements."""
+    """Return the runner of arrays: an abstract one if any of them has no elements."""
     found: Runner = max((x.runner for x in arrays), key=lambda runner: runner.is_abstract)
     return found
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from reshard.mesh import DeviceMesh
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.propagation.graph import Graph
+from reshard.spmd.graph import Graph
 from reshard.spmd.tracing.memory import held_bytes
 from reshard.spmd.tracing.mesh_parts import ranks_of
 from reshard.spmd.tracing.traced_operation import TracedOperation
@@ -24,27 +24,36 @@ class TraceRecord:
     """A traced function, as tables, pages and documents read it.
 
     Args:
-        graph: the function: values, operations, outputs.
-        strategy: by which shardings were found.
-        meshes: of all shardings; none where nothing is sharded.
-        names: what the function calls its inputs, in the order of `graph.inputs`.
-        inputs: their types; None for a number.
-        operations: one for each of the graph's.
-        outputs: types of what the function returns.
-        topology: of the times; None where there are none.
-        overlapped_s: how long it takes with movements beside computing; None where one operation
-            follows the other, or without a topology.
+        graph: the function, with the shardings of the strategy.
+        strategy: the strategy that chose the shardings.
+        operations: an estimate of each operation of the graph.
+        outputs: types of the results.
+        topology: the topology that times are estimated for; None without times.
+        overlapped_s: the time with overlap of communication and computation; None without overlap
+            or without a topology.
     """
 
     graph: Graph
     strategy: str
-    meshes: tuple[DeviceMesh, ...]
-    names: tuple[str, ...]
-    inputs: tuple[ArrayType | None, ...]
     operations: tuple[TracedOperation, ...]
     outputs: tuple[ArrayType, ...]
     topology: Topology | None
-    overlapped_s: float | None = field(default=None, kw_only=True)
+    overlapped_s: float | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the inputs, in the order of `graph.inputs`."""
+        return self.graph.names
+
+    @cached_property
+    def inputs(self) -> tuple[ArrayType | None, ...]:
+        """The types of the inputs; None for a Python number."""
+        return self.graph.input_types
+
+    @cached_property
+    def meshes(self) -> tuple[DeviceMesh, ...]:
+        """The meshes of all shardings; empty if nothing is sharded."""
+        return self.graph.meshes
 
     @property
     def mesh(self) -> DeviceMesh | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,7 +10,7 @@ from reshard.collectives.program import Program
 from reshard.cost.estimate import Estimate
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.propagation.graph import Operation
+from reshard.spmd.graph import BodyCosts, Operation
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.topology import Topology
 
@@ -73,45 +72,6 @@ class InsertedReshard:
         return f"%{self.value} {steps} to `{self.target}`"
 
 
-@dataclass(frozen=True, slots=True)
-class WithinCosts:
-    """What an operation that is a function itself moves and holds within.
-
-    Args:
-        moved_bytes: that ranks receive of others, summed over ranks.
-        held_bytes: the most that each rank holds beyond the operands; of None, what all others do.
-    """
-
-    moved_bytes: int = 0
-    held_bytes: Mapping[int | None, int] = field(default_factory=dict)
-
-    def held_by(self, rank: int | None) -> int:
-        """The bytes that a rank holds beyond the operands."""
-        return self.held_bytes.get(rank, self.held_bytes.get(None, 0))
-
-    def plus(self, kinds: Iterable[ArrayType]) -> WithinCosts:
-        """The same, with arrays of these types beside what it holds."""
-        held: dict[int | None, int] = {}
-        for kind in kinds:
-            # What is over no mesh is with every rank.
-            ranks = (None,) if kind.spec is None else kind.spec.mesh.devices
-            for rank in ranks:
-                shape = kind.shape if rank is None else kind.layout.local_shape(rank) or (0,)
-                held[rank] = held.get(rank, 0) + math.prod(shape) * kind.dtype.itemsize_bytes
-        everywhere = held.pop(None, 0)
-        ranks_known = {None, *held, *self.held_bytes}
-        return WithinCosts(
-            self.moved_bytes,
-            {one: self.held_by(one) + held.get(one, 0) + everywhere for one in ranks_known},
-        )
-
-    def most(self, other: WithinCosts) -> WithinCosts:
-        """The greater of both, in each respect."""
-        ranks = {*self.held_bytes, *other.held_bytes}
-        held = {rank: max(self.held_by(rank), other.held_by(rank)) for rank in ranks}
-        return WithinCosts(max(self.moved_bytes, other.moved_bytes), held)
-
-
 @dataclass(frozen=True)
 class TracedOperation:
     """An operation and what goes on around it.
@@ -146,7 +106,7 @@ class TracedOperation:
     live_bytes: tuple[int, ...] = field(default=())
     held_bytes: tuple[int, ...] = field(default=())
     compute_s: tuple[float, ...] = field(default=())
-    within: WithinCosts = field(default_factory=WithinCosts)
+    within: BodyCosts = field(default_factory=BodyCosts)
     may_stop: bool = False
 
     @property

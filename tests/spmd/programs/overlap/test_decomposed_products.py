@@ -191,8 +191,8 @@ def test_a_program_is_in_pieces_over_processes_alone() -> None:
     for _ in range(2):
         found = program(x, w)
         np.testing.assert_array_equal(found.to_dense(), function(x, w).to_dense())
-    (recorded,) = program._programs.values()
-    assert [one.operator for one in recorded._recorded.graph.operations] == [
+    (compiled,) = program._programs.values()
+    assert [one.operator for one in compiled._graph.operations] == [
         "with_sharding",
         "matmul",
     ]

@@ -7,13 +7,13 @@ from random import Random
 import pytest
 
 from reshard import DeviceMesh, spec
+from reshard.spmd.graph import Graph
 from reshard.spmd.operators.table import rule_of
 from reshard.spmd.propagation.axis_parts import AxisTable
 from reshard.spmd.propagation.by_cost.common_reads import NOTHING, Decisions
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
 from reshard.spmd.propagation.by_cost.cost_problem import CostProblem
 from reshard.spmd.propagation.by_cost.cost_propagation import OTHERS
-from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.strategies import propagate_graph
 
 MESH = DeviceMesh.of(x=2, y=2)

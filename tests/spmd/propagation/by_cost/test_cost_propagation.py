@@ -18,6 +18,7 @@ from reshard.cost import load_preset
 from reshard.dtypes import dtype
 from reshard.plans.plan import Plan
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.graph import Graph
 from reshard.spmd.operators.table import rule_of
 from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation.axis_parts import AxisTable
@@ -25,7 +26,6 @@ from reshard.spmd.propagation.by_cost import cost_propagation
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
 from reshard.spmd.propagation.by_cost.cost_problem import CostProblem
 from reshard.spmd.propagation.by_cost.cost_propagation import OTHERS, propagate_by_cost
-from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.topology import Device, Link, Overhead, Topology

@@ -32,6 +32,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.arrays.sharded_array import array
+from reshard.spmd.graph import Graph, Shardings
 from reshard.spmd.programs.automatic.input_search import InputSearch
 from reshard.spmd.programs.automatic.least_inputs import least_inputs
 from reshard.spmd.programs.automatic.usual_layouts import InputLayout, usual_layouts
@@ -41,18 +42,10 @@ from reshard.spmd.programs.overlap.overlapped_trace import check_overlap
 from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.by_cost.nearly_least import Choices
-from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.runner import replicated
-from reshard.spmd.tracing.graph_recording import Recording, type_of
-from reshard.spmd.tracing.mesh_parts import meshes_of
-from reshard.spmd.tracing.trace import (
-    Shardings,
-    Trace,
-    check_trace_options,
-    record_for,
-    shardings_from,
-)
+from reshard.spmd.tracing.graph_recording import type_of
+from reshard.spmd.tracing.trace import Trace, check_trace_options, record_for, shardings_from
 from reshard.topology import Topology
 
 # Operations of a graph in which the best is proven.
@@ -230,10 +223,10 @@ class _Choosing:
         self._is_free = [kind.spec is None for kind in arrays]
         whole = self._fill(replicated(mesh, kind.ndim) for kind in arrays if kind.spec is None)
         with unrecorded():
-            recorded = simplified(record_for("cost", function, whole, has_others=True))
-        self._check_meshes(meshes_of(recorded))
-        self._graph = recorded.graph
-        self._search = self._begin(recorded, machine)
+            graph = simplified(record_for("cost", function, whole, has_others=True))
+        self._check_meshes(graph.meshes)
+        self._graph = graph
+        self._search = self._begin(graph, machine)
         self._is_small = len(self._graph.operations) <= MOST_PROVEN
 
     def _check_meshes(self, meshes: Iterable[DeviceMesh]) -> None:
@@ -257,17 +250,16 @@ class _Choosing:
         filled: list[Any] = replaced(self._arguments, typed)
         return filled
 
-    def _begin(self, recorded: Recording, machine: Machine) -> InputSearch:
-        graph, types = recorded.graph, dict(zip(recorded.graph.inputs, recorded.types, strict=True))
-        inputs = [number for number in graph.inputs if number not in recorded.constants]
-        free = [number for number, is_free in zip(inputs, self._is_free, strict=True) if is_free]
-        known = {n: kind.spec for n, kind in types.items() if kind is not None and n not in free}
+    def _begin(self, graph: Graph, machine: Machine) -> InputSearch:
+        pairs = zip(graph.arguments, self._is_free, strict=True)
+        free = [number for number, is_free in pairs if is_free]
+        known = {n: graph.values[n].sharding for n in graph.inputs if n not in free}
         ties: dict[int, int] = {}
-        for operation, action in zip(graph.operations, recorded.recorded_calls, strict=True):
-            if action.like in free:
-                ties[operation.results[0]] = action.like
-            elif action.target is not None:
-                known[operation.results[0]] = action.target
+        for operation in graph.operations:
+            if operation.like in free:
+                ties[operation.results[0]] = operation.like
+            elif operation.target is not None:
+                known[operation.results[0]] = operation.target
         annotations = {number: spec for number, spec in known.items() if spec is not None}
         return InputSearch(graph, annotations, free, ties, self._mesh, machine)
 
@@ -442,7 +434,7 @@ class _Choosing:
         search = self._search
         known = []
         if near is not None and self._has_same_values(near.trace):
-            known = [near.trace.shardings.values]
+            known = [near.trace.graph.shardings[0]]
         placed = search.placed(search.least(price * search.byte_s, held, known))
         known_specs = [placed.values[number] for number in search.free]
         specs = tuple([spec for spec in known_specs if spec is not None])

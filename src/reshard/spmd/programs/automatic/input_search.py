@@ -28,12 +28,12 @@ import numpy as np
 from reshard.dtypes import dtype
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
+from reshard.spmd.graph import Graph
 from reshard.spmd.propagation.axis_parts import AxisTable, Sharding, size_of
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
 from reshard.spmd.propagation.by_cost.cost_problem import CostProblem, close
 from reshard.spmd.propagation.by_cost.cost_table import CostTable, FloatArray
 from reshard.spmd.propagation.by_cost.nearly_least import Choices, improved
-from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
 
 # Kinds of inputs that are seeds, the largest ones first, and seeds that are laid beside others.

@@ -26,17 +26,18 @@ from typing import Any
 
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.graph import Graph, Operation, Value
 from reshard.spmd.operators.table import operator_of
 from reshard.spmd.programs.overlap.overlapped_trace import with_overlap
-from reshard.spmd.propagation.graph import WITH_SHARDING, Graph, Operation, Value
 from reshard.spmd.rules.sharding_rule import OpShardingRule
-from reshard.spmd.tracing.graph_recording import RecordedCall
-from reshard.spmd.tracing.trace import Shardings, Trace, trace_placed
+from reshard.spmd.tracing.trace import Trace, trace_graph
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 
 PRODUCTS = ("matmul", "einsum")
 COUNTS = (2, 4, 8)
-"""Of pieces."""
+"""Numbers of pieces."""
+NO_RULE = OpShardingRule([], [], [])
+"""Stands for the rule of an operation whose operands are not known yet."""
 
 
 def overlapped(
@@ -72,7 +73,7 @@ def decomposed(traced: Trace, library: str) -> Trace | None:
     taken: set[int] = set()
     chosen: dict[int, _Decomposition] = {}
     for place, step in enumerate(placed.steps):
-        if step.call.target is None:
+        if step.target is None:
             continue
         for products in (placed.maker_of(place), placed.readers_of(place)):
             if not products or not taken.isdisjoint(products):
@@ -84,18 +85,8 @@ def decomposed(traced: Trace, library: str) -> Trace | None:
                 break
     if not chosen:
         return None
-    recorded, shardings = _PieceWriter(placed, chosen).run()
-    return trace_placed(recorded, shardings, traced.strategy, traced.topology, library)
-
-
-@dataclass(frozen=True, slots=True)
-class _MovedStep:
-    """An operation with the shardings that its operands are wanted in, and what its trace says."""
-
-    operation: Operation
-    call: RecordedCall
-    wanted: tuple[ShardingSpec | None, ...]
-    traced: TracedOperation | None = None
+    graph = _PieceWriter(placed, chosen).run()
+    return trace_graph(graph, traced.strategy, traced.topology, library)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,42 +111,36 @@ class _Decomposition:
 
 
 class _MovedFunction:
-    """A placed function whose movements are operations, each with a value of its own."""
+    """A graph in which all reshards are operations, each with a value of its own.
+
+    `traced` has the estimate of each of its operations; None for reshards.
+    """
 
     def __init__(self, traced: Trace) -> None:
-        self.traced = traced
-        graph = traced.graph
-        self.values = list(graph.values)
-        self.specs = list(traced.shardings.values)
+        self.graph, self.topology = traced.graph, traced.topology
+        self.values = list(traced.graph.values)
         self.kinds: dict[int, ArrayType | None] = dict(
-            zip(graph.inputs, traced.inputs, strict=True)
+            zip(traced.graph.inputs, traced.inputs, strict=True)
         )
-        self.steps: list[_MovedStep] = []
+        self.steps: list[Operation] = []
+        self.traced: list[TracedOperation | None] = []
         self._moved: dict[tuple[int, ShardingSpec], int] = {}
-        for one, call, wanted in zip(
-            traced.operations,
-            traced.recording.recorded_calls,
-            traced.shardings.operands,
-            strict=True,
-        ):
-            self._add(one, call, wanted)
-        self.maker = {n: place for place, s in enumerate(self.steps) for n in s.operation.results}
+        for one in traced.operations:
+            self._add(one)
+        self.maker = {n: place for place, step in enumerate(self.steps) for n in step.results}
         self.readers: dict[int, list[int]] = {}
         for place, step in enumerate(self.steps):
-            for number in dict.fromkeys(step.operation.operands):
+            for number in dict.fromkeys(step.operands):
                 self.readers.setdefault(number, []).append(place)
 
     def new_value(self, kind: ArrayType | None, shape: Sequence[int], dtype: str) -> int:
         number = len(self.values)
         self.values.append(Value(number, tuple(shape), dtype))
-        self.specs.append(None)
         self.kinds[number] = kind
         return number
 
-    def _add(
-        self, one: TracedOperation, call: RecordedCall, wanted: tuple[ShardingSpec | None, ...]
-    ) -> None:
-        """An operation behind the movements of its operands, and before those of its results."""
+    def _add(self, one: TracedOperation) -> None:
+        """Append the reshards of its operands, the operation, and the reshards of its results."""
         reshards = [*one.before, *one.reused]
         operands = []
         for number, kind, spec in zip(
@@ -173,31 +158,36 @@ class _MovedFunction:
             operands.append(at)
         results = one.operation.results
         # What `with_sharding` moves is a movement already.
-        after = () if call.target is not None else one.after
+        after = () if one.operation.target is not None else one.after
         makes = {
             r.value: self.new_value(r.source, r.source.shape, r.source.dtype.name) for r in after
         }
         made = tuple(makes.get(number, number) for number in results)
-        operation = replace(one.operation, operands=tuple(operands), results=made)
-        self.steps.append(_MovedStep(operation, call, wanted, one))
+        self.steps.append(replace(one.operation, operands=tuple(operands), results=made))
+        self.traced.append(one)
         for number, kind in zip(results, one.results, strict=True):
             self.kinds[number] = kind
         for reshard in after:
-            self.steps.append(_moving(makes[reshard.value], reshard.value, reshard))
+            self._add_reshard(makes[reshard.value], reshard.value, reshard)
 
     def _move(self, number: int, reshard: InsertedReshard) -> int:
         key = (number, reshard.target)
         if key not in self._moved:
             kind = reshard.result
             self._moved[key] = made = self.new_value(kind, kind.shape, kind.dtype.name)
-            self.steps.append(_moving(number, made, reshard))
+            self._add_reshard(number, made, reshard)
         return self._moved[key]
+
+    def _add_reshard(self, source: int, result: int, reshard: InsertedReshard) -> None:
+        shape = reshard.source.shape
+        self.steps.append(Operation.with_sharding(source, result, shape, reshard.target))
+        self.traced.append(None)
 
     def maker_of(self, place: int) -> tuple[int, ...]:
         """The product that makes what a movement moves, if nothing else reads that."""
-        (source,) = self.steps[place].operation.operands
+        (source,) = self.steps[place].operands
         maker = self.maker.get(source, -1)
-        if source in self.traced.graph.outputs or self.readers[source] != [place]:
+        if source in self.graph.outputs or self.readers[source] != [place]:
             return ()
         return (maker,) if maker >= 0 and self._is_product(maker) else ()
 
@@ -206,7 +196,7 @@ class _MovedFunction:
 
         None where something else reads it before them: it would need the pieces together.
         """
-        (made,) = self.steps[place].operation.results
+        (made,) = self.steps[place].results
         readers = self.readers.get(made, [])
         products = [n for n in readers if self._is_product(n)]
         first = products[0] if products else 0
@@ -215,27 +205,27 @@ class _MovedFunction:
         return tuple(
             n
             for n in products
-            if all(self.maker.get(x, -1) < first for x in self.steps[n].operation.operands)
+            if all(self.maker.get(x, -1) < first for x in self.steps[n].operands)
         )
 
     def _is_product(self, place: int) -> bool:
-        one = self.steps[place].operation
+        one = self.steps[place]
         # One value as both operands would be cut along two dimensions at once.
         return one.operator in PRODUCTS and len(set(one.operands)) == len(one.operands)
 
     def choose(self, place: int, products: tuple[int, ...], library: str) -> _Decomposition | None:
         """The pieces that take the least time; None where the whole takes less."""
-        moving = self.steps[place].operation
+        moving = self.steps[place]
         source, target = (self.kinds[n] for n in (*moving.operands, *moving.results))
         if source is None or target is None or source.spec is None or target.spec is None:
             return None
         if source.spec.mesh is not target.spec.mesh:
             return None
-        topology = self.traced.topology
+        topology = self.topology
         whole = InsertedReshard(0, source, target.spec, topology, library)
         if not whole.moved_elements:
             return None
-        calls = [self.steps[n].traced for n in products]
+        calls = [self.traced[n] for n in products]
         computing_s = sum(one.busiest_s for one in calls if one is not None)
         best: _Decomposition | None = None
         best_s = whole.seconds_s + computing_s
@@ -257,16 +247,15 @@ class _MovedFunction:
         self, place: int, products: tuple[int, ...]
     ) -> Iterator[tuple[int, tuple[tuple[int, ...], int]]]:
         """Dimensions along which it can be cut, with the products' factors and the parts."""
-        moving = self.steps[place].operation
+        moving = self.steps[place]
         (source,), (target,) = moving.operands, moving.results
         for dim in range(len(self.values[source].shape)):
             cuts = [self._parts(n, dim) for n in (source, target)]
             factors = []
             for number in products:
                 step = self.steps[number]
-                reads, rule = step.operation, step.operation.rule
-                tensors = (*rule.operands, *rule.results)
-                numbers = (*reads.operands, *reads.results)
+                rule, tensors = step.rule, step.rule.tensors
+                numbers = (*step.operands, *step.results)
                 mapping = next(
                     one for one, n in zip(tensors, numbers, strict=True) if n in (source, target)
                 )
@@ -296,11 +285,11 @@ class _MovedFunction:
         self, place: int, products: tuple[int, ...], factors: tuple[int, ...], parts: int
     ) -> float:
         """How long it takes to put results together, and to take pieces out of parts."""
-        device = self.traced.topology and self.traced.topology.device
-        assembled = {n for one in products for n in self.steps[one].operation.results}
+        device = self.topology and self.topology.device
+        assembled = {n for one in products for n in self.steps[one].results}
         if parts > 1:
             for one, factor in zip(products, factors, strict=True):
-                step = self.steps[one].operation
+                step = self.steps[one]
                 assembled.update(
                     n
                     for n, dims in zip(step.operands, step.rule.operands, strict=True)
@@ -315,20 +304,6 @@ class _MovedFunction:
             return 0.0
         cut = math.prod(self._parts(number, dim) or 1 for dim in range(kind.ndim))
         return math.prod(kind.shape) * kind.dtype.itemsize_bytes / cut
-
-
-def _moving(source: int, target: int, reshard: InsertedReshard) -> _MovedStep:
-    return _with_sharding(source, target, reshard.source.shape, reshard.target)
-
-
-def _with_sharding(
-    source: int, target: int, shape: Sequence[int], spec: ShardingSpec
-) -> _MovedStep:
-    mapping = tuple((dim,) for dim in range(len(shape)))
-    rule = OpShardingRule([mapping], [mapping], shape)
-    said = MappingProxyType({"sharding": str(spec)})
-    operation = Operation(WITH_SHARDING, (source,), (target,), rule, said)
-    return _MovedStep(operation, RecordedCall(WITH_SHARDING, {}, {}, spec), (None,))
 
 
 def _with_size(kind: ArrayType, dim: int, size: int) -> ArrayType:
@@ -352,13 +327,13 @@ class _PieceWriter:
     def __init__(self, placed: _MovedFunction, chosen: dict[int, _Decomposition]) -> None:
         self._placed = placed
         self._chosen = chosen
-        self._steps: list[_MovedStep] = []
+        self._steps: list[Operation] = []
         # Of values that are put together, where they are read first: their pieces.
         self._waiting: dict[int, tuple[list[int], int, int]] = {}
         self._cut: dict[tuple[int, int, int, int], list[int]] = {}
 
-    def run(self) -> tuple[Any, Shardings]:
-        placed, traced = self._placed, self._placed.traced
+    def run(self) -> Graph:
+        placed, graph = self._placed, self._placed.graph
         first = {min(one.products): place for place, one in self._chosen.items()}
         replaced = {n for one in self._chosen.values() for n in one.products}
         for place, step in enumerate(placed.steps):
@@ -366,26 +341,18 @@ class _PieceWriter:
                 self._in_pieces(first[place], self._chosen[first[place]])
             if place in replaced or place in self._chosen:
                 continue
-            for number in step.operation.operands:
+            for number in step.operands:
                 self._put_together(number)
             self._steps.append(step)
-        for number in traced.graph.outputs:
+        for number in graph.outputs:
             self._put_together(number)
-        recorded, graph = traced.recording, traced.graph
-        operations = tuple(one.operation for one in self._steps)
-        again = replace(
-            recorded,
-            graph=Graph(tuple(placed.values), graph.inputs, operations, graph.outputs),
-            recorded_calls=tuple(one.call for one in self._steps),
-        )
-        operands = tuple(one.wanted for one in self._steps)
-        return again, Shardings(tuple(placed.specs), operands)
+        return replace(graph, values=tuple(placed.values), operations=tuple(self._steps))
 
     def _in_pieces(self, place: int, pieces: _Decomposition) -> None:
-        moving = self._placed.steps[place].operation
+        moving = self._placed.steps[place]
         (source,), (moved,) = moving.operands, moving.results
         dim, parts, count = pieces.dim, pieces.parts, pieces.count
-        is_before = all(moved in self._placed.steps[n].operation.operands for n in pieces.products)
+        is_before = all(moved in self._placed.steps[n].operands for n in pieces.products)
         made: dict[int, list[int]] = {moved: []}
         # All of them at first, so that each can travel before the product of the one before.
         sources = [self._piece(source, dim, pieces, n) for n in range(count)] if is_before else []
@@ -398,20 +365,21 @@ class _PieceWriter:
                     made[moved][number]
                     if is_before and n == moved
                     else self._operand(n, dims, factor, pieces, number)
-                    for n, dims in zip(
-                        step.operation.operands, step.operation.rule.operands, strict=True
-                    )
+                    for n, dims in zip(step.operands, step.rule.operands, strict=True)
                 ]
-                (result,) = step.operation.results
-                wanted = step.wanted if step.traced is None else step.traced.runs_with
-                dtype = self._placed.values[result].dtype
-                own = self._add_call(step.call, inputs, wanted, dtype)
+                (result,) = step.results
+                known = self._placed.traced[product]
+                own = self._add_operation(
+                    replace(step, reads=step.reads if known is None else known.runs_with),
+                    inputs,
+                    self._placed.values[result].dtype,
+                )
                 made.setdefault(result, []).append(own)
                 if not is_before:
                     made[moved].append(self._add_movement(own, pieces.target))
         if is_before:
             for product, factor in zip(pieces.products, pieces.factors, strict=True):
-                operation = self._placed.steps[product].operation
+                operation = self._placed.steps[product]
                 (dims,), (result,) = operation.rule.results, operation.results
                 at = next(n for n, own in enumerate(dims) if factor in own)
                 self._waiting[result] = (made[result], at, parts)
@@ -470,30 +438,25 @@ class _PieceWriter:
     def _add_named(
         self, name: str, operands: Sequence[int], result: int | None = None, **attributes: Any
     ) -> int:
-        call = RecordedCall(name, attributes, {})
         dtype = self._placed.values[operands[0]].dtype
-        return self._add_call(call, operands, (None,) * len(operands), dtype, result)
+        operation = Operation(name, (), (), NO_RULE, MappingProxyType(attributes))
+        return self._add_operation(operation, operands, dtype, result)
 
     def _add_movement(self, number: int, spec: ShardingSpec) -> int:
         value = self._placed.values[number]
         made = self._placed.new_value(None, value.shape, value.dtype)
-        self._steps.append(_with_sharding(number, made, value.shape, spec))
+        self._steps.append(Operation.with_sharding(number, made, value.shape, spec))
         return made
 
-    def _add_call(
-        self,
-        call: RecordedCall,
-        operands: Sequence[int],
-        wanted: Sequence[ShardingSpec | None],
-        dtype: str,
-        result: int | None = None,
+    def _add_operation(
+        self, like: Operation, operands: Sequence[int], dtype: str, result: int | None = None
     ) -> int:
-        """A new operation, whose result is a new value where none is given."""
+        """Append an operation like another on other operands; its result is new if None."""
         shapes = [self._placed.values[n].shape for n in operands]
-        inferred = operator_of(call.name).inferred(shapes, **call.attributes)
+        inferred = operator_of(like.operator).inferred(shapes, **like.attributes)
         if result is None:
             result = self._placed.new_value(None, inferred.result_shapes[0], dtype)
-        said = MappingProxyType(dict(call.attributes))
-        operation = Operation(call.name, tuple(operands), (result,), inferred.rule, said)
-        self._steps.append(_MovedStep(operation, call, tuple(wanted)))
+        self._steps.append(
+            replace(like, operands=tuple(operands), results=(result,), rule=inferred.rule)
+        )
         return result

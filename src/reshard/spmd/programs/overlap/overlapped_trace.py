@@ -22,7 +22,7 @@ from reshard.spmd.programs.prepared_program import Preparation
 from reshard.spmd.programs.steps.step_order import Action, ProgramStep
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.memory import extra_bytes_of, held_bytes
-from reshard.spmd.tracing.trace import Trace, carry_out
+from reshard.spmd.tracing.trace import Trace, interpret
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 
 
@@ -44,16 +44,15 @@ def with_overlap(traced: Trace, overlap: int, library: str, given_up: Sequence[i
         library: whose collectives take the time.
         given_up: inputs that the caller does not keep, by number.
     """
-    recorded = traced.recording
-    numbers = recorded.graph.inputs
-    kinds = {n: one for n, one in zip(numbers, traced.inputs, strict=True) if one is not None}
-    runner = AbstractRunner(recorded.library)
+    graph = traced.graph
+    kinds = {n: one for n, one in zip(graph.inputs, traced.inputs, strict=True) if one is not None}
+    runner = AbstractRunner(graph.library)
     preparation = Preparation(runner, kinds)
-    arrays = dict(recorded.constants) | {
+    arrays = dict(graph.constants) | {
         number: runner.array(kind, ShardedArray) for number, kind in kinds.items()
     }
-    carry_out(recorded, traced.shardings, arrays, preparation)
-    order = preparation.order(recorded.graph.outputs, overlap)
+    interpret(graph, arrays, preparation)
+    order = preparation.order(graph.outputs, overlap)
     gone = () if preparation.may_stop else given_up
     inputs = preparation.registers([n for n in kinds if n not in gone])
     operations = _with_memory(traced, preparation, order, inputs)

@@ -21,19 +21,13 @@ from typing import Any
 from reshard.errors import UsageError
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import leaves
+from reshard.spmd.graph import Graph, Operation, Value
 from reshard.spmd.operators.table import operator_of
 from reshard.spmd.programs.traced_function import as_abstract
-from reshard.spmd.propagation.graph import Graph, Operation
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import recorders, unrecorded
 from reshard.spmd.shards.pending_sums import settled
-from reshard.spmd.tracing.graph_recording import (
-    GraphRecorder,
-    RecordedCall,
-    Recording,
-    ValuePlace,
-    record,
-)
+from reshard.spmd.tracing.graph_recording import GraphRecorder, record
 
 Back = Callable[[Any], tuple[Any, Callable[[], Any]]]
 """From a cotangent to that of the stage's array, and what gives the gradients then."""
@@ -47,13 +41,13 @@ class PassPart:
     """A pass: its operations, and values by number.
 
     Args:
-        operations: with the calls that carry them out.
+        operations: of the whole graph.
         reads: what it is given of values before it.
         makes: what it returns, and later parts read.
         kept: what is needed after it.
     """
 
-    operations: tuple[tuple[Operation, RecordedCall], ...]
+    operations: tuple[Operation, ...]
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     kept: frozenset[int]
@@ -73,7 +67,7 @@ class RecordedStage:
         gradients: of the parameters, as a tree of the places of values.
     """
 
-    whole: Recording
+    whole: Graph
     kinds: tuple[ArrayType | None, ...]
     parts: tuple[PassPart, ...]
     made: int
@@ -84,9 +78,7 @@ class RecordedStage:
     @property
     def arguments(self) -> list[int]:
         """The inputs that the stage is given, in their order."""
-        constants = self.whole.constants
-        inputs = self.whole.graph.inputs
-        return [n for n in inputs if n not in constants and n != self.cotangent]
+        return [number for number in self.whole.arguments if number != self.cotangent]
 
     @property
     def returned(self) -> tuple[int | None, ...]:
@@ -98,41 +90,42 @@ class RecordedStage:
         """The values of the gradients, in the order of the parameters."""
         return _numbers(self.gradients)
 
-    def recording_of(self, part: PassPart, known: bool) -> Recording:
-        """A part as a function of what it reads. It returns what it makes, then the gradients.
+    def graph_of(self, part: PassPart, known: bool) -> Graph:
+        """Return the graph of a pass, from what it reads to what it makes and the gradients.
 
-        One that has `known` gradients is given these as well, and returns the sums; a part that is
-        not the last one returns no gradients.
+        With `known` gradients, it takes these as well and returns the sums. Only the last pass
+        returns gradients.
         """
-        values, kinds = list(self.whole.graph.values), list(self.kinds)
+        values = [
+            replace(value, sharding=None if kind is None else kind.spec)
+            for value, kind in zip(self.whole.values, self.kinds, strict=True)
+        ]
         operations, inputs = list(part.operations), list(part.reads)
         returned = self.gradient_numbers if part is self.parts[-1] else []
         if known:
             for place, number in enumerate(returned):
                 before, total = len(values), len(values) + 1
                 values += [replace(values[number], index=n) for n in (before, total)]
-                kinds += [kinds[number]] * 2
                 shape = values[number].shape
                 rule = operator_of("add").rule([shape, shape])
                 add = Operation("add", (before, number), (total,), rule)
                 # As soon as it is there, so that it is not kept beside all others.
-                ready = [n + 1 for n, (one, _) in enumerate(operations) if number in one.results]
-                operations.insert(max(ready, default=0), (add, RecordedCall("add", {}, {})))
+                ready = [n + 1 for n, one in enumerate(operations) if number in one.results]
+                operations.insert(max(ready, default=0), add)
                 inputs.append(before)
                 returned[place] = total
-        read = {number for one, _ in operations for number in one.operands}
+        read = {number for one in operations for number in one.operands}
         constants = {n: x for n, x in self.whole.constants.items() if n in read}
         inputs += constants
         outputs = (*part.makes, *returned)
-        graph = Graph(tuple(values), tuple(inputs), tuple(one for one, _ in operations), outputs)
-        return Recording(
-            graph,
+        return Graph(
+            tuple(values),
+            tuple(inputs),
+            tuple(operations),
+            outputs,
             tuple(f"%{number}" for number in inputs),
-            tuple(kinds[number] for number in inputs),
             MappingProxyType(constants),
-            tuple(call for _, call in operations),
-            [],
-            [ValuePlace(number) for number in outputs],
+            [values[number] for number in outputs],
             self.whole.library,
         )
 
@@ -160,7 +153,7 @@ def record_stage(
         ends.append(len(recorder.operations))
         kind = settled(made.type)
         cotangent = as_abstract(recorder.runner, kind)
-        cotangents.append(recorder.input(cotangent, kind, "cotangent"))
+        cotangents.append(recorder.input(cotangent, kind, "cotangent").index)
         slope, rest = back(cotangent)
         if is_split:
             ends.append(len(recorder.operations))
@@ -168,28 +161,28 @@ def record_stage(
 
     with unrecorded():
         whole = record(run, [own, *given], has_others=True)
-    made, slope, gradients = whole.results
+    made, slope, gradients = whole.returned
     returned = [_numbers(made), _numbers(slope), []][: len(ends) + 1]
-    wanted = {number for tree in whole.results for number in _numbers(tree)}
+    wanted = {number for tree in whole.returned for number in _numbers(tree)}
     if not wanted.isdisjoint(whole.constants):
         raise UsageError("a stage returned an array that it was not given")
     return RecordedStage(
         whole,
-        found[0].kinds,
+        found[0].types,
         _cut(whole, ends, returned, _numbers(gradients)),
-        made.value,
+        made.index,
         cotangents[0],
-        None if slope is None else slope.value,
+        None if slope is None else slope.index,
         gradients,
     )
 
 
 def _numbers(tree: Any) -> list[int]:
-    return [leaf.value for _, leaf in leaves([tree]) if isinstance(leaf, ValuePlace)]
+    return [leaf.index for _, leaf in leaves([tree]) if isinstance(leaf, Value)]
 
 
 def _cut(
-    whole: Recording,
+    whole: Graph,
     ends: Sequence[int],
     returned: Sequence[Sequence[int]],
     gradients: Sequence[int],
@@ -198,19 +191,18 @@ def _cut(
 
     Each returns some values; the last one has to have the gradients too.
     """
-    pairs = list(zip(whole.graph.operations, whole.recorded_calls, strict=True))
-    own: list[list[tuple[Operation, RecordedCall]]] = [[] for _ in returned]
+    own: list[list[Operation]] = [[] for _ in returned]
     needed = {number for some in (*returned, gradients) for number in some}
-    for place, pair in reversed(list(enumerate(pairs))):
-        if needed.intersection(pair[0].results):
-            needed.update(pair[0].operands)
-            own[bisect_right(ends, place)].insert(0, pair)
+    for place, operation in reversed(list(enumerate(whole.operations))):
+        if needed.intersection(operation.results):
+            needed.update(operation.operands)
+            own[bisect_right(ends, place)].insert(0, operation)
     parts: list[PassPart] = []
     after: set[int] = set()
     ending = {*gradients}
     for operations, some in zip(reversed(own), reversed(returned), strict=True):
-        made = {number for one, _ in operations for number in one.results}
-        read = {number for one, _ in operations for number in one.operands}
+        made = {number for one in operations for number in one.results}
+        read = {number for one in operations for number in one.operands}
         reads = (read | ending | {*some}) - made - whole.constants.keys()
         makes = tuple(sorted(made & (after | {*some})))
         parts.insert(0, PassPart(tuple(operations), tuple(sorted(reads)), makes, frozenset(after)))

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.spmd.arrays.argument_tree import leaves, replaced
+from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.programs.pipelines.recorded_stage import RecordedStage
 from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.shards.runner import Runner
-from reshard.spmd.tracing.graph_recording import ValuePlace
-from reshard.spmd.tracing.trace import keep_given
+from reshard.spmd.tracing.graph_recording import filled_in_order
+from reshard.spmd.tracing.trace import assign_shardings
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class StagePrograms:
         if known:
             count = len(stage.gradient_numbers)
             given_up += range(len(part.reads), len(part.reads) + count)
-        recording = simplified(stage.recording_of(part, known))
-        return _PassProgram(RecordedProgram(recording, keep_given(recording)), given_up)
+        graph = assign_shardings(simplified(stage.graph_of(part, known)), "eager")
+        return _PassProgram(RecordedProgram(graph), given_up)
 
 
 class ProgramPass:
@@ -98,11 +98,7 @@ class ProgramPass:
         return _another(self._values[number]) if is_kept else self._values.pop(number)
 
     def _in_places(self, gradients: Sequence[Any]) -> Any:
-        given = iter(gradients)
-        return replaced(
-            [self._stage.gradients],
-            lambda leaf: next(given) if isinstance(leaf, ValuePlace) else leaf,
-        )[0]
+        return filled_in_order([self._stage.gradients], gradients)[0]
 
     def _run(self, place: int, known: Any = None) -> Sequence[Any]:
         """The gradients, of the last pass; of others nothing."""

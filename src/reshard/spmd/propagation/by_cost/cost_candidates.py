@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from reshard.mesh import DeviceMesh
+from reshard.spmd.graph import Operation
 from reshard.spmd.operators.table import operators
 from reshard.spmd.propagation.axis_parts import AxisTable, Part, Parts, Sharding, joined, size_of
 from reshard.spmd.propagation.common_axes import common_axes
 from reshard.spmd.propagation.factor_shardings import FactorSharding, collected, updated
-from reshard.spmd.propagation.graph import Operation
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 # Ways of an operator, and shardings of a value; those of the other strategies come first.

@@ -23,6 +23,7 @@ import numpy as np
 
 from reshard.dtypes import DType, dtype
 from reshard.sharding import ShardingSpec
+from reshard.spmd.graph import WITH_SHARDING, Graph
 from reshard.spmd.propagation.axis_parts import AxisTable, Sharding
 from reshard.spmd.propagation.axis_parts import Parts as AxisParts
 from reshard.spmd.propagation.by_cost.common_reads import (
@@ -45,7 +46,6 @@ from reshard.spmd.propagation.by_cost.cost_table import CostTable, FloatArray
 from reshard.spmd.propagation.by_cost.edge_moves import EdgeMoves, KnownEdges
 from reshard.spmd.propagation.by_cost.least_sum import CostSum
 from reshard.spmd.propagation.by_cost.movement_tables import Between, Move, ValueMovements
-from reshard.spmd.propagation.graph import WITH_SHARDING, Graph
 from reshard.spmd.propagation.propagation import OperationShardings, PropagatedGraph
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 

@@ -32,12 +32,12 @@ import numpy as np
 from reshard._contexts import pause_gc
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
+from reshard.spmd.graph import Graph
 from reshard.spmd.propagation.axis_parts import AxisTable
 from reshard.spmd.propagation.by_cost.common_reads import NOTHING
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
 from reshard.spmd.propagation.by_cost.cost_problem import CostProblem
 from reshard.spmd.propagation.by_cost.nearly_least import Choices, solve_nearly
-from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
 
 OTHERS = ("aggressive", "basic")

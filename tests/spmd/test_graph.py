@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reshard.errors import NotationError, SpecError
-from reshard.spmd.propagation.graph import Graph, Operation, Value
+from reshard.spmd.graph import Graph, Operation, Value
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 TEXT = """\
