@@ -34,6 +34,7 @@ from reshard.checkpoint.blocks.block_io import (
     OpenFiles,
     Section,
     Workspace,
+    WorkspacePair,
     open_sources,
 )
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest, tensor_digest
@@ -143,18 +144,6 @@ class DigestReport:
     read_bytes: int
 
 
-class _PairWorkspace:
-    """The memory of one thread that reads two checkpoints."""
-
-    def __init__(self, left: Workspace, right: Workspace) -> None:
-        self.left = left
-        self.right = right
-
-    def close(self) -> None:
-        self.left.close()
-        self.right.close()
-
-
 class _Side:
     """One of two that are compared: a checkpoint, or what a conversion would write."""
 
@@ -240,11 +229,16 @@ def compare(
     is_stored = all(side.conversion is None for side in sides)
     batch_bytes = blocks.work_items.batched_bytes if is_stored else 0
 
-    def work(batch: Batch, memory: _PairWorkspace) -> _Compared:
-        read_a = sides[0].read(batch.written, memory.left)
+    def work(
+        batch: Batch, memory: WorkspacePair
+    ) -> tuple[Batch, bytes, list[tuple[int, int, int]]]:
+        """Return the digests of a batch, and the number, the unlike elements and the first of each
+        unlike block.
+        """
+        read_a = sides[0].read(batch.written, memory.first)
         # Tensors that one side computes have no sections to read.
         sections = batch.read or sides[1].sections_of(mine, batch.written)
-        read_b = sides[1].read(sections, memory.right)
+        read_b = sides[1].read(sections, memory.second)
         digests = b"".join(block_digest(block) for of in read_a for block in of)
         unlike, first = [], 0
         for section, left, right in zip(batch.written, read_a, read_b, strict=True):
@@ -252,11 +246,11 @@ def compare(
             for at, elements, begin in _find_unlike(left, right, itemsize):
                 unlike.append((int(batch.numbers[first + at]), elements, begin))
             first += len(section.rows)
-        return _Compared(batch, digests, unlike)
+        return batch, digests, unlike
 
-    def new_memory() -> _PairWorkspace:
+    def new_memory() -> WorkspacePair:
         names = [mine.names[row] for row in rows.tolist()]
-        return _PairWorkspace(*(side.new_workspace(names, batch_bytes) for side in sides))
+        return WorkspacePair(*(side.new_workspace(names, batch_bytes) for side in sides))
 
     found: dict[int, tuple[int, int, int]] = {}
     total, done = int(mine.tensor_bytes[rows].sum()), 0
@@ -274,18 +268,18 @@ def compare(
             differences += [
                 Difference(*difference, is_tensor=False) for difference in differing_values(a, b)
             ]
-        for result in results:
-            blocks.note(result.batch.numbers, result.digests)
-            for number, count, first in result.unlike:
+        for batch, digests_of_batch, unlike in results:
+            blocks.note(batch.numbers, digests_of_batch)
+            for number, count, first in unlike:
                 row, block = blocks.place(number)
                 # Blocks come in the order they are finished: the smallest (block, place) is the
                 # first.
                 before, first_block, first_at = found.get(row, (0, math.inf, 0))
                 earliest = min((first_block, first_at), (block, first))
                 found[row] = (before + count, int(earliest[0]), int(earliest[1]))
-            done += result.batch.size_bytes
+            done += batch.size_bytes
             if progress is not None:
-                progress(Progress(done, total, 0, blocks.last_name(result.batch)))
+                progress(Progress(done, total, 0, blocks.last_name(batch)))
     finally:
         # The threads end before the files they read are closed.
         results.close()
@@ -326,18 +320,6 @@ def _compare_copies(checkpoints: Sequence[Checkpoint]) -> tuple[list[Difference]
             ]
         notes += [f"{checkpoint.folder}: {note}" for note in report.describe()]
     return differences, notes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Compared:
-    """A batch that was compared: digests of its blocks, and which are unlike.
-
-    Of each of these the number, how many elements differ, and which is the first.
-    """
-
-    batch: Batch
-    digests: bytes
-    unlike: list[tuple[int, int, int]]
 
 
 def _find_unlike(

@@ -246,7 +246,7 @@ def compare_copies(
                 # Stored checksums are those of the bytes that were written.
                 recorded.append(group)
                 continue
-            classes = group.classify(index.storages)
+            classes = group.classify(index)
             if classes is None:
                 (recorded if group.has_digest else unresolved).append(group)
             elif len(classes) > 1:
@@ -302,14 +302,13 @@ def list_read_checksums(checkpoint: Checkpoint) -> tuple[StoredChecksum, ...]:
     }
     if not checkpoint.checksums or not read:
         return checkpoint.checksums
-    storages = index.storages
     skipped: set[tuple[str, int]] = set()
     needed: set[tuple[str, int]] = set()
     for row in range(len(columns)):
         number, first = int(columns.kind[row]), int(columns.first[row])
         kind = columns.kinds[number]
         for place, file in enumerate(kind.files):
-            storage = storages.find(file, int(columns.starts[first + place]))
+            storage = index.find_storage(file, int(columns.starts[first + place]))
             if storage is not None:
                 is_read = number not in read or place in read[number]
                 (needed if is_read else skipped).add((file, storage[0]))
@@ -392,11 +391,11 @@ class _Group(NamedTuple):
         itemsize_bytes = self.kind.dtype.itemsize_bytes
         return sum(box.elements for box in self.region.boxes) * itemsize_bytes
 
-    def classify(self, storages: _Storages) -> tuple[tuple[int, ...], ...] | None:
+    def classify(self, index: _Index) -> tuple[tuple[int, ...], ...] | None:
         """Group the ranks by the checksums of their files; None if these cannot decide."""
         marks, are_exact, part_bytes = [], True, self.part_bytes
         for member, (file, start) in zip(self.region.members, self.places, strict=True):
-            storage = storages.find(file, start)
+            storage = index.find_storage(file, start)
             if storage is None:
                 return None
             begin, size_bytes, crc32 = storage
@@ -415,26 +414,6 @@ class _Group(NamedTuple):
         places = (self.places[self.ranks.index(rank)] for rank in sorted(others))
         texts = tuple(f"{file} from byte {start}" for file, start in places)
         return DifferingCopies(self.tensor, boxes, classes, found_by, texts)
-
-
-class _Storages:
-    """The ranges of files that have a checksum, by where they begin."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._by_file: dict[str, list[tuple[int, int, int]]] = {}
-        for checksum in checkpoint.checksums:
-            storage = (checksum.place.start_bytes, checksum.size_bytes, checksum.crc32)
-            self._by_file.setdefault(checksum.place.path, []).append(storage)
-        for storages in self._by_file.values():
-            storages.sort()
-
-    def find(self, file: str, start_bytes: int) -> tuple[int, int, int] | None:
-        """Return start, size and checksum of the range that contains a byte."""
-        storages = self._by_file.get(file, [])
-        at = bisect_right(storages, start_bytes, key=lambda item: item[0]) - 1
-        if at < 0 or start_bytes >= storages[at][0] + storages[at][1]:
-            return None
-        return storages[at]
 
 
 def _group_equal(marks: Iterable[tuple[int, object]]) -> tuple[tuple[int, ...], ...]:
@@ -461,7 +440,13 @@ class _Index:
             else ()
             for number, kind in enumerate(self.columns.kinds)
         ]
-        self.storages = _Storages(checkpoint)
+        # The ranges of files that have a checksum: start, size and checksum, by start.
+        self._storages: dict[str, list[tuple[int, int, int]]] = {}
+        for checksum in checkpoint.checksums:
+            storage = (checksum.place.start_bytes, checksum.size_bytes, checksum.crc32)
+            self._storages.setdefault(checksum.place.path, []).append(storage)
+        for storages in self._storages.values():
+            storages.sort()
         self.lost = tuple(_find_lost_experts(checkpoint))
         self.passed: dict[str, set[str]] = {}
 
@@ -473,6 +458,14 @@ class _Index:
         if not isinstance(found, _Index):
             found = attributes["_copy_index"] = cls(checkpoint)
         return found
+
+    def find_storage(self, file: str, start_bytes: int) -> tuple[int, int, int] | None:
+        """Return start, size and checksum of the range of a file that contains a byte, or None."""
+        storages = self._storages.get(file, [])
+        at = bisect_right(storages, start_bytes, key=lambda item: item[0]) - 1
+        if at < 0 or start_bytes >= storages[at][0] + storages[at][1]:
+            return None
+        return storages[at]
 
     def list_groups(self, names: Iterable[str] | None) -> Iterator[_Group]:
         """Yield the parts that several ranks hold, of some tensors or of all."""

@@ -7,15 +7,15 @@ import tracemalloc
 import pytest
 import zstandard
 
-from reshard.checkpoint.storage.byte_streams import RangeStream, ZStandardStream
+from reshard.checkpoint.storage.byte_streams import DecodedStream, RangeStream
 from reshard.errors import FormatError
 
 CONTENT = bytes(range(256)) * 30_000
 
 
-def unpack(packed: bytes, max_bytes: int) -> ZStandardStream:
+def unpack(packed: bytes, max_bytes: int) -> DecodedStream:
     stream = RangeStream(lambda at, size: packed[at : at + size], 0, len(packed))
-    return ZStandardStream(stream, max_bytes, "file", "its header")
+    return DecodedStream("zstd", stream, max_bytes, "file", "its header")
 
 
 def test_a_stream_takes_the_memory_of_its_content_not_of_its_limit() -> None:

@@ -19,7 +19,7 @@ pytest.importorskip("obstore")
 
 from reshard.checkpoint.storage import object_stores
 from reshard.checkpoint.storage.remote_files import (
-    NamedRange,
+    ByteRange,
     PrefetchedRanges,
     RemoteFile,
     choose_threads,
@@ -156,7 +156,7 @@ def test_what_was_asked_for_is_found(server: ObjectServer) -> None:
     ranges = []
     for _ in range(40):
         start = chosen.randrange(999_000)
-        ranges.append(NamedRange(chosen.choice("ab"), start, start + chosen.randrange(1, 1000)))
+        ranges.append(ByteRange(chosen.choice("ab"), start, start + chosen.randrange(1, 1000)))
     reads = PrefetchedRanges(RemotePath(f"{server.url}/m"))
     reads.fetch(ranges)
     for name, start, stop in ranges:
@@ -169,24 +169,24 @@ def test_what_was_asked_for_is_found(server: ObjectServer) -> None:
     assert reads.get("c", 0, 1) is None
     assert reads.get("a", 999_999, 10) is None
     # Those of the next time replace them.
-    reads.fetch([NamedRange("b", 5, 10)])
+    reads.fetch([ByteRange("b", 5, 10)])
     assert reads.get("b", 5, 5) == contents["b"][5:10]
     assert reads.get("b", 0, 5) is None and reads.get("b", 6, 5) is None
 
 
 def test_ranges_far_apart_and_long_ones_stay_apart() -> None:
     size = 1 << 20
-    ranges = [NamedRange("a", at, at + size // 4) for at in range(0, 2 * size, size // 4)]
+    ranges = [ByteRange("a", at, at + size // 4) for at in range(0, 2 * size, size // 4)]
     joined = list(coalesce_named(ranges))
     assert [one.stop - one.start for one in joined] == [size, size]
-    overlapping = [NamedRange("a", 0, 100), NamedRange("a", 50, 60), NamedRange("a", 99, 120)]
+    overlapping = [ByteRange("a", 0, 100), ByteRange("a", 50, 60), ByteRange("a", 99, 120)]
     assert list(coalesce_named(overlapping)) == [("a", 0, 120)]
     assert not list(coalesce_named([]))
 
 
 def test_files_of_this_machine_are_not_read_ahead(tmp_path: Path) -> None:
     reads = PrefetchedRanges(tmp_path)
-    reads.fetch([NamedRange("missing", 0, 10)])
+    reads.fetch([ByteRange("missing", 0, 10)])
     assert reads.get("missing", 0, 10) is None
 
 

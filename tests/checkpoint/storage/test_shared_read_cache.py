@@ -25,7 +25,8 @@ pytest.importorskip("obstore")
 
 from reshard.checkpoint.blocks.block_io import open_sources
 from reshard.checkpoint.storage import object_stores, shared_read_cache
-from reshard.checkpoint.storage.shared_read_cache import ReadSpan, SharedReadCache
+from reshard.checkpoint.storage.byte_ranges import ByteRange
+from reshard.checkpoint.storage.shared_read_cache import SharedReadCache
 
 READERS = 4
 RULES = ["columns.*=-, tp", "rows.*=tp, -", "whole.*=-, -"]
@@ -259,7 +260,7 @@ def test_who_is_slow_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(shared_read_cache, "_PATIENCE_S", 1.0)
     sizes = {"a": 3 * shared_read_cache.PIECE_BYTES}
     tasks = [
-        [ReadSpan("a", at, at + shared_read_cache.PIECE_BYTES, shared_read_cache.PIECE_BYTES)]
+        [(ByteRange("a", at, at + shared_read_cache.PIECE_BYTES), shared_read_cache.PIECE_BYTES)]
         for at in range(0, sizes["a"], shared_read_cache.PIECE_BYTES)
     ]
     with ThreadPoolExecutor(2) as threads:
@@ -291,7 +292,7 @@ def test_who_sleeps_while_another_reads_all_shares_it_still(
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: has_left.wait(30))
     monkeypatch.setattr(shared_read_cache, "time", clock)
     sizes = {"a": shared_read_cache.PIECE_BYTES}
-    tasks = [[ReadSpan("a", 0, sizes["a"], sizes["a"])]]
+    tasks = [[(ByteRange("a", 0, sizes["a"]), sizes["a"])]]
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(SharedReadCache, "m", 2, sizes, tasks)
         while not list(folder.glob("*/member-0")):

@@ -100,6 +100,18 @@ class Workspace:
             buffer.close()
 
 
+class WorkspacePair(NamedTuple):
+    """The memory of one thread that reads blocks of two checkpoints."""
+
+    first: Workspace
+    second: Workspace
+
+    def close(self) -> None:
+        """Release the memory."""
+        for workspace in self:
+            workspace.close()
+
+
 @dataclass(frozen=True, slots=True)
 class WorkspaceSize:
     """The size of a thread's `Workspace`, and of the memory for arithmetic in addition.

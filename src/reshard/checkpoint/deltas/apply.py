@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
-import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_digest
 from reshard.checkpoint.changes.computed_tensors import ReadBox
@@ -66,56 +65,36 @@ from reshard.errors import CheckpointError, DigestError, FormatError, UsageError
 from reshard.layout import Box, Layout
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaStep:
-    """The changes of a tensor in a delta, and the payload that contains them."""
-
-    delta: Delta
-    tensor: DeltaTensor
-    payload: StoredTensor
-
-    def find_row(self, block: int) -> Any:
-        """Return the record of a block, or None if it did not change."""
-        rows = self.delta.records_of(self.tensor)
-        row = self.tensor.first_block + block
-        at = int(np.searchsorted(rows["block"], row))
-        return rows[at] if at < len(rows) and int(rows["block"][at]) == row else None
-
-    def digest_after(self, block: int) -> bytes:
-        """Return the digest of a block afterwards."""
-        return bytes(self.delta.digests[self.tensor.first_block + block])
-
-
-@dataclass(frozen=True)
-class PatchedTensor:
+class PatchedTensor(Record):
     """A tensor with the changes of deltas applied one after another.
 
-    `base` is None if the first delta contains the whole tensor.
+    `base` is None if the first delta contains the whole tensor. Each step is a delta, and the
+    tensor in it.
     """
 
     name: str
     base: StoredTensor | None
-    steps: tuple[DeltaStep, ...]
+    steps: tuple[tuple[Delta, DeltaTensor], ...]
 
     @property
     def dtype(self) -> DType:
         """The type, the same in all deltas."""
-        return self.steps[-1].tensor.dtype
+        return self.steps[-1][1].dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape, the same in all deltas."""
-        return self.steps[-1].tensor.shape
+        return self.steps[-1][1].shape
 
     @cached_property
     def sources(self) -> tuple[StoredTensor, ...]:
         """The base, and the payload of each delta."""
         base = () if self.base is None else (self.base,)
-        return (*base, *(step.payload for step in self.steps))
+        return (*base, *(_bind_payload(delta) for delta, _ in self.steps))
 
     @cached_property
     def _largest_payloads(self) -> tuple[int, ...]:
-        rows = (step.delta.records_of(step.tensor)["size"] for step in self.steps)
+        rows = (delta.records_of(tensor)["size"] for delta, tensor in self.steps)
         return tuple(int(sizes.max(initial=0)) for sizes in rows)
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
@@ -130,26 +109,29 @@ class PatchedTensor:
             DigestError: a base other than that of the first delta; a damaged delta.
             FormatError: an invalid payload.
         """
-        block = _find_block(self.steps[0].tensor.grid, box)
+        first, tensor = self.steps[0]
+        block = _find_block(tensor.grid, box)
         size = word_bytes(self.dtype.itemsize_bytes)
         words = out.reshape(-1).view(f"<u{size}")
         if self.base is not None:
             out[...] = read(0, box)
-            first = self.steps[0]
-            row = first.find_row(block)
-            expected = first.digest_after(block) if row is None else row["before"].tobytes()
+            row = first.find_record(tensor, block)
+            if row is None:
+                expected = first.digest_after(tensor, block)
+            else:
+                expected = row["before"].tobytes()
             if block_digest(words.data.cast("B")) != expected:
                 raise DigestError(
                     f"{box} of tensor {self.name!r} has another digest than in the base of "
-                    f"{first.delta.path}. The base is another checkpoint, or damaged"
+                    f"{first.path}. The base is another checkpoint, or damaged"
                 )
-        for number, step in enumerate(self.steps, start=int(self.base is not None)):
-            row = step.find_row(block)
+        for number, (delta, tensor) in enumerate(self.steps, start=int(self.base is not None)):
+            row = delta.find_record(tensor, block)
             if row is None:
                 continue
             start, length = int(row["start"]), int(row["size"])
             payload = read(number, Box((start,), (start + length,)))
-            label = f"{box} of tensor {self.name!r} in {step.delta.path}"
+            label = f"{box} of tensor {self.name!r} in {delta.path}"
             decode_block(
                 payload,
                 int(row["coding"]),
@@ -160,7 +142,7 @@ class PatchedTensor:
                 label,
                 has_before=self.base is not None or number > 0,
             )
-            if block_digest(words.data.cast("B")) != step.digest_after(block):
+            if block_digest(words.data.cast("B")) != delta.digest_after(tensor, block):
                 raise DigestError(
                     f"{label} does not result in the recorded digest; the delta is damaged, fetch "
                     "it again"
@@ -184,41 +166,14 @@ def _find_block(grid: BlockGrid, box: Box) -> int:
     return number * chunks + box.start[grid.dimension] // grid.chunk
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
+class _State(NamedTuple):
     """A tensor after some deltas: its base, the steps so far, and its digests if known."""
 
     dtype: DType
     shape: tuple[int, ...]
     base: StoredTensor | None
-    steps: tuple[DeltaStep, ...] = ()
+    steps: tuple[tuple[Delta, DeltaTensor], ...] = ()
     digests: tuple[bytes, ...] | None = None
-
-
-class _RewrittenFiles(Mapping[str, bytes]):
-    """Files of deltas by name, read on access."""
-
-    def __init__(self, places: Mapping[str, tuple[Delta, AuxiliaryBytes]]) -> None:
-        self._places = places
-
-    def __getitem__(self, name: str) -> bytes:
-        delta, place = self._places[name]
-        with translate_os_errors("read the delta", delta.path), delta.path.open("rb") as file:
-            file.seek(HEADER_BYTES + (place.start_bytes or 0))
-            content = read_up_to(file, place.size_bytes)
-        pieces = (content[at : at + (1 << 20)] for at in range(0, len(content), 1 << 20))
-        if tensor_digest(block_digest(piece) for piece in pieces).tensor != place.digest:
-            raise DigestError(
-                f"{name!r} in {delta.path} differs from its digest; the delta is damaged, fetch it "
-                "again"
-            )
-        return content
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
 
 
 def patch(base: Checkpoint, deltas: Sequence[Delta]) -> ChangedElements:
@@ -244,13 +199,12 @@ def patch(base: Checkpoint, deltas: Sequence[Delta]) -> ChangedElements:
     computed: dict[str, PatchedTensor] = {}
     tensors: dict[str, StoredTensor] = {}
     for name, state in states.items():
-        if any(len(step.delta.records_of(step.tensor)) for step in state.steps):
+        if any(len(delta.records_of(tensor)) for delta, tensor in state.steps):
             computed[name] = PatchedTensor(name, state.base, state.steps)
         stored = state.base
         if stored is None:
             # For planning, a tensor that is not in the base is whole, in the delta's file.
-            payload = state.steps[0].payload
-            place = payload.file_range(0)
+            place = _bind_payload(state.steps[0][0]).file_range(0)
             whole = Binding(Layout.whole(state.shape, [0], 1), {0: place}, {})
             stored = StoredTensor(name, state.dtype, whole)
             computed.setdefault(name, PatchedTensor(name, None, state.steps))
@@ -259,13 +213,12 @@ def patch(base: Checkpoint, deltas: Sequence[Delta]) -> ChangedElements:
             stored = dataclasses.replace(stored, digest=tensor_digest(state.digests))
         tensors[name] = dataclasses.replace(stored, name=name)
     return ChangedElements(
-        _add_auxiliary(base, deltas, tensors), computed, rewritten=_find_rewritten(deltas)
+        _add_auxiliary(base, deltas, tensors), computed, rewritten=_read_all_rewritten(deltas)
     )
 
 
 def _apply_index(states: Mapping[str, _State], delta: Delta, source: str) -> dict[str, _State]:
     """Return the tensors after a further delta."""
-    payload = _bind_payload(delta)
     expected = {name: t.before for name, t in delta.tensors.items() if t.before is not None}
     expected |= delta.removed
     for name in [*expected, *states]:
@@ -284,7 +237,7 @@ def _apply_index(states: Mapping[str, _State], delta: Delta, source: str) -> dic
             )
     after = {}
     for name, tensor in delta.tensors.items():
-        step = DeltaStep(delta, tensor, payload)
+        step = (delta, tensor)
         raw = delta.digests[tensor.blocks].tobytes()
         digests = tuple(raw[at : at + 16] for at in range(0, len(raw), 16))
         if tensor.kind in ("added", "replaced"):
@@ -374,14 +327,27 @@ def _find_item(items: Mapping[str, StoredItem], delta: Delta, entry: AuxiliaryBy
     )
 
 
-def _find_rewritten(deltas: Sequence[Delta]) -> Mapping[str, bytes]:
+def _read_all_rewritten(deltas: Sequence[Delta]) -> Mapping[str, bytes]:
     places: dict[str, tuple[Delta, AuxiliaryBytes]] = {}
     for delta in deltas:
         places = {name: place for name, place in places.items() if name in delta.files}
         for name, entry in delta.files.items():
             if entry.start_bytes is not None:
                 places[name] = (delta, entry)
-    return _RewrittenFiles(places)
+    return {name: _read_rewritten(name, *place) for name, place in places.items()}
+
+
+def _read_rewritten(name: str, delta: Delta, entry: AuxiliaryBytes) -> bytes:
+    with translate_os_errors("read the delta", delta.path), delta.path.open("rb") as file:
+        file.seek(HEADER_BYTES + (entry.start_bytes or 0))
+        content = read_up_to(file, entry.size_bytes)
+    pieces = (content[at : at + (1 << 20)] for at in range(0, len(content), 1 << 20))
+    if tensor_digest(block_digest(piece) for piece in pieces).tensor != entry.digest:
+        raise DigestError(
+            f"{name!r} in {delta.path} differs from its digest; the delta is damaged, fetch it "
+            "again"
+        )
+    return content
 
 
 def check_files(base: Checkpoint, patched: ChangedElements) -> None:

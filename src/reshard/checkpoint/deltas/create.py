@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from reshard.checkpoint.blocks.block_io import (
     BatchReader,
     Section,
     Workspace,
+    WorkspacePair,
     WorkspaceSize,
     open_sources,
 )
@@ -86,25 +87,8 @@ class DeltaReport:
     notes: tuple[str, ...]
 
 
-class _ComparedBatch(NamedTuple):
-    """A batch of compared blocks: their digests before and after, and the changes by position."""
-
-    batch: Batch
-    before: list[bytes]
-    after: list[bytes]
-    changes: list[tuple[int, EncodedBlock]]
-
-
-class _PairMemory:
-    """The memory of a thread that reads blocks of two checkpoints."""
-
-    def __init__(self, before: WorkspaceSize, after: WorkspaceSize) -> None:
-        self.before = before.new_workspace()
-        self.after = after.new_workspace()
-
-    def close(self) -> None:
-        self.before.close()
-        self.after.close()
+# A batch of compared blocks: their digests before and after, and the changes by position.
+_ComparedBatch = tuple[Batch, list[bytes], list[bytes], list[tuple[int, EncodedBlock]]]
 
 
 def diff(
@@ -251,31 +235,30 @@ class _Creation:
             is_left[numbers[is_same]] = False
         return np.flatnonzero(is_left)
 
-    def _look(self, batch: Batch, memory: _PairMemory) -> _ComparedBatch:
+    def _look(self, batch: Batch, memory: WorkspacePair) -> _ComparedBatch:
+        old_memory, new_memory = memory
         if not batch.read:
-            content, after = _read(self._new, batch.written, memory.after)
+            content, after = _read(self._new, batch.written, new_memory)
             none = [bytes(DIGEST_BYTES)] * len(after)
             pairs: list[tuple[memoryview | None, memoryview]] = [(None, block) for block in content]
-            return _ComparedBatch(
-                batch, none, after, list(self._encode(batch, range(len(after)), pairs))
-            )
+            return batch, none, after, list(self._encode(batch, range(len(after)), pairs))
         if not self._trusts:
-            content, after = _read(self._new, batch.written, memory.after)
-            was, before = _read(self._old, batch.read, memory.before)
+            content, after = _read(self._new, batch.written, new_memory)
+            was, before = _read(self._old, batch.read, old_memory)
             return self._compare(batch, (was, before), (content, after))
         known_before = _list_known(self._old, batch.read)
         known_after = _list_known(self._new, batch.written)
         # The one without recorded digests is read first: the other may not have to be read.
         if None in known_before and None not in known_after:
-            was, before = _read(self._old, batch.read, memory.before)
+            was, before = _read(self._old, batch.read, old_memory)
             if before == known_after:
-                return _ComparedBatch(batch, before, before, [])
-            content, after = _read(self._new, batch.written, memory.after)
+                return batch, before, before, []
+            content, after = _read(self._new, batch.written, new_memory)
         else:
-            content, after = _read(self._new, batch.written, memory.after)
+            content, after = _read(self._new, batch.written, new_memory)
             if after == known_before:
-                return _ComparedBatch(batch, after, after, [])
-            was, before = _read(self._old, batch.read, memory.before)
+                return batch, after, after, []
+            was, before = _read(self._old, batch.read, old_memory)
         return self._compare(batch, (was, before), (content, after))
 
     def _compare(
@@ -288,7 +271,7 @@ class _Creation:
         (was, before), (content, after) = old, new
         changed = [at for at, digest in enumerate(after) if digest != before[at]]
         changes = self._encode(batch, changed, [(was[at], content[at]) for at in changed])
-        return _ComparedBatch(batch, before, after, list(changes))
+        return batch, before, after, list(changes)
 
     def _encode(
         self,
@@ -315,28 +298,41 @@ class _Creation:
         total = int(self._work_items.target.tensor_bytes.sum())
         done = 0
         batches = self._work_items.batches(self._find_unknown(), self._sizes[0].batch_bytes)
-        results = run_in_threads(batches, self._look, lambda: _PairMemory(*self._sizes), threads)
+        before, after = self._sizes
+        results = run_in_threads(
+            batches,
+            self._look,
+            lambda: WorkspacePair(before.new_workspace(), after.new_workspace()),
+            threads,
+        )
         try:
-            for compared in results:
-                self._record(compared, writer)
-                done += compared.batch.size_bytes
+            for batch, digests_before, digests_after, changes in results:
+                self._record(batch, digests_before, digests_after, changes, writer)
+                done += batch.size_bytes
                 if progress is not None:
-                    progress(Progress(done, total, 0, self._blocks.last_name(compared.batch)))
+                    progress(Progress(done, total, 0, self._blocks.last_name(batch)))
         finally:
             results.close()
         for source in (*self._files_a, *self._files_b):
             source.check_unchanged()
 
-    def _record(self, compared: _ComparedBatch, writer: DeltaWriter) -> None:
-        numbers = compared.batch.numbers
-        self._blocks.note(numbers, b"".join(compared.after))
+    def _record(
+        self,
+        batch: Batch,
+        before: list[bytes],
+        after: list[bytes],
+        changes: list[tuple[int, EncodedBlock]],
+        writer: DeltaWriter,
+    ) -> None:
+        numbers = batch.numbers
+        self._blocks.note(numbers, b"".join(after))
         rows, _ = self._work_items.places(numbers)
-        for at, change in compared.changes:
+        for at, change in changes:
             start = writer.append(change.payload)
             self._records.append(
                 (
                     int(numbers[at]),
-                    compared.before[at],
+                    before[at],
                     start,
                     len(change.payload),
                     change.plain_bytes,

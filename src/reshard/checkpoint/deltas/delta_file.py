@@ -35,7 +35,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,8 +149,7 @@ RECORD = np.dtype(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaTensor:
+class DeltaTensor(NamedTuple):
     """A tensor after a delta; its blocks are numbered from `first_block` on.
 
     `kind` is kept, changed, added, or replaced (by a tensor of another type or shape). `before` is
@@ -171,8 +170,7 @@ class DeltaTensor:
         return slice(self.first_block, self.first_block + self.grid.count)
 
 
-@dataclass(frozen=True, slots=True)
-class AuxiliaryBytes:
+class AuxiliaryBytes(NamedTuple):
     """A file or an item other than a tensor, after a delta: kept, or in the payload."""
 
     name: str
@@ -246,6 +244,17 @@ class Delta:
         )
         rows: NDArray[Any] = self.records[first:stop]
         return rows
+
+    def find_record(self, tensor: DeltaTensor, block: int) -> Any:
+        """Return the record of a tensor's block, or None if it did not change."""
+        rows = self.records_of(tensor)
+        number = tensor.first_block + block
+        at = int(np.searchsorted(rows["block"], number))
+        return rows[at] if at < len(rows) and int(rows["block"][at]) == number else None
+
+    def digest_after(self, tensor: DeltaTensor, block: int) -> bytes:
+        """Return the digest of a tensor's block after the delta."""
+        return bytes(self.digests[tensor.first_block + block])
 
     def digests_before(self, tensor: DeltaTensor) -> NDArray[np.uint8]:
         """Return the digests of a tensor's blocks before the delta, of shape `(blocks, 16)`."""

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,8 +100,7 @@ COMPRESSED, DIFFERENCES, PLANES = 1, 2, 4
 _KNOWN_FLAGS = COMPRESSED | DIFFERENCES | PLANES
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedBlock:
+class EncodedBlock(NamedTuple):
     """The changes of a block: `payload`, which has `plain_bytes` before compression."""
 
     coding: Coding

@@ -47,6 +47,7 @@ from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.options import LoadOptions, check_mapping
 from reshard.checkpoint.storage.byte_ranges import (
+    ByteRange,
     CoalescedRange,
     coalesce,
     pack_rounds,
@@ -172,7 +173,7 @@ class _Read:
         start, stop, read_bytes = bounding_range(
             self.view, self.local, self.target.shape, itemsize_bytes, JOINED_BYTES
         )
-        return [ReadSpan(path, start_bytes + start, start_bytes + stop, read_bytes)]
+        return [(ByteRange(path, start_bytes + start, start_bytes + stop), read_bytes)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -372,8 +373,8 @@ def _share(
     small: list[_Read | SharedTask] = []
     for task in tasks:
         small += [task] if isinstance(task, SharedTask) else _split(task, _is_wide)
-    small.sort(key=lambda task: (task.spans[0].name, task.spans[0].start))
-    spans = [[span for span in task.spans if span.name in sizes] for task in small]
+    small.sort(key=lambda task: task.spans[0][0][:2])
+    spans = [[span for span in task.spans if span[0].name in sizes] for task in small]
     return SharedReadCache(str(checkpoint.folder), readers, sizes, spans), small
 
 
@@ -489,7 +490,7 @@ def _is_large(read: _Read) -> bool:
 
 def _is_wide(read: _Read) -> bool:
     """Return whether it reaches over so much of a file that others would wait for its end."""
-    (span,) = read.spans
+    ((span, _),) = read.spans
     return span.stop - span.start > 2 * PIECE_BYTES
 
 
@@ -577,8 +578,9 @@ class SharedTask:
     def spans(self) -> list[ReadSpan]:
         """The spans to read from an object."""
         return [
-            ReadSpan(
-                self.path, span.start_bytes, span.start_bytes + span.size_bytes, span.size_bytes
+            (
+                ByteRange(self.path, span.start_bytes, span.start_bytes + span.size_bytes),
+                span.size_bytes,
             )
             for span in self.ranges
         ]

@@ -21,6 +21,14 @@ from reshard.checkpoint.storage.local_files import AlignedBuffer, BufferRegion
 from reshard.runs import IntArray
 
 
+class ByteRange(NamedTuple):
+    """Bytes `start` to `stop` of the file or object `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+
 class CoalescedRange(NamedTuple):
     """A byte range of a file that contains the pieces `pieces`, in the order of the file."""
 

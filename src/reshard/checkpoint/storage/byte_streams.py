@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
 from reshard.errors import FormatError, MissingExtraError
@@ -50,57 +50,35 @@ class RangeStream:
         return content
 
 
-class _Appended:
-    """A stream followed by some bytes."""
+class DecodedStream:
+    """The decoded content of a compressed stream, of at most `max_bytes`.
 
-    def __init__(self, stream: ByteStream, tail: bytes) -> None:
-        self._stream, self._tail = stream, tail
+    Args:
+        codec: `zstd` for Zstandard frames, `gzip` for a gzip or zlib stream.
+        packed: the compressed stream.
+        max_bytes: the declared length.
+        label: names the stream in errors.
+        promise: names the declaration of its length in errors.
 
-    def read(self, size: int, /) -> bytes:
-        content = self._stream.read(size)
-        if not content:
-            content, self._tail = self._tail[:size], self._tail[size:]
-        return content
-
-
-class ZStandardStream:
-    """The decoded content of Zstandard frames, of at most `max_bytes`.
-
-    `label` names it in errors, `promise` the declaration of its length. Reading raises FormatError
+    Raises MissingExtraError if zstandard is needed and not installed. Reading raises FormatError
     for an invalid stream, and for a longer one.
-
-    Raises MissingExtraError if zstandard is not installed.
     """
 
-    def __init__(self, packed: ByteStream, max_bytes: int, label: str, promise: str) -> None:
-        zstandard = import_zstandard(label)
-        self._error: type[Exception] = zstandard.ZstdError
-        self._label = label
-        self._promise = promise
-        self._left = max_bytes
-        decoder: Any = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-        self._reader = decoder.stream_reader(
-            _Appended(packed, _LAST_FRAME),
-            read_size=READ_BYTES,
-            read_across_frames=True,
-            closefd=False,
-        )
+    def __init__(
+        self, codec: str, packed: ByteStream, max_bytes: int, label: str, promise: str
+    ) -> None:
+        unpack = _unpack_zstandard if codec == "zstd" else _unpack_deflate
+        self._read_part = unpack(packed, label)
+        self._label, self._promise, self._left = label, promise, max_bytes
 
     def read(self, size: int, /) -> bytes:
         """Return the next `size` bytes, or those that are left."""
         parts: list[bytes] = []
         # One byte more than declared, to detect a longer stream.
         left = min(size, self._left + 1)
-        try:
-            # The reader allocates the whole request before it decodes.
-            while left and (part := self._reader.read(min(left, _PART_BYTES))):
-                parts.append(part)
-                left -= len(part)
-        except self._error as error:
-            raise FormatError(
-                f"{self._label} is damaged: it is not a Zstandard stream with a window of at most "
-                f"{MAX_WINDOW_BYTES} bytes ({error}); fetch the file again"
-            ) from error
+        while left and (part := self._read_part(left)):
+            parts.append(part)
+            left -= len(part)
         content = parts[0] if len(parts) == 1 else b"".join(parts)
         self._left -= len(content)
         if self._left < 0:
@@ -108,39 +86,62 @@ class ZStandardStream:
         return content
 
 
-class DeflateStream:
-    """The decoded content of a gzip or zlib stream; see `ZStandardStream`."""
+def _unpack_zstandard(packed: ByteStream, label: str) -> Callable[[int], bytes]:
+    """Return a function that decodes at most a number of bytes, and none at the end."""
+    zstandard = import_zstandard(label)
+    is_ended = False
 
-    def __init__(self, packed: ByteStream, max_bytes: int, label: str, promise: str) -> None:
-        self._packed = packed
-        self._label = label
-        self._promise = promise
-        self._left = max_bytes
-        # Adding 32 makes the decoder detect which of the two it is.
-        self._decoder = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)
+    def read_packed(size: int, /) -> bytes:
+        """Read the stream, and then the empty frame by which a truncated stream is detected."""
+        nonlocal is_ended
+        content = b"" if is_ended else packed.read(size)
+        if content or is_ended:
+            return content
+        is_ended = True
+        return _LAST_FRAME
 
-    def read(self, size: int, /) -> bytes:
-        """Return the next `size` bytes, or those that are left."""
-        parts: list[bytes] = []
-        left = min(size, self._left + 1)
-        while left and not self._decoder.eof:
-            packed = self._decoder.unconsumed_tail or self._packed.read(READ_BYTES)
+    decoder: Any = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+    reader = decoder.stream_reader(
+        SimpleNamespace(read=read_packed),
+        read_size=READ_BYTES,
+        read_across_frames=True,
+        closefd=False,
+    )
+
+    def read_part(size: int) -> bytes:
+        try:
+            # The reader allocates the whole request before it decodes.
+            return bytes(reader.read(min(size, _PART_BYTES)))
+        except zstandard.ZstdError as error:
+            raise FormatError(
+                f"{label} is damaged: it is not a Zstandard stream with a window of at most "
+                f"{MAX_WINDOW_BYTES} bytes ({error}); fetch the file again"
+            ) from error
+
+    return read_part
+
+
+def _unpack_deflate(packed: ByteStream, label: str) -> Callable[[int], bytes]:
+    """Return a function as `_unpack_zstandard`, for a gzip or zlib stream."""
+    # Adding 32 makes the decoder detect which of the two it is.
+    decoder = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)
+
+    def read_part(size: int) -> bytes:
+        part = b""
+        while not part and not decoder.eof:
+            content = decoder.unconsumed_tail or packed.read(READ_BYTES)
             try:
-                part = self._decoder.decompress(packed, left)
+                part = decoder.decompress(content, size)
             except zlib.error as error:
                 raise FormatError(
-                    f"{self._label} is damaged: it is not a gzip or zlib stream ({error}); fetch "
+                    f"{label} is damaged: it is not a gzip or zlib stream ({error}); fetch "
                     "the file again"
                 ) from error
-            if not packed and not part:
-                raise FormatError(f"{self._label} ends early: it was truncated, fetch it again")
-            parts.append(part)
-            left -= len(part)
-        content = b"".join(parts)
-        self._left -= len(content)
-        if self._left < 0:
-            raise expansion_error(self._label, self._promise)
-        return content
+            if not content and not part:
+                raise FormatError(f"{label} ends early: it was truncated, fetch it again")
+        return part
+
+    return read_part
 
 
 def expansion_error(label: str, promise: str) -> FormatError:

@@ -51,12 +51,13 @@ class GcsTarget:
         """Put the object of a part, and return its CRC-32C."""
         return self._put(f"{upload}/{number:06}", body, {})
 
-    def _put(self, key: str, body: Any, metadata: Mapping[str, str]) -> str:
+    def _put(self, key: str, body: FileStream | bytes, metadata: Mapping[str, str]) -> str:
         """Put an object, and return its CRC-32C."""
         with self._explain(key):
             blob = self._bucket.blob(key)
             blob.metadata = dict(metadata)
-            blob.upload_from_file(body, size=len(body), rewind=True, retry=self._retry)
+            stream = io.BytesIO(body) if isinstance(body, bytes) else body
+            blob.upload_from_file(stream, size=len(body), rewind=True, retry=self._retry)
             return blob.crc32c or ""
 
     def list_parts(self, key: str, upload: str) -> dict[int, StoredObject] | None:
@@ -111,7 +112,7 @@ class GcsTarget:
     def put(self, key: str, body: FileStream | bytes, conversion_id: str = "") -> None:
         """Put a small object."""
         metadata = {CONVERSION_KEY: conversion_id} if conversion_id else {}
-        self._put(key, _Bytes(body) if isinstance(body, bytes) else body, metadata)
+        self._put(key, body, metadata)
 
     def get(self, key: str) -> bytes | None:
         """Return the bytes of a small object, or None if it does not exist."""
@@ -195,13 +196,6 @@ class GcsTarget:
             raise OSError(errno.EIO, shorten(str(error)), self._address(key)) from error
         except GoogleAuthError as error:
             raise OSError(errno.EINVAL, shorten(str(error)), self._address(key)) from error
-
-
-class _Bytes(io.BytesIO):
-    """Bytes as a stream with a length."""
-
-    def __len__(self) -> int:
-        return len(self.getbuffer())
 
 
 def open_gs(name: str) -> GcsTarget:

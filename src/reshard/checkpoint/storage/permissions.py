@@ -19,17 +19,16 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from reshard._records import Record
 from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.system import sync
 
 _ALL = 0o777
 
 
-@dataclass(frozen=True, slots=True)
-class ModeLimits:
+class ModeLimits(Record):
     """Limits on the mode bits of a new folder and of the files in it.
 
     `of_file` has the limits of files, by name, that are copies of a file each.
@@ -37,7 +36,7 @@ class ModeLimits:
 
     folder: int = _ALL
     files: int = _ALL
-    of_file: Mapping[str, int] = field(default_factory=dict)
+    of_file: Mapping[str, int] = {}
 
 
 NO_LIMITS = ModeLimits()

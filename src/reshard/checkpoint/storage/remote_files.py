@@ -16,11 +16,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint.storage.byte_ranges import coalesce
+from reshard.checkpoint.storage.byte_ranges import ByteRange, coalesce
 from reshard.checkpoint.storage.filesystem import CONTINUES, reason
 from reshard.checkpoint.storage.local_files import BufferRegion, FileIdentity, SourceFile
 from reshard.checkpoint.storage.object_stores import IN_FLIGHT, ObjectState
@@ -149,14 +149,6 @@ _PREFETCH_GAP_BYTES = 64 << 10
 _MAX_PREFETCHED_BYTES = 1 << 20
 
 
-class NamedRange(NamedTuple):
-    """Bytes `start` to `stop` of the file `name`."""
-
-    name: str
-    start: int
-    stop: int
-
-
 class PrefetchedRanges:
     """Prefetched ranges of the files of a remote folder; always empty for a local folder."""
 
@@ -165,7 +157,7 @@ class PrefetchedRanges:
         # Of each file, the begin and the content of ranges, ascending.
         self._content: dict[str, list[tuple[int, bytes]]] = {}
 
-    def fetch(self, ranges: Iterable[NamedRange]) -> None:
+    def fetch(self, ranges: Iterable[ByteRange]) -> None:
         """Request ranges, several at a time, and drop those of earlier calls.
 
         Raises OSError.
@@ -178,7 +170,7 @@ class PrefetchedRanges:
             for span, content in zip(joined, threads.map(self._read, joined), strict=True):
                 self._content.setdefault(span.name, []).append((span.start, content))
 
-    def _read(self, span: NamedRange) -> bytes:
+    def _read(self, span: ByteRange) -> bytes:
         with (self._folder / span.name).open("rb", buffering=0) as file:
             stream: Any = file
             return bytes(stream.fetch(span.start, span.stop - span.start))
@@ -193,11 +185,11 @@ class PrefetchedRanges:
         return content[start - begin :][:size] if start + size <= begin + len(content) else None
 
 
-def coalesce_named(ranges: Iterable[NamedRange]) -> Iterator[NamedRange]:
+def coalesce_named(ranges: Iterable[ByteRange]) -> Iterator[ByteRange]:
     """Yield the ranges to request, by name and offset, merging those that are close together.
 
-    >>> close = [NamedRange("a", 0, 10), NamedRange("a", 900, 950), NamedRange("b", 5, 9)]
-    >>> [tuple(r) for r in coalesce_named([NamedRange("a", 10**6, 10**6 + 1), *close])]
+    >>> close = [ByteRange("a", 0, 10), ByteRange("a", 900, 950), ByteRange("b", 5, 9)]
+    >>> [tuple(r) for r in coalesce_named([ByteRange("a", 10**6, 10**6 + 1), *close])]
     [('a', 0, 950), ('a', 1000000, 1000001), ('b', 5, 9)]
     """
     listed = [*ranges]
@@ -207,4 +199,4 @@ def coalesce_named(ranges: Iterable[NamedRange]) -> Iterator[NamedRange]:
     file, start, size = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     for joined in coalesce(file, start, size, _PREFETCH_GAP_BYTES, _MAX_PREFETCHED_BYTES):
         stop = joined.start_bytes + joined.size_bytes
-        yield NamedRange(names[joined.file], joined.start_bytes, stop)
+        yield ByteRange(names[joined.file], joined.start_bytes, stop)

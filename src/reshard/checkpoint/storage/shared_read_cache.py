@@ -37,10 +37,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
+from reshard.checkpoint.storage.byte_ranges import ByteRange
 from reshard.checkpoint.storage.filesystem import Closing, close_descriptor, reason, write_all
 from reshard.checkpoint.storage.host_memory import find_host_memory
 from reshard.checkpoint.storage.local_files import FileIdentity
@@ -66,13 +66,8 @@ _HEADER_BYTES = 32
 _COLUMNS = 4
 
 
-class ReadSpan(NamedTuple):
-    """Bytes `start` to `stop` of the object `name`, of which `read_bytes` are read."""
-
-    name: str
-    start: int
-    stop: int
-    read_bytes: int
+# A range of an object, and how many bytes of it are read.
+ReadSpan = tuple[ByteRange, int]
 
 
 class SharedReadCache(Closing):
@@ -82,8 +77,8 @@ class SharedReadCache(Closing):
         place: of the checkpoint: processes with the same value share their reads.
         count: the number of processes on this host.
         sizes: of the objects, by name: the same in all processes.
-        tasks: the bytes that each task of this process reads. Tasks are started in the order of
-            their first bytes, and reported by `finish`.
+        tasks: the ranges that each task of this process reads, and how many bytes of each. Tasks
+            are started in the order of their first bytes, and reported by `finish`.
 
     Raises:
         RunError: the folder cannot be created, or is another user's.
@@ -100,13 +95,13 @@ class SharedReadCache(Closing):
         self._end = int(pieces[-1])
         self._lock = threading.Lock()
         starts = [
-            min((self._first[s.name] + s.start // PIECE_BYTES for s in spans), default=0)
+            min((self._first[s.name] + s.start // PIECE_BYTES for s, _ in spans), default=0)
             for spans in tasks
         ]
         self._order = np.argsort(np.array(starts, dtype=np.int64), kind="stable")
         self._starts = np.array(starts, dtype=np.int64)[self._order]
         stops = [
-            max((self._first[s.name] + -(-s.stop // PIECE_BYTES) for s in spans), default=0)
+            max((self._first[s.name] + -(-s.stop // PIECE_BYTES) for s, _ in spans), default=0)
             for spans in tasks
         ]
         self._stops = np.array(stops, dtype=np.int64)[self._order]
@@ -264,8 +259,8 @@ class SharedReadCache(Closing):
 
     def _rows(self, spans: Sequence[ReadSpan]) -> IntArray:
         """Return the reads by piece: shape `(pieces, 4)`, with one empty row if there are none."""
-        first = np.array([self._first[s.name] for s in spans], dtype=np.int64)
-        table = np.array([(s.start, s.stop, s.read_bytes) for s in spans], dtype=np.int64)
+        first = np.array([self._first[s.name] for s, _ in spans], dtype=np.int64)
+        table = np.array([(s.start, s.stop, size) for s, size in spans], dtype=np.int64)
         start, stop, size = table.reshape(-1, 3).T
         low = start // PIECE_BYTES
         counts = np.where(stop > start, (stop - 1) // PIECE_BYTES - low + 1, 0)

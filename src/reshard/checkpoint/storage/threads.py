@@ -13,15 +13,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from reshard.checkpoint.storage.filesystem import Closable
 from reshard.errors import InterruptedRunError, UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """The progress of a run, in bytes of tensors: done, total, and done by earlier runs."""
 
     done_bytes: int
@@ -85,7 +83,7 @@ def run_in_threads(
                 return (task,)
             return None
 
-    def loop() -> None:
+    def loop(is_done: threading.Event) -> None:
         try:
             memory = new_memory()
             try:
@@ -98,8 +96,14 @@ def run_in_threads(
             results.put((None, error, True))
         else:
             results.put((None, None, True))
+        finally:
+            is_done.set()
 
-    workers = [_Worker(loop, f"reshard-{n}") for n in range(threads)]
+    done = [threading.Event() for _ in range(threads)]
+    workers = [
+        threading.Thread(target=loop, args=(is_done,), name=f"reshard-{number}")
+        for number, is_done in enumerate(done)
+    ]
     try:
         for worker in workers:
             worker.start()
@@ -115,39 +119,25 @@ def run_in_threads(
                 yield result  # type: ignore[misc]
     finally:
         stop.set()
-        _wait_for([worker for worker in workers if worker.ident is not None])
+        started = zip(workers, done, strict=True)
+        _wait_for([pair for pair in started if pair[0].ident is not None])
 
 
-class _Worker(threading.Thread):
-    """A thread that sets an event when its work is done."""
-
-    def __init__(self, work: Callable[[], None], name: str) -> None:
-        super().__init__(name=name)
-        self._work = work
-        self.is_done = threading.Event()
-
-    def run(self) -> None:
-        try:
-            self._work()
-        finally:
-            self.is_done.set()
-
-
-def _wait_for(workers: Sequence[_Worker]) -> None:
-    """Wait for threads to end, however often ctrl-C is pressed meanwhile.
+def _wait_for(workers: Sequence[tuple[threading.Thread, threading.Event]]) -> None:
+    """Wait for threads to set their events, however often ctrl-C is pressed meanwhile.
 
     The caller then closes files, whose descriptor numbers are reused: no thread may still write to
     them. (In some versions of Python an interrupted `Thread.join` takes a running thread for
     ended.)
     """
     interrupt: KeyboardInterrupt | None = None
-    for worker in workers:
-        while not worker.is_done.is_set():
+    for _, is_done in workers:
+        while not is_done.is_set():
             try:
-                worker.is_done.wait()
+                is_done.wait()
             except KeyboardInterrupt as error:
                 interrupt = error
-    for worker in workers:
+    for worker, _ in workers:
         worker.join()
     if interrupt is not None:
         raise interrupt

@@ -34,6 +34,7 @@ from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.torch_dcp.packed_archives import unpacked
+from reshard.checkpoint.storage.byte_ranges import ByteRange
 from reshard.checkpoint.storage.byte_streams import RangeStream
 from reshard.checkpoint.storage.local_files import AlignedBuffer, SourceFile
 from reshard.checkpoint.storage.remote_files import JOINED_BYTES, choose_threads
@@ -91,7 +92,7 @@ class _PartRead:
         shape = tuple(self.target.shape)
         start, stop, size = bounding_range(view, self.part.local, shape, itemsize, JOINED_BYTES)
         at = place.start_bytes
-        return [ReadSpan(place.path, at + start, at + stop, size)]
+        return [(ByteRange(place.path, at + start, at + stop), size)]
 
 
 class StorageReader(storage.StorageReader):  # type: ignore[misc]
@@ -274,14 +275,14 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
                 read, _resolve(read, planner), 2 * PIECE_BYTES, is_hull=True
             )
         ]
-        tasks.sort(key=lambda one: [(span.name, span.start) for span in one.spans])
+        tasks.sort(key=lambda one: [(span.name, span.start) for span, _ in one.spans])
         checkpoint = self.checkpoint
         sizes = {
             file.name: file.size_bytes
             for file in checkpoint.files
             if file.name not in checkpoint.derived and file.name not in checkpoint.held
         }
-        spans = [[span for span in one.spans if span.name in sizes] for one in tasks]
+        spans = [[span for span in one.spans if span[0].name in sizes] for one in tasks]
         threads = min(choose_threads(self.thread_count, checkpoint.folder), MAX_THREADS)
         place = str(checkpoint.folder)
         with (

@@ -41,7 +41,7 @@ import numpy as np
 from reshard.binding import FileRange
 from reshard.checkpoint.formats.orbax import MANIFEST_NAME
 from reshard.checkpoint.manifest import is_plain_name
-from reshard.checkpoint.storage.byte_streams import RangeStream, ZStandardStream, import_zstandard
+from reshard.checkpoint.storage.byte_streams import DecodedStream, RangeStream, import_zstandard
 from reshard.checkpoint.storage.filesystem import read_up_to, reason
 from reshard.errors import CheckpointError, FormatError
 from reshard.runs import IntArray
@@ -275,7 +275,7 @@ def _open_frame(content: bytes, magic: int, label: str) -> _NodeColumns:
     body = content[start : -_CHECKSUM.size]
     if compression:
         packed = RangeStream(lambda at, size: body[at : at + size], 0, len(body))
-        stream = ZStandardStream(packed, MAX_BODY_BYTES, label, "OCDBT")
+        stream = DecodedStream("zstd", packed, MAX_BODY_BYTES, label, "OCDBT")
         body = stream.read(MAX_BODY_BYTES + 1)
     return _NodeColumns(body, label)
 

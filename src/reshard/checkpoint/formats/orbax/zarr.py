@@ -32,9 +32,8 @@ from reshard.binding import FileRange
 from reshard.checkpoint.formats.orbax.ocdbt import KeyValues, StoredValue, crc32c
 from reshard.checkpoint.storage.byte_streams import (
     ByteStream,
-    DeflateStream,
+    DecodedStream,
     RangeStream,
-    ZStandardStream,
 )
 from reshard.checkpoint.storage.local_files import BufferRegion, SourceFile
 from reshard.checkpoint.storage.scratch_file import PackedFiles, ScratchFile, ScratchPart
@@ -470,8 +469,8 @@ def _unpack(chunk: PackedChunk, packed: ByteStream) -> Iterator[bytes]:
     """Yield the elements of a chunk in pieces, `size_bytes` in total."""
     stream = packed
     if chunk.codec:
-        kind = ZStandardStream if chunk.codec == "zstd" else DeflateStream
-        stream = kind(packed, chunk.size_bytes, chunk.label, "its array's metadata")
+        promise = "its array's metadata"
+        stream = DecodedStream(chunk.codec, packed, chunk.size_bytes, chunk.label, promise)
     left = chunk.size_bytes
     while left:
         piece = stream.read(min(_PIECE_BYTES, left))

@@ -42,8 +42,8 @@ from reshard.checkpoint.formats.torch_files.zip_archives import ReadRange
 from reshard.checkpoint.storage.byte_streams import (
     READ_BYTES,
     ByteStream,
+    DecodedStream,
     RangeStream,
-    ZStandardStream,
     import_zstandard,
 )
 from reshard.checkpoint.storage.local_files import SourceFile
@@ -102,7 +102,7 @@ def unpacked(
     for left in reversed(range(len(transforms))):
         # Compressing compressed bytes lengthens them by a little at most.
         limit = max_bytes if left == 0 else 2 * max_bytes + READ_BYTES
-        stream = ZStandardStream(stream, limit, label, ".metadata")
+        stream = DecodedStream("zstd", stream, limit, label, ".metadata")
     return stream
 
 

@@ -63,8 +63,9 @@ from reshard.checkpoint.formats.torch_dcp.packed_archives import (
 from reshard.checkpoint.formats.torch_files.reading import read_archive
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensor, is_plain_name
+from reshard.checkpoint.storage.byte_ranges import ByteRange
 from reshard.checkpoint.storage.filesystem import Closing, read_range, read_up_to
-from reshard.checkpoint.storage.remote_files import NamedRange, PrefetchedRanges
+from reshard.checkpoint.storage.remote_files import PrefetchedRanges
 from reshard.checkpoint.storage.scratch_file import PackedFile, PackedFiles
 from reshard.errors import (
     CheckpointError,
@@ -460,12 +461,12 @@ class ChunkReader(Closing):
 
     def _prefetch(self, chunks: Iterable[DcpChunk]) -> None:
         """Request the heads and tails of archives from a store together."""
-        ranges: list[NamedRange] = []
+        ranges: list[ByteRange] = []
         for place in (chunk.place for chunk in chunks if not chunk.place.transforms):
             start, stop = place.start_bytes, place.start_bytes + place.size_bytes
             if stop <= self._sizes[place.file]:
-                ranges.append(NamedRange(place.file, start, min(start + _HEAD_BYTES, stop)))
-                ranges.append(NamedRange(place.file, max(stop - _TAIL_BYTES, start), stop))
+                ranges.append(ByteRange(place.file, start, min(start + _HEAD_BYTES, stop)))
+                ranges.append(ByteRange(place.file, max(stop - _TAIL_BYTES, start), stop))
         try:
             self._prefetched.fetch(ranges)
         except OSError as error:

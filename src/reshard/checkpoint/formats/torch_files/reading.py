@@ -75,8 +75,9 @@ from reshard.checkpoint.formats.torch_files.zip_archives import (
     ReadRange,
     ZipRecords,
 )
+from reshard.checkpoint.storage.byte_ranges import ByteRange
 from reshard.checkpoint.storage.filesystem import read_range
-from reshard.checkpoint.storage.remote_files import NamedRange, PrefetchedRanges
+from reshard.checkpoint.storage.remote_files import PrefetchedRanges
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, UnreadableTensorError
@@ -183,7 +184,7 @@ class _WindowReader:
 
     def read_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Request ranges of a store together. Raises OSError."""
-        self._ahead.fetch(NamedRange(self._path.name, start, stop) for start, stop in ranges)
+        self._ahead.fetch(ByteRange(self._path.name, start, stop) for start, stop in ranges)
 
     def read(self, offset: int, size: int) -> bytes:
         """Return bytes of the file. Raises FormatError if it has fewer."""
