@@ -9,7 +9,8 @@ Nothing here touches a file. `reshard.checkpoint.open` builds these values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -197,6 +198,18 @@ class StoredChecksum:
     crc32: int
     is_read_once: bool
     padding: tuple[tuple[int, int], ...] = ()
+
+
+def read_again(
+    checksums: Iterable[StoredChecksum], names: Collection[str]
+) -> tuple[StoredChecksum, ...]:
+    """Return checksums where the tensors `names` are read in part, or more than once."""
+    return tuple(
+        dataclasses.replace(
+            checksum, is_read_once=checksum.is_read_once and checksum.tensor not in names
+        )
+        for checksum in checksums
+    )
 
 
 class DerivedFile(Protocol):

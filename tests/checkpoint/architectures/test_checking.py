@@ -9,7 +9,7 @@ import pytest
 
 from reshard.checkpoint.architectures import checking
 from reshard.checkpoint.architectures.checking import check_architecture, check_sharded_model
-from reshard.checkpoint.architectures.records import RecordedDifferences, TensorDifferences
+from reshard.checkpoint.architectures.records import TensorDifferences
 from reshard.dtypes import dtype
 from reshard.errors import CheckpointError
 
@@ -24,7 +24,7 @@ FOUND = TensorDifferences(
 def check_names(
     monkeypatch: pytest.MonkeyPatch, found: TensorDifferences | None, **arguments: object
 ) -> tuple[str, ...]:
-    recorded = None if found is None else RecordedDifferences(found, is_exact=True)
+    recorded = None if found is None else (found, True)
     monkeypatch.setattr(checking, "find_recorded_differences", lambda config, shapes: recorded)
     monkeypatch.setattr(checking, "find_spec", lambda name: None)
     names = ("foo.weight", "model.layers.2.eh_proj.weight", "layers.0.rotary_emb.inv_freq", "x")

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from reshard.checkpoint.training.model_sets import bare_name
-from reshard.checkpoint.training.state import StateTensor, find_training_state
+from reshard.checkpoint.training.state import find_training_state
 
 SHAPES = {"up.weight": (4, 2), "up.bias": (4,), "down.weight": (2, 4)}
 ADAM = ("exp_avg", "exp_avg_sq", "step")
@@ -64,7 +64,7 @@ def test_masters_have_one_key() -> None:
     shapes = state_of("", "optimizer.", keys=("fp32_param", "exp_avg"))
     found = find_training_state(shapes)
     assert found is not None
-    assert found.tensors["optimizer.state.up.bias.fp32_param"] == StateTensor("up.bias", "master")
+    assert found.tensors["optimizer.state.up.bias.fp32_param"] == ("up.bias", "master")
 
 
 def test_keys_may_have_dots_behind_a_known_weight() -> None:

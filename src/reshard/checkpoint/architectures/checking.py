@@ -132,7 +132,7 @@ def check_sharded_model(
         unknown = tuple(name for name in found.unknown if not is_meant(name))
         return dataclasses.replace(found, unknown=unknown)
 
-    found = without_expected(recorded.differences)
+    found = without_expected(recorded[0])
     if _list_refused(found, allowed):
         judged = _ask_class(config, shapes)
         if not isinstance(judged, str):
@@ -155,7 +155,7 @@ def count_differences(
         return 0
     if recorded is None:
         return 0
-    found = recorded.differences
+    found, _ = recorded
     return len(found.missing) + len(found.unknown) + len(found.misshapen)
 
 
@@ -164,9 +164,9 @@ def _find_differences(
 ) -> TensorDifferences | str:
     """Return the differences by the best judge that knows the class, or a note that none does."""
     found = find_recorded_differences(config, shapes)
-    recorded = None if found is None else found.differences
-    if found is not None and found.is_exact and not recorded:
-        return found.differences
+    recorded, is_exact = (None, False) if found is None else found
+    if recorded is not None and is_exact and not recorded:
+        return recorded
     judged = _ask_class(config, shapes)
     if not isinstance(judged, str):
         return judged

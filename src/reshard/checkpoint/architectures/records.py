@@ -47,16 +47,9 @@ _SIZES = re.compile(r"(^|[_.])(size|dim|d_ff|d_model|n_embd|ffn_dim)$")
 _USUAL = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "Model")
 
 
-class RecordedDifferences(NamedTuple):
-    """Differences from a record, and whether the record leaves nothing open."""
-
-    differences: TensorDifferences
-    is_exact: bool
-
-
 def find_recorded_differences(
     config: Mapping[str, Any], shapes: Mapping[str, Shape], *, any_class: bool = False
-) -> RecordedDifferences | None:
+) -> tuple[TensorDifferences, bool] | None:
     """Compare tensors with those recorded of the class of a config.json.
 
     Args:
@@ -65,7 +58,8 @@ def find_recorded_differences(
         any_class: whether the class of the model type counts that fits best.
 
     Returns:
-        The differences; None if there is no record of the class.
+        The differences, and whether the record leaves nothing open; None if there is no record of
+        the class.
     """
     record = _read_record(config.get("model_type"))
     if record is None:
@@ -91,7 +85,7 @@ def find_recorded_differences(
             + any_class * pair[1].count_misshapen(shapes)
         ),
     )
-    return RecordedDifferences(_compare(record, name, best, prefix, shapes), best.is_exact)
+    return _compare(record, name, best, prefix, shapes), best.is_exact
 
 
 @lru_cache(maxsize=8)

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.changes.computed_tensors import CastTensor, ComputedTensor, ReadBox
-from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.contents import Checkpoint, StoredTensor, read_again
 from reshard.checkpoint.formats.opening import open_checkpoint, read_adapter_config
 from reshard.dtypes import DType, dtype
 from reshard.elements import CastCounts, as_float32, cast_elements, is_castable
@@ -565,10 +565,7 @@ def _finish(
         )
     if merge.added:
         notes.append(f"not in the base, added from an adapter: {', '.join(merge.added[:5])}")
-    checksums = (
-        dataclasses.replace(entry, is_read_once=entry.is_read_once and entry.tensor not in read)
-        for entry in base.checksums
-    )
+    checksums = read_again(base.checksums, read)
     return dataclasses.replace(
         base,
         tensors=tensors,

@@ -33,7 +33,7 @@ from reshard.checkpoint.changes.quantization import (
     Float8Weight,
     read_flat_shapes,
 )
-from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.contents import Checkpoint, StoredTensor, read_again
 from reshard.dtypes import DType, dtype
 from reshard.elements import CAST_TYPES, QUANTIZATIONS, cast_type, is_castable
 from reshard.errors import CheckpointError, RecipeError, UsageError
@@ -399,14 +399,10 @@ class _Change:
         if config is not None and "quantization_config" not in config and self.weights:
             carried = tuple(name for name in carried if name != _MODELOPT_CONFIG)
         # Boxes of the sources of computed tensors may be read repeatedly, or in part.
-        checksums = (
-            dataclasses.replace(entry, is_read_once=entry.is_read_once and entry.tensor not in read)
-            for entry in old.checksums
-        )
         changed = dataclasses.replace(
             old,
             tensors=tensors,
-            checksums=tuple(checksums),
+            checksums=read_again(old.checksums, read),
             carried=carried,
             paths={name: path for name, path in old.paths.items() if name in tensors},
             notes=(*old.notes, *self.notes),
@@ -472,9 +468,6 @@ def add_copies(
         if element is not tensor.dtype:
             computed[name] = CastTensor(tensor, element)
     # Copied tensors are read more than once.
-    checksums = tuple(
-        dataclasses.replace(entry, is_read_once=entry.is_read_once and entry.tensor not in copied)
-        for entry in old.checksums
-    )
+    checksums = read_again(old.checksums, copied)
     checkpoint = dataclasses.replace(old, tensors=tensors, checksums=checksums)
     return dataclasses.replace(changed, checkpoint=checkpoint, computed=computed)

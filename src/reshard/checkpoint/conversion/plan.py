@@ -217,7 +217,7 @@ def _check_architecture(
         for prefix in models.keys() | {""}:
             meaning = bare_name(name).removeprefix(prefix)
             if named.from_names is not None:
-                known = find_meaning(meaning, named.from_names.table)
+                known = find_meaning(meaning, named.from_names[1])
                 left_out |= {known} if isinstance(known, str) else {*known.tensors}
             else:
                 left_out.add(meaning)
@@ -487,8 +487,8 @@ def _resolve(request: ConversionRequest, named: RenamedSource) -> dict[str, Any]
         "strategy": request.strategy,
         "replicas": request.stored_replicas,
         "most_file_bytes": request.most_file_bytes,
-        "source_names": None if named.from_names is None else named.from_names.text,
-        "target_names": None if named.to_names is None else named.to_names.text,
+        "source_names": None if named.from_names is None else named.from_names[0],
+        "target_names": None if named.to_names is None else named.to_names[0],
         **changes,
         **request.selection.to_json(),
     }
@@ -655,11 +655,11 @@ def name_source(request: ConversionRequest, checkpoint: Checkpoint) -> RenamedSo
         from_names = find_stacked_names(checkpoint, recipe, config)
     by_recipe = checkpoint
     if from_names is not None:
-        by_recipe = in_recipe_names(checkpoint, from_names.table)
+        by_recipe = in_recipe_names(checkpoint, from_names[1])
     if to_names is None:
         names = {name: name for name in by_recipe}
         return RenamedSource(by_recipe, by_recipe, recipe, names, from_names=from_names)
-    checkpoint, names, fused = in_names_of(by_recipe, to_names.table)
+    checkpoint, names, fused = in_names_of(by_recipe, to_names[1])
     return RenamedSource(checkpoint, by_recipe, recipe, names, fused, from_names, to_names)
 
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from reshard.checkpoint.blocks.fusing import fuse_members, split_into_members
-from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.contents import Checkpoint, StoredTensor, read_again
 from reshard.checkpoint.training.state import find_training_state
 from reshard.errors import RecipeError, UsageError
 from reshard.recipes.naming import (
@@ -35,12 +34,8 @@ Names = str | Mapping[str, Meaning]
 STACKED = "stacked"
 
 
-@dataclass(frozen=True)
-class NameTable:
-    """A table from names to a recipe's names; `text` identifies it in journals."""
-
-    text: str
-    table: Mapping[str, Meaning]
+# A text that identifies a table in journals, and the table from names to a recipe's names.
+NameTable = tuple[str, Mapping[str, Meaning]]
 
 
 def names_of(
@@ -73,7 +68,7 @@ def names_of(
             "table of names and Fusions"
         )
     found = hashlib.blake2b(repr(list(table.items())).encode(), digest_size=8).hexdigest()
-    return NameTable(f"{text} ({found})", table)
+    return f"{text} ({found})", table
 
 
 def find_stacked_names(
@@ -215,7 +210,7 @@ class _Tensors:
         if self._state is None or name not in self._state.tensors:
             return "", "", name
         before, after = self._state.around(name)
-        parameter = self._state.tensors[name].parameter
+        parameter, _ = self._state.tensors[name]
         if not after and before == name:
             # Nothing of the parameter is in the name, but its number.
             raise RecipeError(
@@ -229,9 +224,9 @@ class _Tensors:
     def is_common(self, name: str) -> bool:
         """Return whether all members of a fused parameter share it, such as a number of steps."""
         known = None if self._state is None else self._state.tensors.get(name)
-        if self._state is None or known is None or not known.key:
+        if self._state is None or known is None or not known[1]:
             return False
-        own, weight = self.old.tensors[name].shape, self._state.weights.get(known.parameter)
+        own, weight = self.old.tensors[name].shape, self._state.weights.get(known[0])
         return not own or (
             own == (1,) and weight is not None and self.old.tensors[weight].shape != own
         )
@@ -240,8 +235,8 @@ class _Tensors:
         """Raise RecipeError for optimizer state of another shape than its parameter's."""
         known = None if self._state is None else self._state.tensors.get(name)
         weight = None
-        if self._state is not None and known is not None and known.key:
-            weight = self._state.weights.get(known.parameter)
+        if self._state is not None and known is not None and known[1]:
+            weight = self._state.weights.get(known[0])
         shape = self.old.tensors[name].shape
         if weight is not None and self.old.tensors[weight].shape != shape:
             raise RecipeError(
@@ -292,16 +287,11 @@ class _Tensors:
                 f"{len(self.unchanged)} tensors keep their names (first: {self.unchanged[0]})",
             )
         # With strides, what lies between is read along, and may be read again.
-        checksums = (
-            dataclasses.replace(
-                checksum, is_read_once=checksum.is_read_once and checksum.tensor not in changed
-            )
-            for checksum in old.checksums
-        )
+        checksums = read_again(old.checksums, changed)
         kept = {name for name in self.tensors if self.made_of[name] == (name,)} | {*old.items}
         paths = {name: path for name, path in old.paths.items() if name in kept}
         new = dataclasses.replace(
-            old, tensors=self.tensors, checksums=tuple(checksums), paths=paths, notes=notes
+            old, tensors=self.tensors, checksums=checksums, paths=paths, notes=notes
         )
         members = self._find_new_parameters()
         if self._state is None or all(found == {old: None} for old, found in members.items()):
@@ -321,5 +311,5 @@ class _Tensors:
                 before, after = self._state.around(old)
                 if name.startswith(before) and name.endswith(after):
                     own = name.removeprefix(before).removesuffix(after)
-                    found.setdefault(tensors[old].parameter, {})[own] = None
+                    found.setdefault(tensors[old][0], {})[own] = None
         return found

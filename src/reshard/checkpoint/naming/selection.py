@@ -103,10 +103,6 @@ class TensorSelection:
         """The prefix of `select` with a dot at its end; `""` without it."""
         return "" if self.select is None else self.select.rstrip(".") + "."
 
-    @cached_property
-    def _renamings(self) -> tuple[_Renaming, ...]:
-        return tuple(_parse_renaming(text) for text in self.rename)
-
     def takes(self, name: str) -> bool:
         """Return whether what has this name is taken."""
         if not name.startswith(self.selected_prefix):
@@ -131,8 +127,12 @@ class TensorSelection:
 
     def renamed(self, name: str) -> str | None:
         """Apply `rename` to a name without prefixes; return None if no pattern matches it."""
-        found = (renaming.apply(name) for renaming in self._renamings)
-        return next((new for new in found if new is not None), None)
+        for text in self.rename:
+            pattern, pieces = _parse_renaming(text)
+            found = pattern.fullmatch(name)
+            if found is not None:
+                return "".join(part if isinstance(part, str) else found[part] for part in pieces)
+        return None
 
     def to_json(self) -> dict[str, str | list[str]]:
         """Return the options that are given, as plain values."""
@@ -142,22 +142,6 @@ class TensorSelection:
             for name, texts in given.items()
             if texts
         }
-
-
-@dataclass(frozen=True, slots=True)
-class _Renaming:
-    """One `pattern=name`: `pieces` are text of the new name, and numbers of parts."""
-
-    text: str
-    pattern: re.Pattern[str]
-    pieces: tuple[str | int, ...]
-
-    def apply(self, name: str) -> str | None:
-        """Return the new name; None if the pattern does not match."""
-        found = self.pattern.fullmatch(name)
-        if found is None:
-            return None
-        return "".join(piece if isinstance(piece, str) else found[piece] for piece in self.pieces)
 
 
 def find_new_names(
@@ -321,9 +305,10 @@ def _expect_matches(
         if taken and stripped == taken:
             raise UsageError(_describe_idle(checkpoint, "strip-prefix", prefix, taken))
         taken = stripped
-    for renaming in selection._renamings:
-        if taken and not any(renaming.pattern.fullmatch(name) for name in taken):
-            raise UsageError(_describe_idle(checkpoint, "rename", renaming.text, taken))
+    for text in selection.rename:
+        pattern, _ = _parse_renaming(text)
+        if taken and not any(pattern.fullmatch(name) for name in taken):
+            raise UsageError(_describe_idle(checkpoint, "rename", text, taken))
 
 
 def _describe_idle(checkpoint: Checkpoint, option: str, text: str, names: list[str]) -> str:
@@ -356,8 +341,11 @@ def _read_texts(what: str, given: Iterable[str]) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _parse_renaming(text: str) -> _Renaming:
-    """Return the renaming that `pattern=name` writes. Raises UsageError where it cannot be read."""
+def _parse_renaming(text: str) -> tuple[re.Pattern[str], tuple[str | int, ...]]:
+    """Parse `pattern=name`: the pattern, and the text and the numbers of parts of the new name.
+
+    Raises UsageError for text that cannot be read.
+    """
     pattern, divider, name = text.partition("=")
     if not divider or not pattern or not name or "=" in name:
         raise UsageError(
@@ -393,7 +381,7 @@ def _parse_renaming(text: str) -> _Renaming:
             if stars
             else f"the renaming {text!r} has {said} in the new name, and its pattern has no `*`"
         )
-    return _Renaming(text, expression, tuple(pieces))
+    return expression, tuple(pieces)
 
 
 _GROUPS = "param_groups"

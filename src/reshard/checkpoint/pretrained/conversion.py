@@ -37,7 +37,7 @@ from reshard.checkpoint.changes.planning import (
 )
 from reshard.checkpoint.changes.source_digests import find_absorbed
 from reshard.checkpoint.comparison import Comparison, compare
-from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.contents import Checkpoint, read_again
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.plan import (
     arrange_whole,
@@ -158,8 +158,7 @@ def plan_for_pretrained(
         allow=request.allow,
         left_out=left_out,
     )
-    tied = store_tied_once(weights, files.config)
-    weights, found = tied.checkpoint, tied.config
+    weights, found, tied_notes = store_tied_once(weights, files.config)
     check_scales(find_unscaled(weights, found), checkpoint.folder, request.allow)
     apart = find_absorbed(take_weights(checkpoint).tensors, weights.tensors)
     changed = _change_elements(weights, found, request)
@@ -168,7 +167,7 @@ def plan_for_pretrained(
     notes = [
         *weights.notes,
         *names.notes,
-        *tied.notes,
+        *tied_notes,
         *_describe_place(files, checkpoint),
         *_describe_renames(whole, request),
         *checked,
@@ -238,10 +237,10 @@ def _name_weights(
     weights = by_new_names(weights, new)
     table = names_of("source_names", names.convention, recipe, config)
     if table is not None:
-        weights = in_recipe_names(weights, table.table)
+        weights = in_recipe_names(weights, table[1])
     stacked = find_stacked_names(weights, recipe, config)
     if stacked is not None:
-        weights = in_recipe_names(weights, stacked.table)
+        weights = in_recipe_names(weights, stacked[1])
     return weights, names
 
 
@@ -259,7 +258,7 @@ def _name_left_out(
     for item in list_left_out(checkpoint, request.selection):
         name = model_name(item).removeprefix(names.prefix)
         name = translate_name(name) if is_llama else name
-        meaning = name if table is None else find_meaning(name, table.table)
+        meaning = name if table is None else find_meaning(name, table[1])
         found |= {meaning} if isinstance(meaning, str) else {*meaning.tensors}
     return frozenset(found)
 
@@ -295,16 +294,10 @@ def _cut_padding(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoin
         f"(first: {first}, which has {shape[0]}): the others pad it for ranks"
     )
     cut = {name: slice_rows(tensor, size) for name, tensor in padded.items()}
-    checksums = (
-        dataclasses.replace(
-            checksum, is_read_once=checksum.is_read_once and checksum.tensor not in cut
-        )
-        for checksum in checkpoint.checksums
-    )
     return dataclasses.replace(
         checkpoint,
         tensors={**checkpoint.tensors, **cut},
-        checksums=tuple(checksums),
+        checksums=read_again(checkpoint.checksums, cut),
         notes=(*checkpoint.notes, note),
     )
 

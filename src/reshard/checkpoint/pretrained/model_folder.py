@@ -168,23 +168,19 @@ _INPUT = re.compile(
 )
 
 
-class TiedWeights(NamedTuple):
-    """A checkpoint whose tied weights are stored once, the config that is true of it, and notes."""
-
-    checkpoint: Checkpoint
-    config: dict[str, Any]
-    notes: tuple[str, ...] = ()
-
-
-def store_tied_once(checkpoint: Checkpoint, config: Mapping[str, Any]) -> TiedWeights:
+def store_tied_once(
+    checkpoint: Checkpoint, config: Mapping[str, Any]
+) -> tuple[Checkpoint, dict[str, Any], list[str]]:
     """Return the checkpoint without output layers that are their embeddings.
+
+    With the config that is true of it, and notes.
 
     Raises:
         RunError: a file that cannot be read.
     """
     found = dict(config)
     if not is_tied(config):
-        return TiedWeights(checkpoint, found)
+        return checkpoint, found, []
     outputs = [name for name in checkpoint.tensors if _OUTPUT.fullmatch(name)]
     inputs = [name for name in checkpoint.tensors if _INPUT.fullmatch(name)]
     dropped, differing = [], []
@@ -213,9 +209,7 @@ def store_tied_once(checkpoint: Checkpoint, config: Mapping[str, Any]) -> TiedWe
     checksums = tuple(
         checksum for checksum in checkpoint.checksums if checksum.tensor not in dropped
     )
-    return TiedWeights(
-        dataclasses.replace(checkpoint, tensors=tensors, checksums=checksums), found, tuple(notes)
-    )
+    return dataclasses.replace(checkpoint, tensors=tensors, checksums=checksums), found, notes
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:

@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.checkpoint.blocks.fusing import deinterleave_rows
-from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.contents import Checkpoint, read_again
 from reshard.checkpoint.formats.rank_files.plain_parts import PARAMETERS
 from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER
 from reshard.checkpoint.naming.renaming import STACKED
@@ -126,19 +126,20 @@ def find_model_names(
     if recipe is None:
         return _take_as_saved(kinds, config, containers, keeps_prefix)
     is_own = _matcher_of(recipe)
-    best, convention = _find_best(kinds, prefixes, is_own), None
+    (most, best), convention = _find_best(kinds, prefixes, is_own), None
     for name, patterns in recipe.names.items():
         if name == STACKED:
             continue
         # A table may list only names that differ from the recipe's, such as fused parameters.
-        found = _find_best(kinds, prefixes, _matches_either(_matches_any(patterns), is_own))
-        if found.matched > best.matched:
-            best, convention = found, name
+        is_either = _matches_either(_matches_any(patterns), is_own)
+        matched, fitting = _find_best(kinds, prefixes, is_either)
+        if matched > most:
+            most, best, convention = matched, fitting, name
     if convention is not None:
         # In another program's names a shorter prefix looks like no prefix.
-        prefix = max(best.prefixes, key=len)
+        prefix = max(best, key=len)
     else:
-        prefix = _choose(checkpoint, best.prefixes, kinds, config)
+        prefix = _choose(checkpoint, best, kinds, config)
     return ModelNames(prefix, convention)
 
 
@@ -175,13 +176,6 @@ def _list_own_words(recipe: Recipe) -> frozenset[str]:
     )
 
 
-class _PrefixMatch(NamedTuple):
-    """How many names are matched at most, and the prefixes without which they are."""
-
-    matched: int
-    prefixes: list[str]
-
-
 def _list_prefixes(kinds: Mapping[str, int]) -> list[str]:
     """Return the prefixes of half of the names, none included."""
     counts: Counter[str] = Counter()
@@ -198,13 +192,14 @@ def _list_prefixes(kinds: Mapping[str, int]) -> list[str]:
 
 def _find_best(
     kinds: Mapping[str, int], prefixes: list[str], matches: Callable[[str], bool]
-) -> _PrefixMatch:
+) -> tuple[int, list[str]]:
+    """Return how many names are matched at most, and the prefixes without which they are."""
     matched = {
         prefix: sum(n for name, n in kinds.items() if matches(name.removeprefix(prefix)))
         for prefix in prefixes
     }
     most = max(matched.values())
-    return _PrefixMatch(most, [prefix for prefix, count in matched.items() if count == most])
+    return most, [prefix for prefix, count in matched.items() if count == most]
 
 
 def _matcher_of(recipe: Recipe) -> Callable[[str], bool]:
@@ -315,7 +310,7 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
     alone: dict[str, str] = {}
     if state is not None:
         placed = {*state.weights.values()}
-        optimizer = [name for name, found in state.tensors.items() if found.key]
+        optimizer = [name for name, (_, key) in state.tensors.items() if key]
         optimizer += [name for name, _ in state.unplaced]
         weights = [name for name in checkpoint.tensors if name in placed]
         # Stage 3 of ZeRO has no other weights than those of 32 bits.
@@ -501,12 +496,7 @@ def in_transformers_names(
         f"the names are those of {found}: rows of {len(moved)} tensors of queries and keys (first: "
         f"{next(iter(moved), '')}) are put from pairs in the order of transformers"
     )
-    checksums = tuple(
-        dataclasses.replace(
-            checksum, is_read_once=checksum.is_read_once and checksum.tensor not in moved
-        )
-        for checksum in named.checksums
-    )
+    checksums = read_again(named.checksums, moved)
     tensors = {**named.tensors, **moved}
     notes = (*named.notes, note)
     return dataclasses.replace(named, tensors=tensors, checksums=checksums, notes=notes), found

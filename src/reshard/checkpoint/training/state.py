@@ -39,10 +39,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
+from reshard._records import Record
 from reshard.checkpoint.blocks.tensor_columns import shapes_of
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, OPTIMIZER_KEYS, STEP
@@ -74,15 +74,7 @@ _KEYS = _EVIDENCE | _MASTERS | {STEP, "sum", "prev", "eta", "mu", "ax", "varianc
 _CONTAINER = re.compile(r"(?:opt|optim|optimizer)s?(?:_?states?|_state_dict)?(?:[._]\d+)*")
 
 
-class StateTensor(NamedTuple):
-    """The parameter of a tensor, and the optimizer's key; a weight has the key `""`."""
-
-    parameter: str
-    key: str
-
-
-@dataclass(frozen=True)
-class TrainingState:
+class TrainingState(Record):
     """The training state of a checkpoint, by the names of its tensors.
 
     Attributes:
@@ -107,15 +99,18 @@ class TrainingState:
     unplaced: tuple[tuple[str, str], ...] = ()
     containers: tuple[str, ...] = ()
     weight_prefixes: tuple[str, ...] = ("",)
-    numbers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    numbers: Mapping[str, tuple[str, ...]] = {}
 
     @cached_property
-    def tensors(self) -> Mapping[str, StateTensor]:
-        """The parameter and the key of each tensor, without `others` and `unplaced`."""
-        found = {name: StateTensor(bare, "") for bare, name in self.weights.items()}
+    def tensors(self) -> Mapping[str, tuple[str, str]]:
+        """The parameter and the optimizer's key of each tensor, without `others` and `unplaced`.
+
+        The key of a weight is `""`.
+        """
+        found = {name: (bare, "") for bare, name in self.weights.items()}
         for parameter, state in self.optimizer.items():
             for key, name in state.items():
-                found[name] = StateTensor(parameter, key)
+                found[name] = parameter, key
         return found
 
     @property
@@ -131,7 +126,7 @@ class TrainingState:
         ...     "optim.state.module.up.exp_avg")
         ('optim.state.module.', '.exp_avg')
         """
-        bare = self.tensors[name].parameter
+        bare, _ = self.tensors[name]
         at = name.rfind(bare)
         if at >= 0:
             return name[:at], name[at + len(bare) :]
@@ -466,8 +461,7 @@ _OPTAX_KEYS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class TrainingStyle:
+class TrainingStyle(Record):
     """How a program keeps training state.
 
     Attributes:

@@ -24,7 +24,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from reshard.checkpoint.blocks.tensor_columns import shapes_of
 from reshard.checkpoint.contents import Checkpoint
@@ -46,13 +45,6 @@ Dims = tuple[int | None, ...]
 
 # The number of names that decide the prefix that a recipe's names lack.
 _SAMPLED_NAMES = 256
-
-
-class _Follower(NamedTuple):
-    """A tensor that is cut as another: which, and where its dimensions are in that one."""
-
-    leader: str
-    dims: Dims
 
 
 class StateSharding:
@@ -77,7 +69,8 @@ class StateSharding:
         self.shapes = shapes
         self.leaders: dict[str, Shape] = {}
         self.aliases: dict[str, str] = {}
-        self._followers: dict[str, _Follower] = {}
+        # The tensor that each tensor is sharded like, and its dimensions among those of that one.
+        self._followers: dict[str, tuple[str, Dims]] = {}
         self._whole: list[str] = []
         self._apart: list[str] = []
         self._notes: list[str] = []
@@ -97,7 +90,7 @@ class StateSharding:
             if any(rule.matches(name) for rule in by_hand):
                 self.leaders[name] = shapes[name]
             elif copied is not None:
-                self._followers[name] = _Follower(copied, tuple(range(len(shapes[name]))))
+                self._followers[name] = copied, tuple(range(len(shapes[name])))
             else:
                 self._whole.append(name)
         self._notes += _describe(shapes, state, self._apart)
@@ -120,7 +113,7 @@ class StateSharding:
             if dims is None:
                 self._apart.append(name)
                 dims = (None,) * len(self.shapes[name])
-            self._followers[name] = _Follower(leader, dims)
+            self._followers[name] = leader, dims
 
     def _find_copied(self, name: str) -> str | None:
         """Return the weight with a tensor's name and shape under another prefix (`ema.NAME`)."""

@@ -231,7 +231,7 @@ def _name_both(
         named = names_of(option, given[option], of_names, other)
         if named is None:
             named = find_stacked_names(checkpoint, of_names, other)
-        found.append(checkpoint if named is None else in_recipe_names(checkpoint, named.table))
+        found.append(checkpoint if named is None else in_recipe_names(checkpoint, named[1]))
     return found
 
 
