@@ -144,7 +144,7 @@ def check(program: Program, dtype: str, limit: int | None = None, is_strided: bo
         assert bits(own) == bits(before)
 
 
-@settings(max_examples=choose(15, 50), **ALWAYS)
+@settings(max_examples=choose(10, 50), **ALWAYS)
 @given(st.data())
 def check_programs(data: st.DataObject) -> None:
     """Between shardings of all kinds, in as little memory as can be, and with room."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -129,26 +130,28 @@ def all_by_programs() -> None:
         names = [name for name in MODEL if dtype.is_floating_point or name != "mean"]
         source, target = models(dtype, names=names)
         expected = exchanged(source)
-        for planning in ("local", "centralized"):
-            for extra_bytes in choose((64 << 20, 1024), (64 << 20, 4096, 1024)):
-                for value in target.values():
-                    value.to_local().fill_(55)
-                done = Refit.prepare(
-                    source, target, method="program", planning=planning, extra_bytes=extra_bytes
-                )
-                done.run()
-                told = f"{dtype} {planning} {extra_bytes}"
-                _expect_bits(target, expected, told)
-                expect(done.extra_bytes <= extra_bytes, f"{done.extra_bytes} bytes: {told}")
-                expect(done.report.exchanged == {"same": "every rank has what it needs"}, told)
-                expect(set(done.report.programs) == set(source) - {"same"}, f"{done.report}")
-                again = models(dtype, seed=50, names=names)[0]
-                for name, value in source.items():
-                    value.to_local().copy_(again[name].to_local())
-                done.run()
-                _expect_bits(target, exchanged(source), "again " + told)
-                for name, value in models(dtype, names=names)[0].items():
-                    source[name].to_local().copy_(value.to_local())
+        for planning, extra_bytes in choose(
+            (("local", 64 << 20), ("centralized", 1024)),
+            itertools.product(("local", "centralized"), (64 << 20, 4096, 1024)),
+        ):
+            for value in target.values():
+                value.to_local().fill_(55)
+            done = Refit.prepare(
+                source, target, method="program", planning=planning, extra_bytes=extra_bytes
+            )
+            done.run()
+            told = f"{dtype} {planning} {extra_bytes}"
+            _expect_bits(target, expected, told)
+            expect(done.extra_bytes <= extra_bytes, f"{done.extra_bytes} bytes: {told}")
+            expect(done.report.exchanged == {"same": "every rank has what it needs"}, told)
+            expect(set(done.report.programs) == set(source) - {"same"}, f"{done.report}")
+            again = models(dtype, seed=50, names=names)[0]
+            for name, value in source.items():
+                value.to_local().copy_(again[name].to_local())
+            done.run()
+            _expect_bits(target, exchanged(source), "again " + told)
+            for name, value in models(dtype, names=names)[0].items():
+                source[name].to_local().copy_(value.to_local())
     told = done.report.programs
     expect(told["all"] == "all-reduce(dp tp): asked for", f"{told}")
     expect(told["kept"] == "all-to-all(tp): asked for", f"{told}")
