@@ -57,12 +57,14 @@ $(VENV)/.installed: pyproject.toml $(PINS)
 # PART=checkpoint, or any other package: the tests and pages whose imports reach it.
 test: venv
 	@$(VENV)/bin/python tools/print_versions.py
+	@$(COMPILE)
 	@files=$$($(VENV)/bin/python tools/part_tests.py $(PART)) && set -x && $(TESTS) $$files
 
 # The default selection and every case marked exhaustive: before a release, and before a change to
 # what such a case covers is called done.
 test-all: venv
 	@$(VENV)/bin/python tools/print_versions.py
+	@$(COMPILE)
 	$(TESTS) -m ""
 
 # The lowest versions that the metadata names, on the lowest Python, without jax: what a user has who
@@ -96,6 +98,8 @@ test test-all test-oldest check: export PYTHONDONTWRITEBYTECODE :=
 # Workers share few cores: threads that wait for each other in small kernels cost many times the work.
 test test-all test-oldest check: export OMP_NUM_THREADS := 1
 
+# In a fresh clone all workers would compile the same modules at once.
+COMPILE := $(VENV)/bin/python -m compileall -q -j 2 src
 TESTS := $(VENV)/bin/python -m pytest -q -n $(PROCESSES) --dist worksteal
 QUICK := \
 	$(filter-out tests/test_documents.py tests/test_soak.py,$(wildcard tests/test_*.py)) \
