@@ -56,7 +56,7 @@ from reshard.checkpoint.storage.byte_ranges import (
     split_equal_steps,
     strided_arrays,
 )
-from reshard.checkpoint.storage.filesystem import Closable
+from reshard.checkpoint.storage.filesystem import Closing
 from reshard.checkpoint.storage.local_files import (
     PAGE_BYTES,
     AlignedBuffer,
@@ -74,7 +74,7 @@ from reshard.runs import IntArray
 from reshard.system import raise_open_file_limit
 
 
-class Workspace:
+class Workspace(Closing):
     """The memory of one thread: room for a block, and for a span of a shard.
 
     `inputs` has room for boxes of the sources that a block is computed from.
@@ -100,16 +100,16 @@ class Workspace:
             buffer.close()
 
 
-class WorkspacePair(NamedTuple):
+class WorkspacePair(Closing):
     """The memory of one thread that reads blocks of two checkpoints."""
 
-    first: Workspace
-    second: Workspace
+    def __init__(self, first: Workspace, second: Workspace) -> None:
+        self.first, self.second = first, second
 
     def close(self) -> None:
         """Release the memory."""
-        for workspace in self:
-            workspace.close()
+        self.first.close()
+        self.second.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class WorkspaceSize:
         return Workspace(self.block_bytes, self.span_bytes, self.input_bytes)
 
 
-File = TypeVar("File", bound=Closable)
+File = TypeVar("File", bound=Closing)
 
 
 class OpenFiles(Generic[File]):

@@ -236,7 +236,7 @@ class _Creation:
         return np.flatnonzero(is_left)
 
     def _look(self, batch: Batch, memory: WorkspacePair) -> _ComparedBatch:
-        old_memory, new_memory = memory
+        old_memory, new_memory = memory.first, memory.second
         if not batch.read:
             content, after = _read(self._new, batch.written, new_memory)
             none = [bytes(DIGEST_BYTES)] * len(after)

@@ -14,16 +14,16 @@ from __future__ import annotations
 import base64
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.checkpoint.storage.object_stores import (
     ATTEMPTS,
     CONVERSION_KEY,
     FileStream,
+    ObjectState,
+    ObjectTarget,
     PendingUpload,
-    StoredObject,
     shorten,
 )
 from reshard.errors import MissingExtraError
@@ -32,8 +32,10 @@ _PREFIX = 16
 _DIGITS = 6
 
 
-class AzureTarget:
+class AzureTarget(ObjectTarget):
     """A container; see `ObjectTarget`. An upload's id is the prefix of its blocks' names."""
+
+    scheme = "az"
 
     def __init__(self, name: str, container: Any) -> None:
         self._name, self._container = name, container
@@ -44,19 +46,19 @@ class AzureTarget:
 
     def put_part(self, key: str, upload: str, number: int, body: FileStream) -> str:
         """Put a block; Azure does not list checksums of uncommitted blocks."""
-        with self._explain(key), self._blob(key) as blob:
+        with self._translate(key), self._blob(key) as blob:
             blob.stage_block(_block_id(upload, number), body, length=body.size_bytes)
             return ""
 
-    def list_parts(self, key: str, upload: str) -> dict[int, StoredObject] | None:
+    def list_parts(self, key: str, upload: str) -> dict[int, ObjectState] | None:
         """Return the uncommitted blocks by number, or None if there are none."""
-        with self._explain(key), self._blob(key) as blob:
+        with self._translate(key), self._blob(key) as blob:
             try:
                 _, blocks = blob.get_block_list("uncommitted")
             except _missing():
                 return None
         named = ((_find_number(block.id, upload), block.size) for block in blocks)
-        return {n: StoredObject(size) for n, size in named if n is not None} or None
+        return {n: ObjectState(size) for n, size in named if n is not None} or None
 
     def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
         """Commit the blocks."""
@@ -64,7 +66,7 @@ class AzureTarget:
         from azure.storage.blob import BlobBlock
 
         blocks = [BlobBlock(_block_id(upload, number)) for number in range(parts)]
-        with self._explain(key), self._blob(key) as blob:
+        with self._translate(key), self._blob(key) as blob:
             try:
                 blob.commit_block_list(blocks, metadata={CONVERSION_KEY: conversion_id})
             except HttpResponseError as error:
@@ -72,14 +74,12 @@ class AzureTarget:
                     raise
             else:
                 return
-        stored = self.head(key)
-        if stored is None or stored.conversion_id != conversion_id:
-            raise OSError(errno.EIO, "blocks are missing in the store", self._address(key))
+        self._expect_complete(key, conversion_id, "blocks are missing in the store")
 
     def abort(self, key: str, upload: str) -> None:
         """Discard uncommitted blocks, unless a blob of that name exists."""
         if self.head(key) is None and self.list_parts(key, upload) is not None:
-            with self._explain(key), self._blob(key) as blob:
+            with self._translate(key), self._blob(key) as blob:
                 # Committing an empty list discards the blocks.
                 blob.commit_block_list([])
                 blob.delete_blob()
@@ -87,39 +87,40 @@ class AzureTarget:
     def put(self, key: str, body: FileStream | bytes, conversion_id: str = "") -> None:
         """Put a small blob."""
         metadata = {CONVERSION_KEY: conversion_id} if conversion_id else {}
-        with self._explain(key), self._blob(key) as blob:
+        with self._translate(key), self._blob(key) as blob:
             blob.upload_blob(body, length=len(body), overwrite=True, metadata=metadata)
 
     def get(self, key: str) -> bytes | None:
         """Return the bytes of a small blob, or None if it does not exist."""
-        with self._explain(key), self._blob(key) as blob:
+        with self._translate(key), self._blob(key) as blob:
             try:
                 return bytes(blob.download_blob().readall())
             except _missing():
                 return None
 
-    def head(self, key: str) -> StoredObject | None:
+    def head(self, key: str) -> ObjectState | None:
         """Return the state of a blob, or None if it does not exist."""
-        with self._explain(key), self._blob(key) as blob:
+        with self._translate(key), self._blob(key) as blob:
             try:
                 properties = blob.get_blob_properties()
             except _missing():
                 return None
         modified_s = properties.last_modified.timestamp()
         metadata = properties.metadata or {}
-        return StoredObject(properties.size, modified_s, metadata.get(CONVERSION_KEY))
+        conversion_id = metadata.get(CONVERSION_KEY)
+        return ObjectState(properties.size, modified_s, conversion_id=conversion_id)
 
-    def list_objects(self, prefix: str) -> Mapping[str, StoredObject]:
+    def list_objects(self, prefix: str) -> Mapping[str, ObjectState]:
         """Return all blobs whose names begin with `prefix`."""
-        with self._explain(prefix):
+        with self._translate(prefix):
             return {
-                blob.name: StoredObject(blob.size, blob.last_modified.timestamp())
+                blob.name: ObjectState(blob.size, blob.last_modified.timestamp())
                 for blob in self._container.list_blobs(name_starts_with=prefix)
             }
 
     def list_uploads(self, prefix: str) -> list[PendingUpload]:
         """Return the names with blocks and no blob. Names with a blob too cannot be listed."""
-        with self._explain(prefix):
+        with self._translate(prefix):
             blobs = {blob.name for blob in self._container.list_blobs(name_starts_with=prefix)}
             every = self._container.list_blobs(
                 name_starts_with=prefix, include=["uncommittedblobs"]
@@ -127,7 +128,7 @@ class AzureTarget:
             pending = [entry.name for entry in every if entry.name not in blobs]
         uploads = []
         for key in pending:
-            with self._explain(key), self._blob(key) as blob:
+            with self._translate(key), self._blob(key) as blob:
                 _, blocks = blob.get_block_list("uncommitted")
             for upload in sorted({_find_upload(block.id) for block in blocks}):
                 sizes = [block.size for block in blocks if _find_upload(block.id) == upload]
@@ -137,7 +138,7 @@ class AzureTarget:
     def delete(self, keys: Iterable[str]) -> None:
         """Delete blobs."""
         for key in keys:
-            with self._explain(key), self._blob(key) as blob:
+            with self._translate(key), self._blob(key) as blob:
                 try:
                     blob.delete_blob()
                 except _missing():
@@ -150,24 +151,20 @@ class AzureTarget:
     def _blob(self, key: str) -> Any:
         return self._container.get_blob_client(key)
 
-    def _address(self, key: str) -> str:
-        return f"az://{self._name}/{key}"
+    def _list_errors(self) -> tuple[type[Exception], ...]:
+        from azure.core.exceptions import AzureError
 
-    @contextmanager
-    def _explain(self, key: str) -> Iterator[None]:
-        from azure.core.exceptions import AzureError, ClientAuthenticationError
+        return (AzureError,)
 
-        try:
-            yield
-        except ClientAuthenticationError as error:
-            text = f"the store denies access to this user: {_code(error)}"
-            raise PermissionError(errno.EACCES, text, self._address(key)) from error
-        except AzureError as error:
-            text = shorten(f"{_code(error)} {str(error).partition(chr(10))[0]}".strip())
-            if getattr(error, "status_code", None) == 403:
-                raise PermissionError(errno.EACCES, text, self._address(key)) from error
-            number = errno.EINVAL if _code(error) == "ContainerNotFound" else errno.EIO
-            raise OSError(number, text, self._address(key)) from error
+    def _explain(self, error: Any) -> tuple[int, str]:
+        from azure.core.exceptions import ClientAuthenticationError
+
+        if isinstance(error, ClientAuthenticationError):
+            return errno.EACCES, f"the store denies access to this user: {_code(error)}"
+        text = f"{_code(error)} {str(error).partition(chr(10))[0]}".strip()
+        if getattr(error, "status_code", None) == 403:
+            return errno.EACCES, text
+        return errno.EINVAL if _code(error) == "ContainerNotFound" else errno.EIO, text
 
 
 def open_az(name: str) -> AzureTarget:

@@ -40,7 +40,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO, Protocol, Self
+from typing import BinaryIO, Self
 
 from reshard.errors import RunError
 from reshard.system import MAX_CALL_BYTES, sync
@@ -112,13 +112,6 @@ def describe_free_space(path: Path) -> str | None:
     if state.f_files and not state.f_favail and state.f_bavail:
         return "no inode is free, and every file needs one: delete files that are not needed"
     return f"{state.f_bavail * state.f_frsize} bytes are free"
-
-
-class Closable(Protocol):
-    """An object with `close()`."""
-
-    def close(self) -> None:
-        """Release all resources."""
 
 
 class Closing:

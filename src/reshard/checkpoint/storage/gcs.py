@@ -12,16 +12,16 @@ import errno
 import io
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 from reshard.checkpoint.storage.object_stores import (
     CONVERSION_KEY,
     FileStream,
+    ObjectState,
+    ObjectTarget,
     PendingUpload,
-    StoredObject,
     shorten,
 )
 from reshard.errors import MissingExtraError
@@ -32,8 +32,10 @@ _GIVE_UP_S = 120.0
 _PARTS = "/parts/"
 
 
-class GcsTarget:
+class GcsTarget(ObjectTarget):
     """A bucket; see `ObjectTarget`. An upload's id is the prefix of its parts' keys."""
+
+    scheme = "gs"
 
     def __init__(self, name: str, client: Any) -> None:
         from google.cloud.storage.retry import DEFAULT_RETRY
@@ -53,14 +55,14 @@ class GcsTarget:
 
     def _put(self, key: str, body: FileStream | bytes, metadata: Mapping[str, str]) -> str:
         """Put an object, and return its CRC-32C."""
-        with self._explain(key):
+        with self._translate(key):
             blob = self._bucket.blob(key)
             blob.metadata = dict(metadata)
             stream = io.BytesIO(body) if isinstance(body, bytes) else body
             blob.upload_from_file(stream, size=len(body), rewind=True, retry=self._retry)
             return blob.crc32c or ""
 
-    def list_parts(self, key: str, upload: str) -> dict[int, StoredObject] | None:
+    def list_parts(self, key: str, upload: str) -> dict[int, ObjectState] | None:
         """Return the parts by number, or None if there are none."""
         if not upload:
             return None
@@ -73,13 +75,8 @@ class GcsTarget:
         """Create the object by composing its parts, and delete them."""
         stored_parts = self.list_parts(key, upload) or {}
         if any(number not in stored_parts for number in range(parts)):
-            stored = self.head(key)
-            if stored is None or stored.conversion_id != conversion_id:
-                raise OSError(
-                    errno.EIO,
-                    f"the store has {len(stored_parts)} of its {parts} parts",
-                    self._address(key),
-                )
+            problem = f"the store has {len(stored_parts)} of its {parts} parts"
+            self._expect_complete(key, conversion_id, problem)
         else:
             names = [f"{upload}/{number:06}" for number in range(parts)]
             for level in itertools.count():
@@ -98,7 +95,7 @@ class GcsTarget:
     def _compose(
         self, names: list[str], key: str, metadata: Mapping[str, str] | None = None
     ) -> None:
-        with self._explain(key):
+        with self._translate(key):
             blob = self._bucket.blob(key)
             blob.metadata = dict(metadata or {})
             blob.content_type = "application/octet-stream"
@@ -118,26 +115,26 @@ class GcsTarget:
         """Return the bytes of a small object, or None if it does not exist."""
         from google.api_core.exceptions import NotFound
 
-        with self._explain(key):
+        with self._translate(key):
             try:
                 return bytes(self._bucket.blob(key).download_as_bytes(retry=self._retry))
             except NotFound:
                 return None
 
-    def head(self, key: str) -> StoredObject | None:
+    def head(self, key: str) -> ObjectState | None:
         """Return the state of an object, or None if it does not exist."""
-        with self._explain(key):
+        with self._translate(key):
             blob = self._bucket.get_blob(key, retry=self._retry)
         return None if blob is None else self._describe(blob)
 
-    def _describe(self, blob: Any) -> StoredObject:
+    def _describe(self, blob: Any) -> ObjectState:
         metadata = blob.metadata or {}
-        modified_s, checksum = blob.updated.timestamp(), blob.crc32c or ""
-        return StoredObject(blob.size, modified_s, metadata.get(CONVERSION_KEY), checksum)
+        modified_s, conversion_id = blob.updated.timestamp(), metadata.get(CONVERSION_KEY)
+        return ObjectState(blob.size, modified_s, blob.crc32c or "", conversion_id)
 
-    def list_objects(self, prefix: str) -> Mapping[str, StoredObject]:
+    def list_objects(self, prefix: str) -> Mapping[str, ObjectState]:
         """Return all objects whose keys begin with `prefix`."""
-        with self._explain(prefix):
+        with self._translate(prefix):
             blobs = self._client.list_blobs(self._name, prefix=prefix, retry=self._retry)
             return {blob.name: self._describe(blob) for blob in blobs}
 
@@ -166,7 +163,7 @@ class GcsTarget:
     def _delete(self, key: str) -> None:
         from google.api_core.exceptions import NotFound
 
-        with self._explain(key):
+        with self._translate(key):
             try:
                 self._bucket.blob(key).delete(retry=self._retry)
             except NotFound:
@@ -176,26 +173,21 @@ class GcsTarget:
         """Close connections."""
         self._client.close()
 
-    def _address(self, key: str) -> str:
-        return f"gs://{self._name}/{key}"
-
-    @contextmanager
-    def _explain(self, key: str) -> Iterator[None]:
+    def _list_errors(self) -> tuple[type[Exception], ...]:
         import requests
-        from google.api_core.exceptions import Forbidden, GoogleAPIError, NotFound, Unauthorized
+        from google.api_core.exceptions import GoogleAPIError
         from google.auth.exceptions import GoogleAuthError
 
-        try:
-            yield
-        except (Forbidden, Unauthorized) as error:
-            text = shorten(str(error.message))
-            raise PermissionError(errno.EACCES, text, self._address(key)) from error
-        except NotFound as error:
-            raise OSError(errno.EINVAL, shorten(str(error.message)), self._address(key)) from error
-        except (GoogleAPIError, requests.RequestException) as error:
-            raise OSError(errno.EIO, shorten(str(error)), self._address(key)) from error
-        except GoogleAuthError as error:
-            raise OSError(errno.EINVAL, shorten(str(error)), self._address(key)) from error
+        return GoogleAPIError, GoogleAuthError, requests.RequestException
+
+    def _explain(self, error: Any) -> tuple[int, str]:
+        from google.api_core.exceptions import Forbidden, NotFound, Unauthorized
+        from google.auth.exceptions import GoogleAuthError
+
+        if isinstance(error, Forbidden | Unauthorized | NotFound):
+            number = errno.EINVAL if isinstance(error, NotFound) else errno.EACCES
+            return number, str(error.message)
+        return errno.EINVAL if isinstance(error, GoogleAuthError) else errno.EIO, str(error)
 
 
 def open_gs(name: str) -> GcsTarget:

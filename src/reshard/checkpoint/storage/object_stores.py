@@ -36,9 +36,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from reshard.checkpoint.storage.filesystem import CONTINUES, close_descriptor, reason
 from reshard.errors import MissingExtraError, RunError
@@ -76,17 +76,18 @@ EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "http": "s3", "https": "s3", "
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectState:
-    """The state of an object: if the object changes, at least one of these changes.
+class ObjectState(NamedTuple):
+    """The state of an object, or of a part: if it changes, at least one of these changes.
 
-    `modified_s` is in whole seconds, since listings and single responses round differently. `tag`
-    is the store's name for this content, or None.
+    For reading, `modified_s` is in whole seconds, since listings and single responses round
+    differently. `tag` is the store's name for this content, such as a checksum, or None.
+    `conversion_id` is the conversion that wrote the object, if the response has its metadata.
     """
 
     size_bytes: int
-    modified_s: int = 0
+    modified_s: float = 0
     tag: str | None = None
+    conversion_id: str | None = None
 
     def stat_result(self) -> os.stat_result:
         """Return the state as an `os.stat_result`, with a digest of the tag as `st_ino`.
@@ -96,19 +97,18 @@ class ObjectState:
         """
         digest = hashlib.blake2b((self.tag or "").encode(), digest_size=7).digest()
         number = 0 if self.tag is None else int.from_bytes(digest, "big")
-        times = (self.modified_s,) * 3
-        row = (stat.S_IFREG | 0o444, number, 0, 1, 0, 0, self.size_bytes, *times)
-        return os.stat_result(row, {"st_mtime_ns": self.modified_s * 1_000_000_000})
+        modified_s = int(self.modified_s)
+        row = (stat.S_IFREG | 0o444, number, 0, 1, 0, 0, self.size_bytes, *(modified_s,) * 3)
+        return os.stat_result(row, {"st_mtime_ns": modified_s * 1_000_000_000})
 
 
-@dataclass(frozen=True, slots=True)
-class FolderListing:
+class FolderListing(NamedTuple):
     """The objects in a folder, and the names of its subfolders.
 
     `is_complete` is False if the store cannot list: there may be other objects.
     """
 
-    objects: Mapping[str, ObjectState] = field(default_factory=dict)
+    objects: Mapping[str, ObjectState] = MappingProxyType({})
     folders: frozenset[str] = frozenset()
     is_complete: bool = True
 
@@ -372,18 +372,6 @@ CONVERSION_KEY = "reshardconversion"
 ATTEMPTS = 8
 
 
-class StoredObject(NamedTuple):
-    """An object or a part of one: its size, time, writing conversion and checksum.
-
-    The checksum is the store's text for the bytes, or "" if it lists none.
-    """
-
-    size_bytes: int
-    modified_s: float = 0.0
-    conversion_id: str | None = None
-    checksum: str = ""
-
-
 class PendingUpload(NamedTuple):
     """An object that was begun and is not complete; `size_bytes` are those of its parts."""
 
@@ -394,7 +382,37 @@ class PendingUpload(NamedTuple):
 
 
 class ObjectTarget(Protocol):
-    """A bucket that can be written to."""
+    """A bucket that can be written to.
+
+    Subclasses define the URL's scheme, the exceptions of the store's client, and what they mean.
+    """
+
+    scheme: ClassVar[str]
+    _name: str
+
+    def _list_errors(self) -> tuple[type[Exception], ...]:
+        """Return the exceptions of the store's client, whose package is imported by now."""
+
+    def _explain(self, error: Any) -> tuple[int, str]:
+        """Return the number of the system's error that an exception stands for, and its text."""
+
+    def _address(self, key: str) -> str:
+        return f"{self.scheme}://{self._name}/{key}"
+
+    @contextmanager
+    def _translate(self, key: str) -> Iterator[None]:
+        """Translate exceptions of the client into OSError; by its number, a PermissionError."""
+        try:
+            yield
+        except self._list_errors() as error:
+            number, text = self._explain(error)
+            raise OSError(number, shorten(text), self._address(key)) from error
+
+    def _expect_complete(self, key: str, conversion_id: str, problem: str) -> None:
+        """Raise OSError unless the object exists, as the response to its completion was lost."""
+        stored = self.head(key)
+        if stored is None or stored.conversion_id != conversion_id:
+            raise OSError(errno.EIO, problem, self._address(key))
 
     def begin(self, key: str, conversion_id: str, parts_key: str) -> str:
         """Begin an object, and return the id of its upload.
@@ -405,7 +423,7 @@ class ObjectTarget(Protocol):
     def put_part(self, key: str, upload: str, number: int, body: FileStream) -> str:
         """Put or replace part `number`, counted from 0, and return its listed checksum."""
 
-    def list_parts(self, key: str, upload: str) -> dict[int, StoredObject] | None:
+    def list_parts(self, key: str, upload: str) -> dict[int, ObjectState] | None:
         """Return the parts by number, or None if there is no such upload."""
 
     def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
@@ -420,10 +438,10 @@ class ObjectTarget(Protocol):
     def get(self, key: str) -> bytes | None:
         """Return the bytes of a small object, or None if it does not exist."""
 
-    def head(self, key: str) -> StoredObject | None:
+    def head(self, key: str) -> ObjectState | None:
         """Return the state of an object, or None if it does not exist."""
 
-    def list_objects(self, prefix: str) -> Mapping[str, StoredObject]:
+    def list_objects(self, prefix: str) -> Mapping[str, ObjectState]:
         """Return all objects whose keys begin with `prefix`, without the writing conversions."""
 
     def list_uploads(self, prefix: str) -> list[PendingUpload]:

@@ -122,7 +122,7 @@ class CachedStore:
     ...         return FolderListing({"x": ObjectState(3)} if key == "a" else {})
     >>> store = CachedStore(Shelf())
     >>> store.find("a/x")
-    ObjectState(size_bytes=3, modified_s=0, tag=None)
+    ObjectState(size_bytes=3, modified_s=0, tag=None, conversion_id=None)
     >>> [*store.find("a").objects], store.find("b") is None
     (['x'], True)
     """

@@ -11,16 +11,16 @@ from __future__ import annotations
 import errno
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.checkpoint.storage.object_stores import (
     ATTEMPTS,
     CONVERSION_KEY,
     FileStream,
+    ObjectState,
+    ObjectTarget,
     PendingUpload,
-    StoredObject,
     shorten,
 )
 from reshard.errors import MissingExtraError
@@ -30,25 +30,27 @@ _CONNECTIONS = 32
 _FORBIDDEN = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403", "401"}
 
 
-class S3Target:
+class S3Target(ObjectTarget):
     """A bucket; see `ObjectTarget`."""
 
+    scheme = "s3"
+
     def __init__(self, bucket: str, client: Any) -> None:
-        self._bucket, self._client = bucket, client
+        self._name, self._client = bucket, client
 
     def begin(self, key: str, conversion_id: str, parts_key: str) -> str:
         """Begin a multipart upload."""
-        with self._explain(key):
+        with self._translate(key):
             answer = self._client.create_multipart_upload(
-                Bucket=self._bucket, Key=key, Metadata={CONVERSION_KEY: conversion_id}
+                Bucket=self._name, Key=key, Metadata={CONVERSION_KEY: conversion_id}
             )
             return str(answer["UploadId"])
 
     def put_part(self, key: str, upload: str, number: int, body: FileStream) -> str:
         """Put a part, and return its tag, which depends on its bytes only."""
-        with self._explain(key):
+        with self._translate(key):
             answer = self._client.upload_part(
-                Bucket=self._bucket,
+                Bucket=self._name,
                 Key=key,
                 UploadId=upload,
                 PartNumber=number + 1,
@@ -57,17 +59,17 @@ class S3Target:
             )
             return str(answer.get("ETag", ""))
 
-    def list_parts(self, key: str, upload: str) -> dict[int, StoredObject] | None:
+    def list_parts(self, key: str, upload: str) -> dict[int, ObjectState] | None:
         """Return the parts by number, or None if there is no such upload."""
         if not upload:
             return None
-        with self._explain(key):
+        with self._translate(key):
             pages = self._client.get_paginator("list_parts").paginate(
-                Bucket=self._bucket, Key=key, UploadId=upload
+                Bucket=self._name, Key=key, UploadId=upload
             )
             try:
                 return {
-                    part["PartNumber"] - 1: StoredObject(part["Size"], checksum=part["ETag"])
+                    part["PartNumber"] - 1: ObjectState(part["Size"], tag=part["ETag"])
                     for page in pages
                     for part in page.get("Parts", ())
                 }
@@ -81,7 +83,7 @@ class S3Target:
         stored_parts = self.list_parts(key, upload)
         if stored_parts is not None:
             tags = [
-                {"PartNumber": number + 1, "ETag": stored_parts[number].checksum}
+                {"PartNumber": number + 1, "ETag": stored_parts[number].tag}
                 for number in range(parts)
                 if number in stored_parts
             ]
@@ -91,10 +93,10 @@ class S3Target:
                     f"the store has {len(tags)} of its {parts} parts",
                     self._address(key),
                 )
-            with self._explain(key):
+            with self._translate(key):
                 try:
                     self._client.complete_multipart_upload(
-                        Bucket=self._bucket,
+                        Bucket=self._name,
                         Key=key,
                         UploadId=upload,
                         MultipartUpload={"Parts": tags},
@@ -104,25 +106,23 @@ class S3Target:
                         raise
                 else:
                     return
-        stored = self.head(key)
-        if stored is None or stored.conversion_id != conversion_id:
-            raise OSError(errno.EIO, "the upload is gone: it was aborted", self._address(key))
+        self._expect_complete(key, conversion_id, "the upload is gone: it was aborted")
 
     def abort(self, key: str, upload: str) -> None:
         """Abort a multipart upload."""
-        with self._explain(key):
+        with self._translate(key):
             try:
-                self._client.abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload)
+                self._client.abort_multipart_upload(Bucket=self._name, Key=key, UploadId=upload)
             except self._client.exceptions.ClientError as error:
                 if _code(error) not in ("NoSuchUpload", "404"):
                     raise
 
     def put(self, key: str, body: FileStream | bytes, conversion_id: str = "") -> None:
         """Put a small object."""
-        with self._explain(key):
+        with self._translate(key):
             metadata = {CONVERSION_KEY: conversion_id} if conversion_id else {}
             self._client.put_object(
-                Bucket=self._bucket,
+                Bucket=self._name,
                 Key=key,
                 Body=body,
                 ContentLength=len(body),
@@ -131,47 +131,47 @@ class S3Target:
 
     def get(self, key: str) -> bytes | None:
         """Return the bytes of a small object, or None if it does not exist."""
-        with self._explain(key):
+        with self._translate(key):
             try:
-                with self._client.get_object(Bucket=self._bucket, Key=key)["Body"] as body:
+                with self._client.get_object(Bucket=self._name, Key=key)["Body"] as body:
                     return bytes(body.read())
             except self._client.exceptions.ClientError as error:
                 if _code(error) in ("NoSuchKey", "404"):
                     return None
                 raise
 
-    def head(self, key: str) -> StoredObject | None:
+    def head(self, key: str) -> ObjectState | None:
         """Return the state of an object, or None if it does not exist."""
-        with self._explain(key):
+        with self._translate(key):
             try:
-                answer = self._client.head_object(Bucket=self._bucket, Key=key)
+                answer = self._client.head_object(Bucket=self._name, Key=key)
             except self._client.exceptions.ClientError as error:
                 if _code(error) in ("NoSuchKey", "404"):
                     return None
                 raise
-        return StoredObject(
+        return ObjectState(
             answer["ContentLength"],
             answer["LastModified"].timestamp(),
-            answer.get("Metadata", {}).get(CONVERSION_KEY),
+            conversion_id=answer.get("Metadata", {}).get(CONVERSION_KEY),
         )
 
-    def list_objects(self, prefix: str) -> Mapping[str, StoredObject]:
+    def list_objects(self, prefix: str) -> Mapping[str, ObjectState]:
         """Return all objects whose keys begin with `prefix`."""
-        with self._explain(prefix):
+        with self._translate(prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=prefix
+                Bucket=self._name, Prefix=prefix
             )
             return {
-                entry["Key"]: StoredObject(entry["Size"], entry["LastModified"].timestamp())
+                entry["Key"]: ObjectState(entry["Size"], entry["LastModified"].timestamp())
                 for page in pages
                 for entry in page.get("Contents", ())
             }
 
     def list_uploads(self, prefix: str) -> list[PendingUpload]:
         """Return the incomplete uploads."""
-        with self._explain(prefix):
+        with self._translate(prefix):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(
-                Bucket=self._bucket, Prefix=prefix
+                Bucket=self._name, Prefix=prefix
             )
             entries = [entry for page in pages for entry in page.get("Uploads", ())]
         uploads = []
@@ -188,9 +188,9 @@ class S3Target:
         listed = list(keys)
         for at in range(0, len(listed), _DELETED_AT_A_TIME):
             batch = listed[at : at + _DELETED_AT_A_TIME]
-            with self._explain(batch[0]):
+            with self._translate(batch[0]):
                 answer = self._client.delete_objects(
-                    Bucket=self._bucket,
+                    Bucket=self._name,
                     Delete={"Objects": [{"Key": key} for key in batch], "Quiet": True},
                 )
             for refused in answer.get("Errors", ()):
@@ -204,30 +204,22 @@ class S3Target:
         """Close connections."""
         self._client.close()
 
-    def _address(self, key: str) -> str:
-        return f"s3://{self._bucket}/{key}"
-
-    @contextmanager
-    def _explain(self, key: str) -> Iterator[None]:
+    def _list_errors(self) -> tuple[type[Exception], ...]:
         from botocore.exceptions import BotoCoreError, ClientError
 
-        try:
-            yield
-        except ClientError as error:
-            details = error.response.get("Error", {})
-            text = shorten(f"{_code(error)} {details.get('Message', '')}")
+        return BotoCoreError, ClientError
+
+    def _explain(self, error: Any) -> tuple[int, str]:
+        from botocore.exceptions import ClientError
+
+        if isinstance(error, ClientError):
+            text = f"{_code(error)} {error.response.get('Error', {}).get('Message', '')}"
             if _code(error) in _FORBIDDEN:
-                raise PermissionError(
-                    errno.EACCES,
-                    f"the store denies access to this user: {text}",
-                    self._address(key),
-                ) from error
-            number = errno.EINVAL if _code(error) == "NoSuchBucket" else errno.EIO
-            raise OSError(number, text, self._address(key)) from error
-        except BotoCoreError as error:
-            is_setting = "redential" in type(error).__name__ or "Region" in type(error).__name__
-            number = errno.EINVAL if is_setting else errno.EIO
-            raise OSError(number, shorten(str(error)), self._address(key)) from error
+                return errno.EACCES, f"the store denies access to this user: {text}"
+            return errno.EINVAL if _code(error) == "NoSuchBucket" else errno.EIO, text
+        kind = type(error).__name__
+        is_setting = "redential" in kind or "Region" in kind
+        return errno.EINVAL if is_setting else errno.EIO, str(error)
 
 
 def open_s3(bucket: str) -> S3Target:

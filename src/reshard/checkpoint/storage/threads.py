@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from reshard.checkpoint.storage.filesystem import Closable
+from reshard.checkpoint.storage.filesystem import Closing
 from reshard.errors import InterruptedRunError, UsageError
 
 
@@ -54,7 +54,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-Memory = TypeVar("Memory", bound=Closable)
+Memory = TypeVar("Memory", bound=Closing)
 
 
 def run_in_threads(

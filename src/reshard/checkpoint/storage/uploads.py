@@ -48,9 +48,9 @@ from reshard.checkpoint.storage.filesystem import (
 )
 from reshard.checkpoint.storage.object_stores import (
     FileStream,
+    ObjectState,
     ObjectTarget,
     PendingUpload,
-    StoredObject,
     translate_store_errors,
 )
 from reshard.checkpoint.storage.remote_paths import RemotePath, forget_store
@@ -577,8 +577,8 @@ class Upload(Closing):
             if part < len(parts):
                 _, start, stop = self.grid.range_of(parts[part])
                 # Parts that other hosts sent are not recorded here.
-                recorded = self._checksums.get((file.name, part), stored.checksum)
-                is_same = recorded == stored.checksum
+                recorded = self._checksums.get((file.name, part), stored.tag)
+                is_same = recorded == stored.tag
                 self.sent[parts[part]] = is_same and stored.size_bytes == stop - start
                 if not is_same:
                     LOGGER.warning(
@@ -589,7 +589,7 @@ class Upload(Closing):
                         part,
                     )
 
-    def _is_complete(self, stored: StoredObject | None, file: SentFile) -> bool:
+    def _is_complete(self, stored: ObjectState | None, file: SentFile) -> bool:
         return (
             stored is not None
             and stored.conversion_id == self._conversion_id
@@ -843,7 +843,7 @@ def _describe(
     target: RemotePath,
     conversion_id: str,
     keys: list[str],
-    objects: Mapping[str, StoredObject],
+    objects: Mapping[str, ObjectState],
     pending: Iterable[PendingUpload],
 ) -> OrphanedUpload:
     at = marker_key(target.key, conversion_id, UPLOAD_NAME)
