@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
-from reshard.checkpoint.blocks.spans import Tile, Tiles, is_dense, source_tiles, target_tiles
+from reshard.checkpoint.blocks.spans import Tile, is_dense, source_tiles, target_tiles
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind, shapes_of
 from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint, StoredChecksum
 from reshard.checkpoint.formats.registry import find_format
@@ -50,6 +50,7 @@ from reshard.checkpoint.storage.remote_files import choose_threads
 from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.checkpoint.storage.threads import run_in_threads
 from reshard.errors import CoverageError, MissingExtraError, UsageError
+from reshard.geometry.regions import Region, multiply_runs
 from reshard.layout import Box, Layout
 from reshard.recipes.overrides import DIFFERING_COPIES
 from reshard.runs import OWNED
@@ -349,58 +350,55 @@ def describe_differing(checkpoint: Checkpoint, differing: Sequence[DifferingCopi
     )
 
 
-class _Member(NamedTuple):
-    """One copy of a region: where in which file its shard begins, and how it is stored there.
+class _Copy(NamedTuple):
+    """A copy of boxes of a tensor: the rank, the place of its shard, and the boxes in the shard.
 
-    `local` has where each box of the region begins in the shard; `is_whole` is whether the region
-    is all of the shard, densely. `kind` is equal where the region is stored alike.
+    The shard is at number `place` among those of the tensor's kind, and `offset_bytes` into that.
+    Offsets of `regions` are in elements of the shard. `is_whole` is whether they are all of the
+    shard, densely.
     """
 
     slot: int
     place: int
     offset_bytes: int
-    view: View
-    local: tuple[tuple[int, ...], ...]
+    regions: tuple[Region, ...]
     is_whole: bool
-    kind: int
-
-
-class _Region(NamedTuple):
-    """Boxes of a tensor of a kind that several members hold."""
-
-    boxes: tuple[Box, ...]
-    members: tuple[_Member, ...]
 
 
 class _Group(NamedTuple):
-    """A region of a tensor, with the file and the first byte of each member's shard."""
+    """Copies of boxes of a tensor, with the file and the first byte of each copy's shard."""
 
     tensor: str
     kind: TensorKind
-    region: _Region
+    copies: tuple[_Copy, ...]
     places: tuple[tuple[str, int], ...]
     has_digest: bool
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(member.slot for member in self.region.members)
+        return tuple(copy.slot for copy in self.copies)
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The boxes that all copies have."""
+        return tuple(region.box for region in self.copies[0].regions)
 
     @property
     def part_bytes(self) -> int:
         """Bytes of one copy."""
-        itemsize_bytes = self.kind.dtype.itemsize_bytes
-        return sum(box.elements for box in self.region.boxes) * itemsize_bytes
+        return sum(box.elements for box in self.boxes) * self.kind.dtype.itemsize_bytes
 
     def classify(self, index: _Index) -> tuple[tuple[int, ...], ...] | None:
         """Group the ranks by the checksums of their files; None if these cannot decide."""
         marks, are_exact, part_bytes = [], True, self.part_bytes
-        for member, (file, start) in zip(self.region.members, self.places, strict=True):
+        for copy, (file, start) in zip(self.copies, self.places, strict=True):
             storage = index.find_storage(file, start)
             if storage is None:
                 return None
             begin, size_bytes, crc32 = storage
-            are_exact &= begin == start and member.is_whole and size_bytes == part_bytes
-            marks.append((size_bytes, crc32, start - begin, member.kind))
+            are_exact &= begin == start and copy.is_whole and size_bytes == part_bytes
+            # Regions are equal where the boxes are at equal offsets and strides of their shards.
+            marks.append((size_bytes, crc32, start - begin, copy.regions))
         # Nearly always all are equal.
         if marks.count(marks[0]) == len(marks):
             return (self.ranks,)
@@ -409,7 +407,7 @@ class _Group(NamedTuple):
         return classes if are_exact or len(classes) == 1 else None
 
     def describe(self, classes: tuple[tuple[int, ...], ...], found_by: str) -> DifferingCopies:
-        boxes = ", ".join(map(str, self.region.boxes[:2]))
+        boxes = ", ".join(map(str, self.boxes[:2]))
         others = [rank for ranks in classes[1:] for rank in ranks]
         places = (self.places[self.ranks.index(rank)] for rank in sorted(others))
         texts = tuple(f"{file} from byte {start}" for file, start in places)
@@ -434,8 +432,9 @@ class _Index:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.columns = TensorColumns.of(checkpoint.tensors)
-        self._regions = [
-            _find_regions(kind, self.columns.sample(number).stored_layout)
+        # For each kind of tensors, the copies of each part that several ranks hold.
+        self._copies = [
+            _find_copies(kind, self.columns.sample(number).stored_layout)
             if _has_copies(kind)
             else ()
             for number, kind in enumerate(self.columns.kinds)
@@ -470,22 +469,22 @@ class _Index:
     def list_groups(self, names: Iterable[str] | None) -> Iterator[_Group]:
         """Yield the parts that several ranks hold, of some tensors or of all."""
         columns, digests = self.columns, self.columns.digests
-        if not any(self._regions):
+        if not any(self._copies):
             return
         rows = range(len(columns)) if names is None else columns.rows(names).tolist()
         for row in rows:
             number, first = int(columns.kind[row]), int(columns.first[row])
             kind = columns.kinds[number]
             has_digest = digests is not None and (digests.known is None or bool(digests.known[row]))
-            for region in self._regions[number]:
-                starts = (int(columns.starts[first + member.place]) for member in region.members)
+            for copies in self._copies[number]:
+                starts = (int(columns.starts[first + copy.place]) for copy in copies)
                 places = tuple(
-                    (kind.files[member.place], start + member.offset_bytes)
-                    for member, start in zip(region.members, starts, strict=True)
+                    (kind.files[copy.place], start + copy.offset_bytes)
+                    for copy, start in zip(copies, starts, strict=True)
                 )
                 # Several ranks may be bound to one range of a file.
                 if len(set(places)) > 1:
-                    yield _Group(columns.names[row], kind, region, places, has_digest)
+                    yield _Group(columns.names[row], kind, copies, places, has_digest)
 
 
 def _has_copies(kind: TensorKind) -> bool:
@@ -500,83 +499,63 @@ def _has_copies(kind: TensorKind) -> bool:
     return int(held.sum()) > math.prod(layout.shape)
 
 
-def _find_regions(kind: TensorKind, layout: Layout) -> tuple[_Region, ...]:
-    """Return the regions of a kind's tensors that several shards of a layout hold."""
-    alike: dict[object, list[Tile]] = {}
+def _find_copies(kind: TensorKind, layout: Layout) -> tuple[tuple[_Copy, ...], ...]:
+    """Return the copies of each part of a kind's tensors that several shards of a layout hold."""
+    alike: dict[object, list[_Copy]] = {}
     for tile in target_tiles(layout).tiles:
-        boxes = _list_boxes(tile)
+        copy = _make_copy(kind, tile)
         cell = layout.cells_of(tile.slot)[tile.number]
-        if boxes and boxes[0].elements:
-            alike.setdefault((boxes, int(layout.cell_contribution[cell])), []).append(tile)
-    regions = [
-        _Region(_list_boxes(group[0]), tuple(_make_member(kind, tile) for tile in group))
-        for group in alike.values()
-        if len(group) > 1
-    ]
-    return (*regions, *_find_overlaps(kind, layout, [group[0] for group in alike.values()]))
+        if copy.regions and copy.regions[0].elements:
+            boxes = tuple(region.box for region in copy.regions)
+            alike.setdefault((boxes, int(layout.cell_contribution[cell])), []).append(copy)
+    equal = [tuple(copies) for copies in alike.values() if len(copies) > 1]
+    return (*equal, *_find_overlaps(layout, [copies[0] for copies in alike.values()]))
 
 
-def _find_overlaps(kind: TensorKind, layout: Layout, tiles: list[Tile]) -> Iterator[_Region]:
-    """Yield the regions in which boxes overlap that are not equal."""
-    boxes = [_list_boxes(tile) for tile in tiles]
-    held = sum(box.elements for of_tile in boxes for box in of_tile)
+def _find_overlaps(layout: Layout, copies: list[_Copy]) -> Iterator[tuple[_Copy, ...]]:
+    """Yield the copies of the overlaps of boxes that are not equal."""
+    held = sum(region.elements for copy in copies for region in copy.regions)
     if layout.contributions > 1 or held <= math.prod(layout.shape):
         return
     # A halo may be older than what it is a copy of.
     is_owned = all((table.single_runs().role == OWNED).all() for table in layout.tables)
-    is_simple = all(len(of_tile) == 1 for of_tile in boxes)
-    if not is_owned or not is_simple or len(tiles) > _MAX_OVERLAPPING_BOXES:
+    is_simple = all(len(copy.regions) == 1 for copy in copies)
+    if not is_owned or not is_simple or len(copies) > _MAX_OVERLAPPING_BOXES:
         return
-    bounds = Tiles(tuple(tiles))
-    for number, tile in enumerate(tiles):
-        # Of shape (later tiles, dims): their overlaps with this tile.
-        low = np.maximum(bounds.low[number + 1 :], bounds.low[number])
-        high = np.minimum(bounds.high[number + 1 :], bounds.high[number])
-        for behind in np.flatnonzero((low < high).all(axis=1)).tolist():
-            shared = (Box(tuple(low[behind].tolist()), tuple(high[behind].tolist())),)
-            pair = (tile, tiles[number + 1 + behind])
-            yield _Region(shared, tuple(_make_member(kind, value, shared) for value in pair))
+    starts = np.array([copy.regions[0].start for copy in copies])
+    stops = np.array([copy.regions[0].stop for copy in copies])
+    for number, copy in enumerate(copies):
+        # Of shape (later copies, dims): their overlaps with this copy.
+        low = np.maximum(starts[number + 1 :], starts[number])
+        high = np.minimum(stops[number + 1 :], stops[number])
+        for later in np.flatnonzero((low < high).all(axis=1)).tolist():
+            shared = Box(tuple(low[later].tolist()), tuple(high[later].tolist()))
+            yield _narrow(copy, shared), _narrow(copies[number + 1 + later], shared)
 
 
-def _list_boxes(tile: Tile) -> tuple[Box, ...]:
-    """Return the boxes of the tensor that a tile has, in the tensor's order."""
-    pieces = [
-        sorted(zip(start.tolist(), length.tolist(), strict=True))
-        for start, length in zip(tile.start, tile.length, strict=True)
-    ]
-    return tuple(
-        Box(tuple(a for a, _ in product), tuple(a + n for a, n in product))
-        for product in itertools.product(*pieces)
-    )
+def _narrow(copy: _Copy, box: Box) -> _Copy:
+    """Return the part of a copy of a single box that is inside a smaller box."""
+    part = copy.regions[0].intersect(*box)
+    is_whole = copy.is_whole and part == copy.regions[0]
+    return copy._replace(regions=() if part is None else (part,), is_whole=is_whole)
 
 
-def _make_member(kind: TensorKind, tile: Tile, boxes: tuple[Box, ...] | None = None) -> _Member:
-    """Return the shard of a tile as a holder of boxes, all of its own if None."""
+def _make_copy(kind: TensorKind, tile: Tile) -> _Copy:
+    """Return the shard of a tile as a copy of its boxes, in the tensor's order."""
     place, is_slot = kind.find_place(tile.slot, tile.number)
-    own = _list_boxes(tile)
-    boxes = own if boxes is None else boxes
-    local = []
-    for box in boxes:
-        at = []
-        for d, begin in enumerate(box.start):
-            # The piece that begins last of those that begin before the box.
-            piece = max(
-                (int(start), int(inside))
-                for start, inside in zip(tile.start[d], tile.local[d], strict=True)
-                if start <= begin
-            )
-            at.append(piece[1] + begin - piece[0])
-        local.append(tuple(at))
     view = kind.view(tile.slot, tile.number) or View.row_major(tile.local_shape)
-    is_all = len(boxes) == 1 and boxes[0].shape == tile.local_shape
-    return _Member(
+    runs = [
+        sorted(zip(start.tolist(), (start + length).tolist(), local.tolist(), strict=True))
+        for start, length, local in zip(tile.start, tile.length, tile.local, strict=True)
+    ]
+    regions = tuple(multiply_runs(runs, None, view.offset, view.strides))
+    is_all = len(regions) == 1 and regions[0].shape == tile.local_shape
+    return _Copy(
         tile.slot,
         place,
         tile.offset * kind.dtype.itemsize_bytes if is_slot else 0,
-        view,
-        tuple(local),
+        regions,
         is_all and is_dense(view, tile.local_shape),
-        hash((view, tile.local_shape, tuple(local))),
     )
 
 
@@ -651,7 +630,7 @@ def _choose_reads(checkpoint: Checkpoint, groups: list[_Group], check: str) -> l
                 group,
                 tuple(
                     (number, window)
-                    for number, box in enumerate(group.region.boxes)
+                    for number, box in enumerate(group.boxes)
                     for window in _split(box.shape, group.kind.dtype.itemsize_bytes, BUFFER_BYTES)
                 ),
                 "every byte compared",
@@ -669,7 +648,7 @@ def _choose_reads(checkpoint: Checkpoint, groups: list[_Group], check: str) -> l
     chosen: list[_Read] = []
     # The first window of as many as possible, then the others of the largest.
     for group in sorted(plain, key=lambda group: -group.part_bytes):
-        first = _window(group.region.boxes[0].shape, group.kind.dtype.itemsize_bytes, 0.0)
+        first = _window(group.boxes[0].shape, group.kind.dtype.itemsize_bytes, 0.0)
         read = _Read(group, ((0, first),))
         max_copies -= len(group.places)
         if read.size_bytes > limit_bytes or max_copies < 0:
@@ -703,7 +682,7 @@ def _choose_recorded(checkpoint: Checkpoint, groups: list[_Group]) -> list[_Grou
 def _sample(group: _Group) -> Iterator[tuple[int, Box]]:
     """Yield the first, middle and last window of a region, each with the number of its box."""
     itemsize_bytes = group.kind.dtype.itemsize_bytes
-    boxes = group.region.boxes
+    boxes = group.boxes
     if group.part_bytes <= 3 * SAMPLE_BYTES and len(boxes) == 1:
         yield 0, Box((0,) * len(boxes[0].shape), boxes[0].shape)
         return
@@ -809,11 +788,11 @@ def _read_windows(
 ) -> Iterator[NDArray[Any]]:
     """Yield the bare elements of a copy in each window."""
     group = read.group
-    copy, (file, start_bytes) = group.region.members[member], group.places[member]
+    copy, (file, start_bytes) = group.copies[member], group.places[member]
     for number, window in read.windows:
         elements = np.empty(window.shape, dtype=group.kind.dtype.storage)
-        local = tuple(a + b for a, b in zip(copy.local[number], window.start, strict=True))
-        read_box(files[file], start_bytes, copy.view, local, elements, buffer)
+        view = View(copy.regions[number].offset, copy.regions[number].strides)
+        read_box(files[file], start_bytes, view, window.start, elements, buffer)
         yield elements
 
 
