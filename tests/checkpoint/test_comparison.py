@@ -45,7 +45,7 @@ def problems(comparison: checkpoint.Comparison) -> dict[str, str]:
     return {difference.name: difference.problem for difference in comparison.differences}
 
 
-def test_what_is_the_same(tmp_path: Path) -> None:
+def test_equal_checkpoints(tmp_path: Path) -> None:
     whole = {"a": tensor("bfloat16", (3, 4), 1), "b": tensor("int8", (), 2)}
     found = two(tmp_path, whole, dict(reversed(whole.items())))
     assert found.is_same
@@ -82,7 +82,7 @@ def test_zeros_of_both_signs_and_the_bits_of_nans_differ(tmp_path: Path) -> None
 
 
 @given(st.data(), tensors(), st.sampled_from([16, 64, 1000]))
-def test_one_element_is_found_whatever_the_cuts(
+def test_a_differing_element_is_found_in_any_sharding(
     data: st.DataObject, whole: dict[str, Tensor], block_bytes: int
 ) -> None:
     mesh, specs = data.draw(cuts(whole))
@@ -270,7 +270,7 @@ def test_many_small_tensors_are_compared_together(tmp_path: Path) -> None:
         assert known.tensor.hex() == digest
 
 
-def test_damage_of_one_small_tensor_among_many_is_found(tmp_path: Path) -> None:
+def test_damage_of_a_small_tensor_among_many_is_found(tmp_path: Path) -> None:
     whole = {f"w{number:03}": tensor("float32", (6, 5), number) for number in range(300)}
     write_file(tmp_path / "model.safetensors", whole)
     checkpoint.convert(tmp_path / "model.safetensors", tmp_path / "full", to="full")

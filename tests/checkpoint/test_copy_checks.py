@@ -71,7 +71,9 @@ def test_the_error_names_ranks_and_the_options(differing: Path) -> None:
 
 
 @pytest.mark.parametrize("door", ["convert", "load", "diff", "plan"])
-def test_no_door_reads_one_of_differing_copies(differing: Path, tmp_path: Path, door: str) -> None:
+def test_every_entry_point_refuses_differing_copies(
+    differing: Path, tmp_path: Path, door: str
+) -> None:
     def enter(source: Checkpoint) -> object:
         if door == "convert":
             return checkpoint.convert(source, tmp_path / "out", to="full")
@@ -87,7 +89,7 @@ def test_no_door_reads_one_of_differing_copies(differing: Path, tmp_path: Path, 
     enter(open_copies(differing, allow=["differing-copies"]))
 
 
-def test_what_is_not_taken_may_differ(differing: Path, tmp_path: Path) -> None:
+def test_copies_of_unselected_tensors_may_differ(differing: Path, tmp_path: Path) -> None:
     source = open_copies(differing)
     checkpoint.convert(source, tmp_path / "out", to="full", exclude=["w"])
     assert list(checkpoint.load(source, exclude=["w"])) == ["b"]
@@ -229,7 +231,7 @@ def test_the_commands_show_differing_copies(differing: Path, tmp_path: Path) -> 
     assert run_here(*verify, "--allow", "differing-copies").code == 0
 
 
-def test_one_tensor_that_is_read_is_compared_once(
+def test_copies_of_a_read_tensor_are_compared_once(
     differing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_copies(differing)

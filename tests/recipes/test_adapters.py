@@ -132,7 +132,7 @@ def test_weights_stored_input_by_output(known: dict[str, Any]) -> None:
     check_products(weights, base, found, swapped=True)
 
 
-def test_a_kind_of_model_that_is_no_text_is_none() -> None:
+def test_a_model_type_that_is_not_text_is_ignored() -> None:
     adapters, mesh, recipe = adapters_of(WEIGHTS), DeviceMesh.of(tp=2), load_recipe("llama")
     odd: dict[str, Any] = {**LLAMA, "model_type": {"name": "llama"}}
     found, expected = (assign(adapters, mesh, (), recipe, config) for config in (odd, LLAMA))
@@ -168,7 +168,7 @@ def test_rules_by_hand_come_first() -> None:
     assert [str(cut) for cut in found.specs.values()] == ["tp, -", "-, tp"]
 
 
-def test_what_no_rule_of_the_base_matches() -> None:
+def test_adapters_of_unmatched_weights() -> None:
     shapes = adapters_of({"model.strange.weight": (20, 36)})
     mesh, recipe = DeviceMesh.of(tp=2), load_recipe("llama")
     with pytest.raises(UnmatchedError, match=r"model\.strange\.weight"):

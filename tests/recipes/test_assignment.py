@@ -103,7 +103,7 @@ def test_an_axis_along_which_contributions_lie_is_used() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(["tp", "fsdp", "ep"]), st.integers(1, 3)))
-def test_a_recipe_on_fewer_axes_is_the_one_on_axes_of_size_one(sizes: dict[str, int]) -> None:
+def test_a_missing_axis_equals_an_axis_of_size_one(sizes: dict[str, int]) -> None:
     recipe = _recipe(
         ("a.weight", "tp fsdp@balanced, ep"), ("b.*", "fsdp / tp, ep"), axes=("tp", "fsdp", "ep")
     )
@@ -166,7 +166,7 @@ def test_a_recipe_rule_that_does_not_fit_names_tensor_rule_and_recipe(
     assign({"other": (2,)}, MESH, (), recipe, {"zero": 0}, allow=["unknown"])
 
 
-def test_no_config_at_all_is_said() -> None:
+def test_a_missing_config_is_reported() -> None:
     recipe = _recipe(("*.weight", "tp@heads{n|m}, -"))
     with pytest.raises(RecipeError, match=r"recipe 'mine', rule .*`n` or `m` .* there is none; p"):
         assign(SHAPES, MESH, (), recipe)

@@ -279,7 +279,7 @@ def test_an_option_or_a_mapping_of_axes_that_breaks_an_operator() -> None:
         assign_llama(8, 2, "dp=3", tp="dp")
 
 
-def test_what_cannot_be_allowed() -> None:
+def test_unknown_words_of_allow_are_refused() -> None:
     with pytest.raises(UsageError, match="'all' cannot be allowed; choose from incomplete"):
         assign_llama(8, 2, "tp=2", allow=("all",))
     with pytest.raises(UsageError, match=r"allow 'unknown'; give a list"):

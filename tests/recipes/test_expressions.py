@@ -99,7 +99,7 @@ def test_text_that_cannot_be_read(text: str) -> None:
         parse_expression(text)
 
 
-def test_what_a_config_has_not_is_named() -> None:
+def test_missing_config_keys_are_named() -> None:
     with pytest.raises(RecipeError, match=r"`nowhere` or `text_config\.no \* 2` is not in the mod"):
         parse_expression("nowhere | text_config.no * 2").value(CONFIG)
     with pytest.raises(RecipeError, match=r"`heads` or `8` of the model's config is needed and"):
@@ -108,7 +108,7 @@ def test_what_a_config_has_not_is_named() -> None:
 
 
 @pytest.mark.parametrize("value", ["8", 8.0, True, -1, {"a": 1}])
-def test_values_that_are_no_whole_numbers(value: object) -> None:
+def test_values_that_are_not_integers_are_refused(value: object) -> None:
     with pytest.raises(RecipeError, match=r"`a` of the model's config is .*, a whole number"):
         parse_expression("a|b").value({"a": value, "b": 4})
 
@@ -182,12 +182,12 @@ def test_conditions(text: str, expected: bool) -> None:
     assert parse_condition(text).holds(LAYER_CONFIG, {"layer": 1}) is expected
 
 
-def test_behind_the_last_entry_nothing_is_so() -> None:
+def test_conditions_after_the_last_entry_do_not_hold() -> None:
     assert not parse_condition("types[layer]=full").holds(LAYER_CONFIG, {"layer": 3})
     assert parse_condition("types[layer]!=full").holds(LAYER_CONFIG, {"layer": 3})
 
 
-def test_without_a_config_nothing_is_so() -> None:
+def test_conditions_without_a_config_do_not_hold() -> None:
     assert not parse_condition("tied").holds(None)
     assert parse_condition("!tied").holds(None)
 
@@ -200,7 +200,7 @@ def test_the_numbers_that_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("text", ["", " & ", "a b", "a=", "=a", "!a=b", "!!a", "a==b", "a|", "a&"])
-def test_text_that_is_no_condition(text: str) -> None:
+def test_unreadable_conditions_are_refused(text: str) -> None:
     with pytest.raises(RecipeError, match=r"cannot read the condition .*; write `key` of the mod"):
         parse_condition(text)
 
@@ -256,6 +256,6 @@ def test_a_variable_that_is_missing(config: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("value", ["8", 8.0, True, -1, [8]])
-def test_a_variable_that_is_no_whole_number(value: object) -> None:
+def test_a_variable_that_is_not_an_integer_is_refused(value: object) -> None:
     with pytest.raises(RecipeError, match=r"`a` of the model's config is .*, a whole number"):
         fill_in("tp@heads{a|b}", {"a": value, "b": 4})

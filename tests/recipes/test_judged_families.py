@@ -52,7 +52,7 @@ def test_every_model_type_of_a_recipe_is_judged() -> None:
         "another family of a recipe of which one family is replayed by default",
     ),
 )
-def test_a_recipe_says_what_was_judged(name: str, is_whole: bool) -> None:
+def test_a_recipe_agrees_with_the_recorded_judgements(name: str, is_whole: bool) -> None:
     """By default one family a recipe: in every second case some of the parallelisms."""
     wrong: list[Any] = []
     cases = RECORDS[name]["cases"]
@@ -65,13 +65,13 @@ def test_a_recipe_says_what_was_judged(name: str, is_whole: bool) -> None:
     assert not wrong, f"judge {name} again: python -m engines.judge {name}"
 
 
-def test_a_record_without_refusals_or_without_more_ranks_than_one_says_little() -> None:
+def test_every_record_has_refusals_and_several_ranks() -> None:
     for name, record in RECORDS.items():
         verdicts = [v for case in record["cases"] for v in case["verdicts"].items()]
         equal = {parallelism for parallelism, verdict in verdicts if "equal" in verdict}
         assert {"tp=1", "tp=2"} <= equal, name
 
 
-def test_the_page_of_models_says_what_the_records_say() -> None:
+def test_the_page_of_models_agrees_with_the_records() -> None:
     page = PAGE.read_text()
     assert fill_in(page, RECORDS) == page, "run python -m engines.judge.table"

@@ -15,7 +15,7 @@ from reshard.recipes.layer_placement import LayerPlacement, Numbering, balance_w
 
 
 @given(st.integers(1, 40), st.integers(1, 12))
-def test_by_ceil_a_number_lives_where_its_quotient_says(count: int, parts: int) -> None:
+def test_ceil_places_a_number_by_its_quotient(count: int, parts: int) -> None:
     places = LayerPlacement.cut(parse_rule("ceil"), count, parts)
     chunk = -(-count // parts)
     assert places.coordinates == tuple((number // chunk,) for number in range(count))
@@ -49,7 +49,7 @@ def test_any_cut_rule_can_deal() -> None:
         LayerPlacement.cut(parse_rule("sizes[2,1]"), 4, 2)
 
 
-def test_ends_are_coordinates_whatever_lives_there() -> None:
+def test_ends_are_the_first_and_last_coordinates() -> None:
     places = LayerPlacement.cut(parse_rule("sizes[0,2,0]"), 2, 3)
     assert places.of_ends(["first"]) == (0,)
     assert places.of_ends(["last"]) == (2,)
@@ -64,7 +64,7 @@ def test_a_number_beyond_the_count() -> None:
     assert LayerPlacement(2, places.coordinates, beyond_last=True).of_number(3) == (1,)
 
 
-def test_a_cut_that_is_none_is_refused() -> None:
+def test_an_invalid_cut_is_refused() -> None:
     with pytest.raises(RecipeError, match="the cut 'by' is not a cut rule such as balanced or siz"):
         Numbering("pp", "layers", "by")
     assert Numbering("pp", "layers", "bytes").cut == "bytes"
@@ -76,7 +76,7 @@ def test_a_cut_that_is_none_is_refused() -> None:
     st.integers(0, 20),
     st.integers(0, 20),
 )
-def test_no_cut_is_lighter_and_none_of_those_more_equal(
+def test_the_balanced_cut_minimises_the_heaviest_group_then_squares(
     weights: list[int], parts: int, first: int, last: int
 ) -> None:
     def loads(sizes: tuple[int, ...]) -> list[int]:

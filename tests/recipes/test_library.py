@@ -18,12 +18,12 @@ def test_a_model_resembles_its_own_recipe(model: object, expected: str) -> None:
     assert (recipe.name, matched, missing) == (expected, len(names), ())
 
 
-def test_experts_and_latent_attention_are_told_from_a_llama() -> None:
+def test_deepseek_does_not_resemble_llama() -> None:
     recipe, _, _ = rank_resembling(DEEPSEEK_V3.shapes, DEEPSEEK_V3.config)[0]
     assert recipe.name.startswith("deepseek")
 
 
-def test_what_is_said_of_an_unknown_model() -> None:
+def test_unknown_models_are_described() -> None:
     names = [*LLAMA_3_8B.shapes, "model.layers.0.mixer.weight"]
     text = describe_unknown_model({**LLAMA_3_8B.config, "model_type": "mine"}, names)
     assert text.startswith(

@@ -20,7 +20,7 @@ def test_every_tensor_is_matched(model_type: str) -> None:
         assert built and record["tensors"]
 
 
-def test_what_is_not_matched_is_told() -> None:
+def test_unmatched_tensors_are_reported() -> None:
     (record, *_) = copy.deepcopy(read_records("bert"))
     record["tensors"]["bert.strange.weight"] = ["3x4"]
     assert list(describe_unmatched(record)) == ["bert.strange.weight [3, 4]"]

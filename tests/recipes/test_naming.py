@@ -24,7 +24,7 @@ from reshard.recipes.naming import Fusion, find_by_pattern, find_foreign_name, m
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(1, 4), st.integers(0, 3))
-def test_every_index_is_one_of_a_member(shares: list[int], groups: int, times: int) -> None:
+def test_every_index_belongs_to_a_member(shares: list[int], groups: int, times: int) -> None:
     members = tuple("abcd"[: len(shares)])
     fusion = Fusion(members, tuple(shares), groups)
     # Index by index: a group has `times` indices for each share.
@@ -56,7 +56,7 @@ def test_lengths_that_do_not_divide() -> None:
         Fusion(("a", "b"), groups=0)
 
 
-def test_what_is_no_fusion() -> None:
+def test_invalid_fusions_are_refused() -> None:
     with pytest.raises(RecipeError, match="members is 'ab'"):
         Fusion("ab")  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"shares is 1\.5"):
@@ -78,7 +78,7 @@ SHAPES = {
 }
 
 
-def test_what_a_rank_has_is_counted_from_zero() -> None:
+def test_local_names_count_from_zero() -> None:
     mesh = DeviceMesh.of(pp=2, ep=2)
     found = assign(SHAPES, mesh, (), load_recipe("qwen3_moe"), CONFIG, allow=["unknown"])
     # Five layers on two stages are 3 and 2. Rank 3 is on stage 1, and has experts 2 and 3.
@@ -192,7 +192,7 @@ def test_a_rank_has_its_part_of_each_member(
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(2, 6))
-def test_groups_are_dealt_out_whole(a: int, b: int, groups: int) -> None:
+def test_groups_are_sharded_whole(a: int, b: int, groups: int) -> None:
     lengths = {"a": a * groups, "b": b * groups}
     shapes = {name: (length,) for name, length in lengths.items()}
     fusion = Fusion(("a", "b"), (a, b), groups)
@@ -224,7 +224,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("a", "b", "expected"), CASES)
-def test_what_is_fused_by_hand(a: str, b: str, expected: str) -> None:
+def test_fusing_by_hand(a: str, b: str, expected: str) -> None:
     specs = {"a": spec(MESH, a), "b": spec(MESH, b)}
     shapes = dict.fromkeys("ab", (12, 6))
     assert str(make_fused_spec("f", Fusion(("a", "b")), specs, shapes, [Axis("fsdp")])) == expected
@@ -288,7 +288,7 @@ def test_stacks_over_several_axes_and_uneven_ones() -> None:
         ("tp / fsdp@balanced, -", "tp / fsdp, -", "are cut by 2 rules"),
     ],
 )
-def test_what_cannot_be_fused(a: str, b: str, match: str) -> None:
+def test_members_that_cannot_be_fused_are_refused(a: str, b: str, match: str) -> None:
     specs = {"a": spec(MESH, a), "b": spec(MESH, b)}
     shapes = dict.fromkeys("ab", (9, 6))
     with pytest.raises(RecipeError, match=match):

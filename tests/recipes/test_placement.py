@@ -86,7 +86,7 @@ def test_without_a_true_value_in_the_config_a_rule_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("text", ["tp=2", "pp=1,tp=2", "ep=1,tp=2"])
-def test_an_axis_that_deals_nothing_out_needs_no_config_and_has_no_notes(text: str) -> None:
+def test_an_unused_numbering_needs_no_config(text: str) -> None:
     found = assign(SHAPES, DeviceMesh.parse(text), (), RECIPE, {"tied": 1})
     assert cuts(found, "in", "l.0.w", "l.0.e.5.w") == ["tp, -"] * 3
     assert found.notes == ()
@@ -166,7 +166,7 @@ def test_bytes_are_those_of_ranks() -> None:
         assert stages == [0] * first + [1] * (5 - first)
 
 
-def test_rules_by_hand_live_where_the_recipe_says() -> None:
+def test_rules_by_hand_follow_the_placement_of_the_recipe() -> None:
     rules = (Rule("l.{layer}.w", "-, tp"), Rule("l.2.*", "-, - | only(ep=0)"))
     found = assigned("pp=2,ep=2,tp=2", rules)
     assert cuts(found, "l.3.w", "l.2.w", "l.2.e.0.w") == [
@@ -220,7 +220,7 @@ def test_two_numbers_cannot_share_an_axis() -> None:
         assign({"l.0.e.0.w": (2,)}, DeviceMesh.of(pp=2), (), recipe, CONFIG)
 
 
-def test_options_name_what_there_is() -> None:
+def test_options_are_names_of_the_recipe() -> None:
     with pytest.raises(RecipeError, match="'mine' has no option 'x'; its options are layer, exper"):
         RECIPE.with_options({"x": "1"})
     with pytest.raises(RecipeError, match="the cut 'even' is not a cut rule"):
@@ -260,7 +260,7 @@ def test_stand_ins_in_a_circle_end() -> None:
     assert str(assign({"a": (2,)}, DeviceMesh.of(etp=2), (), recipe).specs["a"]) == "etp"
 
 
-def test_bytes_of_ranks_have_pads_and_only_what_is_held() -> None:
+def test_bytes_of_ranks_include_padding() -> None:
     shapes = {"a": (5, 2), "b": (3,), "c": ()}
     rules = [Rule("a", "tp@pad4, -"), Rule("b", "- | only(tp=1)"), Rule("c", "...")]
     found = assign(shapes, DeviceMesh.of(tp=2), rules)

@@ -301,7 +301,7 @@ HELD = [
         given if isinstance(given, str) else f"{given.config['model_type']}-{given.parameters}"
     ),
 )
-def test_every_rank_holds_what_the_parallelism_says(model: PublishedModel, text: str) -> None:
+def test_every_rank_holds_its_shards_of_published_models(model: PublishedModel, text: str) -> None:
     mesh = DeviceMesh.parse(text)
     found = elements(model, assigned(model, mesh))
     assert found == {rank: dense_elements(model, mesh, rank) for rank in mesh.devices}

@@ -143,7 +143,7 @@ def test_experts_of_gpt_oss_are_stored_output_by_input() -> None:
     assert [one.dimension for one in found.members["e.gate_up_proj_blocks"]] == [0, 2, 1, None]
 
 
-def test_stacked_experts_have_their_scales_behind_the_expert() -> None:
+def test_scales_of_stacked_experts_follow_the_expert_dimension() -> None:
     stored = {"e.down_proj": (8, 4096, 1536), "e.down_proj_scale_inv": (8, 32, 12)}
     (found,) = find_quantized(stored).values()
     assert (found.shape, found.groups) == ((8, 4096, 1536), (1, 128, 128))
@@ -178,7 +178,7 @@ def test_unknown_methods_are_refused(config: dict[str, object], message: str) ->
     assert find_quantized(shapes, {"quantization_config": config}, is_lenient=True) == {}
 
 
-def test_a_tensor_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_tensor_of_a_quantised_module_is_refused() -> None:
     stored = {f"{X}.weight": (256, 256), f"{X}.weight_scale_inv": (2, 2), f"{X}.pre_scale": (256,)}
     with pytest.raises(UncomputableError, match="pre_scale' is next to the quantised weight"):
         find_quantized(stored)
@@ -197,7 +197,7 @@ def test_shapes_that_do_not_fit_are_refused(stored: Shapes, message: str) -> Non
         find_quantized(stored)
 
 
-def test_ordinary_weights_are_none() -> None:
+def test_ordinary_weights_are_not_quantised() -> None:
     assert find_quantized({"a.weight": (8, 8), "a.bias": (8,), "b.scale": ()}) == {}
     assert quantization_config(None) == {}
 

@@ -130,7 +130,7 @@ def test_without_a_rule_the_stored_tensors_are_unmatched() -> None:
     assert found.unknown == tuple(shapes)
 
 
-def test_bytes_of_layers_count_what_is_stored() -> None:
+def test_bytes_of_layers_count_stored_tensors() -> None:
     """A layer of 8-bit weights weighs half of one of the same shapes in 16 bits."""
     shapes: Shapes = {}
     for layer in range(4):
@@ -145,7 +145,7 @@ def test_bytes_of_layers_count_what_is_stored() -> None:
     assert found.rank_bytes(sizes) == {0: 4 << 20, 1: (3 << 20) + 4 * 64}
 
 
-def test_what_is_allowed_has_every_group_that_it_touches() -> None:
+def test_allowed_splits_keep_every_touched_group() -> None:
     shapes = with_scales({f"{ATTENTION}.q_proj.weight": (4 * 96, 256)})
     config = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1}
     recipe, mesh = load_recipe("llama"), DeviceMesh.of(tp=4)

@@ -17,7 +17,7 @@ def order(text: str, order: str | list[str] | None = None) -> str:
     return order_axes(DeviceMesh.parse(text), order).text
 
 
-def test_axes_are_ordered_by_what_they_are() -> None:
+def test_axes_are_ordered_by_their_purpose() -> None:
     for axes in itertools.permutations(MEGATRON, 3):
         expected = [f"{axis}=2" for axis in MEGATRON if axis in axes]
         assert order(",".join(f"{axis}=2" for axis in axes)) == ",".join(expected)

@@ -177,7 +177,7 @@ def test_sizes_stand_for_their_expressions(tmp_path: Path) -> None:
     assert load_recipe(path).sizes == {"inner": "10 - n", "state": "n"}
 
 
-def test_couplings_of_a_recipe_and_of_one_that_extends_it(tmp_path: Path) -> None:
+def test_an_extending_recipe_merges_couplings(tmp_path: Path) -> None:
     """Members come over those of the same name."""
     heads, state = Coupling((("q", "heads"), ("k", "groups"))), Coupling((("head", "n"),))
     text = TEXT.replace("[[rules]]", '[coupled.heads]\nq = "heads"\nk = "groups"\n[[rules]]', 1)

@@ -92,7 +92,7 @@ def slice_of_rows(rank: int, start: int, stop: int) -> TensorSlice:
     return TensorSlice(rank, (start, 0), (stop, 2), (stop - start, 2))
 
 
-def test_simple_gives_whole_tensors_to_target_ranks_in_turn() -> None:
+def test_simple_assigns_whole_tensors_to_target_ranks_in_turn() -> None:
     metadata = {"a": whole((2, 3), 0, 2), "b": whole((4,), 1, 2), "c": whole((), 1, 2)}
     plan = one_process("simple").create_plan(metadata, 2)
     assert plan.tensor_redistributions == (
@@ -241,7 +241,7 @@ def test_n_ranks_to_m_ranks(name: str, source: int) -> None:
             expect_equal(again.target_shards, cut(dense, laid_out(dense, name, source), source))
 
 
-def test_slices_select_what_the_source_gives() -> None:
+def test_slices_select_the_elements_that_the_source_sends() -> None:
     dense = np.arange(20, dtype=np.float32).reshape(10, 2)
     strategy = one_process("parallel")
     plan = strategy.create_plan({"a": rows(10, 3)}, 4)
@@ -309,7 +309,7 @@ def test_strategies_by_name() -> None:
     ],
     ids=str,
 )
-def test_what_no_plan_is_made_of(metadata: Any, ranks: Any, said: str) -> None:
+def test_invalid_arguments_of_plans_are_refused(metadata: Any, ranks: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         one_process("simple").create_plan(metadata, ranks)
     layouts = {"a": (dtype("float32"), (4, 2))}
@@ -372,7 +372,7 @@ def small() -> tuple[Metadata, Shards, dict[str, NDArray[Any]]]:
     return metadata, cut(dense, {n: m.layout for n, m in metadata.items()}, 2), dense
 
 
-def test_a_cancelled_run_keeps_what_is_complete_and_says_so() -> None:
+def test_a_cancelled_run_keeps_and_reports_complete_arrays() -> None:
     """Each of three tensors goes to one rank in two boxes; before each it is asked, and once
     more before each tensor."""
     metadata, held, dense = small()
@@ -431,7 +431,7 @@ class Waiting:
 
 
 @BOTH
-def test_a_task_that_is_cancelled_says_what_was_done(name: str) -> None:
+def test_a_cancelled_task_reports_its_progress(name: str) -> None:
     metadata, held, _ = small()
     strategy = one_process(name)
     plan = strategy.create_plan(metadata, 3)
@@ -454,7 +454,7 @@ def test_a_task_that_is_cancelled_says_what_was_done(name: str) -> None:
 
 
 @BOTH
-def test_what_goes_wrong_in_the_background_is_raised(name: str) -> None:
+def test_errors_in_the_background_are_raised(name: str) -> None:
     metadata, held, _ = small()
     del held[1]["b"]
     strategy = one_process(name)

@@ -37,7 +37,7 @@ def test_the_last_equals_sign_divides() -> None:
         ("*=tp@heads{}", "cannot read '{}'"),
     ],
 )
-def test_text_that_is_no_rule(text: str, message: str) -> None:
+def test_unreadable_rules_are_refused(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Rule.parse(text)
 
@@ -94,7 +94,7 @@ def test_numbers_without_a_good_name(pattern: str) -> None:
         Rule(pattern, "...")
 
 
-def test_an_end_of_what_the_pattern_numbers_says_nothing() -> None:
+def test_an_end_of_a_number_in_the_pattern_is_refused() -> None:
     with pytest.raises(RecipeError, match="for a number that is missing in its pattern"):
         Rule("l.{layer}", "-", at=(("layer", ("first",)),))
 
@@ -148,7 +148,9 @@ NAMES = st.lists(st.sampled_from(["w", "w1", "k", "0", "12", "1", "007", "w12", 
 
 
 @given(st.lists(st.lists(PIECES, min_size=1, max_size=6), max_size=4), st.lists(NAMES, max_size=8))
-def test_a_list_finds_what_its_rules_say(patterns: list[list[str]], names: list[list[str]]) -> None:
+def test_a_rule_list_finds_the_same_as_its_rules(
+    patterns: list[list[str]], names: list[list[str]]
+) -> None:
     texts = ["".join(pieces) for pieces in patterns]
     # A number is named once, and not beside another.
     texts = [

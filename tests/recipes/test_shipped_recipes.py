@@ -142,7 +142,7 @@ def test_bert_heads_for_tasks() -> None:
     ],
 )
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16, 32])
-def test_llama_ranks_hold_what_tensor_parallelism_says(
+def test_llama_ranks_hold_their_tensor_parallel_shards(
     model: PublishedModel, norms: int, key_value: int, key_value_heads: int, tp: int
 ) -> None:
     found = _assigned(model, dp=2, tp=tp)

@@ -118,7 +118,7 @@ def test_the_convolution_runs_over_the_same_rows() -> None:
         assert rows_of(layout, 5) == x[5 * 512 : 6 * 512] + b[2 * 128 : 3 * 128] + c[256:384]
 
 
-def test_megatron_says_the_same_by_partition_sizes() -> None:
+def test_partition_sizes_of_megatron_agree() -> None:
     """While there are groups for all ranks; the z of its ranks is 8192 / 4 rows, and so on."""
     name = "backbone.layers.0.mixer.in_proj.weight"
     found = assigned(MAMBA2, "tp=4", **{name: (18560, 4096)})

@@ -156,7 +156,7 @@ def test_an_empty_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize("world_size", [0, -1])
-def test_fewer_than_one_rank(world_size: int) -> None:
+def test_a_world_size_below_1_is_refused(world_size: int) -> None:
     with pytest.raises(UsageError, match=f"world size {world_size} must be at least 1"):
         strategy("simple")(ONE, world_size)
 
@@ -179,7 +179,7 @@ def test_fewer_than_one_rank(world_size: int) -> None:
         ),
     ],
 )
-def test_what_a_strategy_answers_is_checked(function: StrategyFunction, message: str) -> None:
+def test_the_layouts_of_a_strategy_are_checked(function: StrategyFunction, message: str) -> None:
     register_strategy("bad", function)
     with pytest.raises(RecipeError, match=message):
         strategy("bad")(ONE, 2)

@@ -132,7 +132,7 @@ def test_forms_that_are_right_too() -> None:
         {**LLAMA, "architectures": ["OwnForCausalLM"]},
     ],
 )
-def test_what_has_no_record(config: dict[str, Any]) -> None:
+def test_classes_without_a_record(config: dict[str, Any]) -> None:
     assert find_recorded_differences(config, {}) is None
 
 

@@ -177,7 +177,9 @@ def test_a_quantised_base(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"[" * 99999])
-def test_what_is_no_config(saved: Path, tmp_path: Path, content: bytes) -> None:
+def test_adapters_without_a_valid_config_are_refused(
+    saved: Path, tmp_path: Path, content: bytes
+) -> None:
     adapter = shutil.copytree(saved / "plain" / "adapter", tmp_path / "adapter")
     (adapter / "adapter_config.json").write_bytes(content)
     with pytest.raises(FormatError):
@@ -192,7 +194,9 @@ def test_what_is_no_config(saved: Path, tmp_path: Path, content: bytes) -> None:
         {"target_names": "megatron", "recipe": "llama"},
     ],
 )
-def test_one_thing_at_a_time(saved: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_merging_excludes_other_changes(
+    saved: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
     with pytest.raises(UsageError, match="adapters cannot go together"):
         checkpoint.convert(
             saved / "plain" / "base",
@@ -237,7 +241,9 @@ def test_a_base_in_names_of_another_program(saved: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("adapters", ["path", 3, [3]])
-def test_what_is_no_list_of_paths(saved: Path, tmp_path: Path, adapters: Any) -> None:
+def test_adapters_that_are_not_a_list_of_paths_are_refused(
+    saved: Path, tmp_path: Path, adapters: Any
+) -> None:
     with pytest.raises(UsageError, match="list of paths"):
         checkpoint.convert(saved / "plain" / "base", tmp_path / "t", to="full", adapters=adapters)
 

@@ -87,7 +87,7 @@ def test_small_tensors_of_several_types_are_cast_together(tmp_path: Path, calls:
     assert any("2 elements read were infinite or no number" in note for note in report.notes)
 
 
-def test_cast_tensors_are_cut_and_their_digests_are_of_what_was_written(
+def test_cast_tensors_are_sharded_with_digests_of_the_written_bytes(
     tmp_path: Path, calls: Calls
 ) -> None:
     tensors = make_tensors(20)
@@ -135,7 +135,7 @@ def test_the_least_memory_is_enough_for_casts(tmp_path: Path) -> None:
     expect_cast(load_file(tmp_path / "target" / "model.safetensors"), tensors)
 
 
-def test_what_stays_in_float32_on_purpose_is_moved_beside_what_is_cast(tmp_path: Path) -> None:
+def test_tensors_kept_in_float32_are_copied_while_others_are_cast(tmp_path: Path) -> None:
     tensors = {f"{n}.a": torch.randn(4) for n in range(5)}
     tensors |= {f"{n}.b": torch.randn(4).to(torch.bfloat16) for n in range(5)}
     source = write(tmp_path / "source", tensors, dtype="bfloat16")

@@ -120,7 +120,7 @@ def test_float64_is_rounded_once(tmp_path: Path) -> None:
     assert read(tmp_path / "new")["w"].tolist() == [1 + 2**-7, 1, -(1 + 2**-7)]
 
 
-def test_config_says_the_new_type(tmp_path: Path) -> None:
+def test_config_has_the_new_type(tmp_path: Path) -> None:
     model = write(tmp_path / "model", make_tensors(), torch_dtype="float32")
     reshard.checkpoint.convert(model, tmp_path / "new", to="full", dtype="bf16")
     assert json.loads((tmp_path / "new" / "config.json").read_text()) == CONFIG | {
@@ -243,7 +243,7 @@ def test_a_weight_without_its_scale_is_copied_with_a_note(tmp_path: Path) -> Non
     assert "quantization_config" not in (tmp_path / "rest" / "config.json").read_text()
 
 
-def test_quantisation_goes_from_a_config_within_configs(tmp_path: Path) -> None:
+def test_quantisation_is_removed_from_nested_configs(tmp_path: Path) -> None:
     tensors = make_lacking()
     del tensors[f"{LAYER}mlp.up_proj.weight"]
     deep = {"text_config": {"quantization_config": FP8_CONFIG, "hidden_size": 1}}

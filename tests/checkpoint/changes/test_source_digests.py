@@ -103,7 +103,7 @@ def test_blocks_are_compared_in_any_pieces(written: Path, step: int, order: str)
         files.close()
 
 
-def test_what_is_read_in_part_is_read_again(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_read_in_part_are_read_again(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = checkpoint.open(written)
     tensor = opened["model.layers.0.up_proj.weight"]
     whole = checkpoint.read_tensor(opened, tensor.name)

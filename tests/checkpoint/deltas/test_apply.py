@@ -120,7 +120,7 @@ def beside(folder: Path) -> dict[str, str]:
     }
 
 
-def test_files_and_text_beside_the_tensors(tmp_path: Path, steps: list[Path]) -> None:
+def test_files_other_than_tensors(tmp_path: Path, steps: list[Path]) -> None:
     checkpoint.apply(steps[0], tmp_path / "d0", tmp_path / "out")
     assert beside(tmp_path / "out") == {"config.json": '{"a": 1}', "same.json": "1"}
     assert checkpoint.open(tmp_path / "out").metadata["step"] == "1"

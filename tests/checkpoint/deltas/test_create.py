@@ -44,7 +44,7 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
     return folder
 
 
-def test_what_a_delta_says(tmp_path: Path) -> None:
+def test_the_contents_of_a_delta(tmp_path: Path) -> None:
     a = write(tmp_path / "a", {**WHOLE, "gone": WHOLE["b"], "other": WHOLE["a"]})
     after = {
         **WHOLE,
@@ -112,7 +112,7 @@ def test_trusted_digests_of_manifests_spare_reads(tmp_path: Path) -> None:
         assert read_bytes(tmp_path, *pair, trust=False) == 2 * total
 
 
-def test_a_block_that_is_not_what_its_manifest_says(tmp_path: Path) -> None:
+def test_a_block_that_differs_from_its_manifest_is_refused(tmp_path: Path) -> None:
     a = write(tmp_path / "a", WHOLE)
     b = tmp_path / "b"
     checkpoint.convert(write(tmp_path / "pb", {**WHOLE, "a": changed(WHOLE["a"], 3)}), b, to="full")
@@ -142,7 +142,9 @@ def test_bytes_that_contradict_equal_digests_are_an_error(tmp_path: Path, damage
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_the_same_delta_whoever_was_first(tmp_path: Path, compression: str | None) -> None:
+def test_deltas_do_not_depend_on_the_order_of_threads(
+    tmp_path: Path, compression: str | None
+) -> None:
     a = write(tmp_path / "a", WHOLE)
     b = write(tmp_path / "b", {**WHOLE, "a": changed(WHOLE["a"], *range(0, 800, 7))})
     found = []
@@ -283,7 +285,7 @@ def test_small_tensors_are_looked_at_together(
     assert checkpoint.compare(tmp_path / "applied", b).is_same
 
 
-def test_small_tensors_whose_digests_are_known_are_read_of_one_side(tmp_path: Path) -> None:
+def test_small_tensors_with_known_digests_are_read_from_one_side(tmp_path: Path) -> None:
     before = {f"{n:03}": tensor("float32", (4, 5), n) for n in range(40)}
     a = write(tmp_path / "a", before)
     b = write(tmp_path / "b", {**before, "007": changed(before["007"], 1)})

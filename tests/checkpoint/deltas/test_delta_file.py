@@ -54,7 +54,7 @@ def test_no_number_comes_back() -> None:
     assert math.isnan(decode_value(encode_value(float("nan"))))
 
 
-def test_other_values_are_told() -> None:
+def test_unsupported_values_are_refused() -> None:
     with pytest.raises(UsageError, match="a value of type object"):
         encode_value([object()])
     deep: Any = []
@@ -70,7 +70,7 @@ def test_other_values_are_told() -> None:
     "content",
     [{"set": []}, {}, {"a": 1, "b": 2}, {"bytes": "?"}, {"tuple": 3}, {"dict": [1]}, {"float": []}],
 )
-def test_what_no_value_is(content: Any) -> None:
+def test_invalid_values_are_refused(content: Any) -> None:
     with pytest.raises(FormatError):
         decode_value(content)
 
@@ -152,7 +152,7 @@ def test_cut_off_anywhere(folder: Path) -> None:
     assert outcome(folder, content + b"more") == "FormatError"
 
 
-def test_an_index_that_lies(folder: Path) -> None:
+def test_inconsistent_indexes_are_refused(folder: Path) -> None:
     content = (folder / "delta").read_bytes()
     chance = random.Random(0)
 
@@ -215,7 +215,7 @@ def set_record(name: str, value: Any) -> Callable[[dict[str, Any], Any, Any], No
         (set_record("block", 1 << 63), "not in order"),
     ],
 )
-def test_what_is_wrong_is_told(
+def test_errors_of_deltas_are_explained(
     folder: Path, change: Callable[[dict[str, Any], Any, Any], None], told: str
 ) -> None:
     content = rebuilt((folder / "delta").read_bytes(), change)
@@ -231,7 +231,7 @@ def test_a_file_of_tensors_is_not_overwritten(folder: Path) -> None:
     assert outcome(folder, rebuilt((folder / "delta").read_bytes(), change)) == "FormatError"
 
 
-def test_what_is_no_delta(tmp_path: Path) -> None:
+def test_other_files_are_not_deltas(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot read the delta .*No such file"):
         checkpoint.read_delta(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="cannot read the delta"):

@@ -61,7 +61,7 @@ def changes(draw: st.DrawFn) -> tuple[int, bytes, bytes]:
 
 
 @given(changes(), st.booleans())
-def test_what_changed_comes_back(change: tuple[int, bytes, bytes], compressed: bool) -> None:
+def test_changes_round_trip(change: tuple[int, bytes, bytes], compressed: bool) -> None:
     itemsize, before, after = change
     encoded = encode_block(memoryview(before), memoryview(after), itemsize, compressed=compressed)
     if before == after:
@@ -134,7 +134,7 @@ def test_small_moves_are_compressed() -> None:
     assert len(packed.payload) < 0.5 * len(plain.payload)
 
 
-def test_what_does_not_shrink_is_not_compressed() -> None:
+def test_incompressible_changes_are_not_compressed() -> None:
     content = np.random.default_rng(0).integers(0, 256, 100, dtype=np.uint8).tobytes()
     encoded = encode_block(None, memoryview(content), 1, compressed=True)
     assert encoded is not None and encoded.flags == 0 and encoded.payload == content
@@ -179,7 +179,7 @@ def test_damaged_payloads_are_errors_or_other_values(share: float, compressed: b
         ({"flags": COMPRESSED}, "not a Zstandard frame|would be decompressed"),
     ],
 )
-def test_what_is_damaged_is_told(fields: dict[str, Any], told: str) -> None:
+def test_damaged_payloads_are_refused(fields: dict[str, Any], told: str) -> None:
     before, after = made(0.03, count=4096)
     encoded = encode_block(memoryview(before), memoryview(after), 2, compressed=False)
     assert encoded is not None

@@ -108,7 +108,7 @@ def test_some_parameters_into_given_arrays(model: Path) -> None:
         checkpoint.load_parameters(model, engine(), names=["A"], out=out)
 
 
-def test_what_cannot_be_had_is_refused(model: Path) -> None:
+def test_unavailable_parameters_are_refused(model: Path) -> None:
     with pytest.raises(UsageError, match="rank 7 of a layout for tp=2"):
         checkpoint.load_parameters(model, engine(), 7)
     with pytest.raises(UsageError, match="rank 0 of toy has no parameter 'qkv'"):

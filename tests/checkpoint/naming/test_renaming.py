@@ -124,7 +124,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_whole_tensors_as_megatron_has_them(model: Path, small_blocks: int) -> None:
+def test_whole_tensors_in_megatrons_names(model: Path, small_blocks: int) -> None:
     target = model.with_name("whole")
     names = {"recipe": "auto", "to": "full"}
     report = checkpoint.convert(model, target, target_names="megatron", **names)
@@ -259,7 +259,7 @@ def test_any_fusion_of_any_cut(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_torch_saved_is_fused_and_its_checksums_compared(tmp_path: Path) -> None:
+def test_fused_tensors_of_torch_are_compared_with_checksums(tmp_path: Path) -> None:
     """Also of a member that it saved transposed, so that it is read with strides."""
     torch = pytest.importorskip("torch")
     import torch.distributed.checkpoint as dcp
@@ -293,7 +293,7 @@ def test_what_torch_saved_is_fused_and_its_checksums_compared(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_checksums_of_what_is_read_in_columns(tmp_path: Path, small_blocks: int) -> None:
+def test_checksums_of_tensors_read_by_columns(tmp_path: Path, small_blocks: int) -> None:
     """Of members that lie beside each other, what is between is read along: twice in all."""
     torch = pytest.importorskip("torch")
     import torch.distributed.checkpoint as dcp
@@ -314,7 +314,7 @@ def test_checksums_of_what_is_read_in_columns(tmp_path: Path, small_blocks: int)
         checkpoint.convert(folder, tmp_path / "no", to="full", **names)
 
 
-def test_digests_of_what_is_renamed_or_fused_are_compared(model: Path) -> None:
+def test_digests_of_renamed_and_fused_tensors_are_compared(model: Path) -> None:
     recipe = {"recipe": "auto", "to": "full"}
     source = model.with_name("source")
     checkpoint.convert(model, source, to="full")
@@ -389,7 +389,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("names", "options", "match"), WRONG)
-def test_what_cannot_be_fused(
+def test_members_that_cannot_be_fused_are_refused(
     tmp_path: Path, names: Any, options: dict[str, Any], match: str
 ) -> None:
     shapes = {"a": (4, 6), "b": (4, 6), "n": (6,), "o": (6,)}
@@ -399,7 +399,7 @@ def test_what_cannot_be_fused(
         checkpoint.convert(tmp_path, beside(tmp_path, "t"), target_names=names, **options)
 
 
-def test_what_cannot_be_taken_apart(tmp_path: Path) -> None:
+def test_parameters_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
     tensors = {"f": tensor("int16", (5, 6)), "a": tensor("int16", (2,)), "s": tensor("int16", ())}
     write_file(tmp_path / "model.safetensors", tensors)
     for names, match in (
@@ -498,7 +498,7 @@ def test_optimizer_state_of_another_shape_is_not_fused(tmp_path: Path) -> None:
         plan_conversion(source, tmp_path / "t", to="full", recipe="llama", target_names="megatron")
 
 
-def test_numbered_optimizer_state_has_no_other_names(tmp_path: Path) -> None:
+def test_numbered_optimizer_state_cannot_be_renamed(tmp_path: Path) -> None:
     names = ["layers.0.gate", "layers.0.up", "norm"]
     state = {"model": {one: torch.zeros(4, 3) for one in names}}
     state["optimizer"] = {

@@ -91,7 +91,7 @@ def test_the_first_renaming_counts() -> None:
     assert [chosen.new_name(name) for name in ("a.w", "b.w")] == ["first.w", "second.b.w"]
 
 
-def test_prefixes_go_one_after_another() -> None:
+def test_prefixes_are_stripped_in_order() -> None:
     chosen = TensorSelection(strip_prefix=["state.", "module."])
     names = ("state.module.w", "module.w", "state.w", "module.state.w")
     assert [chosen.new_name(name) for name in names] == ["w", "w", "w", "state.w"]
@@ -120,12 +120,12 @@ def test_prefixes_go_one_after_another() -> None:
         ({"select": ["model"]}, r"select \['model'\]; give the prefix"),
     ],
 )
-def test_what_cannot_be_meant(source: Checkpoint, options: dict, says: str) -> None:
+def test_ambiguous_selections_are_refused(source: Checkpoint, options: dict, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         checkpoint.select(source, **options)
 
 
-def test_two_things_of_one_name(source: Checkpoint) -> None:
+def test_two_tensors_of_the_same_name_are_refused(source: Checkpoint) -> None:
     says = r"'model\.layers\.0\.w1' and 'model\.layers\.1\.w1' in .* would both be 'w'; leave one"
     with pytest.raises(RecipeError, match=says):
         checkpoint.select(source, rename=["model.layers.*.w1=w"])

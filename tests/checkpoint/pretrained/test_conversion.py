@@ -175,7 +175,7 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     assert make(write_state(tmp_path / "b", same), tmp_path / "untied") == same
 
 
-def test_tied_weights_that_differ_are_said(tmp_path: Path) -> None:
+def test_differing_tied_weights_are_reported(tmp_path: Path) -> None:
     other = weights(**{"lm_head.weight": tensor("float32", (10, 4), 99)})
     source = write_state(tmp_path / "state", other, tie_word_embeddings=True)
     plan = checkpoint.plan_for_pretrained(source, tmp_path / "hf")
@@ -228,7 +228,7 @@ def test_options_that_it_does_not_take(tmp_path: Path, options: tuple, says: str
     assert "--config is for --for hf" in alone.errors
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_missing_state_is_reported(tmp_path: Path) -> None:
     whole = weights()
     part = {name: one for name, one in whole.items() if ".layers.0." not in name}
     with pytest.raises(CheckpointError, match=r"lacks layer 0, of 2 that config.json says"):
@@ -269,7 +269,7 @@ def test_config_of_the_folder_of_verl(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "saved"), [(n, one) for n, of in SAVED.items() for one in of])
-def test_what_real_programs_saved(name: str, saved: str, tmp_path: Path) -> None:
+def test_checkpoints_saved_by_real_programs(name: str, saved: str, tmp_path: Path) -> None:
     """DeepSpeed, FSDP2, Megatron-core, Orbax and torch: the live model's weights, bit for bit."""
     record = read_record(name, tmp_path)
     live = torch.load(record / "live.pt")
@@ -340,7 +340,7 @@ def test_a_model_that_ties_and_stores_both_is_the_same(tmp_path: Path) -> None:
         (["--for", "vllm"], "'vllm' is not 'hf'"),
     ],
 )
-def test_what_cannot_be_verified(tmp_path: Path, options: list[str], error: str) -> None:
+def test_unverifiable_models_are_refused(tmp_path: Path, options: list[str], error: str) -> None:
     state = write_state(tmp_path / "a", weights())
     run = run_here("verify", state, state, *options)
     assert (run.code, error in run.errors) == (2, True), run.errors

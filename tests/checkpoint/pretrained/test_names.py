@@ -71,7 +71,7 @@ def test_a_prefix_of_two_kinds() -> None:
     assert names_in(LLAMA, *names).prefix == "actor."
 
 
-def test_nothing_is_guessed() -> None:
+def test_ambiguous_names_are_refused() -> None:
     names = ("a.b.layers.0.mlp.up_proj.weight", "a.b.embed_tokens.weight")
     says = r"fit the model type 'llama' without any of several prefixes: choose with --strip-"
     with pytest.raises(RecipeError, match=says):
@@ -89,7 +89,7 @@ def test_names_of_megatron() -> None:
     assert held == ModelNames("model.", "megatron")
 
 
-def test_without_a_recipe_the_trainers_state_tells() -> None:
+def test_without_a_recipe_the_state_of_the_trainer_decides() -> None:
     unknown = {"model_type": "unheard-of"}
     assert names_in(unknown, "model.a.w", "model.b.w").prefix == ""
     found = names_in(unknown, "model.a.w", "model.b.w", containers=["model."])
@@ -108,7 +108,7 @@ def saved(folder: Path, *names: str) -> Checkpoint:
     return checkpoint.open(folder / "model.safetensors")
 
 
-def test_optimizer_state_and_others_are_left_out_and_said(tmp_path: Path) -> None:
+def test_omitted_optimizer_state_is_reported(tmp_path: Path) -> None:
     opened = saved(
         tmp_path,
         "model.a.w",
@@ -126,7 +126,7 @@ def test_optimizer_state_and_others_are_left_out_and_said(tmp_path: Path) -> Non
     )
 
 
-def test_values_and_items_are_left_out_and_said(tmp_path: Path) -> None:
+def test_omitted_values_and_items_are_reported(tmp_path: Path) -> None:
     opened = saved(tmp_path, "a.w")
     held = Checkpoint(
         opened.folder,
@@ -170,11 +170,11 @@ def test_the_trained_copy_of_a_module_is_taken(tmp_path: Path) -> None:
     assert [*alone] == ["head.w"]
 
 
-def test_extra_states_of_megatron_are_no_weights(tmp_path: Path) -> None:
+def test_extra_states_of_megatron_are_not_weights(tmp_path: Path) -> None:
     assert [*take_weights(saved(tmp_path, "a.w", "a._extra_state"))] == ["a.w"]
 
 
-def test_what_cannot_be_a_model(tmp_path: Path) -> None:
+def test_checkpoints_without_a_model_are_refused(tmp_path: Path) -> None:
     adapters = ("q.base_layer.weight", "q.lora_A.default.weight", "q.lora_B.default.weight")
     with pytest.raises(CheckpointError, match=r"2 tensors of adapters beside.*merge them"):
         take_weights(saved(tmp_path, *adapters))
@@ -339,7 +339,7 @@ def test_facts_that_are_missing_or_contradict_are_named(tmp_path: Path) -> None:
         )
 
 
-def test_a_plain_rename_keeps_the_rows_and_a_note_says_so(tmp_path: Path) -> None:
+def test_a_plain_rename_keeps_the_rows_and_notes_it(tmp_path: Path) -> None:
     source = write_meta(tmp_path / "s", PARAMETERS, 1, rows=True)
     renames = [f"layers.*.{old}.weight=model.layers.*.{new}.weight" for new, old in PLACES.items()]
     renames = [one for one in renames if "embed" not in one and "lm_head" not in one]

@@ -154,7 +154,7 @@ def test_files_of_another_user_are_refused(tmp_path: Path, name: str) -> None:
     assert path.read_bytes() == PRECIOUS
 
 
-def test_what_is_sent_to_a_store_is_not_read_through_a_link(tmp_path: Path) -> None:
+def test_files_sent_to_a_store_are_not_read_through_links(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "staged").symlink_to(tmp_path / "secret")
     with pytest.raises(OSError, match="symbolic"):
@@ -192,7 +192,7 @@ def test_a_staging_folder_of_another_user_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o1777, 0o2775], ids=["sticky", "group-writable"])
-def test_shared_parents_are_no_reason_to_refuse(tmp_path: Path, mode: int) -> None:
+def test_shared_parent_folders_are_accepted(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
     for resumed in (False, True):
         with Staging.open(tmp_path / "out", "c0ffee", {}) as work:
@@ -201,7 +201,7 @@ def test_shared_parents_are_no_reason_to_refuse(tmp_path: Path, mode: int) -> No
 
 
 @as_root
-def test_a_file_system_that_gives_all_files_to_nobody(
+def test_a_file_system_with_one_owner_for_all_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NFS with squashed root: folders and files made by this process are another user's."""
@@ -233,7 +233,7 @@ def test_a_new_folder_is_this_users_alone(tmp_path: Path) -> None:
     assert not is_exclusive(make_own_folder(tmp_path / "old"))
 
 
-def test_a_folder_that_took_the_place_of_a_locked_one(tmp_path: Path) -> None:
+def test_a_folder_that_replaced_a_locked_folder_is_detected(tmp_path: Path) -> None:
     with Staging.open(tmp_path / "out", "c0ffee", {}) as work:
         root = staging_folder(tmp_path / "out")
         root.rename(tmp_path / "moved")
@@ -271,7 +271,7 @@ def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path: Path) -> No
         filesystem.sync_folders_under(tmp_path / "missing")
 
 
-def test_the_second_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
+def test_a_second_lock_is_refused_and_names_the_holder(tmp_path: Path) -> None:
     folder = tmp_path / "staging"
     with filesystem.FolderLock.acquire(folder):
         with pytest.raises(RunError, match=rf"staging is in use by process {os.getpid()} on "):

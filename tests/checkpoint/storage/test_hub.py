@@ -78,7 +78,7 @@ def test_a_model_that_is_not_there(hub: ObjectServer) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "nonsense"])
-def test_a_hub_that_nobody_answers_for(
+def test_an_unreachable_hub_is_an_error(
     hub: ObjectServer, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)

@@ -92,7 +92,7 @@ def test_capacity_for_is_enough_everywhere_and_not_a_page_too_much():
         buffer.region(4095, 5000)
 
 
-def test_what_does_not_fit_says_what_would():
+def test_regions_that_do_not_fit_name_the_needed_capacity():
     with AlignedBuffer(PAGE_BYTES) as buffer:
         with pytest.raises(UsageError, match=r"4096 bytes for file offset 1 .* room up to 8192"):
             buffer.region(1, 4096)
@@ -246,7 +246,7 @@ def test_reads_the_bytes_whatever_the_system_grants(
     assert not machine.broken_rules
 
 
-def test_a_cold_region_is_one_question_and_one_direct_read_of_whole_pages(machine, source_path):
+def test_an_uncached_region_is_one_cached_and_one_direct_read(machine, source_path):
     with SourceFile(source_path) as source, AlignedBuffer(8 * PAGE_BYTES) as buffer:
         source.read_into(buffer.region(5000, 9000), 5000)
     assert machine.asked == [("probe", 5000, 4096), ("direct", 4096, 12288)]
@@ -263,7 +263,7 @@ def test_a_cached_region_is_copied_from_the_cache_alone(machine, source_path):
     assert sizes[:2] == [4096, 4 * 4096] and sum(sizes) == FILE_BYTES - 100
 
 
-def test_what_is_not_cached_is_read_directly_from_its_page_on(machine, source_path):
+def test_uncached_bytes_are_read_directly_from_their_page(machine, source_path):
     machine.cached_bytes = 2 * PAGE_BYTES + 10
     with SourceFile(source_path) as source, AlignedBuffer(16 * PAGE_BYTES) as buffer:
         region = buffer.region(100, 30_000)
@@ -274,7 +274,7 @@ def test_what_is_not_cached_is_read_directly_from_its_page_on(machine, source_pa
     assert machine.spans("buffered") == []
 
 
-def test_a_short_direct_read_goes_on_at_the_page_that_came_in_part(machine, source_path):
+def test_a_short_direct_read_resumes_at_the_partial_page(machine, source_path):
     machine.limits = [9000, 100]
     with SourceFile(source_path) as source, AlignedBuffer(16 * PAGE_BYTES) as buffer:
         region = buffer.region(100, 30_000)
@@ -358,7 +358,7 @@ def test_ranges_of_a_system_that_knows_no_cache_question(machine, source_path, r
     assert machine.spans("probe") == [(8000, 8010)]
 
 
-def test_ranges_behind_the_end_and_on_a_broken_device_are_named(machine, source_path):
+def test_ranges_after_the_end_and_read_errors_are_named(machine, source_path):
     with SourceFile(source_path) as source:
         with pytest.raises(SourceChangedError, match="ends early"):
             source.read_ranges(memoryview(bytearray(20)), [0, FILE_BYTES - 5], 10)
@@ -414,7 +414,7 @@ def test_an_error_of_the_cache_question_is_an_error(source_path, machine):
         source.read_into(buffer.region(0, 5000), 0)
 
 
-def test_what_is_no_readable_file_is_named(tmp_path):
+def test_unreadable_files_are_named(tmp_path):
     open_before = len(system.list_descriptors())
     with pytest.raises(RunError, match=r"none: cannot open for reading: No such file"):
         SourceFile(tmp_path / "none")
@@ -451,7 +451,7 @@ def test_many_threads_read_one_file_and_every_byte_is_counted(source_path):
         assert source.read_bytes == 8 * rounds * 5000
 
 
-def test_an_identity_tells_files_apart_and_survives_json(source_path):
+def test_identities_distinguish_files_and_round_trip(source_path):
     with SourceFile(source_path) as source:
         identity = source.identity
     state = source_path.stat()
@@ -474,14 +474,14 @@ def test_an_identity_tells_files_apart_and_survives_json(source_path):
         {"more": 1},
     ],
 )
-def test_what_is_no_identity_is_refused(change):
+def test_invalid_identities_are_refused(change):
     value = FileIdentity("a", 1, 2, 3).to_json() | change
     with pytest.raises(FormatError, match="not a file identity"):
         FileIdentity.from_json(value)
 
 
 @pytest.mark.parametrize("value", [None, [], "a", {}, {"name": "a"}])
-def test_what_is_not_even_a_record_is_refused(value):
+def test_identities_that_are_not_objects_are_refused(value):
     with pytest.raises(FormatError, match="not a file identity"):
         FileIdentity.from_json(value)
 
@@ -582,7 +582,7 @@ def test_only_the_edges_are_buffered(machine, tmp_path):
     assert machine.spans("buffered") == [(5000, 8192), (24_576, 25_000)]
 
 
-def test_a_short_direct_write_goes_on_at_the_page_that_was_taken_in_part(machine, tmp_path):
+def test_a_short_direct_write_resumes_at_the_partial_page(machine, tmp_path):
     path = tmp_path / "target"
     machine.limits = [9000, 100]
     with (
@@ -677,9 +677,7 @@ def test_a_machine_with_larger_pages_never_writes_directly(tmp_path, machine, mo
         (errno.EROFS, "Read-only file system", "make it writable and"),
     ],
 )
-def test_a_write_that_fails_says_where_why_and_what_to_do(
-    tmp_path, machine, kind, number, reason, advice
-):
+def test_failed_writes_name_file_reason_and_remedy(tmp_path, machine, kind, number, reason, advice):
     path = tmp_path / "target"
     with TargetFile(path, FILE_BYTES) as target, AlignedBuffer(4 * PAGE_BYTES) as buffer:
         machine.errors[kind] = number
@@ -691,7 +689,7 @@ def test_a_write_that_fails_says_where_why_and_what_to_do(
     assert message.endswith(f"{advice} run the same command again, it continues")
 
 
-def test_a_system_that_takes_nothing_is_an_error_and_not_a_loop(tmp_path, monkeypatch):
+def test_a_write_of_no_bytes_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwritev", lambda *_: 0)
     with (
         TargetFile(tmp_path / "target", 10) as target,
@@ -717,7 +715,7 @@ def test_a_target_has_its_size_and_its_space_from_the_start(tmp_path):
     assert state.st_blocks * 512 >= FILE_BYTES
 
 
-def test_a_target_keeps_what_an_earlier_run_wrote(tmp_path):
+def test_a_target_keeps_bytes_of_an_earlier_run(tmp_path):
     path = tmp_path / "target"
     path.write_bytes(b"abcdef")
     with TargetFile(path, 10) as target:
@@ -772,7 +770,7 @@ def test_a_target_that_cannot_be_created_is_named(tmp_path):
         TargetFile(tmp_path / "none" / "target", 5)
 
 
-def test_a_device_is_no_target():
+def test_a_device_is_refused_as_a_target():
     with pytest.raises(RunError, match=r"^/dev/full is not a regular file"):
         TargetFile("/dev/full", 5)
 
@@ -792,7 +790,7 @@ def test_a_sync_that_fails_is_an_error(tmp_path, monkeypatch):
 # Folders
 
 
-def test_free_space_is_what_the_system_says(tmp_path):
+def test_free_space_is_that_of_the_system(tmp_path):
     state = os.statvfs(tmp_path)
     assert 0 <= free_bytes(tmp_path) <= state.f_blocks * state.f_frsize
     with pytest.raises(RunError, match="none: cannot determine free space: No such file"):
@@ -818,7 +816,7 @@ class UsedUp(NamedTuple):
     f_frsize: int = 4096
 
 
-def test_a_disk_without_inodes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_inodes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -44,9 +44,7 @@ def test_ranges_and_states(server: ObjectServer) -> None:
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, "cut", "slam"])
-def test_what_goes_wrong_for_a_while_is_asked_for_again(
-    server: ObjectServer, fault: int | str
-) -> None:
+def test_transient_failures_are_retried(server: ObjectServer, fault: int | str) -> None:
     server.faults = [fault] * 2
     memory = bytearray(len(CONTENT))
     source_of(server).read_into("model/a.bin", 0, memoryview(memory))
@@ -58,14 +56,14 @@ def test_what_goes_wrong_for_a_while_is_asked_for_again(
 
 
 @pytest.mark.parametrize(("status", "error"), [(403, PermissionError), (401, PermissionError)])
-def test_refusals_are_told_at_once(server: ObjectServer, status: int, error: type[OSError]) -> None:
+def test_refusals_are_not_retried(server: ObjectServer, status: int, error: type[OSError]) -> None:
     server.faults = [status] * 9
     with pytest.raises(error, match="denies access to this user"):
         source_of(server).read_into("model/a.bin", 0, memoryview(bytearray(8)))
     assert server.requests["GET /model/a.bin"] == 1
 
 
-def test_what_stays_wrong_is_an_error(server: ObjectServer) -> None:
+def test_persistent_failures_are_errors(server: ObjectServer) -> None:
     server.faults = ["cut"] * 99
     with pytest.raises(OSError, match=r"body|ended early|decod"):
         source_of(server).read_into("model/a.bin", 0, memoryview(bytearray(1 << 20)))

@@ -89,7 +89,7 @@ def test_an_open_source_leaves_it_to_the_umask(source: Path, tmp_path: Path) -> 
     assert (mode(target), mode(target / "config.json")) == (0o750, 0o640)
 
 
-def test_one_private_file_among_the_tensors_counts(source: Path, tmp_path: Path) -> None:
+def test_a_single_private_file_restricts_all(source: Path, tmp_path: Path) -> None:
     shards = convert_with_umask(source, tmp_path / "shards")
     checkpoint.convert(source, tmp_path / "two", to=2, strategy="sharded")
     sorted((tmp_path / "two").glob("*.safetensors"))[0].chmod(0o600)
@@ -144,7 +144,7 @@ def test_a_group_that_cannot_be_kept_gets_no_more_than_others(
     assert mode(target) == (0o711 if os.geteuid() == 0 else 0o771)
 
 
-def test_deltas_are_as_private_as_what_they_are_of(source: Path, tmp_path: Path) -> None:
+def test_deltas_are_as_private_as_their_checkpoints(source: Path, tmp_path: Path) -> None:
     after = convert_with_umask(source, tmp_path / "after")
     delta = tmp_path / "delta"
     checkpoint.diff(source, after, delta)
@@ -162,7 +162,7 @@ def test_a_text_file_that_is_replaced_keeps_its_mode(tmp_path: Path) -> None:
     assert mode(tmp_path / "report.html") == 0o600
 
 
-def test_bits_of_what_is_not_there() -> None:
+def test_missing_files_do_not_restrict_modes() -> None:
     assert find_mode_limits(Path("/nowhere"), [Path("/nowhere/a")]).files == 0o777
 
 
@@ -254,7 +254,7 @@ def test_a_snapshot_of_the_hugging_face_cache_is_converted(folder: Path, reposit
     assert open_checkpoint(snapshot).left_out == ()
 
 
-def test_a_snapshot_is_no_way_to_another_repository(folder: Path) -> None:
+def test_a_snapshot_does_not_lead_to_another_repository(folder: Path) -> None:
     other = folder.parent / "models--b" / "blobs" / "0"
     snapshot = folder.parent / "models--a" / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)

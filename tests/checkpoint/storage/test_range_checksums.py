@@ -14,7 +14,7 @@ from reshard.errors import UsageError
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
-def test_moved_is_what_zlib_makes_of_bytes_in_front(front: bytes, back: bytes) -> None:
+def test_shifted_checksums_agree_with_zlib(front: bytes, back: bytes) -> None:
     both = shift_crc32(zlib.crc32(front), len(back)) ^ zlib.crc32(back)
     assert both == zlib.crc32(front + back)
 

@@ -79,7 +79,7 @@ def test_formats_are_read_from_an_address(
     assert (tmp_path / "again" / "config.json").read_bytes() == (model / "config.json").read_bytes()
 
 
-def test_a_rank_reads_what_it_needs(server: ObjectServer, model: Path) -> None:
+def test_a_rank_reads_its_ranges_only(server: ObjectServer, model: Path) -> None:
     url = upload(model, server)
     opened = checkpoint.open(url)
     # Headers come in windows, with what lies behind them.
@@ -121,7 +121,7 @@ def test_an_object_that_changes_is_noticed(server: ObjectServer, model: Path) ->
     assert checkpoint.load(url, rank=0).keys() == opened.tensors.keys()
 
 
-def test_a_conversion_goes_on_after_the_connection_broke(
+def test_a_conversion_resumes_after_a_broken_connection(
     server: ObjectServer, model: Path, tmp_path: Path
 ) -> None:
     url = upload(model, server)
@@ -138,7 +138,7 @@ def test_a_conversion_goes_on_after_the_connection_broke(
     assert checkpoint.compare(target, model).is_same
 
 
-def test_what_is_wrong_with_an_address_is_said(server: ObjectServer, model: Path) -> None:
+def test_errors_of_urls_are_explained(server: ObjectServer, model: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint at http.*: there is nothing of that"):
         checkpoint.open(f"{server.url}/none")
     server.objects["/broken/model.safetensors"] = b"version https://git-lfs.github.com/spec/v1\n"
@@ -148,7 +148,7 @@ def test_what_is_wrong_with_an_address_is_said(server: ObjectServer, model: Path
         checkpoint.convert(model, f"{server.url}/model", to="full")
 
 
-def test_what_was_asked_for_is_found(server: ObjectServer) -> None:
+def test_prefetched_ranges_are_found(server: ObjectServer) -> None:
     chosen = random.Random(0)
     contents = {name: chosen.randbytes(1_000_000) for name in ("a", "b")}
     for name, content in contents.items():

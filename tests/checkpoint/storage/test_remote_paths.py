@@ -69,7 +69,7 @@ def test_text_and_parts() -> None:
     assert (hub.root_parts, hub.key) == (("hf", "org", "model@main"), "config.json")
 
 
-def test_what_reads(shelf: Shelf) -> None:
+def test_reading_methods_of_paths(shelf: Shelf) -> None:
     assert FOLDER.is_dir() and not FOLDER.is_file() and FOLDER.exists()
     assert [path.name for path in FOLDER.iterdir()] == ["a.txt", "in"]
     assert [path.name for path in FOLDER.glob("*.txt")] == ["a.txt"]
@@ -94,7 +94,7 @@ def test_a_folder_is_listed_once(shelf: Shelf) -> None:
     assert not any(one.startswith("look m/") and "no" not in one for one in shelf.asked)
 
 
-def test_what_is_not_there(shelf: Shelf) -> None:
+def test_missing_objects_are_file_not_found(shelf: Shelf) -> None:
     gone = FOLDER / "gone"
     assert not gone.exists()
     for action in (gone.stat, gone.read_bytes, lambda: [*gone.iterdir()]):

@@ -83,7 +83,7 @@ def expect_loaded(found: list[dict[str, Any]], model: Path) -> None:
         assert all(np.array_equal(own[name], expected[name]) for name in expected)
 
 
-def test_what_several_ranks_need_is_read_once(
+def test_ranges_of_several_ranks_are_read_once(
     server: ObjectServer, tmp_path: Path, folder: Path
 ) -> None:
     size_bytes = make_model(server, tmp_path)
@@ -96,7 +96,7 @@ def test_what_several_ranks_need_is_read_once(
     assert server.sent_bytes > 2.5 * size_bytes
 
 
-def test_who_comes_again_meets_the_others_again(
+def test_a_second_load_shares_reads_again(
     server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     size_bytes = make_model(server, tmp_path)
@@ -140,7 +140,7 @@ def test_a_small_window_is_enough(
     assert server.sent_bytes <= size_bytes * 1.05 + HEADERS_BYTES
 
 
-def test_who_never_comes_is_not_waited_for_twice(
+def test_an_absent_reader_is_not_waited_for_twice(
     server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size_bytes = make_model(server, tmp_path)
@@ -166,7 +166,7 @@ def load_and_die(url: str, folder: Path) -> None:
     checkpoint.load(url, to="tp=4", rules=RULES, rank=3, readers_on_host=READERS, threads=1)
 
 
-def test_a_killed_reader_holds_nobody(
+def test_a_killed_reader_does_not_block_others(
     server: ObjectServer, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model(server, tmp_path)
@@ -198,7 +198,7 @@ def test_a_killed_reader_holds_nobody(
     assert not list(folder.iterdir())
 
 
-def test_what_killed_readers_left_is_used_and_removed(
+def test_pieces_of_killed_readers_are_used_and_removed(
     server: ObjectServer, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size_bytes = make_model(server, tmp_path)
@@ -221,7 +221,7 @@ def test_what_killed_readers_left_is_used_and_removed(
     assert not list(folder.iterdir())
 
 
-def test_an_object_that_is_replaced_is_not_mixed_with_the_one_before(
+def test_pieces_of_a_replaced_object_are_not_mixed(
     server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model(server, tmp_path)
@@ -237,7 +237,7 @@ def test_an_object_that_is_replaced_is_not_mixed_with_the_one_before(
     expect_loaded(load_all(f"{server.url}/m"), tmp_path / "model")
 
 
-def test_readers_whose_objects_change_say_so(server: ObjectServer, tmp_path: Path) -> None:
+def test_readers_report_changed_objects(server: ObjectServer, tmp_path: Path) -> None:
     make_model(server, tmp_path)
     opened = checkpoint.open_checkpoint(f"{server.url}/m")
     server.objects = {
@@ -254,7 +254,7 @@ def test_readers_whose_objects_change_say_so(server: ObjectServer, tmp_path: Pat
         assert len(list(threads.map(load, range(READERS)))) == READERS
 
 
-def test_who_is_slow_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full window waits for the last reader, and no longer than it makes progress."""
     monkeypatch.setattr(shared_read_cache, "WINDOW_BYTES", shared_read_cache.PIECE_BYTES + 1)
     monkeypatch.setattr(shared_read_cache, "_PATIENCE_S", 1.0)
@@ -285,7 +285,7 @@ def test_who_is_slow_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert not list(folder.iterdir())
 
 
-def test_who_sleeps_while_another_reads_all_shares_it_still(
+def test_a_sleeping_reader_still_shares_pieces(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_left = threading.Event()

@@ -154,7 +154,7 @@ def test_results_before_an_error_are_not_lost(memories: list[Memory]) -> None:
         next(results)
 
 
-def test_leaving_early_waits_for_what_is_under_way(memories: list[Memory]) -> None:
+def test_leaving_early_waits_for_running_tasks(memories: list[Memory]) -> None:
     ended = []
 
     def work(task: int, _: Memory) -> int:
@@ -179,7 +179,7 @@ def test_dropping_the_results_ends_the_threads(memories: list[Memory]) -> None:
     assert running() == []
 
 
-def test_results_that_nobody_asks_for_begin_nothing(memories: list[Memory]) -> None:
+def test_unread_results_start_no_task(memories: list[Memory]) -> None:
     results = run(range(10), lambda task, _: task, memories)
     assert running() == []
     results.close()

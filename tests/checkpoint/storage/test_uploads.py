@@ -24,7 +24,7 @@ def test_every_part_is_sent_once() -> None:
     assert sent[-1] == 500
 
 
-def test_who_has_more_parts_than_threads_waits() -> None:
+def test_putting_more_parts_than_threads_waits() -> None:
     go, started = threading.Event(), threading.Semaphore(0)
 
     def send(part: int) -> None:
@@ -45,7 +45,7 @@ def test_who_has_more_parts_than_threads_waits() -> None:
         assert started.acquire(blocking=False)
 
 
-def test_what_fails_is_raised_by_every_later_call() -> None:
+def test_a_failed_part_is_raised_by_every_later_call() -> None:
     def send(part: int) -> None:
         if part == 1:
             raise RunError("the store refuses")

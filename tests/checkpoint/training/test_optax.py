@@ -81,7 +81,7 @@ def test_hyper_parameters_that_optax_keeps_are_those_of_groups(saved: Path, tmp_
     assert len(group["params"]) == 4
 
 
-def test_as_it_is_in_one_file_of_torch(saved: Path, tmp_path: Path) -> None:
+def test_optax_state_in_a_file_of_torch_save(saved: Path, tmp_path: Path) -> None:
     """One number of steps is that of every parameter: each has a name of its own."""
     source = saved / "injected" / "saved"
     report = checkpoint.convert(source, tmp_path / "made", to="full", format="torch-pickle")
@@ -95,7 +95,7 @@ def test_as_it_is_in_one_file_of_torch(saved: Path, tmp_path: Path) -> None:
     ("case", "keys"),
     [("adafactor", "v_row, v_col, v"), ("amsgrad", "nu_max"), ("accumulated", "acc_grads")],
 )
-def test_what_pytorch_does_not_keep_is_listed(
+def test_state_unknown_to_pytorch_is_listed(
     saved: Path, tmp_path: Path, case: str, keys: str
 ) -> None:
     source = saved / case / "saved"

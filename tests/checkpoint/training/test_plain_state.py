@@ -77,7 +77,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("format", TARGETS)
-def test_what_a_format_adds_is_no_difference(tmp_path: Path, format: str) -> None:
+def test_values_added_by_a_format_are_not_differences(tmp_path: Path, format: str) -> None:
     torch.save(PLAIN, tmp_path / "a.pt")
     report = convert(tmp_path / "a.pt", tmp_path / "b", format=format, **TARGETS[format])
     assert not any("not in the target" in note for note in report.notes)
@@ -94,7 +94,7 @@ def test_what_a_format_adds_is_no_difference(tmp_path: Path, format: str) -> Non
     assert not any(one.is_tensor for one in compare(tmp_path / "c.pt", tmp_path / "b").differences)
 
 
-def test_the_ranks_of_megatron_are_no_difference(tmp_path: Path) -> None:
+def test_the_ranks_of_megatron_are_not_differences(tmp_path: Path) -> None:
     source = recordings.unpack("halves", tmp_path / "source") / "fully_reshardable"
     convert(source, tmp_path / "made", to="tp=1", format="megatron-legacy")
     sizes = [
@@ -108,7 +108,7 @@ def test_the_ranks_of_megatron_are_no_difference(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("format", "to"), [("deepspeed-zero3", "dp=2"), ("torch-dist", "full"), ("torch-dcp", "full")]
 )
-def test_values_without_a_place_are_said(tmp_path: Path, format: str, to: str) -> None:
+def test_values_without_a_counterpart_are_reported(tmp_path: Path, format: str, to: str) -> None:
     """DeepSpeed's limit of gradients, which neither its stage 3 nor Megatron keeps."""
     source = unpack("zero1-bf16-2-plain", tmp_path)
     assert "optimizer.clip_grad" in open_checkpoint(source).values

@@ -57,14 +57,14 @@ def convert(
     return made
 
 
-def test_every_optimizer_goes_on_over_other_ranks(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_every_optimizer_resumes_on_other_ranks(saved: dict[str, Path], tmp_path: Path) -> None:
     made = convert(saved, KINDS, tmp_path, "fsdp=3,tp=1")
     run("resume", 3, 1, made)
     for name in KINDS:
         expect_equal(saved[name], made[name], 1e-6)
 
 
-def test_one_rank_goes_on_bit_for_bit(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_a_single_rank_resumes_bit_for_bit(saved: dict[str, Path], tmp_path: Path) -> None:
     made = convert(saved, KINDS, tmp_path, "fsdp=1,tp=1")
     run("resume", 1, 1, made)
     for name in KINDS:
@@ -84,7 +84,7 @@ def test_tensor_parallel_ranks_go_on(saved: dict[str, Path], tmp_path: Path) -> 
     expect_equal(there["adamw"], back["adamw"], 1e-6)
 
 
-def test_state_goes_on_through_the_names_of_other_programs(
+def test_state_resumes_through_the_names_of_other_programs(
     saved: dict[str, Path], tmp_path: Path
 ) -> None:
     names = ["adamw", "amsgrad", "momentum"]
@@ -95,7 +95,7 @@ def test_state_goes_on_through_the_names_of_other_programs(
         expect_equal(saved[name], made[name], 0)
 
 
-def test_a_file_of_torch_save_goes_on_over_ranks_and_back(
+def test_a_file_of_torch_save_resumes_on_ranks_and_back(
     saved: dict[str, Path], tmp_path: Path
 ) -> None:
     """A program of one process, whose optimizer has numbers for parameters."""

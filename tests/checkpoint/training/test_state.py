@@ -67,7 +67,7 @@ def test_masters_have_one_key() -> None:
     assert found.tensors["optimizer.state.up.bias.fp32_param"] == ("up.bias", "master")
 
 
-def test_keys_may_have_dots_behind_a_known_weight() -> None:
+def test_keys_may_have_dots_after_a_known_weight() -> None:
     shapes = state_of("model.", "optim.") | {"optim.state.up.weight.block_0.factors.1": (2, 2)}
     found = find_training_state(shapes)
     assert found is not None
@@ -96,7 +96,7 @@ def test_a_model_alone_has_no_training_state(shapes: dict[str, tuple[int, ...]])
     assert find_training_state(shapes) is None
 
 
-def test_modules_named_state_are_weights_beside_an_optimizer() -> None:
+def test_modules_named_state_are_weights() -> None:
     shapes = state_of("model.", "optim.") | {"model.mamba.state.proj": (4, 2)}
     found = find_training_state(shapes)
     assert found is not None
@@ -145,7 +145,7 @@ def test_numbers_that_fit_several_weights_are_not_guessed() -> None:
     assert [name for name, _ in found.unplaced] == ["optimizer.state.0.exp_avg"]
 
 
-def test_names_of_digits_are_told_from_numbers_by_their_place() -> None:
+def test_digit_names_are_distinguished_from_numbers_by_path() -> None:
     shapes = {"model.0.weight": (4,), "optim.state.0.weight.exp_avg": (4,)}
     for paths in ({}, {"optim.state.0.weight.exp_avg": ("optim", "state", "0.weight", "exp_avg")}):
         found = find_training_state(shapes, paths=paths)

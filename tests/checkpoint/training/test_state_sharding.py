@@ -66,7 +66,7 @@ def specs(conversion: Conversion) -> dict[str, str | None]:
     ("weights", "container"),
     [("", "optimizer"), ("model.", "optim"), ("state_dict.", "optimizer_states.0")],
 )
-def test_a_recipe_cuts_weights_behind_a_prefix_and_their_state(
+def test_a_recipe_shards_prefixed_weights_and_their_state(
     tmp_path: Path, weights: str, container: str
 ) -> None:
     shapes = adam(LLAMA, weights, container) | {"rng_state": (64,)}
@@ -88,9 +88,7 @@ def test_a_recipe_cuts_weights_behind_a_prefix_and_their_state(
 @pytest.mark.parametrize(
     "prefix", ["model.", "module.", "state_dict.model.", "_orig_mod.", "actor."]
 )
-def test_a_recipe_cuts_weights_behind_a_prefix_without_optimizer(
-    tmp_path: Path, prefix: str
-) -> None:
+def test_a_recipe_shards_prefixed_weights_without_optimizer(tmp_path: Path, prefix: str) -> None:
     plain = write(tmp_path / "plain", LLAMA, CONFIG)
     source = write(tmp_path / "source", {prefix + n: s for n, s in LLAMA.items()}, CONFIG)
     expected = specs(plan_conversion(plain, tmp_path / "t", to="tp=2", recipe="llama"))
@@ -143,7 +141,7 @@ def test_a_rule_for_state_before_that_of_its_weight_decides(tmp_path: Path) -> N
     assert found["optim.state.up.master"] == "tp, -"
 
 
-def test_a_rule_for_any_number_of_dimensions_gives_scalars_whole(tmp_path: Path) -> None:
+def test_a_rule_for_any_number_of_dimensions_replicates_scalars(tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": (4, 2), "scale": ()})
     found = specs(plan_conversion(source, tmp_path / "t", to="fsdp=2", rules=["*=fsdp, ..."]))
     assert found == {"a": "fsdp, -", "scale": ""}
@@ -216,7 +214,7 @@ def test_strategies_put_state_where_its_parameter_is(tmp_path: Path, strategy: s
         assert {*tensors[f"optim.state.{name}.step"].layout.holders} == {*layout.holders}
 
 
-def test_parameters_with_numbers_that_cannot_be_told_are_whole_and_said(tmp_path: Path) -> None:
+def test_ambiguous_numbered_parameters_are_whole_and_reported(tmp_path: Path) -> None:
     shapes = {"model.a": (4,), "model.b": (4,), "optimizer.state.0.exp_avg": (4,)}
     source = write(tmp_path / "source", shapes)
     conversion = plan_conversion(source, tmp_path / "t", to="dp=2", rules=["model.*=dp"])
@@ -227,7 +225,7 @@ def test_parameters_with_numbers_that_cannot_be_told_are_whole_and_said(tmp_path
     assert specs(conversion)["optimizer.state.0.exp_avg"] == "dp"
 
 
-def test_an_optimizer_alone_is_cut_as_its_parameters_would_be(tmp_path: Path) -> None:
+def test_an_optimizer_alone_is_sharded_like_its_parameters(tmp_path: Path) -> None:
     shapes = {n: s for n, s in adam(LLAMA, "", "optimizer").items() if n.startswith("optimizer")}
     source = write(tmp_path / "source", shapes, CONFIG)
     plain = write(tmp_path / "plain", LLAMA, CONFIG)

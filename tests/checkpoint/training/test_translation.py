@@ -60,7 +60,7 @@ def to(style: str, source: Checkpoint, *, has_items: bool = True) -> ChangedElem
     return translate(source, found, has_items=has_items, keeps_items=has_items)
 
 
-def test_masters_are_the_weights_where_there_are_no_others(tmp_path: Path) -> None:
+def test_masters_become_the_weights_if_there_are_no_others(tmp_path: Path) -> None:
     source = opened(tmp_path / "a", mixed("bfloat16", masters=True))
     found = to("fsdp2", source)
     tensors = found.checkpoint.tensors
@@ -76,7 +76,7 @@ def test_masters_are_the_weights_where_there_are_no_others(tmp_path: Path) -> No
     assert any("32-bit weights of 1 parameter" in note for note in found.notes)
 
 
-def test_masters_are_made_of_the_weights_where_there_are_none(tmp_path: Path) -> None:
+def test_missing_masters_are_made_from_the_weights(tmp_path: Path) -> None:
     wide = to("reshard", opened(tmp_path / "wide", mixed("float32", masters=False)))
     name = "optimizer.state.up.weight.master"
     assert wide.checkpoint[name].binding == wide.checkpoint["up.weight"].binding
@@ -103,7 +103,7 @@ def test_steps_of_groups_become_tensors(tmp_path: Path) -> None:
     assert any("optax has no groups" in note and "lr" in note for note in made.notes)
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_missing_state_is_reported(tmp_path: Path) -> None:
     found = to("fsdp2", opened(tmp_path / "a", mixed("float32", masters=True, steps=False)))
     assert any("no number of steps for 1 parameter" in note for note in found.notes)
     assert any("no groups of hyper-parameters" in note for note in found.notes)
@@ -237,7 +237,7 @@ def test_masters_alone_are_the_weights(tmp_path: Path) -> None:
     assert found["up.weight"].binding == found["optimizer.state.up.weight.master"].binding == master
 
 
-def test_groups_of_megatron_are_told_by_their_decay(tmp_path: Path) -> None:
+def test_groups_of_megatron_differ_by_weight_decay(tmp_path: Path) -> None:
     source = opened(tmp_path / "a", mixed("float32", masters=True))
     both = [
         {"params": ["up.weight"], "lr": 0.1, "weight_decay": 0.5},
@@ -264,7 +264,7 @@ def two_parameters() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("style", ["fsdp2", "torch", "megatron", "reshard"])
-def test_a_parameter_in_no_group_gets_one(tmp_path: Path, style: str) -> None:
+def test_a_parameter_without_a_group_gets_a_group(tmp_path: Path, style: str) -> None:
     groups = [{"params": ["up"], "lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}]
     groups[0]["wd_mult"] = 1.0
     source = opened(tmp_path / "a", two_parameters(), values={"optimizer.param_groups": groups})
@@ -293,7 +293,7 @@ def test_hyper_parameters_that_are_made_up_are_noted(tmp_path: Path, style: str)
     assert "eps 1e-08" in note
 
 
-def test_megatron_gets_groups_where_there_are_none(tmp_path: Path) -> None:
+def test_megatron_gets_missing_groups(tmp_path: Path) -> None:
     # Its optimizer looks its groups up, and does not load without them.
     found = to("megatron", opened(tmp_path / "a", two_parameters()))
     (group,) = found.checkpoint.values["optimizer.param_groups"]
@@ -309,7 +309,7 @@ def test_a_parameter_of_a_group_without_state_is_noted(tmp_path: Path, style: st
     assert any("(first: frozen) are in a group" in note for note in to(style, source).notes)
 
 
-def test_numbers_that_nothing_is_known_of_stay(tmp_path: Path) -> None:
+def test_unknown_numbers_stay(tmp_path: Path) -> None:
     # Three weights of one shape and two numbers: the group and the state keep them.
     types = dict.fromkeys(("model.a", "model.b", "model.c"), ("float32", (2,)))
     types |= {f"optimizer.state.{n}.exp_avg": ("float32", (2,)) for n in range(2)}

@@ -79,7 +79,7 @@ def engine_layout() -> EngineLayout:
     return EngineLayout("toy", "1.2", DeviceMesh.of(tp=2), SOURCES, ranks, ("of two ranks",))
 
 
-def test_a_parameter_knows_what_fills_it() -> None:
+def test_a_parameter_lists_its_regions() -> None:
     rank = rank_layout(1)
     qkv = rank["layers.0.qkv"]
     assert [piece.source for piece in qkv.pieces] == ["layers.0.q", "layers.0.k"]
@@ -126,7 +126,7 @@ def test_source_layouts() -> None:
     assert found["rope"].holders == ()
 
 
-def test_what_is_computed_in_another_way_is_held_whole() -> None:
+def test_sources_of_unknown_computations_are_held_whole() -> None:
     whole = ParameterLayout.of(
         "w", (2,), "float32", computed=[Computed(Box((0,), (2,)), ("mm",), ("a", "b"))]
     )
@@ -138,7 +138,7 @@ def test_what_is_computed_in_another_way_is_held_whole() -> None:
     assert layout.computed == {"w": ("mm",)}
 
 
-def test_a_rank_holds_once_what_it_reads_twice() -> None:
+def test_elements_read_twice_are_held_once() -> None:
     """Gate and up of one tensor, interleaved, are all of it; a source of two parameters too."""
     halves = [SourcePiece(Box((2 * i,), (2 * i + 2,)), "gate_up", View(i, (2,))) for i in (0, 1)]
     parameters = {
@@ -152,7 +152,7 @@ def test_a_rank_holds_once_what_it_reads_twice() -> None:
     assert layout.source_layouts()["gate_up"].boxes(0) == (Box((0,), (4,)),)
 
 
-def test_a_document_gives_back_what_was_written() -> None:
+def test_documents_round_trip() -> None:
     layout = engine_layout()
     text = to_json(layout)
     back = from_json(text)
@@ -198,7 +198,7 @@ def test_regions_cover_a_parameter_once() -> None:
         ParameterLayout.of("w", (2, 4), "int8", [piece._replace(view=View(0, (1,)))])
 
 
-def test_what_no_engine_can_hold_is_refused() -> None:
+def test_invalid_layouts_are_refused() -> None:
     layout = engine_layout()
     far = ParameterLayout.of(
         "w", (4, 8), "int8", [SourcePiece(Box((0, 0), (4, 8)), "layers.0.q", View(64, (8, 1)))]
@@ -242,7 +242,7 @@ def test_documents_that_are_wrong_are_our_errors(change: object, message: str) -
         from_json(json.dumps(document))
 
 
-def test_every_damage_of_a_document_is_our_error_or_none() -> None:
+def test_damaged_documents_raise_only_our_errors() -> None:
     """Any value in it replaced by another kind of value."""
 
     def places(value: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:

@@ -35,7 +35,7 @@ def test_sizes_are_given_in_any_way(sizes: Any) -> None:
 
 
 @pytest.mark.usefixtures("toy")
-def test_what_an_engine_has_not_is_refused() -> None:
+def test_unknown_engines_and_options_are_refused() -> None:
     with pytest.raises(UsageError, match="'ep' of a layout of toy; it has tp, pp"):
         derive_layout("toy", "model", "ep=2")
     with pytest.raises(UsageError, match=r"no engine 'tou' is known; it is one of .*toy"):
