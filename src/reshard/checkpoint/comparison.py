@@ -67,7 +67,7 @@ Compared = str | os.PathLike[str] | Checkpoint | Conversion
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor or value that differs, and how.
+    """A tensor or value that differs, and how.
 
     `elements` counts those whose bits differ, if known.
     """
@@ -133,7 +133,7 @@ class DamagedBlock:
 
 @dataclass(frozen=True, slots=True)
 class DigestReport:
-    """Digests of the tensors as found, those without a recorded digest, and damaged blocks.
+    """The digests of tensors, the tensors without a recorded digest, and damaged blocks.
 
     A tensor with a part that cannot be unpacked has no digest.
     """
@@ -145,7 +145,7 @@ class DigestReport:
 
 
 class _Side:
-    """One of two that are compared: a checkpoint, or what a conversion would write."""
+    """A side of a comparison: a checkpoint, or the tensors that a conversion would write."""
 
     def __init__(self, given: Compared) -> None:
         self.conversion = given if isinstance(given, Conversion) else None
@@ -256,7 +256,7 @@ def compare(
     total, done = int(mine.tensor_bytes[rows].sum()), 0
     results = run_in_threads(blocks.batches(rows, batch_bytes), work, new_memory, threads)
     try:
-        # A format that holds tensors only has lost the rest by its nature: that is no difference.
+        # A format of tensors only cannot store other values: their absence is not a difference.
         holds_items = all(_can_hold(item.format, Capability.ITEMS) for item in (a, b))
         holds_values = all(_can_hold(item.format, Capability.VALUES) for item in (a, b))
         # One may have pickles of what the other has as values, or of parts of it.

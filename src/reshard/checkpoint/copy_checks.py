@@ -79,7 +79,7 @@ _NUMBERED_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 @dataclass(frozen=True, slots=True)
 class DifferingCopies:
-    """A part of a tensor of which ranks hold different copies.
+    """A part of a tensor whose copies on ranks differ.
 
     `ranks` groups the ranks whose copies are equal; `found_by` is how they were compared. `places`
     has where the copies begin that differ from the lowest rank's.
@@ -93,7 +93,7 @@ class DifferingCopies:
 
     @property
     def how(self) -> str:
-        """Which ranks differ in which part."""
+        """The ranks that differ, and in which part."""
         ranks = ", ".join(ranks_text(group, 24) for group in self.ranks[:4])
         more = f" and {len(self.ranks) - 4} others" if len(self.ranks) > 4 else ""
         return f"{ranks}{more} differ in {self.part or 'the element'} ({self.found_by})"
@@ -385,7 +385,7 @@ class _Group(NamedTuple):
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of one copy."""
+        """The bytes of a copy."""
         return sum(box.elements for box in self.boxes) * self.kind.dtype.itemsize_bytes
 
     def classify(self, index: _Index) -> tuple[tuple[int, ...], ...] | None:
@@ -610,7 +610,7 @@ def _find_lost_experts(checkpoint: Checkpoint) -> Iterator[tuple[frozenset[str],
 
 
 class _Read(NamedTuple):
-    """A group of which bytes are read, and the windows of each box."""
+    """A group whose copies are read, and the windows of each box."""
 
     group: _Group
     windows: tuple[tuple[int, Box], ...]

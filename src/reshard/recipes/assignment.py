@@ -69,7 +69,7 @@ from reshard.recipes.recipe import REPLICA_AXES, Recipe
 from reshard.recipes.rules import Rule, RuleList
 from reshard.sharding import ShardingSpec, spec
 
-# For each number of a recipe the coordinates, along the axis that deals it out.
+# For each axis over which layers or experts are divided, the coordinates of a tensor.
 _Coordinates = tuple[tuple[str, tuple[int, ...]], ...]
 _Cut = tuple[ShardingSpec, Layout]
 _Shape = tuple[int, ...]
@@ -216,9 +216,7 @@ class _AssignmentBuilder:
         self.annotations = {number: find_annotations(rule.spec, known) for number, rule in numbered}
 
     def _write_out_cuts(self, recipe: Recipe | None) -> list[str]:
-        """Return the specs with the recipe's own cuts written out; the rest in braces, a
-        config says.
-        """
+        """Return the specs with the recipe's own cuts written out; other braces need a config."""
         words = recipe.words if recipe else {}
         return [
             rule.spec if number < self.by_hand else expand(rule.spec, words)
@@ -231,7 +229,7 @@ class _AssignmentBuilder:
         return f"{where}rule `{self.rules[number]}`"
 
     def naming(self, name: str, shape: _Shape, match: _Match) -> AbstractContextManager[None]:
-        """Say of an error which tensor and which rule it is about."""
+        """Name the tensor and the rule in errors."""
         return _name_in_errors(
             f"tensor {name!r} of shape {list(shape)}, {self.name_of(match.number)}"
         )
@@ -310,7 +308,7 @@ class _AssignmentBuilder:
         return tuple(pair for pair in match.numbers if pair[0] in names) if names else ()
 
     def cut(self, match: _Match, shape: _Shape, lives: _Coordinates) -> _Cut:
-        """Return what its rule makes of a tensor that lives there."""
+        """Return the sharding and the layout of a tensor at the coordinates `lives`."""
         return self.lay_out(match.number, shape, lives, self.asked(match))
 
     def held_blocks(
@@ -377,7 +375,7 @@ class _AssignmentBuilder:
         matches: Mapping[str, _Match],
         itemsizes_bytes: Mapping[str, float] | None,
     ) -> None:
-        """Where each layer and expert lives, for the numbers that some tensor needs."""
+        """Find the coordinates of each layer and expert, for the numbers that some tensor needs."""
         needed = {what for match in matches.values() for what, _ in match.numbers}
         needed |= {what for match in matches.values() for what, _ in self.rules[match.number].at}
         numbers = self.recipe.numbers if self.recipe else {}
@@ -560,7 +558,7 @@ def _collect_notes(builder: _AssignmentBuilder, matches: Mapping[str, _Match]) -
 
 @contextmanager
 def _name_in_errors(where: str) -> Iterator[None]:
-    """Say of an error what it is about."""
+    """Begin the text of an error with `where`."""
     try:
         yield
     except (LayoutError, RecipeError) as error:

@@ -34,9 +34,9 @@ def map_sharding(
     mapping: AxisMapping | None,
     only: Sequence[tuple[str, tuple[int, ...]]],
 ) -> ShardingSpec:
-    """`written` over `mesh`, its axes mapped to those of the mesh; levels of none fall out.
+    """Return `written` over `mesh`; levels whose axes are mapped to no axis are dropped.
 
-    Without a `mapping` it names axes of the mesh itself. Its tensors live at the coordinates
+    Without a `mapping` it names axes of the mesh itself. Its tensors are at the coordinates
     `only` of axes of the mesh.
     """
 
@@ -76,7 +76,7 @@ def _map_axis(axis: Axis, mapping: AxisMapping | None) -> tuple[Axis, ...]:
 def map_coordinates(
     mesh: DeviceMesh, only: Iterable[tuple[str, tuple[int, ...]]], mapping: AxisMapping | None
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Coordinates of a recipe's axes as coordinates of the mesh's.
+    """Yield coordinates of a recipe's axes as coordinates of the axes of a mesh.
 
     Raises:
         RecipeError: axes of the mesh that cannot express them.

@@ -10,8 +10,8 @@ are, and the cut rule::
     expert over ep=4, 6 experts, cut "ceil"         0 1 | 2 3 | 4 5 | none
 
 1. The rule shards a dimension that has an index for each thing (`reshard.cut_rules`).
-2. A thing lives at every coordinate whose part has its index.
-3. Tensors at an end of the model (embeddings, the last norm) belong to no layer; they live at the
+2. A thing is at every coordinate whose part has its index.
+3. Tensors at an end of the model (embeddings, the last norm) belong to no layer; they are at the
    first or the last coordinate, or at both.
 """
 
@@ -39,9 +39,9 @@ class Numbering(Record):
         axis: the recipe's axis.
         count: their number: an expression of config.json (`reshard.recipes.expressions`).
         cut: the text of a cut rule, or `bytes` for equal bytes at every coordinate.
-        beyond_last: whether numbers from the count on are allowed, and live with the last thing.
+        beyond_last: whether numbers from the count on are allowed, and placed with the last thing.
         behind: globs of names with numbers of their own, such as layers that predict further tokens
-            (`mtp.layers.0`); all of these live with the last thing.
+            (`mtp.layers.0`); all of these are placed with the last thing.
 
     Raises:
         RecipeError: a cut that is not a cut rule, or a count that is not an expression.

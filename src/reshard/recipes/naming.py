@@ -342,7 +342,7 @@ def make_fused_spec(
         name: for messages.
         fusion: with numbers for its shares, groups and stack.
         specs, shapes: of its tensors, by name; shapes are those of whole tensors.
-        storage_axes: of the mesh, that cut what is there whatever it is.
+        storage_axes: the axes of the mesh that only divide storage; they shard it as any parameter.
 
     Raises:
         RecipeError: members that are not cut alike, or a cut that stretches cannot have, such as
@@ -453,7 +453,7 @@ def _find_joint_coordinates(
 def _find_rule(
     groups: int, rules: tuple[CutRule, ...], lengths: tuple[int, ...], parts: int
 ) -> CutRule | str:
-    """Return the rule of a fused dimension of members of such lengths; or why there is none."""
+    """Return the rule of a fused dimension of members of such lengths, or why it has no rule."""
     tables = [rule.table(length, parts) for rule, length in zip(rules, lengths, strict=True)]
     sizes = [tuple(table.local_lengths.tolist()) for table in tables]
     # Run tables are interned: `is` compares the cuts of two rules.

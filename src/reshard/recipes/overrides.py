@@ -16,7 +16,7 @@ ALLOWANCES = (
     *("incomplete", "uncomputable", "unknown", UNSCALED, DIFFERING_COPIES, IDLE_AXES, STATELESS),
 )
 FORMER_ALLOWANCES = {"unmatched": "unknown"}
-"""Words of earlier versions, with those that replace them."""
+"""The words of earlier versions, with those that replace them."""
 
 
 def parse_allowed(allow: Iterable[str], known: Sequence[str] = ALLOWANCES) -> frozenset[str]:

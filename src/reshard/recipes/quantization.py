@@ -435,7 +435,7 @@ def _expect_no_strangers(shapes: Shapes, found: Mapping[str, QuantizedWeight]) -
 
 
 class _Finder:
-    """Finds what the dimensions of stored tensors are."""
+    """A search for the meaning of the dimensions of stored tensors."""
 
     def __init__(
         self,
@@ -633,7 +633,7 @@ class _Finder:
         return found
 
     def _block(self, word: str) -> list[int]:
-        """Sizes of blocks that config.json gives, then those of groups."""
+        """Return the sizes of blocks in config.json, then those of groups."""
         return [*(pair[word == "in"] for pair in self.blocks), *self.groups]
 
     def _find_group(self, size: int, length: int, known: Iterable[int]) -> int:

@@ -256,7 +256,7 @@ class FoldedWeights:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Shapes, with logical weights at the place of their first stored tensor."""
+        """The shapes, with logical weights at the position of their first stored tensor."""
         found: dict[str, Shape] = {}
         for name, shape in self.stored.items():
             logical = self._weight_of.get(name)

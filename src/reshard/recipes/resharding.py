@@ -87,11 +87,11 @@ class TensorRedistribution:
 
     Attributes:
         tensor_name: of the whole tensor.
-        source_rank: the rank that gives.
+        source_rank: the rank that sends.
         source_shape: of its array, which the slices cut. A rank whose array is flat, several
             consecutive boxes, has a redistribution for each box, of the box's shape.
-        target_ranks: who receives something, in order.
-        slices: what they receive.
+        target_ranks: the ranks that receive elements, in order.
+        slices: the parts that they receive.
     """
 
     tensor_name: str
@@ -103,12 +103,12 @@ class TensorRedistribution:
 
 @dataclass(frozen=True)
 class ReshardingPlan:
-    """How tensors get from `source_world_size` ranks to `target_world_size` ranks.
+    """A plan of tensors from `source_world_size` ranks to `target_world_size` ranks.
 
     Attributes:
         source_world_size, target_world_size: the numbers of ranks.
         tensor_redistributions: in the order of the tensors, then of the source ranks.
-        job: what is carried out; None in a plan that was written by hand, which cannot be.
+        job: the work; None in a plan written by hand, which cannot be run.
     """
 
     source_world_size: int
@@ -188,7 +188,7 @@ class ReshardingResult:
 
 
 def _list_redistributions(job: Job, item: JobItem) -> Iterator[TensorRedistribution]:
-    """One for each source cell that gives something."""
+    """Yield a redistribution for each source cell that sends elements."""
     source = item.change.source
     rows = job.transfers.get(item.name, Transfers.none(source.ndim))
     if not len(rows):
@@ -207,7 +207,7 @@ def _list_redistributions(job: Job, item: JobItem) -> Iterator[TensorRedistribut
 
 
 def _list_without_elements(item: JobItem) -> Iterator[TensorRedistribution]:
-    """Yield a tensor without elements goes from its first holder to all who will hold it."""
+    """Yield the redistribution of a tensor without elements, from its first holder to all."""
     source, target = item.change.source, item.change.target
     if source.holders and target.holders:
         sender, zeros = source.holders[0], (0,) * source.ndim
@@ -231,8 +231,8 @@ class _Run:
     """An execution of a plan in a process.
 
     Attributes:
-        job: what is carried out.
-        was_cancelled: whether something was left undone.
+        job: the work.
+        was_cancelled: whether some of it was not done.
 
     Raises:
         PlanError: a plan that was written by hand.
@@ -287,7 +287,7 @@ class _Run:
             ) from None
 
     def fill_all(self, ranks: Sequence[int], threads: int) -> None:
-        """Make the arrays of target ranks, by so many threads at most."""
+        """Fill the arrays of target ranks with at most `threads` threads."""
         threads = min(threads, len(ranks))
         if threads < 2:
             for rank in ranks:
@@ -297,7 +297,7 @@ class _Run:
             list(pool.map(self._fill, ranks))
 
     def _fill(self, rank: int) -> None:
-        """Make a target rank's arrays. Each is there only once it is complete."""
+        """Fill a target rank's arrays. Each is added once it is complete."""
         found = self._found.setdefault(rank, {})
         try:
             for item in self._find_items(rank):
@@ -335,7 +335,7 @@ class _Run:
         )
 
     def _list_unplanned(self) -> list[str]:
-        """Arrays that nobody planned for."""
+        """Return a warning about arrays that the plan does not name, if any."""
         # Shards are a list by rank, or a mapping of ranks.
         named = self._shards.values() if isinstance(self._shards, Mapping) else self._shards
         known = {item.name for item in self.job.items}
@@ -345,7 +345,7 @@ class _Run:
         return [f"left out, since the plan's metadata does not name them: {_join(extra)}"]
 
     def _list_empty(self, ranks: Sequence[int]) -> list[str]:
-        """Ranks that the policy gives nothing."""
+        """Return a warning about ranks to which the policy assigns no tensor, if any."""
         empty = [rank for rank in ranks if not self._find_items(rank)]
         return [f"target ranks that hold nothing: {_join(empty)}"] if empty else []
 
@@ -428,7 +428,7 @@ class Coordinator(Protocol):
 
 @dataclass(frozen=True)
 class ReshardingStrategy:
-    """Makes plans from N ranks to M ranks, and runs them on arrays.
+    """A policy with the means to plan from N ranks to M ranks, and to run plans on arrays.
 
     Every process of a coordinator calls `create_plan` and `execute` with the same arguments, and
     gets the shards of its own target ranks: consecutive ranks, divided evenly. Give source shards

@@ -130,7 +130,7 @@ def strategy(name: str) -> Strategy:
 def round_robin(
     tensors: Tensors, world_size: int, config: Config | None = None
 ) -> dict[str, Layout]:
-    """Whole tensors on ranks 0 to `world_size - 1` in turn, in the order given.
+    """Assign whole tensors to ranks 0 to `world_size - 1` in turn, in the order given.
 
     >>> from reshard.dtypes import dtype
     >>> names = {name: (dtype("int8"), (2,)) for name in "abcd"}
@@ -144,7 +144,7 @@ def round_robin(
 
 
 def balanced(tensors: Tensors, world_size: int, config: Config | None = None) -> dict[str, Layout]:
-    """Whole tensors, the largest first, each on the rank that has the fewest bytes so far.
+    """Assign whole tensors, the largest first, each to the rank with the fewest bytes so far.
 
     Among equals, the tensor given first and the lowest rank come first. No rank ends up with
     more than 4/3 of the least possible (Graham 1969).
@@ -207,7 +207,7 @@ def by_recipe(tensors: Tensors, world_size: int, config: Config | None = None) -
 def fitting_recipe(config: Config | None, names: Iterable[str] = ()) -> Recipe:
     """Return the shipped recipe for a model.
 
-    Raises RecipeError where there is none, with the one that the names of its tensors resemble.
+    Raises RecipeError for an unknown model, with the recipe that its tensors' names resemble.
 
     >>> fitting_recipe({"model_type": "qwen2"}).name
     'qwen2'

@@ -397,7 +397,7 @@ def _read_term(term: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _find_list(text: str, config: Config) -> Sequence[Any]:
-    """Return the list or the text of a key, empty where there is none."""
+    """Return the list or the text of a key, or an empty tuple if it is absent."""
     key = Key.parse(text)
     found = key.find(config) if key is not None else None
     return found if isinstance(found, list | tuple | str) else ()
@@ -408,7 +408,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorDifferences:
-    """Differences between the tensors of a checkpoint and those that a model class loads.
+    """The differences between the tensors of a checkpoint and those that a model class loads.
 
     Attributes:
         judge: the class and the program, such as `LlamaForCausalLM of transformers 5.24.0`.

@@ -54,7 +54,7 @@ _PRODUCT, _FACTOR = 1 << 17, 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class LowRankChange:
-    """One adapter of a weight.
+    """The low-rank change of a weight by an adapter.
 
     Attributes:
         a: `(rank, inputs...)`.

@@ -260,7 +260,7 @@ class ConstantTensor:
 
     @property
     def sources(self) -> tuple[StoredTensor, ...]:
-        """No sources."""
+        """An empty tuple."""
         return ()
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:

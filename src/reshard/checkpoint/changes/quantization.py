@@ -348,7 +348,7 @@ def _find_largest(block: Any) -> Any:
 
 
 _MARK = ".quant_state.bitsandbytes__"
-# Of JSON with a shape, a type and some numbers; what is longer is none.
+# JSON with a shape, a type and some numbers is shorter.
 _MAX_BYTES = 1 << 16
 
 
@@ -356,7 +356,7 @@ def read_flat_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the flat weights of a checkpoint, by name.
 
     Raises:
-        FormatError: bytes that are no JSON with a shape.
+        FormatError: bytes that are not JSON with a shape.
         RunError: a file that cannot be read.
     """
     found: dict[str, tuple[int, ...]] = {}

@@ -95,7 +95,7 @@ class _StoredRange(NamedTuple):
 
 
 class SourceDigests:
-    """Compares the sources of computed and fused tensors with their recorded digests.
+    """A comparison of the sources of computed and fused tensors with their recorded digests.
 
     Args:
         files: of the sources.

@@ -457,7 +457,7 @@ def _check_text(value: Any) -> str:
 
 
 class DeltaWriter:
-    """Writes a delta: the payload first, the index last, under another name until it is complete.
+    """A delta in progress: payload first, index last, under another name until it is complete.
 
     Leaving it as a context manager without `finish` removes the partial file. The file's mode has
     only bits of `open_bits`, and of a file that it replaces.

@@ -281,7 +281,7 @@ OPERATIONS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
 
 
 class DerivedRegion(NamedTuple):
-    """Elements of a parameter: those of `source` at `view`, with `steps` done to each in turn.
+    """The elements of `source` at `view`, with `steps` applied to each in turn.
 
     Without a source they all are `value`. They begin at element `start` of the file.
     """
@@ -314,7 +314,7 @@ class DerivedElements:
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return sum(int(np.prod(region.shape)) for region in self.regions)
 
     def expect_computable(self) -> None:

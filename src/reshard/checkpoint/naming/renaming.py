@@ -286,7 +286,7 @@ class _Tensors:
             notes += (
                 f"{len(self.unchanged)} tensors keep their names (first: {self.unchanged[0]})",
             )
-        # With strides, what lies between is read along, and may be read again.
+        # Reads with strides include the bytes between, which may be read again.
         checksums = read_again(old.checksums, changed)
         kept = {name for name in self.tensors if self.made_of[name] == (name,)} | {*old.items}
         paths = {name: path for name, path in old.paths.items() if name in kept}

@@ -12,7 +12,7 @@ Five options, in this order, whatever order they are given in:
     *.layers.*.w=layers.{2}.{1}.w        or by number, where the order changes
 
 A name is that of a tensor, an item or a value alike. Nothing is copied: a tensor by another name is
-bound to the same bytes, and keeps its digest. What cannot be meant is an error: a pattern that
+bound to the same bytes, and keeps its digest. Likely mistakes are errors: a pattern that
 matches nothing, two things that would have one name, and nothing left.
 
 Optimizer state follows its parameter: a `rename` for a weight also gives the weight's new name to
@@ -150,8 +150,8 @@ def find_new_names(
     """Return the new name of each tensor, item and value, or None if it is left out.
 
     Args:
-        checkpoint: of which things are taken.
-        selection: which, and by which names.
+        checkpoint: the source.
+        selection: which tensors, items and values, and by which names.
         is_expected: whether each of its patterns must match something, and something be left.
 
     Raises:
@@ -194,7 +194,7 @@ def by_new_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> Check
         new: the name of each, None of what is left out; other names stay.
 
     Raises:
-        RecipeError: two things of one name, or a name that is none.
+        RecipeError: two things of the same name, or an empty name.
     """
     names = [*checkpoint.tensors, *checkpoint.items, *checkpoint.values]
     _expect_different_names(checkpoint, {name: new.get(name, name) for name in names})
@@ -240,14 +240,14 @@ def move_path(path: tuple[str | int, ...], name: str) -> tuple[str | int, ...] |
         if not name.startswith(front) or name == front:
             continue
         rest = name[len(front) :]
-        for behind in range(kept + 1, len(path) + 1):
-            tail = ".".join(map(str, path[behind:]))
+        for end in range(kept + 1, len(path) + 1):
+            tail = ".".join(map(str, path[end:]))
             if not tail:
                 return (*path[:kept], rest)
             if rest == tail:
-                return (*path[:kept], *path[behind:])
+                return (*path[:kept], *path[end:])
             if rest.endswith(f".{tail}"):
-                return (*path[:kept], rest.removesuffix(f".{tail}"), *path[behind:])
+                return (*path[:kept], rest.removesuffix(f".{tail}"), *path[end:])
     return None
 
 
@@ -265,7 +265,7 @@ def _rename_keys(things: Mapping[str, Any], find: Callable[[str], str | None]) -
 
 
 def _expect_different_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> None:
-    """Raise RecipeError for two things that would have one name, or a name that is none."""
+    """Raise RecipeError for two things that would have the same name, or an empty name."""
     old_of: dict[str, str] = {}
     for old, name in new.items():
         if name is None:

@@ -129,7 +129,7 @@ def plan_for_pretrained(
     Raises:
         CheckpointError: a source that cannot be used, that has no weights, or not all of them; no
             config.json.
-        RecipeError: several models, of which none is selected; names that could be meant in several
+        RecipeError: several models and no selection; names that could be meant in several
             ways, or that do not fit the recipe.
         UsageError: arguments that cannot be.
     """

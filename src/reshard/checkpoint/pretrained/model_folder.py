@@ -124,7 +124,7 @@ def _find_companions(folder: Path) -> dict[str, Path]:
 
 
 def most_common_type(checkpoint: Checkpoint) -> DType | None:
-    """Return the type that most bytes of floating-point tensors have; None if there are none."""
+    """Return the type that most bytes of floating-point tensors have, or None without any."""
     sizes: Counter[DType] = Counter()
     for tensor in checkpoint.tensors.values():
         if is_castable(tensor.dtype):
@@ -158,7 +158,7 @@ def config_bytes(config: Mapping[str, Any]) -> bytes:
 
 
 TIE = "tie_word_embeddings"
-# Names of output layers, and of input embeddings, behind whatever the architecture has in front.
+# Names of output layers, and of input embeddings, after any prefix of the architecture.
 _OUTPUT = re.compile(
     r"(.*\.)?(lm_head|embed_out|proj_out|predictions\.decoder|lm_head\.decoder|"
     r"generator_lm_head|vocab_projector|decoder)\.weight"

@@ -31,7 +31,7 @@ def find_host_memory(min_bytes: int) -> Path:
 
 
 DEFAULT_EXTRA_BYTES = 256 * 1024 * 1024
-"""What a run on checkpoints may allocate by default."""
+"""The memory that a run on checkpoints may allocate by default."""
 
 _MANY_TENSORS = 10_000
 

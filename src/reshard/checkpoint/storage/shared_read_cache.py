@@ -71,7 +71,7 @@ ReadSpan = tuple[ByteRange, int]
 
 
 class SharedReadCache(Closing):
-    """One process's view of the reads that the processes of its host share.
+    """The reads that the processes of a host share, as seen by a process.
 
     Args:
         place: of the checkpoint: processes with the same value share their reads.

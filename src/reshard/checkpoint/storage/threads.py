@@ -32,7 +32,7 @@ ProgressFunction = Callable[[Progress], None]
 
 
 class StoppedError(InterruptedRunError):
-    """Raised if `stop` was set; the caller replaces it by an error that describes the result."""
+    """A run whose `stop` was set; the caller replaces it by an error that describes the result."""
 
 
 def check_stop(stop: threading.Event | None) -> None:

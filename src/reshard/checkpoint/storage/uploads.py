@@ -140,7 +140,7 @@ class PartGrid:
 
 
 class PartSender(Closing):
-    """Sends parts in threads, while other threads read and write: both directions are busy.
+    """A pool of threads that send parts, while other threads read and write.
 
     `put` waits while all threads are sending, so few parts are written and not sent. An exception
     of `send` is raised by the next call.
@@ -376,7 +376,7 @@ class SentFile(NamedTuple):
 
 
 class Upload(Closing):
-    """One process's view of the upload of a conversion's files to a folder of a store.
+    """The upload of a conversion's files to a folder of a store, as seen by a process.
 
     Args:
         target: the folder.

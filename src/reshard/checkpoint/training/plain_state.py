@@ -68,7 +68,7 @@ def decode_items(
 def in_plain_values(checkpoint: Checkpoint, *, keeps_others: bool = False) -> Checkpoint:
     """Return a checkpoint whose pickled items are plain values.
 
-    Those that are none are its `unread`, or stay items where it `keeps_others`.
+    Other items are its `unread`, or stay items if `keeps_others`.
     """
     values, unread = decode_items(checkpoint, checkpoint.items)
     kept = {n: item for n, item in checkpoint.items.items() if keeps_others and n in unread}

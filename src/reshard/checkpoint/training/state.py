@@ -60,8 +60,8 @@ Path = tuple[str | int, ...]
 _MASTERS = frozenset(
     {MASTER, "fp32", "fp32_param", "master_param", "master_params", "master_weight"}
 )
-# Keys that optimizers of PyTorch, Transformers, bitsandbytes and Megatron have. `step` is none of
-# the evidence: models have it too.
+# Keys of optimizers of PyTorch, Transformers, bitsandbytes and Megatron. `step` is not evidence of
+# an optimizer: models have it too.
 _EVIDENCE = frozenset(
     {
         *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "square_avg"),
@@ -228,7 +228,7 @@ def _is_optimizer_word(container: str) -> bool:
 
 
 class _StateBuilder:
-    """A training state under way."""
+    """A training state in progress."""
 
     def __init__(
         self,
@@ -462,11 +462,11 @@ _OPTAX_KEYS = frozenset(
 
 
 class TrainingStyle(Record):
-    """How a program keeps training state.
+    """The form in which a program keeps training state.
 
     Attributes:
         name: on the command line.
-        program: whose optimizers go on.
+        program: whose optimizers resume from it.
         weights: what stands before the names of weights.
         optimizer: what stands before optimizer state.
         has_masters: whether 32-bit weights are stored in addition to the model's.

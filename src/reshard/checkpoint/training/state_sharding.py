@@ -96,7 +96,7 @@ class StateSharding:
         self._notes += _describe(shapes, state, self._apart)
 
     def _add(self, parameter: str, tensors: Mapping[str, str]) -> None:
-        """Take up what an optimizer keeps of a parameter."""
+        """Add the optimizer state of a parameter."""
         leader = self._state.weights.get(parameter)
         if leader is None:
             # An optimizer alone: the parameter has the shape that most of its state has.
@@ -118,8 +118,8 @@ class StateSharding:
     def _find_copied(self, name: str) -> str | None:
         """Return the weight with a tensor's name and shape under another prefix (`ema.NAME`)."""
         words, shape = bare_name(name).split("."), self.shapes[name]
-        behind = (".".join(words[at:]) for at in range(1, len(words)))
-        weights = (self._state.weights[key] for key in behind if key in self._state.weights)
+        ends = (".".join(words[at:]) for at in range(1, len(words)))
+        weights = (self._state.weights[end] for end in ends if end in self._state.weights)
         return next((weight for weight in weights if shape and self.shapes[weight] == shape), None)
 
     def _is_decided_by_hand(self, name: str, of_weight: Sequence[str]) -> bool:
@@ -201,7 +201,7 @@ class StateSharding:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For the user: what does not follow."""
+        """Notes for the user on state that is not sharded like its parameter."""
         return tuple(self._notes)
 
 

@@ -1,13 +1,13 @@
 """Training state as another program keeps it: other names, kinds of weights, steps and groups.
 
 1. `find_training_state` classifies each tensor; each gets the name of the target's style.
-2. Weights of 32 bits: where the target has them beside those that the model computes with, and the
+2. Weights of 32 bits: where the target has them in addition to the model's own weights, and the
    source has one kind only, both are made of it. Where it has one kind, 32-bit ones are it.
 3. Steps: a number, of a parameter, a group or all, becomes a tensor for each parameter.
 4. Groups of hyper-parameters become those of the target, with what PyTorch's optimizers ask for.
 5. Other tensors keep their names. Tensors without a counterpart are reported.
 
-Elements are read where they lie; only casts and steps are made.
+Elements are read from their files; only casts and steps are computed.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _expect_one_model(checkpoint: Checkpoint, state: TrainingState) -> None:
 
 
 class _Translation:
-    """A translation under way."""
+    """A translation in progress."""
 
     def __init__(self, old: Checkpoint, state: TrainingState, style: TrainingStyle) -> None:
         self.old, self.state, self.style = old, state, style
@@ -464,7 +464,7 @@ class _Translation:
         return found
 
     def _read_scalar(self, tensor: StoredTensor) -> float | None:
-        """Return the first element, or None if there is none."""
+        """Return the first element, or None for a tensor without elements."""
         reader = BlockReader(tensor, self.files)
         workspace = Workspace(reader.grid.largest_bytes, reader.span_bytes)
         try:

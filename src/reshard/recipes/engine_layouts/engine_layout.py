@@ -41,7 +41,7 @@ class RankLayout:
     Attributes:
         rank: among all ranks of the engine.
         parameters: by name, in the engine's order.
-        unread: sources that the loader was given and of which no parameter of this rank has any.
+        unread: sources that the loader was given, and that no parameter of this rank contains.
         tied: groups of parameters that share their memory.
         method: how it was found: `"followed"`, or `"values"` where the loader had to see values.
         notes: for the user.
@@ -81,7 +81,7 @@ class RankLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all parameters, of tied ones once."""
+        """The bytes of all parameters; tied parameters count once."""
         again = {name for group in self.tied for name in group[1:]}
         return sum(
             math.prod(parameter.shape) * parameter.dtype.itemsize_bytes

@@ -47,7 +47,7 @@ class Engine(Record):
         """Derive the layout of all ranks.
 
         Args:
-            model: a folder with config.json and the checkpoint, of which headers are read.
+            model: a folder with config.json and the checkpoint, whose headers are read.
             sizes: of the parallelism, by name: `{"tp": 8}`.
             dtype: the type of the engine's parameters; what it chooses itself when None.
             sources: the tensors instead of those of the folder: type and shape by name.

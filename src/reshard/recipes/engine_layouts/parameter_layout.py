@@ -107,7 +107,7 @@ class PieceColumns(NamedTuple):
 
     @classmethod
     def empty(cls, dims: int) -> PieceColumns:
-        """No pieces of a parameter of `dims` dimensions."""
+        """Return no pieces of a parameter of `dims` dimensions."""
         table, column = np.zeros((0, dims), np.int64), np.zeros(0, np.int64)
         return cls(table, table, column, column, table, column)
 
@@ -117,7 +117,7 @@ class PieceColumns(NamedTuple):
 
 
 class ParameterPattern(Interned):
-    """How a parameter of `shape` is filled, interned; pieces are sorted by where they begin.
+    """A description of how a parameter of `shape` is filled, interned; pieces are sorted.
 
     Args:
         shape, dtype: of the parameter.
@@ -126,7 +126,7 @@ class ParameterPattern(Interned):
         computed, constants, unfilled: the rest of it.
 
     Raises:
-        LayoutError: regions that overlap, leave a part of the parameter out or do not lie in it.
+        LayoutError: regions that overlap, leave a part of the parameter out or extend beyond it.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class ParameterPattern(Interned):
 
     @cached_property
     def sources(self) -> int:
-        """How many sources it has, numbered from 0."""
+        """The number of sources, which are numbered from 0."""
         numbers = [*self.columns.source.tolist(), *(n for c in self.computed for n in c.sources)]
         return max(numbers, default=-1) + 1
 
@@ -319,7 +319,7 @@ class ParameterLayout:
             pieces, computed, constants, unfilled: what fills which box, and what nothing does.
 
         Raises:
-            LayoutError: regions that overlap, leave a part out or do not lie in the parameter.
+            LayoutError: regions that overlap, leave a part out or extend beyond the parameter.
         """
         shape = check_ints(shape, f"shape of {name!r}", LayoutError)
         pieces = list(pieces)
@@ -363,12 +363,12 @@ class ParameterLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape on this rank."""
+        """The shape on this rank."""
         return self.pattern.shape
 
     @property
     def dtype(self) -> DType:
-        """Its element type."""
+        """The element type."""
         return self.pattern.dtype
 
     @cached_property
@@ -413,7 +413,7 @@ class ParameterLayout:
 
     @property
     def binding(self) -> Binding:
-        """Its pieces as a layout of a single rank, each cell with a source's name and a view of it.
+        """The pieces as a layout of a single rank, each cell with a source's name and a view of it.
 
         What is computed, constant or not filled is in no cell.
         """

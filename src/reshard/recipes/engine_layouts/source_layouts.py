@@ -19,7 +19,7 @@ and reshapes. The region is a union of products of indices along each dimension:
    dimension before it. Otherwise it is split before the first and after the last whole round, and
    there is a product for each part.
 
-A model of many ranks takes millions of regions of its tensors, few of which differ. The regions of
+A model of many ranks takes millions of regions of its tensors, most of them equal. The regions of
 a pattern are found once, and numbered. What all ranks take is a sorted table of (source, rank,
 region): sources with equal rows and shapes share a layout. The regions of a rank are united.
 """
@@ -133,7 +133,7 @@ def _list_products(
         if (stride, size) in others:
             others.remove((stride, size))
         else:
-            # What is left of an axis that went around is none of them: split the largest, by steps.
+            # The rest of an axis that wrapped around is not an axis: split the largest, by steps.
             (stride, size), room = others.pop(0), 1
         for begin, count in ((0, room), (room, size - room)):
             part = sorted([*others, *([(stride, count)] if count > 1 else [])], reverse=True)
