@@ -103,8 +103,8 @@ class CheckpointFormat(ABC):
             (`open_sharded`).
     """
 
-    name: ClassVar[str]
-    evidence: ClassVar[str]
+    name: str
+    evidence: str
     suffixes: ClassVar[tuple[str, ...]] = ()
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     own_metadata: ClassVar[frozenset[str]] = frozenset()

@@ -25,11 +25,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.format import (
@@ -57,43 +56,40 @@ _MAX_LISTED = 8
 
 _NUMBER = r"(\d{1,7})"
 _RANK = rf"zero_pp_rank_{_NUMBER}_mp_rank_{_NUMBER}"
-_PARTITION = re.compile(rf"(?:bf16_|fp16_)?{_RANK}_?optim_states\.pt")
-_MODEL_PARTITION = re.compile(rf"{_RANK}_model_states\.pt")
-_MODEL = re.compile(rf"mp_rank_{_NUMBER}_model_states\.pt")
-_LAYER = re.compile(rf"layer_{_NUMBER}(?:-model_{_NUMBER})?-model_states\.pt")
-_EXPERT = re.compile(rf"(?:layer_{_NUMBER}_)?expert_{_NUMBER}_mp_rank_{_NUMBER}_model_states\.pt")
-_EXPERT_OPTIMIZER = re.compile(rf"expp_rank_{_NUMBER}_mp_rank_{_NUMBER}_optim_states\.pt")
+# The names of files by the field of `SavedFiles` that has them. Patterns are compiled when a folder
+# has files that end as DeepSpeed's do.
+_NAMES = {
+    "partitions": rf"(?:bf16_|fp16_)?{_RANK}_?optim_states\.pt",
+    "model_partitions": rf"{_RANK}_model_states\.pt",
+    "models": rf"mp_rank_{_NUMBER}_model_states\.pt",
+    "layers": rf"layer_{_NUMBER}(?:-model_{_NUMBER})?-model_states\.pt",
+    "experts": rf"(?:layer_{_NUMBER}_)?expert_{_NUMBER}_mp_rank_{_NUMBER}_model_states\.pt",
+    "expert_optimizers": rf"expp_rank_{_NUMBER}_mp_rank_{_NUMBER}_optim_states\.pt",
+}
 
 
-@dataclass(frozen=True)
-class SavedFiles:
+class SavedFiles(NamedTuple):
     """The files of a save by their contents; names are relative to its folder.
 
     Attributes:
         folder: the folder of the tag.
+        is_universal: whether it has a file of each parameter's state.
         models: weights by `mp_rank`.
         model_partitions: weights of stage 3 by `(mp_rank, rank)`.
         partitions: optimizer state by `(mp_rank, rank)`.
         layers: of a pipeline, by `(layer, tensor-parallel rank)`.
         experts: by `(layer, expert, mp_rank)`; the layer is -1 if names lack it.
         expert_optimizers: by `(rank, mp_rank)`.
-        is_universal: whether it has a file of each parameter's state.
     """
 
     folder: Path
-    models: Mapping[int, str] = field(default_factory=dict)
-    model_partitions: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    partitions: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    layers: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    experts: Mapping[tuple[int, int, int], str] = field(default_factory=dict)
-    expert_optimizers: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    is_universal: bool = False
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is none of them."""
-        found = (self.models, self.model_partitions, self.partitions, self.layers, self.experts)
-        return not any(found) and not self.is_universal
+    is_universal: bool
+    models: Mapping[int, str]
+    model_partitions: Mapping[tuple[int, int], str]
+    partitions: Mapping[tuple[int, int], str]
+    layers: Mapping[tuple[int, int], str]
+    experts: Mapping[tuple[int, int, int], str]
+    expert_optimizers: Mapping[tuple[int, int], str]
 
     @property
     def mp_ranks(self) -> int:
@@ -102,10 +98,21 @@ class SavedFiles:
         numbers.update(mp for mp, _ in (*self.model_partitions, *self.partitions))
         return max(numbers, default=0) + 1
 
-    @property
-    def ranks(self) -> int:
-        """The number of data-parallel ranks with files."""
-        return max((rank for _, rank in (*self.model_partitions, *self.partitions)), default=0) + 1
+
+def _match_name(name: str) -> tuple[str, Any] | None:
+    """Return the kind of a file of DeepSpeed and its key, or None for other names."""
+    if not name.endswith(SUFFIXES):
+        return None
+    for kind, pattern in _NAMES.items():
+        if match := re.fullmatch(pattern, name):
+            # Names of layers and experts may lack a number.
+            absent = {"layers": 0, "experts": -1}.get(kind)
+            numbers = tuple(absent if n is None else int(n) for n in match.groups())
+            if kind == "models":
+                return kind, numbers[0]
+            # Names of partitions begin with the data-parallel rank, keys with `mp_rank`.
+            return kind, numbers[::-1] if kind.endswith("partitions") else numbers
+    return None
 
 
 def find_files(folder: Path) -> SavedFiles:
@@ -114,39 +121,18 @@ def find_files(folder: Path) -> SavedFiles:
     Raises:
         FormatError: two files for the same part.
     """
-    models: dict[int, str] = {}
-    model_partitions: dict[tuple[int, int], str] = {}
-    partitions: dict[tuple[int, int], str] = {}
-    layers: dict[tuple[int, int], str] = {}
-    experts: dict[tuple[int, int, int], str] = {}
-    expert_optimizers: dict[tuple[int, int], str] = {}
-
-    def add(found: dict, key: object, name: str) -> None:  # type: ignore[type-arg]
-        if key in found:
-            raise FormatError(
-                f"{folder} has {found[key]} and {name}, which are for the same part; one of them "
-                "is left over from another save, take it out of the folder"
-            )
-        found[key] = name
-
+    files: dict[str, dict[Any, str]] = {kind: {} for kind in _NAMES}
     for name in sorted(path.name for path in folder.iterdir() if path.is_file()):
-        if match := _PARTITION.fullmatch(name):
-            add(partitions, (int(match[2]), int(match[1])), name)
-        elif match := _MODEL_PARTITION.fullmatch(name):
-            add(model_partitions, (int(match[2]), int(match[1])), name)
-        elif match := _MODEL.fullmatch(name):
-            add(models, int(match[1]), name)
-        elif match := _LAYER.fullmatch(name):
-            add(layers, (int(match[1]), int(match[2] or 0)), name)
-        elif match := _EXPERT.fullmatch(name):
-            layer = -1 if match[1] is None else int(match[1])
-            add(experts, (layer, int(match[2]), int(match[3])), name)
-        elif match := _EXPERT_OPTIMIZER.fullmatch(name):
-            add(expert_optimizers, (int(match[1]), int(match[2])), name)
-    universal = (folder / UNIVERSAL_FOLDER).is_dir()
-    return SavedFiles(
-        folder, models, model_partitions, partitions, layers, experts, expert_optimizers, universal
-    )
+        if (match := _match_name(name)) is None:
+            continue
+        kind, key = match
+        if key in files[kind]:
+            raise FormatError(
+                f"{folder} has {files[kind][key]} and {name}, which are for the same part; one of "
+                "them is left over from another save, take it out of the folder"
+            )
+        files[kind][key] = name
+    return SavedFiles(folder, (folder / UNIVERSAL_FOLDER).is_dir(), **files)
 
 
 def has_saved_files(folder: Path) -> bool:
@@ -154,12 +140,12 @@ def has_saved_files(folder: Path) -> bool:
 
     Files of layers do not count: other programs have such names.
     """
-    patterns = (_PARTITION, _MODEL_PARTITION, _MODEL, _EXPERT, _EXPERT_OPTIMIZER)
     try:
         names = [path.name for path in folder.iterdir()]
     except OSError:
         return False
-    return any(pattern.fullmatch(name) for name in names for pattern in patterns)
+    kinds = (match[0] for name in names if (match := _match_name(name)) is not None)
+    return any(kind != "layers" for kind in kinds)
 
 
 def read_tag(folder: Path) -> str | None:
@@ -207,7 +193,7 @@ def find_tag_folder(folder: Path) -> Path:
     what = "is not there" if not (folder / tag).is_dir() else "has none of DeepSpeed's files"
     raise CheckpointError(
         f"{folder / LATEST} names {tag!r}, and {folder / tag} {what}; "
-        f"{_list_names(others) or 'no other folder there'} "
+        f"{first_text(others, _MAX_LISTED) or 'no other folder there'} "
         f"{'has' if len(others) < 2 else 'have'} DeepSpeed's files. Give the path of the one you "
         "mean, or fetch the missing one"
     )
@@ -220,8 +206,8 @@ def expect_complete(saved: SavedFiles, ranks: int, mp_ranks: int) -> None:
     """
     missing = []
     if saved.model_partitions:
-        wanted = _product(mp_ranks, ranks)
-        gaps = [key for key in wanted if key not in saved.model_partitions]
+        every = product(range(mp_ranks), range(ranks))
+        gaps = [key for key in every if key not in saved.model_partitions]
         missing += [f"zero_pp_rank_{r}_mp_rank_{mp:02d}_model_states.pt" for mp, r in gaps]
     else:
         missing += [
@@ -229,20 +215,17 @@ def expect_complete(saved: SavedFiles, ranks: int, mp_ranks: int) -> None:
         ]
     if saved.partitions:
         prefix = next(iter(saved.partitions.values())).partition("zero_pp_rank_")[0]
-        gaps = [key for key in _product(mp_ranks, ranks) if key not in saved.partitions]
+        every = product(range(mp_ranks), range(ranks))
+        gaps = [key for key in every if key not in saved.partitions]
         missing += [f"{prefix}zero_pp_rank_{r}_mp_rank_{mp:02d}_optim_states.pt" for mp, r in gaps]
     if missing:
         raise CheckpointError(
             f"{saved.folder} is incomplete: it is of {ranks} data-parallel "
             f"{'rank' if ranks == 1 else 'ranks'}"
             f"{f' and {mp_ranks} model-parallel ones' if mp_ranks > 1 else ''}, and "
-            f"{_list_names(missing)} {'is' if len(missing) == 1 else 'are'} missing. Fetch "
-            f"{'it' if len(missing) == 1 else 'them'} from the machine that saved"
+            f"{first_text(missing, _MAX_LISTED)} {'is' if len(missing) == 1 else 'are'} missing. "
+            f"Fetch {'it' if len(missing) == 1 else 'them'} from the machine that saved"
         )
-
-
-def _product(mp_ranks: int, ranks: int) -> Iterable[tuple[int, int]]:
-    return ((mp, rank) for mp in range(mp_ranks) for rank in range(ranks))
 
 
 def _list_folders(folder: Path) -> list[Path]:
@@ -252,42 +235,48 @@ def _list_folders(folder: Path) -> list[Path]:
         return []
 
 
-def _list_names(names: list[str]) -> str:
-    return first_text(names, _MAX_LISTED)
-
-
 if TYPE_CHECKING:
     from reshard.checkpoint.formats.deepspeed.training_parts import TrainingParts
 
 
+def _name_format(folder: Path) -> str:
+    """Return the name of the format of a save."""
+    try:
+        saved = find_files(find_tag_folder(folder))
+    except ReshardError:
+        # The first of the formats raises the error when it opens the folder.
+        return ZERO1.name
+    if saved.is_universal:
+        return UNIVERSAL.name
+    return ZERO3.name if saved.model_partitions else ZERO1.name
+
+
 class DeepSpeedFormat(CheckpointFormat):
-    """A folder that DeepSpeed saved: that of a tag, or of `latest` and several tags."""
+    """ZeRO of a stage, sharded over data-parallel ranks: a folder of a tag, or of several tags.
+
+    Stages 1 and 2 have the same files: whole weights, and optimizer state in flat partitions.
+    Stage 3 has float32 weights and optimizer state, each parameter sharded by itself.
+    """
 
     suffixes = SUFFIXES
     training = "reshard"
-    #: Whether it opens folders whose save is not found.
-    is_default: ClassVar[bool] = False
+    capabilities = frozenset({Capability.SHARDS, Capability.WHOLE, Capability.VALUES})
+    #: The file that names a save.
+    pointer: ClassVar[str] = LATEST
+
+    def __init__(self, name: str, evidence: str, stage: int) -> None:
+        self.name, self.evidence, self.stage = name, evidence, stage
 
     def detect(self, listing: Listing) -> bool:
         """Return whether DeepSpeed saved it, in this format's way."""
         path = listing.path
-        if not listing.is_folder or not is_save(path):
-            return False
-        # If no save is found, the first of these formats raises the error when it opens the folder.
-        try:
-            saved = find_files(find_tag_folder(path))
-        except ReshardError:
-            return self.is_default
-        return self.is_own(saved)
+        return listing.is_folder and is_save(path) and _name_format(path) == self.name
 
-    #: Whether it contains the weights of the model in addition to float32 ones.
-    has_weights: ClassVar[bool] = True
-    #: The file that names a save.
-    pointer: ClassVar[str] = LATEST
+    def open(self, path: Path) -> Checkpoint:
+        """Describe the save that `latest` names, or that of the folder."""
+        from reshard.checkpoint.formats.deepspeed.reader import SaveReader
 
-    @abstractmethod
-    def is_own(self, saved: SavedFiles) -> bool:
-        """Return whether the files of a save are of this format."""
+        return SaveReader(path, find_files(find_tag_folder(path)), self.name).read()
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
         """Describe a checkpoint that reshard wrote, with the digests of its manifest.
@@ -321,20 +310,8 @@ class DeepSpeedFormat(CheckpointFormat):
         tensors = {
             name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()
         }
-        return find_copies(tensors, checkpoint.values, has_weights=self.has_weights)
-
-
-class CutByRanks(DeepSpeedFormat):
-    """ZeRO of a stage, which cuts over data-parallel ranks by itself."""
-
-    stage: ClassVar[int]
-    capabilities = frozenset({Capability.SHARDS, Capability.WHOLE, Capability.VALUES})
-
-    def open(self, path: Path) -> Checkpoint:
-        """Describe the save that `latest` names, or that of the folder."""
-        from reshard.checkpoint.formats.deepspeed.reader import SaveReader
-
-        return SaveReader(path, find_files(find_tag_folder(path)), self.name).read()
+        # Stage 3 makes the weights of the float32 ones.
+        return find_copies(tensors, checkpoint.values, has_weights=self.stage != 3)
 
     def assign_layouts(
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
@@ -349,12 +326,12 @@ class CutByRanks(DeepSpeedFormat):
         from reshard.checkpoint.formats.deepspeed.writer import (
             EXPERT_AXIS,
             NewValues,
+            count_expert_sets,
             find_low,
             plan_partitions,
-            share_experts,
         )
 
-        shapes = _list_shapes(checkpoint)
+        shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         parts = find_parts(shapes, checkpoint.values)
         if mesh is not None and not _is_own(mesh, parts):
             raise UsageError(
@@ -365,8 +342,7 @@ class CutByRanks(DeepSpeedFormat):
         dtypes = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
         low = find_low(parts, dtypes, checkpoint.values)
         values = NewValues(checkpoint.values, checkpoint.paths, low)
-        shared = share_experts(ranks, mesh, values)
-        plan = plan_partitions(parts, self.stage, shared, values, low)
+        plan = plan_partitions(parts, self.stage, ranks, count_expert_sets(mesh), values)
         return place_parts(parts, plan, shapes, is_stage3=self.stage == 3)
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
@@ -386,54 +362,11 @@ def _is_own(mesh: DeviceMesh, parts: TrainingParts) -> bool:
     return bool(parts.experts) and axes.index(EXPERT_AXIS) == len(axes) - 1 and len(axes) < 3
 
 
-def _list_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    return {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-
-
-class DeepSpeedZero1Format(CutByRanks):
-    """Whole weights, and optimizer state in flat partitions; stages 1 and 2 have the same files."""
-
-    name = "deepspeed-zero1"
-    stage = 1
-    evidence = "mp_rank_00_model_states.pt, as DeepSpeed saves"
-    is_default = True
-
-    def is_own(self, saved: SavedFiles) -> bool:
-        """Return whether weights are not cut over data-parallel ranks."""
-        return not saved.is_universal and not saved.model_partitions
-
-
-ZERO1 = DeepSpeedZero1Format()
-
-
-class DeepSpeedZero3Format(CutByRanks):
-    """Float32 weights and optimizer state, each parameter cut over the ranks by itself."""
-
-    name = "deepspeed-zero3"
-    stage = 3
-    has_weights = False
-    evidence = "zero_pp_rank_0_mp_rank_00_model_states.pt, as DeepSpeed saves"
-
-    def is_own(self, saved: SavedFiles) -> bool:
-        """Return whether weights are cut over data-parallel ranks."""
-        return not saved.is_universal and bool(saved.model_partitions)
-
-
-ZERO3 = DeepSpeedZero3Format()
-
-
-class DeepSpeedUniversalFormat(DeepSpeedFormat):
+class UniversalFormat(DeepSpeedFormat):
     """A file for each parameter and each thing that an optimizer keeps of it."""
-
-    name = "deepspeed-universal"
-    evidence = "zero/optimizer_state.pt, as DeepSpeed's ds_to_universal makes"
 
     capabilities = frozenset({Capability.WHOLE, Capability.VALUES})
     pointer = LATEST_UNIVERSAL
-
-    def is_own(self, saved: SavedFiles) -> bool:
-        """Return whether there is a folder of parameters."""
-        return saved.is_universal
 
     def open(self, path: Path) -> Checkpoint:
         """Describe the checkpoint that `latest_universal` names, or that of the folder."""
@@ -459,10 +392,15 @@ class DeepSpeedUniversalFormat(DeepSpeedFormat):
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Files of every parameter's state."""
-
         from reshard.checkpoint.formats.deepspeed.universal import UniversalArranger
 
         return UniversalArranger(new).arrange(self.name)
 
 
-UNIVERSAL = DeepSpeedUniversalFormat()
+ZERO1 = DeepSpeedFormat("deepspeed-zero1", "mp_rank_00_model_states.pt, as DeepSpeed saves", 1)
+ZERO3 = DeepSpeedFormat(
+    "deepspeed-zero3", "zero_pp_rank_0_mp_rank_00_model_states.pt, as DeepSpeed saves", 3
+)
+UNIVERSAL = UniversalFormat(
+    "deepspeed-universal", "zero/optimizer_state.pt, as DeepSpeed's ds_to_universal makes", 0
+)

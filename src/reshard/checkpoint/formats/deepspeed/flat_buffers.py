@@ -33,7 +33,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -154,33 +153,10 @@ def sub_groups(parts: Sequence[int], most: int) -> list[list[int]]:
 Shape = tuple[int, ...]
 # Elements of a flattened tensor, and the rank that has them.
 _Range = tuple[int, int, int]
-_EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,7})(\..*)", re.DOTALL)
+_EXPERT = r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,7})(\..*)"
 
 
-@dataclass(frozen=True)
-class ExpertRanks:
-    """The sets of `ranks` that have the same experts.
-
-    With `is_data_first` the ranks of a set have consecutive numbers.
-
-    >>> ExpertRanks(4, 2).members(1), ExpertRanks(4, 2, is_data_first=True).members(1)
-    ((1, 3), (2, 3))
-    """
-
-    ranks: int
-    sets: int = 1
-    is_data_first: bool = False
-
-    def members(self, number: int) -> tuple[int, ...]:
-        """Return the ranks of a set."""
-        each = self.ranks // self.sets
-        if self.is_data_first:
-            return tuple(range(number * each, (number + 1) * each))
-        return tuple(range(number, self.sets * each, self.sets))
-
-
-@dataclass(frozen=True)
-class GroupCopy:
+class GroupCopy(NamedTuple):
     """A group of parameters and the ranks that have them, in the order of its partitions.
 
     `names` are those in the whole model.
@@ -190,8 +166,22 @@ class GroupCopy:
     names: tuple[str, ...]
 
 
+def expert_sets(ranks: int, sets: int, is_data_first: bool = False) -> tuple[tuple[int, ...], ...]:
+    """Return the `sets` of ranks that have the same experts.
+
+    With `is_data_first` the ranks of a set have consecutive numbers.
+
+    >>> expert_sets(4, 2), expert_sets(4, 2, is_data_first=True)
+    (((0, 2), (1, 3)), ((0, 1), (2, 3)))
+    """
+    each = ranks // sets
+    if is_data_first:
+        return tuple(tuple(range(n * each, (n + 1) * each)) for n in range(sets))
+    return tuple(tuple(range(n, sets * each, sets)) for n in range(sets))
+
+
 def spread(
-    names: list[str], partitions: int, ranks: int, is_data_first: bool = False
+    names: Sequence[str], partitions: int, ranks: int, is_data_first: bool = False
 ) -> tuple[GroupCopy, ...]:
     """Return the copies of a group in `partitions` among `ranks`, a copy for each set of experts.
 
@@ -204,21 +194,18 @@ def spread(
     (1, 3) 1.up
     """
     sets = max(1, ranks // max(1, partitions))
-    shared = ExpertRanks(ranks, sets, is_data_first)
     if sets == 1:
         return (GroupCopy(tuple(range(ranks)), tuple(names)),)
-    local: dict[str, int] = {}
-    for name in names:
-        if match := _EXPERT.fullmatch(name):
-            local[match[1]] = max(local.get(match[1], 0), int(match[2]) + 1)
-    found = []
-    for number in range(sets):
+    # A rank's file has the numbers that experts have on it.
+    local = {layer: max(experts) + 1 for layer, experts in list_layers(names).items()}
+    copies = []
+    for number, members in enumerate(expert_sets(ranks, sets, is_data_first)):
         own = tuple(_move(name, number * local.get(_layer(name), 0)) for name in names)
-        found.append(GroupCopy(shared.members(number), own))
-    return tuple(found)
+        copies.append(GroupCopy(members, own))
+    return tuple(copies)
 
 
-def deal(names: Sequence[str], shared: ExpertRanks) -> tuple[GroupCopy, ...]:
+def deal(names: Sequence[str], sets: Sequence[tuple[int, ...]]) -> tuple[GroupCopy, ...]:
     """Return the copies of a group of all experts' parameters, a copy for each set of ranks.
 
     Each has its experts layer by layer, as in a model.
@@ -228,29 +215,28 @@ def deal(names: Sequence[str], shared: ExpertRanks) -> tuple[GroupCopy, ...]:
 
     >>> of = "moe.deepspeed_moe.experts.deepspeed_experts."
     >>> names = [of + "0.up", of + "2.up", of + "1.up", of + "3.up"]
-    >>> [[n[-4:] for n in copy.names] for copy in deal(names, ExpertRanks(4, 2))]
+    >>> [[n[-4:] for n in copy.names] for copy in deal(names, expert_sets(4, 2))]
     [['0.up', '1.up'], ['2.up', '3.up']]
     """
-    layers = list_layers(names)
-    found: list[list[str]] = [[] for _ in range(shared.sets)]
-    for layer, experts in layers.items():
-        if len(experts) % shared.sets or sorted(experts) != [*range(len(experts))]:
+    found: list[list[str]] = [[] for _ in sets]
+    for layer, experts in list_layers(names).items():
+        if len(experts) % len(sets) or sorted(experts) != [*range(len(experts))]:
             raise UsageError(
                 f"{layer}* has the experts {', '.join(map(str, sorted(experts)[:8]))} "
-                f"({len(experts)} in all), which {shared.sets} sets of ranks cannot share out "
+                f"({len(experts)} in all), which {len(sets)} sets of ranks cannot share out "
                 "evenly; give another number for `ep` in --to"
             )
-        local = len(experts) // shared.sets
+        local = len(experts) // len(sets)
         for expert in sorted(experts):
             found[expert // local] += experts[expert]
-    return tuple(GroupCopy(shared.members(number), tuple(own)) for number, own in enumerate(found))
+    return tuple(GroupCopy(*pair) for pair in zip(sets, map(tuple, found), strict=True))
 
 
 def list_layers(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
     """Return the parameters of each expert of each layer, by what stands before their numbers."""
     layers: dict[str, dict[int, list[str]]] = {}
     for name in names:
-        if match := _EXPERT.fullmatch(name):
+        if match := match_expert(name):
             layers.setdefault(match[1], {}).setdefault(int(match[2]), []).append(name)
     return layers
 
@@ -266,22 +252,17 @@ def local_names(copies: Sequence[GroupCopy]) -> list[dict[str, str]]:
 
 def match_expert(name: str) -> re.Match[str] | None:
     """Match a parameter of an expert: what precedes the expert's number, the number, the rest."""
-    return _EXPERT.fullmatch(name)
-
-
-def is_expert(name: str) -> bool:
-    """Return whether a parameter is an expert's."""
-    return _EXPERT.fullmatch(name) is not None
+    return re.fullmatch(_EXPERT, name, re.DOTALL)
 
 
 def _layer(name: str) -> str:
-    match = _EXPERT.fullmatch(name)
+    match = match_expert(name)
     return match[1] if match else ""
 
 
 def _move(name: str, by: int) -> str:
     """Return an expert's parameter, whose expert has a number more by so much."""
-    match = _EXPERT.fullmatch(name)
+    match = match_expert(name)
     return f"{match[1]}{int(match[2]) + by}{match[3]}" if match else name
 
 

@@ -8,20 +8,19 @@ whose positions a `FlatPlan` has.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from reshard.checkpoint.formats.deepspeed.flat_buffers import (
-    ExpertRanks,
     FlatPiece,
     GroupCopy,
     deal,
     deal_round_robin,
     flat_pieces,
-    is_expert,
     lay_out,
+    match_expert,
     own_pieces,
     parameter_paddings,
     part_size,
@@ -64,7 +63,7 @@ class ParameterGroup:
     @property
     def is_of_experts(self) -> bool:
         """Whether all of them are experts'."""
-        return is_expert(self.names[0])
+        return match_expert(self.names[0]) is not None
 
 
 @dataclass(frozen=True)
@@ -257,7 +256,7 @@ def _find_groups(
     # DeepSpeed takes groups without parameters away.
     found = tuple(group for group in groups if group.names)
     for group in found:
-        other = [name for name in group.names if is_expert(name) != group.is_of_experts]
+        other = [name for name in group.names if bool(match_expert(name)) != group.is_of_experts]
         if other:
             raise UsageError(
                 f"a group of {GROUPS} of the source has {group.names[0]!r} and {other[0]!r}; "
@@ -375,39 +374,45 @@ class FlatPlan:
 
 
 def plan_flat(
-    parts: TrainingParts, shared: ExpertRanks, zero: Mapping[str, Any], itemsize_bytes: int
+    parts: TrainingParts,
+    ranks: int,
+    sets: Sequence[tuple[int, ...]],
+    zero: Mapping[str, Any],
+    itemsize_bytes: int,
 ) -> FlatPlan:
-    """Return the partitions of stages 1 and 2; `zero` is the configuration of it.
+    """Return the partitions of stages 1 and 2; `sets` are the ranks with the same experts.
+
+    `zero` is the configuration of ZeRO.
 
     Raises:
         UsageError: experts that the ranks cannot share out evenly.
     """
     copies, sizes, paddings = [], [], []
     pieces: dict[str, tuple[FlatPiece, ...]] = {}
-    everyone = tuple(range(shared.ranks))
+    everyone = tuple(range(ranks))
     for group in parts.groups:
         if group.is_of_experts:
-            dealt = deal(group.names, shared)
+            dealt = deal(group.names, sets)
         else:
             dealt = (GroupCopy(everyone, group.names),)
         size, padding, found = 0, [], []
         for copy in dealt:
-            own, ranks = [*copy.names], copy.ranks
+            own, holders = [*copy.names], copy.ranks
             if zero.get("round_robin_gradients"):
-                own = [own[number] for number in deal_round_robin(len(own), len(ranks))]
+                own = [own[number] for number in deal_round_robin(len(own), len(holders))]
             elements = [math.prod(parts.shapes[name]) for name in own]
             padding = [0] * len(own)
             if zero.get("parameter_alignment"):
                 padding = parameter_paddings(elements, itemsize_bytes)
-            size = partition_size(sum(elements) + sum(padding), len(ranks))
+            size = partition_size(sum(elements) + sum(padding), len(holders))
             for name, flat in zip(own, flat_pieces(elements, padding, size), strict=True):
-                pieces[name] = tuple(one._replace(rank=ranks[one.rank]) for one in flat)
-            found.append(GroupCopy(ranks, tuple(own)))
+                pieces[name] = tuple(one._replace(rank=holders[one.rank]) for one in flat)
+            found.append(GroupCopy(holders, tuple(own)))
         copies.append(tuple(found))
         sizes.append(size)
         paddings.append(tuple(padding))
     owners = tuple(range(len(parts.groups)))
-    return FlatPlan(shared.ranks, tuple(copies), owners, tuple(sizes), pieces, tuple(paddings))
+    return FlatPlan(ranks, tuple(copies), owners, tuple(sizes), pieces, tuple(paddings))
 
 
 def plan_own(parts: TrainingParts, ranks: int, zero: Mapping[str, Any]) -> FlatPlan:

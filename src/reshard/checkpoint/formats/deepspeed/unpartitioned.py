@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from reshard.checkpoint.formats.deepspeed import SavedFiles
 from reshard.checkpoint.formats.deepspeed.flat_buffers import (
     flat_pieces,
-    is_expert,
     match_expert,
 )
 from reshard.checkpoint.formats.deepspeed.saved_states import (
@@ -247,9 +246,9 @@ def name_parameters(
             shapes = [optimizer.shape(number) for number in group["params"]]
             # Groups are marked as of experts or not.
             own = [
-                weight
-                for weight in weights
-                if group.get("moe", is_expert(weight[0])) == is_expert(weight[0])
+                (name, shape)
+                for name, shape in weights
+                if group.get("moe", is_expert := match_expert(name) is not None) == is_expert
             ]
             names = match_in_order(shapes, own)
             if names is not None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.checkpoint.formats.deepspeed.flat_buffers import (
-    ExpertRanks,
+    expert_sets,
     list_layers,
     local_names,
     own_pieces,
@@ -140,8 +140,8 @@ class ZeroArranger(Arranger):
         if stage == 3:
             self.parts.expect_all_frozen()
         self.ranks = max(tensor.layout.slots for tensor in new.tensors.values())
-        self.shared = share_experts(self.ranks, new.mesh, self.values)
-        self.plan = plan_partitions(self.parts, stage, self.shared, self.values, self.low)
+        self.expert_sets = count_expert_sets(new.mesh)
+        self.plan = plan_partitions(self.parts, stage, self.ranks, self.expert_sets, self.values)
         self.prefix = "bf16_" if self.low.name == "bfloat16" else ""
 
     def arrange(self, format_name: str) -> WritePlan:
@@ -159,7 +159,7 @@ class ZeroArranger(Arranger):
             )
         if self.parts.experts:
             notes.append(
-                f"experts are divided over {self.shared.sets} of {self.ranks} ranks (`ep` in "
+                f"experts are divided over {self.expert_sets} of {self.ranks} ranks (`ep` in "
                 "--to): the resumed run must have that as its ep_size"
             )
         unwritten = [name for name in self.parts.weights if self.stage == 3]
@@ -307,7 +307,7 @@ class ZeroArranger(Arranger):
         for number, group in enumerate(self.parts.groups):
             own = [buffer for buffer, owner in enumerate(owners) if owner == number]
             # By these DeepSpeed knows groups of experts.
-            mark = {"moe": True, "name": f"ep_size_{self.shared.sets}"}
+            mark = {"moe": True, "name": f"ep_size_{self.expert_sets}"}
             more = mark if group.is_of_experts else {}
             found.append({**group.hyper, **more, "params": own})
         return found
@@ -336,14 +336,14 @@ def find_plain_states(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def share_experts(ranks: int, mesh: DeviceMesh | None, values: NewValues) -> ExpertRanks:
-    """Return the sets of ranks with the same experts, by the axis `ep` of the mesh."""
+def count_expert_sets(mesh: DeviceMesh | None) -> int:
+    """Return the size of the axis along which ranks share out experts."""
     sizes = {} if mesh is None else dict(zip(mesh.axis_names, mesh.shape, strict=True))
-    return ExpertRanks(ranks, sizes.get(EXPERT_AXIS, 1), values.is_data_first)
+    return sizes.get(EXPERT_AXIS, 1)
 
 
 def plan_partitions(
-    parts: TrainingParts, stage: int, shared: ExpertRanks, values: NewValues, low: DType
+    parts: TrainingParts, stage: int, ranks: int, sets: int, values: NewValues
 ) -> FlatPlan:
     """Return the flat buffers of a stage.
 
@@ -352,8 +352,9 @@ def plan_partitions(
     """
     if stage == 3:
         parts.expect_no_experts("stage 3")
-        return plan_own(parts, shared.ranks, values.zero)
-    return plan_flat(parts, shared, values.zero, low.itemsize_bytes)
+        return plan_own(parts, ranks, values.zero)
+    members = expert_sets(ranks, sets, values.is_data_first)
+    return plan_flat(parts, ranks, members, values.zero, values.low.itemsize_bytes)
 
 
 def describe_order(parts: TrainingParts) -> list[str]:
