@@ -45,7 +45,12 @@ from typing import Any
 from reshard._records import Record
 from reshard.checkpoint.blocks.tensor_columns import shapes_of
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, OPTIMIZER_KEYS, STEP
+from reshard.checkpoint.formats.torch_files.optimizer_states import (
+    MASTER,
+    OPTIMIZER_KEYS,
+    STEP,
+    match_in_order,
+)
 from reshard.checkpoint.training.model_sets import (
     MODEL_PREFIXES,
     bare_name,
@@ -428,31 +433,13 @@ def _match_groups(
     groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], weights: Mapping[str, Shape]
 ) -> dict[int, str] | None:
     """Return the weights that numbers stand for; None if shapes and order are ambiguous."""
-    names, found = [*weights], dict[int, str]()
-    for group in groups:
-        forward = _match_in_order(group, shapes, [(n, weights[n]) for n in names])
-        backward = _match_in_order(group[::-1], shapes, [(n, weights[n]) for n in names[::-1]])
-        # The first and the last way to find a subsequence agree where there is one way.
-        if forward is None or forward != backward:
-            return None
-        found.update(forward)
-    return found if len(set(found.values())) == len(found) else None
-
-
-def _match_in_order(
-    numbers: Sequence[int], shapes: Mapping[int, Shape], weights: Sequence[tuple[str, Shape]]
-) -> dict[int, str] | None:
-    """Assign to each number the first weight of its shape after that of the number before."""
     found: dict[int, str] = {}
-    rest = iter(weights)
-    for number in numbers:
-        # A parameter without state, which was never trained, takes the next weight.
-        shape = shapes.get(number)
-        name = next((n for n, own in rest if shape is None or own == shape), None)
-        if name is None:
+    for group in groups:
+        matched = match_in_order([shapes.get(number) for number in group], [*weights.items()])
+        if matched is None:
             return None
-        found[number] = name
-    return found
+        found.update(zip(group, matched, strict=True))
+    return found if len(set(found.values())) == len(found) else None
 
 
 # The keys that states of Optax can have (`reshard.checkpoint.formats.orbax.optax_states`).

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 
 import reshard
 from deepspeed_records import unpack
+from reshard.binding import View
 from reshard.checkpoint.formats.deepspeed.tensor_parallel import (
     Join,
     Joiner,
     expect_elements,
-    find_cells,
+    join_regions,
 )
 from reshard.errors import FormatError
+from reshard.geometry.regions import Region
 
 INFO: dict[str, Any] = {
     "universal_checkpoint_version": 0.4,
@@ -64,9 +66,9 @@ def rebuild(join: Join, parts: list[np.ndarray], cuts: list[int]) -> np.ndarray:
         ends = sorted({0, *(cut for cut in cuts if cut < flat.size), flat.size})
         for start, stop in itertools.pairwise(ends):
             held = flat[start:stop]
-            for box, view in find_cells(join, rank, start, stop):
-                place = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-                own = held[view.positions(box.shape)]
+            for region in join_regions(join, rank, Region((start,), (stop,), "file", 0, (1,))):
+                place = tuple(slice(a, b) for a, b in zip(*region.box, strict=True))
+                own = held[View(region.offset, region.strides).positions(region.shape)]
                 is_new = found[place] == -1
                 assert (is_new | (join.copies & (found[place] == own))).all(), "an element twice"
                 found[place] = own

@@ -12,8 +12,8 @@ concatenated parts of a group of parameters::
     | w w w w | b b | v v |                   rank 0
     | w w w . | b . | v v |                   rank 1
 
-A parameter's *pieces* are ranges of its elements, in row-major order, with their buffers and
-offsets.
+A parameter's pieces are regions of its elements, flattened; the container is a rank, the offset
+that in its buffer.
 
 Experts are parallel over some of the data-parallel ranks. Every expert's weights are a file, under
 names with the expert's number in the whole model. In flat buffers, a group of experts' parameters
@@ -33,25 +33,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from reshard.errors import UsageError
-from reshard.layout import Box, Layout, flat_range_boxes
+from reshard.geometry.regions import Region
 
 #: DeepSpeed's partitions are multiples of this many elements, for aligned sends.
 ALIGNMENT = 2
 #: With `parameter_alignment` parameters begin at multiples of this many bytes.
 PARAMETER_ALIGNMENT_BYTES = 16
-
-
-class FlatPiece(NamedTuple):
-    """Elements `start:stop` of a parameter, at element `offset` of the buffer of `rank`."""
-
-    rank: int
-    start: int
-    stop: int
-    offset: int
 
 
 def partition_size(elements: int, ranks: int) -> int:
@@ -81,11 +71,11 @@ def parameter_paddings(elements: Sequence[int], itemsize_bytes: int) -> list[int
 
 def flat_pieces(
     elements: Sequence[int], paddings: Sequence[int], size: int
-) -> list[tuple[FlatPiece, ...]]:
+) -> list[tuple[Region, ...]]:
     """Return the pieces of each parameter of a group in partitions of `size`, stages 1 and 2.
 
-    >>> flat_pieces([7, 3, 4], [0, 0, 0], 8)[1]
-    (FlatPiece(rank=0, start=0, stop=1, offset=7), FlatPiece(rank=1, start=1, stop=3, offset=0))
+    >>> [str(piece) for piece in flat_pieces([7, 3, 4], [0, 0, 0], 8)[1]]
+    ['[0:1] at 7 of 0', '[1:3] at 0 of 1']
     """
     found, at = [], 0
     for count, padding in zip(elements, paddings, strict=True):
@@ -94,7 +84,8 @@ def flat_pieces(
         while begin < end:
             rank = begin // size
             stop = min(end, (rank + 1) * size)
-            pieces.append(FlatPiece(rank, begin - at, stop - at, begin - rank * size))
+            offset = begin - rank * size
+            pieces.append(Region((begin - at,), (stop - at,), rank, offset, (1,)))
             begin = stop
         found.append(tuple(pieces))
         at = end + padding
@@ -106,17 +97,17 @@ def part_size(elements: int, ranks: int) -> int:
     return -(-elements // ranks)
 
 
-def own_pieces(elements: int, ranks: int, offset: int) -> tuple[FlatPiece, ...]:
+def own_pieces(elements: int, ranks: int, offset: int) -> tuple[Region, ...]:
     """Return the pieces of a parameter of stage 3 whose part is at `offset` on every rank.
 
-    >>> own_pieces(5, 2, 10)
-    (FlatPiece(rank=0, start=0, stop=3, offset=10), FlatPiece(rank=1, start=3, stop=5, offset=10))
+    >>> [str(piece) for piece in own_pieces(5, 2, 10)]
+    ['[0:3] at 10 of 0', '[3:5] at 10 of 1']
     """
     size = part_size(elements, ranks)
     if not size:
         return ()
     return tuple(
-        FlatPiece(rank, rank * size, min((rank + 1) * size, elements), offset)
+        Region((rank * size,), (min((rank + 1) * size, elements),), rank, offset, (1,))
         for rank in range(-(-elements // size))
     )
 
@@ -150,9 +141,6 @@ def sub_groups(parts: Sequence[int], most: int) -> list[list[int]]:
     return found
 
 
-Shape = tuple[int, ...]
-# Elements of a flattened tensor, and the rank that has them.
-_Range = tuple[int, int, int]
 _EXPERT = r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,7})(\..*)"
 
 
@@ -264,18 +252,3 @@ def _move(name: str, by: int) -> str:
     """Return an expert's parameter, whose expert has a number more by so much."""
     match = match_expert(name)
     return f"{match[1]}{int(match[2]) + by}{match[3]}" if match else name
-
-
-# Parameters of equal shape have equal layouts, and a parameter's moments its layout.
-@lru_cache(maxsize=4096)
-def lay_out(
-    shape: Shape, ranges: tuple[_Range, ...], slots: int
-) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
-    """Return the layout of ranges of a flattened tensor, and the elements of each range's boxes."""
-    pairs: list[tuple[int, Box]] = []
-    counts = []
-    for slot, start, stop in ranges:
-        boxes = flat_range_boxes(shape, start, stop)
-        pairs += [(slot, box) for box in boxes]
-        counts.append(tuple(box.elements for box in boxes))
-    return Layout.from_boxes(shape, pairs, slots), tuple(counts)

@@ -29,7 +29,6 @@ from typing import Any, TypeVar
 from reshard.checkpoint.contents import Checkpoint, StoredFile
 from reshard.checkpoint.formats.deepspeed import SavedFiles, expect_complete
 from reshard.checkpoint.formats.deepspeed.flat_buffers import (
-    FlatPiece,
     deal_round_robin,
     flat_pieces,
     own_pieces,
@@ -39,20 +38,29 @@ from reshard.checkpoint.formats.deepspeed.flat_buffers import (
 from reshard.checkpoint.formats.deepspeed.saved_states import (
     ModelState,
     Partition,
-    SavedValues,
     Shape,
     add_model_values,
+    list_differences,
+    plain_scalers,
     read_model_state,
     read_partition,
     read_tensors,
 )
-from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
+from reshard.checkpoint.formats.deepspeed.stored_tensors import Pieces, Stored, TensorCollector
 from reshard.checkpoint.formats.deepspeed.tensor_parallel import INFO, Joiner, PartCollector
-from reshard.checkpoint.formats.deepspeed.unpartitioned import WholeStates, merge_groups
+from reshard.checkpoint.formats.deepspeed.unpartitioned import (
+    WholeOptimizer,
+    has_single_buffer,
+    list_optimizers,
+    merge_groups,
+    name_parameters,
+)
+from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, MASTER, state_name
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.errors import CheckpointError, FormatError
+from reshard.geometry.regions import Region
 from reshard.mesh import DeviceMesh
 from reshard.text import count_text
 
@@ -84,7 +92,7 @@ class SaveReader:
         self._read_files()
         self.collector = TensorCollector(self.saved.folder, self.slots, self.prefix)
         self.parts = self._collect_parts()
-        self.values = SavedValues()
+        self.values = PlainValues()
         self._add_weights()
         self._add_states()
         self._add_whole_states()
@@ -256,14 +264,23 @@ class SaveReader:
         else:
             self.parts.add_whole(parameter, name, mp, file, archived, slot)
 
-    def _add_pieces(
-        self, parameter: str, name: str, mp: int, shape: Shape, pieces: list[StoredPiece]
-    ) -> None:
-        """Add a rank's part of a tensor in pieces."""
+    def _add_pieces(self, parameter: str, name: str, mp: int, shape: Shape, pieces: Pieces) -> None:
+        """Add a rank's part of a tensor, in regions of the flattened part."""
         if self.parts is not None:
             self.parts.add_pieces(parameter, name, mp, shape, pieces)
         elif pieces and name not in self.collector.tensors:
-            self.collector.add_pieces(name, shape, pieces)
+            self.collector.add_flat(name, shape, pieces)
+
+    def _locate(self, name: str, piece: Region, file: str, buffer: ArchivedTensor) -> Region:
+        """Return a piece in a flat buffer of a file."""
+        end = piece.offset + piece.elements
+        if end > buffer.shape[0]:
+            raise FormatError(
+                f"{self.saved.folder / file} has {buffer.shape[0]} elements of {buffer.dtype} "
+                f"where {end} were expected for {name!r}; the files belong to different saves"
+            )
+        offset = buffer.view.offset + piece.offset
+        return Region(piece.start, piece.stop, Stored(file, buffer), offset, (1,))
 
     def _expect_weights(self) -> None:
         """Raise CheckpointError if a layer or an expert has no file of weights."""
@@ -286,7 +303,7 @@ class SaveReader:
         size = part_size(elements, self.ranks)
         pieces = []
         for piece in own_pieces(elements, self.ranks, 0):
-            model = self.models[mp, piece.rank]
+            model = self.models[mp, piece.container]
             buffer = model.fragments.get(name)
             if buffer is None or buffer.shape != (size,):
                 # Before a parameter is partitioned all of it is there.
@@ -298,8 +315,8 @@ class SaveReader:
                     f"{self.saved.folder / model.file}: the part of the frozen parameter {name!r} "
                     f"is {found}, expected {size} elements of {list(shape)} over {self.ranks} ranks"
                 )
-            slot = self.slot(mp, piece.rank)
-            pieces.append(StoredPiece(slot, piece.start, piece.stop, model.file, buffer, 0))
+            slot = self.slot(mp, piece.container)
+            pieces.append((slot, self._locate(name, piece, model.file, buffer)))
         self._add_pieces(name, name, mp, shape, pieces)
 
     # Optimizer state.
@@ -319,9 +336,9 @@ class SaveReader:
         first = parts[0]
         for part in parts:
             is_alike = (part.stage, part.counts) == (first.stage, first.counts)
-            if not is_alike or len(part.groups) != len(groups):
+            if not is_alike or len(part.masters) != len(groups):
                 raise FormatError(
-                    f"{self.saved.folder / part.file} has {len(part.groups)} groups of stage "
+                    f"{self.saved.folder / part.file} has {len(part.masters)} groups of stage "
                     f"{part.stage} over {list(part.counts)} ranks; {first.file} has stage "
                     f"{first.stage} over {list(first.counts)}, and the weights have {len(groups)} "
                     "groups. The files belong to different saves"
@@ -345,14 +362,13 @@ class SaveReader:
 
     def _find_flat(
         self, number: int, elements: list[int], parts: list[Partition], count: int
-    ) -> list[tuple[FlatPiece, ...]]:
+    ) -> list[tuple[Region, ...]]:
         """Return the pieces of the parameters of a group of stage 1 or 2."""
         first = parts[0]
         given = first.paddings[number] if first.paddings and number < len(first.paddings) else ()
         paddings = [*given] if len(given) == len(elements) else [0] * len(elements)
         total = sum(elements) + sum(paddings)
-        group = first.groups[number]
-        size = group.master.shape[0] + group.padding
+        size = first.size(number)
         if size * count < total:
             raise FormatError(
                 f"{self.saved.folder / first.file}: group {number} has partitions of {size} "
@@ -360,11 +376,11 @@ class SaveReader:
                 "different saves, or some ranks did not save"
             )
         for rank, part in enumerate(parts):
-            own = part.groups[number]
-            if own.master.shape[0] + own.padding != size:
+            if part.size(number) != size:
+                held, end = part.masters[number].shape[0], part.ends[number]
                 raise FormatError(
                     f"{self.saved.folder / part.file}: the partition of group {number} has "
-                    f"{own.master.shape[0]} elements and {own.padding} of padding, that of rank 0 "
+                    f"{held} elements and {end} of padding, that of rank 0 "
                     f"has {size}. The files belong to different saves (rank {rank})"
                 )
         return flat_pieces(elements, paddings, size)
@@ -375,20 +391,19 @@ class SaveReader:
         number: int,
         name: str,
         shape: Shape,
-        pieces: tuple[FlatPiece, ...],
+        pieces: tuple[Region, ...],
         parts: list[Partition],
         ranks: tuple[int, ...],
     ) -> None:
         """Add the float32 weights and the state of a parameter."""
-        buffers = [part.groups[number].master for part in parts]
+        buffers = [part.masters[number] for part in parts]
         self._add_flat(mp, name, MASTER, shape, pieces, parts, ranks, buffers)
-        first = parts[0].groups[number]
-        for key, value in first.states.items():
+        for key, value in parts[0].states[number].items():
             own = state_name(name, str(key))
             if not isinstance(value, ArchivedTensor):
                 self.values.add(own, value, ("optimizer", "state", name, str(key)), parts[0].file)
-            elif len(value.shape) == 1 and value.shape[0] >= first.master.shape[0]:
-                found = [part.groups[number].states.get(key) for part in parts]
+            elif len(value.shape) == 1 and value.shape[0] >= buffers[0].shape[0]:
+                found = [part.states[number].get(key) for part in parts]
                 self._add_flat(mp, name, str(key), shape, pieces, parts, ranks, found)
             elif math.prod(value.shape) == 1:
                 self.collector.add_first(own, parts[0].file, value, self.slot(mp, ranks[0]))
@@ -403,50 +418,90 @@ class SaveReader:
         parameter: str,
         key: str,
         shape: Shape,
-        pieces: tuple[FlatPiece, ...],
+        pieces: tuple[Region, ...],
         parts: list[Partition],
         ranks: tuple[int, ...],
         buffers: list[Any],
     ) -> None:
-        stored = []
+        stored, name = [], state_name(parameter, key)
         for piece in pieces:
-            buffer, part = buffers[piece.rank], parts[piece.rank]
+            buffer, part = buffers[piece.container], parts[piece.container]
             if not isinstance(buffer, ArchivedTensor) or len(buffer.shape) != 1:
                 raise FormatError(
                     f"{self.saved.folder / part.file} has no flat tensor for {key} of "
                     f"{parameter!r}, which other ranks have; the files belong to different saves"
                 )
-            slot = self.slot(mp, ranks[piece.rank])
-            stored.append(
-                StoredPiece(slot, piece.start, piece.stop, part.file, buffer, piece.offset)
-            )
-        self._add_pieces(parameter, state_name(parameter, key), mp, shape, stored)
+            slot = self.slot(mp, ranks[piece.container])
+            stored.append((slot, self._locate(name, piece, part.file, buffer)))
+        self._add_pieces(parameter, name, mp, shape, stored)
 
     def _add_whole_states(self) -> None:
-        """Return the state of optimizers without partitions."""
-        found = WholeStates(
-            self.saved, self.models, self._add_whole_state, self._add_flat_state, self.values
-        )
-        self.whole_rest = found.rest
-        self.notes += found.notes
-        if found.groups:
-            self.param_groups = found.groups
+        """Add the state of optimizers without partitions."""
+        optimizers = [*list_optimizers(self.saved, self.models)]
+        has_one = len(optimizers) == 1
+        groups: list[dict[str, Any]] = []
+        for optimizer in optimizers:
+            name = "optimizer" if has_one else f"optimizer in {optimizer.file}"
+            self.whole_rest = self.whole_rest or optimizer.rest
+            if optimizer.flat:
+                if not has_single_buffer(optimizer):
+                    why = "its flat buffers are ambiguous: they are of several groups"
+                    self.values.unread.append((name, why))
+                    continue
+                self._add_fused(optimizer)
+                own = [parameter for parameter, _ in optimizer.weights]
+                merge_groups(groups, [{**group, "params": [*own]} for group in optimizer.hyper])
+                continue
+            names = name_parameters(optimizer)
+            if names is None and not has_one:
+                # Numbers of several ranks are those of different parameters.
+                why = "its parameters have numbers, and their shapes are ambiguous"
+                self.values.unread.append((name, why))
+                continue
+            if names is None:
+                self.notes.append(
+                    "optimizer state has the numbers of parameters: the shapes of the weights, in "
+                    "their order, do not identify them"
+                )
+                names = {}
+            called = {number: names.get(number, str(number)) for number in optimizer.numbers}
+            for number, parameter in called.items():
+                kept: dict[Any, Any] = dict(optimizer.states.get(number, {}))
+                if number in optimizer.masters:
+                    kept = {MASTER: optimizer.masters[number], **kept}
+                for key, value in kept.items():
+                    self._add_kept(parameter, str(key), value, optimizer)
+            found = [
+                {**group, "params": [names.get(n, n) for n in group["params"]]}
+                for group in optimizer.hyper
+            ]
+            merge_groups(groups, found)
+        self.param_groups = groups or self.param_groups
 
-    def _add_whole_state(
-        self, parameter: str, key: str, mp: int, file: str, archived: ArchivedTensor
-    ) -> None:
+    def _add_fused(self, optimizer: WholeOptimizer) -> None:
+        """Add the state of a flat buffer of all parameters."""
+        flat = optimizer.flat[0]
+        sizes = [math.prod(shape) for _, shape in optimizer.weights]
+        pieces = flat_pieces(sizes, [0] * len(sizes), sum(sizes))
+        kept = {MASTER: flat, **next(iter(optimizer.states.values()), {})}
+        for (name, shape), own in zip(optimizer.weights, pieces, strict=True):
+            for key, value in kept.items():
+                if not isinstance(value, ArchivedTensor) or value.shape != flat.shape:
+                    self._add_kept(name, str(key), value, optimizer)
+                    continue
+                state = state_name(name, str(key))
+                stored = [(0, self._locate(state, p, optimizer.file, value)) for p in own]
+                self._add_pieces(name, state, optimizer.mp, shape, stored)
+
+    def _add_kept(self, parameter: str, key: str, value: Any, optimizer: WholeOptimizer) -> None:
         """Add optimizer state of a parameter, whole in a file."""
-        name = state_name(parameter, key)
-        if math.prod(archived.shape) == 1:
-            self.collector.add_first(name, file, archived, self.slot(mp, 0))
+        name, mp, file = state_name(parameter, key), optimizer.mp, optimizer.file
+        if not isinstance(value, ArchivedTensor):
+            self.values.add(name, value, ("optimizer", "state", parameter, key), file)
+        elif math.prod(value.shape) == 1:
+            self.collector.add_first(name, file, value, self.slot(mp, 0))
         else:
-            self._add_part(parameter, name, mp, file, archived)
-
-    def _add_flat_state(
-        self, parameter: str, key: str, mp: int, shape: Shape, pieces: list[StoredPiece]
-    ) -> None:
-        """Return the same, in pieces of flat buffers."""
-        self._add_pieces(parameter, state_name(parameter, key), mp, shape, pieces)
+            self._add_part(parameter, name, mp, file, value)
 
     # Groups and values.
 
@@ -492,17 +547,17 @@ class SaveReader:
         rest, file = self.whole_rest, model.file
         if self.partitions:
             rest, file = self.partitions[0, 0].rest, self.partitions[0, 0].file
-        values.add_state(rest, ("optimizer",), file, self.collector.add_first)
+        values.add_state(plain_scalers(rest), ("optimizer",), file, self.collector.add_first)
         if self.param_groups:
-            values.add(GROUPS, self.param_groups, (), file)
+            values.add(GROUPS, self.param_groups, label=file)
         for (mp, rank), other in self.models.items():
             if (mp, rank) != (0, 0):
                 skipped = {INFO} if self.tensor_ranks > 1 else set()
                 rest = {key: value for key, value in other.rest.items() if key not in skipped}
-                values.compare(model.rest, rest, other.file)
+                values.unread += list_differences(model.rest, rest, other.file)
 
 
-def _find_own(elements: list[int], count: int) -> list[tuple[FlatPiece, ...]]:
+def _find_own(elements: list[int], count: int) -> list[tuple[Region, ...]]:
     """Return the pieces of the parameters of a sub-group of stage 3."""
     found, offset = [], 0
     for element in elements:

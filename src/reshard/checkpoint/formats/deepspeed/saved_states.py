@@ -7,11 +7,11 @@ that is missing or of another type is an error with its path.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from reshard.checkpoint.formats.torch_files.nested_states import StatePath, flatten_state
+from reshard.checkpoint.formats.torch_files.nested_states import PlainValues, flatten_state
 from reshard.checkpoint.formats.torch_files.pickles import Call, shortened
 from reshard.checkpoint.formats.torch_files.reading import read_torch_file
 from reshard.checkpoint.formats.torch_files.values import (
@@ -149,23 +149,15 @@ class ModelState:
         return {name: shape for group in self.groups for name, shape in group.items()}
 
 
-@dataclass(frozen=True)
-class FlatGroup:
-    """A group on a rank: flat float32 weights, and state of the same or another size."""
-
-    master: ArchivedTensor
-    states: Mapping[str, Any]
-    padding: int = 0
-
-
-@dataclass(frozen=True)
-class Partition:
+class Partition(NamedTuple):
     """A file of a rank's optimizer state.
 
     Attributes:
         file: its name.
         stage: of ZeRO; 0 for the bfloat16 optimizer that partitions without a stage.
-        groups: of parameters; sub-groups for stage 3.
+        masters: the flat float32 weights of each group of parameters; of sub-groups for stage 3.
+        states: the state of each group, of the same or another size.
+        ends: the padding at the end of each group's partition, if saved without it.
         counts: the number of ranks over which each group is partitioned.
         paddings: after each parameter of each group, if parameters are aligned.
         hyper: the hyper-parameters of each group, with the numbers of its flat buffers.
@@ -174,11 +166,17 @@ class Partition:
 
     file: str
     stage: int
-    groups: tuple[FlatGroup, ...]
+    masters: tuple[ArchivedTensor, ...]
+    states: tuple[Mapping[str, Any], ...]
+    ends: tuple[int, ...]
     counts: tuple[int, ...]
     paddings: tuple[tuple[int, ...], ...] | None
     hyper: tuple[Mapping[str, Any], ...]
-    rest: Mapping[str, Any] = field(default_factory=dict)
+    rest: Mapping[str, Any]
+
+    def size(self, group: int) -> int:
+        """Return the elements of a group's partition, its padding included."""
+        return self.masters[group].shape[0] + self.ends[group]
 
 
 def read_model_state(folder: Path, name: str) -> ModelState:
@@ -236,14 +234,14 @@ def read_partition(folder: Path, name: str) -> Partition:
     paddings = [*given] if len(given) == len(masters) else [0] * len(masters)
     if not all(map(_is_size, paddings)):
         raise part.wrong("group_paddings", given, "sizes")
-    groups = []
     for number, master in enumerate(masters):
         _expect_flat(part, f"group {number}", master)
-        groups.append(FlatGroup(master, states[number], paddings[number]))
     return Partition(
         name,
         stage,
-        tuple(groups),
+        tuple(masters),
+        tuple(states),
+        tuple(paddings),
         tuple(counts),
         _parameter_paddings(part),
         hyper,
@@ -378,57 +376,25 @@ _LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 SCALER_CLASS = "class"
 
 
-class SavedValues:
-    """The values of a checkpoint, their paths, and the list of unread values."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.paths: dict[str, StatePath] = {}
-        self.unread: list[tuple[str, str]] = []
-
-    def add(self, name: str, value: Any, path: StatePath, file: str) -> None:
-        """Add a value if it is plain, or list it as unread."""
-        flat = flatten_state([value], file)
-        if flat.unread:
-            self.unread.append((name, next(iter(flat.unread.values()))))
-            return
-        self.values.setdefault(name, value)
-        if path:
-            self.paths.setdefault(name, path)
-
-    def add_state(
-        self, state: Mapping[str, Any], prefix: StatePath, file: str, add_tensor: AddTensor
-    ) -> None:
-        """Add the values and tensors of a nested state, with a prefix."""
-        flat = flatten_state(_plain_scalers(state), file)
-        before = "".join(f"{part}." for part in prefix)
-        for name, archived in flat.tensors.items():
-            add_tensor(before + name, file, archived)
-        for name, value in flat.values.items():
-            self.values.setdefault(before + name, value)
-        for name, path in flat.paths.items():
-            self.paths.setdefault(before + name, (*prefix, *path))
-        self.unread += [(before + name, why) for name, why in flat.unread.items()]
-
-    def compare(self, first: Mapping[str, Any], other: Mapping[str, Any], file: str) -> None:
-        """List the values in which another rank's file differs from the first."""
-        one, two = flatten_state(first, file), flatten_state(other, file)
-        differing = [
-            name
-            for name in {**one.values, **two.values}
-            if repr(one.values.get(name)) != repr(two.values.get(name))
-        ]
-        for name in {**one.tensors, **two.tensors}:
-            a, b = one.tensors.get(name), two.tensors.get(name)
-            if a is None or b is None or a.crc32 is None or a.crc32 != b.crc32:
-                differing.append(name)
-        self.unread += [
-            (f"{name} in {file}", "another than that of rank 0, which is taken")
-            for name in differing
-        ]
+def list_differences(
+    first: Mapping[str, Any], other: Mapping[str, Any], file: str
+) -> list[tuple[str, str]]:
+    """Return the values in which another rank's file differs from the first, with the reason."""
+    one, two = flatten_state(first, file), flatten_state(other, file)
+    differing = [
+        name
+        for name in {**one.values, **two.values}
+        if repr(one.values.get(name)) != repr(two.values.get(name))
+    ]
+    for name in {**one.tensors, **two.tensors}:
+        a, b = one.tensors.get(name), two.tensors.get(name)
+        if a is None or b is None or a.crc32 is None or a.crc32 != b.crc32:
+            differing.append(name)
+    why = "another than that of rank 0, which is taken"
+    return [(f"{name} in {file}", why) for name in differing]
 
 
-def _plain_scalers(state: Mapping[str, Any]) -> dict[str, Any]:
+def plain_scalers(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state with loss scalers, which are objects, as dicts of what they hold."""
     found = dict(state)
     for key, value in state.items():
@@ -438,17 +404,17 @@ def _plain_scalers(state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def add_model_values(values: SavedValues, model: ModelState, add_tensor: AddTensor) -> None:
+def add_model_values(values: PlainValues, model: ModelState, add_tensor: AddTensor) -> None:
     """Add the values in a file of weights."""
-    values.add_state(model.rest, (), model.file, add_tensor)
+    values.add_state(plain_scalers(model.rest), (), model.file, add_tensor)
     if model.shared:
-        values.add("shared_params", dict(model.shared), (), model.file)
+        values.add("shared_params", dict(model.shared), label=model.file)
     # Empty too: it distinguishes a user's tensors from buffers when the state is written again.
     if model.module is not None:
-        values.add("buffer_names", [*model.buffers], (), model.file)
+        values.add("buffer_names", [*model.buffers], label=model.file)
     frozen = [*model.frozen] or _find_frozen(model)
     if frozen:
-        values.add("frozen_params", frozen, (), model.file)
+        values.add("frozen_params", frozen, label=model.file)
 
 
 def _find_frozen(model: ModelState) -> list[str]:

@@ -1,7 +1,8 @@
 """Tensors bound to the files of a DeepSpeed checkpoint, with the checksums of their storages.
 
-A tensor is whole in a file, or in pieces of flat buffers. A piece becomes boxes of the tensor,
-which are contiguous in the buffer::
+A tensor is a list of regions on ranks, whose container is a tensor of a file (`Stored`) and whose
+offset counts from the first element of its storage. A range of a flat buffer is a region of the
+flattened tensor. It becomes boxes of the tensor, which are contiguous in the buffer::
 
     elements 3:14 of (4, 4)      . . . #     [0:1, 3:4]
                                  # # # #     [1:3, 0:4]
@@ -13,48 +14,38 @@ Bytes of a storage that are not elements, such as padding, are listed with its c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.blocks.spans import is_dense
+from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredChecksum, StoredTensor
-from reshard.checkpoint.formats.deepspeed.flat_buffers import lay_out
-from reshard.checkpoint.formats.torch_files.reading import StorageChecksums
+from reshard.checkpoint.formats.torch_files.reading import StorageChecksums, find_address
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.errors import FormatError
-from reshard.layout import Box, Layout
+from reshard.geometry.regions import Region, bind_regions
+from reshard.layout import Layout
 
 Shape = tuple[int, ...]
 
 
-class StoredPiece(NamedTuple):
-    """Elements `start:stop` of a flattened tensor, at element `offset` of a flat tensor in `file`.
+class Stored(NamedTuple):
+    """A tensor of a file."""
 
-    `slot` is the rank that has them.
-    """
-
-    slot: int
-    start: int
-    stop: int
     file: str
-    buffer: ArchivedTensor
-    offset: int
+    tensor: ArchivedTensor
 
 
-class StoredCell(NamedTuple):
-    """A box of a tensor, stored in the file of `buffer` as `view` describes.
+# Regions of a tensor, each with the rank that has it.
+Pieces = Sequence[tuple[int, Region]]
 
-    The view counts from the first element of the buffer's storage.
-    """
 
-    slot: int
-    box: Box
-    view: View
-    file: str
-    buffer: ArchivedTensor
+@lru_cache(maxsize=4096)
+def lay_out(shape: Shape, ranges: tuple[tuple[int, int, int], ...], slots: int) -> Layout:
+    """Return the layout of `(rank, start, stop)` ranges of a flattened tensor."""
+    # Parameters of equal shape have equal layouts, and a parameter's moments its layout.
+    return Layout.flat_ranges(shape, {rank: (a, b) for rank, a, b in ranges}, slots=slots)
 
 
 class TensorCollector:
@@ -75,23 +66,16 @@ class TensorCollector:
         """The checksums of all storages with a checksum."""
         return self._checksums.list()
 
+    def _bind_whole(self, name: str, file: str, archived: ArchivedTensor, slot: int) -> Binding:
+        address, view = find_address(self._prefix + file, archived)
+        region = Region.dense(archived.shape, Stored(file, archived), archived.view.offset)
+        self._note(name, region if view is None else region._replace(strides=view.strides))
+        layout = Layout.whole(archived.shape, [slot], self._slots)
+        return Binding(layout, {slot: address}, {} if view is None else {slot: view})
+
     def add_whole(self, name: str, file: str, archived: ArchivedTensor, slot: int = 0) -> None:
         """Add a tensor that is whole in a file."""
         self._add(name, archived, self._bind_whole(name, file, archived, slot))
-
-    def _bind_whole(self, name: str, file: str, archived: ArchivedTensor, slot: int) -> Binding:
-        start_bytes = archived.start_bytes
-        views = {}
-        itemsize_bytes = archived.dtype.itemsize_bytes
-        if is_dense(archived.view, archived.shape):
-            start_bytes += archived.view.offset * itemsize_bytes
-            size_bytes = math.prod(archived.shape) * itemsize_bytes
-            self._read(name, file, archived, (start_bytes, start_bytes + size_bytes))
-        else:
-            views[slot] = archived.view
-            self._read(name, file, archived, None)
-        address = FileRange(self._prefix + file, start_bytes)
-        return Binding(Layout.whole(archived.shape, [slot], self._slots), {slot: address}, views)
 
     def add_first(self, name: str, file: str, archived: ArchivedTensor, slot: int = 0) -> None:
         """Add a tensor that is whole in a file, unless its name is taken."""
@@ -107,92 +91,60 @@ class TensorCollector:
         if first is None:
             self.add_whole(name, file, archived, slot)
             return
-        addresses, views = dict(first.binding.addresses), dict(first.binding.views)
         is_alike = (first.dtype, first.shape) == (archived.dtype, archived.shape)
-        if not is_alike or slot in addresses:
+        if not is_alike or slot in first.binding.addresses:
             return
         copy = self._bind_whole(name, file, archived, slot)
-        addresses, views = {**addresses, **copy.addresses}, {**views, **copy.views}
+        addresses = {**first.binding.addresses, **copy.addresses}
         layout = Layout.whole(archived.shape, sorted(addresses), self._slots)
-        self.tensors[name] = StoredTensor(name, first.dtype, Binding(layout, addresses, views))
+        binding = Binding(layout, addresses, {**first.binding.views, **copy.views})
+        self.tensors[name] = StoredTensor(name, first.dtype, binding)
 
-    def add_pieces(self, name: str, shape: Shape, pieces: Sequence[StoredPiece]) -> None:
-        """Add a tensor that lies in pieces, in the order of ranks and elements.
-
-        Raises:
-            FormatError: pieces of different element types, or beyond their buffers.
-        """
-        first = pieces[0].buffer
-        addresses: dict[int, list[FileRange]] = {}
-        for piece in pieces:
-            buffer = piece.buffer
-            end = piece.offset + piece.stop - piece.start
-            if buffer.dtype is not first.dtype or end > buffer.shape[0]:
-                raise FormatError(
-                    f"{self._folder / piece.file} has {buffer.shape[0]} elements of {buffer.dtype} "
-                    f"where {end} of {first.dtype} were expected for {name!r}; the files belong to "
-                    "different saves"
-                )
-            itemsize_bytes = buffer.dtype.itemsize_bytes
-            start_bytes = buffer.start_bytes + (buffer.view.offset + piece.offset) * itemsize_bytes
-            size_bytes = (piece.stop - piece.start) * itemsize_bytes
-            self._read(name, piece.file, buffer, (start_bytes, start_bytes + size_bytes))
-            address = FileRange(self._prefix + piece.file, start_bytes)
-            addresses.setdefault(piece.slot, []).append(address)
-        ranges = tuple((piece.slot, piece.start, piece.stop) for piece in pieces)
-        layout, counts = lay_out(shape, ranges, self._slots)
-        bound: dict[int, FileRange | tuple[FileRange, ...]] = {}
-        at = dict.fromkeys(addresses, 0)
-        found: dict[int, list[FileRange]] = {}
-        for piece, boxes in zip(pieces, counts, strict=True):
-            slot = piece.slot
-            address = addresses[slot][at[slot]]
-            at[slot] += 1
-            offset = 0
-            for elements in boxes:
-                start = address.start_bytes + offset * first.dtype.itemsize_bytes
-                found.setdefault(slot, []).append(FileRange(address.path, start))
-                offset += elements
-        for slot, ones in found.items():
-            # A single address suffices if all cells of a rank are contiguous.
-            bound[slot] = ones[0] if len(addresses[slot]) == 1 else tuple(ones)
-        self._add(name, first, Binding(layout, bound, {}))
-
-    def add_cells(self, name: str, shape: Shape, cells: Sequence[StoredCell]) -> None:
-        """Add a tensor that lies in boxes, some of them strided, in the order of ranks.
+    def add_flat(self, name: str, shape: Shape, pieces: Pieces) -> None:
+        """Add a tensor that is stored in regions of the flattened tensor, at most one on a rank.
 
         Raises:
-            FormatError: boxes of different element types.
+            FormatError: regions of different element types.
         """
-        first = cells[0].buffer
-        addresses: dict[int, list[FileRange]] = {}
-        views: dict[int, list[View]] = {}
-        for cell in cells:
-            buffer, itemsize_bytes = cell.buffer, first.dtype.itemsize_bytes
-            if buffer.dtype is not first.dtype:
-                raise FormatError(
-                    f"{self._folder / cell.file} has elements of {buffer.dtype} of {name!r}, and "
-                    f"other ranks have {first.dtype}; the files belong to different saves"
-                )
-            start_bytes = buffer.start_bytes + cell.view.offset * itemsize_bytes
-            end_bytes = start_bytes + cell.box.elements * itemsize_bytes
-            is_dense_cell = is_dense(cell.view, cell.box.shape)
-            self._read(name, cell.file, buffer, (start_bytes, end_bytes) if is_dense_cell else None)
-            address = FileRange(self._prefix + cell.file, start_bytes)
-            addresses.setdefault(cell.slot, []).append(address)
-            views.setdefault(cell.slot, []).append(View(0, cell.view.strides))
-        layout = Layout.from_boxes(shape, [(cell.slot, cell.box) for cell in cells], self._slots)
-        bound = {slot: own[0] if len(own) == 1 else tuple(own) for slot, own in addresses.items()}
-        seen = {slot: own[0] if len(own) == 1 else tuple(own) for slot, own in views.items()}
-        self._add(name, first, Binding(layout, bound, seen))
+        addresses = {slot: self._read(name, region, pieces) for slot, region in pieces}
+        ranges = tuple((slot, region.start[0], region.stop[0]) for slot, region in pieces)
+        layout = lay_out(shape, ranges, self._slots)
+        self._add(name, pieces[0][1].container.tensor, Binding(layout, addresses, {}))
 
-    def _read(
-        self, name: str, file: str, archived: ArchivedTensor, byte_range: tuple[int, int] | None
-    ) -> None:
-        """Note for its checksum that a tensor reads a range of a storage; None if strided."""
+    def add_regions(self, name: str, shape: Shape, pieces: Pieces) -> None:
+        """Add a tensor that is stored in regions, in the order of ranks.
+
+        Raises:
+            FormatError: regions of different element types.
+        """
+        first: ArchivedTensor = pieces[0][1].container.tensor
+        itemsize = first.dtype.itemsize_bytes
+        bound = []
+        for slot, region in pieces:
+            path, start = (place := self._read(name, region, pieces)).path, place.start_bytes
+            strides = tuple(stride * itemsize for stride in region.strides)
+            bound.append((slot, Region(region.start, region.stop, path, start, strides)))
+        self._add(name, first, bind_regions(shape, bound, self._slots, itemsize))
+
+    def _read(self, name: str, region: Region, pieces: Pieces) -> FileRange:
+        """Note that a tensor reads a region; return its address in bytes."""
+        stored, first = region.container, pieces[0][1].container
+        if stored.tensor.dtype is not first.tensor.dtype:
+            raise FormatError(
+                f"{self._folder / stored.file} has elements of {stored.tensor.dtype} of {name!r}, "
+                f"and other ranks have {first.tensor.dtype}; the files belong to different saves"
+            )
+        return FileRange(self._prefix + stored.file, self._note(name, region))
+
+    def _note(self, name: str, region: Region) -> int:
+        """Note for its checksum that a tensor reads a region; return the region's first byte."""
+        file, archived = region.container
+        itemsize = archived.dtype.itemsize_bytes
+        start = archived.start_bytes + region.offset * itemsize
+        ranges = [(start, start + region.elements * itemsize)] if region.is_dense() else None
         part = f"storage at byte {archived.start_bytes}"
-        ranges = None if byte_range is None else [byte_range]
         self._checksums.add(name, part, self._prefix + file, archived, ranges)
+        return int(start)
 
     def _add(self, name: str, archived: ArchivedTensor, binding: Binding) -> None:
         if name in self.tensors:

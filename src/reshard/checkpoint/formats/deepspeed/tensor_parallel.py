@@ -13,7 +13,7 @@ patterns of names, or a map of each parameter (`affine_map`)::
 
 1. This determines the boxes of each rank's part in the parameter (`Joiner`).
 2. A file has a range of the elements of a part. The intersections of its boxes with those boxes are
-   cells of the parameter (`find_cells`).
+   regions of the parameter (`join_regions`).
 3. When the parts of all ranks are known, they are joined (`PartCollector`). Parts of a parameter
    that several stages of a pipeline have are copies.
 4. All copies are bound, and compared when tensors are read (`reshard.checkpoint.copy_checks`). For
@@ -24,27 +24,22 @@ Source: DeepSpeed's universal checkpoints, and `ds_to_universal`.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.binding import View
 from reshard.checkpoint.blocks.spans import is_dense
-from reshard.checkpoint.formats.deepspeed.stored_tensors import (
-    StoredCell,
-    StoredPiece,
-    TensorCollector,
-)
+from reshard.checkpoint.formats.deepspeed.stored_tensors import Pieces, Stored, TensorCollector
 from reshard.checkpoint.formats.torch_files.pickles import shortened
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, as_sizes
 from reshard.checkpoint.storage.filesystem import read_up_to
 from reshard.errors import CheckpointError, FormatError
-from reshard.layout import Box, flat_range_boxes
+from reshard.geometry.regions import Region, flat_regions
+from reshard.layout import Box
 
 Shape = tuple[int, ...]
 
@@ -71,16 +66,11 @@ _REPEAT = re.compile(r"(?<!\\)[*+{]")
 _RISKY = re.compile(r"(?<!\\)\)[*+?{]|\(\?[^:]|\\[1-9]")
 
 
-class JoinedBox(NamedTuple):
-    """A box of a rank's part, of `shape` from `local` on, that is in the parameter from `start`."""
-
-    local: Shape
-    start: Shape
-    shape: Shape
+# A box of a rank's part, and its first index in the parameter.
+JoinedBox = tuple[Box, Shape]
 
 
-@dataclass(frozen=True)
-class Join:
+class Join(NamedTuple):
     """The assembly of a parameter from the parts of ranks.
 
     Attributes:
@@ -98,42 +88,20 @@ class Join:
     is_averaged: bool = False
 
 
-class Cell(NamedTuple):
-    """A box of a parameter, and where in a range of a part its elements are.
+def join_regions(join: Join, rank: int, flat: Region) -> Iterator[Region]:
+    """Yield the regions of the parameter in a region of a rank's flattened part.
 
-    The view counts from the range's first element.
+    >>> halves = Join((4, 3), ((4, 1), (4, 2)), ((), ((Box((0, 0), (4, 2)), (0, 1)),)))
+    >>> [str(region) for region in join_regions(halves, 1, Region((1,), (6,), "file", 9, (1,)))]
+    ['[0:1, 2:3] at 9 of file', '[1:3, 1:3] at 10 of file']
     """
-
-    box: Box
-    view: View
-
-
-def find_cells(join: Join, rank: int, start: int, stop: int) -> Iterator[Cell]:
-    """Yield the cells of the parameter in elements `start:stop` of a rank's flattened part.
-
-    >>> halves = Join((4, 3), ((4, 1), (4, 2)), ((), (JoinedBox((0, 0), (0, 1), (4, 2)),)))
-    >>> [str(cell.box) for cell in find_cells(halves, 1, 1, 6)]
-    ['[0:1, 2:3]', '[1:3, 1:3]']
-    """
-    at = 0
-    for found in flat_range_boxes(join.parts[rank], start, stop):
-        strides = View.row_major(found.shape).strides
-        for local, whole, shape in join.boxes[rank]:
-            local_stop = tuple(begin + size for begin, size in zip(local, shape, strict=True))
-            common = found.intersect(Box(local, local_stop))
-            if common is None:
-                continue
-            low, high = common
-            moved = [w - b for w, b in zip(whole, local, strict=True)]
-            box = Box(
-                tuple(a + by for a, by in zip(low, moved, strict=True)),
-                tuple(b + by for b, by in zip(high, moved, strict=True)),
-            )
-            inside = sum(
-                (a - f) * stride for a, f, stride in zip(low, found.start, strides, strict=True)
-            )
-            yield Cell(box, View(at + inside, strides))
-        at += found.elements
+    for part in flat_regions(
+        join.parts[rank], flat.start[0], flat.stop[0], flat.container, flat.offset
+    ):
+        for box, start in join.boxes[rank]:
+            common = part.intersect(*box)
+            if common is not None:
+                yield common.translate([to - at for to, at in zip(start, box.start, strict=True)])
 
 
 class Joiner:
@@ -197,7 +165,7 @@ class Joiner:
         if self._is_in(_REPLICATED, name) or self._is_in(_AVERAGED, name):
             self._expect_like(name, parts, None)
             whole = own[0]
-            each = (JoinedBox((0,) * len(whole), (0,) * len(whole), whole),)
+            each = ((Box((0,) * len(whole), whole), (0,) * len(whole)),)
             averaged = not self._is_in(_REPLICATED, name)
             join = Join(whole, own, (each,) * self.ranks, copies=True, is_averaged=averaged)
         elif self._is_in(_HALVES, name):
@@ -299,10 +267,10 @@ class Joiner:
         for one in widths:
             for rank, width in enumerate(one):
                 if width:
-                    zeros = [0] * len(first)
-                    local, start, shape = [*zeros], [*zeros], [*first]
-                    local[dim], start[dim], shape[dim] = inside[rank], at, width
-                    boxes[rank].append(JoinedBox(tuple(local), tuple(start), tuple(shape)))
+                    before, after = (0,) * dim, (0,) * (len(first) - dim - 1)
+                    local = (*before, inside[rank], *after)
+                    stop = (*first[:dim], inside[rank] + width, *first[dim + 1 :])
+                    boxes[rank].append((Box(local, stop), (*before, at, *after)))
                 inside[rank] += width
                 at += width
         whole = (*first[:dim], total, *first[dim + 1 :])
@@ -355,13 +323,13 @@ class Joiner:
             )
         boxes = tuple(
             tuple(
-                box._replace(shape=(min(box.shape[0], size - box.start[0]), *box.shape[1:]))
-                for box in boxes
-                if box.start[0] < size
+                (Box(box.start, (min(box.stop[0], box.start[0] + size - at[0]), *box.stop[1:])), at)
+                for box, at in boxes
+                if at[0] < size
             )
             for boxes in join.boxes
         )
-        return Join((size, *join.shape[1:]), join.parts, boxes, join.copies, join.is_averaged)
+        return join._replace(shape=(size, *join.shape[1:]), boxes=boxes)
 
     # Maps.
 
@@ -416,13 +384,14 @@ class Joiner:
             if any(a < 0 or a + n > size for a, n, size in zip(start, shape, of, strict=True)):
                 raise self.wrong(f"a piece of {name!r} outside of {list(of)}")
             starts.append(tuple(start))
-        return JoinedBox(starts[1], starts[0], shape)
+        stop = tuple(at + size for at, size in zip(starts[1], shape, strict=True))
+        return Box(starts[1], stop), starts[0]
 
 
 def expect_elements(join: Join, label: str, name: str) -> None:
     """Raise FormatError unless the boxes of all ranks have as many elements as the parameter."""
     # Boxes that several ranks have are copies.
-    boxes = {(one.start, one.shape) for one in itertools.chain(*join.boxes)}
+    boxes = {(start, box.shape) for box, start in itertools.chain(*join.boxes)}
     held = sum(math.prod(shape) for _, shape in boxes)
     if held != math.prod(join.shape):
         raise FormatError(
@@ -431,12 +400,8 @@ def expect_elements(join: Join, label: str, name: str) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _RankPart:
-    """A part of a tensor that a rank has."""
-
-    shape: Shape
-    pieces: tuple[StoredPiece, ...]
+# The shape of a rank's part of a tensor, and the regions of the flattened part.
+_RankPart = tuple[Shape, Pieces]
 
 
 class PartCollector:
@@ -447,11 +412,14 @@ class PartCollector:
         self._parts: dict[str, dict[tuple[int, int], _RankPart]] = {}
         self._parameters: dict[str, str] = {}
 
-    def add_pieces(
-        self, parameter: str, name: str, mp: int, shape: Shape, pieces: Sequence[StoredPiece]
-    ) -> None:
-        """Note the pieces of a rank's part of a tensor, which is sharded as `parameter`."""
-        self._add(parameter, name, mp, _RankPart(shape, tuple(pieces)))
+    def add_pieces(self, parameter: str, name: str, mp: int, shape: Shape, pieces: Pieces) -> None:
+        """Note the regions of a rank's flattened part of a tensor, which is sharded as `parameter`.
+
+        `mp` is the number of the model-parallel rank. Only the first part of a rank counts.
+        """
+        self._parameters[name] = parameter
+        parts = self._parts.setdefault(name, {})
+        parts.setdefault(divmod(mp, self._joiner.ranks), (shape, pieces))
 
     def add_whole(
         self, parameter: str, name: str, mp: int, file: str, archived: ArchivedTensor, slot: int
@@ -463,15 +431,8 @@ class PartCollector:
                 "after `.contiguous()`"
             )
         elements = math.prod(archived.shape)
-        flat = dataclasses.replace(
-            archived, shape=(elements,), view=View(archived.view.offset, (1,))
-        )
-        pieces = (StoredPiece(slot, 0, elements, file, flat, 0),) if elements else ()
-        self._add(parameter, name, mp, _RankPart(archived.shape, pieces))
-
-    def _add(self, parameter: str, name: str, mp: int, part: _RankPart) -> None:
-        self._parameters[name] = parameter
-        self._parts.setdefault(name, {}).setdefault(divmod(mp, self._joiner.ranks), part)
+        region = Region.dense((elements,), Stored(file, archived), archived.view.offset)
+        self.add_pieces(parameter, name, mp, archived.shape, [(slot, region)] if elements else [])
 
     def join(self) -> None:
         """Add all tensors to the collector.
@@ -492,7 +453,7 @@ class PartCollector:
                 )
             parts = [found[stage, rank] for rank in range(self._joiner.ranks)]
             parameter = self._parameters[name]
-            key = parameter, tuple(part.shape for part in parts)
+            key = parameter, tuple(shape for shape, _ in parts)
             if key not in joins:
                 joins[key] = self._joiner.join(*key)
                 expect_elements(joins[key], self._joiner.label, parameter)
@@ -503,30 +464,20 @@ class PartCollector:
     ) -> None:
         if join.is_averaged:
             self._compare(name, list(found.values()))
-        cells = []
-        for (_, rank), part in found.items():
-            if part.shape != join.parts[rank]:
-                continue
-            for slot, start, stop, file, buffer, offset in part.pieces:
-                end = offset + stop - start
-                if end > buffer.shape[0]:
-                    raise FormatError(
-                        f"{self._folder / file} has {buffer.shape[0]} elements where {end} were "
-                        f"expected for {name!r}; the files belong to different saves"
-                    )
-                at = buffer.view.offset + offset
-                for box, view in find_cells(join, rank, start, stop):
-                    cells.append(
-                        StoredCell(slot, box, View(at + view.offset, view.strides), file, buffer)
-                    )
-        if not cells:
-            return
-        cells.sort(key=lambda cell: cell.slot)
-        self._collector.add_cells(name, join.shape, cells)
+        regions = [
+            (slot, region)
+            for (_, rank), (shape, pieces) in found.items()
+            if shape == join.parts[rank]
+            for slot, piece in pieces
+            for region in join_regions(join, rank, piece)
+        ]
+        if regions:
+            regions.sort(key=lambda pair: pair[0])
+            self._collector.add_regions(name, join.shape, regions)
 
     def _compare(self, name: str, parts: Sequence[_RankPart]) -> None:
         """Raise FormatError for copies that differ and whose mean counts."""
-        contents = {b"".join(map(self._read, part.pieces)) for part in parts}
+        contents = {b"".join(self._read(region) for _, region in pieces) for _, pieces in parts}
         if len(contents) > 1:
             raise FormatError(
                 f"{self._folder}: {name!r} differs between tensor-parallel ranks, and counts by "
@@ -534,14 +485,14 @@ class PartCollector:
                 "with ds_to_universal, whose result is read"
             )
 
-    def _read(self, piece: StoredPiece) -> bytes:
-        """Return the elements of a piece."""
-        buffer, path = piece.buffer, self._folder / piece.file
-        itemsize_bytes = buffer.dtype.itemsize_bytes
-        size_bytes = (piece.stop - piece.start) * itemsize_bytes
+    def _read(self, region: Region) -> bytes:
+        """Return the elements of a region that is dense."""
+        stored: Stored = region.container
+        path, itemsize_bytes = self._folder / stored.file, stored.tensor.dtype.itemsize_bytes
+        size_bytes = region.elements * itemsize_bytes
         try:
             with path.open("rb") as file:
-                file.seek(buffer.start_bytes + (buffer.view.offset + piece.offset) * itemsize_bytes)
+                file.seek(stored.tensor.start_bytes + region.offset * itemsize_bytes)
                 content = read_up_to(file, size_bytes)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error

@@ -14,12 +14,10 @@ from functools import cached_property
 from typing import Any
 
 from reshard.checkpoint.formats.deepspeed.flat_buffers import (
-    FlatPiece,
     GroupCopy,
     deal,
     deal_round_robin,
     flat_pieces,
-    lay_out,
     match_expert,
     own_pieces,
     parameter_paddings,
@@ -27,6 +25,7 @@ from reshard.checkpoint.formats.deepspeed.flat_buffers import (
     partition_size,
     sub_groups,
 )
+from reshard.checkpoint.formats.deepspeed.stored_tensors import lay_out
 from reshard.checkpoint.formats.torch_files.optimizer_states import (
     ADAM_GROUP,
     DECOUPLED,
@@ -38,6 +37,7 @@ from reshard.checkpoint.formats.torch_files.optimizer_states import (
     state_name,
 )
 from reshard.errors import UsageError
+from reshard.geometry.regions import Region
 from reshard.layout import Layout
 from reshard.recipes.overrides import STATELESS
 from reshard.text import count_text, first_text
@@ -338,16 +338,16 @@ class FlatPlan:
     copies: tuple[tuple[GroupCopy, ...], ...]
     owners: tuple[int, ...]
     sizes: tuple[int, ...]
-    pieces: Mapping[str, tuple[FlatPiece, ...]]
+    pieces: Mapping[str, tuple[Region, ...]]
     paddings: tuple[tuple[int, ...], ...]
 
     @cached_property
-    def by_rank(self) -> tuple[Mapping[str, FlatPiece], ...]:
+    def by_rank(self) -> tuple[Mapping[str, Region], ...]:
         """The piece of each parameter that each rank has."""
-        found: list[dict[str, FlatPiece]] = [{} for _ in range(self.ranks)]
+        found: list[dict[str, Region]] = [{} for _ in range(self.ranks)]
         for name, pieces in self.pieces.items():
             for piece in pieces:
-                found[piece.rank][name] = piece
+                found[piece.container][name] = piece
         return tuple(found)
 
     def copy(self, buffer: int, rank: int) -> GroupCopy:
@@ -388,7 +388,7 @@ def plan_flat(
         UsageError: experts that the ranks cannot share out evenly.
     """
     copies, sizes, paddings = [], [], []
-    pieces: dict[str, tuple[FlatPiece, ...]] = {}
+    pieces: dict[str, tuple[Region, ...]] = {}
     everyone = tuple(range(ranks))
     for group in parts.groups:
         if group.is_of_experts:
@@ -406,7 +406,7 @@ def plan_flat(
                 padding = parameter_paddings(elements, itemsize_bytes)
             size = partition_size(sum(elements) + sum(padding), len(holders))
             for name, flat in zip(own, flat_pieces(elements, padding, size), strict=True):
-                pieces[name] = tuple(one._replace(rank=holders[one.rank]) for one in flat)
+                pieces[name] = tuple(one._replace(container=holders[one.container]) for one in flat)
             found.append(GroupCopy(holders, tuple(own)))
         copies.append(tuple(found))
         sizes.append(size)
@@ -423,7 +423,7 @@ def plan_own(parts: TrainingParts, ranks: int, zero: Mapping[str, Any]) -> FlatP
     everyone = tuple(range(ranks))
     copies: list[tuple[GroupCopy, ...]] = []
     owners, sizes = [], []
-    pieces: dict[str, tuple[FlatPiece, ...]] = {}
+    pieces: dict[str, tuple[Region, ...]] = {}
     for number, group in enumerate(parts.groups):
         elements = [math.prod(parts.shapes[name]) for name in group.names]
         for members in sub_groups([part_size(element, ranks) for element in elements], int(most)):
@@ -480,6 +480,6 @@ def is_flat(key: str, shape: Shape, parameter: Shape) -> bool:
     return key != STEP and shape == parameter
 
 
-def _lay_out_pieces(shape: Shape, pieces: tuple[FlatPiece, ...], plan: FlatPlan) -> Layout:
-    ranges = tuple((piece.rank, piece.start, piece.stop) for piece in pieces)
-    return lay_out(shape, ranges, plan.ranks)[0]
+def _lay_out_pieces(shape: Shape, pieces: tuple[Region, ...], plan: FlatPlan) -> Layout:
+    ranges = tuple((piece.container, piece.start[0], piece.stop[0]) for piece in pieces)
+    return lay_out(shape, ranges, plan.ranks)

@@ -33,15 +33,16 @@ from reshard.checkpoint.formats.deepspeed.saved_states import (
     CUT_PARTS,
     ModelState,
     SavedPart,
-    SavedValues,
     Shape,
     add_model_values,
+    plain_scalers,
     read_file,
     read_model_state,
 )
-from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
+from reshard.checkpoint.formats.deepspeed.stored_tensors import Stored, TensorCollector
 from reshard.checkpoint.formats.deepspeed.writer import VERSION, Arranger, stage_member
 from reshard.checkpoint.formats.torch_files.building import NewTensor
+from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.optimizer_states import (
     GROUPS,
     MASTER,
@@ -55,6 +56,7 @@ from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.checkpoint.storage.filesystem import is_attribute_file
 from reshard.checkpoint.storage.remote_paths import map_paths, walk_folder
 from reshard.errors import CheckpointError, FormatError
+from reshard.geometry.regions import Region
 from reshard.mesh import DeviceMesh
 
 _SUFFIX = ".pt"
@@ -67,7 +69,7 @@ class UniversalReader:
         self.folder, self.saved, self.format_name = folder, saved, format_name
         self.prefix = f"{saved.folder.name}/" if saved.folder != folder else ""
         self.collector = TensorCollector(saved.folder, 1, self.prefix)
-        self.values = SavedValues()
+        self.values = PlainValues()
         self.unreadable: dict[str, str] = {}
         self.files: list[str] = []
 
@@ -191,8 +193,8 @@ class UniversalReader:
             # the parameter has its shape.
             self.collector.add_whole(name, file, archived)
             return
-        piece = StoredPiece(0, 0, archived.shape[0], file, archived, 0)
-        self.collector.add_pieces(name, shape, [piece])
+        region = Region.dense(archived.shape, Stored(file, archived), archived.view.offset)
+        self.collector.add_flat(name, shape, [(0, region)])
 
     def _add_optimizer(self, model: ModelState) -> None:
         if not (self.saved.folder / UNIVERSAL_STATE).is_file():
@@ -203,13 +205,14 @@ class UniversalReader:
         part = read_file(self.saved.folder, UNIVERSAL_STATE)
         self.files.append(UNIVERSAL_STATE)
         rest = {key: value for key, value in part.value.items() if key not in CUT_PARTS}
-        self.values.add_state(rest, ("optimizer",), UNIVERSAL_STATE, self.collector.add_first)
+        add_tensor = self.collector.add_first
+        self.values.add_state(plain_scalers(rest), ("optimizer",), UNIVERSAL_STATE, add_tensor)
         groups = part.get("param_groups")
         if groups is None and isinstance(part.get("optimizer_state_dict"), dict):
             groups = part.within("optimizer_state_dict").get("param_groups")
         if groups is not None:
             named = [*_name_groups(part, groups, [list(group) for group in model.groups])]
-            self.values.add(GROUPS, named, (), UNIVERSAL_STATE)
+            self.values.add(GROUPS, named, label=UNIVERSAL_STATE)
         self._add_steps(part, model)
 
     def _add_steps(self, part: SavedPart, model: ModelState) -> None:

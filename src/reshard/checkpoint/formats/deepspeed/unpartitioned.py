@@ -8,177 +8,35 @@ file of weights, and so state of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from reshard.checkpoint.formats.deepspeed import SavedFiles
 from reshard.checkpoint.formats.deepspeed.flat_buffers import (
-    flat_pieces,
     match_expert,
 )
 from reshard.checkpoint.formats.deepspeed.saved_states import (
     ModelState,
     SavedPart,
-    SavedValues,
     Shape,
     read_file,
     read_tensors,
 )
-from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece
-from reshard.checkpoint.formats.torch_files.optimizer_states import MASTER, state_name
+from reshard.checkpoint.formats.torch_files.optimizer_states import match_in_order
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
-
-# Add whole state of a parameter: parameter, key, `mp_rank`, file, tensor.
-AddWhole = Callable[[str, str, int, str, ArchivedTensor], None]
-# Add state of a parameter in pieces of flat buffers: parameter, key, `mp_rank`, shape, pieces.
-AddPieces = Callable[[str, str, int, Shape, list[StoredPiece]], None]
-
-
-class _SavedOptimizer(NamedTuple):
-    """An optimizer's state in a file, and the weights of the rank that saved it, in their order."""
-
-    file: str
-    mp: int
-    optimizer: Any
-    weights: list[tuple[str, Shape]]
-
-
-class WholeStates:
-    """The state of all optimizers without partitions in a save; `notes` are for the user.
-
-    `groups` are the hyper-parameters, with the names of parameters, `rest` are the other values of
-    the first optimizer.
-    """
-
-    def __init__(
-        self,
-        saved: SavedFiles,
-        models: Mapping[tuple[int, int], ModelState],
-        add_whole: AddWhole,
-        add_pieces: AddPieces,
-        values: SavedValues,
-    ) -> None:
-        self._folder: Path = saved.folder
-        self._add_whole, self._add_pieces, self._values = add_whole, add_pieces, values
-        self.groups: list[dict[str, Any]] = []
-        self.rest: Mapping[str, Any] = {}
-        self.notes: list[str] = []
-        sources = [*_list_sources(saved, models)]
-        self._has_one = len(sources) == 1
-        for source in sources:
-            self._add(source)
-
-    def _add(self, source: _SavedOptimizer) -> None:
-        label = str(self._folder / source.file)
-        found = read_whole_optimizer(source.optimizer, label)
-        if found is None:
-            return
-        self.rest = self.rest or found.rest
-        if found.flat:
-            self._add_fused(source, found)
-            return
-        names = name_parameters(found, source.weights)
-        if names is None and not self._has_one:
-            # Numbers of several ranks are those of different parameters.
-            why = "its parameters have numbers, and their shapes are ambiguous"
-            self._values.unread.append((f"optimizer in {source.file}", why))
-            return
-        if names is None:
-            self.notes.append(
-                "optimizer state has the numbers of parameters: the shapes of the weights, in "
-                "their order, do not identify them"
-            )
-            names = {}
-        for number in dict.fromkeys([*found.masters, *found.states]):
-            kept: dict[Any, Any] = dict(found.states.get(number, {}))
-            if number in found.masters:
-                kept = {MASTER: found.masters[number], **kept}
-            for key, value in kept.items():
-                self._add_kept(names.get(number, str(number)), str(key), value, source)
-        called = [[names.get(n, n) for n in group["params"]] for group in found.hyper]
-        self._add_groups(found, called)
-
-    def _add_fused(self, source: _SavedOptimizer, found: WholeOptimizer) -> None:
-        """Add state of a flat buffer for each group."""
-        named = name_flat(found, source.weights)
-        if named is None:
-            why = "its flat buffers are ambiguous: they are of several groups"
-            name = "optimizer" if self._has_one else f"optimizer in {source.file}"
-            self._values.unread.append((name, why))
-            return
-        sizes = [math.prod(shape) for _, shape in named]
-        pieces = flat_pieces(sizes, [0] * len(sizes), sum(sizes))
-        kept = {MASTER: found.flat[0], **next(iter(found.states.values()), {})}
-        for (name, shape), own in zip(named, pieces, strict=True):
-            for key, value in kept.items():
-                if not isinstance(value, ArchivedTensor) or value.shape != found.flat[0].shape:
-                    self._add_kept(name, str(key), value, source)
-                    continue
-                stored = [
-                    StoredPiece(0, p.start, p.stop, source.file, value, p.offset) for p in own
-                ]
-                self._add_pieces(name, str(key), source.mp, shape, stored)
-        names = [name for name, _ in named]
-        self._add_groups(found, [names] * len(found.hyper))
-
-    def _add_kept(self, parameter: str, key: str, value: Any, source: _SavedOptimizer) -> None:
-        """One thing that is kept of a parameter, whole."""
-        if isinstance(value, ArchivedTensor):
-            self._add_whole(parameter, key, source.mp, source.file, value)
-        else:
-            path = ("optimizer", "state", parameter, key)
-            self._values.add(state_name(parameter, key), value, path, source.file)
-
-    def _add_groups(self, found: WholeOptimizer, names: list[list[Any]]) -> None:
-        pairs = zip(found.hyper, names, strict=True)
-        merge_groups(self.groups, [{**group, "params": own} for group, own in pairs])
-
-
-def merge_groups(known: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Add another rank's groups, whose hyper-parameters are the same: the parameters it has more.
-
-    >>> known = [{"lr": 0.1, "params": ["a"]}]
-    >>> merge_groups(known, [{"lr": 0.1, "params": ["a", "b"]}])
-    >>> known
-    [{'lr': 0.1, 'params': ['a', 'b']}]
-    """
-    for number, group in enumerate(groups):
-        if number == len(known):
-            known.append(group)
-            continue
-        names = known[number]["params"]
-        seen = {*names}
-        names += [name for name in group["params"] if name not in seen]
-
-
-def _list_sources(
-    saved: SavedFiles, models: Mapping[tuple[int, int], ModelState]
-) -> Iterator[_SavedOptimizer]:
-    """Yield the optimizers of a save, with the weights of the ranks that they are of."""
-    for (mp, rank), model in models.items():
-        # Where experts' ranks have files, that of the weights has what the first of them has.
-        of_experts = any(own == mp for _, own in saved.expert_optimizers)
-        if not rank and not of_experts and isinstance(model.optimizer, dict):
-            yield _SavedOptimizer(model.file, mp, model.optimizer, list_weights(model))
-    for (rank, mp), name in sorted(saved.expert_optimizers.items()):
-        optimizer = read_file(saved.folder, name).get("optimizer")
-        if isinstance(optimizer, dict):
-            dense = list_weights(models[mp, 0])
-            yield _SavedOptimizer(name, mp, optimizer, list_local_weights(saved, dense, rank, mp))
-
 
 _OWN = frozenset(
     {"state", "param_groups", "optimizer_state_dict", "fp32_groups", "fp32_groups_flat"}
 )
 
 
-@dataclass(frozen=True)
-class WholeOptimizer:
+class WholeOptimizer(NamedTuple):
     """An optimizer without partitions.
 
     Attributes:
+        file: its name.
+        mp: the number of the model-parallel rank that saved it.
+        weights: of that rank, in the order of the model.
         states: what is kept of each parameter, by its number.
         masters: the float32 weights of parameters, by number.
         flat: of each group, its flat float32 weights; numbers are those of groups then.
@@ -186,11 +44,19 @@ class WholeOptimizer:
         rest: what else is saved with it.
     """
 
+    file: str
+    mp: int
+    weights: list[tuple[str, Shape]]
     states: Mapping[int, Mapping[Any, Any]]
     masters: Mapping[int, ArchivedTensor]
     flat: tuple[ArchivedTensor, ...]
     hyper: tuple[Mapping[str, Any], ...]
     rest: Mapping[str, Any]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of parameters with state."""
+        return [*dict.fromkeys([*self.masters, *self.states])]
 
     def shape(self, number: int) -> Shape | None:
         """Return the shape of a parameter: that of its weights, or of what most is kept of it."""
@@ -200,14 +66,30 @@ class WholeOptimizer:
         return max(kept, key=lambda shape: (len(shape), math.prod(shape)), default=None)
 
 
-def read_whole_optimizer(optimizer: Any, label: str) -> WholeOptimizer | None:
-    """Return the optimizer in a file, or None if absent.
+def list_optimizers(
+    saved: SavedFiles, models: Mapping[tuple[int, int], ModelState]
+) -> Iterator[WholeOptimizer]:
+    """Yield the optimizers without partitions of a save.
 
     Raises:
         FormatError: an optimizer that is not of DeepSpeed.
     """
-    if not isinstance(optimizer, dict):
-        return None
+    for (mp, rank), model in models.items():
+        # Where experts' ranks have files, that of the weights has what the first of them has.
+        of_experts = any(own == mp for _, own in saved.expert_optimizers)
+        if not rank and not of_experts and isinstance(model.optimizer, dict):
+            label = str(saved.folder / model.file)
+            yield _read_optimizer(model.optimizer, label, model.file, mp, list_weights(model))
+    for (rank, mp), name in sorted(saved.expert_optimizers.items()):
+        optimizer = read_file(saved.folder, name).get("optimizer")
+        if isinstance(optimizer, dict):
+            weights = list_local_weights(saved, list_weights(models[mp, 0]), rank, mp)
+            yield _read_optimizer(optimizer, str(saved.folder / name), name, mp, weights)
+
+
+def _read_optimizer(
+    optimizer: dict[Any, Any], label: str, file: str, mp: int, weights: list[tuple[str, Shape]]
+) -> WholeOptimizer:
     part = SavedPart(optimizer, f"{label} optimizer")
     inner = part if part.get("state") is not None else part.within("optimizer_state_dict")
     groups = inner.take_list("param_groups")
@@ -219,13 +101,15 @@ def read_whole_optimizer(optimizer: Any, label: str) -> WholeOptimizer | None:
         numbers.append(own)
     states = inner.take_dict("state")
     masters: dict[int, ArchivedTensor] = {}
-    weights = part.take_list("fp32_groups", optional=True)
-    for own, ones in zip(numbers, weights, strict=False):
+    for own, ones in zip(numbers, part.take_list("fp32_groups", optional=True), strict=False):
         if isinstance(ones, list | tuple) and len(ones) == len(own):
             pairs = zip(own, ones, strict=True)
             masters.update((number, one) for number, one in pairs if _is_tensor(one))
     flat = tuple(v for v in part.take_list("fp32_groups_flat", optional=True) if _is_tensor(v))
     return WholeOptimizer(
+        file,
+        mp,
+        weights,
         {n: state for n, state in states.items() if type(n) is int and isinstance(state, dict)},
         masters,
         flat,
@@ -234,11 +118,10 @@ def read_whole_optimizer(optimizer: Any, label: str) -> WholeOptimizer | None:
     )
 
 
-def name_parameters(
-    optimizer: WholeOptimizer, weights: Sequence[tuple[str, Shape]]
-) -> dict[int, str] | None:
+def name_parameters(optimizer: WholeOptimizer) -> dict[int, str] | None:
     """Return the name of each number among the model's weights, or None if shapes are ambiguous."""
     found: dict[int, str] = {}
+    weights = optimizer.weights
     groups = [*optimizer.hyper]
     while groups:
         # Groups are disjoint: each that is identified leaves fewer matches for the others.
@@ -261,14 +144,10 @@ def name_parameters(
     return found
 
 
-def name_flat(
-    optimizer: WholeOptimizer, weights: list[tuple[str, Shape]]
-) -> list[tuple[str, Shape]] | None:
-    """Return the parameters of a single flat group of all of the model's weights, or None."""
-    total = sum(math.prod(shape) for _, shape in weights)
-    if len(optimizer.flat) == 1 and optimizer.flat[0].shape == (total,):
-        return weights
-    return None
+def has_single_buffer(optimizer: WholeOptimizer) -> bool:
+    """Return whether a single flat group has all of the model's weights."""
+    total = sum(math.prod(shape) for _, shape in optimizer.weights)
+    return len(optimizer.flat) == 1 and optimizer.flat[0].shape == (total,)
 
 
 def list_weights(model: ModelState) -> list[tuple[str, Shape]]:
@@ -279,37 +158,6 @@ def list_weights(model: ModelState) -> list[tuple[str, Shape]]:
         if name not in model.buffers and not (place in seen and archived.storage_bytes):
             found.append((name, archived.shape))
         seen.add(place)
-    return found
-
-
-def match_in_order(
-    wanted: Sequence[Shape | None], weights: Sequence[tuple[str, Shape]]
-) -> list[str] | None:
-    """Return the weights that match a sequence of shapes, or None unless the match is unique.
-
-    An unknown shape matches any weight.
-
-    >>> match_in_order([(2,), (4,)], [("a", (2,)), ("b", (3,)), ("c", (4,))])
-    ['a', 'c']
-    >>> match_in_order([(2,)], [("a", (2,)), ("b", (2,))]) is None
-    True
-    """
-    forward = _match_greedily(wanted, weights)
-    backward = _match_greedily(wanted[::-1], weights[::-1])
-    # The first and the last match agree if there is only one.
-    return forward if backward is not None and forward == backward[::-1] else None
-
-
-def _match_greedily(
-    wanted: Sequence[Shape | None], weights: Sequence[tuple[str, Shape]]
-) -> list[str] | None:
-    found = []
-    rest = iter(weights)
-    for shape in wanted:
-        name = next((name for name, own in rest if shape is None or own == shape), None)
-        if name is None:
-            return None
-        found.append(name)
     return found
 
 
@@ -341,3 +189,20 @@ def list_local_weights(
                 at = places[-1] + 1 if places else len(found)
                 found.insert(at, (name, archived.shape))
     return found
+
+
+def merge_groups(known: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Add another rank's groups, whose hyper-parameters are the same: the parameters it has more.
+
+    >>> known = [{"lr": 0.1, "params": ["a"]}]
+    >>> merge_groups(known, [{"lr": 0.1, "params": ["a", "b"]}])
+    >>> known
+    [{'lr': 0.1, 'params': ['a', 'b']}]
+    """
+    for number, group in enumerate(groups):
+        if number == len(known):
+            known.append(group)
+            continue
+        names = known[number]["params"]
+        seen = {*names}
+        names += [name for name in group["params"] if name not in seen]

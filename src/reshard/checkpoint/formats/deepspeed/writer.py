@@ -194,7 +194,7 @@ class ZeroArranger(Arranger):
             size = part_size(math.prod(shape), self.ranks)
             fragments[own] = NewTensor.of(self.new.tensors[own].dtype, (size,))
             for piece in own_pieces(math.prod(shape), self.ranks, 0):
-                if piece.rank == rank:
+                if piece.container == rank:
                     self.files.put(own, rank, fragments[own])
         others, paths = self._put_others(rank)
         # Stage 3 has the frozen parameters nowhere else.
@@ -321,9 +321,7 @@ class ZeroArranger(Arranger):
             for name in self.parts.groups[self.plan.owners[buffer]].names
             if name in local and name in pieces
         }
-        return ordered(
-            {name: fragment(one.stop - one.start, one.offset) for name, one in own.items()}
-        )
+        return ordered({name: fragment(one.elements, one.offset) for name, one in own.items()})
 
 
 def find_plain_states(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

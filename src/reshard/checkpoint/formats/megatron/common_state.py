@@ -24,7 +24,6 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ import numpy as np
 from reshard.checkpoint.contents import StoredItem
 from reshard.checkpoint.formats.torch_files.building import NewStorage, NewTensor
 from reshard.checkpoint.formats.torch_files.nested_states import (
-    flatten_state,
+    PlainValues,
+    StatePath,
     settle_paths,
     unflatten_state,
 )
@@ -69,7 +69,6 @@ _OPTIMIZER_PARTS = frozenset(
         *("fp32_from_fp16_params", "fp32_from_fp16"),
     }
 )
-StatePath = tuple[str | int, ...]
 ReadStorage = Callable[[ArchivedTensor], bytes]
 
 _PARALLELISM = {
@@ -95,96 +94,80 @@ GROUP_MARKS = {
 }
 
 
-@dataclass
-class CommonState:
-    """Plain values by name, their paths, the groups of optimizers, and a list of unread parts."""
+def add_state(plain: PlainValues, path: StatePath, value: Any, label: str = "the state") -> None:
+    """Add a part of a nested state, with Namespaces as dicts; `label` names its file in errors.
 
-    values: dict[str, Any] = field(default_factory=dict)
-    paths: dict[str, StatePath] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    unread: list[tuple[str, str]] = field(default_factory=list)
+    Raises FormatError for a state that is too deep.
+    """
+    plain.add_state(_without_namespaces(value), path, label)
 
-    def add(self, path: StatePath, value: Any, label: str = "the state") -> None:
-        """Add a part of a nested state; `label` names its file in errors.
 
-        Raises FormatError for a state that is too deep.
-        """
-        nested = _without_namespaces(value)
-        for part in reversed(path):
-            nested = {part: nested}
-        flat = flatten_state(nested, label)
-        self.unread += flat.unread.items()
-        self.unread += [(name, "a tensor among plain values") for name in flat.tensors]
-        for name, plain in flat.values.items():
-            # Two parts of a state may have equal names when the keys of their paths are joined.
-            if name in self.values:
-                self.unread.append((name, "another value has this name"))
-                continue
-            self.values[name] = plain
-            self.paths[name] = flat.paths[name]
+def add_optimizer(plain: PlainValues, state: Any, read: ReadStorage | None = None) -> None:
+    """Add the state of an optimizer, or of a chain of them, without its tensors.
 
-    def add_optimizer(self, state: Any, read: ReadStorage | None = None) -> None:
-        """Add the state of an optimizer, or of a chain of them, without its tensors.
+    `read` returns the storage of a small tensor in it. Groups have no parameters until
+    `set_groups`.
+    """
+    known = plain.values.setdefault(GROUPS, [])
+    for one in chain_of(state):
+        inner = one.get("optimizer", one)
+        if not isinstance(inner, dict):
+            plain.unread.append(("optimizer", explain(inner)))
+            continue
+        groups = inner.get("param_groups")
+        for group in groups if isinstance(groups, list) else []:
+            if isinstance(group, dict):
+                known.append(plain_attributes({k: v for k, v in group.items() if type(k) is str}))
+        common = inner.get("state")
+        if isinstance(common, dict) and "common_step" in common:
+            step = common["common_step"]
+            plain.values[COMMON_STEP] = step if isinstance(step, int | float) else None
+            for group in known:
+                group.setdefault("step", plain.values[COMMON_STEP])
+        for key, value in one.items():
+            if key == _SCALER:
+                _add_scaler(plain, value, read)
+            elif key not in _OPTIMIZER_PARTS:
+                add_state(plain, ("optimizer", key), value)
 
-        `read` returns the storage of a small tensor in it.
-        """
-        for one in chain_of(state):
-            inner = one.get("optimizer", one)
-            if not isinstance(inner, dict):
-                self.unread.append(("optimizer", explain(inner)))
-                continue
-            groups = inner.get("param_groups")
-            for group in groups if isinstance(groups, list) else []:
-                if isinstance(group, dict):
-                    plain = plain_attributes({k: v for k, v in group.items() if type(k) is str})
-                    self.groups.append(plain)
-            common = inner.get("state")
-            if isinstance(common, dict) and "common_step" in common:
-                step = common["common_step"]
-                self.values[COMMON_STEP] = step if isinstance(step, int | float) else None
-                for group in self.groups:
-                    group.setdefault("step", self.values[COMMON_STEP])
-            for key, value in one.items():
-                if key == _SCALER:
-                    self._add_scaler(value, read)
-                elif key not in _OPTIMIZER_PARTS:
-                    self.add(("optimizer", key), value)
 
-    def _add_scaler(self, state: Any, read: ReadStorage | None) -> None:
-        """Add a loss scaler, which the optimizers of a chain share."""
-        if isinstance(state, dict):
-            state = dict(state)
-            scale = state.get(_SCALE)
-            is_number = isinstance(scale, ArchivedTensor) and math.prod(scale.shape) == 1
-            if is_number and scale.dtype is _FLOAT32 and read is not None:
-                state[_SCALE] = number_in(read(scale), scale)
-        known = {name: self.values[name] for name in self.values if name.startswith(SCALER)}
-        found = CommonState()
-        found.add(("optimizer", _SCALER), state)
-        if known != found.values or not known:
-            self.add(("optimizer", _SCALER), state)
+def _add_scaler(plain: PlainValues, state: Any, read: ReadStorage | None) -> None:
+    """Add a loss scaler, which the optimizers of a chain share."""
+    if isinstance(state, dict):
+        state = dict(state)
+        scale = state.get(_SCALE)
+        is_number = isinstance(scale, ArchivedTensor) and math.prod(scale.shape) == 1
+        if is_number and scale.dtype is _FLOAT32 and read is not None:
+            state[_SCALE] = number_in(read(scale), scale)
+    known = {name: plain.values[name] for name in plain.values if name.startswith(SCALER)}
+    found = PlainValues()
+    add_state(found, ("optimizer", _SCALER), state)
+    if known != found.values or not known:
+        add_state(plain, ("optimizer", _SCALER), state)
 
-    def set_groups(self, parameters: Mapping[str, tuple[int, ...]]) -> str | None:
-        """Assign parameters to groups by name and shape; return a note if that is ambiguous."""
-        if not self.groups:
-            return None
-        found: list[list[str]] = [[] for _ in self.groups]
-        unknown = []
-        for name, shape in sorted(parameters.items()):
-            numbers = find_groups(self.groups, name, shape)
-            if len(numbers) == 1:
-                found[numbers[0]].append(name)
-            else:
-                unknown.append(name)
-        for group, names in zip(self.groups, found, strict=True):
-            group["params"] = names
-        self.values[GROUPS] = self.groups
-        if not unknown:
-            return None
-        return (
-            f"which group {len(unknown)} parameters are in cannot be told (first: {unknown[0]}); "
-            f"{GROUPS} has the groups without them"
-        )
+
+def set_groups(plain: PlainValues, parameters: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Assign parameters to groups by name and shape; return a note if that is ambiguous."""
+    groups = plain.values.pop(GROUPS, None)
+    if not groups:
+        return None
+    members: list[list[str]] = [[] for _ in groups]
+    unknown = []
+    for name, shape in sorted(parameters.items()):
+        numbers = find_groups(groups, name, shape)
+        if len(numbers) == 1:
+            members[numbers[0]].append(name)
+        else:
+            unknown.append(name)
+    for group, names in zip(groups, members, strict=True):
+        group["params"] = names
+    plain.values[GROUPS] = groups
+    if not unknown:
+        return None
+    return (
+        f"which group {len(unknown)} parameters are in cannot be told (first: {unknown[0]}); "
+        f"{GROUPS} has the groups without them"
+    )
 
 
 def number_in(storage: bytes, tensor: ArchivedTensor) -> float:

@@ -38,15 +38,16 @@ def read(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError, FormatError, CoverageError: as a distributed checkpoint of PyTorch.
     """
-    from reshard.checkpoint.formats.megatron.common_state import CommonState, read_object
+    from reshard.checkpoint.formats.megatron.common_state import add_state, read_object
     from reshard.checkpoint.formats.megatron.parameters import engine_name
     from reshard.checkpoint.formats.torch_dcp.reader import read as read_chunks
+    from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
     from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, split_state_name
 
     result = read_chunks(folder)
     if not any(name.startswith("model.module.") for name in result.tensors):
         return result
-    state, metas, kept = CommonState(), dict[str, dict[str, Any]](), {}
+    state, metas, kept = PlainValues(), dict[str, dict[str, Any]](), {}
     for name, item in result.items.items():
         if name.startswith(_META):
             parameter, _, key = name.removeprefix(_META).rpartition(".")
@@ -56,7 +57,7 @@ def read(folder: Path) -> Checkpoint:
         ):
             kept[name] = item
         else:
-            state.add(result.paths.get(name, (name,)), read_object(folder, item), name)
+            add_state(state, result.paths.get(name, (name,)), read_object(folder, item), name)
     tensors = {one.name: one for one in _name_tensors(result)}
     known = [name for name in tensors if split_state_name(name) is None]
     groups: list[dict[str, Any]] = []

@@ -19,9 +19,8 @@ numbers, as in PyTorch's optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,8 +41,7 @@ _MAX_LIST_LENGTH = 1_000_000
 _PLAIN = (str, int, float, bool, type(None))
 
 
-@dataclass(frozen=True)
-class FlatState:
+class FlatState(NamedTuple):
     """The contents of a nested state, by name.
 
     Attributes:
@@ -101,8 +99,7 @@ def flatten_state(
     return FlatState(tensors, values, paths, unread, frozenset(unread_tensors))
 
 
-@dataclass(frozen=True, slots=True)
-class _Unread:
+class _Unread(NamedTuple):
     """A value that is neither a tensor nor plain."""
 
     reason: str
@@ -184,6 +181,60 @@ class _Walk:
         return _Unread(explain(value), is_tensor_call(value))
 
 
+class PlainValues:
+    """The plain values of a checkpoint by name, their paths, and the parts that are not read."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.paths: dict[str, StatePath] = {}
+        self.unread: list[tuple[str, str]] = []
+
+    def add(self, name: str, value: Any, path: StatePath = (), label: str = "the state") -> None:
+        """Add a value if it is plain, or list it as unread. A name that is taken stays."""
+        flat = flatten_state([value], label)
+        if flat.unread:
+            self.unread.append((name, next(iter(flat.unread.values()))))
+            return
+        self.values.setdefault(name, value)
+        if path:
+            self.paths.setdefault(name, path)
+
+    def add_state(
+        self,
+        state: Any,
+        prefix: StatePath = (),
+        label: str = "the state",
+        add_tensor: Callable[[str, str, ArchivedTensor], None] | None = None,
+    ) -> None:
+        """Add the values of a nested state; `add_tensor(name, label, tensor)` takes its tensors.
+
+        Args:
+            state: a value that may be nested.
+            prefix: the path of the state.
+            label: the file, for errors.
+            add_tensor: without it, tensors are listed as unread.
+
+        Raises:
+            FormatError: a state that is too deep.
+        """
+        for part in reversed(prefix):
+            state = {part: state}
+        flat = flatten_state(state, label)
+        self.unread += flat.unread.items()
+        for name, tensor in flat.tensors.items():
+            if add_tensor is not None:
+                add_tensor(name, label, tensor)
+            else:
+                self.unread.append((name, "a tensor among plain values"))
+        for name, value in flat.values.items():
+            # Two parts of a state may have equal names when the keys of their paths are joined.
+            if name in self.values:
+                self.unread.append((name, "another value has this name"))
+                continue
+            self.values[name] = value
+            self.paths[name] = flat.paths[name]
+
+
 def unflatten_state(leaves: Mapping[str, Any], paths: Mapping[str, StatePath]) -> Any:
     """Return the nested state of named tensors and values; names without a path are at the top.
 
@@ -194,19 +245,36 @@ def unflatten_state(leaves: Mapping[str, Any], paths: Mapping[str, StatePath]) -
     Raises:
         FormatError: a leaf inside another leaf.
     """
-    top = _Branch()
-    for name, leaf in leaves.items():
-        branch = top
-        path = paths.get(name) or (name,)
-        for part in path[:-1]:
-            inner = branch.setdefault(part, _Branch())
-            if type(inner) is not _Branch:
-                raise FormatError(f"{shortened(name)!r} is inside another leaf")
-            branch = inner
-        if path[-1] in branch:
+    items = [(paths.get(name) or (name,), name, leaf) for name, leaf in leaves.items()]
+    return _nest(items, 0)
+
+
+def _nest(items: Sequence[tuple[StatePath, str, Any]], depth: int) -> Any:
+    """Return the dict or list of leaves `(path, name, value)` whose paths begin alike."""
+    groups: dict[str | int, list[tuple[StatePath, str, Any]]] = {}
+    for item in items:
+        groups.setdefault(item[0][depth], []).append(item)
+    parts: dict[str | int, Any] = {}
+    for part, members in groups.items():
+        is_leaf = [len(path) == depth + 1 for path, _, _ in members]
+        if any(is_leaf) and len(members) > 1:
+            if is_leaf[0] and not is_leaf[1]:
+                raise FormatError(f"{shortened(members[1][1])!r} is inside another leaf")
+            name = members[is_leaf.index(True, 1)][1]
             raise FormatError(f"{shortened(name)!r} is where another leaf has its parts")
-        branch[path[-1]] = leaf
-    return _finish(top)
+        parts[part] = members[0][2] if is_leaf[0] else _nest(members, depth + 1)
+    numbers = [part for part in parts if type(part) is int and 0 <= part < _MAX_LIST_LENGTH]
+    if parts and len(numbers) == len(parts):
+        # An unread part leaves None.
+        return [parts.get(number) for number in range(max(numbers) + 1)]
+    state = parts.get("state")
+    if "param_groups" in parts and isinstance(state, dict) and all(map(_is_number, state)):
+        parts["state"] = {int(key): inner for key, inner in state.items()}
+    return {str(part): inner for part, inner in parts.items()}
+
+
+def _is_number(key: object) -> bool:
+    return isinstance(key, str) and key.isascii() and key.isdigit()
 
 
 def settle_paths(names: Iterable[str], paths: Mapping[str, StatePath]) -> dict[str, StatePath]:
@@ -238,26 +306,3 @@ def settle_paths(names: Iterable[str], paths: Mapping[str, StatePath]) -> dict[s
         ]
         if not moved:
             return settled
-
-
-class _Branch(dict[str | int, Any]):
-    """A dict or list while its parts are added."""
-
-
-def _finish(value: Any) -> Any:
-    """Return a branch as a dict, or as a list if its parts are numbered."""
-    if type(value) is not _Branch:
-        return value
-    parts = {part: _finish(inner) for part, inner in value.items()}
-    numbers = [part for part in parts if type(part) is int and 0 <= part < _MAX_LIST_LENGTH]
-    if parts and len(numbers) == len(parts):
-        # An unread part leaves None.
-        return [parts.get(number) for number in range(max(numbers) + 1)]
-    state = parts.get("state")
-    if "param_groups" in parts and isinstance(state, dict) and all(map(_is_number, state)):
-        parts["state"] = {int(key): inner for key, inner in state.items()}
-    return {str(part): inner for part, inner in parts.items()}
-
-
-def _is_number(key: object) -> bool:
-    return isinstance(key, str) and key.isascii() and key.isdigit()

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 OPTIMIZER_PREFIX = "optimizer."
 GROUPS = OPTIMIZER_PREFIX + "param_groups"
@@ -20,13 +19,15 @@ MASTER, STEP = "master", "step"
 _STATE = OPTIMIZER_PREFIX + "state."
 # AdamW sets this itself when it loads a state, and Adam would become AdamW by it.
 DECOUPLED = "decoupled_weight_decay"
-# Defaults of groups of PyTorch's optimizers.
+# Defaults of groups of PyTorch's optimizers, in the order in which these save them.
 _EVERY_GROUP: dict[str, Any] = {"maximize": False, "foreach": None}
 _USUAL_GROUP: dict[str, Any] = {**_EVERY_GROUP, "differentiable": False}
+_CAPTURABLE: dict[str, Any] = {"capturable": False, **_USUAL_GROUP}
+_DECAYED: dict[str, Any] = {"weight_decay": 0, **_CAPTURABLE}
+_BETAS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 ADAM_GROUP: dict[str, Any] = {
     "lr": 0.001,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
+    **_BETAS,
     "weight_decay": 0.01,
     "amsgrad": False,
     "capturable": False,
@@ -34,10 +35,65 @@ ADAM_GROUP: dict[str, Any] = {
     DECOUPLED: False,
     **_USUAL_GROUP,
 }
+_NADAM_GROUP = {
+    "lr": 0.002,
+    **_BETAS,
+    "weight_decay": 0,
+    "momentum_decay": 0.004,
+    DECOUPLED: False,
+    **_CAPTURABLE,
+}
+_ADAMAX_GROUP = {"lr": 0.002, **_BETAS, **_DECAYED}
+_ADADELTA_GROUP = {"lr": 1.0, "rho": 0.9, "eps": 1e-6, **_DECAYED}
+_RMSPROP_GROUP = {
+    "lr": 0.01,
+    "momentum": 0,
+    "alpha": 0.99,
+    "eps": 1e-8,
+    "centered": False,
+    **_DECAYED,
+}
+_RPROP_GROUP = {"lr": 0.01, "etas": (0.5, 1.2), "step_sizes": (1e-6, 50), **_CAPTURABLE}
+_ASGD_GROUP = {"lr": 0.01, "lambd": 0.0001, "alpha": 0.75, "t0": 1000000.0, **_DECAYED}
+_MUON_GROUP = {
+    "lr": 0.001,
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": (3.4445, -4.775, 2.0315),
+    "eps": 1e-7,
+    "ns_steps": 5,
+    "adjust_lr_fn": None,
+}
+_SGD_GROUP = {
+    "lr": 0.001,
+    "momentum": 0,
+    "dampening": 0,
+    "weight_decay": 0,
+    "nesterov": False,
+    "fused": None,
+    **_USUAL_GROUP,
+}
+_ADAGRAD_GROUP = {
+    "lr": 0.01,
+    "lr_decay": 0,
+    "eps": 1e-10,
+    "weight_decay": 0,
+    "initial_accumulator_value": 0,
+    "fused": None,
+    **_USUAL_GROUP,
+}
+_ADAFACTOR_GROUP = {
+    "lr": 0.01,
+    "beta2_decay": -0.8,
+    "eps": (None, 0.001),
+    "d": 1.0,
+    "weight_decay": 0.0,
+    **_EVERY_GROUP,
+}
 
 
-@dataclass(frozen=True, slots=True)
-class _TorchOptimizer:
+class _TorchOptimizer(NamedTuple):
     """An optimizer of PyTorch.
 
     Attributes:
@@ -55,133 +111,25 @@ class _TorchOptimizer:
 
 # Optimizers with more keys come first: their keys include those of others.
 _OPTIMIZERS = (
-    _TorchOptimizer(
-        frozenset({"exp_avg", "exp_avg_sq", "mu_product"}),
-        {
-            "lr": 0.002,
-            "betas": (0.9, 0.999),
-            "eps": 1e-8,
-            "weight_decay": 0,
-            "momentum_decay": 0.004,
-            DECOUPLED: False,
-            "capturable": False,
-            **_USUAL_GROUP,
-        },
-    ),
+    _TorchOptimizer(frozenset({"exp_avg", "exp_avg_sq", "mu_product"}), _NADAM_GROUP),
     _TorchOptimizer(
         frozenset({"exp_avg", "exp_avg_sq"}), ADAM_GROUP, (("max_exp_avg_sq", "amsgrad"),)
     ),
-    _TorchOptimizer(
-        frozenset({"exp_avg", "exp_inf"}),
-        {
-            "lr": 0.002,
-            "betas": (0.9, 0.999),
-            "eps": 1e-8,
-            "weight_decay": 0,
-            "capturable": False,
-            **_USUAL_GROUP,
-        },
-    ),
-    _TorchOptimizer(
-        frozenset({"square_avg", "acc_delta"}),
-        {
-            "lr": 1.0,
-            "rho": 0.9,
-            "eps": 1e-6,
-            "weight_decay": 0,
-            "capturable": False,
-            **_USUAL_GROUP,
-        },
-    ),
-    _TorchOptimizer(
-        frozenset({"square_avg"}),
-        {
-            "lr": 0.01,
-            "momentum": 0,
-            "alpha": 0.99,
-            "eps": 1e-8,
-            "centered": False,
-            "weight_decay": 0,
-            "capturable": False,
-            **_USUAL_GROUP,
-        },
-        (("grad_avg", "centered"),),
-    ),
-    _TorchOptimizer(
-        frozenset({"prev", "step_size"}),
-        {
-            "lr": 0.01,
-            "etas": (0.5, 1.2),
-            "step_sizes": (1e-6, 50),
-            "capturable": False,
-            **_USUAL_GROUP,
-        },
-    ),
-    _TorchOptimizer(
-        frozenset({"ax", "eta", "mu"}),
-        {
-            "lr": 0.01,
-            "lambd": 0.0001,
-            "alpha": 0.75,
-            "t0": 1000000.0,
-            "weight_decay": 0,
-            "capturable": False,
-            **_USUAL_GROUP,
-        },
-    ),
+    _TorchOptimizer(frozenset({"exp_avg", "exp_inf"}), _ADAMAX_GROUP),
+    _TorchOptimizer(frozenset({"square_avg", "acc_delta"}), _ADADELTA_GROUP),
+    _TorchOptimizer(frozenset({"square_avg"}), _RMSPROP_GROUP, (("grad_avg", "centered"),)),
+    _TorchOptimizer(frozenset({"prev", "step_size"}), _RPROP_GROUP),
+    _TorchOptimizer(frozenset({"ax", "eta", "mu"}), _ASGD_GROUP),
     _TorchOptimizer(
         frozenset({"momentum_buffer"}),
-        {
-            "lr": 0.001,
-            "weight_decay": 0.1,
-            "momentum": 0.95,
-            "nesterov": True,
-            "ns_coefficients": (3.4445, -4.775, 2.0315),
-            "eps": 1e-7,
-            "ns_steps": 5,
-            "adjust_lr_fn": None,
-        },
+        _MUON_GROUP,
         signs=frozenset({"ns_coefficients", "ns_steps"}),
     ),
-    _TorchOptimizer(
-        frozenset({"momentum_buffer"}),
-        {
-            "lr": 0.001,
-            "momentum": 0,
-            "dampening": 0,
-            "weight_decay": 0,
-            "nesterov": False,
-            "fused": None,
-            **_USUAL_GROUP,
-        },
-    ),
-    _TorchOptimizer(
-        frozenset({"sum"}),
-        {
-            "lr": 0.01,
-            "lr_decay": 0,
-            "eps": 1e-10,
-            "weight_decay": 0,
-            "initial_accumulator_value": 0,
-            "fused": None,
-            **_USUAL_GROUP,
-        },
-    ),
+    _TorchOptimizer(frozenset({"momentum_buffer"}), _SGD_GROUP),
+    _TorchOptimizer(frozenset({"sum"}), _ADAGRAD_GROUP),
     # Vectors have one variance, matrices one of rows and one of columns.
-    *(
-        _TorchOptimizer(
-            frozenset(keys),
-            {
-                "lr": 0.01,
-                "beta2_decay": -0.8,
-                "eps": (None, 0.001),
-                "d": 1.0,
-                "weight_decay": 0.0,
-                **_EVERY_GROUP,
-            },
-        )
-        for keys in (["row_var", "col_var"], ["variance"])
-    ),
+    _TorchOptimizer(frozenset({"row_var", "col_var"}), _ADAFACTOR_GROUP),
+    _TorchOptimizer(frozenset({"variance"}), _ADAFACTOR_GROUP),
 )
 #: The keys of PyTorch's optimizers.
 OPTIMIZER_KEYS = frozenset(
@@ -252,6 +200,37 @@ def complete_group(group: Mapping[str, Any], keys: Iterable[str]) -> dict[str, A
 
 
 Shape = tuple[int, ...]
+
+
+def match_in_order(
+    shapes: Sequence[Shape | None], weights: Sequence[tuple[str, Shape]]
+) -> list[str] | None:
+    """Return the weights that match a sequence of shapes, or None unless the match is unique.
+
+    An unknown shape, of a parameter that was never trained, matches any weight.
+
+    >>> match_in_order([(2,), (4,)], [("a", (2,)), ("b", (3,)), ("c", (4,))])
+    ['a', 'c']
+    >>> match_in_order([(2,)], [("a", (2,)), ("b", (2,))]) is None
+    True
+    """
+    forward = _match_greedily(shapes, weights)
+    backward = _match_greedily(shapes[::-1], weights[::-1])
+    # The first and the last match agree if there is only one.
+    return forward if backward is not None and forward == backward[::-1] else None
+
+
+def _match_greedily(
+    shapes: Sequence[Shape | None], weights: Sequence[tuple[str, Shape]]
+) -> list[str] | None:
+    """Assign to each shape the first weight of that shape after the previous one."""
+    matched, rest = [], iter(weights)
+    for shape in shapes:
+        name = next((name for name, own in rest if shape is None or own == shape), None)
+        if name is None:
+            return None
+        matched.append(name)
+    return matched
 
 
 def find_state_names(

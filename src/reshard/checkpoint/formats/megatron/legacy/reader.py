@@ -17,7 +17,7 @@ from typing import Any
 
 from reshard.binding import FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredFile
-from reshard.checkpoint.formats.megatron.common_state import CommonState
+from reshard.checkpoint.formats.megatron.common_state import add_optimizer, add_state, set_groups
 from reshard.checkpoint.formats.megatron.legacy import (
     FORMAT_NAME,
     OPTIMIZER_NAME,
@@ -37,6 +37,7 @@ from reshard.checkpoint.formats.megatron.legacy.ranks import (
 )
 from reshard.checkpoint.formats.megatron.parameters import ParameterCut, engine_name, find_cut
 from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, WholeTensors, dense_block
+from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.pickles import Call
 from reshard.checkpoint.formats.torch_files.reading import read_storage, read_torch_file
@@ -81,7 +82,7 @@ def read(root: Path, inside: str = "") -> Checkpoint:
     tensors = builder.whole.stored(len(ranks))
     common = _read_common(root, ranks[0])
     weights = {n: t.shape for n, t in tensors.items() if state_name(n, "exp_avg") in tensors}
-    note = common.set_groups(weights)
+    note = set_groups(common, weights)
     files = tuple(
         StoredFile(name, (root / name).stat().st_size, rank.slot)
         for rank in ranks
@@ -163,14 +164,14 @@ def _read_rank(own: Path, sizes: Parallelism, place: RankPlace, slot: int, ahead
     return found
 
 
-def _read_common(folder: Path, rank: RankFiles) -> CommonState:
+def _read_common(folder: Path, rank: RankFiles) -> PlainValues:
     """Return the plain values of the first rank."""
-    common = CommonState()
+    common = PlainValues()
     for key, value in rank.state.items():
         if not key.startswith("model") and key not in _OWN_PARTS:
-            common.add((key,), value, rank.name)
-    common.add(("args",), rank.state.get("args", {}), rank.name)
-    common.add_optimizer(rank.state.get("optimizer"), partial(read_storage, folder / rank.name))
+            add_state(common, (key,), value, rank.name)
+    add_state(common, ("args",), rank.state.get("args", {}), rank.name)
+    add_optimizer(common, rank.state.get("optimizer"), partial(read_storage, folder / rank.name))
     if "rng_state" in rank.state:
         common.unread.append(
             ("rng_state", "states of random number generators are those of one rank each")

@@ -28,7 +28,7 @@ from typing import Any
 from reshard.checkpoint.blocks.fusing import StoredBox, list_stored_boxes
 from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
 from reshard.checkpoint.formats.megatron.common_state import (
-    CommonState,
+    add_optimizer,
     arguments_of,
     has_stacked_experts,
     is_expert,
@@ -55,6 +55,7 @@ from reshard.checkpoint.formats.megatron.rank_blocks import (
     find_plan,
     flat_block,
 )
+from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.reading import read_storage
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
@@ -93,7 +94,7 @@ _Buffers = dict[tuple[int, int, int], _Buffer]
 class BucketSpace:
     """The state of a checkpoint in buckets; `unread` lists the parts that are not read."""
 
-    def __init__(self, folder: Path, found: Checkpoint, state: CommonState) -> None:
+    def __init__(self, folder: Path, found: Checkpoint, state: PlainValues) -> None:
         self._folder = folder
         self._found = found
         self._state = state
@@ -152,7 +153,7 @@ class BucketSpace:
             if isinstance(parts, list) and parts:
                 path, start_bytes = self._folder / item.place.path, item.place.start_bytes
                 read = partial(read_storage, path, start_bytes=start_bytes)
-                self._state.add_optimizer({"optimizer": {}, part: parts[0]}, read)
+                add_optimizer(self._state, {"optimizer": {}, part: parts[0]}, read)
 
     def _assemble(
         self, buffers: _Buffers, weights: Mapping[str, StoredTensor]

@@ -42,7 +42,7 @@ from typing import Any
 
 from reshard.checkpoint.blocks.fusing import StoredBox, bind_boxes, list_stored_boxes
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredTensor
-from reshard.checkpoint.formats.megatron.common_state import CommonState
+from reshard.checkpoint.formats.megatron.common_state import add_optimizer, add_state, set_groups
 from reshard.checkpoint.formats.megatron.parameters import engine_name, split_megatron_name
 from reshard.checkpoint.formats.megatron.torch_dist import (
     BACKEND,
@@ -61,6 +61,7 @@ from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import (
     unstack,
 )
 from reshard.checkpoint.formats.torch_dcp import reader
+from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.reading import read_storage, read_torch_file
 from reshard.checkpoint.formats.torch_files.values import as_sizes, explain
@@ -98,7 +99,7 @@ def read(folder: Path) -> Checkpoint:
     if buckets.is_there:
         tensors |= buckets.tensors(tensors)
     parameters = {name: one.shape for name, one in tensors.items() if _has_state(name, tensors)}
-    note = state.set_groups(parameters)
+    note = set_groups(state, parameters)
     return dataclasses.replace(
         found,
         format=FORMAT_NAME,
@@ -117,7 +118,7 @@ def read(folder: Path) -> Checkpoint:
     )
 
 
-def _read_common(folder: Path) -> CommonState:
+def _read_common(folder: Path) -> PlainValues:
     path = folder / COMMON_NAME
     if not path.is_file():
         raise CheckpointError(
@@ -127,15 +128,15 @@ def _read_common(folder: Path) -> CommonState:
     content = read_torch_file(path)
     if not isinstance(content, dict):
         raise FormatError(f"{path} holds {explain(content)}, expected the state that ranks share")
-    state = CommonState()
+    state = PlainValues()
     for key, value in content.items():
         if key == "optimizer":
-            state.add_optimizer(value, partial(read_storage, path))
+            add_optimizer(state, value, partial(read_storage, path))
         elif key == "content_metadata" and isinstance(value, dict):
             if own := {k: v for k, v in value.items() if k not in CONTENT_KEYS}:
-                state.add((key,), own, str(path))
+                add_state(state, (key,), own, str(path))
         elif type(key) is str:
-            state.add((key,), value, str(path))
+            add_state(state, (key,), value, str(path))
         else:
             state.unread.append((repr(key), "its name is not text"))
     return state
