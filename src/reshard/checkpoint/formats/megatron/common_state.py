@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from reshard.checkpoint.contents import StoredItem
+from reshard.checkpoint.formats.megatron.parameters import is_expert
 from reshard.checkpoint.formats.torch_files.building import NewStorage, NewTensor
 from reshard.checkpoint.formats.torch_files.nested_states import (
     PlainValues,
@@ -256,11 +257,6 @@ def chain_of(state: Any) -> Iterator[dict[str, Any]]:
     for member in members:
         if isinstance(member, dict):
             yield member
-
-
-def is_expert(name: str) -> bool:
-    """Return whether a parameter is an expert's, by its name."""
-    return ".local_experts." in name or re.search(r"\.experts\.(?!local)", name) is not None
 
 
 def has_stacked_experts(arguments: Mapping[str, Any]) -> bool:

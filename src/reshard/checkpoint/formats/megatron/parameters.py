@@ -71,6 +71,28 @@ _MIXER = re.compile(r"^decoder\.layers\.\d+\.mixer\.(?:in_proj|conv1d)\.(?:weigh
 _SEPARATE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
 
 
+def split_layer(name: str) -> tuple[str, int, str] | None:
+    """Return what precedes the number of a layer in a name, the number, and the rest.
+
+    >>> split_layer("decoder.layers.3.mlp.linear_fc1.weight")
+    ('decoder.layers.', 3, '.mlp.linear_fc1.weight')
+    >>> split_layer("decoder.final_layernorm.weight") is None
+    True
+    """
+    match = re.match(r"((?:.*?\.)?layers\.)(\d+)(\..+)$", name)
+    return None if match is None else (match[1], int(match[2]), match[3])
+
+
+def split_expert(name: str) -> tuple[str, int, str] | None:
+    """Return what precedes the number of an expert in a name, the number, and the rest.
+
+    >>> split_expert("mlp.experts.local_experts.3.linear_fc1.weight")
+    ('mlp.experts.local_experts.', 3, '.linear_fc1.weight')
+    """
+    match = re.match(r"(.*?\.experts\.local_experts\.)(\d+)(\..*)$", name)
+    return None if match is None else (match[1], int(match[2]), match[3])
+
+
 def engine_name(name: str, names: Collection[str]) -> str:
     """Return a parameter as Transformer Engine's layers and separate experts have it.
 
@@ -112,6 +134,11 @@ def find_read_names(names: Collection[str]) -> dict[str, str]:
         if read != parameter:
             result[name] = state_name(read, key) if key else read
     return result
+
+
+def is_expert(name: str) -> bool:
+    """Return whether a parameter is an expert's, by its name."""
+    return ".local_experts." in name or re.search(r"\.experts\.(?!local)", name) is not None
 
 
 def local_name(name: str) -> str:

@@ -5,10 +5,11 @@ stretch of the whole, or several: of a gated layer a part of the gate, then a pa
 (`BlockPlace`)::
 
     whole  | gate 0 | gate 1 | up 0 | up 1 |        block of rank 1  | gate 1 | up 1 |
-                                                    stretches        (0, 4, 4), (4, 8, 12)
+                                                    boxes  0:4 at 4, 4:8 at 12
 
 A block is stored as a tensor (`dense_block`), or flat in a bucket of the distributed optimizer
-(`flat_block`). `WholeTensors` assembles the blocks of all ranks.
+(`flat_block`): as regions, whose container is a file and whose unit is a byte, each with the rank
+that has it. `WholeTensors` assembles the blocks of all ranks.
 
 Megatron-core's optimizer puts the parameters of a dtype on a rank into a buffer, in reversed order,
 each at a multiple of 64 elements, and divides the buffer into buckets that data-parallel ranks can
@@ -30,41 +31,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from reshard.binding import FileRange, View
-from reshard.checkpoint.blocks.fusing import StoredBox, bind_stored_boxes
 from reshard.checkpoint.contents import StoredTensor
+from reshard.checkpoint.formats.megatron.parameters import is_expert
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.dtypes import DType
 from reshard.errors import FormatError
-from reshard.layout import Box, flat_range_boxes
+from reshard.geometry.regions import Region, bind_regions, flat_regions
+from reshard.layout import Box
+
+Shape = tuple[int, ...]
+# A region of a file, in bytes, and the rank that has it.
+StoredRegion = tuple[int, Region]
 
 
-class Stretch(NamedTuple):
-    """Indices `start:stop` of a block, which begin at `whole_start` in the whole."""
+class BlockPlace(NamedTuple):
+    """The place of a rank's block in the whole of `shape`.
 
-    start: int
-    stop: int
-    whole_start: int
+    `pieces` are boxes of the block, each with its first index in the whole.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class BlockPlace:
-    """The place of a rank's block in the whole of `shape`, sharded in a dimension or in none."""
-
-    shape: tuple[int, ...]
-    dimension: int | None = None
-    stretches: tuple[Stretch, ...] = ()
-
-    @property
-    def block_shape(self) -> tuple[int, ...]:
-        """The shape of the block."""
-        if self.dimension is None:
-            return self.shape
-        length = sum(stretch.stop - stretch.start for stretch in self.stretches)
-        at = self.dimension
-        return (*self.shape[:at], length, *self.shape[at + 1 :])
+    shape: Shape
+    block_shape: Shape
+    pieces: tuple[tuple[Box, Shape], ...]
 
     @classmethod
     def cut(
@@ -74,185 +64,168 @@ class BlockPlace:
 
         `stride` is the number of stretches of a block, as Megatron's `partition_stride`.
 
-        >>> BlockPlace.cut((8, 4), 0, 1, 2, 2).stretches
-        (Stretch(start=0, stop=4, whole_start=4), Stretch(start=4, stop=8, whole_start=12))
+        >>> [str(box) for box in BlockPlace.cut((8, 4), 0, 1, 2, 2).boxes()]
+        ['[4:8, 0:4]', '[12:16, 0:4]']
         """
+        shape, zeros = tuple(block), (0,) * len(block)
         if dimension is None or parts == 1:
-            return cls(tuple(block))
-        length = block[dimension] // stride
-        stretches = tuple(
-            Stretch(n * length, (n + 1) * length, (n * parts + part) * length)
-            for n in range(stride)
-        )
-        whole = (*block[:dimension], block[dimension] * parts, *block[dimension + 1 :])
-        return cls(whole, dimension, stretches)
+            return cls(shape, shape, ((Box(zeros, shape), zeros),))
+        d, length = dimension, shape[dimension] // stride
+        pieces = []
+        for n in range(stride):
+            start = (*zeros[:d], n * length, *zeros[d + 1 :])
+            stop = (*shape[:d], (n + 1) * length, *shape[d + 1 :])
+            to = (*zeros[:d], (n * parts + part) * length, *zeros[d + 1 :])
+            pieces.append((Box(start, stop), to))
+        whole = (*shape[:d], shape[d] * parts, *shape[d + 1 :])
+        return cls(whole, shape, tuple(pieces))
 
     def boxes(self) -> list[Box]:
         """Return the boxes of the block in the whole, in the block's order."""
-        return [box for box, _ in self.split(Box((0,) * len(self.shape), self.block_shape))]
+        return [
+            Box(to, tuple(a + n for a, n in zip(to, box.shape, strict=True)))
+            for box, to in self.pieces
+        ]
 
-    def split(self, box: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """Yield a box of the block as boxes of the whole, each with its offset in the given box."""
-        at = self.dimension
-        if at is None:
-            yield box, (0,) * len(self.shape)
-            return
-        for start, stop, whole_start in self.stretches:
-            low, high = max(start, box.start[at]), min(stop, box.stop[at])
-            if low < high:
-                ahead = whole_start - start
-                ends = [
-                    (*end[:at], edge + ahead, *end[at + 1 :])
-                    for end, edge in ((box.start, low), (box.stop, high))
-                ]
-                first = [0] * len(self.shape)
-                first[at] = low - box.start[at]
-                yield Box(*ends), tuple(first)
+    def place(self, regions: Iterable[StoredRegion]) -> Iterator[StoredRegion]:
+        """Yield regions of the block as regions of the whole."""
+        for slot, region in regions:
+            for box, to in self.pieces:
+                # A block without elements has no common part with itself.
+                common = region if 0 in self.block_shape else region.intersect(*box)
+                if common is not None:
+                    by = [a - b for a, b in zip(to, box.start, strict=True)]
+                    yield slot, common.translate(by)
 
 
 def dense_block(
-    slot: int, path: str, start_bytes: int, shape: Sequence[int], view: View
-) -> StoredBox:
-    """Return a block that is a tensor of a file, whose storage begins at `start_bytes`."""
-    box = Box((0,) * len(shape), tuple(shape))
-    place = FileRange(path, start_bytes)
-    return StoredBox(slot, box, place, view.strides)
+    slot: int, path: str, tensor: ArchivedTensor, offset_bytes: int = 0
+) -> StoredRegion:
+    """Return a block that is a tensor of a file, or of an archive at `offset_bytes` of the file."""
+    shape, itemsize_bytes = tensor.shape, tensor.dtype.itemsize_bytes
+    strides = tuple(stride * itemsize_bytes for stride in tensor.view.strides)
+    start_bytes = offset_bytes + tensor.start_bytes + tensor.view.offset * itemsize_bytes
+    return slot, Region((0,) * len(shape), shape, path, start_bytes, strides)
 
 
-def flat_block(
-    boxes: Iterable[StoredBox], start: int, shape: Sequence[int], itemsize_bytes: int
-) -> Iterator[StoredBox]:
+def flat_block(regions: Iterable[StoredRegion], start: int, shape: Shape) -> Iterator[StoredRegion]:
     """Yield the block of `shape` that is flat in a 1-D tensor, from index `start` on.
 
-    `boxes` are those in which the 1-D tensor is stored.
+    `regions` are those in which the 1-D tensor is stored.
     """
     stop = start + math.prod(shape)
-    for one in boxes:
-        low, high = max(start, one.box.start[0]), min(stop, one.box.stop[0])
-        done = low
-        for box in flat_range_boxes(shape, low - start, high - start) if low < high else ():
-            further = (done - one.box.start[0]) * one.strides[0] * itemsize_bytes
-            strides = tuple(
-                math.prod(box.shape[d + 1 :]) * one.strides[0] for d in range(len(shape))
-            )
-            yield one.moved(box, further, strides)
-            done += box.elements
+    for slot, region in regions:
+        low, high = max(start, region.start[0]), min(stop, region.stop[0])
+        if low < high:
+            part = region.narrow(0, low, high)
+            for own in flat_regions(
+                shape, low - start, high - start, part.container, part.offset, part.strides[0]
+            ):
+                yield slot, own
 
 
-@dataclass
-class WholeTensor:
-    """A tensor that is assembled from the blocks of ranks."""
+class _Whole(NamedTuple):
+    """A tensor that is assembled; `first` is the label of its first block."""
 
-    name: str
     dtype: DType
-    shape: tuple[int, ...]
-    # The label of its first block, for errors.
+    shape: Shape
     first: str
-    boxes: list[StoredBox] = field(default_factory=list)
-
-    def add(self, block: Iterable[StoredBox], place: BlockPlace) -> None:
-        """Add the boxes of a block, given in the block's indices."""
-        itemsize_bytes = self.dtype.itemsize_bytes
-        for one in block:
-            for box, first in place.split(one.box):
-                ahead = sum(a * stride for a, stride in zip(first, one.strides, strict=True))
-                self.boxes.append(one.moved(box, ahead * itemsize_bytes))
-
-    def stored(self, slots: int) -> StoredTensor:
-        """Return the tensor over `slots` ranks.
-
-        Raises CoverageError if a part is missing.
-        """
-        binding = bind_stored_boxes(self.shape, self.boxes, slots)
-        return StoredTensor(self.name, self.dtype, binding)
+    regions: list[StoredRegion]
 
 
 class WholeTensors:
-    """The tensors that are assembled from the blocks of ranks."""
+    """The tensors that are assembled from the blocks of ranks, by name."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, WholeTensor] = {}
+        self.tensors: dict[str, _Whole] = {}
 
     def add(
         self,
         name: str,
         dtype: DType,
         place: BlockPlace,
-        block: Iterable[StoredBox],
+        block: Iterable[StoredRegion],
         label: str,
     ) -> None:
-        """Add a rank's block; `label` names its rank in errors.
+        """Add a rank's block, in regions of the block; `label` names its rank in errors.
 
         Raises FormatError if ranks have different dtypes or shapes.
         """
-        found = self.tensors.get(name)
-        if found is None:
-            found = self.tensors[name] = WholeTensor(name, dtype, place.shape, label)
-        if (found.dtype, found.shape) != (dtype, place.shape):
+        whole = self.tensors.setdefault(name, _Whole(dtype, place.shape, label, []))
+        if (whole.dtype, whole.shape) != (dtype, place.shape):
             raise FormatError(
                 f"{label} has a part of {name!r}, {dtype.name} {list(place.shape)} in all, where "
-                f"{found.first} has one of {found.dtype.name} {list(found.shape)}; they are of "
+                f"{whole.first} has one of {whole.dtype.name} {list(whole.shape)}; they are of "
                 "different saves"
             )
-        found.add(block, place)
+        whole.regions.extend(place.place(block))
 
     def stored(self, slots: int) -> Mapping[str, StoredTensor]:
-        """Return the tensors over `slots` ranks, each covered."""
-        made = {name: one.stored(slots) for name, one in self.tensors.items()}
-        for tensor in made.values():
+        """Return the tensors over `slots` ranks.
+
+        Raises CoverageError if a part of a tensor is missing.
+        """
+        tensors = {}
+        for name, (dtype, shape, _, regions) in self.tensors.items():
+            binding = bind_regions(shape, regions, slots, dtype.itemsize_bytes)
+            tensors[name] = StoredTensor(name, dtype, binding)
+        for tensor in tensors.values():
             _ = tensor.assembly
-        return made
+        return tensors
 
 
 _ALIGNMENT = 64
+# The parameters that the first and the last stage share if embeddings are tied.
+_EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-class BufferedParameter(NamedTuple):
-    """A parameter of a buffer: its name, its block's shape, whether two stages share it."""
+class RankParameter(NamedTuple):
+    """A parameter of a rank, in the order of its modules.
 
+    Attributes:
+        chunk: the chunk of the model, by its number on the rank.
+        name: in the chunk.
+        dtype, shape: of its block.
+        is_shared: whether two stages share it.
+    """
+
+    chunk: int
     name: str
-    shape: tuple[int, ...]
+    dtype: DType
+    shape: Shape
     is_shared: bool = False
 
 
-class BucketPlace(NamedTuple):
-    """The bucket of a parameter, and its first index there."""
+class BufferPlan(NamedTuple):
+    """The buckets of a buffer: their lengths without padding, and the places of parameters.
 
-    bucket: int
-    start: int
-
-
-@dataclass(frozen=True)
-class BufferPlan:
-    """The buckets of a buffer: their lengths without padding, and the places of parameters."""
+    A place is a parameter, its bucket, and its first index there.
+    """
 
     lengths: tuple[int, ...]
-    places: tuple[tuple[BufferedParameter, BucketPlace], ...]
+    places: tuple[tuple[RankParameter, int, int], ...]
 
-    @property
-    def coalesced_length(self) -> int:
-        """The length of the buffer without the padding of its buckets."""
-        return sum(self.lengths)
-
-    def coalesced(self) -> Iterator[tuple[BufferedParameter, int]]:
-        """Yield the first index of each parameter in the buffer without padding."""
+    def coalesced(self) -> BufferPlan:
+        """Return the plan of the buffer without padding, a single bucket."""
         ahead = [sum(self.lengths[:bucket]) for bucket in range(len(self.lengths))]
-        for parameter, place in self.places:
-            yield parameter, ahead[place.bucket] + place.start
+        places = tuple((of, 0, ahead[bucket] + start) for of, bucket, start in self.places)
+        return BufferPlan((sum(self.lengths),), places)
 
 
 def plan_buffer(
-    parameters: Sequence[BufferedParameter], bucket_elements: int | None = None
+    parameters: Sequence[RankParameter], bucket_elements: int | None = None
 ) -> BufferPlan:
     """Plan the buckets of parameters, given in the order of the modules.
 
     `bucket_elements` is the requested number of elements of a bucket, or None for a single bucket.
 
-    >>> plan_buffer([BufferedParameter("a", (5,)), BufferedParameter("b", (70,))]).places[1]
-    (BufferedParameter(name='a', shape=(5,), is_shared=False), BucketPlace(bucket=0, start=128))
+    >>> from reshard.dtypes import dtype
+    >>> both = [RankParameter(0, name, dtype("int8"), (n,)) for name, n in (("a", 5), ("b", 70))]
+    >>> [(of.name, bucket, start) for of, bucket, start in plan_buffer(both).places]
+    [('b', 0, 0), ('a', 0, 128)]
     """
     lengths: list[int] = []
-    places: list[tuple[BufferedParameter, BucketPlace]] = []
+    places: list[tuple[RankParameter, int, int]] = []
     # Indices in the bucket: buckets begin at multiples of the alignment.
     at, is_empty = 0, True
     for parameter in reversed(parameters):
@@ -260,7 +233,7 @@ def plan_buffer(
         if parameter.is_shared and not is_empty:
             lengths.append(at)
             at = 0
-        places.append((parameter, BucketPlace(len(lengths), at)))
+        places.append((parameter, len(lengths), at))
         at += math.prod(parameter.shape)
         is_empty = False
         is_full = bucket_elements is not None and at >= bucket_elements
@@ -273,11 +246,13 @@ def plan_buffer(
 
 
 def find_plan(
-    parameters: Sequence[BufferedParameter],
+    parameters: Sequence[RankParameter],
     lengths: int | Sequence[int],
     bucket_elements: Iterable[int] = (),
 ) -> BufferPlan | None:
     """Return a plan whose buckets have the lengths in a checkpoint, or None.
+
+    For a sum of lengths it is the plan of a coalesced buffer.
 
     Args:
         parameters: in the order of the modules.
@@ -291,8 +266,44 @@ def find_plan(
     for size in sizes:
         plan = plan_buffer(parameters, size)
         if isinstance(lengths, int):
-            if plan.coalesced_length == lengths:
-                return plan
+            if sum(plan.lengths) == lengths:
+                return plan.coalesced()
         elif plan.lengths == tuple(lengths):
             return plan
     return None
+
+
+_MIN_BUCKET_ELEMENTS = 40_000_000
+_BUCKET_ELEMENTS_PER_RANK = 1_000_000
+
+
+def split_chain(parameters: Sequence[RankParameter], members: int) -> list[list[RankParameter]]:
+    """Return the parameters of each optimizer of a chain; of two, dense ones and experts."""
+    if members != 2:
+        return [list(parameters)]
+    return [
+        [parameter for parameter in parameters if is_expert(parameter.name) == flag]
+        for flag in (False, True)
+    ]
+
+
+def list_buffers(
+    parameters: Sequence[RankParameter], *, is_embedding_shared: bool
+) -> list[list[RankParameter]]:
+    """Return the buffers of an optimizer's parameters, by chunk and element type."""
+    buffers: dict[tuple[int, str], list[RankParameter]] = {}
+    for parameter in parameters:
+        is_embedding = parameter.name.endswith(_EMBEDDINGS)
+        buffered = parameter._replace(is_shared=is_embedding_shared and is_embedding)
+        buffers.setdefault((parameter.chunk, parameter.dtype.name), []).append(buffered)
+    return [buffers[key] for key in sorted(buffers, key=lambda key: key[0])]
+
+
+def bucket_sizes(arguments: Mapping[str, Any]) -> list[int]:
+    """Return the elements that a bucket may have been asked to have, by Megatron's arguments."""
+    ranks = arguments.get("data_parallel_size")
+    usual = max(
+        _MIN_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * (ranks if type(ranks) is int else 1)
+    )
+    asked = arguments.get("ddp_bucket_size")
+    return [asked, usual] if type(asked) is int and asked > 0 else [usual]

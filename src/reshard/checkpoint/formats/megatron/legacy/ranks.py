@@ -27,22 +27,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from reshard.binding import View
-from reshard.checkpoint.blocks.fusing import StoredBox, split_stack, swap_last_dimensions
 from reshard.checkpoint.blocks.spans import is_dense
-from reshard.checkpoint.formats.megatron.common_state import chain_of, find_groups, is_expert
+from reshard.checkpoint.formats.megatron.common_state import chain_of, find_groups
 from reshard.checkpoint.formats.megatron.legacy import Parallelism, RankPlace
-from reshard.checkpoint.formats.megatron.parameters import common_key
+from reshard.checkpoint.formats.megatron.parameters import common_key, split_layer
 from reshard.checkpoint.formats.megatron.rank_blocks import (
-    BufferedParameter,
+    RankParameter,
+    StoredRegion,
+    bucket_sizes,
     dense_block,
     find_plan,
     flat_block,
+    list_buffers,
+    split_chain,
 )
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, explain
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, FormatError
 
-_LAYER = re.compile(r"^((?:.*?\.)?layers\.)(\d+)(\..+)$")
 _LOCAL = re.compile(r"(\.experts\.local_experts\.)(\d+)(\.)")
 _GROUPED = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
 _STACKED = re.compile(r"^(.*\.experts)\.weight([12])$")
@@ -71,9 +73,9 @@ class RankChunk:
         """The number of layers of each sequence of layers."""
         found: dict[str, int] = {}
         for name in self.tensors:
-            match = _LAYER.match(name)
-            if match is not None:
-                found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
+            if (layer := split_layer(name)) is not None:
+                row, number, _ = layer
+                found[row] = max(found.get(row, 0), number + 1)
         return found
 
     @property
@@ -103,10 +105,9 @@ class RankChunk:
 
     def whole_name(self, name: str) -> str:
         """Return the name in the whole model."""
-        match = _LAYER.match(name)
-        if match is not None:
-            number = int(match[2]) + self.first_layers.get(match[1], 0)
-            name = f"{match[1]}{number}{match[3]}"
+        if (layer := split_layer(name)) is not None:
+            row, number, rest = layer
+            name = f"{row}{number + self.first_layers.get(row, 0)}{rest}"
 
         def count_on(found: re.Match[str]) -> str:
             rest = found[3] if found.lastindex == 3 else ""
@@ -230,21 +231,7 @@ def number_chunks(chunks: list[RankChunk]) -> None:
         chunk.first_expert = sum(n for ep, n in experts.items() if ep < chunk.place.ep)
 
 
-_MIN_BUCKET_ELEMENTS = 40_000_000
-_BUCKET_ELEMENTS_PER_RANK = 1_000_000
-
-
-class RankParameter(NamedTuple):
-    """A parameter of a rank, in the order of its modules: the chunk, and its name there."""
-
-    chunk: int
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StateBlock:
+class StateBlock(NamedTuple):
     """A block of optimizer state: its chunk and parameter, and where it is stored.
 
     `tensor` is the tensor of the file if the block is all of it.
@@ -256,44 +243,8 @@ class StateBlock:
     dtype: DType
     shape: tuple[int, ...]
     path: str
-    stored: tuple[StoredBox, ...]
+    stored: tuple[StoredRegion, ...]
     tensor: ArchivedTensor | None = None
-
-
-def split_chain(parameters: Sequence[RankParameter], members: int) -> list[list[RankParameter]]:
-    """Return the parameters of each optimizer of a chain; of two, dense ones and experts."""
-    if members != 2:
-        return [list(parameters)]
-    return [
-        [parameter for parameter in parameters if is_expert(parameter.name) == flag]
-        for flag in (False, True)
-    ]
-
-
-def list_buffers(
-    parameters: Sequence[RankParameter], *, is_embedding_shared: bool
-) -> list[list[tuple[RankParameter, BufferedParameter]]]:
-    """Return the buffers of an optimizer's parameters, by chunk and element type."""
-    buffers: dict[tuple[int, str], list[tuple[RankParameter, BufferedParameter]]] = {}
-    for parameter in parameters:
-        is_shared = is_embedding_shared and parameter.name.endswith(
-            ("embedding.word_embeddings.weight", "output_layer.weight")
-        )
-        buffered = BufferedParameter(parameter.name, parameter.shape, is_shared)
-        buffers.setdefault((parameter.chunk, parameter.dtype.name), []).append(
-            (parameter, buffered)
-        )
-    return [buffers[key] for key in sorted(buffers, key=lambda key: key[0])]
-
-
-def bucket_sizes(arguments: Mapping[str, Any]) -> list[int]:
-    """Return the elements that a bucket may have been asked to have, by Megatron's arguments."""
-    ranks = arguments.get("data_parallel_size")
-    usual = max(
-        _MIN_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * (ranks if type(ranks) is int else 1)
-    )
-    asked = arguments.get("ddp_bucket_size")
-    return [asked, usual] if type(asked) is int and asked > 0 else [usual]
 
 
 class RankOptimizer:
@@ -359,20 +310,19 @@ class RankOptimizer:
                 )
                 continue
             length = lengths.pop()
-            plan = find_plan([b for _, b in buffer], length, bucket_sizes(self._arguments))
+            plan = find_plan(buffer, length, bucket_sizes(self._arguments))
             if plan is None:
-                held = sum(math.prod(one.shape) for one, _ in buffer)
+                held = sum(math.prod(one.shape) for one in buffer)
                 self._skip(
                     f"buffer {number} of {path}",
                     f"it has {length} elements, and the {len(buffer)} parameters that should be in "
                     f"it {held}; the parts of parameters are ambiguous",
                 )
                 continue
-            chunk_of = {buffered: one for one, buffered in buffer}
-            for buffered, start in plan.coalesced():
-                one = chunk_of[buffered]
+            for one, _, start in plan.places:
                 for key, tensor in flat.items():
-                    yield from self._make_flat(one, key, tensor, path, start)
+                    regions = self._locate(one, tensor, path, start)
+                    yield from self._split(one, common_key(key), tensor, path, regions)
 
     def _list_numbered(self) -> Iterator[StateBlock]:
         members = [*chain_of(self._rank.state.get("optimizer"))]
@@ -426,28 +376,19 @@ class RankOptimizer:
             ):
                 self._skip(f"{key} of {one.name!r}", "it is not of the weight's shape")
                 return
-            yield from self._split(one, key, tensor, path, self._boxes(one, tensor, path, 0))
+            yield from self._split(one, key, tensor, path, self._locate(one, tensor, path, 0))
             return
-        start_bytes = tensor.start_bytes + tensor.view.offset * tensor.dtype.itemsize_bytes
-        box = dense_block(self._rank.slot, path, start_bytes, tensor.shape, tensor.view)
-        yield StateBlock(one.chunk, one.name, key, tensor.dtype, tensor.shape, path, (box,), tensor)
+        block = (dense_block(self._rank.slot, path, tensor),)
+        yield StateBlock(one.chunk, one.name, key, tensor.dtype, tensor.shape, path, block, tensor)
 
-    def _make_flat(
-        self, one: RankParameter, key: str, tensor: ArchivedTensor, path: str, start: int
-    ) -> Iterator[StateBlock]:
-        """Yield the block of a parameter in a flat buffer of its state."""
-        boxes = self._boxes(one, tensor, path, start)
-        yield from self._split(one, common_key(key), tensor, path, boxes)
-
-    def _boxes(
+    def _locate(
         self, one: RankParameter, tensor: ArchivedTensor, path: str, start: int
-    ) -> tuple[StoredBox, ...]:
+    ) -> tuple[StoredRegion, ...]:
         """Return the parameter's state, flat from index `start` on of the memory of a tensor."""
-        itemsize_bytes = tensor.dtype.itemsize_bytes
-        start_bytes = tensor.start_bytes + tensor.view.offset * itemsize_bytes
-        length = math.prod(tensor.shape)
-        whole = dense_block(self._rank.slot, path, start_bytes, (length,), View(0, (1,)))
-        return tuple(flat_block([whole], start, one.shape, itemsize_bytes))
+        flat = replace(
+            tensor, shape=(math.prod(tensor.shape),), view=View(tensor.view.offset, (1,))
+        )
+        return tuple(flat_block([dense_block(self._rank.slot, path, flat)], start, one.shape))
 
     def _split(
         self,
@@ -455,14 +396,18 @@ class RankOptimizer:
         key: str,
         tensor: ArchivedTensor,
         path: str,
-        boxes: tuple[StoredBox, ...],
+        regions: tuple[StoredRegion, ...],
     ) -> Iterator[StateBlock]:
         """State as the block of its parameter; of stacked experts, transposed, that of each."""
         members = self._stacks.get((one.chunk, one.name))
         if members is None:
-            yield StateBlock(one.chunk, one.name, key, tensor.dtype, one.shape, path, boxes)
+            yield StateBlock(one.chunk, one.name, key, tensor.dtype, one.shape, path, regions)
             return
-        split = split_stack(boxes, tensor.dtype.itemsize_bytes, len(members))
-        for name, own in zip(members, split, strict=True):
-            shape, swapped = one.shape[:0:-1], tuple(map(swap_last_dimensions, own))
-            yield StateBlock(one.chunk, name, key, tensor.dtype, shape, path, swapped)
+        for number, name in enumerate(members):
+            own = tuple(
+                (slot, region.drop(0, number).permute((1, 0)))
+                for slot, region in regions
+                if region.start[0] <= number < region.stop[0]
+            )
+            shape = one.shape[:0:-1]
+            yield StateBlock(one.chunk, name, key, tensor.dtype, shape, path, own)

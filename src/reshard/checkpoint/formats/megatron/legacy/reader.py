@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reshard.binding import FileRange
-from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredFile
+from reshard.checkpoint.contents import Checkpoint, StoredFile
 from reshard.checkpoint.formats.megatron.common_state import add_optimizer, add_state, set_groups
 from reshard.checkpoint.formats.megatron.legacy import (
     FORMAT_NAME,
@@ -40,11 +39,16 @@ from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, WholeTen
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.pickles import Call
-from reshard.checkpoint.formats.torch_files.reading import read_storage, read_torch_file
+from reshard.checkpoint.formats.torch_files.reading import (
+    StorageChecksums,
+    read_storage,
+    read_torch_file,
+)
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, explain, is_tensor_call
 from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.errors import CheckpointError, FormatError
 
+_SCALAR = BlockPlace.cut((), None, 0, 1)
 # Parts of a rank's file that are not values of the whole training.
 _OWN_PARTS = ("model", "optimizer", "rng_state", "args")
 
@@ -99,7 +103,7 @@ def read(root: Path, inside: str = "") -> Checkpoint:
         files,
         values=common.values,
         paths=common.paths,
-        checksums=tuple(builder.checksums),
+        checksums=builder.checksums.list(),
         unread=(*common.unread, *builder.unread),
         unreadable=builder.unreadable,
         notes=tuple(notes),
@@ -187,7 +191,7 @@ class _Builder:
         self.sizes = sizes
         self.arguments = arguments
         self.whole = WholeTensors()
-        self.checksums: list[StoredChecksum] = []
+        self.checksums = StorageChecksums()
         self.unread: list[tuple[str, str]] = []
         self.unreadable: dict[str, str] = {}
         self.is_tied = arguments.get("untie_embeddings_and_output_weights") is False
@@ -260,11 +264,8 @@ class _Builder:
     def _add_tensor(
         self, rank: RankFiles, path: str, name: str, tensor: ArchivedTensor, place: BlockPlace
     ) -> None:
-        itemsize_bytes = tensor.dtype.itemsize_bytes
-        start_bytes = tensor.start_bytes + tensor.view.offset * itemsize_bytes
-        block = dense_block(rank.slot, path, start_bytes, tensor.shape, tensor.view)
-        self.whole.add(name, tensor.dtype, place, [block], path)
-        self._add_checksum(name, path, tensor)
+        self.whole.add(name, tensor.dtype, place, [dense_block(rank.slot, path, tensor)], path)
+        self.checksums.add(name, "its part", path, tensor, None)
 
     def _add_state(self, rank: RankFiles, block: StateBlock, whole: str, place: BlockPlace) -> None:
         shape = block.shape
@@ -272,7 +273,7 @@ class _Builder:
             # A step belongs to the parameter, however that is sharded.
             name = state_name(whole, block.key)
             if name not in self.whole.tensors:
-                self.whole.add(name, block.dtype, BlockPlace(()), block.stored, block.path)
+                self.whole.add(name, block.dtype, _SCALAR, block.stored, block.path)
             return
         if shape != place.block_shape:
             raise FormatError(
@@ -282,18 +283,4 @@ class _Builder:
         name = state_name(whole, block.key)
         self.whole.add(name, block.dtype, place, block.stored, block.path)
         if block.tensor is not None:
-            self._add_checksum(name, block.path, block.tensor)
-
-    def _add_checksum(self, name: str, path: str, tensor: ArchivedTensor) -> None:
-        if tensor.crc32 is None or not tensor.storage_bytes:
-            return
-        self.checksums.append(
-            StoredChecksum(
-                name,
-                "its part",
-                FileRange(path, tensor.start_bytes),
-                tensor.storage_bytes,
-                tensor.crc32,
-                False,
-            )
-        )
+            self.checksums.add(name, "its part", block.path, block.tensor, None)

@@ -24,7 +24,6 @@ Tensors are distributed over model-parallel ranks as follows; optimizer state fo
 
 from __future__ import annotations
 
-import re
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -40,7 +39,6 @@ from reshard.checkpoint.formats.megatron.common_state import (
     groups_of,
     has_stacked_experts,
     held_values,
-    is_expert,
     nest_values,
     scaler_state,
     split_groups,
@@ -55,20 +53,24 @@ from reshard.checkpoint.formats.megatron.legacy import (
     Parallelism,
     RankPlace,
 )
-from reshard.checkpoint.formats.megatron.legacy.ranks import (
-    RankParameter,
-    bucket_sizes,
-    list_buffers,
-)
 from reshard.checkpoint.formats.megatron.parameters import (
     engine_name,
     expect_mixers,
     find_cut,
     grouped_name,
+    is_expert,
     local_name,
     order_key,
+    split_expert,
+    split_layer,
 )
-from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, plan_buffer
+from reshard.checkpoint.formats.megatron.rank_blocks import (
+    BlockPlace,
+    RankParameter,
+    bucket_sizes,
+    list_buffers,
+    plan_buffer,
+)
 from reshard.checkpoint.formats.torch_files.building import NewTensor, TorchFilesBuilder
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.checkpoint.formats.torch_files.pickles import Global
@@ -288,15 +290,13 @@ class _Arranger:
         is_shared = self.grid.sizes.pp > 1 and self.stages.is_tied
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for number, buffer in enumerate(list_buffers(parameters, is_embedding_shared=is_shared)):
-            chunk = chunks[buffer[0][0].chunk]
-            plan = plan_buffer([buffered for _, buffered in buffer], self._bucket_size(chunk))
-            wide = as_dtype("float32")
-            kept = {
-                key: NewTensor.of(wide, (plan.coalesced_length,)) for key in _FLAT_KEYS.values()
-            }
-            types = (Global("torch", buffer[0][0].dtype.name), Global("torch", "float32"))
-            state[number] = {types: {**kept, "numel_unpadded": plan.coalesced_length}}
-            for buffered, start in plan.coalesced():
+            chunk = chunks[buffer[0].chunk]
+            plan = plan_buffer(buffer, self._bucket_size(chunk)).coalesced()
+            (length,), wide = plan.lengths, as_dtype("float32")
+            kept = {key: NewTensor.of(wide, (length,)) for key in _FLAT_KEYS.values()}
+            types = (Global("torch", buffer[0].dtype.name), Global("torch", "float32"))
+            state[number] = {types: {**kept, "numel_unpadded": length}}
+            for buffered, _, start in plan.places:
                 of = self.of[chunk.parameters[buffered.name]]
                 for key, flat in _FLAT_KEYS.items():
                     if key in of:
@@ -380,8 +380,8 @@ def place(
 
 AXES = ("tp", "pp", "ep", "vp", "dp", "cp")
 _PLACED = RankPlace._fields
-_LAYER_OF = re.compile(r"^((?:.*?\.)?layers\.)(\d+)\.")
-_LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
+# The layers that stages share out.
+_DECODER = "decoder.layers."
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
@@ -470,11 +470,11 @@ class StageLayouts:
     def _count_layers(self) -> dict[str, int]:
         found: dict[str, int] = {}
         for name in self.weights:
-            match = _LAYER_OF.match(name)
-            if match is not None:
-                found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
+            if (layer := split_layer(name)) is not None:
+                row, number, _ = layer
+                found[row] = max(found.get(row, 0), number + 1)
         pp, vp = self.grid.sizes.pp, self.grid.sizes.vp
-        count = found.get("decoder.layers.", 0)
+        count = found.get(_DECODER, 0)
         if count % (pp * vp):
             stages, choice = f"{pp} stages", "pp"
             if vp > 1:
@@ -483,7 +483,7 @@ class StageLayouts:
         return found
 
     def _count_experts(self) -> int:
-        numbers = [int(match[1]) for name in self.weights if (match := _LOCAL_EXPERT.search(name))]
+        numbers = [expert[1] for name in self.weights if (expert := split_expert(name))]
         count = max(numbers, default=-1) + 1
         if count % self.grid.sizes.ep:
             raise RecipeError(
@@ -525,11 +525,9 @@ class StageLayouts:
 
     def is_held(self, parameter: str, place: RankPlace) -> bool:
         """Return whether the rank at a place has a part of a parameter."""
-        expert = _LOCAL_EXPERT.search(parameter)
-        if expert is not None:
-            each = self.experts // self.grid.sizes.ep
-            if int(expert[1]) // each != place.ep:
-                return False
+        expert = split_expert(parameter)
+        if expert is not None and expert[1] // (self.experts // self.grid.sizes.ep) != place.ep:
+            return False
         return (place.pp, place.vp) in self.stages(parameter)
 
     def held(self, ordered: Iterable[str], place: RankPlace) -> list[str]:
@@ -542,9 +540,9 @@ class StageLayouts:
         """Return the stages that have a parameter, each with the number of its chunk."""
         sizes = self.grid.sizes
         first, last = (0, 0), (sizes.pp - 1, sizes.vp - 1)
-        match = _LAYER_OF.match(parameter)
-        if match is not None and match[1] == "decoder.layers.":
-            stretch = int(match[2]) // (self.layers[match[1]] // (sizes.pp * sizes.vp))
+        layer = split_layer(parameter)
+        if layer is not None and layer[0] == _DECODER:
+            stretch = layer[1] // (self.layers[_DECODER] // (sizes.pp * sizes.vp))
             return ((stretch % sizes.pp, stretch // sizes.pp),)
         if parameter.startswith("embedding."):
             is_twice = self.is_tied and parameter == EMBEDDING and last != first
@@ -553,7 +551,7 @@ class StageLayouts:
 
     def first_layer(self, row: str, place: RankPlace) -> int:
         """Return the first layer of a chunk of a stage, in the whole model."""
-        if row != "decoder.layers.":
+        if row != _DECODER:
             return 0
         sizes = self.grid.sizes
         return (place.vp * sizes.pp + place.pp) * (self.layers[row] // (sizes.pp * sizes.vp))
@@ -583,7 +581,7 @@ class StageLayouts:
         """Return the part of a parameter that the rank at a place has."""
         dimension, stride = self.cut(parameter, shape)
         if dimension is None:
-            return BlockPlace(shape)
+            return BlockPlace.cut(shape, None, 0, 1)
         parts = self.grid.sizes.tp
         own = list(shape)
         own[dimension] //= parts
@@ -593,17 +591,13 @@ class StageLayouts:
         """Return a parameter's name on the rank at a place, in Transformer Engine's layers."""
         if self.is_tied and parameter == EMBEDDING and place.pp > 0:
             return OUTPUT
-        match = _LAYER_OF.match(parameter)
-        if match is not None:
-            number = int(match[2]) - self.first_layer(match[1], place)
-            parameter = f"{match[1]}{number}.{parameter[match.end() :]}"
-        expert = _LOCAL_EXPERT.search(parameter)
-        if expert is not None:
-            number = int(expert[1]) - place.ep * (self.experts // self.grid.sizes.ep)
-            parameter = (
-                f"{parameter[: expert.start()]}.experts.local_experts.{number}."
-                f"{parameter[expert.end() :]}"
-            )
+        if (layer := split_layer(parameter)) is not None:
+            row, number, rest = layer
+            parameter = f"{row}{number - self.first_layer(row, place)}{rest}"
+        if (expert := split_expert(parameter)) is not None:
+            before, number, rest = expert
+            first = place.ep * (self.experts // self.grid.sizes.ep)
+            parameter = f"{before}{number - first}{rest}"
         return parameter
 
     @property

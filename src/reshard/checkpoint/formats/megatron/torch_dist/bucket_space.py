@@ -20,40 +20,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.blocks.fusing import StoredBox, list_stored_boxes
-from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
+from reshard.checkpoint.blocks.fusing import list_stored_boxes
+from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.megatron.common_state import (
     add_optimizer,
     arguments_of,
     has_stacked_experts,
-    is_expert,
     read_object,
 )
 from reshard.checkpoint.formats.megatron.legacy import Parallelism, RankPlace
-from reshard.checkpoint.formats.megatron.legacy.ranks import (
-    RankParameter,
-    bucket_sizes,
-    list_buffers,
-    split_chain,
-)
 from reshard.checkpoint.formats.megatron.legacy.writer import (
     EMBEDDING,
     RankGrid,
     StageLayouts,
 )
-from reshard.checkpoint.formats.megatron.parameters import common_key, order_key
+from reshard.checkpoint.formats.megatron.parameters import common_key, is_expert, order_key
 from reshard.checkpoint.formats.megatron.rank_blocks import (
-    BufferedParameter,
     BufferPlan,
+    RankParameter,
+    StoredRegion,
     WholeTensors,
+    bucket_sizes,
     dense_block,
     find_plan,
     flat_block,
+    list_buffers,
+    split_chain,
 )
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
@@ -61,6 +57,7 @@ from reshard.checkpoint.formats.torch_files.reading import read_storage
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.dtypes import DType
 from reshard.errors import RecipeError
+from reshard.geometry.regions import Region
 from reshard.mesh import DeviceMesh
 
 _PREFIX = r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
@@ -79,16 +76,12 @@ def is_of_buckets(name: str) -> bool:
     return _BUCKET.match(name) is not None or _OBJECT.match(name) is not None
 
 
-@dataclass
-class _Buffer:
-    """A buffer of a rank: its buckets by key, or the whole buffer by key."""
-
-    buckets: dict[str, dict[int, StoredTensor]] = field(default_factory=dict)
-    flat: dict[str, tuple[ArchivedTensor, StoredItem]] = field(default_factory=dict)
-
-
-# By optimizer of the chain, rank and buffer.
-_Buffers = dict[tuple[int, int, int], _Buffer]
+# The buckets of a buffer by number: length, type, and the regions of a 1-D tensor. The bucket of a
+# coalesced buffer has the number -1.
+_Buckets = dict[int, tuple[int, DType, list[StoredRegion]]]
+# The buckets of each key, by optimizer of the chain, rank and buffer.
+_Buffers = dict[tuple[int, int, int], dict[str, _Buckets]]
+_COALESCED = -1
 
 
 class BucketSpace:
@@ -121,8 +114,8 @@ class BucketSpace:
             match = _BUCKET.match(name)
             if match is not None:
                 chain, rank, buffer, bucket = (int(number or 0) for number in match.groups()[:4])
-                own = result.setdefault((chain, rank, buffer), _Buffer())
-                own.buckets.setdefault(match[5], {})[bucket] = tensor
+                own = result.setdefault((chain, rank, buffer), {}).setdefault(match[5], {})
+                own[bucket] = tensor.shape[0], tensor.dtype, _list_regions(tensor)
         for name, item in self._found.items.items():
             match = _OBJECT.match(name)
             if match is None or match[3] != "param_state":
@@ -132,13 +125,15 @@ class BucketSpace:
             state = parts[0] if isinstance(parts, list) and len(parts) == 1 else None
             for number, types in state.items() if isinstance(state, dict) else ():
                 tensors = next(iter(types.values()), None) if isinstance(types, dict) else None
-                if type(number) is int and isinstance(tensors, dict):
-                    own = result.setdefault((int(match[1] or 0), int(match[2]), number), _Buffer())
-                    own.flat = {
-                        key: (tensor, item)
-                        for key, tensor in tensors.items()
-                        if isinstance(tensor, ArchivedTensor) and len(tensor.shape) == 1
-                    }
+                if type(number) is not int or not isinstance(tensors, dict):
+                    continue
+                buffer_of = result.setdefault((int(match[1] or 0), int(match[2]), number), {})
+                for key, tensor in tensors.items():
+                    if isinstance(tensor, ArchivedTensor) and len(tensor.shape) == 1:
+                        path, start_bytes = item.place.path, item.place.start_bytes
+                        region = dense_block(item.rank, path, tensor, start_bytes)
+                        whole = tensor.shape[0], tensor.dtype, [region]
+                        buffer_of[key] = {_COALESCED: whole}
         return result
 
     def _read_groups(self) -> None:
@@ -198,30 +193,29 @@ class BucketSpace:
         stages: StageLayouts,
         place: RankPlace,
         parameters: Sequence[RankParameter],
-        own: Mapping[int, _Buffer],
+        own: Mapping[int, Mapping[str, _Buckets]],
         arguments: Mapping[str, Any],
     ) -> None:
         """Add the blocks in the buffers of a rank."""
         is_shared = stages.grid.sizes.pp > 1 and stages.is_tied
         for number, buffer in enumerate(list_buffers(parameters, is_embedding_shared=is_shared)):
-            stored = own.get(number, _Buffer())
-            buffered = [one for _, one in buffer]
-            plan = _find_lengths(stored, buffered, arguments)
+            stored = own.get(number, {})
+            plan = _find_lengths(stored, buffer, arguments)
             label = f"buffer {number} of tensor-parallel rank {place.tp}, stage {place.pp}"
             if plan is None:
                 raise RecipeError(
-                    f"{label} has other lengths than its {len(buffered)} parameters, from "
-                    f"{buffered[0].name!r} to {buffered[-1].name!r}, would have; which part is "
+                    f"{label} has other lengths than its {len(buffer)} parameters, from "
+                    f"{buffer[0].name!r} to {buffer[-1].name!r}, would have; which part is "
                     "which cannot be told"
                 )
-            for key, dtype, parameter, boxes in _list_blocks(stored, plan):
+            for key, dtype, parameter, regions in _list_blocks(stored, plan):
                 # The last stage has a copy of the embedding.
                 if place.pp > 0 and parameter.name == EMBEDDING:
                     continue
                 block = stages.block(parameter.name, stages.weights[parameter.name], place)
-                if block.dimension is not None or place.tp == 0:
+                if block.block_shape != block.shape or place.tp == 0:
                     name = state_name(parameter.name, common_key(key))
-                    whole.add(name, dtype, block, boxes, label)
+                    whole.add(name, dtype, block, regions, label)
 
 
 def _sort(stages: StageLayouts, arguments: Mapping[str, Any]) -> list[str]:
@@ -266,37 +260,36 @@ def _list_parameters(
 
 
 def _find_lengths(
-    stored: _Buffer, parameters: Sequence[BufferedParameter], arguments: Mapping[str, Any]
+    stored: Mapping[str, _Buckets],
+    parameters: Sequence[RankParameter],
+    arguments: Mapping[str, Any],
 ) -> BufferPlan | None:
     """Return the plan of a buffer whose lengths are those in the checkpoint, or None."""
+    found = {tuple((n, buckets[n][0]) for n in sorted(buckets)) for buckets in stored.values()}
+    if len(found) != 1:
+        return None
+    numbers, lengths = zip(*found.pop(), strict=True)
     sizes = bucket_sizes(arguments)
-    if stored.flat:
-        lengths = {tensor.shape[0] for tensor, _ in stored.flat.values()}
-        return find_plan(parameters, lengths.pop(), sizes) if len(lengths) == 1 else None
-    found = {
-        tuple(buckets[n].shape[0] for n in sorted(buckets)) for buckets in stored.buckets.values()
-    }
-    return find_plan(parameters, found.pop(), sizes) if len(found) == 1 else None
+    return find_plan(parameters, lengths[0] if _COALESCED in numbers else lengths, sizes)
 
 
-_Block = tuple[str, DType, BufferedParameter, list[StoredBox]]
+_Block = tuple[str, DType, RankParameter, list[StoredRegion]]
 
 
-def _list_blocks(stored: _Buffer, plan: BufferPlan) -> Iterator[_Block]:
-    """Yield the block of each parameter for each key, in the boxes in which it is stored."""
-    for key, (tensor, item) in stored.flat.items():
-        itemsize_bytes = tensor.dtype.itemsize_bytes
-        ahead = item.place.start_bytes + tensor.view.offset * itemsize_bytes
-        path, start = item.place.path, tensor.start_bytes + ahead
-        flat = dense_block(item.rank, path, start, tensor.shape, tensor.view)
-        for parameter, at in plan.coalesced():
-            boxes = [*flat_block([flat], at, parameter.shape, itemsize_bytes)]
-            yield key, tensor.dtype, parameter, boxes
-    for key, buckets in stored.buckets.items():
-        listed = {number: [*list_stored_boxes(bucket)] for number, bucket in buckets.items()}
-        for parameter, place in plan.places:
-            bucket = buckets[sorted(buckets)[place.bucket]]
-            itemsize_bytes = bucket.dtype.itemsize_bytes
-            own = listed[sorted(buckets)[place.bucket]]
-            boxes = [*flat_block(own, place.start, parameter.shape, itemsize_bytes)]
-            yield key, bucket.dtype, parameter, boxes
+def _list_blocks(stored: Mapping[str, _Buckets], plan: BufferPlan) -> Iterator[_Block]:
+    """Yield the block of each parameter for each key, in the regions in which it is stored."""
+    for key, by_number in stored.items():
+        buckets = [by_number[number] for number in sorted(by_number)]
+        for parameter, bucket, start in plan.places:
+            _, dtype, regions = buckets[bucket]
+            yield key, dtype, parameter, [*flat_block(regions, start, parameter.shape)]
+
+
+def _list_regions(tensor: StoredTensor) -> list[StoredRegion]:
+    """Return the regions in which a tensor is stored."""
+    itemsize_bytes = tensor.dtype.itemsize_bytes
+    regions = []
+    for slot, box, place, strides in list_stored_boxes(tensor):
+        in_bytes = tuple(stride * itemsize_bytes for stride in strides)
+        regions.append((slot, Region(*box, place.path, place.start_bytes, in_bytes)))
+    return regions

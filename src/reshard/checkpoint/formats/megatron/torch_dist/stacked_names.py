@@ -27,6 +27,7 @@ from reshard.checkpoint.blocks.fusing import (
     split_stack,
 )
 from reshard.checkpoint.contents import StoredTensor
+from reshard.checkpoint.formats.megatron.parameters import split_expert, split_layer
 from reshard.checkpoint.formats.torch_dcp.writer import StackedPlace
 from reshard.layout import Layout
 from reshard.recipes.naming import Fusion
@@ -35,8 +36,6 @@ from reshard.recipes.naming import Fusion
 _LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d+\.)")
 _EXPERTS = re.compile(r"\.experts\.experts\.(?!\d+\.)")
 _EXPERT = re.compile(r"\.experts\.experts\.(\d+)\.")
-_LAYER = re.compile(r"^((?:.*?\.)?layers)\.(\d+)\.(.+)$")
-_LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 _HALF = re.compile(r"^(.*linear_fc1\.(?:weight|bias)\d*)_([wv])$")
 
 
@@ -110,11 +109,10 @@ def find_places(layouts: Mapping[str, tuple[object, Layout]]) -> dict[str, Stack
     places = {}
     for name in shapes:
         place = with_experts.get(name, StackedPlace(name))
-        match = _LAYER.match(place.key)
-        count = alike.get(match[1]) if match else None
-        if match is not None and count is not None:
-            key = f"{match[1]}.{match[3]}"
-            place = StackedPlace(key, (int(match[2]), *place.at), (count, *place.counts))
+        layer = split_layer(place.key)
+        if layer is not None and (count := alike.get(layer[0])) is not None:
+            key = f"{layer[0].removesuffix('.')}{layer[2]}"
+            place = StackedPlace(key, (layer[1], *place.at), (count, *place.counts))
         places[name] = place
     return places
 
@@ -126,10 +124,10 @@ def _stack_experts(shapes: _Shapes) -> dict[str, StackedPlace]:
     """Return the places of experts with numbers from 0 on and equal shapes."""
     found: dict[str, dict[int, str]] = {}
     for name in shapes:
-        match = _LOCAL_EXPERT.search(name)
-        if match is not None:
-            key = f"{name[: match.start()]}.experts.experts.{name[match.end() :]}"
-            found.setdefault(key, {})[int(match[1])] = name
+        if (expert := split_expert(name)) is not None:
+            before, number, rest = expert
+            key = f"{before.removesuffix('local_experts.')}experts{rest}"
+            found.setdefault(key, {})[number] = name
     places = {}
     for key, members in found.items():
         count = len(members)
@@ -144,9 +142,9 @@ def _find_alike_layers(shapes: _Shapes) -> dict[str, int]:
     """Return the number of layers of each sequence of layers with equal tensors."""
     rows: dict[str, dict[int, set[tuple[object, ...]]]] = {}
     for name, kind in shapes.items():
-        match = _LAYER.match(name)
-        if match is not None:
-            rows.setdefault(match[1], {}).setdefault(int(match[2]), set()).add((match[3], *kind))
+        if (layer := split_layer(name)) is not None:
+            row, number, rest = layer
+            rows.setdefault(row, {}).setdefault(number, set()).add((rest, *kind))
     return {
         row: len(layers)
         for row, layers in rows.items()

@@ -25,7 +25,6 @@ from reshard.checkpoint.formats.megatron.common_state import (
     describe_decay,
     groups_of,
     held_values,
-    is_expert,
     nest_values,
     scaler_state,
     split_groups,
@@ -36,6 +35,7 @@ from reshard.checkpoint.formats.megatron.common_state import (
 from reshard.checkpoint.formats.megatron.parameters import (
     engine_name,
     expect_mixers,
+    is_expert,
     keyed_name,
     megatron_name,
 )
