@@ -29,6 +29,7 @@ _MAX_FILES = 4096
 _MAX_SHOWN = 4
 _ARCHIVE = "unpack it, and name what is in it"
 _FETCH = "fetch the file again"
+_ZERO_REMEDY = "make one file of it with its `zero_to_fp32.py`"
 _ORBAX_REMEDY = (
     "neither reshard nor Orbax can read it without: copy the folder again with all of its files, "
     "or save it again"
@@ -120,17 +121,17 @@ _FOLDERS: tuple[tuple[str, str, str], ...] = (
     (
         "*zero_pp_rank_*_model_states.pt",
         "a DeepSpeed ZeRO-3 folder, in which every rank has a part of every parameter",
-        "make one file of it with its `zero_to_fp32.py`",
+        _ZERO_REMEDY,
     ),
     (
         "*zero_pp_rank_*_optim_states.pt",
         "a DeepSpeed ZeRO-1 or ZeRO-2 folder",
-        "make one file of it with its `zero_to_fp32.py`",
+        _ZERO_REMEDY,
     ),
     (
         "mp_rank_*_model_states.pt",
         "a DeepSpeed folder",
-        "make one file of it with its `zero_to_fp32.py`",
+        _ZERO_REMEDY,
     ),
     ("universal_checkpoint_info", "a universal checkpoint of DeepSpeed", ""),
     ("zero_to_fp32.py", "a folder of DeepSpeed's, whose steps are folders `global_step*`", ""),

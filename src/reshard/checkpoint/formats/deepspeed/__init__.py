@@ -325,7 +325,6 @@ class DeepSpeedFormat(CheckpointFormat):
         from reshard.checkpoint.formats.deepspeed.training_parts import find_parts, place_parts
         from reshard.checkpoint.formats.deepspeed.writer import (
             EXPERT_AXIS,
-            NewValues,
             count_expert_sets,
             find_low,
             plan_partitions,
@@ -341,8 +340,8 @@ class DeepSpeedFormat(CheckpointFormat):
             )
         dtypes = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
         low = find_low(parts, dtypes, checkpoint.values)
-        values = NewValues(checkpoint.values, checkpoint.paths, low)
-        plan = plan_partitions(parts, self.stage, ranks, count_expert_sets(mesh), values)
+        sets = count_expert_sets(mesh)
+        plan = plan_partitions(parts, self.stage, ranks, sets, checkpoint.values, low)
         return place_parts(parts, plan, shapes, is_stage3=self.stage == 3)
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:

@@ -20,7 +20,6 @@ single name::
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -46,8 +45,8 @@ from reshard.checkpoint.formats.deepspeed.saved_states import (
     read_partition,
     read_tensors,
 )
-from reshard.checkpoint.formats.deepspeed.stored_tensors import Pieces, Stored, TensorCollector
-from reshard.checkpoint.formats.deepspeed.tensor_parallel import INFO, Joiner, PartCollector
+from reshard.checkpoint.formats.deepspeed.stored_tensors import Stored, TensorCollector
+from reshard.checkpoint.formats.deepspeed.tensor_parallel import INFO, Joiner
 from reshard.checkpoint.formats.deepspeed.unpartitioned import (
     WholeOptimizer,
     has_single_buffer,
@@ -90,14 +89,16 @@ class SaveReader:
             FormatError: files that are damaged, or belong to different saves.
         """
         self._read_files()
-        self.collector = TensorCollector(self.saved.folder, self.slots, self.prefix)
-        self.parts = self._collect_parts()
+        joiner = None
+        if self.tensor_ranks > 1:
+            label = str(self.saved.folder / self.first.file)
+            joiner = Joiner(self.joining, self.tensor_ranks, label)
+        self.collector = TensorCollector(self.saved.folder, self.slots, self.prefix, joiner)
         self.values = PlainValues()
         self._add_weights()
         self._add_states()
         self._add_whole_states()
-        if self.parts is not None:
-            self.parts.join()
+        self.collector.join()
         self._expect_weights()
         self._add_values()
         collector = self.collector
@@ -138,7 +139,7 @@ class SaveReader:
         if self.tensor_ranks > 1:
             # It describes parts, which targets do not have.
             rest = {key: value for key, value in self.first.rest.items() if key != INFO}
-            self.first = dataclasses.replace(self.first, rest=rest)
+            self.first = self.first._replace(rest=rest)
         if self.tensor_ranks > 1 and saved.experts:
             raise FormatError(
                 f"{folder} has experts over {self.tensor_ranks} tensor-parallel ranks: nothing in "
@@ -166,14 +167,6 @@ class SaveReader:
         keys, folder = sorted(names), self.saved.folder
         found = map_paths(lambda path: read(folder, path.name), (folder / names[k] for k in keys))
         return dict(zip(keys, found, strict=True))
-
-    def _collect_parts(self) -> PartCollector | None:
-        """Return the collector of tensor-parallel parts, or None for a single such rank."""
-        if self.tensor_ranks == 1:
-            return None
-        label = str(self.saved.folder / self.first.file)
-        joiner = Joiner(self.joining, self.tensor_ranks, label)
-        return PartCollector(self.saved.folder, self.collector, joiner)
 
     @property
     def slots(self) -> int:
@@ -239,37 +232,20 @@ class SaveReader:
             for name, archived in name_layer(layer, found, shapes).items():
                 mp = rank + last if (name, rank) in seen else rank
                 seen.add((name, rank))
-                self._add_part(name, name, mp, file, archived)
+                self.collector.add_part(name, name, mp, self.slot(mp, 0), file, archived)
 
     def _add_weight(
         self, parameter: str, name: str, mp: int, model: ModelState, archived: ArchivedTensor
     ) -> None:
         """Return a weight of the model's, or a buffer, which tensor-parallel ranks have alike."""
         if name not in model.buffers:
-            self._add_part(parameter, name, mp, model.file, archived)
+            self.collector.add_part(parameter, name, mp, self.slot(mp, 0), model.file, archived)
             return
         first = (self.models[0, 0].module or {}).get(name)
-        if self.parts is not None and first is not None and first.crc32 != archived.crc32:
+        if self.tensor_ranks > 1 and first is not None and first.crc32 != archived.crc32:
             why = "another than that of rank 0, which is taken"
             self.values.unread.append((f"{name} in {model.file}", why))
         self.collector.add_first(name, model.file, archived, self.slot(mp, 0))
-
-    def _add_part(
-        self, parameter: str, name: str, mp: int, file: str, archived: ArchivedTensor
-    ) -> None:
-        """Add a rank's part of a tensor that is sharded as `parameter`, whole in a file."""
-        slot = self.slot(mp, 0)
-        if self.parts is None:
-            self.collector.add_copy(name, file, archived, slot)
-        else:
-            self.parts.add_whole(parameter, name, mp, file, archived, slot)
-
-    def _add_pieces(self, parameter: str, name: str, mp: int, shape: Shape, pieces: Pieces) -> None:
-        """Add a rank's part of a tensor, in regions of the flattened part."""
-        if self.parts is not None:
-            self.parts.add_pieces(parameter, name, mp, shape, pieces)
-        elif pieces and name not in self.collector.tensors:
-            self.collector.add_flat(name, shape, pieces)
 
     def _locate(self, name: str, piece: Region, file: str, buffer: ArchivedTensor) -> Region:
         """Return a piece in a flat buffer of a file."""
@@ -308,7 +284,7 @@ class SaveReader:
             if buffer is None or buffer.shape != (size,):
                 # Before a parameter is partitioned all of it is there.
                 if buffer is not None and buffer.shape == shape:
-                    self._add_part(name, name, mp, model.file, buffer)
+                    self.collector.add_part(name, name, mp, self.slot(mp, 0), model.file, buffer)
                     return
                 found = "missing" if buffer is None else f"of shape {list(buffer.shape)}"
                 raise FormatError(
@@ -317,7 +293,7 @@ class SaveReader:
                 )
             slot = self.slot(mp, piece.container)
             pieces.append((slot, self._locate(name, piece, model.file, buffer)))
-        self._add_pieces(name, name, mp, shape, pieces)
+        self.collector.add_pieces(name, name, mp, shape, pieces)
 
     # Optimizer state.
 
@@ -433,7 +409,7 @@ class SaveReader:
                 )
             slot = self.slot(mp, ranks[piece.container])
             stored.append((slot, self._locate(name, piece, part.file, buffer)))
-        self._add_pieces(parameter, name, mp, shape, stored)
+        self.collector.add_pieces(parameter, name, mp, shape, stored)
 
     def _add_whole_states(self) -> None:
         """Add the state of optimizers without partitions."""
@@ -491,7 +467,7 @@ class SaveReader:
                     continue
                 state = state_name(name, str(key))
                 stored = [(0, self._locate(state, p, optimizer.file, value)) for p in own]
-                self._add_pieces(name, state, optimizer.mp, shape, stored)
+                self.collector.add_pieces(name, state, optimizer.mp, shape, stored)
 
     def _add_kept(self, parameter: str, key: str, value: Any, optimizer: WholeOptimizer) -> None:
         """Add optimizer state of a parameter, whole in a file."""
@@ -501,7 +477,7 @@ class SaveReader:
         elif math.prod(value.shape) == 1:
             self.collector.add_first(name, file, value, self.slot(mp, 0))
         else:
-            self._add_part(parameter, name, mp, file, value)
+            self.collector.add_part(parameter, name, mp, self.slot(mp, 0), file, value)
 
     # Groups and values.
 

@@ -7,7 +7,6 @@ that is missing or of another type is an error with its path.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,8 +108,7 @@ def read_tensors(folder: Path, name: str) -> Mapping[str, ArchivedTensor]:
     }
 
 
-@dataclass(frozen=True)
-class ModelState:
+class ModelState(NamedTuple):
     """A file of weights.
 
     Attributes:

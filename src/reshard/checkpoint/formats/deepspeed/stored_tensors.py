@@ -14,16 +14,25 @@ Bytes of a storage that are not elements, such as padding, are listed with its c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard.binding import Binding, FileRange
+from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum, StoredTensor
+from reshard.checkpoint.formats.deepspeed.tensor_parallel import (
+    Join,
+    Joiner,
+    expect_elements,
+    join_regions,
+)
 from reshard.checkpoint.formats.torch_files.reading import StorageChecksums, find_address
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
-from reshard.errors import FormatError
+from reshard.checkpoint.storage.filesystem import read_up_to
+from reshard.errors import CheckpointError, FormatError
 from reshard.geometry.regions import Region, bind_regions
 from reshard.layout import Layout
 
@@ -39,6 +48,8 @@ class Stored(NamedTuple):
 
 # Regions of a tensor, each with the rank that has it.
 Pieces = Sequence[tuple[int, Region]]
+# The shape of a rank's part of a tensor, and the regions of the flattened part.
+_RankPart = tuple[Shape, Pieces]
 
 
 @lru_cache(maxsize=4096)
@@ -51,14 +62,21 @@ def lay_out(shape: Shape, ranges: tuple[tuple[int, int, int], ...], slots: int) 
 class TensorCollector:
     """Binds tensors to the files of a checkpoint; `tensors` are those so far.
 
-    `slots` is the number of ranks; `prefix` is that of the names of files.
+    Args:
+        folder: of the files.
+        slots: the number of ranks.
+        prefix: of the names of files.
+        joiner: of the parts of tensor-parallel ranks, if there are several. Parts are collected
+            until `join`.
     """
 
-    def __init__(self, folder: Path, slots: int, prefix: str = "") -> None:
-        self._folder = folder
-        self._slots = slots
-        self._prefix = prefix
+    def __init__(
+        self, folder: Path, slots: int, prefix: str = "", joiner: Joiner | None = None
+    ) -> None:
+        self._folder, self._slots, self._prefix, self._joiner = folder, slots, prefix, joiner
         self._checksums = StorageChecksums()
+        self._parts: dict[str, dict[tuple[int, int], _RankPart]] = {}
+        self._parameters: dict[str, str] = {}
         self.tensors: dict[str, StoredTensor] = {}
 
     @property
@@ -99,6 +117,102 @@ class TensorCollector:
         layout = Layout.whole(archived.shape, sorted(addresses), self._slots)
         binding = Binding(layout, addresses, {**first.binding.views, **copy.views})
         self.tensors[name] = StoredTensor(name, first.dtype, binding)
+
+    def add_part(
+        self, parameter: str, name: str, mp: int, slot: int, file: str, archived: ArchivedTensor
+    ) -> None:
+        """Add a rank's part of a tensor that is sharded as `parameter`, whole in a file.
+
+        Without tensor parallelism it is the tensor, or a copy.
+        """
+        if self._joiner is None:
+            self.add_copy(name, file, archived, slot)
+            return
+        if not is_dense(archived.view, archived.shape):
+            raise FormatError(
+                f"{self._folder / file}: the part of {name!r} is not row by row; save it again "
+                "after `.contiguous()`"
+            )
+        elements = math.prod(archived.shape)
+        region = Region.dense((elements,), Stored(file, archived), archived.view.offset)
+        pieces = [(slot, region)] if elements else []
+        self.add_pieces(parameter, name, mp, archived.shape, pieces)
+
+    def add_pieces(self, parameter: str, name: str, mp: int, shape: Shape, pieces: Pieces) -> None:
+        """Add a rank's part of a tensor that is sharded as `parameter`, in flat regions.
+
+        `mp` is the number of the model-parallel rank. Only the first part of a rank counts.
+        """
+        if self._joiner is not None:
+            self._parameters[name] = parameter
+            ranks = self._parts.setdefault(name, {})
+            ranks.setdefault(divmod(mp, self._joiner.ranks), (shape, pieces))
+        elif pieces and name not in self.tensors:
+            self.add_flat(name, shape, pieces)
+
+    def join(self) -> None:
+        """Add the tensors of parts.
+
+        Raises:
+            CheckpointError: parts that some ranks do not have.
+            FormatError: parts that do not make a tensor.
+        """
+        if (joiner := self._joiner) is None:
+            return
+        joins: dict[tuple[str, tuple[Shape, ...]], Join] = {}
+        for name, found in self._parts.items():
+            stage = min(stage for stage, _ in found)
+            missing = [r for r in range(joiner.ranks) if (stage, r) not in found]
+            if missing:
+                raise CheckpointError(
+                    f"{self._folder} has no part of {name!r} of tensor-parallel rank "
+                    f"{missing[0]}, which other ranks have; the files belong to different saves, "
+                    "or one of a layer is missing"
+                )
+            parameter = self._parameters[name]
+            shapes = tuple(found[stage, rank][0] for rank in range(joiner.ranks))
+            # State is sharded as its parameter.
+            join = joins.get((parameter, shapes))
+            if join is None:
+                join = joins[parameter, shapes] = joiner.join(parameter, shapes)
+                expect_elements(join, joiner.label, parameter)
+            if join.is_averaged:
+                self._expect_equal(name, [pieces for _, pieces in found.values()])
+            regions = [
+                (slot, region)
+                for (_, rank), (shape, pieces) in found.items()
+                if shape == join.parts[rank]
+                for slot, piece in pieces
+                for region in join_regions(join, rank, piece)
+            ]
+            if regions:
+                regions.sort(key=lambda pair: pair[0])
+                self.add_regions(name, join.shape, regions)
+
+    def _expect_equal(self, name: str, parts: Sequence[Pieces]) -> None:
+        """Raise FormatError for copies that differ and whose mean counts."""
+        contents = {b"".join(self._content(region) for _, region in part) for part in parts}
+        if len(contents) > 1:
+            raise FormatError(
+                f"{self._folder}: {name!r} differs between tensor-parallel ranks, and counts by "
+                "its mean (parameter_to_average_patterns), which is not computed here. Convert it "
+                "with ds_to_universal, whose result is read"
+            )
+
+    def _content(self, region: Region) -> bytes:
+        """Return the elements of a region that is dense."""
+        stored: Stored = region.container
+        path, itemsize_bytes = self._folder / stored.file, stored.tensor.dtype.itemsize_bytes
+        size_bytes = region.elements * itemsize_bytes
+        try:
+            with path.open("rb") as file:
+                file.seek(stored.tensor.start_bytes + region.offset * itemsize_bytes)
+                content = read_up_to(file, size_bytes)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        if len(content) < size_bytes:
+            raise FormatError(f"{path} ends before its elements")
+        return content
 
     def add_flat(self, name: str, shape: Shape, pieces: Pieces) -> None:
         """Add a tensor that is stored in regions of the flattened tensor, at most one on a rank.

@@ -14,7 +14,7 @@ patterns of names, or a map of each parameter (`affine_map`)::
 1. This determines the boxes of each rank's part in the parameter (`Joiner`).
 2. A file has a range of the elements of a part. The intersections of its boxes with those boxes are
    regions of the parameter (`join_regions`).
-3. When the parts of all ranks are known, they are joined (`PartCollector`). Parts of a parameter
+3. When the parts of all ranks are known, they are joined (`stored_tensors`). Parts of a parameter
    that several stages of a pipeline have are copies.
 4. All copies are bound, and compared when tensors are read (`reshard.checkpoint.copy_checks`). For
    averaged parameters all elements are compared here, since means are not computed.
@@ -28,16 +28,12 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.binding import View
-from reshard.checkpoint.blocks.spans import is_dense
-from reshard.checkpoint.formats.deepspeed.stored_tensors import Pieces, Stored, TensorCollector
 from reshard.checkpoint.formats.torch_files.pickles import shortened
-from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, as_sizes
-from reshard.checkpoint.storage.filesystem import read_up_to
-from reshard.errors import CheckpointError, FormatError
+from reshard.checkpoint.formats.torch_files.values import as_sizes
+from reshard.errors import FormatError
 from reshard.geometry.regions import Region, flat_regions
 from reshard.layout import Box
 
@@ -398,104 +394,3 @@ def expect_elements(join: Join, label: str, name: str) -> None:
             f"{label}: the parts of {name!r} have {held} elements, expected "
             f"{math.prod(join.shape)} of {list(join.shape)}; {INFO} is of another model, or damaged"
         )
-
-
-# The shape of a rank's part of a tensor, and the regions of the flattened part.
-_RankPart = tuple[Shape, Pieces]
-
-
-class PartCollector:
-    """Collects the parts of `joiner.ranks` tensor-parallel ranks, and joins them."""
-
-    def __init__(self, folder: Path, collector: TensorCollector, joiner: Joiner) -> None:
-        self._folder, self._collector, self._joiner = folder, collector, joiner
-        self._parts: dict[str, dict[tuple[int, int], _RankPart]] = {}
-        self._parameters: dict[str, str] = {}
-
-    def add_pieces(self, parameter: str, name: str, mp: int, shape: Shape, pieces: Pieces) -> None:
-        """Note the regions of a rank's flattened part of a tensor, which is sharded as `parameter`.
-
-        `mp` is the number of the model-parallel rank. Only the first part of a rank counts.
-        """
-        self._parameters[name] = parameter
-        parts = self._parts.setdefault(name, {})
-        parts.setdefault(divmod(mp, self._joiner.ranks), (shape, pieces))
-
-    def add_whole(
-        self, parameter: str, name: str, mp: int, file: str, archived: ArchivedTensor, slot: int
-    ) -> None:
-        """Note a rank's part of a tensor that is whole in a file."""
-        if not is_dense(archived.view, archived.shape):
-            raise FormatError(
-                f"{self._folder / file}: the part of {name!r} is not row by row; save it again "
-                "after `.contiguous()`"
-            )
-        elements = math.prod(archived.shape)
-        region = Region.dense((elements,), Stored(file, archived), archived.view.offset)
-        self.add_pieces(parameter, name, mp, archived.shape, [(slot, region)] if elements else [])
-
-    def join(self) -> None:
-        """Add all tensors to the collector.
-
-        Raises:
-            CheckpointError: parts that some ranks do not have.
-            FormatError: parts that do not make a tensor.
-        """
-        joins: dict[tuple[str, tuple[Shape, ...]], Join] = {}
-        for name, found in self._parts.items():
-            stage = min(stage for stage, _ in found)
-            missing = [r for r in range(self._joiner.ranks) if (stage, r) not in found]
-            if missing:
-                raise CheckpointError(
-                    f"{self._folder} has no part of {name!r} of tensor-parallel rank "
-                    f"{missing[0]}, which other ranks have; the files belong to different saves, "
-                    "or one of a layer is missing"
-                )
-            parts = [found[stage, rank] for rank in range(self._joiner.ranks)]
-            parameter = self._parameters[name]
-            key = parameter, tuple(shape for shape, _ in parts)
-            if key not in joins:
-                joins[key] = self._joiner.join(*key)
-                expect_elements(joins[key], self._joiner.label, parameter)
-            self._add_joined(name, joins[key], found)
-
-    def _add_joined(
-        self, name: str, join: Join, found: Mapping[tuple[int, int], _RankPart]
-    ) -> None:
-        if join.is_averaged:
-            self._compare(name, list(found.values()))
-        regions = [
-            (slot, region)
-            for (_, rank), (shape, pieces) in found.items()
-            if shape == join.parts[rank]
-            for slot, piece in pieces
-            for region in join_regions(join, rank, piece)
-        ]
-        if regions:
-            regions.sort(key=lambda pair: pair[0])
-            self._collector.add_regions(name, join.shape, regions)
-
-    def _compare(self, name: str, parts: Sequence[_RankPart]) -> None:
-        """Raise FormatError for copies that differ and whose mean counts."""
-        contents = {b"".join(self._read(region) for _, region in pieces) for _, pieces in parts}
-        if len(contents) > 1:
-            raise FormatError(
-                f"{self._folder}: {name!r} differs between tensor-parallel ranks, and counts by "
-                "its mean (parameter_to_average_patterns), which is not computed here. Convert it "
-                "with ds_to_universal, whose result is read"
-            )
-
-    def _read(self, region: Region) -> bytes:
-        """Return the elements of a region that is dense."""
-        stored: Stored = region.container
-        path, itemsize_bytes = self._folder / stored.file, stored.tensor.dtype.itemsize_bytes
-        size_bytes = region.elements * itemsize_bytes
-        try:
-            with path.open("rb") as file:
-                file.seek(stored.tensor.start_bytes + region.offset * itemsize_bytes)
-                content = read_up_to(file, size_bytes)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-        if len(content) < size_bytes:
-            raise FormatError(f"{path} ends before its elements")
-        return content

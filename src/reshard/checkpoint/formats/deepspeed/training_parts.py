@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+from reshard._records import Record
 from reshard.checkpoint.formats.deepspeed.flat_buffers import (
     GroupCopy,
     deal,
@@ -53,8 +53,7 @@ _NEW_GROUP = {key: value for key, value in ADAM_GROUP.items() if key != DECOUPLE
 _PARAMETER_WORDS = ("weight", "bias")
 
 
-@dataclass(frozen=True)
-class ParameterGroup:
+class ParameterGroup(NamedTuple):
     """Parameters that are optimized alike; `hyper` has the hyper-parameters."""
 
     names: tuple[str, ...]
@@ -66,8 +65,7 @@ class ParameterGroup:
         return match_expert(self.names[0]) is not None
 
 
-@dataclass(frozen=True)
-class TrainingParts:
+class TrainingParts(Record):
     """The parts of a training state.
 
     Attributes:
@@ -320,8 +318,7 @@ def _sort_rest(
 _DEFAULT_SUB_GROUP = 10**9
 
 
-@dataclass(frozen=True)
-class FlatPlan:
+class FlatPlan(Record):
     """The flat buffers of all ranks.
 
     Attributes:

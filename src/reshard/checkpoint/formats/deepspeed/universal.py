@@ -275,7 +275,7 @@ class UniversalArranger(Arranger):
             for key, value in self.plain_states.get(name, {}).items():
                 self.files.write(self._state_file(name, key), value, 0)
         self._write_optimizer()
-        notes = [*self.parts.notes, *self._notes(), *self.values.describe_missing()]
+        notes = [*self.parts.notes, *self._notes(), *self.describe_missing()]
         return self._plan(format_name, notes, with_clipping=True)
 
     def _notes(self) -> list[str]:
@@ -306,13 +306,13 @@ class UniversalArranger(Arranger):
         is_listed = parts.are_frozen_listed
         fragments = {name: module[name] for name in parts.frozen} if is_listed else None
         groups = [group.names for group in parts.groups]
-        state = self.values.model_state(parts, 1, 1, groups, module, fragments, others, paths)
+        state = self.model_state(1, 1, groups, module, fragments, others, paths)
         self.files.write(file, state, 0)
         # Stage 3 expects its own file of rank 0, for a user's state and values.
         file = f"{self.tag}/zero_pp_rank_0_{_WEIGHTS}"
         empty = {name: NewTensor.of(self.low, (0,)) for name in parts.shapes}
         others, paths = self._put_others(1)
-        state = self.values.model_state(parts, 3, 1, groups, empty, None, others, paths)
+        state = self.model_state(3, 1, groups, empty, None, others, paths)
         self.files.write(file, state, 0)
 
     def _state_file(self, name: str, key: str) -> str:
@@ -334,7 +334,7 @@ class UniversalArranger(Arranger):
         if own in self.new.tensors:
             state[STEP] = self.files.put_whole(own, 1)
         value = {
-            **self.values.optimizer_state(with_clipping=True),
+            **self.optimizer_state(with_clipping=True),
             "zero_stage": stage_member(1),
             "ds_version": VERSION,
             "param_groups": groups,

@@ -99,7 +99,7 @@ def find_copies(
 
 
 class Arranger:
-    """The parts of a new checkpoint, and its files so far."""
+    """A new checkpoint while it is planned: its parts, its nested values, and its files so far."""
 
     def __init__(self, new: NewCheckpoint) -> None:
         self.new = new
@@ -108,27 +108,141 @@ class Arranger:
         self.parts = find_parts(shapes, new.values)
         self.parts.expect_state(new.allow)
         self.low = find_low(self.parts, dtypes, new.values)
-        self.values = NewValues(new.values, new.paths, self.low)
+        own = {name: value for name, value in new.values.items() if name not in _OWN_VALUES}
+        self._optimizer = {
+            name.removeprefix(_OPTIMIZER): value
+            for name, value in own.items()
+            if name.startswith(_OPTIMIZER)
+        }
+        self._rest = {n: v for n, v in own.items() if not n.startswith(_OPTIMIZER)}
+        self._paths = {name: path for name, path in new.paths.items() if name in self._rest}
         self.plain_states = find_plain_states(new.values)
-        self.tag = f"global_step{self.values.steps}"
+        steps = self._rest.get("global_steps")
+        self.tag = f"global_step{steps if type(steps) is int and steps >= 0 else 0}"
         self.files = TorchFilesBuilder(new.tensors)
 
     def _plan(self, format_name: str, notes: Iterable[str], *, with_clipping: bool) -> WritePlan:
         """Return the plan of the files that were written."""
-        values = self.values.held(self.new.values, with_clipping=with_clipping)
         return WritePlan(
             format_name,
             self.new.mesh,
             self.files.bind(),
             tuple(self.files.files),
             tuple(notes),
-            values=values,
+            values=self._held(with_clipping=with_clipping),
         )
 
     def _put_others(self, slot: int) -> tuple[dict[str, NewTensor], dict[str, Any]]:
         """Put the tensors of a user's state into a file; they, and their places in its state."""
         others = {name: self.files.put_whole(name, slot) for name in self.parts.others}
         return others, {name: self.new.paths.get(name, (name,)) for name in others}
+
+    def describe_missing(self) -> list[str]:
+        """Describe the counters and the scheduler of DeepSpeed that the source does not have."""
+        notes = []
+        if "global_steps" not in self._rest:
+            notes.append(
+                "the source has no global_steps: DeepSpeed counts from 0, for names of saves and "
+                "its logs; optimizers have steps of their own"
+            )
+        if all(name.partition(".")[0] != "lr_scheduler" for name in self._rest):
+            notes.append(
+                "the source has no state of a learning rate scheduler of DeepSpeed: an engine that "
+                "has a scheduler loads this with load_lr_scheduler_states=False"
+            )
+        return notes
+
+    def model_state(
+        self,
+        stage: int,
+        ranks: int,
+        groups: Iterable[Iterable[str]],
+        module: Mapping[str, NewTensor],
+        fragments: Mapping[str, NewTensor] | None,
+        others: Mapping[str, NewTensor],
+        paths: Mapping[str, StatePath],
+    ) -> dict[str, Any]:
+        """Return the value of a file of weights; `groups` are in the order of flat buffers."""
+        parts, leaves = self.parts, {**self._rest, **others}
+        prefix = f"{CONFIG}."
+        # Names without a path are read as paths where DeepSpeed wants dicts.
+        found: dict[str, StatePath] = {
+            name: tuple(name.split("."))
+            for name in leaves
+            if name.startswith((prefix, "lr_scheduler."))
+        }
+        found |= {name: path for name, path in {**self._paths, **paths}.items() if name in leaves}
+        nested = unflatten_state(leaves, settle_paths(leaves, found))
+        experts = list_layers(parts.experts)
+        config = nested.get(CONFIG)
+        config = dict(config) if isinstance(config, dict) else {}
+        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
+        return {
+            "module": ordered(module),
+            "buffer_names": [*parts.buffers],
+            "optimizer": None,
+            "param_shapes": [
+                ordered({name: size_of(parts.shapes[name]) for name in names}) for names in groups
+            ],
+            "frozen_param_shapes": (
+                ordered({name: size_of(shape) for name, shape in parts.frozen.items()})
+                if fragments is not None
+                else None
+            ),
+            "shared_params": dict(parts.shared),
+            "frozen_param_fragments": ordered(fragments) if fragments is not None else None,
+            **_FIRST,
+            "ds_version": VERSION,
+            **({"num_experts": [*map(len, experts.values())]} if experts else {}),
+            **nested,
+            "dp_world_size": ranks,
+            "mp_world_size": 1,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+            CONFIG: config,
+        }
+
+    def _held(self, *, with_clipping: bool) -> dict[str, Any]:
+        """Return those of the values of a checkpoint that its new files have a place for."""
+        has_scaler = any(name.startswith(f"{_SCALER}.") for name in self._optimizer)
+        known = {"dynamic_loss_scale", "overflow", *(["clip_grad"] if with_clipping else [])}
+        if not has_scaler and _CURRENT_SCALE in self._optimizer:
+            known |= {*_NEW_SCALER}
+        unheld = {
+            f"{_OPTIMIZER}{name}"
+            for name in self._optimizer
+            if name not in known and not name.startswith((f"{_SCALER}.", "state."))
+        }
+        return {name: value for name, value in self.new.values.items() if name not in unheld}
+
+    def optimizer_state(self, *, with_clipping: bool) -> dict[str, Any]:
+        """Return the values of an optimizer: its loss scaler, and what else there is."""
+        scaler = {
+            name.removeprefix(f"{_SCALER}."): value
+            for name, value in self._optimizer.items()
+            if name.startswith(f"{_SCALER}.")
+        }
+        if not scaler and _CURRENT_SCALE in self._optimizer:
+            # Optimizers without partitions have these in their state.
+            own = {key: self._optimizer[key] for key in _NEW_SCALER if key in self._optimizer}
+            is_dynamic = bool(self._optimizer.get("dynamic_loss_scale", True))
+            first = _NEW_SCALER if is_dynamic else {}
+            scaler = {**first, **own, "dynamic": is_dynamic}
+        is_half = self.low.name == "float16"
+        if not scaler:
+            scaler = dict(_NEW_SCALER) if is_half else {"cur_scale": 1.0, "dynamic": False}
+        kind = scaler.pop(SCALER_CLASS, None)
+        if kind not in ("LossScaler", "DynamicLossScaler"):
+            kind = "DynamicLossScaler" if scaler.get("dynamic") else "LossScaler"
+        if isinstance(scaler.get("dtype"), str):
+            scaler["dtype"] = _as_type(scaler["dtype"], self.low)
+        found = {
+            _SCALER: Call(Global(_SCALERS, kind), (), scaler, is_new=True),
+            "dynamic_loss_scale": self._optimizer.get("dynamic_loss_scale", kind != "LossScaler"),
+            "overflow": bool(self._optimizer.get("overflow", False)),
+        }
+        if with_clipping and "clip_grad" in self._optimizer:
+            found["clip_grad"] = self._optimizer["clip_grad"]
+        return found
 
 
 class ZeroArranger(Arranger):
@@ -141,7 +255,9 @@ class ZeroArranger(Arranger):
             self.parts.expect_all_frozen()
         self.ranks = max(tensor.layout.slots for tensor in new.tensors.values())
         self.expert_sets = count_expert_sets(new.mesh)
-        self.plan = plan_partitions(self.parts, stage, self.ranks, self.expert_sets, self.values)
+        self.plan = plan_partitions(
+            self.parts, stage, self.ranks, self.expert_sets, new.values, self.low
+        )
         self.prefix = "bf16_" if self.low.name == "bfloat16" else ""
 
     def arrange(self, format_name: str) -> WritePlan:
@@ -150,7 +266,7 @@ class ZeroArranger(Arranger):
             self._write_weights(rank)
         for rank in range(self.ranks):
             self._write_partition(rank)
-        notes = [*self.parts.notes, *describe_order(self.parts), *self.values.describe_missing()]
+        notes = [*self.parts.notes, *describe_order(self.parts), *self.describe_missing()]
         if self.parts.missing_frozen:
             notes.append(
                 f"{count_text(len(self.parts.missing_frozen), 'frozen parameter')} "
@@ -201,9 +317,7 @@ class ZeroArranger(Arranger):
         is_listed = parts.are_frozen_listed or (is_stage3 and bool(parts.frozen))
         frozen = fragments if is_listed else None
         names = [self.plan.names(buffer, rank) for buffer in range(len(self.plan.copies))]
-        state = self.values.model_state(
-            parts, self.stage, self.ranks, names, module, frozen, others, paths
-        )
+        state = self.model_state(self.stage, self.ranks, names, module, frozen, others, paths)
         self.files.write(file, state, rank)
         if experts:
             self._write_experts()
@@ -230,7 +344,7 @@ class ZeroArranger(Arranger):
             states[buffer] = self._states(rank, buffer)
         groups = self._hyper()
         base = {"state": states, "param_groups": groups}
-        values = self.values.optimizer_state(with_clipping=self.stage != 3)
+        values = self.optimizer_state(with_clipping=self.stage != 3)
         if self.stage == 3:
             state = {
                 "zero_stage": stage_member(3),
@@ -341,18 +455,26 @@ def count_expert_sets(mesh: DeviceMesh | None) -> int:
 
 
 def plan_partitions(
-    parts: TrainingParts, stage: int, ranks: int, sets: int, values: NewValues
+    parts: TrainingParts,
+    stage: int,
+    ranks: int,
+    sets: int,
+    values: Mapping[str, Any],
+    low: DType,
 ) -> FlatPlan:
     """Return the flat buffers of a stage.
 
     Raises:
         UsageError: experts under stage 3, or that the ranks cannot share out.
     """
+    prefix = f"{CONFIG}.zero_optimization."
+    zero = {n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}
     if stage == 3:
         parts.expect_no_experts("stage 3")
-        return plan_own(parts, ranks, values.zero)
-    members = expert_sets(ranks, sets, values.is_data_first)
-    return plan_flat(parts, ranks, members, values.zero, values.low.itemsize_bytes)
+        return plan_own(parts, ranks, zero)
+    is_data_first = values.get(f"{CONFIG}.use_data_before_expert_parallelism") is True
+    members = expert_sets(ranks, sets, is_data_first)
+    return plan_flat(parts, ranks, members, zero, low.itemsize_bytes)
 
 
 def describe_order(parts: TrainingParts) -> list[str]:
@@ -429,153 +551,6 @@ def fragment(elements: int, start: int) -> Call:
     """Return the position of a parameter's part in a flat partition."""
     address = Global("deepspeed.utils.tensor_fragment", "fragment_address")
     return Call(address, (elements, start), is_new=True)
-
-
-class NewValues:
-    """The values of a new checkpoint, nested again.
-
-    Args:
-        values, paths: those of the source.
-        low: the type that the model computes with.
-    """
-
-    def __init__(
-        self, values: Mapping[str, Any], paths: Mapping[str, StatePath], low: DType
-    ) -> None:
-        own = {n: v for n, v in values.items() if n not in _OWN_VALUES}
-        self._optimizer = {
-            name.removeprefix(_OPTIMIZER): value
-            for name, value in own.items()
-            if name.startswith(_OPTIMIZER)
-        }
-        self._rest = {n: v for n, v in own.items() if not n.startswith(_OPTIMIZER)}
-        self._paths = {name: path for name, path in paths.items() if name in self._rest}
-        self.low = low
-
-    @property
-    def steps(self) -> int:
-        """The number of steps, 0 where it is not known."""
-        found = self._rest.get("global_steps")
-        return found if type(found) is int and found >= 0 else 0
-
-    def describe_missing(self) -> list[str]:
-        """Describe the counters and the scheduler of DeepSpeed that the source does not have."""
-        notes = []
-        if "global_steps" not in self._rest:
-            notes.append(
-                "the source has no global_steps: DeepSpeed counts from 0, for names of saves and "
-                "its logs; optimizers have steps of their own"
-            )
-        if all(name.partition(".")[0] != "lr_scheduler" for name in self._rest):
-            notes.append(
-                "the source has no state of a learning rate scheduler of DeepSpeed: an engine that "
-                "has a scheduler loads this with load_lr_scheduler_states=False"
-            )
-        return notes
-
-    @property
-    def zero(self) -> Mapping[str, Any]:
-        """The configuration of ZeRO in the source."""
-        prefix = f"{CONFIG}.zero_optimization."
-        return {n.removeprefix(prefix): v for n, v in self._rest.items() if n.startswith(prefix)}
-
-    @property
-    def is_data_first(self) -> bool:
-        """Whether ranks with the same experts have consecutive numbers."""
-        return self._rest.get(f"{CONFIG}.use_data_before_expert_parallelism") is True
-
-    def model_state(
-        self,
-        parts: TrainingParts,
-        stage: int,
-        ranks: int,
-        groups: Iterable[Iterable[str]],
-        module: Mapping[str, NewTensor],
-        fragments: Mapping[str, NewTensor] | None,
-        others: Mapping[str, NewTensor],
-        paths: Mapping[str, StatePath],
-    ) -> dict[str, Any]:
-        """Return the value of a file of weights; `groups` are in the order of flat buffers."""
-        leaves = {**self._rest, **others}
-        prefix = f"{CONFIG}."
-        # Names without a path are read as paths where DeepSpeed wants dicts.
-        found: dict[str, StatePath] = {
-            name: tuple(name.split("."))
-            for name in leaves
-            if name.startswith((prefix, "lr_scheduler."))
-        }
-        found |= {name: path for name, path in {**self._paths, **paths}.items() if name in leaves}
-        nested = unflatten_state(leaves, settle_paths(leaves, found))
-        experts = list_layers(parts.experts)
-        config = nested.get(CONFIG)
-        config = dict(config) if isinstance(config, dict) else {}
-        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
-        return {
-            "module": ordered(module),
-            "buffer_names": [*parts.buffers],
-            "optimizer": None,
-            "param_shapes": [
-                ordered({name: size_of(parts.shapes[name]) for name in names}) for names in groups
-            ],
-            "frozen_param_shapes": (
-                ordered({name: size_of(shape) for name, shape in parts.frozen.items()})
-                if fragments is not None
-                else None
-            ),
-            "shared_params": dict(parts.shared),
-            "frozen_param_fragments": ordered(fragments) if fragments is not None else None,
-            **_FIRST,
-            "ds_version": VERSION,
-            **({"num_experts": [*map(len, experts.values())]} if experts else {}),
-            **nested,
-            "dp_world_size": ranks,
-            "mp_world_size": 1,
-            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-            CONFIG: config,
-        }
-
-    def held(self, values: Mapping[str, Any], *, with_clipping: bool) -> dict[str, Any]:
-        """Return those of the values of a checkpoint that its new files have a place for."""
-        has_scaler = any(name.startswith(f"{_SCALER}.") for name in self._optimizer)
-        known = {"dynamic_loss_scale", "overflow", *(["clip_grad"] if with_clipping else [])}
-        if not has_scaler and _CURRENT_SCALE in self._optimizer:
-            known |= {*_NEW_SCALER}
-        unheld = {
-            f"{_OPTIMIZER}{name}"
-            for name in self._optimizer
-            if name not in known and not name.startswith((f"{_SCALER}.", "state."))
-        }
-        return {name: value for name, value in values.items() if name not in unheld}
-
-    def optimizer_state(self, *, with_clipping: bool) -> dict[str, Any]:
-        """Return the values of an optimizer: its loss scaler, and what else there is."""
-        scaler = {
-            name.removeprefix(f"{_SCALER}."): value
-            for name, value in self._optimizer.items()
-            if name.startswith(f"{_SCALER}.")
-        }
-        if not scaler and _CURRENT_SCALE in self._optimizer:
-            # Optimizers without partitions have these in their state.
-            own = {key: self._optimizer[key] for key in _NEW_SCALER if key in self._optimizer}
-            is_dynamic = bool(self._optimizer.get("dynamic_loss_scale", True))
-            first = _NEW_SCALER if is_dynamic else {}
-            scaler = {**first, **own, "dynamic": is_dynamic}
-        is_half = self.low.name == "float16"
-        if not scaler:
-            scaler = dict(_NEW_SCALER) if is_half else {"cur_scale": 1.0, "dynamic": False}
-        kind = scaler.pop(SCALER_CLASS, None)
-        if kind not in ("LossScaler", "DynamicLossScaler"):
-            kind = "DynamicLossScaler" if scaler.get("dynamic") else "LossScaler"
-        if isinstance(scaler.get("dtype"), str):
-            scaler["dtype"] = _as_type(scaler["dtype"], self.low)
-        found = {
-            _SCALER: Call(Global(_SCALERS, kind), (), scaler, is_new=True),
-            "dynamic_loss_scale": self._optimizer.get("dynamic_loss_scale", kind != "LossScaler"),
-            "overflow": bool(self._optimizer.get("overflow", False)),
-        }
-        if with_clipping and "clip_grad" in self._optimizer:
-            found["clip_grad"] = self._optimizer["clip_grad"]
-        return found
 
 
 def _as_type(name: str, otherwise: DType) -> DType:

@@ -23,7 +23,7 @@ import dataclasses
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,8 @@ def _add_scaler(plain: PlainValues, state: Any, read: ReadStorage | None) -> Non
         scale = state.get(_SCALE)
         is_number = isinstance(scale, ArchivedTensor) and math.prod(scale.shape) == 1
         if is_number and scale.dtype is _FLOAT32 and read is not None:
-            state[_SCALE] = number_in(read(scale), scale)
+            content = np.frombuffer(read(scale), scale.dtype.numpy)
+            state[_SCALE] = float(content[scale.view.offset])
     known = {name: plain.values[name] for name in plain.values if name.startswith(SCALER)}
     found = PlainValues()
     add_state(found, ("optimizer", _SCALER), state)
@@ -169,12 +170,6 @@ def set_groups(plain: PlainValues, parameters: Mapping[str, tuple[int, ...]]) ->
         f"which group {len(unknown)} parameters are in cannot be told (first: {unknown[0]}); "
         f"{GROUPS} has the groups without them"
     )
-
-
-def number_in(storage: bytes, tensor: ArchivedTensor) -> float:
-    """Return the only element of a tensor."""
-    found = np.frombuffer(storage, tensor.dtype.numpy)[tensor.view.offset]
-    return float(found)
 
 
 def scaler_state(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,16 +313,20 @@ def _decays(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) > 1 and not name.endswith(".bias")
 
 
-def split_groups(
-    groups: Iterable[Mapping[str, Any]], step: float | None, *, of_experts: bool
-) -> list[dict[str, Any]]:
+def optimizer_state(values: Mapping[str, Any], *, of_experts: bool) -> dict[str, Any]:
+    """Return the state of a Megatron optimizer without tensors: its groups, and its loss scaler."""
+    groups = split_groups(values, of_experts=of_experts)
+    return {"optimizer": {"param_groups": groups}, **scaler_state(values)}
+
+
+def split_groups(values: Mapping[str, Any], *, of_experts: bool) -> list[dict[str, Any]]:
     """Return the groups of a Megatron optimizer, with its marks and without names.
 
     Groups of other programs have no marks; each results in a group with weight decay and a group
     without, since Megatron separates vectors and biases from the rest.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    groups = [dict(group) for group in groups]
+    groups, step = groups_of(values), step_of(values)
     # Groups of one kind of parameters may be needed for the other kind: own groups come first.
     for flips in (False, True):
         for group in groups:
@@ -348,15 +347,22 @@ def split_groups(
     return []
 
 
-def nest_values(values: Mapping[str, Any], paths: Mapping[str, StatePath]) -> dict[str, Any]:
-    """Return the nested state of plain values, with arguments in a Namespace."""
+def nest_values(
+    values: Mapping[str, Any], paths: Mapping[str, StatePath], sizes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the nested state of plain values but the optimizer's, with Megatron's defaults.
+
+    Arguments are in a Namespace, with the `sizes` of the target's axes.
+    """
+    values = {name: one for name, one in values.items() if not name.startswith("optimizer.")}
+    values = with_parallelism(values, sizes)
     known = {name: paths.get(name) or tuple(name.split(".")) for name in values}
     state: dict[str, Any] = unflatten_state(values, settle_paths(values, known))
     arguments = state.get("args")
     if isinstance(arguments, dict):
         own = {key: _as_type(value) for key, value in arguments.items()}
         state["args"] = Call(_NAMESPACE, (), own, is_new=True)
-    return state
+    return {**state, **{name: one for name, one in DEFAULTS.items() if name not in state}}
 
 
 def is_own_value(name: str, value: Any) -> bool:

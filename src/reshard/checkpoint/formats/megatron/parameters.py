@@ -50,7 +50,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name, state_name
 from reshard.errors import RecipeError
@@ -336,6 +336,21 @@ def order_key(name: str, *, is_local: bool, is_grouped: bool = False) -> OrderKe
         which = (layer, number) if is_grouped else (number, layer)
         return (2, int(match[1]), place, *which, *_order_in_module(inner))
     return (2, int(match[1]), place, *_order_in_module(inner))
+
+
+def sort_by_modules(
+    names: Iterable[str], arguments: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Return parameters in the order of the modules, unknown ones last; and those unknown.
+
+    `arguments` are Megatron's, which determine the implementation of layers and of experts.
+    """
+    is_local = arguments.get("transformer_impl") == "local"
+    is_grouped = bool(arguments.get("moe_grouped_gemm"))
+    keys = {n: order_key(n, is_local=is_local, is_grouped=is_grouped) for n in names}
+    last = (1 << 30,)
+    ordered = sorted(keys, key=lambda name: keys[name] or last)
+    return ordered, [name for name, key in keys.items() if key is None]
 
 
 def _order_in_module(name: str) -> OrderKey:

@@ -32,18 +32,15 @@ from typing import Any
 
 from reshard.checkpoint.formats.megatron import TRACKER_NAME, iteration_name
 from reshard.checkpoint.formats.megatron.common_state import (
-    DEFAULTS,
     arguments_of,
     describe_decay,
     find_groups,
-    groups_of,
     has_stacked_experts,
     held_values,
     nest_values,
+    optimizer_state,
     scaler_state,
     split_groups,
-    step_of,
-    with_parallelism,
     without_steps,
 )
 from reshard.checkpoint.formats.megatron.legacy import (
@@ -60,7 +57,7 @@ from reshard.checkpoint.formats.megatron.parameters import (
     grouped_name,
     is_expert,
     local_name,
-    order_key,
+    sort_by_modules,
     split_expert,
     split_layer,
 )
@@ -174,19 +171,15 @@ class _Arranger:
 
     def _sort(self, has_state: bool) -> list[str]:
         """Return the parameters in the order of the modules; as they are where none need it."""
-        keys = {
-            name: order_key(name, is_local=self.is_local, is_grouped=self.is_grouped)
-            for name in self.of
-        }
-        unknown = [name for name, key in keys.items() if key is None and len(self.of[name]) > 1]
+        ordered, unknown = sort_by_modules(self.of, self.arguments)
+        unknown = [name for name in unknown if len(self.of[name]) > 1]
         if has_state and unknown:
             raise RecipeError(
                 f"the place of {unknown[0]!r} among Megatron's modules is not known, and optimizer "
                 "state has no names there; convert to torch-dist, or leave optimizer state out "
                 "(--exclude 'optimizer.*')"
             )
-        last = (1 << 30,)
-        return sorted(self.of, key=lambda name: keys[name] or last)
+        return ordered
 
     def _parts(self, place: RankPlace, slot: int, ordered: list[str]) -> _ChunkParts:
         found = _ChunkParts(place, slot)
@@ -232,12 +225,10 @@ class _Arranger:
         return model
 
     def _common(self) -> dict[str, Any]:
-        values = {n: v for n, v in self.values.items() if not n.startswith("optimizer.")}
         sizes = self.grid.sizes
         chunks = sizes.vp if sizes.vp > 1 else None
         own = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep, "etp": sizes.etp, "vp": chunks}
-        state = nest_values(with_parallelism(values, own), self.new.paths)
-        return {**state, **{n: v for n, v in DEFAULTS.items() if n not in state}}
+        return nest_values(self.values, self.new.paths, own)
 
     def _split(self, chunks: list[_ChunkParts]) -> list[list[_Own]]:
         """Return the parameters of each optimizer of the chain."""
@@ -251,17 +242,10 @@ class _Arranger:
             return [own]
         return [[one for one in own if is_expert(one[1]) == flag] for flag in (False, True)]
 
-    def _all_groups(self, of_experts: bool) -> list[dict[str, Any]]:
-        groups = groups_of(self.values)
-        return split_groups(groups, step_of(self.values), of_experts=of_experts)
-
     def _groups(self) -> Any:
         """Return the state of a distributed optimizer without its buffers."""
         chain = [False, True] if self.stages.has_expert_optimizer else [False]
-        found = [
-            {"optimizer": {"param_groups": self._all_groups(flag)}, **scaler_state(self.values)}
-            for flag in chain
-        ]
+        found = [optimizer_state(self.values, of_experts=flag) for flag in chain]
         return found if len(found) > 1 else found[0]
 
     def _flat_state(self, chunks: list[_ChunkParts]) -> Any:
@@ -323,7 +307,7 @@ class _Arranger:
         """Return the state of an optimizer that is not distributed, by numbers of parameters."""
         chain = []
         for flag, parameters in enumerate(self._split(chunks)):
-            groups = self._all_groups(bool(flag))
+            groups = split_groups(self.values, of_experts=bool(flag))
             in_group: list[list[_Own]] = [[] for _ in groups]
             for chunk, name in parameters:
                 for number in find_groups(groups, name, chunk.shapes[name])[:1]:

@@ -38,7 +38,7 @@ from reshard.checkpoint.formats.megatron.legacy.writer import (
     RankGrid,
     StageLayouts,
 )
-from reshard.checkpoint.formats.megatron.parameters import common_key, is_expert, order_key
+from reshard.checkpoint.formats.megatron.parameters import common_key, is_expert, sort_by_modules
 from reshard.checkpoint.formats.megatron.rank_blocks import (
     BufferPlan,
     RankParameter,
@@ -220,20 +220,14 @@ class BucketSpace:
 
 def _sort(stages: StageLayouts, arguments: Mapping[str, Any]) -> list[str]:
     """Return the parameters of the model in the order of its modules."""
-    is_local = arguments.get("transformer_impl") == "local"
-    is_grouped = bool(arguments.get("moe_grouped_gemm"))
-    keys = {
-        name: order_key(name, is_local=is_local, is_grouped=is_grouped) for name in stages.weights
-    }
-    unknown = [name for name, key in keys.items() if key is None]
+    ordered, unknown = sort_by_modules(stages.weights, arguments)
     if unknown:
         raise RecipeError(
             f"the place of {unknown[0]!r} among Megatron's modules is not known; which part of a "
             "bucket is of which parameter cannot be told"
         )
     # Buffers of modules, such as a router's bias, are not parameters.
-    known = [name for name in keys if not name.endswith("expert_bias")]
-    return sorted(known, key=lambda name: keys[name] or ())
+    return [name for name in ordered if not name.endswith("expert_bias")]
 
 
 def _find_place(sizes: Parallelism, rank: int, *, is_expert: bool) -> RankPlace:

@@ -20,16 +20,12 @@ from typing import Any
 from reshard.checkpoint.contents import StoredFile
 from reshard.checkpoint.formats.megatron.common_state import (
     COMMON_STEP,
-    DEFAULTS,
     EXTRA_STATE,
     describe_decay,
-    groups_of,
     held_values,
     nest_values,
-    scaler_state,
-    split_groups,
+    optimizer_state,
     step_of,
-    with_parallelism,
     without_steps,
 )
 from reshard.checkpoint.formats.megatron.parameters import (
@@ -159,14 +155,8 @@ def _extra_states(
 
 def _common_state(write_plan: WritePlan, is_stacked: bool) -> dict[str, Any]:
     """Return the nested state of `common.pt`."""
-    values = {
-        name: value
-        for name, value in write_plan.values.items()
-        if not name.startswith("optimizer.")
-    }
-    state = nest_values(with_parallelism(values, _axis_sizes(write_plan)), write_plan.paths)
-    state = {**state, **{n: v for n, v in DEFAULTS.items() if n not in state}}
-    is_distributed = _is_distributed(values)
+    state = nest_values(write_plan.values, write_plan.paths, _axis_sizes(write_plan))
+    is_distributed = _is_distributed(write_plan.values)
     if any(split_state_name(name) for name in write_plan.tensors):
         state["optimizer"] = _optimizer_state(write_plan, is_distributed)
     content: dict[str, Any] = {
@@ -189,15 +179,11 @@ def _axis_sizes(write_plan: WritePlan) -> dict[str, int]:
 
 def _optimizer_state(write_plan: WritePlan, is_distributed: bool) -> dict[Any, Any]:
     """Return the optimizer's state without tensors, if needed for dense parameters and experts."""
-    groups, step = groups_of(write_plan.values), step_of(write_plan.values)
 
     def make(of_experts: bool) -> dict[str, Any]:
-        own = split_groups(groups, step, of_experts=of_experts)
-        inner: dict[str, Any] = {"param_groups": own}
+        result = optimizer_state(write_plan.values, of_experts=of_experts)
         if not is_distributed and COMMON_STEP in write_plan.values:
-            inner["state"] = {"common_step": step}
-        result: dict[str, Any] = {"optimizer": inner}
-        result |= scaler_state(write_plan.values)
+            result["optimizer"]["state"] = {"common_step": step_of(write_plan.values)}
         if is_distributed:
             result["param_state_sharding_type"] = "fully_reshardable"
         return result
