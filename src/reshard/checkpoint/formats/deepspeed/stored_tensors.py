@@ -215,7 +215,7 @@ class TensorCollector:
         return content
 
     def add_flat(self, name: str, shape: Shape, pieces: Pieces) -> None:
-        """Add a tensor that is stored in regions of the flattened tensor, at most one on a rank.
+        """Add a tensor stored in regions of the flattened tensor, at most a region on a rank.
 
         Raises:
             FormatError: regions of different element types.

@@ -72,7 +72,7 @@ _OPTIMIZER_PARTS = frozenset(
 )
 ReadStorage = Callable[[ArchivedTensor], bytes]
 
-_PARALLELISM = {
+PARALLELISM = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "cp": "context_parallel_size",
@@ -327,7 +327,7 @@ def split_groups(values: Mapping[str, Any], *, of_experts: bool) -> list[dict[st
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     groups, step = groups_of(values), step_of(values)
-    # Groups of one kind of parameters may be needed for the other kind: own groups come first.
+    # Groups of a kind of parameters may be needed for the other kind: own groups come first.
     for flips in (False, True):
         for group in groups:
             own = {key: value for key, value in group.items() if key != "params"}
@@ -378,7 +378,7 @@ def is_own_value(name: str, value: Any) -> bool:
     if EXTRA_STATE in name:
         # Of layers without 8-bit floats: nothing.
         return value is None
-    return name.removeprefix("args.") in _PARALLELISM.values() or (name == "args" and not value)
+    return name.removeprefix("args.") in PARALLELISM.values() or (name == "args" and not value)
 
 
 def with_parallelism(values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -390,7 +390,7 @@ def with_parallelism(values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dic
     result = dict(values)
     if any(name.startswith("args.") for name in values):
         result |= {
-            f"args.{_PARALLELISM[axis]}": sizes[axis] for axis in sizes if axis in _PARALLELISM
+            f"args.{PARALLELISM[axis]}": sizes[axis] for axis in sizes if axis in PARALLELISM
         }
     return result
 

@@ -100,28 +100,23 @@ def _bare(name: str) -> str:
 
 
 def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
-    from reshard.checkpoint.formats.megatron.parameters import engine_name
-    from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import join_halves
-    from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name, state_name
+    from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import (
+        name_parameters,
+        name_state,
+    )
+    from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 
     def name_all() -> Iterator[StoredTensor]:
         for name, tensor in found.tensors.items():
             state = split_state_name(name)
             if state is not None:
-                # The key comes first, so that the names of halves end with their suffix.
-                parameter, key = state
-                yield dataclasses.replace(tensor, name=f"{key}\0{_bare(parameter)}")
+                yield name_state((_bare(state[0]), state[1]), tensor)
             elif name.startswith("model."):
                 yield dataclasses.replace(tensor, name=_bare(name.removeprefix("model.")))
             else:
                 yield tensor
 
-    joined = [*join_halves(name_all())]
-    known = {one.name for one in joined}
-    for tensor in joined:
-        key, mark, parameter = tensor.name.rpartition("\0")
-        name = engine_name(parameter, known)
-        yield dataclasses.replace(tensor, name=state_name(name, key) if mark else name)
+    yield from name_parameters(name_all(), found.folder)
 
 
 class MegatronFsdpFormat(CheckpointFormat):

@@ -7,7 +7,7 @@ stretch of the whole, or several: of a gated layer a part of the gate, then a pa
     whole  | gate 0 | gate 1 | up 0 | up 1 |        block of rank 1  | gate 1 | up 1 |
                                                     boxes  0:4 at 4, 4:8 at 12
 
-A block is stored as a tensor (`dense_block`), or flat in a bucket of the distributed optimizer
+A block is stored as a tensor, or flat in a bucket of the distributed optimizer
 (`flat_block`): as regions, whose container is a file and whose unit is a byte, each with the rank
 that has it. `WholeTensors` assembles the blocks of all ranks.
 
@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats.megatron.parameters import is_expert
-from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.dtypes import DType
 from reshard.errors import FormatError
 from reshard.geometry.regions import Region, bind_regions, flat_regions
@@ -96,16 +95,6 @@ class BlockPlace(NamedTuple):
                 if common is not None:
                     by = [a - b for a, b in zip(to, box.start, strict=True)]
                     yield slot, common.translate(by)
-
-
-def dense_block(
-    slot: int, path: str, tensor: ArchivedTensor, offset_bytes: int = 0
-) -> StoredRegion:
-    """Return a block that is a tensor of a file, or of an archive at `offset_bytes` of the file."""
-    shape, itemsize_bytes = tensor.shape, tensor.dtype.itemsize_bytes
-    strides = tuple(stride * itemsize_bytes for stride in tensor.view.strides)
-    start_bytes = offset_bytes + tensor.start_bytes + tensor.view.offset * itemsize_bytes
-    return slot, Region((0,) * len(shape), shape, path, start_bytes, strides)
 
 
 def flat_block(regions: Iterable[StoredRegion], start: int, shape: Shape) -> Iterator[StoredRegion]:

@@ -18,12 +18,10 @@ tensors by rules of the user, `reader` opens checkpoints, and `writer` plans new
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
@@ -51,8 +49,7 @@ MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra state"
 _OF_RANK = re.compile(r"rank_(\d{1,7})\.(.+)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class RankFile:
+class RankFile(NamedTuple):
     """The file of a rank: name, kind of state, rank, and the number of ranks if the name has it."""
 
     name: str
@@ -120,7 +117,7 @@ def find_rank_files(folder: Path) -> tuple[RankFile, ...]:
         file = read_file_name(name)
         bare = read_file_name(f"{name}.pt") if file is None else None
         if bare is not None and (folder / name).is_file() and is_torch_file(folder / name):
-            file = dataclasses.replace(bare, name=name)
+            file = bare._replace(name=name)
         if file is not None:
             found.append(file)
     kinds = (MODEL, OPTIMIZER, EXTRA)

@@ -24,10 +24,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,6 +47,7 @@ from reshard.checkpoint.formats.torch_files.reading import (
     find_address,
     read_storage,
     read_torch_file,
+    region_of,
 )
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, as_sizes, explain
 from reshard.checkpoint.storage.remote_paths import map_paths
@@ -60,6 +60,7 @@ from reshard.errors import (
     UnreadableTensorError,
     UsageError,
 )
+from reshard.geometry.regions import bind_regions
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.dtensor import (
@@ -78,8 +79,7 @@ _MAX_RANKS = 1 << 20
 ReadElements = Callable[[ArchivedTensor], bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class LocalPart:
+class LocalPart(NamedTuple):
     """The part of a tensor in a rank's file.
 
     `sharding` determines the part, or `boxes` do, a box for each of its tensors; a plain tensor has
@@ -215,7 +215,7 @@ class PartReader:
         steps = itertools.product(*(range(size) for size in sizes))
         places = [sum(n * s for n, s in zip(step, strides, strict=True)) for step in steps]
         here, first, last = ranks.index(self._rank), min(places), max(places)
-        # This rank is at one of these offsets from the beginning of its mesh.
+        # This rank has a place among these offsets from the beginning of its mesh.
         for place in places:
             start = here - place
             is_inside = start + first >= 0 and start + last < len(ranks)
@@ -315,8 +315,7 @@ def _shard_order(spec: dict[Any, Any]) -> tuple[tuple[int, tuple[int, ...]], ...
 _MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
 
 
-@dataclass
-class RankStates:
+class RankStates(NamedTuple):
     """The states in the files of all ranks.
 
     Attributes:
@@ -326,10 +325,10 @@ class RankStates:
         unreadable: tensors that cannot be read on some rank, with their type.
     """
 
-    parts: dict[str, dict[int, tuple[str, LocalPart]]] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    unread: dict[str, str] = field(default_factory=dict)
-    unreadable: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, dict[int, tuple[str, LocalPart]]]
+    values: dict[str, Any]
+    unread: dict[str, str]
+    unreadable: dict[str, str]
 
 
 def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> RankStates:
@@ -339,7 +338,7 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
         CheckpointError: a file that cannot be read.
         FormatError: a file that is damaged, or not a state.
     """
-    states = RankStates()
+    states = RankStates({}, {}, {}, {})
     every = [folder / file.name for files in groups.values() for file in files]
     contents = map_paths(_read_content, every)
     for kind, files in groups.items():
@@ -349,7 +348,7 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
             unreadable: dict[str, str] = {}
             parts = _find_parts(path, content, file, len(files), values, states, unreadable)
             begin = OPTIMIZER_PREFIX if kind == OPTIMIZER else ""
-            states.unreadable |= {begin + name: why for name, why in unreadable.items()}
+            states.unreadable.update({begin + n: why for n, why in unreadable.items()})
             for name, part in parts.items():
                 own = name_of_rank(name, file.rank, len(files)) if kind == EXTRA else name
                 if kind == OPTIMIZER:
@@ -364,9 +363,8 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
             if len(found) == len(files) and are_equal:
                 states.values[name] = found[0]
             else:
-                states.values |= {
-                    name_of_rank(name, rank, len(files)): one for rank, one in by_rank.items()
-                }
+                of_ranks = by_rank.items()
+                states.values.update({name_of_rank(name, r, len(files)): v for r, v in of_ranks})
     # A tensor that some rank cannot read is incomplete.
     for name in states.unreadable:
         states.parts.pop(name, None)
@@ -555,26 +553,14 @@ def _list_boxes(name: str, rank: int, part: LocalPart) -> tuple[tuple[Box, Archi
 def _bind_boxes(name: str, parts: Parts, slots: int) -> StoredTensor:
     """Return the tensor that boxes on ranks are."""
     first = next(iter(parts.values()))[1]
-    pairs: list[tuple[int, Box]] = []
-    addresses: dict[int, list[FileRange]] = {}
-    views: dict[int, list[View]] = {}
-    strided = set()
-    for rank, (file, part) in parts.items():
-        for box, tensor in _list_boxes(name, rank, part):
-            # A box without elements counts only for a tensor without elements.
-            if not box.elements and 0 not in first.shape:
-                continue
-            address, view = find_address(file, tensor)
-            pairs.append((rank, box))
-            addresses.setdefault(rank, []).append(address)
-            views.setdefault(rank, []).append(view or View.row_major(tensor.shape))
-            if view is not None:
-                strided.add(rank)
-    if not pairs:
+    # A box without elements counts only for a tensor without elements.
+    regions = [
+        (rank, region_of(file, tensor).translate(box.start))
+        for rank, (file, part) in parts.items()
+        for box, tensor in _list_boxes(name, rank, part)
+        if box.elements or 0 in first.shape
+    ]
+    if not regions:
         raise CoverageError(f"tensor {name!r} of {list(first.shape)}: no rank has any of it")
-    binding = Binding(
-        Layout.from_boxes(first.shape, pairs, slots),
-        {rank: tuple(found) for rank, found in addresses.items()},
-        {rank: tuple(views[rank]) for rank in strided},
-    )
+    binding = bind_regions(first.shape, regions, slots, first.dtype.itemsize_bytes)
     return StoredTensor(name, first.dtype, binding)

@@ -12,7 +12,7 @@ thread or process, in any order. `torch.load` reads the file::
    PyTorch does not look at checksums; `zipfile`, `unzip` and `reshard` do.
 
 `TorchFilesBuilder` binds the shards of a new checkpoint to the tensors of such files. `NewArchive`
-is an archive of one tensor inside another file, as distributed checkpoints have them; its storage
+is an archive of a tensor inside another file, as distributed checkpoints have them; its storage
 is its last record, so that only its end is written last::
 
     [data.pkl][byteorder][version][header of data/0 + padding][ storage ][directory]
@@ -121,7 +121,7 @@ class NewTensor:
         storage: NewStorage | None = None,
         view: View | None = None,
     ) -> NewTensor:
-        """Return a tensor in its own storage, or in a shared one; dense without `view`.
+        """Return a tensor in its own storage, or in a shared storage; dense without `view`.
 
         Raises:
             UsageError: a type that PyTorch does not have; a storage that does not hold the view.
@@ -152,7 +152,7 @@ def _describe_tensor(
         storage = ("storage", untyped, record, "cpu", storage_bytes)
     hooks = Call(Global("collections", "OrderedDict"), ())
     # The arguments of `_rebuild_tensor_v2`. Types without a class of storages need version 3,
-    # which has the type as one more argument.
+    # which has the type as a further argument.
     fields = (Reference(storage), view.offset, shape, view.strides, False, hooks)
     if typed is not None:
         return Call(Global("torch._utils", "_rebuild_tensor_v2"), fields)

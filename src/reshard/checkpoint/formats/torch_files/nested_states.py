@@ -222,10 +222,11 @@ class PlainValues:
         flat = flatten_state(state, label)
         self.unread += flat.unread.items()
         for name, tensor in flat.tensors.items():
-            if add_tensor is not None:
-                add_tensor(name, label, tensor)
-            else:
+            if add_tensor is None:
                 self.unread.append((name, "a tensor among plain values"))
+                continue
+            add_tensor(name, label, tensor)
+            self.paths.setdefault(name, flat.paths[name])
         for name, value in flat.values.items():
             # Two parts of a state may have equal names when the keys of their paths are joined.
             if name in self.values:

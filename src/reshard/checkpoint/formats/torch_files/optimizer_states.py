@@ -127,7 +127,7 @@ _OPTIMIZERS = (
     ),
     _TorchOptimizer(frozenset({"momentum_buffer"}), _SGD_GROUP),
     _TorchOptimizer(frozenset({"sum"}), _ADAGRAD_GROUP),
-    # Vectors have one variance, matrices one of rows and one of columns.
+    # Vectors have a variance; matrices have a variance of rows and another of columns.
     _TorchOptimizer(frozenset({"row_var", "col_var"}), _ADAFACTOR_GROUP),
     _TorchOptimizer(frozenset({"variance"}), _ADAFACTOR_GROUP),
 )
@@ -239,7 +239,7 @@ def find_state_names(
     """Return the name of each tensor of optimizer state whose parameter has a number.
 
     Parameters are numbered in the order of the model, if an optimizer has a single group of all of
-    them. State of more than one element must have the shape of its parameter. Otherwise numbers
+    them. State of several elements must have the shape of its parameter. Otherwise numbers
     stay, and the second value is the reason.
 
     Args:

@@ -11,8 +11,9 @@ full of pickles of a few known shapes. `read_pickle` interprets their opcodes on
    read, and only plain values are hashed. Shared parts count once for each place that refers to
    them, since code that walks through the value meets them there.
 
-A `Builder` replaces the calls and references that it knows by values of its own while the pickle is
-read, so that a description of a million tensors is never in memory as a whole.
+Two functions, `make` and `refer`, replace the calls and references that they know by values of
+their own while the pickle is read, so that a description of a million tensors is never in memory as
+a whole.
 
 `write_pickle` is the inverse: it writes the opcodes that Python would write, in protocol 2, which
 every PyTorch reads.
@@ -95,16 +96,14 @@ class Pairs:
         return "<items>"
 
 
-class Builder:
-    """Builds values of calls and references; this base class leaves all of them as they are."""
+# Returns the value of a call and whether it is the only user of its arguments, or None.
+Make = Callable[[Global, tuple[Any, ...]], tuple[Any, bool] | None]
+# Returns the value of a reference by its key.
+Refer = Callable[[Any], Any]
 
-    def make(self, function: Global, arguments: tuple[Any, ...]) -> tuple[Any, bool] | None:
-        """Return the value of a call and whether it is the only user of its arguments, or None."""
-        return None
 
-    def refer(self, key: Any) -> Any:
-        """Return the value of a reference."""
-        return Reference(key)
+def _make_nothing(function: Global, arguments: tuple[Any, ...]) -> None:
+    """Leave a call as it is."""
 
 
 def shortened(text: str, max_length: int = 120) -> str:
@@ -116,7 +115,9 @@ class PickleEndsEarlyError(FormatError):
     """The content ends before the pickle does."""
 
 
-def read_pickle(content: bytes, label: str, builder: Builder | None = None) -> Any:
+def read_pickle(
+    content: bytes, label: str, make: Make = _make_nothing, refer: Refer = Reference
+) -> Any:
     """Return the value that a pickle describes; `label` names it in errors.
 
     Bytes after the end of the pickle are ignored, as by Python.
@@ -128,11 +129,15 @@ def read_pickle(content: bytes, label: str, builder: Builder | None = None) -> A
     Raises:
         FormatError: an unexpected opcode, or a damaged pickle.
     """
-    return read_pickle_at(content, 0, label, builder)[0]
+    return read_pickle_at(content, 0, label, make, refer)[0]
 
 
 def read_pickle_at(
-    content: bytes, start: int, label: str, builder: Builder | None = None
+    content: bytes,
+    start: int,
+    label: str,
+    make: Make = _make_nothing,
+    refer: Refer = Reference,
 ) -> tuple[Any, int]:
     """Return the value of the pickle at `start`, and the offset of its end.
 
@@ -142,13 +147,12 @@ def read_pickle_at(
         FormatError: an unexpected opcode, or a damaged pickle.
         PickleEndsEarlyError: the pickle is longer than `content`.
     """
-    builder = builder or Builder()
     try:
-        reader = _Reader(content, label, builder, start)
+        reader = _Reader(content, label, make, refer, start)
         value = reader.read()
     except _ReleasedError:
         # Another value shares a part that was released: read again, and keep every part.
-        reader = _Reader(content, label, builder, start, keeps_parts=True)
+        reader = _Reader(content, label, make, refer, start, keeps_parts=True)
         value = reader.read()
     return value, reader.at
 
@@ -172,14 +176,15 @@ class _Reader:
         self,
         content: bytes,
         label: str,
-        builder: Builder,
+        make: Make,
+        refer: Refer,
         start: int,
         *,
         keeps_parts: bool = False,
     ) -> None:
         self._content = content
         self._label = label
-        self._builder = builder
+        self._make, self._refer = make, refer
         self._keeps_parts = keeps_parts
         # How often a part was referred to again.
         self._shares = 0
@@ -189,7 +194,7 @@ class _Reader:
         # Memo numbers are consecutive, except in damaged pickles: those are in the dict.
         self._memo: list[Any] = []
         self._scattered: dict[int, Any] = {}
-        # Equal names are one object.
+        # Equal names are the same object.
         self._globals: dict[tuple[str, str], Global] = {}
 
     def read(self) -> Any:
@@ -429,7 +434,7 @@ class _Reader:
             # The result of a call is called in turn, or is the class of a new object.
             name = Global("copyreg", "__newobj__") if is_new else Global("operator", "call")
             function, arguments, is_new = name, (function, *arguments), False
-        built = self._builder.make(function, arguments)
+        built = self._make(function, arguments)
         if built is None:
             self._stack.append(Call(function, arguments, None, is_new))
             return
@@ -463,7 +468,7 @@ class _Reader:
         target.state = state
 
     def reference(self) -> None:
-        self._stack.append(self._builder.refer(self.pop()))
+        self._stack.append(self._refer(self.pop()))
 
 
 _OPCODES: dict[str, Callable[[_Reader], Any]] = {

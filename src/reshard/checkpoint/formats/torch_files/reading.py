@@ -18,7 +18,7 @@ by the storages::
 
 Only the pickle and the directory are read, never an element.
 
-An archive inside another file (`read_archive`), as distributed checkpoints have them, holds one
+An archive inside another file (`read_archive`), as distributed checkpoints have them, holds a
 tensor. If the archive is compressed, its front can be had without the rest (`read_archive_front`):
 the description precedes the storage, and each record has a header of its own::
 
@@ -54,6 +54,7 @@ from reshard.checkpoint.formats.torch_files.pickles import (
     Call,
     Global,
     PickleEndsEarlyError,
+    Refer,
     Reference,
     read_pickle,
     read_pickle_at,
@@ -81,13 +82,14 @@ from reshard.checkpoint.storage.remote_files import PrefetchedRanges
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, UnreadableTensorError
+from reshard.geometry.regions import Region
 
 ReadAhead = Callable[[Iterable[tuple[int, int]]], None]
 ZIP_MAGIC = LOCAL_SIGNATURE
 # The pickle of PyTorch's number 0x1950a86a20f9469cfc6c.
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_PROTOCOL = 1001
-# A million tensors take about 150 MB of pickle, and 100 MB of directory; one tensor takes a few
+# A million tensors take about 150 MB of pickle, and 100 MB of directory; a tensor takes a few
 # hundred bytes of each.
 _MAX_PICKLE_BYTES = 1 << 30
 _MAX_TENSOR_PICKLE_BYTES = _MAX_TENSOR_DIRECTORY_BYTES = 1 << 20
@@ -225,7 +227,8 @@ def _read_records(records: ZipRecords, max_pickle_bytes: int, label: str) -> Any
     if order != b"little":
         raise records.wrong(f"its byte order is {order!r}, expected b'little'; save it again")
     pickle = records.content("data.pkl", max_pickle_bytes)
-    return read_pickle(pickle, label, ValueBuilder(records))
+    builder = ValueBuilder(records)
+    return read_pickle(pickle, label, builder.make, builder.refer)
 
 
 class _LegacyFile:
@@ -251,20 +254,31 @@ class _LegacyFile:
 
     def value(self) -> Any:
         """Return the value of the file."""
-        _, at = self._read_pickle(0, ValueBuilder(self))
-        protocol, at = self._read_pickle(at, ValueBuilder(self))
+        _, at = self._read_pickle(0)
+        protocol, at = self._read_pickle(at)
         if protocol != _LEGACY_PROTOCOL:
             raise self.wrong(f"its protocol is {protocol!r}, expected {_LEGACY_PROTOCOL}")
-        machine, start = self._read_pickle(at, ValueBuilder(self))
+        machine, start = self._read_pickle(at)
         if isinstance(machine, dict) and machine.get("little_endian") is False:
             raise self.wrong("its bytes are in the other order; save it again")
-        storages = _StorageCollector(self)
-        _, at = self._read_pickle(start, storages)
-        keys, at = self._read_pickle(at, ValueBuilder(self))
+        # The first time, only the element sizes of storages are noted: tensors need their offsets,
+        # which follow the value.
+        itemsizes_bytes: dict[str, int] = {}
+
+        def note(key: Any) -> Reference:
+            match key:
+                case ("storage", Global(_, kind), str(record), *_):
+                    element = TYPED_STORAGES.get(kind)
+                    size = 1 if element is None else as_dtype(element).itemsize_bytes
+                    itemsizes_bytes.setdefault(record, size)
+            return Reference(None)
+
+        _, at = self._read_pickle(start, note)
+        keys, at = self._read_pickle(at)
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
             raise self.wrong("the names of its storages are not a list of text")
         for key in keys:
-            itemsize_bytes = storages.itemsizes_bytes.get(key)
+            itemsize_bytes = itemsizes_bytes.get(key)
             if itemsize_bytes is None:
                 raise self.wrong(f"nothing refers to its storage {shortened(repr(key))}")
             count = int.from_bytes(self._bytes(at, 8), "little")
@@ -272,22 +286,23 @@ class _LegacyFile:
             at += 8 + count * itemsize_bytes
             if at > self._size_bytes:
                 raise self.wrong(f"it ends in the storage {shortened(repr(key))}; it was cut off")
-        value, _ = self._read_pickle(start, ValueBuilder(self))
-        return value
+        return self._read_pickle(start)[0]
 
     def _bytes(self, offset: int, size: int) -> bytes:
         if offset + size > self._size_bytes:
             raise self.wrong(f"it ends at byte {self._size_bytes}; it was cut off")
         return self._read(offset, size)
 
-    def _read_pickle(self, start: int, builder: ValueBuilder) -> tuple[Any, int]:
+    def _read_pickle(self, start: int, refer: Refer | None = None) -> tuple[Any, int]:
         """Return the value of the pickle at an offset of the file, and the pickle's end."""
-        size = _FIRST_BYTES
+        size, builder = _FIRST_BYTES, ValueBuilder(self)
         while True:
             max_size = min(self._size_bytes - start, _MAX_PICKLE_BYTES)
             content = self._bytes(start, min(size, max_size))
             try:
-                value, stop = read_pickle_at(content, 0, self._label, builder)
+                value, stop = read_pickle_at(
+                    content, 0, self._label, builder.make, refer or builder.refer
+                )
             except PickleEndsEarlyError:
                 if size >= max_size:
                     raise
@@ -296,24 +311,7 @@ class _LegacyFile:
                 return value, start + stop
 
 
-class _StorageCollector(ValueBuilder):
-    """Finds the element size of every storage of a pickle; builds no tensors."""
-
-    def __init__(self, records: Records) -> None:
-        super().__init__(records)
-        self.itemsizes_bytes: dict[str, int] = {}
-
-    def refer(self, key: Any) -> Any:
-        """Record the element size of a storage."""
-        match key:
-            case ("storage", Global(_, kind), str(record), *_):
-                element = TYPED_STORAGES.get(kind)
-                size = 1 if element is None else as_dtype(element).itemsize_bytes
-                self.itemsizes_bytes.setdefault(record, size)
-        return Reference(None)
-
-
-# Archives of one tensor.
+# Archives of a tensor.
 
 
 def read_archive(read: ReadRange, start_bytes: int, size_bytes: int, label: str) -> ArchivedTensor:
@@ -369,7 +367,9 @@ class _Front:
                 self._storage = name.removeprefix("data/"), begin
         if pickle is None:
             raise self.wrong("it does not begin with its record 'data.pkl'")
-        return _expect_tensor(self, read_pickle(pickle, self._label, ValueBuilder(self)))
+        builder = ValueBuilder(self)
+        value = read_pickle(pickle, self._label, builder.make, builder.refer)
+        return _expect_tensor(self, value)
 
     def storage(self, key: str, size_bytes: int) -> tuple[int, int, int]:
         """Return the start of the storage, and the size that it must have."""
@@ -465,11 +465,25 @@ def find_address(file: str, tensor: ArchivedTensor) -> tuple[FileRange, View | N
     return FileRange(file, tensor.start_bytes + offset_bytes), None
 
 
+def region_of(file: str, tensor: ArchivedTensor, offset_bytes: int = 0) -> Region:
+    """Return a tensor of a file as a region of the file, in bytes.
+
+    `offset_bytes` is where the archive of the tensor begins in the file.
+    """
+    shape, itemsize_bytes = tensor.shape, tensor.dtype.itemsize_bytes
+    start = offset_bytes + tensor.start_bytes + tensor.view.offset * itemsize_bytes
+    strides = tuple(stride * itemsize_bytes for stride in tensor.view.strides)
+    return Region((0,) * len(shape), shape, file, start, strides)
+
+
 class StorageChecksums:
     """The checksums of the storages in files, by the tensors that are read of them."""
 
     def __init__(self) -> None:
-        self._storages: dict[tuple[str, int], _ReadStorage] = {}
+        # Of each storage the first tensor that reads it, by name and part; the ranges that are
+        # read, or None if a strided view reads them.
+        self._first: dict[tuple[str, int], tuple[str, str, ArchivedTensor]] = {}
+        self._ranges: dict[tuple[str, int], list[tuple[int, int]] | None] = {}
 
     def add(
         self,
@@ -486,13 +500,9 @@ class StorageChecksums:
         if tensor.crc32 is None or not tensor.storage_bytes:
             return
         key = file, tensor.start_bytes
-        storage = self._storages.get(key)
-        if storage is None:
-            storage = self._storages[key] = _ReadStorage(name, part, tensor)
-        if ranges is None:
-            storage.is_once = False
-        else:
-            storage.ranges += ranges
+        self._first.setdefault(key, (name, part, tensor))
+        known = self._ranges.setdefault(key, [])
+        self._ranges[key] = None if known is None or ranges is None else [*known, *ranges]
 
     def add_whole(self, name: str, part: str, file: str, tensor: ArchivedTensor) -> None:
         """Add `part` of the tensor `name`, which reads all of a tensor of the file.
@@ -503,41 +513,33 @@ class StorageChecksums:
         address, view = find_address(file, tensor)
         start = address.start_bytes
         stop = start + math.prod(tensor.shape) * tensor.dtype.itemsize_bytes
-        is_dense = view is None and (file, tensor.start_bytes) not in self._storages
+        is_dense = view is None and (file, tensor.start_bytes) not in self._first
         self.add(name, part, file, tensor, [(start, stop)] if is_dense else None)
 
     def list(self) -> tuple[StoredChecksum, ...]:
         """Return the checksum of each storage that has one."""
-        return tuple(storage.checksum(file) for (file, _), storage in self._storages.items())
+        return tuple(self._checksum(*key) for key in self._first)
 
-
-class _ReadStorage:
-    """The byte ranges of a storage that are read, and the first tensor that reads them."""
-
-    def __init__(self, name: str, part: str, tensor: ArchivedTensor) -> None:
-        self.name, self.part, self.tensor = name, part, tensor
-        self.ranges: list[tuple[int, int]] = []
-        self.is_once = True
-
-    def checksum(self, file: str) -> StoredChecksum:
-        """Return the checksum, with the ranges that are not read if the others are read once."""
-        first = self.tensor
-        padding, at, is_once = [], first.start_bytes, self.is_once
-        for start, stop in sorted(self.ranges):
+    def _checksum(self, file: str, start_bytes: int) -> StoredChecksum:
+        """Return a checksum, with the ranges that are not read if the others are read once."""
+        name, part, tensor = self._first[file, start_bytes]
+        ranges = self._ranges[file, start_bytes]
+        padding, at, is_once = [], start_bytes, ranges is not None
+        for start, stop in sorted(ranges or ()):
             # Bytes that two tensors share are read for each of them.
             is_once = is_once and start >= at
             if start > at:
                 padding.append((at, start - at))
             at = max(at, stop)
-        end = first.start_bytes + first.storage_bytes
+        end = start_bytes + tensor.storage_bytes
         if at < end:
             padding.append((at, end - at))
         return StoredChecksum(
-            self.name,
-            self.part,
-            FileRange(file, first.start_bytes),
-            first.storage_bytes,
-            first.crc32 or 0,
+            name,
+            part,
+            FileRange(file, start_bytes),
+            tensor.storage_bytes,
+            tensor.crc32 or 0,
             is_once,
             tuple(padding) if is_once else (),
         )

@@ -27,7 +27,6 @@ import numpy as np
 from reshard.binding import View
 from reshard.checkpoint.blocks.spans import extent
 from reshard.checkpoint.formats.torch_files.pickles import (
-    Builder,
     Call,
     Global,
     Reference,
@@ -105,8 +104,8 @@ class Records(Protocol):
 _Built = tuple[Any, bool] | None
 
 
-class ValueBuilder(Builder):
-    """Builds the values of one file, whose storages are in `records`."""
+class ValueBuilder:
+    """Builds the values of a file, whose storages are in `records`."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -404,7 +403,7 @@ def _explain_call(value: Call) -> str:
 
 # Plain values.
 
-# A pickle can hold a list in itself, or one list in very many places.
+# A pickle can hold a list in itself, or a list in very many places.
 _MAX_DEPTH = 16
 _MAX_VALUES = 1_000_000
 _PLAIN_TYPES = (str, int, float, bool, type(None))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,8 +47,7 @@ class RankPlace(NamedTuple):
     vp: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Parallelism:
+class Parallelism(NamedTuple):
     """The sizes of model parallelism; `vp` is how many chunks of the model a stage has."""
 
     tp: int = 1
@@ -68,22 +66,18 @@ class Parallelism:
         Raises FormatError for a value that is not a size.
         """
 
-        def size(name: str, usual: int) -> int:
-            found = arguments.get(name)
-            if found is None:
-                return usual
-            if type(found) is not int or not 1 <= found <= 1 << 16:
-                raise FormatError(f"{label}: args.{name} is {found!r}, expected a number from 1 on")
-            return found
+        from reshard.checkpoint.formats.megatron.common_state import PARALLELISM
 
-        tp = size("tensor_model_parallel_size", 1)
-        return cls(
-            tp,
-            size("pipeline_model_parallel_size", 1),
-            size("expert_model_parallel_size", 1),
-            size("expert_tensor_parallel_size", tp),
-            size("virtual_pipeline_model_parallel_size", 1),
-        )
+        sizes: dict[str, int] = {}
+        for axis in cls._fields:
+            name = PARALLELISM[axis]
+            size = arguments.get(name)
+            # Experts are sharded as the rest, unless they have a size of their own.
+            size = (sizes["tp"] if axis == "etp" else 1) if size is None else size
+            if type(size) is not int or not 1 <= size <= 1 << 16:
+                raise FormatError(f"{label}: args.{name} is {size!r}, expected a number from 1 on")
+            sizes[axis] = size
+        return cls(**sizes)
 
     def folder_name(self, place: RankPlace) -> str:
         """Return the name of a rank's folder.

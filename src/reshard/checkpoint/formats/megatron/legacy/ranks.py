@@ -35,12 +35,12 @@ from reshard.checkpoint.formats.megatron.rank_blocks import (
     RankParameter,
     StoredRegion,
     bucket_sizes,
-    dense_block,
     find_plan,
     flat_block,
     list_buffers,
     split_chain,
 )
+from reshard.checkpoint.formats.torch_files.reading import region_of
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, explain
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, FormatError
@@ -378,7 +378,7 @@ class RankOptimizer:
                 return
             yield from self._split(one, key, tensor, path, self._locate(one, tensor, path, 0))
             return
-        block = (dense_block(self._rank.slot, path, tensor),)
+        block = ((self._rank.slot, region_of(path, tensor)),)
         yield StateBlock(one.chunk, one.name, key, tensor.dtype, tensor.shape, path, block, tensor)
 
     def _locate(
@@ -388,7 +388,7 @@ class RankOptimizer:
         flat = replace(
             tensor, shape=(math.prod(tensor.shape),), view=View(tensor.view.offset, (1,))
         )
-        return tuple(flat_block([dense_block(self._rank.slot, path, flat)], start, one.shape))
+        return tuple(flat_block([(self._rank.slot, region_of(path, flat))], start, one.shape))
 
     def _split(
         self,

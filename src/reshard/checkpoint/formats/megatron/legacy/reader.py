@@ -35,7 +35,7 @@ from reshard.checkpoint.formats.megatron.legacy.ranks import (
     number_chunks,
 )
 from reshard.checkpoint.formats.megatron.parameters import ParameterCut, engine_name, find_cut
-from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, WholeTensors, dense_block
+from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, WholeTensors
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.pickles import Call
@@ -43,6 +43,7 @@ from reshard.checkpoint.formats.torch_files.reading import (
     StorageChecksums,
     read_storage,
     read_torch_file,
+    region_of,
 )
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, explain, is_tensor_call
 from reshard.checkpoint.storage.remote_paths import map_paths
@@ -264,7 +265,7 @@ class _Builder:
     def _add_tensor(
         self, rank: RankFiles, path: str, name: str, tensor: ArchivedTensor, place: BlockPlace
     ) -> None:
-        self.whole.add(name, tensor.dtype, place, [dense_block(rank.slot, path, tensor)], path)
+        self.whole.add(name, tensor.dtype, place, [(rank.slot, region_of(path, tensor))], path)
         self.checksums.add(name, "its part", path, tensor, None)
 
     def _add_state(self, rank: RankFiles, block: StateBlock, whole: str, place: BlockPlace) -> None:

@@ -45,7 +45,6 @@ from reshard.checkpoint.formats.megatron.rank_blocks import (
     StoredRegion,
     WholeTensors,
     bucket_sizes,
-    dense_block,
     find_plan,
     flat_block,
     list_buffers,
@@ -53,7 +52,7 @@ from reshard.checkpoint.formats.megatron.rank_blocks import (
 )
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
-from reshard.checkpoint.formats.torch_files.reading import read_storage
+from reshard.checkpoint.formats.torch_files.reading import read_storage, region_of
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.dtypes import DType
 from reshard.errors import RecipeError
@@ -131,8 +130,8 @@ class BucketSpace:
                 for key, tensor in tensors.items():
                     if isinstance(tensor, ArchivedTensor) and len(tensor.shape) == 1:
                         path, start_bytes = item.place.path, item.place.start_bytes
-                        region = dense_block(item.rank, path, tensor, start_bytes)
-                        whole = tensor.shape[0], tensor.dtype, [region]
+                        region = region_of(path, tensor, start_bytes)
+                        whole = tensor.shape[0], tensor.dtype, [(item.rank, region)]
                         buffer_of[key] = {_COALESCED: whole}
         return result
 

@@ -43,7 +43,7 @@ from typing import Any
 from reshard.checkpoint.blocks.fusing import StoredBox, bind_boxes, list_stored_boxes
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredTensor
 from reshard.checkpoint.formats.megatron.common_state import add_optimizer, add_state, set_groups
-from reshard.checkpoint.formats.megatron.parameters import engine_name, split_megatron_name
+from reshard.checkpoint.formats.megatron.parameters import split_megatron_name
 from reshard.checkpoint.formats.megatron.torch_dist import (
     BACKEND,
     COMMON_NAME,
@@ -57,7 +57,8 @@ from reshard.checkpoint.formats.megatron.torch_dist.bucket_space import (
 )
 from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import (
     has_stacks,
-    join_halves,
+    name_parameters,
+    name_state,
     unstack,
 )
 from reshard.checkpoint.formats.torch_dcp import reader
@@ -158,22 +159,9 @@ def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
                 yield from unstack(tensor) if has_stacks(key) or ".experts." in key else [tensor]
                 continue
             for one in unstack(dataclasses.replace(tensor, name=state[0])):
-                yield dataclasses.replace(one, name=f"{state[1]}\0{one.name}")
+                yield name_state((one.name, state[1]), one)
 
-    named = [*join_halves(name_all())]
-    known = {one.name.rpartition("\0")[2] for one in named}
-    seen: set[str] = set()
-    for tensor in named:
-        key, mark, parameter = tensor.name.rpartition("\0")
-        parameter = engine_name(parameter, known)
-        name = state_name(parameter, key) if mark else parameter
-        if name in seen:
-            raise FormatError(
-                f"{found.folder} has two tensors that are {name!r}, once among all layers or "
-                "experts; they belong to different saves"
-            )
-        seen.add(name)
-        yield dataclasses.replace(tensor, name=name)
+    yield from name_parameters(name_all(), found.folder)
 
 
 def _has_state(name: str, tensors: Mapping[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 from reshard.checkpoint.blocks.fusing import (
     bind_boxes,
@@ -27,8 +28,14 @@ from reshard.checkpoint.blocks.fusing import (
     split_stack,
 )
 from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.formats.megatron.parameters import split_expert, split_layer
+from reshard.checkpoint.formats.megatron.parameters import (
+    engine_name,
+    split_expert,
+    split_layer,
+)
 from reshard.checkpoint.formats.torch_dcp.writer import StackedPlace
+from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
+from reshard.errors import FormatError
 from reshard.layout import Layout
 from reshard.recipes.naming import Fusion
 
@@ -88,6 +95,38 @@ def join_halves(tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
             del waiting[match[1]]
     for halves in waiting.values():
         yield from halves.values()
+
+
+def name_state(state: tuple[str, str] | None, tensor: StoredTensor) -> StoredTensor:
+    """Return a tensor whose name begins with the key of its `(parameter, key)`, if it is state.
+
+    So the names of halves end with their suffix.
+    """
+    if state is None:
+        return tensor
+    return _rename(tensor, f"{state[1]}\0{state[0]}")
+
+
+def name_parameters(tensors: Iterable[StoredTensor], folder: Path) -> Iterator[StoredTensor]:
+    """Join halves, and yield the tensors of `name_state` by the names of modules.
+
+    Raises:
+        FormatError: two tensors of the same name.
+    """
+    named = [*join_halves(tensors)]
+    known = {tensor.name.rpartition("\0")[2] for tensor in named}
+    seen: set[str] = set()
+    for tensor in named:
+        key, mark, parameter = tensor.name.rpartition("\0")
+        parameter = engine_name(parameter, known)
+        name = state_name(parameter, key) if mark else parameter
+        if name in seen:
+            raise FormatError(
+                f"{folder} has two tensors that are {name!r}, once among all layers or "
+                "experts; they belong to different saves"
+            )
+        seen.add(name)
+        yield _rename(tensor, name)
 
 
 def _rename(tensor: StoredTensor, name: str) -> StoredTensor:
