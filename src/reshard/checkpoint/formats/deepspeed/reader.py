@@ -523,7 +523,8 @@ class SaveReader:
         rest, file = self.whole_rest, model.file
         if self.partitions:
             rest, file = self.partitions[0, 0].rest, self.partitions[0, 0].file
-        values.add_state(plain_scalers(rest), ("optimizer",), file, self.collector.add_first)
+        if rest:
+            values.add_state(plain_scalers(rest), ("optimizer",), file, self.collector.add_first)
         if self.param_groups:
             values.add(GROUPS, self.param_groups, label=file)
         for (mp, rank), other in self.models.items():
