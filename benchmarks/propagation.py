@@ -18,8 +18,8 @@ import time
 
 from reshard import DeviceMesh, spec
 from reshard.sharding import ShardingSpec
+from reshard.spmd.core.operator import operator_of
 from reshard.spmd.graph import Graph, Operation, Value
-from reshard.spmd.operators.table import operator_of
 from reshard.spmd.placement.pending_values import keep_pending
 from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost

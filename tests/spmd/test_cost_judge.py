@@ -17,7 +17,7 @@ import pytest
 
 from reshard import DeviceMesh, ShardingSpec, spec
 from reshard.dtypes import dtype
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.graph import Graph
 from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost

@@ -18,8 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.table import SHIPPED, operators
+from reshard.spmd.core.operator import SHIPPED, Operator, operators
 from reshard.spmd.rules.rule_builder import Inferred
 from reshard.spmd.rules.sharding_rule import Mapping, OpShardingRule
 from spmd import movement_cases, numerical_cases, operator_cases

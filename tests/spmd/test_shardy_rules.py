@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.spmd.operators.table import operators
+from reshard.spmd.core.operator import operators
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from spmd.stablehlo_operations import MAKERS, Operation, operations
 

@@ -14,12 +14,11 @@ from typing import Any
 
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.spmd import namespace
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.table import SHIPPED, operator_of, register, rule, rule_of
+from reshard.spmd import namespace, ops  # noqa: F401  # The families register their operators.
+from reshard.spmd.core.operator import SHIPPED, Operator, operator_of, register, rule, rule_of
 
 # By another name: `operators` is the folder's, which an import of it puts here.
-from reshard.spmd.operators.table import operators as _rows
+from reshard.spmd.core.operator import operators as _rows
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.rules.templates import (
     Template,

@@ -35,8 +35,8 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import NotationError, SpecError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
-from reshard.spmd.local.library import Library
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.backend import Library
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 WITH_SHARDING = "with_sharding"

@@ -18,13 +18,12 @@ from typing import Any
 from reshard.errors import MeshError, SpecError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays import creation
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
-from reshard.spmd.local.library import library_of
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.table import likely_name, operator_of
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.backend import library_of
+from reshard.spmd.core.operator import Operator, likely_name, operator_of
 from reshard.spmd.propagation.propagation import propagate
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.rules.templates import (

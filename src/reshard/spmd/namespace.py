@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 _NAMES_OF = {
-    "array_type": "ArrayType",
+    "core.array_type": "ArrayType",
     "propagation.by_cost.cost_model": "Machine",
     "propagation.by_cost.cost_propagation": "propagate_by_cost",
     "arrays.creation": ("arange asarray empty eye from_dlpack full linspace ones zeros"),
@@ -67,9 +67,8 @@ _NAMES_OF = {
     "programs.pipelines.pipeline": "Pipeline",
     "programs.pipelines.schedule": "PipelineSchedule PipelineTask Work",
     "programs.pipelines.timetable": "StageCosts Timetable",
-    "functions.windows": (
-        "avg_pool convolution dynamic_slice dynamic_update_slice max_pool pad scatter split"
-    ),
+    "functions.windows": "dynamic_slice dynamic_update_slice pad scatter split",
+    "ops.windows": "avg_pool convolution max_pool",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 _EXTENSIONS = {
@@ -109,7 +108,7 @@ def find(name: str) -> Any:
     place, own = _OTHERS.get(name) or (_MODULE_OF.get(name, ""), name)
     if not place:
         # What no module has by itself, a row of the table of operators may make.
-        table = import_module("reshard.spmd.operators.table")
+        table = import_module("reshard.spmd.core.operator")
         row = table.operators.get(name)
         if row is None or not row.doc:
             end = "" if name.startswith("_") else table.likely_name(name)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.table import SHIPPED, operators
+from reshard.spmd.core.operator import SHIPPED, Operator, operators
 
 
 def _write_partial(operator: Operator) -> str:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from reshard.spmd.core.backend import library
 from reshard.spmd.local.expert_rows import grouped_outer, grouped_product
-from reshard.spmd.local.library import library
 
 ENDS = ([0, 2, 2, 7], [3, 3, 3, 3], [1, 2, 3, 4], [0, 0, 0, 0])
 # Sizes that PyTorch's kernel takes, and others.

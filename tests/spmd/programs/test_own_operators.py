@@ -12,9 +12,9 @@ import torch
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import NotationError, ShardError, SpecError, UsageError
+from reshard.spmd.core import operator as table
+from reshard.spmd.core.operator import SHIPPED, find_operator
 from reshard.spmd.gradients import table as derivatives
-from reshard.spmd.operators import table
-from reshard.spmd.operators.table import SHIPPED, row_of
 from reshard.spmd.programs.own_operators import OwnOperator
 
 MESH = DeviceMesh.of(a=2, b=3)
@@ -103,12 +103,12 @@ def test_without_a_gradient_it_is_refused_by_name() -> None:
 
 def test_its_cost_is_that_of_a_ranks_parts() -> None:
     distances = make(operations=lambda x, y: 3 * x[0] * x[1] * y[0])
-    rule = row_of("apart").rule([(4, 6), (8, 6)])
-    assert row_of("apart").work(rule, [2, 8, 3], {}) == 3 * 2 * 3 * 8
-    assert row_of("apart").work(rule, rule.sizes, {}) == 3 * 4 * 6 * 8
+    rule = find_operator("apart").rule([(4, 6), (8, 6)])
+    assert find_operator("apart").work(rule, [2, 8, 3], {}) == 3 * 2 * 3 * 8
+    assert find_operator("apart").work(rule, rule.sizes, {}) == 3 * 4 * 6 * 8
     make(operations=lambda x, y: -1)
     with pytest.raises(UsageError, match=r"the operations of operator apart .* are -1; a number"):
-        row_of("apart").work(rule, rule.sizes, {})
+        find_operator("apart").work(rule, rule.sizes, {})
     del distances
 
 

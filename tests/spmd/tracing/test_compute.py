@@ -13,10 +13,9 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
 from reshard.errors import LayoutError
-from reshard.spmd.local.library import library
-from reshard.spmd.local.local_work import Function, LocalWork, stretches_of
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.table import operators, rule_of
+from reshard.spmd.core.backend import library
+from reshard.spmd.core.local_work import Function, LocalWork, stretches_of
+from reshard.spmd.core.operator import Operator, operators, rule_of
 from reshard.spmd.propagation.operator_work import least_s, moved_bytes, operations_of
 from reshard.spmd.shards.runner import InProcess
 from reshard.spmd.tracing.compute import local_sizes, shapes_of

@@ -25,10 +25,10 @@ from reshard.layout import Box, Layout
 from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.argument_tree import leaves
+from reshard.spmd.core.backend import library
+from reshard.spmd.core.local_work import Function, LocalWork
+from reshard.spmd.core.operator import Operator
 from reshard.spmd.graph import WITH_SHARDING, Graph
-from reshard.spmd.local.library import library
-from reshard.spmd.local.local_work import Function, LocalWork
-from reshard.spmd.operators.operator import Operator
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.spmd.shards.runner import InProcess, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards

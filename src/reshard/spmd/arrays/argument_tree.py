@@ -97,7 +97,7 @@ def arranged_like(tree: Any, like: Any, what: str) -> Any:
 def shardings_like(specs: Any, like: Any, what: str) -> list[ShardingSpec | None]:
     """A sharding, or None, for each leaf of a tree, in its order. See `leaves_like`.
 
-    Raises SpecError for other places, and for what is no sharding.
+    Raises SpecError for other places, and for values that are not shardings.
     """
     found = leaves_like(specs, like, what, SpecError)
     for one in found:

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from reshard.errors import ReshardError, RunError
 from reshard.layout import Box, Layout
 from reshard.runs import OWNED
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
 from reshard.torch.exchange.agreement import Intent, agree
 from reshard.torch.storage.chunks import torch_type
 from reshard.torch.storage.writer import StorageWriter

@@ -17,8 +17,8 @@ import numpy as np
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.functions.array_arguments import explain_errors
 from reshard.spmd.functions.data_types import check_device
 from reshard.spmd.shards.array_value import ArrayValue
@@ -26,7 +26,7 @@ from reshard.spmd.shards.runner import runner_for
 
 
 def read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """The sizes of a new array. Raises UsageError for what is no shape."""
+    """The sizes of a new array. Raises UsageError if it is not a shape."""
     with explain_errors(f"shape {shape!r}", "give one whole number, or a tuple of them"):
         given = (shape,) if hasattr(shape, "__index__") else tuple(shape)
         sizes = tuple(map(index, given))

@@ -21,15 +21,15 @@ import numpy as np
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.creation import read_shape
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.functions import data_types, elementwise, statistics
 from reshard.spmd.functions.array_arguments import explain_errors, of_arrays, portion, whole_number
 from reshard.spmd.functions.elementwise import add, maximum, multiply, operands, whole
 from reshard.spmd.functions.indexing import take
 from reshard.spmd.functions.searching import argsort
-from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.rules.shapes import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
@@ -281,7 +281,7 @@ def _draw(
     *before: Any,
     **options: int,
 ) -> Any:
-    """Numbers of a distribution, in a sharding. Raises UsageError for what is no key.
+    """Numbers of a distribution, in a sharding. Raises UsageError if `key` is not a key.
 
     Args:
         before: the number of arrays of that shape that come before in the key's stream.

@@ -33,9 +33,9 @@ from reshard.dtypes import DType
 from reshard.errors import CheckpointError, UsageError
 from reshard.layout import Layout
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import keyed_leaves, leaves, replaced
 from reshard.spmd.arrays.sharded_array import array, from_shards
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.functions.data_types import astype
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.pending_sums import settled, without_pending
@@ -76,8 +76,8 @@ def save(
         group: over processes, the process group that saves; all processes when None.
 
     Raises:
-        UsageError: what is no array, two arrays of one name, a format that cannot be written, a
-            checkpoint that is there.
+        UsageError: a value that is not an array, two arrays of one name, a format that cannot be
+            written, a checkpoint that is there.
         RunError: what cannot be written; what is there stays as it was.
 
     >>> import tempfile, reshard, reshard.spmd as sp
@@ -262,7 +262,7 @@ def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, cast: bool =
 
     Raises:
         CheckpointError: no checkpoint; tensors that it has not, or of another shape or type.
-        UsageError: what is no array, two arrays of one name.
+        UsageError: a value that is not an array, two arrays of one name.
         RunError: files that cannot be read.
 
     >>> import tempfile, reshard, reshard.spmd as sp

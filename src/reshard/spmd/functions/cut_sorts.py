@@ -34,10 +34,10 @@ import numpy as np
 from reshard.cut_rules import Joined, Sizes
 from reshard.dtypes import dtype as as_dtype
 from reshard.sharding import DimSpec, Level, ShardingSpec
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.backend import records_gradient
+from reshard.spmd.core.local_work import has_plain_parts
 from reshard.spmd.functions.elementwise import whole
-from reshard.spmd.local.library import records_gradient
-from reshard.spmd.local.local_work import has_plain_parts
 from reshard.spmd.local.ordering import order_of, sorted_along
 from reshard.spmd.namespace import find
 from reshard.spmd.shards.array_value import ArrayValue

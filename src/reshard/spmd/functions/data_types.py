@@ -16,7 +16,7 @@ import numpy as np
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
-from reshard.spmd.operators.result_types import BY_KIND, kind_of, meant, stand_in
+from reshard.spmd.core.result_types import BY_KIND, kind_of, meant, stand_in
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 

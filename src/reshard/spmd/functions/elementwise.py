@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from reshard.spmd import namespace
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.backend import is_distributed, library_of
+from reshard.spmd.core.operator import SHIPPED, Operator, operators
 from reshard.spmd.functions.array_arguments import of_arrays
-from reshard.spmd.local.library import is_distributed, library_of
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.table import SHIPPED, operators
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recorders
 from reshard.spmd.shards.runner import in_process

@@ -10,11 +10,11 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
+from reshard.spmd.core.result_types import BY_KIND
 from reshard.spmd.functions import elementwise
 from reshard.spmd.functions.array_arguments import as_whole, explain_errors, of_arrays
 from reshard.spmd.functions.data_types import astype, check_device
 from reshard.spmd.functions.manipulation import broadcast_to
-from reshard.spmd.operators.result_types import BY_KIND
 
 
 @of_arrays

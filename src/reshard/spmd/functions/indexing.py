@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import ArrayIndexError, ShardError, SpecError, UsageError
+from reshard.spmd.core.backend import library_of
+from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.functions.array_arguments import of_arrays
 from reshard.spmd.functions.elementwise import operands, whole
 from reshard.spmd.functions.manipulation import (
@@ -26,8 +28,6 @@ from reshard.spmd.functions.manipulation import (
     take_ranges,
 )
 from reshard.spmd.local.indexing import index_out_of_range
-from reshard.spmd.local.library import library_of
-from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.rules.shapes import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
@@ -74,7 +74,7 @@ def places_in(x: Any, axis: int, indices: Any) -> list[Any]:
 
     Raises:
         ArrayIndexError: an index that is out of range, on every process.
-        UsageError: what is no array of whole numbers.
+        UsageError: indices that are not an array of whole numbers.
     """
     size = x.shape[axis]
     # Indices of NumPy are known before anything runs: checked and counted here, with no operation.

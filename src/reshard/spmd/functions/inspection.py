@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.dtypes import DType
+from reshard.spmd.core.result_types import BY_KIND
 from reshard.spmd.functions import data_types
 from reshard.spmd.functions.data_types import check_device, isdtype
-from reshard.spmd.operators.result_types import BY_KIND
 
 
 class NamespaceInfo:

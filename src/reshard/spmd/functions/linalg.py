@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.errors import SpecError, UsageError
+from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.functions import data_types, elementwise, statistics
 from reshard.spmd.functions.array_arguments import as_whole, of_arrays
 from reshard.spmd.functions.elementwise import matmul, operands, whole
@@ -24,7 +25,6 @@ from reshard.spmd.functions.manipulation import (
     roll,
 )
 from reshard.spmd.functions.wide_types import in_wide_types
-from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.rules.shapes import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call

@@ -14,6 +14,7 @@ import numpy as np
 
 from reshard.errors import SpecError, UsageError
 from reshard.spmd import namespace
+from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.functions import data_types, elementwise, statistics
 from reshard.spmd.functions.array_arguments import of_arrays, portion, whole_number
 from reshard.spmd.functions.elementwise import (
@@ -39,7 +40,6 @@ from reshard.spmd.functions.manipulation import (
 from reshard.spmd.functions.wide_types import in_wide_types
 from reshard.spmd.operators.networks.ring_attention import may_turn
 from reshard.spmd.operators.products import implied_result
-from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.rules.shapes import axes_of, axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recorders
@@ -397,7 +397,7 @@ def embedding(indices: Any, table: Any, /) -> Any:
 def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object = None) -> Any:
     """One-hot encoding: the classes are a new dimension.
 
-    An index that is no class has no ones.
+    An index that is not a class has no ones.
     """
     num_classes = whole_number("classes:", num_classes)
     if kind_of(indices.dtype) not in ("signed integer", "unsigned integer"):

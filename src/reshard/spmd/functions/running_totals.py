@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from reshard.sharding import ShardingSpec
+from reshard.spmd.core.local_work import has_plain_parts, part_lengths
 from reshard.spmd.functions.elementwise import add, multiply, whole
-from reshard.spmd.local.local_work import has_plain_parts, part_lengths
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 

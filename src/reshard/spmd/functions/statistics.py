@@ -13,12 +13,13 @@ from typing import Any
 
 from reshard.dtypes import DType
 from reshard.errors import UsageError
+from reshard.spmd.core.operator import operators
+from reshard.spmd.core.result_types import kind_of, promoted
 from reshard.spmd.functions import data_types, elementwise
 from reshard.spmd.functions.array_arguments import of_arrays
+from reshard.spmd.functions.manipulation import reshape
 from reshard.spmd.functions.running_totals import running_totals
 from reshard.spmd.functions.wide_types import widen
-from reshard.spmd.operators.result_types import kind_of, promoted
-from reshard.spmd.operators.table import operators
 from reshard.spmd.rules.shapes import axes_of, axis_of
 from reshard.spmd.shards.operation_call import call
 
@@ -190,3 +191,22 @@ def _take_totals(name: str, x: Any, axis: int | None, dtype: object, include_ini
     if include_initial:
         return call(name, (x,), {"axis": place, "include_initial": True}, {"dtype": wide})
     return running_totals(name, x, place)
+
+
+def summed_to(x: Any, shape: tuple[int, ...]) -> Any:
+    """The sum over all dimensions that were broadcast from a shape.
+
+    >>> import reshard.spmd as sp
+    >>> summed_to(sp.ones((2, 3)), (3,)).to_dense().tolist()
+    [2.0, 2.0, 2.0]
+    """
+    if x.shape == shape:
+        return x
+    lead = x.ndim - len(shape)
+    # Sizes of 1 in the middle are kept by their own sum; those ahead go.
+    inner = tuple(
+        lead + dim for dim, size in enumerate(shape) if size == 1 and x.shape[lead + dim] != 1
+    )
+    found = sum(x, axis=inner, keepdims=True) if inner else x
+    found = sum(found, axis=tuple(range(lead))) if lead else found
+    return found if found.shape == shape else reshape(found, shape)

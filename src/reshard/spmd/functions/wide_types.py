@@ -12,9 +12,9 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 from reshard.dtypes import DType
+from reshard.spmd.core.result_types import kind_of, promoted
 from reshard.spmd.functions import data_types
 from reshard.spmd.functions.elementwise import operands
-from reshard.spmd.operators.result_types import kind_of, promoted
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 

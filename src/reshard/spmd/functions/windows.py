@@ -1,8 +1,4 @@
-"""Convolution and pooling, padding, and slices whose start is an array.
-
-Batch and channels stay in shards, and so do dimensions that a window moves over: ranks get
-the edges of other parts that their windows see.
-"""
+"""Padding, and slices whose start is an array."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from reshard.errors import SpecError, UsageError
+from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.functions.array_arguments import (
     of_arrays,
     whole_number,
@@ -20,76 +17,11 @@ from reshard.spmd.functions.array_arguments import (
 from reshard.spmd.functions.elementwise import operands
 from reshard.spmd.functions.indexing import places_in
 from reshard.spmd.functions.manipulation import take_ranges
-from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.rules.shapes import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 
 Sizes = int | Sequence[int]
-Padding = int | Sequence[Sequence[int]]
-
-
-@of_arrays
-def convolution(
-    x: Any,
-    kernel: Any,
-    /,
-    *,
-    strides: Sizes = 1,
-    padding: Padding = 0,
-    dilation: Sizes = 1,
-    groups: int = 1,
-) -> Any:
-    """Convolution of `[n, g c, *space]` with `[g o, c, *window]`, which gives `[n, g o, *space]`.
-
-    Channels may be sharded: sharded input channels give a pending sum, and sharded output channels
-    a sharded result. Spatial dimensions may be sharded, too: halos are exchanged.
-    """
-    x, kernel = operands(x, kernel)
-    count = x.ndim - 2
-    if count < 0 or kernel.ndim != x.ndim:
-        raise SpecError(
-            f"convolution of shapes {list(x.shape)} and {list(kernel.shape)}; as many dimensions "
-            "were expected: [n, channels, *space] and [outputs, channels, *window]"
-        )
-    attributes = {
-        "strides": whole_numbers("strides", strides, count, 1),
-        "padding": whole_pairs("padding", padding, count),
-        "dilation": whole_numbers("dilation", dilation, count, 1),
-        "groups": whole_number("groups", groups, 1),
-    }
-    return call("convolution", (x, kernel), attributes)
-
-
-def _pool(name: str, x: Any, window: Sequence[int], strides: Sizes | None, padding: Padding) -> Any:
-    if not hasattr(window, "__len__"):
-        raise UsageError(f"window {window!r}; give a size for each dimension that it moves over")
-    if kind_of(x.dtype) == "complex floating" and name == "max_pool":
-        raise UsageError(f"max_pool of {x.dtype}: complex numbers have no order; take real or abs")
-    count = len(window)
-    sizes = whole_numbers("window", window, count, 1)
-    attributes = {
-        "window": sizes,
-        "strides": sizes if strides is None else whole_numbers("strides", strides, count, 1),
-        "padding": whole_pairs("padding", padding, count),
-    }
-    return call(name, (x,), attributes)
-
-
-@of_arrays
-def max_pool(
-    x: Any, /, window: Sequence[int], *, strides: Sizes | None = None, padding: Padding = 0
-) -> Any:
-    """The maximum of each window over the last dimensions."""
-    return _pool("max_pool", x, window, strides, padding)
-
-
-@of_arrays
-def avg_pool(
-    x: Any, /, window: Sequence[int], *, strides: Sizes | None = None, padding: Padding = 0
-) -> Any:
-    """The mean of each window over the last dimensions; padding counts as zeros."""
-    return _pool("avg_pool", x, window, strides, padding)
 
 
 @of_arrays

@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from reshard.spmd.core.operator import Pullback, TapeStep
 from reshard.spmd.functions import elementwise as e
 from reshard.spmd.functions.elementwise import clip, where
 from reshard.spmd.functions.networks import sigmoid
-from reshard.spmd.gradients.tape import OF_GRAPHS, Pullback, TapeStep
+from reshard.spmd.gradients.tape import OF_GRAPHS
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 

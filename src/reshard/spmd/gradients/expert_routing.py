@@ -23,13 +23,16 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ArrayIndexError, MeshError, SpecError, UsageError
 from reshard.mesh import Axis
 from reshard.sharding import DimSpec, Level, ShardingSpec
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.local_work import parts_of
+from reshard.spmd.core.operator import JointPullback, TapeStep
+from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.functions.array_arguments import of_arrays, whole_number
 from reshard.spmd.functions.elementwise import operands
 from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.rematerialization import without
-from reshard.spmd.gradients.tape import JointPullback, TapeStep, add_step, find_tapes, placed
+from reshard.spmd.gradients.tape import add_step, find_tapes
 from reshard.spmd.graph import Body, BodyCosts
 from reshard.spmd.local.expert_rows import (
     ExpertRows,
@@ -37,8 +40,7 @@ from reshard.spmd.local.expert_rows import (
     grouped_outer,
     grouped_product,
 )
-from reshard.spmd.local.local_work import parts_of
-from reshard.spmd.operators.result_types import kind_of
+from reshard.spmd.shards.operation_call import placed
 from reshard.spmd.shards.runner import replicated
 from reshard.spmd.shards.supposed_elements import supposes_elements
 from reshard.spmd.tracing.graph_recording import listening_recorder

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from reshard.sharding import ShardingSpec
+from reshard.spmd.core.local_work import has_plain_parts
+from reshard.spmd.core.operator import Pullback, TapeStep
 from reshard.spmd.functions import elementwise as e
 from reshard.spmd.functions.elementwise import where, whole
 from reshard.spmd.functions.filling import zeros_like
 from reshard.spmd.functions.manipulation import broadcast_to, expand_dims, moveaxis, reshape
 from reshard.spmd.functions.searching import argsort
 from reshard.spmd.functions.statistics import sum as sum_over
-from reshard.spmd.gradients.tape import Pullback, TapeStep
-from reshard.spmd.local.local_work import has_plain_parts
 from reshard.spmd.shards.operation_call import call
 
 _FEW = 16

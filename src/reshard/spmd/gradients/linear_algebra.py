@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import UsageError
+from reshard.spmd.core.operator import Pullback, TapeStep
 from reshard.spmd.functions.elementwise import matmul, where, whole
 from reshard.spmd.functions.filling import tril
 from reshard.spmd.functions.linalg import eigh, inv, solve, svd
 from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose
+from reshard.spmd.functions.statistics import summed_to
 from reshard.spmd.functions.windows import pad
-from reshard.spmd.gradients.tape import Pullback, TapeStep, summed_to
 
 
 def _t(x: Any) -> Any:

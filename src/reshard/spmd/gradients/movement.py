@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from reshard.spmd.core.operator import Pullback, TapeStep
 from reshard.spmd.functions.manipulation import (
     expand_dims,
     flip,
@@ -14,8 +15,8 @@ from reshard.spmd.functions.manipulation import (
     roll,
     take_ranges,
 )
+from reshard.spmd.functions.statistics import summed_to
 from reshard.spmd.functions.windows import pad
-from reshard.spmd.gradients.tape import Pullback, TapeStep, summed_to
 
 
 def _reshape_back(step: TapeStep, g: Any, number: int) -> Any:

@@ -28,8 +28,9 @@ from reshard.spmd.arrays.argument_tree import leaves, leaves_like, replaced, sha
 from reshard.spmd.functions.data_types import astype
 from reshard.spmd.functions.elementwise import sqrt
 from reshard.spmd.functions.filling import zeros_like
-from reshard.spmd.gradients.tape import ended, is_real_floating, placed
+from reshard.spmd.gradients.tape import ended, is_real_floating
 from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import placed
 
 State = dict[str, Any]
 """A state: `step`, and trees like the parameters by PyTorch's names (`exp_avg`).

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from reshard.spmd.core.operator import Pullback, TapeStep
 from reshard.spmd.functions.elementwise import matmul
 from reshard.spmd.functions.linalg import tensordot
 from reshard.spmd.functions.manipulation import (
@@ -20,7 +21,8 @@ from reshard.spmd.functions.manipulation import (
     reshape,
 )
 from reshard.spmd.functions.networks import einsum
-from reshard.spmd.gradients.tape import OF_GRAPHS, Pullback, TapeStep, summed_to
+from reshard.spmd.functions.statistics import summed_to
+from reshard.spmd.gradients.tape import OF_GRAPHS
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.spmd.core.operator import Pullback, TapeStep
 from reshard.spmd.functions import elementwise as e
 from reshard.spmd.functions.data_types import astype
 from reshard.spmd.functions.elementwise import where, whole
@@ -23,7 +24,7 @@ from reshard.spmd.functions.manipulation import (
 )
 from reshard.spmd.functions.statistics import prod
 from reshard.spmd.functions.statistics import sum as sum_over
-from reshard.spmd.gradients.tape import OF_GRAPHS, Pullback, TapeStep
+from reshard.spmd.gradients.tape import OF_GRAPHS
 from reshard.spmd.rules.shapes import axes_of
 from reshard.spmd.shards.operation_call import call
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.spmd.arrays.argument_tree import leaves, replaced
+from reshard.spmd.core.operator import JointPullback, TapeStep
 from reshard.spmd.gradients.table import find_pullback
-from reshard.spmd.gradients.tape import JointPullback, OfElements, Tape, TapeStep, add_step
+from reshard.spmd.gradients.tape import OfElements, Tape, add_step
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall, call, recorders, recording
 

@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from reshard.spmd.core.local_work import stretches_of
+from reshard.spmd.core.operator import JointPullback, TapeStep
 from reshard.spmd.functions import elementwise as e
 from reshard.spmd.functions.elementwise import where
 from reshard.spmd.functions.manipulation import expand_dims
 from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.rematerialization import without
-from reshard.spmd.gradients.tape import JointPullback, TapeStep, add_step, find_tapes
+from reshard.spmd.gradients.tape import add_step, find_tapes
 from reshard.spmd.gradients.windows import pull_by_scores, pull_turn
-from reshard.spmd.local.local_work import stretches_of
 from reshard.spmd.local.ring_attention import is_reached
 from reshard.spmd.shards.operation_call import call
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from reshard.errors import UsageError
+from reshard.spmd.core.operator import SHIPPED, JointPullback, Pullback, TapeStep, find_operator
 from reshard.spmd.gradients import (
     elementwise,
     indexing,
@@ -20,9 +21,7 @@ from reshard.spmd.gradients import (
     reductions,
     windows,
 )
-from reshard.spmd.gradients.tape import JointPullback, Pullback, TapeStep
 from reshard.spmd.operators import creation
-from reshard.spmd.operators.table import SHIPPED
 from reshard.spmd.shards.operation_call import CompiledCall
 
 _pullbacks: dict[str, Pullback] = {
@@ -70,10 +69,12 @@ def find_pullback(call: CompiledCall) -> Pullback | None:
 
     Raises UsageError for an operator that has none, with the reason.
     """
-    found = _pullbacks.get(call.name)
-    if found is not None or call.name in CONSTANT:
+    operator = find_operator(call.name)
+    found = _pullbacks.get(call.name, operator.pullback)
+    if found is not None or call.name in CONSTANT or operator.is_constant:
         return found
-    reason = REFUSED.get(call.name, "nobody has said what its derivative is")
+    reason = REFUSED.get(call.name, operator.no_pullback)
+    reason = reason or "nobody has said what its derivative is"
     raise UsageError(
         f"the gradient of {call.name}: {reason}; give one with "
         f'@sp.gradient("{call.name}"), or gradient= of sp.operator, or take sp.stop_gradient(x) '
@@ -88,7 +89,7 @@ def gradient(name: str) -> Callable[[UserPullback], UserPullback]:
     """Define the gradient of a custom operator, as a decorator.
 
     The function receives the cotangent of the result (a tuple for several results), the operands,
-    the result (likewise a tuple) and the attributes of the operator as keyword arguments. It
+    the result (a tuple, too) and the attributes of the operator as keyword arguments. It
     returns a cotangent, or None, for each operand. Write it with the functions of `reshard.spmd`,
     so that it works for every sharding.
 

@@ -16,22 +16,22 @@ reduce-scattered, that of a reduce-scattered value is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.operator import JointPullback, Pullback, TapeStep
+from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.functions import data_types
 from reshard.spmd.functions.filling import zeros_like
-from reshard.spmd.functions.manipulation import reshape
-from reshard.spmd.functions.statistics import sum as sum_over
+from reshard.spmd.functions.statistics import summed_to
 from reshard.spmd.graph import WITH_SHARDING
-from reshard.spmd.operators.result_types import kind_of
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.operation_call import CompiledCall, notify_recorder, recorders
+from reshard.spmd.shards.operation_call import CompiledCall, notify_recorder, placed, recorders
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.shards.runner import replicated
 from reshard.spmd.shards.settling import settles
@@ -39,44 +39,6 @@ from reshard.spmd.shards.settling import settles
 OF_GRAPHS = "it stands in other programs' graphs, and no rank computes it"
 """Why many rows of the table of operators have no pullback."""
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TapeStep:
-    """An operation that was carried out.
-
-    Args:
-        name: of the operator.
-        attributes: of the operator, its options among them.
-        operands: arrays and numbers.
-        results: what it made.
-        pullback: from the step, the cotangents of its results and an operand's place to the
-            cotangent of that operand; None where it has none.
-        combined: of operands whose contributions were combined first: the sharding that the
-            operation ran with; None for others.
-    """
-
-    name: str
-    attributes: Mapping[str, Any]
-    operands: tuple[Any, ...]
-    results: tuple[Any, ...]
-    pullback: Pullback
-    combined: tuple[ShardingSpec | None, ...] = ()
-
-    @property
-    def result(self) -> Any:
-        """The first result."""
-        return self.results[0]
-
-
-@dataclass(frozen=True, slots=True)
-class JointPullback:
-    """A pullback that gives the cotangents of all operands at once, None for what has none."""
-
-    function: Callable[[TapeStep, Any], Sequence[Any]]
-
-
-Pullback = Callable[[TapeStep, Any, int], Any] | JointPullback
-"""The cotangents are one array for an operator of one result, else a tuple of them."""
 
 FindPullback = Callable[[CompiledCall], Pullback | None]
 """From an operation to its pullback; None where its results do not depend on small changes.
@@ -110,6 +72,10 @@ class Tape:
     def is_active(self, operand: object) -> bool:
         """Whether an operand depends on what is watched."""
         return id(operand) in self._active and isinstance(operand, ArrayValue)
+
+    def watches(self, arrays: Sequence[Any]) -> bool:
+        """Whether some of the arrays depend on what is watched."""
+        return any(map(self.is_active, arrays))
 
     def record(
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
@@ -231,6 +197,12 @@ class OfElements:
         """Itself, where another function is traced within."""
         return self
 
+    def watches(self, arrays: Sequence[Any]) -> bool:
+        """Whether the recorder depends on some of the arrays, all of which have elements."""
+        is_abstract = any(isinstance(x, ArrayValue) and x.runner.is_abstract for x in arrays)
+        watches = getattr(self.recorder, "watches", None)
+        return watches is not None and not is_abstract and bool(watches(arrays))
+
     def record(
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
     ) -> None:
@@ -271,12 +243,6 @@ def add_step(step: TapeStep) -> None:
 def find_tapes(arrays: Sequence[Any]) -> list[Any]:
     """What listens for the tapes that a step of some arrays is put on, and not what it does."""
     return [listening for listening, one in _list_hearing(arrays) if isinstance(one, Tape)]
-
-
-def is_watched(arrays: Sequence[Any]) -> bool:
-    """Whether a tape that listens has to know what is computed of some of the arrays."""
-    tapes = [one for _, one in _list_hearing(arrays) if isinstance(one, Tape)]
-    return any(tape.is_active(one) for tape in tapes for one in arrays)
 
 
 # Operators whose pullbacks read no operand: by their result, or by the cotangent alone.
@@ -422,11 +388,6 @@ def _settle(cotangent: Any, kind: ArrayType, name: str) -> Any:
     return cotangent
 
 
-def placed(x: Any, spec: ShardingSpec) -> Any:
-    """An array in a sharding; itself where it lies so, which a trace would show as an operation."""
-    return x if x.type.spec is spec else x.shard(spec)
-
-
 def ended(x: Any, spec: ShardingSpec, like: Any = None) -> Any:
     """What a function returns, in the sharding that it is to have.
 
@@ -451,22 +412,3 @@ def _fit(cotangent: Any, kind: ArrayType) -> Any:
     """A cotangent of an operand's shape and element type: summed over what was broadcast."""
     found = summed_to(cotangent, kind.shape)
     return found if found.type.dtype is kind.dtype else data_types.astype(found, kind.dtype)
-
-
-def summed_to(x: Any, shape: tuple[int, ...]) -> Any:
-    """The sum over all dimensions that were broadcast from a shape.
-
-    >>> import reshard.spmd as sp
-    >>> summed_to(sp.ones((2, 3)), (3,)).to_dense().tolist()
-    [2.0, 2.0, 2.0]
-    """
-    if x.shape == shape:
-        return x
-    lead = x.ndim - len(shape)
-    # Sizes of 1 in the middle are kept by their own sum; those ahead go.
-    inner = tuple(
-        lead + dim for dim, size in enumerate(shape) if size == 1 and x.shape[lead + dim] != 1
-    )
-    found = sum_over(x, axis=inner, keepdims=True) if inner else x
-    found = sum_over(found, axis=tuple(range(lead))) if lead else found
-    return found if found.shape == shape else reshape(found, shape)

@@ -18,10 +18,10 @@ from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.argument_tree import leaves, leaves_like, replaced, shardings_like
 from reshard.spmd.arrays.sharded_array import array
+from reshard.spmd.core.backend import library_of
 from reshard.spmd.functions.filling import ones_like, zeros_like
 from reshard.spmd.gradients.table import find_pullback
 from reshard.spmd.gradients.tape import Cotangents, Tape, ended, is_real_floating
-from reshard.spmd.local.library import library_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recording
 from reshard.spmd.shards.pending_sums import without_pending
@@ -216,7 +216,7 @@ def _check_value(value: Any) -> None:
 def as_parameter(leaf: Any, asked: str) -> Any:
     """A leaf of arguments as an array that can be differentiated by; None for None.
 
-    Raises UsageError for what is no array of real floating numbers.
+    Raises UsageError if it is not an array of real floating numbers.
     """
     if leaf is None:
         return None

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from reshard.spmd import namespace
+from reshard.spmd.core.operator import JointPullback, Pullback, TapeStep
 from reshard.spmd.functions import elementwise as e
 from reshard.spmd.functions.elementwise import where, whole
 from reshard.spmd.functions.manipulation import (
     expand_dims,
     matrix_transpose,
     reshape,
-    take_ranges,
 )
 from reshard.spmd.functions.networks import (
     attend_by_scores,
@@ -24,124 +24,9 @@ from reshard.spmd.functions.networks import (
     rms_norm_by_parts,
 )
 from reshard.spmd.functions.statistics import sum as sum_over
-from reshard.spmd.functions.windows import pad
-from reshard.spmd.gradients.tape import (
-    OF_GRAPHS,
-    JointPullback,
-    Pullback,
-    TapeStep,
-    is_watched,
-    placed,
-)
+from reshard.spmd.gradients.tape import OF_GRAPHS
 from reshard.spmd.local.ring_attention import seen_keys
-from reshard.spmd.shards.operation_call import call
-
-Ranges = list[tuple[int, int, int]]
-
-
-def _list_places(
-    window: Sequence[int], counts: Sequence[int], steps: Sequence[int], gaps: Sequence[int]
-) -> Iterator[Ranges]:
-    """For each place of a window the elements of the padded space that all windows have there."""
-    for places in itertools.product(*map(range, window)):
-        yield [
-            (place * gap, place * gap + (count - 1) * step + 1, step)
-            for place, count, step, gap in zip(places, counts, steps, gaps, strict=True)
-        ]
-
-
-def _pad(x: Any, lead: int, padding: Sequence[tuple[int, int]], value: float = 0) -> Any:
-    pairs = [(0, 0)] * lead + list(padding)
-    return pad(x, pairs, constant_values=value) if any(map(any, pairs)) else x
-
-
-def _take(x: Any, lead: int, ranges: Ranges) -> Any:
-    return take_ranges(x, {lead + dim: one for dim, one in enumerate(ranges)})
-
-
-def _call_convolution(name: str, first: Any, second: Any, step: TapeStep, **sizes: Any) -> Any:
-    names = "strides", "padding", "dilation", "groups"
-    shared = {one: step.attributes[one] for one in names}
-    return call(name, (first, second), {**sizes, **shared})
-
-
-def _pull_convolution(step: TapeStep, g: Any, number: int) -> Any:
-    x, kernel = step.operands
-    if number == 0:
-        return _find_input(g, kernel, step, x.shape[2:])
-    return _find_kernel(x, g, step, kernel.shape[2:])
-
-
-def _find_input(g: Any, kernel: Any, step: TapeStep, sizes: Sequence[int]) -> Any:
-    return _call_convolution("convolution_input_gradient", g, kernel, step, sizes=tuple(sizes))
-
-
-def _find_kernel(x: Any, g: Any, step: TapeStep, window: Sequence[int]) -> Any:
-    return _call_convolution("convolution_kernel_gradient", x, g, step, window=tuple(window))
-
-
-# Each of the three is linear in both operands, and the other two are what it is pulled back by.
-def _pull_input_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
-    g, kernel = step.operands
-    if number == 0:
-        return _call_convolution("convolution", cotangent, kernel, step)
-    return _find_kernel(cotangent, g, step, kernel.shape[2:])
-
-
-def _pull_kernel_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
-    x, g = step.operands
-    if number == 0:
-        return _find_input(g, cotangent, step, x.shape[2:])
-    return _call_convolution("convolution", x, cotangent, step)
-
-
-def _list_pool_places(step: TapeStep, g: Any) -> tuple[int, list[Ranges]]:
-    attributes = step.attributes
-    window = attributes["window"]
-    lead = g.ndim - len(window)
-    ones = (1,) * len(window)
-    return lead, list(_list_places(window, g.shape[lead:], attributes["strides"], ones))
-
-
-def _pooling(step: TapeStep) -> dict[str, Any]:
-    return {name: step.attributes[name] for name in ("window", "strides", "padding")}
-
-
-def _pull_max_pool(step: TapeStep, g: Any, number: int) -> Any:
-    (x,) = step.operands
-    return call("max_pool_gradient", (g, step.result, x), _pooling(step))
-
-
-def _pull_max_pool_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
-    if number != 0:
-        # Which element is the greatest does not change with small changes.
-        return None
-    g, greatest, x = step.operands
-    if 0 in g.shape:
-        return g
-    padding = step.attributes["padding"]
-    lead, places = _list_pool_places(step, g)
-    padded, cotangents = _pad(x, lead, padding, -math.inf), _pad(cotangent, lead, padding)
-    found, taken = None, None
-    for ranges in places:
-        hits = e.equal(_take(padded, lead, ranges), greatest)
-        # The first of equal elements has all of it.
-        first = hits if taken is None else e.logical_and(hits, e.logical_not(taken))
-        taken = hits if taken is None else e.logical_or(hits, taken)
-        part = where(first, _take(cotangents, lead, ranges), 0.0)
-        found = part if found is None else found + part
-    return found
-
-
-def _pull_avg_pool(step: TapeStep, g: Any, number: int) -> Any:
-    (x,) = step.operands
-    options = _pooling(step)
-    sizes = x.shape[x.ndim - len(options["window"]) :]
-    return call("avg_pool_gradient", (g,), {"sizes": sizes, **options})
-
-
-def _pull_avg_pool_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
-    return call("avg_pool", (cotangent,), _pooling(step))
+from reshard.spmd.shards.operation_call import call, is_watched, placed
 
 
 def pull_by_scores(
@@ -220,7 +105,7 @@ def _pull_attention_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]
 
 
 def _pull_turn_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
-    """By scores, likewise."""
+    """Pull back by scores."""
     attributes = step.attributes
 
     def pull_back(q: Any, k: Any, v: Any, sums: Any, shift: Any, g: Any) -> Any:
@@ -294,25 +179,19 @@ def _pull_norm_gradient(step: TapeStep, g: Any) -> tuple[Any, ...]:
 
 
 PULLBACKS: dict[str, Pullback] = {
-    "convolution": _pull_convolution,
-    "convolution_input_gradient": _pull_input_gradient,
-    "convolution_kernel_gradient": _pull_kernel_gradient,
-    "max_pool": _pull_max_pool,
-    "max_pool_gradient": _pull_max_pool_gradient,
-    "avg_pool": _pull_avg_pool,
-    "avg_pool_gradient": _pull_avg_pool_gradient,
     "attention": JointPullback(_pull_attention),
     "attention_gradient": JointPullback(_pull_attention_gradient),
     "attention_turn": JointPullback(_pull_attention_turn),
     "attention_turn_gradient": JointPullback(_pull_turn_gradient),
-    **dict.fromkeys(("layer_norm", "rms_norm"), JointPullback(_pull_norm)),
-    **dict.fromkeys(
-        ("layer_norm_gradient", "rms_norm_gradient"), JointPullback(_pull_norm_gradient)
-    ),
+    "layer_norm": JointPullback(_pull_norm),
+    "rms_norm": JointPullback(_pull_norm),
+    "layer_norm_gradient": JointPullback(_pull_norm_gradient),
+    "rms_norm_gradient": JointPullback(_pull_norm_gradient),
 }
-"""By operator."""
+
 
 _MADE = "softmax log_softmax cross_entropy"
+
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("sum_pool", "batch_norm"), OF_GRAPHS),

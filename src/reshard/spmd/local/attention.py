@@ -22,9 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from reshard.spmd.local.by_name import by_name
-from reshard.spmd.local.library import Library
-from reshard.spmd.local.local_work import Function, LocalWork
+from reshard.spmd.core.backend import Library
+from reshard.spmd.core.local_work import Function, LocalWork, by_name
 
 _BLOCK = 256
 """Places of a block of queries, and of a block of keys."""

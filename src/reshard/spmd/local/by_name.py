@@ -11,39 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from reshard.dtypes import DType
-from reshard.errors import UsageError
-from reshard.spmd.local.library import records_gradient
-from reshard.spmd.local.local_work import Function, LocalWork
+from reshard.spmd.core.backend import records_gradient
+from reshard.spmd.core.local_work import Function, LocalWork, find_function, own_attributes
 
 _FEW_ELEMENTS = 256
 _MATRIX_ELEMENTS = 16_384
 """From which on a product with one matrix takes far longer than its call."""
 _TO_EACH = re.compile(r"(\w+)(\w),(\w)(\w\w)->\1\3(\w)")
 _OVER_ALL = re.compile(r"(\w+)(\w)(\w),\2(\w\w)->\1(\w)")
-
-
-def find_function(work: LocalWork, place: Any, name: str) -> Function:
-    """A library's function. Raises UsageError where it has none of the name."""
-    function: Function | None = getattr(place, name, None)
-    if function is None:
-        raise UsageError(f"operator {work.name!r} is none of {work.library.name}'s")
-    return function
-
-
-def own_attributes(work: LocalWork) -> dict[str, Any]:
-    """The attributes, with element types as the library calls them."""
-    return {
-        name: work.library.own_dtype(value) if isinstance(value, DType) else value
-        for name, value in work.attributes.items()
-    }
-
-
-def by_name(work: LocalWork) -> Function:
-    """The library's function of the operator's name, with the operator's attributes."""
-    function = find_function(work, work.library.namespace, work.name)
-    attributes = own_attributes(work)
-    return partial(function, **attributes) if attributes else function
 
 
 def in_linalg(work: LocalWork) -> Function:

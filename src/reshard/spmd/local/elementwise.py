@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from reshard.spmd.local.library import library
-from reshard.spmd.local.local_work import Function, LocalWork
+from reshard.spmd.core.backend import library
+from reshard.spmd.core.local_work import Function, LocalWork
 
 _TORCH_NAMES = """
 abs acos acosh add asin asinh atan atan2 atanh bitwise_and bitwise_invert bitwise_left_shift

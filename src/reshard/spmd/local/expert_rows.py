@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from reshard.cut_rules import Joined, Sizes
-from reshard.spmd.local.library import Library, records_gradient
+from reshard.spmd.core.backend import Library, records_gradient
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -128,7 +128,7 @@ class ExpertRows:
 def grouped_product(library: Library, rows: Any, matrices: Any, ends: Integers) -> Any:
     """Rows `[n, d]` by `[experts, d, e]`: `[n, e]`; `ends` is where the rows of each expert stop.
 
-    >>> from reshard.spmd.local.library import library
+    >>> from reshard.spmd.core.backend import library
     >>> rows, matrices = np.ones((3, 2)), np.array([[[1.0], [1.0]], [[5.0], [5.0]]])
     >>> grouped_product(library("numpy"), rows, matrices, np.array([1, 3]))[:, 0].tolist()
     [2.0, 10.0, 10.0]

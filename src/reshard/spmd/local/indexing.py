@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.errors import ArrayIndexError
-from reshard.spmd.local.local_work import Function, LocalWork
+from reshard.spmd.core.local_work import Function, LocalWork
 
 
 def index_out_of_range(index: int, size: int) -> ArrayIndexError:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from reshard.spmd.local.by_name import find_function
-from reshard.spmd.local.library import Library
-from reshard.spmd.local.local_work import Function, LocalWork
+from reshard.spmd.core.backend import Library
+from reshard.spmd.core.local_work import Function, LocalWork, find_function
 
 Pairs = Sequence[tuple[int, int]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.spmd.local.local_work import Function, LocalWork
+from reshard.spmd.core.local_work import Function, LocalWork
 
 
 def sorted_along(space: Any, x: Any, axis: int, descending: bool) -> Any:

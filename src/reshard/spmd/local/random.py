@@ -20,7 +20,7 @@ import numpy as np
 
 from reshard.dtypes import DType
 from reshard.errors import UsageError
-from reshard.spmd.local.local_work import Function, LocalWork
+from reshard.spmd.core.local_work import Function, LocalWork
 
 _WORDS_AT_ONCE = 4
 """The words that one count of Philox makes."""

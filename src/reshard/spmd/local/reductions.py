@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from reshard.dtypes import dtype as as_dtype
-from reshard.spmd.local.by_name import find_function, own_attributes
-from reshard.spmd.local.local_work import Function, LocalWork
+from reshard.spmd.core.local_work import Function, LocalWork, find_function, own_attributes
 
 
 def extremum(work: LocalWork) -> list[Function]:

@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from reshard.spmd.core.local_work import Function, LocalWork, Stretch
 from reshard.spmd.local.attention import Attention, SeenKeys, grouped
-from reshard.spmd.local.local_work import Function, LocalWork, Stretch
 
 Part = Sequence[Stretch]
 """What a rank has of a sequence."""

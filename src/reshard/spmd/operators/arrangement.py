@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.errors import SpecError
+from reshard.spmd.core.operator import Operator
+from reshard.spmd.core.result_types import promoted
 from reshard.spmd.local import movement as local
 from reshard.spmd.operators.movement import moving
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.result_types import promoted
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, replicated_rule
 from reshard.spmd.rules.shapes import Axes, axes_of, axis_of, counted, kept, one_operand
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from reshard.errors import SpecError
 from reshard.sharding import ShardingSpec
+from reshard.spmd.core.local_work import has_plain_parts
+from reshard.spmd.core.operator import Example, Infer, Operator
+from reshard.spmd.core.result_types import asked
 from reshard.spmd.local import random
-from reshard.spmd.local.local_work import has_plain_parts
 from reshard.spmd.operators.elementwise import elementwise
-from reshard.spmd.operators.operator import Example, Infer, Operator
-from reshard.spmd.operators.result_types import asked
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import counted
 

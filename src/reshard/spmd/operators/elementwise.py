@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.errors import SpecError
+from reshard.spmd.core.local_work import MakeLocal, by_name
+from reshard.spmd.core.operator import Example, Infer, Operator, OperatorClass
+from reshard.spmd.core.result_types import asked, boolean, of_first
 from reshard.spmd.local import elementwise as elementwise_functions
-from reshard.spmd.local.by_name import by_name
-from reshard.spmd.local.local_work import MakeLocal
-from reshard.spmd.operators.operator import Example, Infer, Operator, OperatorClass
-from reshard.spmd.operators.result_types import asked, boolean, of_first
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import broadcast_factors, broadcast_shape
 

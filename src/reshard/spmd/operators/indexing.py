@@ -7,10 +7,10 @@ from typing import Any
 
 from reshard.errors import SpecError
 from reshard.sharding import ShardingSpec
+from reshard.spmd.core.local_work import has_plain_parts
+from reshard.spmd.core.operator import Example, Infer, Operator, OperatorClass
+from reshard.spmd.core.result_types import boolean, index, of_first
 from reshard.spmd.local import indexing
-from reshard.spmd.local.local_work import has_plain_parts
-from reshard.spmd.operators.operator import Example, Infer, Operator, OperatorClass
-from reshard.spmd.operators.result_types import boolean, index, of_first
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import axis_of, counted, one_operand
 

@@ -5,15 +5,23 @@ What an operator works on, it needs whole; only dimensions that it repeats itsel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from reshard.errors import SpecError
+from reshard.spmd.core.operator import (
+    Attributes,
+    Example,
+    Infer,
+    Operator,
+    Sizes,
+    Work,
+    dimension_sizes,
+)
+from reshard.spmd.core.result_types import of_first
 from reshard.spmd.local import by_name, movement
-from reshard.spmd.operators.operator import Example, Infer, Operator
 from reshard.spmd.operators.reductions import whole_axes
-from reshard.spmd.operators.result_types import of_first
-from reshard.spmd.operators.work import of_matrices, of_systems
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import (
     Axes,
@@ -25,6 +33,7 @@ from reshard.spmd.rules.shapes import (
     kept,
     one_operand,
 )
+from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 Trailing = Callable[..., tuple[Shape, ...]]
 """From rows, columns and attributes to the trailing dimensions of each result."""
@@ -249,6 +258,36 @@ _MATRIX = "the matrices are whole on each device"
 _STACK: Example = ([(2, 4, 8)], {})
 _SQUARES: Example = ([(2, 4, 4)], {})
 _ALL = ("max", "min", "product")
+
+
+def of_matrices(leading_term: Callable[[int, int], float]) -> Work:
+    """The work of a factorisation: a leading term for each matrix `[m, n]` of a stack.
+
+    Leading terms are those of Golub and Van Loan, "Matrix Computations", 4th edition, chapters 3,
+    4, 5, 7 and 8.
+    """
+
+    def work(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
+        *lead, rows, columns = dimension_sizes(rule.operands[0], sizes)
+        return math.prod(lead) * float(leading_term(rows, columns))
+
+    return work
+
+
+def of_systems(leading_term: Callable[[int, int], float]) -> Work:
+    """The work of a solver: the leading term for matrices `[n, n]` and right sides `[n, k]`."""
+
+    def work(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
+        left, right = rule.operands[0], rule.operands[1]
+        own = {factor for dim in left for factor in dim}
+        columns = math.prod(sizes[factor] for dim in right for factor in dim if factor not in own)
+        *_, size = dimension_sizes(left, sizes)
+        batch = {factor for part in (left[:-2], right) for dim in part for factor in dim} & own
+        batch -= {factor for dim in left[-2:] for factor in dim}
+        repeated = math.prod(sizes[factor] for factor in batch)
+        return repeated * float(leading_term(size, columns))
+
+    return work
 
 
 def _row(

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.errors import SpecError
+from reshard.spmd.core.operator import Example, Infer, Operator, OperatorClass
+from reshard.spmd.core.result_types import promoted
 from reshard.spmd.local import movement as local
-from reshard.spmd.operators.operator import Example, Infer, Operator, OperatorClass
-from reshard.spmd.operators.result_types import promoted
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import (
     Axes,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.errors import SpecError
+from reshard.spmd.core.operator import Example, Infer, Operator
+from reshard.spmd.core.result_types import index, of_first, value_and_index
 from reshard.spmd.local import ordering
-from reshard.spmd.operators.operator import Example, Infer, Operator
-from reshard.spmd.operators.result_types import index, of_first, value_and_index
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import axis_of
 

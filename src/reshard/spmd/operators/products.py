@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.errors import SpecError
+from reshard.spmd.core.operator import Example, Infer, Operator, of_product
 from reshard.spmd.local import by_name
-from reshard.spmd.operators.operator import Example, Infer, Operator
-from reshard.spmd.operators.work import of_product
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import axis_of, broadcast_factors, broadcast_shape, counted
 from reshard.spmd.rules.templates import einsum_template

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from reshard.spmd.core.operator import Infer, Operator
+from reshard.spmd.core.result_types import boolean, index, of_first, total
 from reshard.spmd.local import reductions
-from reshard.spmd.operators.operator import Infer, Operator
-from reshard.spmd.operators.result_types import boolean, index, of_first, total
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import Axes, axes_of, one_operand
 from reshard.spmd.rules.templates import reduce_template

@@ -7,10 +7,10 @@ from typing import Any
 
 from reshard.errors import SpecError
 from reshard.sharding import ShardingSpec
+from reshard.spmd.core.local_work import has_plain_parts, part_lengths
+from reshard.spmd.core.operator import Example, Infer, Operator
+from reshard.spmd.core.result_types import total
 from reshard.spmd.local import reductions
-from reshard.spmd.local.local_work import has_plain_parts, part_lengths
-from reshard.spmd.operators.operator import Example, Infer, Operator
-from reshard.spmd.operators.result_types import total
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import axis_of, kept, one_operand
 

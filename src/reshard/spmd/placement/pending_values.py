@@ -27,10 +27,9 @@ from reshard.dtypes import dtype
 from reshard.errors import SpecError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.operator import Operator, operators
 from reshard.spmd.graph import Operation
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.table import operators
 from reshard.spmd.placement.largest_closure import largest_closure
 from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation.axis_parts import AxisTable, Parts, are_apart, size_of

@@ -24,8 +24,8 @@ from typing import Literal
 from reshard.errors import SpecError
 from reshard.mesh import Axis
 from reshard.sharding import ShardingSpec
+from reshard.spmd.core.operator import operators
 from reshard.spmd.graph import Operation
-from reshard.spmd.operators.table import operators
 from reshard.spmd.propagation.axis_parts import (
     AxisTable,
     Part,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.errors import UsageError
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import arranged_like, leaves, replaced
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
-from reshard.spmd.local.library import library_of
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.backend import library_of
 from reshard.spmd.programs.traced_function import arrays_of
 from reshard.spmd.shards.pending_sums import settled
 

@@ -14,18 +14,12 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import arranged_like, leaves, replaced
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.operator import JointPullback, TapeStep
 from reshard.spmd.functions.manipulation import stack
 from reshard.spmd.functions.windows import pad
-from reshard.spmd.gradients.tape import (
-    JointPullback,
-    Tape,
-    TapeStep,
-    add_step,
-    is_real_floating,
-    is_watched,
-)
+from reshard.spmd.gradients.tape import Tape, add_step, is_real_floating
 from reshard.spmd.gradients.transforms import vjp
 from reshard.spmd.graph import Body, BodyCosts
 from reshard.spmd.programs.carried_values import (
@@ -44,7 +38,7 @@ from reshard.spmd.programs.traced_function import (
     as_abstract,
     bring,
 )
-from reshard.spmd.shards.operation_call import recorders
+from reshard.spmd.shards.operation_call import is_watched, recorders
 from reshard.spmd.shards.pending_sums import settled
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.graph_recording import (

@@ -20,9 +20,10 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import replaced
-from reshard.spmd.gradients.tape import JointPullback, TapeStep, add_step, is_real_floating
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.operator import JointPullback, TapeStep
+from reshard.spmd.gradients.tape import add_step, is_real_floating
 from reshard.spmd.gradients.transforms import vjp
 from reshard.spmd.graph import Body, BodyCosts, Value
 from reshard.spmd.programs.traced_function import (

@@ -18,9 +18,9 @@ from threading import RLock
 from typing import Any
 
 from reshard.errors import UsageError
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.graph import Graph, Shardings
 from reshard.spmd.programs.memory_limit import check_limit, trace_within
 from reshard.spmd.programs.overlap.decomposed_products import overlapped

@@ -16,14 +16,23 @@ import numpy as np
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, SpecError, UsageError
+from reshard.spmd.core.local_work import Function, LocalWork
+from reshard.spmd.core.operator import (
+    SHIPPED,
+    Attributes,
+    Fails,
+    Infer,
+    Linear,
+    Operator,
+    Work,
+    no_operations,
+    operators,
+    register,
+)
+from reshard.spmd.core.result_types import ResultTypes, promoted
 from reshard.spmd.functions.elementwise import operands as as_operands
 from reshard.spmd.gradients.table import gradient as add_gradient
 from reshard.spmd.gradients.table import remove_gradient
-from reshard.spmd.local.local_work import Function, LocalWork
-from reshard.spmd.operators.operator import Fails, Infer, Linear, Operator
-from reshard.spmd.operators.result_types import ResultTypes, promoted
-from reshard.spmd.operators.table import SHIPPED, operators, register
-from reshard.spmd.operators.work import Attributes, Work, no_operations
 from reshard.spmd.rules.rule_builder import Inferred, Shape
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.rules.templates import Template
@@ -56,7 +65,7 @@ class OwnOperator:
         """The operator's result for arrays and numbers; a tuple where it has several.
 
         Raises:
-            UsageError: no array in shards; an attribute that is no plain value; what the local
+            UsageError: no array in shards; an attribute that is not a plain value; what the local
                 function raises or returns, if that is no array.
             SpecError: shapes that the rule does not fit.
             ShardError: a local function whose parts do not have the shapes of the rule.
@@ -110,7 +119,7 @@ def operator(
             when not given.
         result_dtype: the element type of the results, or a tuple of one for each; the promoted type
             of the operands when not given.
-        linear: which operands may be pending sums, see `reshard.spmd.operators.operator.Linear`.
+        linear: which operands may be pending sums, see `reshard.spmd.core.operator.Linear`.
         fails: the element types for which the operator may fail on one rank because of its
             elements: "never", "any" or "whole numbers". Ranks then check one another, which over
             processes takes an all-reduce of one number per call.

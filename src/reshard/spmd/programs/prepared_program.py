@@ -19,10 +19,10 @@ from typing import Any
 
 from reshard.errors import ReshardError
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.operator import find_operator
 from reshard.spmd.graph import Body, Operation
 from reshard.spmd.local.elementwise import writing
-from reshard.spmd.operators.table import row_of
 from reshard.spmd.programs.steps.reused_memory import find_reused
 from reshard.spmd.programs.steps.step_order import (
     Action,
@@ -194,7 +194,7 @@ class Preparation:
         ]
         makes = [self._add(kind) for kind in called.made]
         run = _make_call(called, kinds, reads, makes, self._runner)
-        views = may_view(row_of(called.name), len(kinds))
+        views = may_view(find_operator(called.name), len(kinds))
         self.steps.append(
             ProgramStep(
                 run,

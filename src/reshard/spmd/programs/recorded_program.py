@@ -7,8 +7,8 @@ from functools import partial
 from threading import RLock
 from typing import Any
 
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray, array
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.graph import Graph
 from reshard.spmd.programs.prepared_program import (
     ChangeRuns,

@@ -12,9 +12,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.graph import BodyCosts, Graph, Spec
 from reshard.spmd.programs.recorded_program import RecordedProgram
 from reshard.spmd.programs.simplification import simplified

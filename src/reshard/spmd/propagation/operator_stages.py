@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from reshard.spmd.operators.operator import OperatorClass
-from reshard.spmd.operators.table import row_of
+from reshard.spmd.core.operator import OperatorClass, find_operator
 from reshard.spmd.propagation.merging import Direction
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
@@ -38,7 +37,7 @@ def class_of(name: str, rule: OpShardingRule) -> OperatorClass:
     >>> class_of("sort", OpShardingRule.parse("([i]) -> ([i]) {i=4}")).name
     'OTHER'
     """
-    known = row_of(name).operator_class
+    known = find_operator(name).operator_class
     if known is not None:
         return known
     special = rule.reduction or rule.need_replication or rule.permutation or rule.blocked

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from reshard.dtypes import DType
-from reshard.spmd.operators.table import row_of
+from reshard.spmd.core.operator import find_operator
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.topology import Device
 
@@ -38,14 +38,14 @@ def operations_of(
         sizes: of the rule's factors on the device; all of them when None.
         attributes: of the operation, where the work depends on them.
 
-    >>> from reshard.spmd.operators.table import rule_of
+    >>> from reshard.spmd.core.operator import rule_of
     >>> rule = rule_of("matmul", [(4, 8), (8, 16)])
     >>> operations_of("matmul", rule), operations_of("matmul", rule, (4, 4, 8))
     (1024.0, 256.0)
     >>> operations_of("exp", rule_of("exp", [(4, 8)]))
     0.0
     """
-    return row_of(name).work(rule, rule.sizes if sizes is None else sizes, attributes)
+    return find_operator(name).work(rule, rule.sizes if sizes is None else sizes, attributes)
 
 
 def moved_bytes(name: str, operands: Sequence[int], results: Sequence[int]) -> int:
@@ -56,7 +56,7 @@ def moved_bytes(name: str, operands: Sequence[int], results: Sequence[int]) -> i
     """
     written = sum(results)
     read = list(operands)
-    if row_of(name).reads_part and read:
+    if find_operator(name).reads_part and read:
         # Such an operator (a slice, rows of a table) reads as much of its first operand as it
         # writes.
         read[0] = min(read[0], written)

@@ -30,8 +30,8 @@ from typing import NamedTuple
 from reshard.errors import SpecError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
+from reshard.spmd.core.operator import OperatorClass
 from reshard.spmd.graph import Graph, Operation
-from reshard.spmd.operators.operator import OperatorClass
 from reshard.spmd.propagation.axis_parts import AxisTable, Parts, Sharding
 from reshard.spmd.propagation.factor_shardings import collected, updated
 from reshard.spmd.propagation.merging import STRATEGIES, Direction, OperatorTensors, Strategy

@@ -66,7 +66,7 @@ class Template:
         one operand stands for any number of such.
 
         Raises:
-            NotationError: a text that is no rule.
+            NotationError: a text that is not a rule.
             SpecError: a rule that cannot be; a size that no operand's shape would tell.
 
         >>> Template.parse("([i, k], [k, j]) -> ([i, j]) reduction={k}") == matmul_template(0)

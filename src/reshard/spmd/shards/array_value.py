@@ -6,7 +6,7 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.shard_copies import Shards
 

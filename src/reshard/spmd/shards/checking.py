@@ -26,8 +26,8 @@ import numpy as np
 
 from reshard._contexts import set_context
 from reshard.errors import ShardError
-from reshard.spmd.array_type import ArrayType
-from reshard.spmd.local.library import library_of
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.backend import library_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall, recording
 from reshard.spmd.shards.runner import Runner

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
-from reshard.spmd.operators.operator import Operator
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.operator import Operator
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.kept_reshards import may_view, take_moved
 from reshard.spmd.shards.refusals import REFUSALS, make_refusal, refuse

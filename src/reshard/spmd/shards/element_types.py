@@ -19,10 +19,10 @@ import numpy as np
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
-from reshard.spmd.array_type import ArrayType
-from reshard.spmd.local.local_work import Function, LocalWork
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.result_types import kind_of, meant, stand_in
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.local_work import Function, LocalWork
+from reshard.spmd.core.operator import Operator
+from reshard.spmd.core.result_types import kind_of, meant, stand_in
 
 _WIDE = as_dtype("float32")
 _UNPROMOTED = {"uint16", "uint32", "uint64"}
@@ -34,8 +34,8 @@ def widened_functions(operator: Operator, work: LocalWork) -> list[Function]:
     """The functions of an operator, in NumPy, computing in `float32` where a type is narrow.
 
     >>> import ml_dtypes
-    >>> from reshard.spmd.local.library import library
-    >>> from reshard.spmd.operators.table import operators
+    >>> from reshard.spmd.core.backend import library
+    >>> from reshard.spmd.core.operator import operators
     >>> numbers = np.array([1, 3], ml_dtypes.bfloat16)
     >>> kind = ArrayType((2,), as_dtype("bfloat16"))
     >>> work = LocalWork("multiply", {}, (kind, None), (), (), (0,), library("numpy"))

@@ -29,10 +29,9 @@ from reshard.errors import (
 )
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
-from reshard.spmd.local.local_work import LocalWork
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.table import operator_of, row_of
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.local_work import LocalWork
+from reshard.spmd.core.operator import Operator, find_operator, operator_of
 from reshard.spmd.rules.alignment import aligned_by_bytes
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.compiled_run import (
@@ -161,6 +160,17 @@ def unrecorded() -> Iterator[None]:
         yield
     finally:
         recorders.replace(before)
+
+
+def is_watched(arrays: Sequence[Any]) -> bool:
+    """Return whether a tape that listens has to know what is computed of some of the arrays."""
+    watching = (getattr(recorder, "watches", None) for recorder in recorders)
+    return any(watches is not None and watches(arrays) for watches in watching)
+
+
+def placed(x: Any, spec: ShardingSpec) -> Any:
+    """An array in a sharding; itself where it lies so, which a trace would show as an operation."""
+    return x if x.type.spec is spec else x.shard(spec)
 
 
 def call(
@@ -348,7 +358,7 @@ def _compile(
     mesh = common_mesh(name, types)
     layout = None
     if mesh is None:
-        operator = row_of(name)
+        operator = find_operator(name)
         if operator.has_rule:
             # Libraries take some of what no rule does: axis 0 of a number, say.
             check_shapes(operator, types, attributes)

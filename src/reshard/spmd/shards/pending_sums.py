@@ -22,8 +22,8 @@ from typing import Any
 
 from reshard.mesh import Axis
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
-from reshard.spmd.operators.operator import Operator
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.operator import Operator
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import Runner
 

@@ -31,8 +31,8 @@ from reshard.cut_rules import Windows
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.spmd.array_type import ArrayType
-from reshard.spmd.local.library import records_gradient
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.backend import records_gradient
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.shards.runner import Runner, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards

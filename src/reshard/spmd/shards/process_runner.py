@@ -23,8 +23,8 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
-from reshard.spmd.local.library import library
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.backend import library
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.spmd.shards.process_gradients import given, refuse_gradient, taken, with_gradient
 from reshard.spmd.shards.runner import Begin, Runner, Travel, replicated

@@ -24,10 +24,10 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.spmd.array_type import ArrayType
-from reshard.spmd.local.library import Library, library, library_of
-from reshard.spmd.local.local_work import Function, LocalWork
-from reshard.spmd.operators.operator import Operator
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.backend import Library, library, library_of
+from reshard.spmd.core.local_work import Function, LocalWork
+from reshard.spmd.core.operator import Operator
 from reshard.spmd.shards.element_types import check_promotion, widened_functions
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
 

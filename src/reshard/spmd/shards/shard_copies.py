@@ -31,7 +31,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
 from reshard.plans.run import run_change
-from reshard.spmd.local.library import Library
+from reshard.spmd.core.backend import Library
 
 Shards = tuple[Any, ...]
 Movement = Callable[[Shards], Shards]
@@ -46,7 +46,7 @@ def copies(
     """A function from the shards of the ranks `sources` to new ones for the ranks `targets`.
 
     >>> import reshard
-    >>> from reshard.spmd.local.library import library
+    >>> from reshard.spmd.core.backend import library
     >>> mesh = reshard.DeviceMesh.of(x=2)
     >>> rows, columns = (reshard.spec(mesh, text).layout((2, 4)) for text in ("x, -", "-, x"))
     >>> move = copies(LayoutChange(rows, columns), (0, 1), (0, 1), library("numpy"))

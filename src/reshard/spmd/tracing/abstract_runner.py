@@ -20,10 +20,10 @@ from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
-from reshard.spmd.local.library import Library, library
-from reshard.spmd.local.local_work import Function, LocalWork
-from reshard.spmd.operators.operator import Operator
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.backend import Library, library
+from reshard.spmd.core.local_work import Function, LocalWork
+from reshard.spmd.core.operator import Operator
 from reshard.spmd.shards.element_types import find_result_types
 from reshard.spmd.shards.runner import Runner, Travel, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from reshard.dtypes import DType
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.graph import WITH_SHARDING
 from reshard.spmd.propagation.operator_work import least_s, moved_bytes, operations_of
 from reshard.spmd.rules.sharding_rule import OpShardingRule

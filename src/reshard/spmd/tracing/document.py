@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from reshard.mesh import DeviceMesh
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.tracing.reshard_reasons import reason_of
 from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation

@@ -24,12 +24,12 @@ import numpy as np
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.arrays.sharded_array import ShardedArray, plain_spec
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.backend import Library, library_of
+from reshard.spmd.core.operator import operator_of
 from reshard.spmd.graph import NO_ATTRIBUTES, Body, Graph, Operation, Value
-from reshard.spmd.local.library import Library, library_of
-from reshard.spmd.operators.table import operator_of
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import Attributes, CompiledCall, recorders, recording

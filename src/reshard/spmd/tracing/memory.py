@@ -27,7 +27,7 @@ from reshard.collectives.steps import Permute
 from reshard.layout import Layout
 from reshard.runs import IntArray
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.graph import WITH_SHARDING, Graph
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 

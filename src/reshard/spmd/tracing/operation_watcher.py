@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.operator import find_operator
 from reshard.spmd.graph import WITH_SHARDING, BodyCosts, Operation
-from reshard.spmd.operators.table import row_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.kept_reshards import may_view
 from reshard.spmd.shards.operation_call import CompiledCall
@@ -61,7 +61,7 @@ class OperationWatcher:
         called, self._call = self._call, None
         # Views of what cannot keep its reshards have the same memory.
         is_view = operation.operator == WITH_SHARDING or (
-            called is not None and may_view(row_of(called.name), len(called.operands))
+            called is not None and may_view(find_operator(called.name), len(called.operands))
         )
         if is_view and not self._moves_anew.isdisjoint(operation.operands):
             self._moves_anew.update(operation.results)

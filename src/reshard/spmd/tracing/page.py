@@ -22,7 +22,7 @@ from reshard.show.html_report import (
     rank_legend,
 )
 from reshard.show.svg import element, escaped, rank_colours
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.tracing.table import (
     call_text,
     collectives,

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from reshard.mesh import DeviceMesh
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.graph import WITH_SHARDING, Operation
 from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.spmd.tracing.traced_operation import TracedOperation

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from reshard.mesh import DeviceMesh
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.graph import Graph
 from reshard.spmd.tracing.memory import held_bytes
 from reshard.spmd.tracing.mesh_parts import ranks_of

@@ -9,7 +9,7 @@ from functools import cached_property
 from reshard.collectives.program import Program
 from reshard.cost.estimate import Estimate
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.graph import BodyCosts, Operation
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.topology import Topology

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import UsageError
+from reshard.spmd.core.backend import library as library_of
 from reshard.spmd.local.elementwise import _ATEN_NAMES, _TORCH_NAMES, writing
-from reshard.spmd.local.library import library as library_of
 
 MESH = DeviceMesh.of(x=2)
 ROWS, WIDTH = 256, 128

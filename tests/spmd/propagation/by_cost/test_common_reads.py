@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from reshard import DeviceMesh, spec
+from reshard.spmd.core.operator import rule_of
 from reshard.spmd.graph import Graph
-from reshard.spmd.operators.table import rule_of
 from reshard.spmd.propagation.axis_parts import AxisTable
 from reshard.spmd.propagation.by_cost.common_reads import NOTHING, Decisions
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine

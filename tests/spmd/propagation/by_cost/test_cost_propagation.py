@@ -17,9 +17,9 @@ from reshard import DeviceMesh, ShardingSpec, spec
 from reshard.cost import load_preset
 from reshard.dtypes import dtype
 from reshard.plans.plan import Plan
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.operator import rule_of
 from reshard.spmd.graph import Graph
-from reshard.spmd.operators.table import rule_of
 from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation.axis_parts import AxisTable
 from reshard.spmd.propagation.by_cost import cost_propagation

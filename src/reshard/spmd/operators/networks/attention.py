@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import SpecError
 from reshard.sharding import ShardingSpec
+from reshard.spmd.core.local_work import has_plain_parts
+from reshard.spmd.core.operator import Attributes, Example, Infer, Operator, Sizes, dimension_sizes
 from reshard.spmd.local import attention as local
-from reshard.spmd.local.local_work import has_plain_parts
-from reshard.spmd.operators.operator import Example, Infer, Operator
-from reshard.spmd.operators.work import of_attention, of_attention_gradient
+from reshard.spmd.local.attention import SeenKeys
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import counted
+from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 
 def attention(
@@ -117,6 +119,50 @@ def _finds_places(
 ) -> bool:
     # Queries are cut as the mask and cotangents are, too.
     return all(map(has_plain_parts, specs))
+
+
+def of_attention(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
+    """Scores, for each of the queries' channels, and what they weigh, for each of the values'.
+
+    >>> from reshard.spmd.core.operator import rule_of
+    >>> rule = rule_of("attention", [(1, 8, 16)] * 3)
+    >>> of_attention(rule, rule.sizes, {}), of_attention(rule, rule.sizes, {"is_causal": True})
+    (4096.0, 2304.0)
+    """
+    return of_pair(rule, sizes) * _count_pairs(rule, sizes, attributes)
+
+
+def of_attention_gradient(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
+    """Scores and the agreement of values, found again, and the three products with them."""
+    return of_pair_gradient(rule, sizes) * _count_pairs(rule, sizes, attributes)
+
+
+def _count_pairs(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> int:
+    """Pairs of a query and a key of a head that see each other, on the busiest rank."""
+    queries, keys = (
+        (dimension_sizes(mapping, rule.sizes)[-2], dimension_sizes(mapping, sizes)[-2])
+        for mapping in rule.operands[:2]
+    )
+    seen = SeenKeys(attributes.get("is_causal", False), attributes.get("window"))
+    return seen.most_pairs(queries, keys)
+
+
+def of_pair(rule: OpShardingRule, sizes: Sizes) -> float:
+    """Of attention, for a query and a key of each head; none on a rank without keys."""
+    return _of_products(rule, sizes, 1, 1)
+
+
+def of_pair_gradient(rule: OpShardingRule, sizes: Sizes) -> float:
+    """Return the work of attention's gradient for a query and a key of each head."""
+    return _of_products(rule, sizes, 3, 2)
+
+
+def _of_products(rule: OpShardingRule, sizes: Sizes, of_queries: int, of_values: int) -> float:
+    """So many products of the queries' channels and of the values', for a pair of each head."""
+    # By dimensions: what only a gradient reads has factors of its own in the rule.
+    queries, keys, values = (dimension_sizes(mapping, sizes) for mapping in rule.operands[:3])
+    channels = of_queries * queries[-1] + of_values * values[-1]
+    return float(2 * math.prod(queries[:-2]) * channels * (keys[-2] > 0))
 
 
 def _row(name: str, infer: Infer, example: Example, **options: Any) -> Operator:

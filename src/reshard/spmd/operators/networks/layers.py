@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.errors import SpecError
+from reshard.spmd.core.operator import Example, Infer, Operator
 from reshard.spmd.local import reductions as norms
-from reshard.spmd.operators.operator import Example, Infer, Operator
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import axes_of, axis_of, counted, kept, one_operand
 

@@ -12,10 +12,15 @@ from typing import Any
 
 from reshard.cut_rules import CutRule, Joined, Windows, Zigzag
 from reshard.sharding import DimSpec, Level, ShardingSpec
+from reshard.spmd.core.local_work import Stretch, stretches_of
+from reshard.spmd.core.operator import (
+    Attributes,
+    Example,
+    Infer,
+    Operator,
+)
 from reshard.spmd.local import ring_attention
-from reshard.spmd.local.local_work import Stretch, stretches_of
-from reshard.spmd.operators.operator import Example, Infer, Operator
-from reshard.spmd.operators.work import Attributes, of_pair, of_pair_gradient
+from reshard.spmd.operators.networks.attention import of_pair, of_pair_gradient
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.shapes import counted
 from reshard.spmd.rules.sharding_rule import OpShardingRule

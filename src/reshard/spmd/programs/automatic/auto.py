@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 from reshard.errors import MeshError, PlanError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.arrays.sharded_array import array
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.graph import Graph, Shardings
 from reshard.spmd.programs.automatic.input_search import InputSearch
 from reshard.spmd.programs.automatic.least_inputs import least_inputs

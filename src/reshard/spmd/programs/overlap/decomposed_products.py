@@ -25,9 +25,9 @@ from types import MappingProxyType
 from typing import Any
 
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.operator import operator_of
 from reshard.spmd.graph import Graph, Operation, Value
-from reshard.spmd.operators.table import operator_of
 from reshard.spmd.programs.overlap.overlapped_trace import with_overlap
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.tracing.trace import Trace, trace_graph

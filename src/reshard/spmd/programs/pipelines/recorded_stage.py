@@ -19,10 +19,10 @@ from types import MappingProxyType
 from typing import Any
 
 from reshard.errors import UsageError
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.argument_tree import leaves
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.operator import operator_of
 from reshard.spmd.graph import Graph, Operation, Value
-from reshard.spmd.operators.table import operator_of
 from reshard.spmd.programs.traced_function import as_abstract
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import recorders, unrecorded

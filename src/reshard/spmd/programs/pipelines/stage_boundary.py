@@ -27,8 +27,8 @@ from reshard.errors import PlanError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec, spec
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import from_shards
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.shards.runner import Runner
 from reshard.torch.exchange.background import BackgroundExchange, next_tag

@@ -16,10 +16,10 @@ from typing import Any
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.argument_tree import leaves
-from reshard.spmd.gradients.tape import placed
 from reshard.spmd.gradients.transforms import vjp_in_two
 from reshard.spmd.programs.pipelines.stage_passes import Stage
 from reshard.spmd.programs.pipelines.timetable import StageCosts
+from reshard.spmd.shards.operation_call import placed
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.tracing.graph_recording import type_of
 from reshard.spmd.tracing.memory import held_bytes

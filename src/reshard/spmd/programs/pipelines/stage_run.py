@@ -15,10 +15,10 @@ from typing import Any
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.functions.filling import full_like
-from reshard.spmd.gradients.tape import placed
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
 from reshard.spmd.programs.pipelines.stage_passes import StagePass, StagePasses
 from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import placed
 from reshard.spmd.shards.pending_sums import without_pending
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.programs.steps.step_order import Action, ProgramStep
 from reshard.spmd.tracing.memory import held_bytes
 

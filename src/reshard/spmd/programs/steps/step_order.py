@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
-from reshard.spmd.local.local_work import Function
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.local_work import Function
 from reshard.spmd.shards.runner import Travel
 from reshard.spmd.shards.shard_copies import Movement
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from reshard.mesh import DeviceMesh
+from reshard.spmd.core.operator import operators
 from reshard.spmd.graph import Operation
-from reshard.spmd.operators.table import operators
 from reshard.spmd.propagation.axis_parts import AxisTable, Part, Parts, Sharding, joined, size_of
 from reshard.spmd.propagation.common_axes import common_axes
 from reshard.spmd.propagation.factor_shardings import FactorSharding, collected, updated

@@ -35,7 +35,7 @@ from reshard.dtypes import DType
 from reshard.errors import LayoutError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.runs import IntArray
-from reshard.spmd.array_type import ArrayType
+from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.propagation.axis_parts import (
     MOST_KEPT,
     AxisTable,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import reshard.spmd as sp
-from reshard.spmd.operators.table import SHIPPED, operators
+from reshard.spmd.core.operator import SHIPPED, operators
 from reshard.spmd.shards.operation_call import call
 
 ZEROS = np.zeros((4, 3), int)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+from reshard.dtypes import DType
+from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.sharding import ShardingSpec
-from reshard.spmd.array_type import ArrayType
-from reshard.spmd.local.library import Library
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.backend import Library
 
 Stretch = tuple[int, int]
 """Where elements of an axis start and stop."""
@@ -142,3 +144,26 @@ def stretches_of(spec: ShardingSpec, axis: int, size: int) -> tuple[tuple[Stretc
 
 MakeLocal = Callable[[LocalWork], Function | list[Function]]
 """Makes the function that the ranks here compute: one for all, or a list of one for each."""
+
+
+def find_function(work: LocalWork, place: Any, name: str) -> Function:
+    """A library's function. Raises UsageError where it has none of the name."""
+    function: Function | None = getattr(place, name, None)
+    if function is None:
+        raise UsageError(f"operator {work.name!r} is none of {work.library.name}'s")
+    return function
+
+
+def own_attributes(work: LocalWork) -> dict[str, Any]:
+    """The attributes, with element types as the library calls them."""
+    return {
+        name: work.library.own_dtype(value) if isinstance(value, DType) else value
+        for name, value in work.attributes.items()
+    }
+
+
+def by_name(work: LocalWork) -> Function:
+    """The library's function of the operator's name, with the operator's attributes."""
+    function = find_function(work, work.library.namespace, work.name)
+    attributes = own_attributes(work)
+    return partial(function, **attributes) if attributes else function

@@ -11,11 +11,10 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
 from reshard.errors import SpecError
-from reshard.spmd.local.local_work import Function, LocalWork
-from reshard.spmd.operators import table
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.result_types import promoted
-from reshard.spmd.operators.work import of_product
+from reshard.spmd.core import operator as table
+from reshard.spmd.core.local_work import Function, LocalWork
+from reshard.spmd.core.operator import Operator, of_product
+from reshard.spmd.core.result_types import promoted
 from reshard.spmd.propagation.operator_work import operations_of
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules_page import rules_document

@@ -341,7 +341,7 @@ def is_distributed(value: object) -> bool:
 
 
 def library_of(value: object) -> Library | None:
-    """The library that a value is an array of; None for one that is no array."""
+    """The library that a value is an array of; None if it is not an array."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return library("torch")

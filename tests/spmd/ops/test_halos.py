@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
-from reshard.spmd.local.local_work import parts_of
+from reshard.spmd.core.local_work import parts_of
 from reshard.topology import Link, Topology
 from selection import choose
 

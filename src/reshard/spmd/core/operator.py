@@ -1,0 +1,513 @@
+"""Operators: a record holds all properties of an operator, and a registry finds it by name.
+
+An operator's record has its sharding rule, the function that each rank computes, its derivative,
+its cost, the element types of its results, and which operands may be partial sums. Runners,
+propagation, traces, tapes and the cost model read records alone. The package registers its own
+operators as users do theirs: `register(Operator(...))`.
+
+`operators` has every operator by name. `rule_of` returns the rule of a name; the operands of an
+unknown operator are replicated, with one warning that names it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
+from types import MappingProxyType
+from typing import Any, Literal
+
+from reshard.errors import SpecError
+from reshard.sharding import ShardingSpec
+from reshard.spmd.core.local_work import Function, LocalWork, MakeLocal, by_name
+from reshard.spmd.core.result_types import ResultTypes
+from reshard.spmd.rules.rule_builder import Inferred, Shape, replicated_rule
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+
+Linear = Literal["each", "one", "none"] | tuple[int, ...]
+"""Which operands may be partial sums, the result being one then:
+
+"each"    all of them together, along the same axes: `f(a + b, c + d) = f(a, c) + f(b, d)`
+"one"     any one of them, the others being whole: `f(a + b, c) = f(a, c) + f(b, c)`
+"none"    none: partial sums are reduced first
+(1, 2)    those operands together, the others being whole
+"""
+
+Infer = Callable[..., Inferred]
+"""From the operands' shapes and an operator's attributes to its rule and its results' shapes."""
+
+Example = tuple[Sequence[Shape], Mapping[str, Any]]
+"""Operands' shapes and attributes to show an operator with."""
+
+KnowsPlace = Callable[[Sequence[ShardingSpec], Sequence[Shape], Mapping[str, Any]], bool]
+"""From operands' shardings and shapes and the attributes to whether ranks find their own places."""
+
+Placed = Callable[
+    [Sequence[ShardingSpec], Sequence[Shape], Mapping[str, Any]],
+    tuple[tuple[ShardingSpec, ...], tuple[ShardingSpec, ...]] | None,
+]
+"""From operands' shardings and shapes and the attributes to the shardings that an operation runs
+with, of operands and of results; None where its rule is to say so."""
+
+Fails = Literal["never", "any", "whole numbers"]
+"""The element types for which an operation may fail by its values: none, any, or integers."""
+
+
+Sizes = Sequence[int]
+Attributes = Mapping[str, Any]
+Work = Callable[[OpShardingRule, Sizes, Attributes], float]
+"""From a rule, the sizes of its factors on a rank, and the attributes of the operation to additions
+and multiplications there."""
+
+
+def no_operations(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
+    """Return 0: the operator reads and writes."""
+    return 0.0
+
+
+def of_product(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
+    """Return two operations for each index of all factors: products are added up.
+
+    >>> rule = OpShardingRule.parse("([i, k], [k]) -> ([i]) {i=4, k=8} reduction={k}")
+    >>> of_product(rule, (4, 8), {})
+    64.0
+    """
+    return float(math.prod(sizes) * 2)
+
+
+def of_own_rule(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
+    """Return the work of an operator with a rule alone: a product's if operands are reduced."""
+    arrays = sum(bool(mapping) for mapping in rule.operands)
+    return of_product(rule, sizes, attributes) if rule.reduction and arrays > 1 else 0.0
+
+
+def dimension_sizes(mapping: Iterable[Iterable[int]], sizes: Sizes) -> list[int]:
+    """Return the sizes of an array's dimensions on a rank, from those of the rule's factors."""
+    return [math.prod(sizes[factor] for factor in dim) for dim in mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TapeStep:
+    """An operation that was carried out, on a tape.
+
+    Args:
+        name: the operator's.
+        attributes: of the operator, its options among them.
+        operands: arrays and numbers.
+        results: the arrays that it returned.
+        pullback: its derivative.
+        combined: for each operand whose contributions were combined first, the sharding that the
+            operation ran with; None for others.
+    """
+
+    name: str
+    attributes: Mapping[str, Any]
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+    pullback: Pullback
+    combined: tuple[ShardingSpec | None, ...] = ()
+
+    @property
+    def result(self) -> Any:
+        """The first result."""
+        return self.results[0]
+
+
+@dataclass(frozen=True, slots=True)
+class JointPullback:
+    """A pullback that returns the cotangents of all operands at once, or None for an operand."""
+
+    function: Callable[[TapeStep, Any], Sequence[Any]]
+
+
+Pullback = Callable[[TapeStep, Any, int], Any] | JointPullback
+"""From a step, the cotangents of its results and an operand's number to the operand's cotangent, or
+None if it has none. The cotangents are one array for an operator of one result, else a tuple."""
+
+
+class OperatorClass(enum.Enum):
+    """How an operator treats what passes through it, which orders propagation."""
+
+    OTHER = 0
+    ELEMENTWISE = 1
+    REARRANGING = 2
+    SLICING = 3
+    BROADCASTING = 4
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each element of the result comes from the same place of the operands."""
+        return self is OperatorClass.ELEMENTWISE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operator:
+    """One operator.
+
+    Args:
+        name: the array API's where it has the operator.
+        family: the section of the table it stands in.
+        infer: from the operands' shapes and the attributes to the rule and the results' shapes;
+            None for an operator without a rule, whose operands are replicated.
+        linear: which operands may be partial sums, or partial means.
+        commutes: the other reductions whose contributions the operator may be applied to one by
+            one, those of `linear` or else all operands together: `maximum` commutes with "max".
+        linear_if: whether the attributes let the operator be so; always, when not given.
+        operator_class: by which it propagates; derived from its rule when None.
+        local: makes what each rank computes; the library's function of that name when not given.
+        knows_place: whether the local function finds its own places along adjusted factors, so
+            that these may be cut; never when None.
+        placed: shardings that no rule can say, of ranks that need other parts of an operand than
+            they have; its rule alone when not given.
+        fails: whose elements may make it fail on one rank alone, so that all ranks must agree.
+        pullback: the derivative: from the cotangents of the results to those of the operands.
+        is_constant: whether results do not change with small changes of the operands, as those of
+            comparisons.
+        no_pullback: why an operator that is not constant has no pullback.
+        work: additions and multiplications, from the rule, the sizes of its factors on a rank, and
+            the attributes.
+        reads_part: whether it reads no more of its first operand than it writes.
+        result_types: of the results' elements; as the library promotes when None.
+        example: small shapes and attributes, for the page of rules and for tests.
+        doc: what it computes, in a sentence. An operator with one is a function of
+            `reshard.spmd` by this row alone; the others are called by functions that read
+            arguments, or are for graphs only.
+        note: one line for the page of rules.
+    """
+
+    name: str
+    family: str
+    infer: Infer | None
+    linear: Linear = "none"
+    commutes: tuple[str, ...] = ()
+    linear_if: Callable[..., bool] | None = None
+    operator_class: OperatorClass | None = OperatorClass.OTHER
+    local: MakeLocal = by_name
+    knows_place: KnowsPlace | None = None
+    placed: Placed | None = None
+    fails: Fails = "never"
+    pullback: Pullback | None = None
+    is_constant: bool = False
+    no_pullback: str = ""
+    work: Work = no_operations
+    reads_part: bool = False
+    result_types: ResultTypes | None = None
+    example: Example | None = None
+    doc: str = ""
+    note: str = ""
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether there is a rule; without one, operands are replicated."""
+        return self.infer is not None
+
+    def rule(self, shapes: Sequence[Sequence[int]], **attributes: Any) -> OpShardingRule:
+        """The rule for operands of these shapes.
+
+        Raises:
+            SpecError: shapes or attributes that the operator cannot have.
+        """
+        return self.inferred(shapes, **attributes).rule
+
+    def result_shapes(
+        self, shapes: Sequence[Sequence[int]], **attributes: Any
+    ) -> tuple[Shape, ...]:
+        """The shapes of the results for operands of these shapes."""
+        return self.inferred(shapes, **attributes).result_shapes
+
+    def adjusted(self, shapes: Sequence[Sequence[int]], **attributes: Any) -> tuple[int, ...]:
+        """Factors of the rule along which a device has to know where its part lies.
+
+        >>> from reshard.spmd.core.operator import operators
+        >>> operators["take"].adjusted([(100, 8), (4,)], axis=0)
+        (2,)
+        """
+        return self.inferred(shapes, **attributes).adjusted
+
+    def partial_operands(
+        self, count: int, reduction: str = "sum", **attributes: Any
+    ) -> tuple[tuple[int, ...], ...]:
+        """Sets of operands that may be partial together, the result being partial then.
+
+        Args:
+            count: of the operands.
+            reduction: that of the contributions.
+            attributes: of the operator; padding with ones, say, is not linear.
+
+        >>> from reshard.spmd.core.operator import operators
+        >>> operators["subtract"].partial_operands(2), operators["multiply"].partial_operands(2)
+        (((0, 1),), ((0,), (1,)))
+        >>> operators["exp"].partial_operands(1), operators["max"].partial_operands(1, "max")
+        ((), ((0,),))
+        """
+        if self.linear_if is not None and not self.linear_if(**attributes):
+            return ()
+        # A tuple names the operands that are partial together; else all are.
+        together = self.linear if isinstance(self.linear, tuple) else tuple(range(count))
+        if reduction in self.commutes:
+            return (together,)
+        # A mean is a sum over a constant, so that what is linear keeps both.
+        if reduction not in ("sum", "mean") or self.linear == "none":
+            return ()
+        if self.linear == "one":
+            return tuple((operand,) for operand in range(count))
+        return (together,)
+
+    def inferred(self, shapes: Sequence[Sequence[int]], **attributes: Any) -> Inferred:
+        """The rule and the shapes of the results together; found once for equal questions."""
+        # Lists become tuples, and names an order, so that equal questions have equal keys.
+        frozen = tuple(sorted((name, _freeze(value)) for name, value in attributes.items()))
+        key = tuple(tuple(int(size) for size in shape) for shape in shapes)
+        return _infer(self, key, _Attributes(frozen))
+
+    def local_functions(self, work: LocalWork) -> list[Function]:
+        """The function that each rank here applies to its parts.
+
+        Raises UsageError for an operator that the library has not.
+        """
+        found = self.local(work)
+        return found if isinstance(found, list) else [found] * len(work.ranks)
+
+    def may_fail(self, work: LocalWork, has_everyone: bool = True) -> bool:
+        """Whether one rank's elements alone may make it fail, so that all ranks must agree.
+
+        `has_everyone` is whether all processes have shards of the operands.
+
+        An index is out of range, a matrix singular, a whole number divided by 0.
+        """
+        is_cut = any(x is not None and x.is_cut for x in work.operands)
+        if self.fails == "never" or (has_everyone and not is_cut):
+            # Without a cut every rank has the same elements, and fails alike.
+            return False
+        types = [x.dtype.name for x in work.operands if x is not None]
+        return self.fails == "any" or all("int" in one or one == "bool" for one in types)
+
+
+class _Attributes:
+    """Attributes as a key. 1, 1.0 and True are different ones."""
+
+    def __init__(self, items: tuple[tuple[str, Any], ...]) -> None:
+        self.items = items
+        self.key = repr(items)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Attributes) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else value
+
+
+@lru_cache(maxsize=65536)
+def _infer(operator: Operator, shapes: tuple[Shape, ...], attributes: _Attributes) -> Inferred:
+    if operator.infer is None:
+        return Inferred(replicated_rule(shapes), ())
+    given = dict(attributes.items)
+    try:
+        return operator.infer(shapes, **given)
+    except TypeError as error:
+        # Only what the caller gave is the caller's: anything else goes on as it is.
+        names = signature(operator.infer).parameters
+        try:
+            signature(operator.infer).bind(shapes, **given)
+        except TypeError:
+            known = ", ".join(list(names)[1:]) or "none"
+            raise SpecError(
+                f"operator {operator.name} with {', '.join(given) or 'no attributes'}: {error}; "
+                f"its attributes are {known}"
+            ) from None
+        raise
+
+
+_table: dict[str, Operator] = {}
+
+# A view: `register` alone adds operators.
+operators: Mapping[str, Operator] = MappingProxyType(_table)
+"""Every registered operator, by name."""
+
+SHIPPED: set[str] = set()
+"""The names of the operators that come with the package, without users' own."""
+
+
+def close_shipped() -> None:
+    """Let the operators registered so far be the package's, which none may replace."""
+    SHIPPED.update(_table)
+
+
+_warned: set[str] = set()
+
+
+def find_operator(name: str) -> Operator:
+    """The row of a name, which is one without a rule where the table has none."""
+    return _table.get(name) or Operator(
+        name, "without a rule", None, operator_class=None, work=of_own_rule
+    )
+
+
+def operator_of(name: str) -> Operator:
+    """Return the operator of a name; a name that is not in the table is an operator without a rule.
+
+    Warns once for each operator without a rule: its operands are replicated.
+
+    >>> operator_of("matmul").linear
+    'one'
+    """
+    operator = find_operator(name)
+    # Once a name: a layer that runs many times warns once.
+    if not operator.has_rule and name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"operator {name} has no sharding rule: its operands are replicated on every device; "
+            f'give it one with @reshard.spmd.rule("{name}"){likely_name(name)}',
+            UserWarning,
+            stacklevel=3,
+        )
+    return operator
+
+
+def likely_name(name: str) -> str:
+    """Return the end of a message with the operators whose names resemble this unknown one.
+
+    >>> likely_name("matmull"), likely_name("my_own_kernel")
+    ("; did you mean 'matmul'?", '')
+    """
+    near = difflib.get_close_matches(name, _table, 2, 0.8)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def rule_of(
+    name: str,
+    shapes: Iterable[Sequence[int]],
+    *,
+    result_shapes: Iterable[Sequence[int]] = (),
+    **attributes: Any,
+) -> OpShardingRule:
+    """Return the rule of an operator for operands of these shapes.
+
+    Args:
+        name: of the operator.
+        shapes: of its operands.
+        result_shapes: for an operator without a rule: the shapes of its results.
+        attributes: of the operator, such as `axis`.
+
+    Raises:
+        SpecError: shapes or attributes that the operator does not accept.
+
+    >>> print(rule_of("matmul", [(4, 8), (8, 16)]))
+    ([i, k], [k, j]) -> ([i, j]) {i=4, j=16, k=8} reduction={k}
+    >>> print(rule_of("max", [(4, 8)], axis=1))
+    ([i, j]) -> ([i]) {i=4, j=8} reduction={j:max}
+    """
+    operator = operator_of(name)
+    known = [_read_shape(shape) for shape in shapes]
+    if not operator.has_rule:
+        return replicated_rule(known, [_read_shape(shape) for shape in result_shapes])
+    return operator.rule(known, **attributes)
+
+
+def _read_shape(given: object) -> Shape:
+    is_shape = isinstance(given, Sequence) and not isinstance(given, str)
+    sizes = tuple(given) if is_shape and isinstance(given, Sequence) else (None,)
+    if not all(hasattr(size, "__index__") and size >= 0 for size in sizes):
+        raise SpecError(f"{given!r} is no shape; give whole numbers, 0 or more, as in (4, 8)")
+    return sizes
+
+
+def register(operator: Operator) -> Operator:
+    """Add a row to the table. A custom row of the same name is replaced.
+
+    The operator then runs on shards, and is traced, propagated and costed by that row. If it has a
+    `doc`, it becomes a function of `reshard.spmd` with its name.
+
+    Raises SpecError for the name of a built-in row that has a rule.
+
+    >>> from reshard.spmd.operators.elementwise import elementwise
+    >>> twice = register(Operator("twice", "users' own", elementwise, "each", doc="Two of it."))
+    >>> str(rule_of("twice", [(4,)]))
+    '([i]) -> ([i]) {i=4}'
+    """
+    name = operator.name
+    if name in SHIPPED and _table[name].has_rule:
+        raise SpecError(f"operator {name} has a rule of the package's; name yours differently")
+    _table[name] = operator
+    return operator
+
+
+RuleFunction = Callable[..., OpShardingRule | str]
+
+
+def rule(
+    name: str, *, linear: Linear = "none", note: str = ""
+) -> Callable[[RuleFunction], RuleFunction]:
+    """Register a custom rule for the operator of a name, as a decorator.
+
+    The function receives the operands' shapes and the operator's attributes, and returns a rule or
+    its text. It replaces an earlier custom rule of that name, but no built-in rule.
+
+    Args:
+        name: of the operator.
+        linear: which operands may be pending sums; see `Linear`.
+        note: one line about it.
+
+    Raises:
+        SpecError: the name of a built-in operator. At the first use: a rule that does not fit the
+            shapes of the operands.
+
+    >>> @rule("outer_sum", linear="each")
+    ... def outer_sum(shapes):
+    ...     (i,), (j,) = shapes
+    ...     return f"([i], [j]) -> ([i, j]) {{i={i}, j={j}}}"
+    >>> print(rule_of("outer_sum", [(4,), (8,)]))
+    ([i], [j]) -> ([i, j]) {i=4, j=8}
+    """
+    if not isinstance(name, str):
+        raise SpecError(f'operator {name!r}; give its name as a str: @rule("name")')
+    if linear not in ("each", "one", "none") and not isinstance(linear, tuple):
+        raise SpecError(
+            f"linear={linear!r} of operator {name}; it is each, one, none, or the places of some "
+            "operands, as in (0, 1)"
+        )
+    if name in SHIPPED and _table[name].has_rule:
+        raise SpecError(f"operator {name} has a rule of the package's; name yours differently")
+
+    def add(function: RuleFunction) -> RuleFunction:
+        # What a user's function returns is checked at each use: it is not known before.
+        def infer(shapes: Sequence[Shape], **attributes: Any) -> Inferred:
+            found = function(shapes, **attributes)
+            if isinstance(found, str):
+                found = OpShardingRule.parse(found)
+            if not isinstance(found, OpShardingRule):
+                raise SpecError(
+                    f"the rule of {name} is {found!r}; return an OpShardingRule or its text, such "
+                    "as ([i, j]) -> ([i]) {i=4, j=8} reduction={j}"
+                )
+            # Sizes of factors that do not make up the shapes would give shards of the wrong sizes.
+            if found.operand_shapes != tuple(shapes):
+                raise SpecError(
+                    f"the rule {found} of {name} is for operands {found.operand_shapes}, but they "
+                    f"are {tuple(shapes)}; its factors' sizes must make up their shapes"
+                )
+            return Inferred(found, found.result_shapes)
+
+        register(
+            Operator(
+                name,
+                "users' own",
+                infer,
+                linear,
+                operator_class=None,
+                work=of_own_rule,
+                note=note,
+            )
+        )
+        return function
+
+    return add

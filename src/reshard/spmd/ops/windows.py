@@ -1,0 +1,989 @@
+"""Convolution and pooling, whose windows move over the last dimensions.
+
+Batch and channels stay in shards, and so does space: ranks get the edges of other parts that their
+windows see (`halos`).
+
+A convolution is a matrix product for each position of its window, of the input moved by that
+position: as many products as the window has positions, and no copies of the input. Gradients go
+through the same positions. Cotangents of elements are added up over the span of the windows
+that are here, in the padding too; the rank's own elements are taken out of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import SpecError, UsageError
+from reshard.sharding import ShardingSpec
+from reshard.spmd.core.backend import Library
+from reshard.spmd.core.local_work import Function, LocalWork, Stretch
+from reshard.spmd.core.operator import Example, Infer, Operator, TapeStep, of_product, register
+from reshard.spmd.core.result_types import kind_of, of_first
+from reshard.spmd.functions import elementwise as e
+from reshard.spmd.functions.array_arguments import (
+    of_arrays,
+    whole_number,
+    whole_numbers,
+    whole_pairs,
+)
+from reshard.spmd.functions.elementwise import operands, where
+from reshard.spmd.functions.manipulation import take_ranges
+from reshard.spmd.functions.windows import pad
+from reshard.spmd.ops.halos import (
+    NOTE,
+    Edges,
+    Specs,
+    WindowReach,
+    find_edges,
+    find_reaches,
+    place_elements_gradient,
+    place_kernel_gradient,
+    place_largest_gradient,
+    place_windows,
+    stretches_of_space,
+    whole_edges,
+)
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.shapes import counted, one_operand
+from reshard.spmd.shards.operation_call import call
+
+Sizes = int | Sequence[int]
+
+
+Padding = int | Sequence[Sequence[int]]
+
+
+Pads = Sequence[Sequence[int]]
+
+
+GivenSpecs = Sequence[ShardingSpec]
+
+
+Shapes = Sequence[Shape]
+
+
+Attributes = Mapping[str, Any]
+
+
+Placed = tuple[Specs, Specs] | None
+
+
+_POOLED: Example = ([(2, 3, 8)], {"window": (2,)})
+
+
+_POOL_BACK = {"window": (2,), "strides": (2,), "padding": ((0, 0),)}
+
+
+FindReaches = Callable[[Sequence[int], Sequence[int]], tuple[WindowReach, ...]]
+"""From the sizes of space and of the window to the windows over each dimension."""
+
+
+Ranges = list[tuple[int, int, int]]
+
+
+def slice_windows(
+    counts: Sequence[int], window: Sequence[int], steps: Sequence[int], gaps: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """The places of a window, with the elements of the last dimensions that windows have there."""
+    for places in itertools.product(*map(range, window)):
+        # No windows have no elements: such a slice would count its end from the array's.
+        yield (
+            places,
+            tuple(
+                slice(place * gap, place * gap + (count - 1) * step + 1 if count else 0, step)
+                for count, place, step, gap in zip(counts, places, steps, gaps, strict=True)
+            ),
+        )
+
+
+def count_windows(
+    space: Sequence[int], window: Sequence[int], steps: Sequence[int], gaps: Sequence[int]
+) -> list[int]:
+    """How many windows fit into what is padded."""
+    return [
+        max((size - gap * (wide - 1) - 1) // step + 1, 0)
+        for size, wide, step, gap in zip(space, window, steps, gaps, strict=True)
+    ]
+
+
+def _on_edges(
+    work: LocalWork,
+    window: Sequence[int],
+    find: FindReaches,
+    make: Callable[[Callable[[Any], Edges]], Function],
+) -> list[Function]:
+    """The function of each rank, by the edges of what it has."""
+    first = work.operands[0]
+    count = len(window)
+    if not work.result_specs or first is None or first.spec is None:
+        # Everything is here.
+        return [make(lambda x: whole_edges(find(x.shape[len(x.shape) - count :], window)))]
+    reaches = find(first.shape[first.ndim - count :], window)
+
+    def make_here(windows: Sequence[Stretch], held: Sequence[Stretch]) -> Function:
+        edges = find_edges(reaches, windows, held)
+        return make(lambda x: edges)
+
+    made = stretches_of_space(work, 0, count, of_result=True)
+    return list(map(make_here, made, stretches_of_space(work, 0, count)))
+
+
+def _register_product(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
+    return register(
+        Operator(name, "windows", infer, linear="one", work=of_product, example=example, **options)
+    )
+
+
+@of_arrays
+def convolution(
+    x: Any,
+    kernel: Any,
+    /,
+    *,
+    strides: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+) -> Any:
+    """Convolution of `[n, g c, *space]` with `[g o, c, *window]`, which gives `[n, g o, *space]`.
+
+    Channels may be sharded: sharded input channels give a pending sum, and sharded output channels
+    a sharded result. Spatial dimensions may be sharded, too: halos are exchanged.
+    """
+    x, kernel = operands(x, kernel)
+    count = x.ndim - 2
+    if count < 0 or kernel.ndim != x.ndim:
+        raise SpecError(
+            f"convolution of shapes {list(x.shape)} and {list(kernel.shape)}; as many dimensions "
+            "were expected: [n, channels, *space] and [outputs, channels, *window]"
+        )
+    attributes = {
+        "strides": whole_numbers("strides", strides, count, 1),
+        "padding": whole_pairs("padding", padding, count),
+        "dilation": whole_numbers("dilation", dilation, count, 1),
+        "groups": whole_number("groups", groups, 1),
+    }
+    return call("convolution", (x, kernel), attributes)
+
+
+def window_sizes(
+    sizes: Sequence[int],
+    window: Sequence[int],
+    strides: int | Sequence[int] = 1,
+    padding: int | Pads = 0,
+    dilation: int | Sequence[int] = 1,
+) -> Shape:
+    """How many windows fit in each dimension.
+
+    >>> window_sizes((8, 8), (3, 3), strides=2, padding=1)
+    (4, 4)
+    """
+    count = len(sizes)
+    steps = (strides,) * count if isinstance(strides, int) else tuple(strides)
+    gaps = (dilation,) * count if isinstance(dilation, int) else tuple(dilation)
+    ends = (
+        ((padding, padding),) * count
+        if isinstance(padding, int)
+        else tuple((before, after) for before, after in padding)
+    )
+    if not len(window) == len(steps) == len(gaps) == len(ends) == count:
+        raise SpecError(
+            f"window {tuple(window)}, strides {steps}, padding {ends}, dilation {gaps} over "
+            f"{tuple(sizes)}; give one of each per dimension"
+        )
+    found = []
+    for size, wide, step, gap, (before, after) in zip(
+        sizes, window, steps, gaps, ends, strict=True
+    ):
+        # From a window's first element to its last one.
+        reach = gap * (wide - 1) + 1
+        padded = size + before + after
+        found.append((padded - reach) // step + 1 if padded >= reach else 0)
+    return tuple(found)
+
+
+def _convolution_rule(
+    shapes: Sequence[Shape],
+    strides: int | Sequence[int] = 1,
+    padding: int | Pads = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    batch_groups: int = 1,
+) -> Inferred:
+    """`[n, g c, *space], [g o, c, *window] -> [n, g o, *space]`; a bias is added afterwards.
+
+    With `batch_groups` the batch is `[b n]` and the output channels `[b o]`.
+
+    >>> print(_convolution_rule([(2, 6, 8), (10, 6, 3)]).rule)
+    ([i, k, j], [l, k, m]) -> ([i, l, j]) {i=2, j=6, k=6, l=10, m=3}
+    reduction={k} need_replication={m} permutation={j}
+    """
+    counted("convolution", shapes, 2)
+    image, kernel = shapes
+    space = len(image) - 2
+    if space < 0 or len(kernel) != len(image):
+        raise SpecError(f"convolution of {image} by {kernel}; ranks must be equal, and 2 or more")
+    channels, outputs = image[1], kernel[0]
+    fits = groups > 0 and batch_groups > 0 and 1 in (groups, batch_groups)
+    if (
+        not fits
+        or kernel[1] * groups != channels
+        or outputs % (groups * batch_groups)
+        or image[0] % batch_groups
+    ):
+        raise SpecError(
+            f"convolution of {', '.join(map(str, shapes))} in {groups} groups of channels and "
+            f"{batch_groups} of the batch; channels and outputs must divide into them"
+        )
+    # The order of factors decides ties of propagation: groups of the batch, batch, space, channels,
+    # outputs. A group is the major factor of each dimension that it is in.
+    places = window_sizes(image[2:], kernel[2:], strides, padding, dilation)
+    builder = RuleBuilder(shapes, [(image[0] // batch_groups, outputs, *places)])
+    if batch_groups > 1:
+        builder.factor([0, 0], [1], size=batch_groups)
+    is_shared = image[0] != batch_groups or batch_groups == 1
+    builder.factor([0] if is_shared else [], [0], size=image[0] // batch_groups)
+    for dim in range(space):
+        # Of the result's size: windows that step or reach over the end make the operand's another.
+        builder.factor([2 + dim], [2 + dim], size=places[dim], kind="permutation")
+    if groups > 1:
+        builder.factor([1, 0], [1], size=groups)
+        # A depthwise kernel has one channel a group: its dimension of size 1 has no factor to
+        # share.
+        inner = [None if kernel[1] == 1 else 1, 1]
+        builder.factor(inner, size=kernel[1], kind="reduction")
+    else:
+        builder.factor([1, 1], size=channels, kind="reduction")
+    own = outputs // (groups * batch_groups)
+    if own != 1 or groups * batch_groups == 1:
+        builder.factor([None, 0], [1], size=own)
+    return builder.build()
+
+
+def _reaches_of_convolution(
+    sizes: Sequence[int], window: Sequence[int], attributes: Attributes
+) -> tuple[WindowReach, ...]:
+    names = "strides", "padding", "dilation"
+    return find_reaches(sizes, window, *(attributes[name] for name in names))
+
+
+def _place_convolution(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
+    reaches = _reaches_of_convolution(shapes[0][2:], shapes[1][2:], attributes)
+    return place_windows(specs, shapes, reaches, _convolution_rule(shapes, **attributes))
+
+
+def _convolution_kernel(work: LocalWork) -> list[Function]:
+    """The convolution of a rank's channels; their groups follow from both operands."""
+    library, space = work.library, work.library.namespace
+    strides, padding = work.attributes["strides"], work.attributes["padding"]
+    dilation = work.attributes["dilation"]
+    kernel_type = work.operands[1]
+    window = () if kernel_type is None else kernel_type.shape[2:]
+
+    def find(sizes: Sequence[int], window: Sequence[int]) -> tuple[WindowReach, ...]:
+        return find_reaches(sizes, window, strides, padding, dilation)
+
+    def make(edges_of: Callable[[Any], Edges]) -> Function:
+        def function(x: Any, kernel: Any) -> Any:
+            x = edges_of(x).apply(library, x)
+            counts = count_windows(x.shape[2:], window, strides, dilation)
+            outputs, each = kernel.shape[:2]
+            # From both operands, not from the attribute: a rank may have some of the groups only.
+            groups = x.shape[1] // each if each else 1
+            found = library.filled((x.shape[0], outputs, *counts), 0, x)
+            if 0 in (*found.shape, groups, each):
+                return library.linked(library.linked(found, x), kernel)
+            # [groups, outputs a group, channels a group, *window]
+            weights = kernel.reshape((groups, outputs // groups, each, *window))
+            pixels = math.prod(counts)
+            for places, slices in slice_windows(counts, window, strides, dilation):
+                # [batch, groups, channels a group, pixels], so that matmul is one product a group.
+                part = x[(..., *slices)].reshape((x.shape[0], groups, each, pixels))
+                product = space.matmul(weights[(..., *places)], part)
+                found = found + product.reshape(found.shape)
+            return found
+
+        return function
+
+    return _on_edges(work, window, find, make)
+
+
+def _pull_convolution(step: TapeStep, g: Any, number: int) -> Any:
+    x, kernel = step.operands
+    if number == 0:
+        return _find_input(g, kernel, step, x.shape[2:])
+    return _find_kernel(x, g, step, kernel.shape[2:])
+
+
+def _call_convolution(name: str, first: Any, second: Any, step: TapeStep, **sizes: Any) -> Any:
+    names = "strides", "padding", "dilation", "groups"
+    shared = {one: step.attributes[one] for one in names}
+    return call(name, (first, second), {**sizes, **shared})
+
+
+def _find_input(g: Any, kernel: Any, step: TapeStep, sizes: Sequence[int]) -> Any:
+    return _call_convolution("convolution_input_gradient", g, kernel, step, sizes=tuple(sizes))
+
+
+def _find_kernel(x: Any, g: Any, step: TapeStep, window: Sequence[int]) -> Any:
+    return _call_convolution("convolution_kernel_gradient", x, g, step, window=tuple(window))
+
+
+_register_product(
+    "convolution",
+    _convolution_rule,
+    ([(2, 6, 8, 8), (10, 3, 3, 3)], {"groups": 2}),
+    local=_convolution_kernel,
+    placed=_place_convolution,
+    note=NOTE,
+    pullback=_pull_convolution,
+)
+
+
+_BACK = {"strides": (1, 1), "padding": ((1, 1), (0, 0)), "dilation": (1, 1), "groups": 2}
+
+
+def _input_gradient_rule(
+    shapes: Sequence[Shape],
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    padding: Pads,
+    dilation: Sequence[int],
+    groups: int,
+) -> Inferred:
+    """The cotangent of the input `[n, g c, *sizes]`, from that of the result and the kernel.
+
+    >>> shapes, options = [(2, 10, 6), (10, 6, 3)], {"padding": ((0, 0),), "groups": 1}
+    >>> print(_input_gradient_rule(shapes, (8,), (1,), dilation=(1,), **options).rule)
+    ([i, k, j], [k, l, m]) -> ([i, l, j]) {i=2, j=8, k=10, l=6, m=3}
+    reduction={k} need_replication={m} permutation={j}
+    """
+    counted("convolution_input_gradient", shapes, 2)
+    g, kernel = shapes
+    each, own = kernel[1], kernel[0] // groups
+    builder = RuleBuilder(shapes, [(g[0], groups * each, *sizes)])
+    builder.factor([0], [0], size=g[0])
+    for dim, size in enumerate(sizes, 2):
+        builder.factor([dim], [dim], size=size, kind="permutation")
+    if groups > 1:
+        builder.factor([1, 0], [1], size=groups)
+    if own != 1 or groups == 1:
+        builder.factor([1, 0], size=own, kind="reduction")
+    if each != 1 or groups == 1:
+        builder.factor([None, 1], [1], size=each)
+    return builder.build()
+
+
+def _place_input_gradient(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
+    reaches = _reaches_of_convolution(attributes["sizes"], shapes[1][2:], attributes)
+    inferred = _input_gradient_rule(shapes, **attributes)
+    return place_elements_gradient(specs, shapes, reaches, inferred)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """What a rank computes of the cotangent of elements.
+
+    Args:
+        taken: of the windows that are here, those that see its elements.
+        counts: how many these are.
+        lengths: of the span of these windows.
+        inside: of the span, what are elements of its own.
+        own: where these are among its own.
+        shape: its elements of each dimension.
+    """
+
+    taken: tuple[slice, ...]
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    inside: tuple[slice, ...]
+    own: tuple[slice, ...]
+    shape: tuple[int, ...]
+
+    def take_out(self, library: Library, spanned: Any) -> Any:
+        """Its own elements, zeros where no window reaches."""
+        lead = spanned.shape[: len(spanned.shape) - len(self.shape)]
+        found = library.filled((*lead, *self.shape), 0, spanned)
+        found[(..., *self.own)] = spanned[(..., *self.inside)]
+        return found
+
+
+def _find_span(
+    reaches: Sequence[WindowReach], elements: Sequence[Stretch], held: Sequence[Stretch]
+) -> _Span:
+    columns: list[tuple[Any, ...]] = []
+    for reach, (low, high), (first, _) in zip(reaches, elements, held, strict=True):
+        if reach.is_still:
+            size = high - low
+            columns.append((slice(None), size, size, slice(None), slice(None), size))
+            continue
+        windows = reach.seeing((low, high))
+        start, stop = reach.spanned_by(windows)
+        a, b = max(low, start), min(high, stop)
+        b = max(a, b)
+        taken = slice(windows[0] - first, windows[1] - first) if stop > start else slice(0, 0)
+        columns.append(
+            (
+                taken,
+                windows[1] - windows[0],
+                stop - start,
+                slice(a - start, b - start),
+                slice(a - low, b - low),
+                high - low,
+            )
+        )
+    return _Span(*zip(*columns, strict=True)) if columns else _Span((), (), (), (), (), ())
+
+
+def _find_places(
+    work: LocalWork, reaches: Sequence[WindowReach], elements: int | None
+) -> list[tuple[_Span, Edges]]:
+    """For each rank here what it computes, and the edges of its elements.
+
+    Args:
+        work: of which the first operand has windows, and the result elements.
+        reaches: the windows over each dimension.
+        elements: the operand that has elements too, if one does.
+    """
+    count = len(reaches)
+    made = [[(0, one.size) for one in reaches]]
+    held = [[(0, one.count) for one in reaches]]
+    seen = made
+    first = work.operands[0]
+    if work.result_specs and first is not None and first.spec is not None:
+        made = stretches_of_space(work, 0, count, of_result=True)
+        held = stretches_of_space(work, 0, count)
+        seen = made if elements is None else stretches_of_space(work, elements, count)
+    found = []
+    for own, windows, others in zip(made, held, seen, strict=True):
+        asked = [reach.seeing(one) for reach, one in zip(reaches, own, strict=True)]
+        found.append((_find_span(reaches, own, windows), find_edges(reaches, asked, others)))
+    return found
+
+
+def _input_gradient_kernel(work: LocalWork) -> list[Function]:
+    """The cotangent of the input, from that of the result and the kernel."""
+    library, space = work.library, work.library.namespace
+    options = work.attributes
+    strides, dilation = options["strides"], options["dilation"]
+    kernel_type = work.operands[1]
+    each, *window = (0,) if kernel_type is None else kernel_type.shape[1:]
+    reaches = find_reaches(options["sizes"], window, strides, options["padding"], dilation)
+    # A rank may have the channels of some of the groups only.
+    shapes = work.result_shapes_here((0, each * options["groups"]))
+
+    def make(span: _Span, wide: int) -> Function:
+        def function(g: Any, kernel: Any) -> Any:
+            g = g[(..., *span.taken)]
+            outputs, each = kernel.shape[:2]
+            groups = wide // each if each else 1
+            found = library.filled((g.shape[0], wide, *span.lengths), 0, g)
+            if 0 not in (*g.shape, groups, each, outputs):
+                weights = kernel.reshape((groups, outputs // groups, each, *window))
+                g = g.reshape((g.shape[0], groups, outputs // groups, math.prod(span.counts)))
+                for places, slices in slice_windows(span.counts, window, strides, dilation):
+                    turned = space.matrix_transpose(weights[(..., *places)])
+                    product = space.matmul(turned, g)
+                    found[(..., *slices)] += product.reshape((g.shape[0], wide, *span.counts))
+            return library.linked(library.linked(span.take_out(library, found), g), kernel)
+
+        return function
+
+    places = _find_places(work, reaches, None)
+    return [make(span, shape[1]) for (span, _), shape in zip(places, shapes, strict=True)]
+
+
+# Each of the three is linear in both operands, and the other two are what it is pulled back by.
+def _pull_input_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
+    g, kernel = step.operands
+    if number == 0:
+        return _call_convolution("convolution", cotangent, kernel, step)
+    return _find_kernel(cotangent, g, step, kernel.shape[2:])
+
+
+_register_product(
+    "convolution_input_gradient",
+    _input_gradient_rule,
+    ([(2, 10, 8, 6), (10, 3, 3, 3)], {"sizes": (8, 8), **_BACK}),
+    local=_input_gradient_kernel,
+    placed=_place_input_gradient,
+    result_types=of_first,
+    note=NOTE,
+    pullback=_pull_input_gradient,
+)
+
+
+def _kernel_gradient_rule(
+    shapes: Sequence[Shape],
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Pads,
+    dilation: Sequence[int],
+    groups: int,
+) -> Inferred:
+    """The cotangent of the kernel `[g o, c, *window]`, from the input and that of the result.
+
+    >>> shapes, options = [(2, 6, 8), (2, 10, 6)], {"padding": ((0, 0),), "groups": 1}
+    >>> print(_kernel_gradient_rule(shapes, (3,), (1,), dilation=(1,), **options).rule)
+    ([i, k, l], [i, j, l]) -> ([j, k, m]) {i=2, j=10, k=6, l=6, m=3}
+    reduction={i} need_replication={m} permutation={l}
+    """
+    counted("convolution_kernel_gradient", shapes, 2)
+    x, g = shapes
+    each, own = x[1] // groups, g[1] // groups
+    builder = RuleBuilder(shapes, [(g[1], each, *window)])
+    builder.factor([0, 0], size=x[0], kind="reduction")
+    if groups > 1:
+        builder.factor([1, 1], [0], size=groups)
+    if own != 1 or groups == 1:
+        builder.factor([None, 1], [0], size=own)
+    if each != 1 or groups == 1:
+        builder.factor([1], [1], size=each)
+    for dim, size in enumerate(window, 2):
+        # Space may stay cut, as edges of other parts are there: see `halos`.
+        builder.factor([dim, dim], size=g[dim], kind="permutation")
+        builder.factor([], [dim], size=size, kind="need_replication")
+    return builder.build()
+
+
+def _place_kernel_gradient(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
+    reaches = _reaches_of_convolution(shapes[0][2:], attributes["window"], attributes)
+    inferred = _kernel_gradient_rule(shapes, **attributes)
+    return place_kernel_gradient(specs, shapes, reaches, inferred)
+
+
+def _kernel_gradient_kernel(work: LocalWork) -> list[Function]:
+    """The cotangent of the kernel, from the input and the cotangent of the result."""
+    library, space = work.library, work.library.namespace
+    options = work.attributes
+    strides, dilation, window = options["strides"], options["dilation"], options["window"]
+    count = len(window)
+    x_type = work.operands[0]
+    sizes = () if x_type is None else x_type.shape[2:]
+    reaches = find_reaches(sizes, window, strides, options["padding"], dilation)
+    held = [[(0, one.size) for one in reaches]]
+    windows = [[(0, one.count) for one in reaches]]
+    shapes: list[Any] = [None]
+    if work.result_specs and x_type is not None and x_type.spec is not None:
+        held, windows = (stretches_of_space(work, number, count) for number in (0, 1))
+        shapes = list(work.result_shapes_here(()))
+
+    def make(edges: Edges, shape: Any) -> Function:
+        def function(x: Any, g: Any) -> Any:
+            outputs = g.shape[1]
+            each = x.shape[1] // options["groups"] if shape is None else shape[1]
+            groups = x.shape[1] // each if each else 1
+            if 0 in (*x.shape, *g.shape, groups):
+                found = library.filled((outputs, each, *window), 0, g)
+                return library.linked(library.linked(found, x), g)
+            x = edges.apply(library, x)
+            counts = g.shape[2:]
+            pixels = x.shape[0] * math.prod(counts)
+            # [groups, outputs a group, batch and pixels]
+            g = space.moveaxis(g, 0, 1).reshape((groups, outputs // groups, pixels))
+            made = []
+            for _, slices in slice_windows(counts, window, strides, dilation):
+                part = space.moveaxis(x[(..., *slices)], 0, 1).reshape((groups, each, pixels))
+                made.append(space.matmul(g, space.matrix_transpose(part)))
+            return space.stack(made, axis=-1).reshape((outputs, each, *window))
+
+        return function
+
+    return [
+        make(find_edges(reaches, some, elements), shape)
+        for some, elements, shape in zip(windows, held, shapes, strict=True)
+    ]
+
+
+def _pull_kernel_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
+    x, g = step.operands
+    if number == 0:
+        return _find_input(g, cotangent, step, x.shape[2:])
+    return _call_convolution("convolution", x, cotangent, step)
+
+
+_register_product(
+    "convolution_kernel_gradient",
+    _kernel_gradient_rule,
+    ([(2, 6, 8, 8), (2, 10, 8, 6)], {"window": (3, 3), **_BACK}),
+    local=_kernel_gradient_kernel,
+    placed=_place_kernel_gradient,
+    result_types=of_first,
+    note="each part of the windows has a contribution",
+    pullback=_pull_kernel_gradient,
+)
+
+
+def _register(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
+    return register(Operator(name, "windows", infer, example=example, **options))
+
+
+@of_arrays
+def max_pool(
+    x: Any, /, window: Sequence[int], *, strides: Sizes | None = None, padding: Padding = 0
+) -> Any:
+    """The maximum of each window over the last dimensions."""
+    return _call_pool("max_pool", x, window, strides, padding)
+
+
+@of_arrays
+def avg_pool(
+    x: Any, /, window: Sequence[int], *, strides: Sizes | None = None, padding: Padding = 0
+) -> Any:
+    """The mean of each window over the last dimensions; padding counts as zeros."""
+    return _call_pool("avg_pool", x, window, strides, padding)
+
+
+def _call_pool(
+    name: str, x: Any, window: Sequence[int], strides: Sizes | None, padding: Padding
+) -> Any:
+    if not hasattr(window, "__len__"):
+        raise UsageError(f"window {window!r}; give a size for each dimension that it moves over")
+    if kind_of(x.dtype) == "complex floating" and name == "max_pool":
+        raise UsageError(f"max_pool of {x.dtype}: complex numbers have no order; take real or abs")
+    count = len(window)
+    sizes = whole_numbers("window", window, count, 1)
+    attributes = {
+        "window": sizes,
+        "strides": sizes if strides is None else whole_numbers("strides", strides, count, 1),
+        "padding": whole_pairs("padding", padding, count),
+    }
+    return call(name, (x,), attributes)
+
+
+def _pooling_rule(
+    shapes: Sequence[Shape],
+    window: Sequence[int],
+    strides: int | Sequence[int] | None = None,
+    padding: int | Pads = 0,
+    dilation: int | Sequence[int] = 1,
+) -> Inferred:
+    """A window over the last dimensions, moved by its own size when no strides are given.
+
+    >>> print(_pooling_rule([(2, 3, 8, 8)], window=(2, 2)).rule)
+    ([i, j, k, l]) -> ([i, j, k, l]) {i=2, j=3, k=4, l=4} permutation={k, l}
+    """
+    shape = one_operand("pooling", shapes)
+    lead = len(shape) - len(window)
+    if lead < 0:
+        raise SpecError(f"window {tuple(window)} over {shape}; it has more dimensions")
+    steps = tuple(window) if strides is None else strides
+    places = window_sizes(shape[lead:], window, steps, padding, dilation)
+    builder = RuleBuilder([shape], [shape[:lead] + places])
+    for dim in range(len(shape)):
+        # Leading dimensions, and windows of one element, need no neighbours.
+        still = dim < lead or _is_still(dim - lead, window, steps, padding)
+        builder.factor(
+            [dim],
+            [dim],
+            size=shape[dim] if dim < lead else places[dim - lead],
+            kind="pass_through" if still else "permutation",
+        )
+    return builder.build()
+
+
+def _is_still(
+    dim: int, window: Sequence[int], strides: int | Sequence[int], padding: int | Pads
+) -> bool:
+    """Whether windows of one element, each at its own place, leave a dimension as it is."""
+    step = strides if isinstance(strides, int) else strides[dim]
+    ends = (padding,) if isinstance(padding, int) else padding[dim]
+    return window[dim] == 1 and step == 1 and not any(ends)
+
+
+def _reaches_of_pooling(sizes: Sequence[int], attributes: Attributes) -> tuple[WindowReach, ...]:
+    window = attributes["window"]
+    own = sizes[len(sizes) - len(window) :]
+    return find_reaches(own, window, attributes["strides"], attributes["padding"])
+
+
+def _place_pooling(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
+    reaches = _reaches_of_pooling(shapes[0], attributes)
+    return place_windows(specs, shapes, reaches, _pooling_rule(shapes, **attributes))
+
+
+def _pool_kernel(
+    work: LocalWork, combine: Function, padding_of: Callable[[Any], float]
+) -> list[Function]:
+    library, window = work.library, work.attributes["window"]
+    strides, padding = work.attributes["strides"], work.attributes["padding"]
+
+    def find(sizes: Sequence[int], window: Sequence[int]) -> tuple[WindowReach, ...]:
+        return find_reaches(sizes, window, strides, padding)
+
+    def make(edges_of: Callable[[Any], Edges]) -> Function:
+        def function(x: Any) -> Any:
+            lead = len(x.shape) - len(window)
+            x = edges_of(x).apply(library, x, padding_of(x))
+            gaps = (1,) * len(window)
+            counts = count_windows(x.shape[lead:], window, strides, gaps)
+            found: Any = None
+            for _, slices in slice_windows(counts, window, strides, gaps):
+                part = x[(..., *slices)]
+                found = part if found is None else combine(found, part)
+            return found
+
+        return function
+
+    return _on_edges(work, window, find, make)
+
+
+def _max_pool_kernel(work: LocalWork) -> list[Function]:
+    """The greatest number of each window over the last dimensions."""
+    return _pool_kernel(work, work.library.namespace.maximum, lambda x: find_least(work.library, x))
+
+
+def _avg_pool_kernel(work: LocalWork) -> list[Function]:
+    """The mean of each window over the last dimensions, padding counted as zeros."""
+    # All places of a window count, also those in the padding.
+    count = math.prod(work.attributes["window"])
+    pools = _pool_kernel(work, work.library.namespace.add, lambda x: 0)
+    return [lambda x, pool=pool: pool(x) / count for pool in pools]
+
+
+def find_least(library: Library, x: Any) -> float:
+    """The least number of an array's type: the identity of `maximum`."""
+    name = library.dtype_of(x).name
+    return int(np.iinfo(name).min) if "int" in name else -math.inf
+
+
+def _pull_max_pool(step: TapeStep, g: Any, number: int) -> Any:
+    (x,) = step.operands
+    return call("max_pool_gradient", (g, step.result, x), _pooling(step))
+
+
+def _pull_avg_pool(step: TapeStep, g: Any, number: int) -> Any:
+    (x,) = step.operands
+    options = _pooling(step)
+    sizes = x.shape[x.ndim - len(options["window"]) :]
+    return call("avg_pool_gradient", (g,), {"sizes": sizes, **options})
+
+
+def _pooling(step: TapeStep) -> dict[str, Any]:
+    return {name: step.attributes[name] for name in ("window", "strides", "padding")}
+
+
+_register(
+    "max_pool",
+    _pooling_rule,
+    _POOLED,
+    commutes=("max",),
+    local=_max_pool_kernel,
+    placed=_place_pooling,
+    result_types=of_first,
+    note=NOTE,
+    pullback=_pull_max_pool,
+)
+
+
+_register(
+    "avg_pool",
+    _pooling_rule,
+    _POOLED,
+    linear="each",
+    local=_avg_pool_kernel,
+    placed=_place_pooling,
+    note=NOTE,
+    pullback=_pull_avg_pool,
+)
+
+
+_register(
+    "sum_pool",
+    _pooling_rule,
+    _POOLED,
+    linear="each",
+    note="space is whole on each device: windows reach into other parts",
+    no_pullback="it stands in other programs' graphs, and no rank computes it",
+)
+
+
+def _max_gradient_rule(
+    shapes: Sequence[Shape], window: Sequence[int], strides: Sequence[int], padding: Pads
+) -> Inferred:
+    """The cotangent of what is pooled, from that of the greatest, these, and what is pooled."""
+    counted("max_pool_gradient", shapes, 3)
+    sizes = shapes[2][len(shapes[2]) - len(window) :]
+    return _pool_gradient_rule(shapes, sizes, window, strides, padding)
+
+
+def _avg_gradient_rule(
+    shapes: Sequence[Shape],
+    sizes: Sequence[int],
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Pads,
+) -> Inferred:
+    """The cotangent of what is pooled, `[..., *sizes]`, from that of the means."""
+    shape = one_operand("avg_pool_gradient", shapes)
+    return _pool_gradient_rule([shape], sizes, window, strides, padding)
+
+
+def _pool_gradient_rule(
+    shapes: Sequence[Shape],
+    sizes: Sequence[int],
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Pads,
+) -> Inferred:
+    shape = shapes[0]
+    lead = len(shape) - len(window)
+    builder = RuleBuilder(shapes, [shape[:lead] + tuple(sizes)])
+    for dim in range(len(shape)):
+        still = dim < lead or _is_still(dim - lead, window, strides, padding)
+        builder.factor(
+            [dim] * len(shapes),
+            [dim],
+            size=shape[dim] if dim < lead else sizes[dim - lead],
+            kind="pass_through" if still else "permutation",
+        )
+    return builder.build()
+
+
+def _place_max_back(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
+    reaches = _reaches_of_pooling(shapes[2], attributes)
+    inferred = _max_gradient_rule(shapes, **attributes)
+    return place_largest_gradient(specs, shapes, reaches, inferred)
+
+
+def _place_avg_back(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -> Placed:
+    reaches = _reaches_of_pooling(attributes["sizes"], attributes)
+    inferred = _avg_gradient_rule(shapes, **attributes)
+    return place_elements_gradient(specs, shapes, reaches, inferred)
+
+
+def _max_gradient_kernel(work: LocalWork) -> list[Function]:
+    """The cotangent of what is pooled, from that of the greatest, these, and what is pooled.
+
+    The first of equal elements has all of it.
+    """
+    library, space, options = work.library, work.library.namespace, work.attributes
+    window, strides = options["window"], options["strides"]
+    pooled = work.operands[2]
+    sizes = () if pooled is None else pooled.shape[pooled.ndim - len(window) :]
+    reaches = find_reaches(sizes, window, strides, options["padding"])
+    ones = (1,) * len(window)
+
+    def make(span: _Span, edges: Edges) -> Function:
+        def function(g: Any, greatest: Any, x: Any) -> Any:
+            g, greatest = (one[(..., *span.taken)] for one in (g, greatest))
+            padded = edges.apply(library, x, find_least(library, x))
+            lead = g.shape[: len(g.shape) - len(window)]
+            found = library.filled((*lead, *span.lengths), 0, g)
+            nothing = space.zeros_like(g)
+            is_free = space.ones_like(g) == 1
+            for _, slices in slice_windows(span.counts, window, strides, ones):
+                is_it = (padded[(..., *slices)] == greatest) & is_free
+                is_free = is_free & ~is_it
+                found[(..., *slices)] += space.where(is_it, g, nothing)
+            return library.linked(span.take_out(library, found), g)
+
+        return function
+
+    return [make(*place) for place in _find_places(work, reaches, 2)]
+
+
+def _avg_gradient_kernel(work: LocalWork) -> list[Function]:
+    """The cotangent of what is pooled, from that of the means."""
+    library, options = work.library, work.attributes
+    window, strides = options["window"], options["strides"]
+    reaches = find_reaches(options["sizes"], window, strides, options["padding"])
+    ones = (1,) * len(window)
+
+    def make(span: _Span) -> Function:
+        def function(g: Any) -> Any:
+            share = g[(..., *span.taken)] / math.prod(window)
+            lead = g.shape[: len(g.shape) - len(window)]
+            found = library.filled((*lead, *span.lengths), 0, g)
+            for _, slices in slice_windows(span.counts, window, strides, ones):
+                found[(..., *slices)] += share
+            return library.linked(span.take_out(library, found), g)
+
+        return function
+
+    return [make(span) for span, _ in _find_places(work, reaches, None)]
+
+
+def _pull_max_pool_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
+    if number != 0:
+        # Which element is the greatest does not change with small changes.
+        return None
+    g, greatest, x = step.operands
+    if 0 in g.shape:
+        return g
+    padding = step.attributes["padding"]
+    lead, places = _list_pool_places(step, g)
+    padded, cotangents = _pad(x, lead, padding, -math.inf), _pad(cotangent, lead, padding)
+    found, taken = None, None
+    for ranges in places:
+        hits = e.equal(_take(padded, lead, ranges), greatest)
+        # The first of equal elements has all of it.
+        first = hits if taken is None else e.logical_and(hits, e.logical_not(taken))
+        taken = hits if taken is None else e.logical_or(hits, taken)
+        part = where(first, _take(cotangents, lead, ranges), 0.0)
+        found = part if found is None else found + part
+    return found
+
+
+def _list_places(
+    window: Sequence[int], counts: Sequence[int], steps: Sequence[int], gaps: Sequence[int]
+) -> Iterator[Ranges]:
+    """For each place of a window the elements of the padded space that all windows have there."""
+    for places in itertools.product(*map(range, window)):
+        yield [
+            (place * gap, place * gap + (count - 1) * step + 1, step)
+            for place, count, step, gap in zip(places, counts, steps, gaps, strict=True)
+        ]
+
+
+def _pad(x: Any, lead: int, padding: Sequence[tuple[int, int]], value: float = 0) -> Any:
+    pairs = [(0, 0)] * lead + list(padding)
+    return pad(x, pairs, constant_values=value) if any(map(any, pairs)) else x
+
+
+def _take(x: Any, lead: int, ranges: Ranges) -> Any:
+    return take_ranges(x, {lead + dim: one for dim, one in enumerate(ranges)})
+
+
+def _list_pool_places(step: TapeStep, g: Any) -> tuple[int, list[Ranges]]:
+    attributes = step.attributes
+    window = attributes["window"]
+    lead = g.ndim - len(window)
+    ones = (1,) * len(window)
+    return lead, list(_list_places(window, g.shape[lead:], attributes["strides"], ones))
+
+
+_register(
+    "max_pool_gradient",
+    _max_gradient_rule,
+    ([(2, 3, 4), (2, 3, 4), (2, 3, 8)], _POOL_BACK),
+    linear=(0,),
+    local=_max_gradient_kernel,
+    placed=_place_max_back,
+    result_types=of_first,
+    note=NOTE,
+    pullback=_pull_max_pool_gradient,
+)
+
+
+def _pull_avg_pool_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
+    return call("avg_pool", (cotangent,), _pooling(step))
+
+
+_register(
+    "avg_pool_gradient",
+    _avg_gradient_rule,
+    ([(2, 3, 4)], {"sizes": (8,), **_POOL_BACK}),
+    linear="each",
+    local=_avg_gradient_kernel,
+    placed=_place_avg_back,
+    result_types=of_first,
+    note=NOTE,
+    pullback=_pull_avg_pool_gradient,
+)
