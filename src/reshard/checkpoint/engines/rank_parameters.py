@@ -34,9 +34,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.binding import Binding, FileRange, View
+from reshard.binding import View
 from reshard.checkpoint.blocks.fusing import list_stored_boxes
-from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.arrays import load_layouts
@@ -46,6 +45,7 @@ from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import RecipeError, RunError, UsageError
+from reshard.geometry.regions import Region, bind_regions, dense_strides
 from reshard.layout import Box, Layout
 from reshard.recipes.engine_layouts import (
     EngineLayout,
@@ -109,16 +109,7 @@ class RankParameters:
 
     def _bind(self, name: str, parameter: ParameterLayout) -> StoredTensor:
         itemsize = parameter.dtype.itemsize_bytes
-        boxes: list[Box] = []
-        places: list[FileRange] = []
-        views: list[View] = []
-
-        def put(box: Box, place: FileRange, strides: tuple[int, ...]) -> None:
-            view = View(0, strides)
-            boxes.append(box)
-            places.append(place)
-            views.append(View.row_major(box.shape) if is_dense(view, box.shape) else view)
-
+        stored_regions: list[Region] = []
         made: list[tuple[Box, str | None, View | None, tuple[str, ...], float]] = []
         for piece in parameter.pieces:
             stored = self.checkpoint[piece.source]
@@ -131,8 +122,7 @@ class RankParameters:
                     f"{parameter.dtype.name} by its bits; let the engine load it as it is"
                 )
             else:
-                for box, place, strides in _resolve(name, piece, stored):
-                    put(box, place, strides)
+                stored_regions += _resolve(name, piece, stored)
         for part in parameter.computed:
             if part.view is None or len(part.sources) != 1:
                 raise RecipeError(
@@ -149,7 +139,8 @@ class RankParameters:
             for box, source, view, steps, value in made:
                 check_steps(name, steps)
                 regions.append(DerivedRegion(start, box.shape, source, view, steps, value))
-                put(box, FileRange(file, start * itemsize), View.row_major(box.shape).strides)
+                strides = dense_strides(box.shape, itemsize)
+                stored_regions.append(Region(*box, file, start * itemsize, strides))
                 start += box.elements
             if start * itemsize > MAX_BYTES:
                 casts = sorted({step for _, _, _, steps, _ in made for step in steps})
@@ -164,8 +155,8 @@ class RankParameters:
                 name, parameter.dtype, tuple(regions), self.checkpoint, first
             )
             self.made[file].expect_computable()
-        layout = Layout.from_boxes(parameter.shape, [(0, box) for box in boxes], 1)
-        binding = Binding(layout, {0: tuple(places)}, {0: tuple(views)})
+        placed = [(0, region) for region in stored_regions]
+        binding = bind_regions(parameter.shape, placed, 1, itemsize)
         return StoredTensor(name, parameter.dtype, binding)
 
     def _file_of(self, source: str) -> str:
@@ -173,16 +164,16 @@ class RankParameters:
         return tensor.file_range(tensor.stored_slots[0]).path
 
 
-def _resolve(
-    name: str, piece: SourcePiece, stored: StoredTensor
-) -> Iterator[tuple[Box, FileRange, tuple[int, ...]]]:
-    """Yield the boxes of a parameter that a piece fills, with their file ranges and strides."""
+def _resolve(name: str, piece: SourcePiece, stored: StoredTensor) -> Iterator[Region]:
+    """Yield the regions of files that fill a piece of a parameter."""
     itemsize = stored.dtype.itemsize_bytes
-    cells = list(list_stored_boxes(stored))
-    if len(cells) == 1 and is_dense(View(0, cells[0].strides), stored.shape):
-        place = cells[0].place
-        start = place.start_bytes + piece.view.offset * itemsize
-        yield piece.box, FileRange(place.path, start), piece.view.strides
+    cells = [
+        Region(*cell.box, cell.place.path, cell.place.start_bytes, _scale(cell.strides, itemsize))
+        for cell in list_stored_boxes(stored)
+    ]
+    if len(cells) == 1 and cells[0].is_dense(itemsize):
+        start = cells[0].offset + piece.view.offset * itemsize
+        yield Region(*piece.box, cells[0].container, start, _scale(piece.view.strides, itemsize))
         return
     found = find_steps(stored.shape, piece.box.shape, piece.view.offset, piece.view.strides)
     if found is None:
@@ -191,34 +182,36 @@ def _resolve(
             "over ranks in this checkpoint; make it whole first (--to full)"
         )
     first, along = found
+    # A dimension of the source that no dimension of the piece follows has a single index.
+    steps = {
+        known[0]: (known[1], size)
+        for size, known in zip(piece.box.shape, along, strict=True)
+        if known
+    }
     for cell in cells:
-        low, high = cell.box.start, cell.box.stop
-        begins: list[int] = []
-        ends: list[int] = []
-        strides: list[int] = []
-        at_first = list(first)
-        for size, known in zip(piece.box.shape, along, strict=True):
-            begin, end, stride = 0, size, 0
-            if known is not None:
-                d, by = known
-                begin = max(0, -((first[d] - low[d]) // by))
-                end = min(size, -((first[d] - high[d]) // by))
-                stride = by * cell.strides[d]
-                at_first[d] = first[d] + by * begin
-            begins.append(begin)
-            ends.append(end)
-            strides.append(stride)
-        is_inside = all(a <= i < b for i, a, b in zip(at_first, low, high, strict=True))
-        if is_inside and all(a < b for a, b in zip(begins, ends, strict=True)):
-            further = sum(
-                (i - a) * stride for i, a, stride in zip(at_first, low, cell.strides, strict=True)
-            )
-            place = FileRange(cell.place.path, cell.place.start_bytes + further * itemsize)
-            box = Box(
-                tuple(a + b for a, b in zip(piece.box.start, begins, strict=True)),
-                tuple(a + b for a, b in zip(piece.box.start, ends, strict=True)),
-            )
-            yield box, place, tuple(strides)
+        part: Region | None = cell
+        for d, begin in enumerate(first):
+            part = part and part.step(d, begin, *steps.get(d, (1, 1)))
+        if part is None:
+            continue
+        columns = [
+            (0, size, 0)
+            if known is None
+            else (part.start[known[0]], part.stop[known[0]], part.strides[known[0]])
+            for size, known in zip(piece.box.shape, along, strict=True)
+        ]
+        origin = piece.box.start
+        yield Region(
+            tuple(a + low for a, (low, _, _) in zip(origin, columns, strict=True)),
+            tuple(a + high for a, (_, high, _) in zip(origin, columns, strict=True)),
+            part.container,
+            part.offset,
+            tuple(stride for _, _, stride in columns),
+        )
+
+
+def _scale(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(stride * itemsize for stride in strides)
 
 
 def check_sources(layout: EngineLayout, checkpoint: Checkpoint) -> None:
