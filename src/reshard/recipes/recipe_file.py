@@ -59,7 +59,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from reshard.errors import RecipeError
 from reshard.recipes.coupling import Coupling
@@ -68,14 +68,40 @@ from reshard.recipes.naming import Fusion
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
 
-_REQUIRED_KEYS = ("name", "axes", "rules")
-_OPTIONAL_KEYS = (
-    *("description", "model_types", "extends", "storage", "replicas", "cuts", "stand_ins"),
-    *("numbers", "coupled", "sizes", "names"),
+Value = TypeVar("Value")
+
+# The keys of each table with the types of their values: required and optional keys.
+_TEXT, _TEXTS, _TABLE, _ANY = "text in quotes", 'a list of texts such as ["tp"]', "a table", ""
+_FLAG, _RULES = "true or false", "tables, each beginning with [[rules]]"
+_RECIPE_KEYS = (
+    {"name": _TEXT, "axes": _TEXTS, "rules": _RULES},
+    {
+        "description": _TEXT,
+        "model_types": _TEXTS,
+        "extends": _TEXT,
+        "storage": _TEXTS,
+        "replicas": _TEXTS,
+        "cuts": _TABLE,
+        "stand_ins": _TABLE,
+        "numbers": _TABLE,
+        "coupled": _TABLE,
+        "sizes": _TABLE,
+        "names": _TABLE,
+    },
 )
-_RULE_KEYS = (("pattern", "spec"), ("at", "when", "note"))
-_NUMBER_KEYS = (("axis", "count"), ("cut", "beyond_last", "behind"))
-_FUSION_KEYS = (("members",), ("shares", "groups", "dimension", "stacked", "transposed", "when"))
+_RULE_KEYS = ({"pattern": _TEXT, "spec": _TEXT}, {"at": _TABLE, "when": _TEXT, "note": _TEXT})
+_NUMBER_KEYS = (
+    {"axis": _TEXT, "count": _TEXT},
+    {"cut": _TEXT, "beyond_last": _FLAG, "behind": _TEXTS},
+)
+# `Fusion` checks the values of the other keys.
+_FUSION_KEYS = (
+    {"members": _TEXTS},
+    {
+        **dict.fromkeys(("shares", "groups", "dimension", "stacked", "transposed"), _ANY),
+        "when": _TEXT,
+    },
+)
 
 
 def read_recipe(file: Path | Traversable, where: str, load: Callable[[str], Recipe]) -> Recipe:
@@ -109,135 +135,106 @@ class _TableReader:
         self._where = where
 
     def read_recipe(self, table: dict[str, Any], load: Callable[[str], Recipe]) -> Recipe:
-        extends = "extends" in table
-        # The extended recipe has axes and rules already.
-        required = ("name",) if extends else _REQUIRED_KEYS
-        optional = (*_OPTIONAL_KEYS, "axes", "rules") if extends else _OPTIONAL_KEYS
-        self._check_keys(table, required, optional)
-        base = load(self._expect_text(table["extends"], "extends")) if extends else None
+        required, optional = _RECIPE_KEYS
+        if "extends" in table:
+            # The extended recipe has axes and rules already.
+            required, optional = {"name": _TEXT}, {**optional, **required}
+        own = self._read(table, required, optional)
+        base = load(own.pop("extends")) if "extends" in own else None
+        fields: dict[str, Any] = {"description": "", "model_types": ()}
+        if base is not None:
+            fields |= {name: getattr(base, name) for name in ("axes", "storage", "replicas")}
+        # Own values replace those of the extended recipe, or come before them.
+        for name in ("cuts", "stand_ins", "sizes"):
+            texts = self._read_texts(own.pop(name, {}), f"{name}.")
+            fields[name] = {**getattr(base, name, {}), **texts}
+        fields["rules"] = self._read_rules(own.pop("rules", [])) + getattr(base, "rules", ())
+        numbers = self._read_numbers(own.pop("numbers", {}))
+        fields["numbers"] = {**getattr(base, "numbers", {}), **numbers}
+        fields["coupled"] = self._read_couplings(
+            own.pop("coupled", {}), getattr(base, "coupled", {})
+        )
+        fields["names"] = self._read_names(own.pop("names", {}), getattr(base, "names", {}))
         try:
-            return Recipe(**self._read_fields(table, base))
+            return Recipe(**fields | own)
         except RecipeError as error:
             if self._where in str(error):
                 raise
             raise RecipeError(f"recipe file {self._where}: {error}") from error
 
-    def _read_fields(self, table: dict[str, Any], base: Recipe | None) -> dict[str, Any]:
-        """Return the arguments of a recipe: its own values over those of the extended recipe."""
-        fields: dict[str, Any] = {
-            name: self._expect_text(table.get(name, ""), name) for name in ("name", "description")
-        }
-        fields["model_types"] = self._expect_texts(table.get("model_types", []), "model_types")
-        for name in ("axes", "storage", "replicas"):
-            if name in table:
-                fields[name] = self._expect_texts(table[name], name)
-            elif base:
-                fields[name] = getattr(base, name)
-        for name in ("cuts", "stand_ins", "sizes"):
-            fields[name] = {**getattr(base, name, {}), **self._expect_text_table(table, name)}
-        fields["rules"] = self._read_rules(table.get("rules", [])) + (base.rules if base else ())
-        fields["numbers"] = {**(base.numbers if base else {}), **self._read_numbers(table)}
-        fields["coupled"] = self._read_couplings(table, base.coupled if base else {})
-        fields["names"] = self._read_names(table, base.names if base else {})
-        return fields
-
-    def _read_rules(self, value: object) -> tuple[Rule, ...]:
-        if not isinstance(value, list):
-            raise self._make_error("rules", value, "tables, each beginning with [[rules]]")
+    def _read_rules(self, tables: list[Any]) -> tuple[Rule, ...]:
         rules = []
-        for number, table in enumerate(value, start=1):
+        for number, table in enumerate(tables, start=1):
             key = f"rules[{number}]"
             if not isinstance(table, dict):
                 raise self._make_error(key, table, "a table with `pattern` and `spec`")
-            self._check_keys(table, *_RULE_KEYS, f"{key}.")
-            texts = {
-                word: self._expect_text(table[word], f"{key}.{word}")
-                for word in ("pattern", "spec", "when", "note")
-                if word in table
-            }
-            places = self._expect_table(table.get("at", {}), f"{key}.at")
-            at = [
-                (name, self._expect_texts(ends, f"{key}.at.{name}"))
-                for name, ends in places.items()
-            ]
-            try:
-                rules.append(Rule(at=tuple(at), **texts))
-            except RecipeError as error:
-                raise RecipeError(f"recipe file {self._where}, {key}: {error}") from error
+            fields = self._read(table, *_RULE_KEYS, f"{key}.")
+            ends = fields.get("at", {}).items()
+            fields["at"] = tuple(
+                (name, self._expect(value, _TEXTS, f"{key}.at.{name}")) for name, value in ends
+            )
+            rules.append(self._make(Rule, fields, key))
         return tuple(rules)
 
-    def _read_numbers(self, table: dict[str, Any]) -> dict[str, Numbering]:
+    def _read_numbers(self, tables: dict[str, Any]) -> dict[str, Numbering]:
         numbers = {}
-        for name, fields in self._expect_table(table.get("numbers", {}), "numbers").items():
+        for name, table in tables.items():
             key = f"numbers.{name}"
-            fields = self._expect_table(fields, key)
-            self._check_keys(fields, *_NUMBER_KEYS, f"{key}.")
-            beyond = fields.get("beyond_last", False)
-            if not isinstance(beyond, bool):
-                raise self._make_error(f"{key}.beyond_last", beyond, "true or false")
-            numbers[name] = Numbering(
-                self._expect_text(fields["axis"], f"{key}.axis"),
-                self._expect_text(fields["count"], f"{key}.count"),
-                self._expect_text(fields.get("cut", "ceil"), f"{key}.cut"),
-                beyond,
-                self._expect_texts(fields.get("behind", []), f"{key}.behind"),
-            )
+            fields = self._read(self._expect(table, _TABLE, key), *_NUMBER_KEYS, f"{key}.")
+            numbers[name] = self._make(Numbering, fields, key)
         return numbers
 
     def _read_couplings(
-        self, table: dict[str, Any], base: Mapping[str, Coupling]
+        self, tables: dict[str, Any], base: Mapping[str, Coupling]
     ) -> dict[str, Coupling]:
         """Read couplings; their members override those of the extended recipe."""
         couplings = dict(base)
-        tables = self._expect_table(table.get("coupled", {}), "coupled")
-        for name in tables:
+        for name, table in tables.items():
             key = f"coupled.{name}"
-            own = self._expect_text_table(tables, name, "coupled.")
+            own = self._read_texts(self._expect(table, _TABLE, key), f"{key}.")
             members = (dict(base[name].members) if name in base else {}) | own
             if not name.isidentifier():
                 raise self._make_error(key, members, "a name of letters, digits and _")
-            try:
-                couplings[name] = Coupling(tuple(members.items()))
-            except RecipeError as error:
-                raise RecipeError(f"recipe file {self._where}, {key}: {error}") from error
+            fields = {"members": tuple(members.items())}
+            couplings[name] = self._make(Coupling, fields, key)
         return couplings
 
     def _read_names(
-        self, table: dict[str, Any], base: Mapping[str, Mapping[str, str | Fusion]]
+        self, tables: dict[str, Any], base: Mapping[str, Mapping[str, str | Fusion]]
     ) -> dict[str, Mapping[str, str | Fusion]]:
         """Read the names of all conventions, before those of the extended recipe."""
         found = dict(base)
-        for convention, given in self._expect_table(table.get("names", {}), "names").items():
+        for convention, given in tables.items():
             key = f"names.{convention}"
-            own = {
-                theirs: self._read_fusion(value, f"{key}.{theirs}")
-                if isinstance(value, dict)
-                else self._expect_text(value, f"{key}.{theirs}")
-                for theirs, value in self._expect_table(given, key).items()
-            }
+            own: dict[str, str | Fusion] = {}
+            for theirs, value in self._expect(given, _TABLE, key).items():
+                inside = f"{key}.{theirs}"
+                if isinstance(value, dict):
+                    fields = self._read(value, *_FUSION_KEYS, f"{inside}.")
+                    own[theirs] = self._make(Fusion, fields, inside)
+                else:
+                    own[theirs] = self._expect(value, _TEXT, inside)
             # Patterns are tried in order, so own names come first.
             found[convention] = own | {
                 n: v for n, v in found.get(convention, {}).items() if n not in own
             }
         return found
 
-    def _read_fusion(self, table: dict[str, Any], key: str) -> Fusion:
-        self._check_keys(table, *_FUSION_KEYS, f"{key}.")
-        members = self._expect_texts(table["members"], key)
-        when = self._expect_text(table.get("when", ""), f"{key}.when")
+    def _make(self, kind: Callable[..., Value], fields: dict[str, Any], key: str) -> Value:
         try:
-            return Fusion(**{**table, "members": members, "when": when})
+            return kind(**fields)
         except RecipeError as error:
             raise RecipeError(f"recipe file {self._where}, {key}: {error}") from error
 
-    def _check_keys(
+    def _read(
         self,
         table: dict[str, Any],
-        required: tuple[str, ...],
-        optional: tuple[str, ...],
+        required: Mapping[str, str],
+        optional: Mapping[str, str],
         prefix: str = "",
-    ) -> None:
-        known = required + optional
+    ) -> dict[str, Any]:
+        """Return the values of a table by key, each of the expected type."""
+        known = {**required, **optional}
         for key in table:
             if key not in known:
                 raise RecipeError(
@@ -249,28 +246,23 @@ class _TableReader:
                 raise RecipeError(
                     f"recipe file {self._where}: the key `{prefix}{key}` is missing; add it"
                 )
+        return {
+            key: self._expect(value, known[key], f"{prefix}{key}") for key, value in table.items()
+        }
 
-    def _expect_text(self, value: object, key: str) -> str:
-        if not isinstance(value, str):
-            raise self._make_error(key, value, "text in quotes")
+    def _read_texts(self, table: dict[str, Any], prefix: str) -> dict[str, str]:
+        return {name: self._expect(value, _TEXT, prefix + name) for name, value in table.items()}
+
+    def _expect(self, value: Any, expected: str, key: str) -> Any:
+        """Return a value of the expected type, lists of texts as tuples."""
+        types = {_TEXT: str, _TEXTS: list, _TABLE: dict, _FLAG: bool, _RULES: list}
+        is_fitting = isinstance(value, types.get(expected, object))
+        if expected == _TEXTS and is_fitting:
+            is_fitting = all(isinstance(item, str) for item in value)
+            value = tuple(value) if is_fitting else value
+        if not is_fitting:
+            raise self._make_error(key, value, expected)
         return value
-
-    def _expect_texts(self, value: object, key: str) -> tuple[str, ...]:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self._make_error(key, value, 'a list of texts such as ["tp"]')
-        return tuple(value)
-
-    def _expect_table(self, value: object, key: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise self._make_error(key, value, "a table")
-        return value
-
-    def _expect_text_table(
-        self, table: dict[str, Any], key: str, prefix: str = ""
-    ) -> dict[str, str]:
-        where = prefix + key
-        items = self._expect_table(table.get(key, {}), where).items()
-        return {name: self._expect_text(value, f"{where}.{name}") for name, value in items}
 
     def _make_error(self, key: str, value: object, expected: str) -> RecipeError:
         return RecipeError(
