@@ -216,7 +216,10 @@ def test_an_extending_recipe_merges_couplings(tmp_path: Path) -> None:
             '[numbers.layer]\naxis = "tp"\ncount = "n"\nbehind = "mtp.*"',
             r"`numbers\.layer\.behind` is 'mtp.\*', a list",
         ),
-        ('[numbers.layer]\naxis = "tp"\ncount = "n"\ncut = "x"', "mine.toml, numbers.layer: the cut 'x' is not"),
+        (
+            '[numbers.layer]\naxis = "tp"\ncount = "n"\ncut = "x"',
+            "mine.toml, numbers.layer: the cut 'x' is not",
+        ),
         ('[numbers.layer]\naxis = "zp"\ncount = "n"', "number 'layer' refers to axis 'zp'"),
         ('[numbers.layer]\naxis = "tp"\ncount = "n +"', "cannot read the expression 'n \\+'"),
         ("sizes = 1", "`sizes` is 1, a table"),

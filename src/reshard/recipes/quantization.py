@@ -12,6 +12,10 @@ dimensions::
     *                    unrelated: the sixteen bytes of a block, a table of values
     (nothing)            a scalar
 
+After `->` is the tensor's role in the values of the weight (`_ROLES`), and the coding of its
+elements if they are not plain numbers: `e2m1`, `powers` of two, `integers`, `signed` (offset by
+half of the range) or `awq`.
+
 Leading dimensions, of stacked experts, precede these.
 
 The first stored tensor of a row identifies the method, if those in `needs` are present too. To add
@@ -57,17 +61,14 @@ class Method(NamedTuple):
 
     Args:
         name: for people and messages.
-        forms: the dimensions of each stored tensor, or alternatives of another rank; the first
-            tensor identifies the method.
+        forms: the dimensions of each stored tensor, or alternatives of another rank, the first
+            with the tensor's role in the weight's values, if any; the first tensor identifies the
+            method.
         needs: tensors that must be present.
         lacks: tensors that must not.
         order: the logical dimensions in the order of the recipe's weight.
         uncut: tensors that tie a logical dimension together if they are present: a table of the
             group of each index, in any order.
-        values: the tensors from which values are computed, with their roles and codings; empty
-            for methods whose values cannot be computed. A role is values, zeros, scales, or a
-            multiplier or divisor of the scales. A coding is plain, e2m1, powers (of two),
-            integers, signed (offset by half of the range) or awq.
     """
 
     name: str
@@ -76,9 +77,25 @@ class Method(NamedTuple):
     lacks: tuple[str, ...] = ()
     order: tuple[str, str] = ("out", "in")
     uncut: Mapping[str, str] = {}
-    values: Mapping[str, tuple[str, str]] = {}
+
+    @property
+    def values(self) -> list[tuple[str, str, str]]:
+        """The tensors from which values are computed: their ends of names, roles and codings.
+
+        Empty for a method whose values cannot be computed.
+        """
+        found = []
+        for end, texts in self.forms.items():
+            use = (texts if isinstance(texts, str) else texts[0]).partition("->")[2]
+            role, _, coding = use.strip().partition(" as ")
+            if role:
+                found.append((end, role, coding or "plain"))
+        return sorted(found, key=lambda part: _ROLES.index(part[1]))
 
 
+# Roles of stored tensors: values less zeros, multiplied by scales. A multiplier or a divisor is for
+# the scales.
+_ROLES = ("values", "zeros", "scales", "multiplier", "divisor")
 _SCALAR = ("", "*")
 # Of activations, known in advance, and shared by all of the weight.
 _ACTIVATION_SCALES = dict.fromkeys(
@@ -93,6 +110,12 @@ _ACTIVATION_SCALES = dict.fromkeys(
     ),
     _SCALAR,
 )
+
+_GPTQ = {
+    ".qweight": "in/pack, out -> values as integers",
+    ".scales": "in~, out -> scales",
+    ".qzeros": "in~, out/pack -> zeros as integers",
+}
 
 #: In order of precedence: the first method whose tensors are all present applies.
 METHODS: tuple[Method, ...] = (
@@ -116,119 +139,91 @@ METHODS: tuple[Method, ...] = (
     ),
     Method(
         "MXFP4 of gpt-oss",
-        {"+_blocks": "out, in/32, *", "+_scales": "out, in/32"},
+        {
+            "+_blocks": "out, in/32, * -> values as e2m1",
+            "+_scales": "out, in/32 -> scales as powers",
+        },
         needs=("+_scales",),
         order=("in", "out"),
-        values={"+_blocks": ("values", "e2m1"), "+_scales": ("scales", "powers")},
     ),
     Method(
         "NVFP4 of ModelOpt",
-        {"+_scale_2": _SCALAR, "+": "out, in/2", "+_scale": "out, in/group", **_ACTIVATION_SCALES},
-        needs=("+", "+_scale"),
-        values={
-            "+": ("values", "e2m1"),
-            "+_scale": ("scales", "plain"),
-            "+_scale_2": ("multiplier", "plain"),
+        {
+            "+_scale_2": ("-> multiplier", "*"),
+            "+": "out, in/2 -> values as e2m1",
+            "+_scale": "out, in/group -> scales",
+            **_ACTIVATION_SCALES,
         },
+        needs=("+", "+_scale"),
     ),
     Method(
         "NVFP4 of compressed-tensors",
         {
-            "+_packed": "out, in/2",
-            "+_scale": "out, in/group",
-            "+_global_scale": _SCALAR,
+            "+_packed": "out, in/2 -> values as e2m1",
+            "+_scale": "out, in/group -> scales",
+            "+_global_scale": ("-> divisor", "*"),
             **_ACTIVATION_SCALES,
         },
         needs=("+_scale", "+_global_scale"),
-        values={
-            "+_packed": ("values", "e2m1"),
-            "+_scale": ("scales", "plain"),
-            "+_global_scale": ("divisor", "plain"),
-        },
     ),
     Method(
         "MXFP4 of compressed-tensors",
-        {"+_packed": "out, in/2", "+_scale": "out, in/group", **_ACTIVATION_SCALES},
+        {
+            "+_packed": "out, in/2 -> values as e2m1",
+            "+_scale": "out, in/group -> scales as powers",
+            **_ACTIVATION_SCALES,
+        },
         needs=("+_scale",),
         lacks=("+_shape",),
-        values={"+_packed": ("values", "e2m1"), "+_scale": ("scales", "powers")},
     ),
     Method(
         "packed compressed-tensors",
         {
-            "+_packed": "out, in/pack",
-            "+_scale": "out~, in~",
-            "+_zero_point": "out/pack, in~",
+            "+_packed": "out, in/pack -> values as signed",
+            "+_scale": "out~, in~ -> scales",
+            "+_zero_point": "out/pack, in~ -> zeros as signed",
             "+_shape": "*",
             "+_g_idx": "in",
             **_ACTIVATION_SCALES,
         },
         needs=("+_scale", "+_shape"),
         uncut={"+_g_idx": "in"},
-        values={
-            "+_packed": ("values", "signed"),
-            "+_zero_point": ("zeros", "signed"),
-            "+_scale": ("scales", "plain"),
-        },
     ),
     Method(
         "GPTQ",
-        {
-            ".qweight": "in/pack, out",
-            ".scales": "in~, out",
-            ".qzeros": "in~, out/pack",
-            ".g_idx": "in",
-        },
+        {**_GPTQ, ".g_idx": "in"},
         needs=(".scales", ".g_idx"),
         uncut={".g_idx": "in"},
-        values={
-            ".qweight": ("values", "integers"),
-            ".qzeros": ("zeros", "integers"),
-            ".scales": ("scales", "plain"),
-        },
     ),
     Method(
         "AWQ",
-        {".qweight": "in, out/pack", ".scales": "in~, out", ".qzeros": "in~, out/pack"},
+        {
+            ".qweight": "in, out/pack -> values as awq",
+            ".scales": "in~, out -> scales",
+            ".qzeros": "in~, out/pack -> zeros as awq",
+        },
         needs=(".scales", ".qzeros"),
         lacks=(".g_idx",),
-        values={
-            ".qweight": ("values", "awq"),
-            ".qzeros": ("zeros", "awq"),
-            ".scales": ("scales", "plain"),
-        },
     ),
-    Method(
-        "GPTQ without g_idx",
-        {".qweight": "in/pack, out", ".scales": "in~, out", ".qzeros": "in~, out/pack"},
-        needs=(".scales",),
-        lacks=(".g_idx",),
-        values={
-            ".qweight": ("values", "integers"),
-            ".qzeros": ("zeros", "integers"),
-            ".scales": ("scales", "plain"),
-        },
-    ),
+    Method("GPTQ without g_idx", _GPTQ, needs=(".scales",), lacks=(".g_idx",)),
     Method(
         "FP8 in blocks",
-        {"+_scale_inv": ("", "*", "out/rows, in/columns"), "+": "out, in", **_ACTIVATION_SCALES},
+        {
+            "+_scale_inv": ("-> scales", "*", "out/rows, in/columns"),
+            "+": "out, in -> values",
+            **_ACTIVATION_SCALES,
+        },
         needs=("+",),
-        values={"+": ("values", "plain"), "+_scale_inv": ("scales", "plain")},
     ),
     Method(
         "scaled 8-bit",
         {
-            "+_scale": ("", "out~", "out~, in~", "out/rows, *, in/columns, *"),
-            "+": "out, in",
-            "+_zero_point": ("", "out~", "out~, in~"),
+            "+_scale": ("-> scales", "out~", "out~, in~", "out/rows, *, in/columns, *"),
+            "+": "out, in -> values",
+            "+_zero_point": ("-> zeros", "out~", "out~, in~"),
             **_ACTIVATION_SCALES,
         },
         needs=("+",),
-        values={
-            "+": ("values", "plain"),
-            "+_zero_point": ("zeros", "plain"),
-            "+_scale": ("scales", "plain"),
-        },
     ),
 )
 
@@ -488,10 +483,11 @@ class _Finder:
     def _resolve(self, method: Method, logical: str) -> QuantizedWeight:
         # 1. Which stored tensors there are, and which of the alternatives each is.
         stored = {}
-        for end, dimensions in method.forms.items():
+        for end, forms in method.forms.items():
             name = make_stored_name(logical, end)
             if name is not None and name in self.shapes:
-                stored[name] = (dimensions,) if isinstance(dimensions, str) else dimensions
+                alternatives = (forms,) if isinstance(forms, str) else forms
+                stored[name] = tuple(text.partition("->")[0].strip() for text in alternatives)
         leading = self._count_leading(stored)
         items = {
             name: _choose_alternative(name, self.shapes[name], texts, leading)

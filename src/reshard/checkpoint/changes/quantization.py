@@ -113,7 +113,7 @@ class DequantizedWeight:
     def _parts(self) -> tuple[tuple[str, str, StoredTensor], ...]:
         """The role, the coding and the stored tensor of each part of the values."""
         found = []
-        for end, (role, coding) in find_method(self.weight.method).values.items():
+        for end, role, coding in find_method(self.weight.method).values:
             name = make_stored_name(self.weight.name, end)
             if name is not None and name in self.stored:
                 found.append((role, coding, self.stored[name]))
