@@ -14,6 +14,7 @@ the capabilities of the system.
 | two names swapped | `renameat2` | `renamex_np` | two renames by the caller |
 | an open file opened again | `/proc/self/fd` | its descriptor duplicated | as macOS |
 | shared memory | `memfd_create`, `/dev/shm` | none; files | as macOS |
+| memory of other processes | `process_vm_readv`, `prctl` | none | none |
 | large pages | `MADV_HUGEPAGE` | none | none |
 | processors | `sched_getaffinity` | all | all |
 | memory | `/proc/self/status`, `malloc_trim` | peak, `malloc_zone_pressure_relief` | peak |
@@ -68,6 +69,11 @@ _RENAME_SWAP = 2
 _SYNC_REFUSALS = REFUSALS | {errno.ENOTTY}
 
 _HOST_MEMORY = Path("/dev/shm")
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+# PR_SET_PTRACER of Linux.
+_SET_PTRACER = 0x59616D61
+MAX_SPANS = 1024
+"""The limit of a single call of `read_process_memory`: IOV_MAX of Linux."""
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 # The offset of tcpi_last_ack_recv in Linux's tcp_info: milliseconds since the last ACK.
 _ACKNOWLEDGED_AT = 56
@@ -298,6 +304,68 @@ def is_sealed_memory(descriptor: int) -> bool:
     return bool(fcntl.fcntl(descriptor, control.F_GET_SEALS) & control.F_SEAL_SHRINK)
 
 
+def read_process_memory(process: int, spans: int, count: int, into: int, into_count: int) -> int:
+    """Copy spans of another process's memory into spans of the caller's.
+
+    Args:
+        process: its number; the caller's own is allowed.
+        spans, into: the addresses of tables of spans: in each row an address and a length, as
+            unsigned 64-bit numbers.
+        count, into_count: the rows of the tables, at most `MAX_SPANS`.
+
+    Returns:
+        The number of bytes copied; fewer than asked for if some memory cannot be read.
+
+    Raises:
+        OSError: the kernel does not permit it (EPERM), has no such call (ENOSYS), or cannot read
+            the first span.
+    """
+    import ctypes
+
+    read = _find_process_read()
+    if read is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    done: int = read(process, into, into_count, spans, count, 0)
+    if done < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return done
+
+
+@lru_cache(maxsize=1)
+def _find_process_read() -> Any:
+    import ctypes
+
+    found = _find_function("process_vm_readv")
+    if found is not None:
+        table, count = ctypes.c_void_p, ctypes.c_ulong
+        found.argtypes = [ctypes.c_int, table, count, table, count, ctypes.c_ulong]
+        found.restype = ctypes.c_ssize_t
+    return found
+
+
+def is_tracing_restricted() -> bool:
+    """Return whether Yama permits only parents, and the process named by `permit_reader`."""
+    try:
+        return _PTRACE_SCOPE.read_text().strip() == "1"
+    except OSError:
+        return False
+
+
+def permit_reader(process: int) -> bool:
+    """Let one process, and its descendants, read the caller's memory where Yama restricts it.
+
+    The kernel keeps a single such process: this replaces the previous. Return whether it was set.
+    """
+    import ctypes
+
+    control = _find_function("prctl")
+    if control is None:
+        return False
+    arguments = (ctypes.c_ulong(number) for number in (process, 0, 0, 0))
+    return bool(control(ctypes.c_int(_SET_PTRACER), *arguments) == 0)
+
+
 def has_large_pages() -> bool:
     """Return whether memory can be asked for in large pages."""
     return hasattr(mmap, "MADV_HUGEPAGE")
@@ -466,6 +534,17 @@ def find_silence_ms(connected: socket.socket) -> int | None:
         return None
     info = connected.getsockopt(socket.IPPROTO_TCP, option, _ACKNOWLEDGED_AT + 4)
     return int(struct.unpack_from("I", info, _ACKNOWLEDGED_AT)[0])
+
+
+def find_peer_process(connected: socket.socket) -> int:
+    """Return the process at the other end of a Unix socket, in this namespace; 0 if unknown."""
+    import socket
+
+    option = getattr(socket, "SO_PEERCRED", None)
+    if option is None:
+        return 0
+    credentials = connected.getsockopt(socket.SOL_SOCKET, option, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[0])
 
 
 def find_closing_flag() -> int:

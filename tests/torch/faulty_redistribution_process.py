@@ -25,11 +25,14 @@ from rank_endings import end_last
 from reshard.collectives import Program, find_program
 from reshard.errors import PlanError, ReshardError, RunError, UsageError
 from reshard.layout import Layout
+from reshard.runs import IntArray
+from reshard.system import has_ended
 from reshard.topology import Link, Topology
 from reshard.torch import is_usable, redistribute
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.exchange.one_host.shared_memory import NearMessage
 from reshard.torch.exchange.usability import mark_unusable
 
 TIMEOUT_S = 3
@@ -454,6 +457,39 @@ def killed_while_it_receives() -> None:
     in_a_message(0, 1)
 
 
+def killed_while_it_is_read() -> None:
+    """Rank 1 is killed while another rank reads its memory, after one of several messages."""
+    rank, ranks, shape = dist.get_rank(), dist.get_world_size(), (8 << 20,)
+    os.environ["RESHARD_DIRECT_READS"] = "always"
+    processes: list[int] = [0] * ranks
+    dist.all_gather_object(processes, os.getpid())
+    read, reads = NearMessage.read, 0
+
+    def read_and_kill(self: NearMessage, into: IntArray) -> None:
+        nonlocal reads
+        reads += 1
+        if reads == 2:
+            os.kill(processes[1], signal.SIGKILL)
+            while not has_ended(processes[1]):
+                time.sleep(0.01)
+        read(self, into)
+
+    if rank == 0:
+        NearMessage.read = read_and_kill  # type: ignore[method-assign]
+    source, target = Layout.whole(shape, [1], ranks), Layout.whole(shape, [0], ranks)
+    own = torch.ones(shape, dtype=torch.uint8) if rank == 1 else None
+    out = torch.zeros(shape, dtype=torch.uint8) if rank == 0 else None
+    expect(
+        RunError,
+        " does not answer",
+        lambda: redistribute(own, target, source=source, dtype=torch.uint8, out=out),
+        CULPRIT,
+    )
+    if out is not None:
+        # Some of it has arrived, and nobody takes it for all.
+        assert reads == 2 and out.any() and not is_usable(out)
+
+
 def killed_while_it_tells() -> None:
     """Rank 1 is killed while others have a part of something large that it tells all."""
     rank, large = dist.get_rank(), 64 << 20
@@ -583,6 +619,7 @@ def main(fault: str) -> None:
         killed,
         killed_while_it_sends,
         killed_while_it_receives,
+        killed_while_it_is_read,
         killed_while_it_tells,
         killed_while_one_is_late,
         raising_before,

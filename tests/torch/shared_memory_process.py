@@ -1,24 +1,39 @@
-"""One rank of a job: tensors travel alike by shared memory, by gloo, and by both at once."""
+"""One rank of a job: tensors travel alike by shared memory, by gloo, and by direct reads.
+
+Argument: what is checked.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import gc
 import os
+import platform
+import struct
+import sys
 import weakref
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import reshard
 import reshard.torch
 from refit_models import part
+from reshard.errors import RunError
+from reshard.torch import is_usable, redistribute
+from reshard.torch.exchange import exchange
 from reshard.torch.exchange.groups import RankGroup, rank_group
+from reshard.torch.exchange.one_host.shared_memory import SharedMemory
 from selection import choose
 
 SHAPE = (48, 70)
 RANKS = 4
+# process_vm_readv, by machine.
+CALLS = {"x86_64": 310, "aarch64": 270}
+EPERM = 1
 MESH = reshard.DeviceMesh.of(tp=RANKS)
 SIDES = {
     "rows": reshard.spec(MESH, "tp, -").layout(SHAPE),
@@ -85,8 +100,83 @@ def near(group: RankGroup) -> set[int]:
     return set() if group.shared_memory is None else set(group.shared_memory.ranks)
 
 
-def main() -> None:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+def new_group(mode: str = "always") -> dist.ProcessGroup:
+    os.environ["RESHARD_DIRECT_READS"] = mode
+    return dist.new_group(timeout=datetime.timedelta(seconds=60))
+
+
+def reads_directly(group: dist.ProcessGroup) -> bool:
+    shared = rank_group(group).shared_memory
+    assert shared is not None
+    return shared.reads is not None
+
+
+def count_reads() -> list[int]:
+    """Count the messages that are read directly, from here on."""
+    counts, send = [0], SharedMemory.send_spans
+
+    def counted(*arguments: object) -> object:
+        counts[0] += 1
+        return send(*arguments)  # type: ignore[arg-type]
+
+    SharedMemory.send_spans = counted  # type: ignore[method-assign, assignment]
+    return counts
+
+
+def refuse_reads() -> None:
+    """Let the kernel refuse process_vm_readv to this process, as seccomp does in a container."""
+    # Load the number of the call; if it is this one return EPERM, else permit it.
+    steps = [
+        (0x20, 0, 0, 0),
+        (0x15, 0, 1, CALLS[platform.machine()]),
+        (0x06, 0, 0, 0x00050000 | EPERM),
+        (0x06, 0, 0, 0x7FFF0000),
+    ]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    head = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 4, ctypes.addressof(program)))
+    library = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, set_filter = 38, 22
+    assert library.prctl(no_new_privileges, 1, 0, 0, 0) == 0
+    assert library.prctl(set_filter, 2, ctypes.byref(head), 0, 0) == 0, ctypes.get_errno()
+
+
+def read_directly() -> None:
+    """Tensors travel by direct reads, until the kernel refuses them."""
+    rank, counts = dist.get_rank(), count_reads()
+    exchange._LEAST_DIRECT_BYTES = 0
+    group = new_group("never" if rank == 2 else "")
+    assert not reads_directly(group)
+    group = new_group()
+    for dtype in (torch.float32, torch.bfloat16):
+        check(group, dtype, 64 << 20)
+    assert counts[0]
+    # Elements that are cast or combined on arrival, and a memory limit that nothing is taken of.
+    check(group, torch.float32, 2048)
+    own, source, target = local("rows", rank, torch.float32, 0), SIDES["rows"], SIDES["columns"]
+    run = redistribute(own, target, source=source, group=group, async_op=True, extra_bytes=2048)
+    run.wait()
+    assert run.extra_bytes == 0
+    if platform.machine() not in CALLS:
+        return
+    # Refused once the group is made: all ranks raise, and the next group does without.
+    dist.barrier()
+    if rank == 1:
+        refuse_reads()
+    dist.barrier()
+    out = torch.zeros(target.local_shape(rank))
+    with pytest.raises(RunError, match=r"not permitted\); RESHARD_DIRECT_READS=never"):
+        redistribute(own, target, source=source, group=group, out=out)
+    assert not is_usable(out)
+    os.environ["RESHARD_DIRECT_READS"] = ""
+    again = redistribute(own, target, source=source, group=group, out=out)
+    assert not reads_directly(group)
+    assert torch.equal(again, local("columns", rank, torch.float32, 0)) and is_usable(out)
+    # No rank ends while others still move.
+    dist.barrier()
+
+
+def share() -> None:
+    """Tensors travel by shared memory, by gloo, and by both at once."""
     rank = dist.get_rank()
     # Who takes no part in shared memory: nobody, all, and one, so that it is a host of its own.
     for apart in ((), (0, 1, 2, 3), (3,), (0, 2)):
@@ -117,5 +207,10 @@ def main() -> None:
     dist.barrier()
 
 
+def main(which: str) -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    {"shared": share, "direct": read_directly}[which]()
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -53,6 +53,7 @@ def test_where_one_rank_fails_all_ranks_raise(fault: str) -> None:
         "killed",
         "killed_while_it_sends",
         "killed_while_it_receives",
+        "killed_while_it_is_read",
         "killed_while_it_tells",
         "killed_while_one_is_late",
         "killed_in_a_program",

@@ -50,6 +50,7 @@ from reshard.plans.schedule import (
 )
 from reshard.torch.exchange.agreement import Group
 from reshard.torch.exchange.groups import RankGroup, rank_group
+from reshard.torch.exchange.one_host.direct_reads import can_be_read
 from reshard.torch.exchange.one_host.shared_memory import NearMessage, SharedMemory
 from reshard.torch.exchange.packing.copies import (
     combine,
@@ -75,6 +76,8 @@ _MESSAGES_AHEAD = 4
 _PACKED_AHEAD = 2
 # In a pipeline some wait for others to arrive, and those behind them have to be on their way.
 _PIPELINE_AHEAD = 16
+# Smaller messages, and those of more pieces, are packed.
+_LEAST_DIRECT_BYTES, _MOST_DIRECT = 1 << 16, 64
 # As many go to one rank before others do: threads that wait for messages wake up less often. They
 # are still packed when the next rank's turn comes, which may be sent the same.
 _IN_A_TURN = _PACKED_AHEAD
@@ -187,16 +190,17 @@ class MessageExchange:
         # One exchange of a group runs at a time, so what they send may lie in one place.
         before = like if like is not None and like._group is among else None
         self._steps = self._list_steps(found, before.list_sent() if before is not None else ())
+        self._choose_direct_reads()
         self._is_pipeline = any(one.place != FIRST_PLACE for one in tensors)
         # Half of the memory is for what arrives: a rank that sends must not starve its receives.
         most_bytes = extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self._slots = [
-            self._make_slots(found, is_sent, peers, most_bytes, memory, before)
+            self._make_slots(is_sent, peers, most_bytes, memory, before)
             for is_sent in (False, True)
         ]
         for step in self._steps:
             for message in step.messages:
-                if self._is_staged(message.message):
+                if self._is_staged(message):
                     self._slots[message.message.is_sent].give(message, step)
                 elif not self._is_near(message.message):
                     message.buffer = message.message.direct
@@ -222,15 +226,43 @@ class MessageExchange:
     def _is_near(self, message: RankMessage) -> bool:
         return self._shared is not None and message.peer in self._shared.ranks
 
-    def _is_staged(self, message: RankMessage) -> bool:
+    def _choose_direct_reads(self) -> None:
+        """Choose the messages that receivers read from the tensors of this rank."""
+        shared = self._shared
+        if shared is None or shared.reads is None or self._device.type != "cpu":
+            return
+        by_contents: dict[Any, list[StagedMessage]] = {}
+        for one in self.list_sent():
+            message = one.message
+            # Combining reads a slot that is still in a cache.
+            if not self._is_near(message) or message.order or len(message.pieces) > _MOST_DIRECT:
+                continue
+            if message.size_bytes >= _LEAST_DIRECT_BYTES and message.is_plain:
+                by_contents.setdefault(tuple(message.contents), []).append(one)
+        known: dict[int, bool] = {}
+        for alike in by_contents.values():
+            message = alike[0].message
+            if shared.reads.pays(message.mean_row_bytes, len(alike)):
+                for view in message.pieces.views:
+                    address = view.untyped_storage().data_ptr()
+                    if address not in known:
+                        known[address] = can_be_read(address)
+                    if not known[address]:
+                        break
+                else:
+                    spans = message.list_spans()
+                    for one in alike:
+                        one.spans = spans
+
+    def _is_staged(self, one: StagedMessage) -> bool:
         """Whether a message needs a slot: not where it is sent from, or received in, its tensor."""
+        message = one.message
         if self._is_near(message):
-            return message.is_sent
+            return message.is_sent and one.spans is None
         return self._is_hosted or message.direct is None
 
     def _make_slots(
         self,
-        found: RankMessages,
         is_sent: bool,
         peers: int,
         most_bytes: int,
@@ -238,7 +270,12 @@ class MessageExchange:
         before: MessageExchange | None,
     ) -> MessageSlots:
         """The slots of one direction, for which half of the memory is."""
-        messages = [m for m in found.messages if m.is_sent is is_sent and self._is_staged(m)]
+        messages = [
+            one.message
+            for step in self._steps
+            for one in step.messages
+            if one.message.is_sent is is_sent and self._is_staged(one)
+        ]
         are_shared = is_sent and not self._is_grouped
         is_lent = is_sent and any(map(self._is_near, messages))
         ahead = _PACKED_AHEAD if are_shared and not is_lent else _MESSAGES_AHEAD
@@ -379,6 +416,8 @@ class MessageExchange:
         if shared is None or message.peer not in shared.ranks:
             begin = self._group.send if message.is_sent else self._group.receive
             return begin(one.buffer, message.peer, self.tag)
+        if one.spans is not None and message.is_sent:
+            return shared.send_spans(one.spans, message.offsets[-1], message.peer, self.tag)
         if message.is_sent:
             return shared.send(one.buffer, message.peer, self.tag)
         one.near = shared.receive(message.offsets[-1], message.peer, self.tag)
@@ -417,7 +456,10 @@ class MessageExchange:
         with span("unpack", step.describe):
             for one in step.messages:
                 if not one.message.is_sent:
-                    one.unpack()
+                    try:
+                        one.unpack()
+                    except ProcessLookupError as error:
+                        raise LostMessageError(str(error)) from error
                     if one.near is not None:
                         self._give_back(one.near)
                         one.near = None

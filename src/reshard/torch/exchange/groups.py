@@ -41,6 +41,7 @@ from reshard.torch.exchange.connections import Connections
 from reshard.torch.exchange.maxima import find_far_maxima, find_near_maxima
 from reshard.torch.exchange.meeting import RankMeeting, meet
 from reshard.torch.exchange.one_host.device_memory import NO_DEVICES, DeviceMemory, seen_devices
+from reshard.torch.exchange.one_host.direct_reads import connect_direct_reads
 from reshard.torch.exchange.one_host.doors import connect_shared_memory
 from reshard.torch.exchange.one_host.shared_memory import MOST_TOLD_BYTES, SharedMemory
 from reshard.torch.exchange.packing.copies import empty_bytes
@@ -114,12 +115,13 @@ class RankGroup:
             found, is_complete = connect_shared_memory(
                 self.position, len(self.ranks), timeout_s, self.all_gather
             )
+            reads = connect_direct_reads(found, self.position, self.all_gather)
             own = torch.frombuffer(bytearray(seen_devices()), dtype=torch.uint8)
             seen = {bytes(one.numpy()) for one in self.all_gather(own)}
         if found:
             sockets = {self.ranks[position]: one for position, one in found.items()}
             devices = DeviceMemory() if len(seen) == 1 and NO_DEVICES not in seen else None
-            self.shared_memory = SharedMemory(sockets, timeout_s, is_complete, devices)
+            self.shared_memory = SharedMemory(sockets, timeout_s, is_complete, devices, reads)
             # Not where a watch says who is silent: it is asked by those who wait for connections.
             if is_complete and self._meeting.watch is None:
                 self._near = self.shared_memory

@@ -212,4 +212,4 @@ def test_memory_that_could_shrink_is_refused() -> None:
 
 
 def test_exchanges_by_shared_memory_with_and_without_others() -> None:
-    expect_all_end_well(run_ranks("shared_memory_process.py", 4))
+    expect_all_end_well(run_ranks("shared_memory_process.py", 4, "shared"))

@@ -26,11 +26,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from reshard.errors import RunError
-from reshard.system import find_closing_flag
+from reshard.runs import IntArray
+from reshard.system import find_closing_flag, find_peer_process
 from reshard.torch.exchange.one_host.device_memory import DeviceMemory
+from reshard.torch.exchange.one_host.direct_reads import DirectReads, read_spans
 from reshard.torch.exchange.one_host.doors import limit_waits
 from reshard.torch.exchange.one_host.segments import (
     DeviceSegment,
@@ -44,7 +47,7 @@ _KEPT_BYTES = 64 << 20
 # A kind of note, and five numbers: `tag, number, segment, offset, bytes`; handles come behind, or
 # what is told.
 _NOTE, _HANDLE_BYTES = struct.Struct("<6q"), 1 << 12
-_LENT, _TAKEN, _SEGMENT, _GONE, _DEVICE_SEGMENT, _MARK, _TOLD = range(7)
+_LENT, _TAKEN, _SEGMENT, _GONE, _DEVICE_SEGMENT, _MARK, _TOLD, _READABLE = range(8)
 MOST_TOLD_BYTES = _HANDLE_BYTES
 _CLOSED = "Connection closed by peer"
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -56,7 +59,9 @@ class LentMessage:
     """A message that lies in this rank's segment until its receiver has taken it."""
 
     peer: NearRank
-    segment: AnySegment
+    # None where the receiver reads `spans` directly, which must stay until then.
+    segment: AnySegment | None
+    spans: IntArray | None = None
     is_taken: bool = False
 
     def wait(self) -> None:
@@ -74,11 +79,12 @@ class NearMessage:
     size_bytes: int
     number: int = -1
     place: tuple[int, int] = (-1, -1)
+    is_readable: bool = False
 
     def wait(self) -> None:
         """Return once it is there. Raises RuntimeError where the sender is gone."""
         self.peer.wait_until(lambda: self.number >= 0)
-        if self.place[0] in self.peer.on_devices:
+        if not self.is_readable and self.place[0] in self.peer.on_devices:
             self.peer.wait_for_mark()
 
     @property
@@ -88,9 +94,16 @@ class NearMessage:
         # Of a rank that is closed there is nothing.
         return self.peer.mapped.get(segment, _NOTHING)[begin : begin + self.size_bytes]
 
+    def read(self, into: IntArray) -> None:
+        """Copy its bytes directly, if it `is_readable`, into a table of spans of this process.
+
+        Raises RuntimeError where the sender is gone.
+        """
+        self.peer.read(*self.place, into)
+
     def give_back(self) -> None:
         """Let the sender use its memory again."""
-        if self.place[0] in self.peer.on_devices:
+        if not self.is_readable and self.place[0] in self.peer.on_devices:
             self.peer.tell_mark()
         self.peer.tell(_TAKEN, 0, self.number)
 
@@ -103,6 +116,7 @@ class SharedMemory:
         timeout_s: how long to wait for any note.
         is_complete: whether all ranks of the group share memory with all others.
         devices: memory of devices; None where they do not all see the same ones.
+        reads: of the memory of these ranks, None if any of them cannot.
     """
 
     def __init__(
@@ -111,8 +125,10 @@ class SharedMemory:
         timeout_s: float,
         is_complete: bool,
         devices: DeviceMemory | None = None,
+        reads: DirectReads | None = None,
     ) -> None:
         self.is_complete = is_complete
+        self.reads = reads
         self._devices = devices if is_complete else None
         self._segments: dict[int, AnySegment] = {}
         self._free: list[AnySegment] = []
@@ -153,6 +169,13 @@ class SharedMemory:
             raise RunError("what is sent lies in no memory that ranks share")
         begin = memory.data_ptr() - segment.address
         return self.ranks[receiver].lend(segment, begin, memory.numel(), tag)
+
+    def send_spans(self, spans: IntArray, size_bytes: int, receiver: int, tag: int) -> LentMessage:
+        """Lend a message of `size_bytes`, whose spans the receiver reads directly.
+
+        Raises RuntimeError where the receiver is gone.
+        """
+        return self.ranks[receiver].lend_spans(spans, size_bytes, tag)
 
     def receive(self, size_bytes: int, sender: int, tag: int) -> NearMessage:
         """Expect the next message of a tag from a rank."""
@@ -254,6 +277,7 @@ class NearRank:
         devices: DeviceMemory | None = None,
     ) -> None:
         self._rank, self._socket, self._devices = rank, connected, devices
+        self._process = find_peer_process(connected)
         # That rank's mark, and whether it has this one's.
         self._mark: Any = None
         self._is_mark_told = False
@@ -293,6 +317,27 @@ class NearRank:
             self.tell(_SEGMENT, 0, 0, segment.number, 0, size, segment.descriptor)
         self.tell(_LENT, tag, number, segment.number, begin, size_bytes)
         return found
+
+    def lend_spans(self, spans: IntArray, size_bytes: int, tag: int) -> LentMessage:
+        """Tell where a message lies in tensors of the own rank."""
+        with self._changed:
+            found = LentMessage(self, None, spans)
+            number = self._count
+            self._count += 1
+            self._lent[number] = found
+        # The receiver reads the table itself, too: it may be longer than a note.
+        self.tell(_READABLE, tag, number, len(spans), spans.ctypes.data, size_bytes)
+        return found
+
+    def read(self, count: int, table: int, into: IntArray) -> None:
+        """Copy the spans of that rank's memory in a table there."""
+        spans = np.empty((count, 2), dtype=np.int64)
+        read_spans(
+            self._process,
+            np.array([[table, spans.nbytes]]),
+            np.array([[spans.ctypes.data, spans.nbytes]]),
+        )
+        read_spans(self._process, spans, into)
 
     def expect(self, size_bytes: int, tag: int) -> NearMessage:
         """The next message of a tag, once it is there."""
@@ -414,11 +459,12 @@ class NearRank:
         with self._changed:
             if kind == _TAKEN:
                 lent = self._lent.pop(number)
-                lent.segment.lent -= 1
+                if lent.segment is not None:
+                    lent.segment.lent -= 1
                 lent.is_taken = True
-            elif kind == _LENT:
+            elif kind in (_LENT, _READABLE):
                 expected = self._expected.get(tag)
-                note = (number, segment, begin, size_bytes)
+                note = (number, segment, begin, size_bytes, kind == _READABLE)
                 if expected:
                     self._fill(expected.popleft(), note)
                     if not expected:
@@ -441,10 +487,11 @@ class NearRank:
                 self.on_devices.add(segment)
 
     def _fill(self, message: NearMessage, note: tuple[int, ...]) -> None:
-        number, segment, begin, size_bytes = note
+        number, segment, begin, size_bytes, is_readable = note
         if size_bytes != message.size_bytes:
             raise RuntimeError(
                 f"a message of {size_bytes} bytes came where {message.size_bytes} were expected"
             )
         message.place = (segment, begin)
+        message.is_readable = bool(is_readable)
         message.number = number

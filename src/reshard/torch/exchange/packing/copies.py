@@ -32,7 +32,7 @@ from reshard.execution.arrays import TorchTensors
 from reshard.execution.engine import complete_contributions
 from reshard.geometry.layout_change import LayoutChange
 from reshard.system import find_large_page_advice
-from reshard.torch.exchange.packing.pieces import cut
+from reshard.torch.exchange.packing.pieces import cut, row_bytes
 
 # How much of a tensor is computed at once: what that needs beside it stays small, at most 15
 # times this for elements of a byte, that are computed in float32.
@@ -353,18 +353,3 @@ def copiers(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable
             functools.partial(torch._foreach_copy_, *map(list, zip(*together, strict=True)))
         )
     return alone
-
-
-def row_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the longest runs of memory that a tensor is made of, in row major order.
-
-    >>> row_bytes(torch.zeros(3, 4, 5)[:, :2]), row_bytes(torch.zeros(4, 5).T)
-    (40, 4)
-    """
-    elements = 1
-    for length, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if length != 1:
-            if stride != elements:
-                break
-            elements *= length
-    return int(elements * tensor.dtype.itemsize)

@@ -29,7 +29,14 @@ from reshard.layout import Layout
 from reshard.plans.plan import Plan
 from reshard.plans.schedule import group_pieces, order_message, order_transfers
 from reshard.runs import IntArray
-from reshard.torch.exchange.packing.pieces import MessagePieces, Piece, PieceForm, cut
+from reshard.torch.exchange.packing.pieces import (
+    MessagePieces,
+    Piece,
+    PieceForm,
+    cut,
+    list_spans,
+    row_bytes,
+)
 
 _Lists = list[list[int]]
 # By cell, that of each of several tensors that are alike.
@@ -132,6 +139,24 @@ class RankMessage:
             or Piece(view, form).lies_like(Piece(like, form_like))
             for view, like, form, form_like in zip(*columns, strict=True)
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its bytes are those of the local tensors: nothing is cast or combined here."""
+        return all(
+            form.reduction is None and form.dtype is view.dtype
+            for view, form in zip(self.pieces.views, self.pieces.forms, strict=True)
+        )
+
+    @property
+    def mean_row_bytes(self) -> int:
+        """The mean length of the contiguous rows that its pieces are made of."""
+        rows = sum(view.nbytes / row_bytes(view) for view in self.pieces.views if view.numel())
+        return int(self.size_bytes / max(rows, 1))
+
+    def list_spans(self) -> IntArray:
+        """Return the spans of memory of its pieces, in order."""
+        return list_spans(self.pieces.views)
 
     @property
     def direct(self) -> torch.Tensor | None:

@@ -19,9 +19,11 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from reshard.plans.schedule import ALIGNMENT_BYTES, align
+from reshard.runs import IntArray
 
 
 class PieceForm(NamedTuple):
@@ -167,6 +169,43 @@ class MessagePieces(Sequence[Piece]):
 
     def __iter__(self) -> Iterator[Piece]:
         return map(Piece, self.views, self.forms)
+
+
+def list_spans(views: Iterable[torch.Tensor]) -> IntArray:
+    """Return the contiguous rows of tensors, in row major order, as addresses and lengths.
+
+    >>> spans = list_spans([torch.zeros(3, 4, 5)[:, :2]])
+    >>> np.diff(spans[:, 0]).tolist(), spans[:, 1].tolist()
+    ([80, 80], [40, 40, 40])
+    """
+    tables = [_list_rows(view) for view in views if view.numel()]
+    return tables[0] if len(tables) == 1 else np.concatenate(tables or [np.empty((0, 2), np.int64)])
+
+
+def _list_rows(view: torch.Tensor) -> IntArray:
+    length, itemsize = row_bytes(view), view.element_size()
+    offsets, left = np.zeros(1, dtype=np.int64), view.nbytes // length
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        if left == 1:
+            break
+        offsets = (offsets[:, None] + np.arange(size) * (stride * itemsize)).ravel()
+        left //= size
+    return np.stack([offsets + view.data_ptr(), np.full(len(offsets), length)], axis=1)
+
+
+def row_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the longest runs of memory that a tensor is made of, in row major order.
+
+    >>> row_bytes(torch.zeros(3, 4, 5)[:, :2]), row_bytes(torch.zeros(4, 5).T)
+    (40, 4)
+    """
+    elements = 1
+    for length, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if length != 1:
+            if stride != elements:
+                break
+            elements *= length
+    return int(elements * tensor.dtype.itemsize)
 
 
 def cut(

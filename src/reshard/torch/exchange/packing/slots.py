@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from reshard.plans.schedule import align
+from reshard.runs import IntArray
 from reshard.torch.exchange.one_host.shared_memory import NearMessage
 from reshard.torch.exchange.packing.copies import combine, copiers
 from reshard.torch.exchange.packing.messages import LocalCopy, Place, RankMessage
+from reshard.torch.exchange.packing.pieces import list_spans
 from reshard.torch.exchange.timeline import Details, current_timeline
 
 
@@ -33,6 +35,8 @@ class StagedMessage:
     # What arrives in memory of its sender, and where that was when `copies` were made.
     near: NearMessage | None = None
     place: tuple[int, int] | None = None
+    # Where it is in this rank's tensors, if it is copied from or to there directly.
+    spans: IntArray | None = None
 
     def stage(self, buffer: torch.Tensor) -> None:
         """Give it its bytes."""
@@ -42,11 +46,29 @@ class StagedMessage:
     def unpack(self) -> None:
         """Put what has arrived into its place."""
         near = self.near
+        if near is not None and near.is_readable:
+            self._read(near)
+            return
         if near is not None and self.place != near.place:
             # The same place as in the run before, mostly.
             self.stage(near.bytes_there)
             self.place = near.place
         for copy in self.copies:
+            copy()
+
+    def _read(self, near: NearMessage) -> None:
+        """Copy a message from the tensors of its sender."""
+        message = self.message
+        if message.is_plain:
+            if self.spans is None:
+                self.spans = message.list_spans()
+            near.read(self.spans)
+            return
+        # Its elements are cast or combined on arrival.
+        buffer = torch.empty(message.offsets[-1], dtype=torch.uint8)
+        packed = message.pieces.parts_of(buffer)
+        near.read(list_spans(packed))
+        for copy in _list_copies(message, buffer):
             copy()
 
     def leave(self) -> None:
