@@ -25,7 +25,6 @@ from reshard.plans.schedule import (
     SMALL_MESSAGE_BYTES,
     STEPS_BETWEEN_STAGES,
     PipelineSpan,
-    PipelineTimes,
     align,
     are_cut_alike,
     count_parts,
@@ -33,10 +32,12 @@ from reshard.plans.schedule import (
     divide_pipelines,
     divide_spans,
     fill_batches,
+    find_pipeline_times,
     group_pieces,
     limit_message_bytes,
     list_steps,
     order_message,
+    pipeline_s,
 )
 from reshard.topology import Link, Topology
 
@@ -259,14 +260,14 @@ def test_only_the_longest_stage_runs_all_the_time() -> None:
     )
     estimate = Estimate(stages, 2.0)
     across = stages[0]
-    times = PipelineTimes.of(estimate, across)
-    assert times.in_parts(1) == estimate.seconds_s == 50.75
+    times = find_pipeline_times(estimate, across)
+    assert pipeline_s(*times, 1) == estimate.seconds_s == 50.75
     # Parts that are under way together have their latencies once.
-    assert times.in_parts(4) == 2 + 40 + 3 * 8 / 4 + 0.75
-    assert times.in_parts(17) == 2 + 40 + 3 * 8 / 17 + 2 * 0.75
+    assert pipeline_s(*times, 4) == 2 + 40 + 3 * 8 / 4 + 0.75
+    assert pipeline_s(*times, 17) == 2 + 40 + 3 * 8 / 17 + 2 * 0.75
     # Of few parts all others are still to come.
-    assert times.in_parts(2) == times.in_parts(1)
+    assert pipeline_s(*times, 2) == pipeline_s(*times, 1)
     # Two stages on the same links take their time together.
     both = Estimate((stages[0], Part("between hosts", "direct", 1, 0.0, 0.5, 30.0), stages[1]))
     across = Part("across", "direct", 1, 0.0, 0.5, 60.0)
-    assert PipelineTimes.of(both, across).in_parts(4) == 60 + 3 * 18 / 4 + 1.25
+    assert pipeline_s(*find_pipeline_times(both, across), 4) == 60 + 3 * 18 / 4 + 1.25

@@ -45,7 +45,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -251,21 +250,14 @@ _BETWEEN_RACKS, _BETWEEN_HOSTS, _FAN_OUT = 1, 2, 3
 _WORTHWHILE = 21
 
 
-class Forwards(NamedTuple):
-    """The edges of broadcast trees, as columns.
+def build_trees(
+    flows: Flows, flow: IntArray, entry: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Build the trees along which fragments of flows go from their entries to other receivers.
 
-    `row` is the fragment, `stage` an index of `STAGES`; `sender` and `receiver` are numbers of
-    the flows' receivers.
+    Return a row for each edge: the fragment, an index of `STAGES`, and the sender and the receiver
+    as numbers of the flows' receivers.
     """
-
-    row: IntArray
-    stage: IntArray
-    sender: IntArray
-    receiver: IntArray
-
-
-def build_trees(flows: Flows, flow: IntArray, entry: IntArray) -> Forwards:
-    """Build the trees along which fragments of flows go from their entries to other receivers."""
     row, receiver = ragged_rows(flows.receiver_begin, flow)
     row, receiver = (column[receiver != entry[row]] for column in (row, receiver))
     first, turn = entry[row], (entry - flows.receiver_begin[flow])[row]
@@ -284,7 +276,7 @@ def build_trees(flows: Flows, flow: IntArray, entry: IntArray) -> Forwards:
         _FAN_OUT,
         np.where(receiver != of_rack, _BETWEEN_HOSTS, _BETWEEN_RACKS),
     )
-    return Forwards(row, stage, sender, receiver)
+    return row, stage, sender, receiver
 
 
 def find_stages(flows_of_plans: Sequence[Flows]) -> tuple[int, ...]:

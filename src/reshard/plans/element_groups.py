@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -197,20 +198,21 @@ def _check_complete(target: Layout, regions: Regions) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupBoxes:
-    """The boxes of all groups; group `i` has `begin[i]:begin[i + 1]`, in row-major order.
+class GroupBoxes(NamedTuple):
+    """Boxes of groups: box `i` is in `group[i]`.
 
     `start` and `shape` have shape `(boxes, dims)`; `piece` is the piece of each dimension's
-    overlap that contains the box. `before` is the number of elements in all preceding boxes,
-    including those of other groups.
+    overlap that contains the box.
     """
 
-    begin: IntArray
+    group: IntArray
     start: IntArray
     shape: IntArray
     piece: IntArray
-    before: IntArray
+
+    def take(self, index: IntArray) -> GroupBoxes:
+        """Return the boxes at `index`, in that order."""
+        return GroupBoxes(*(column[index] for column in self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +243,7 @@ class ElementGroups:
 
     @cached_property
     def boxes(self) -> GroupBoxes:
-        """Every group written out as boxes."""
+        """Every group written out as boxes, in row-major order."""
         # The product of the pieces of each dimension: rows are repeated for each piece.
         group = np.arange(len(self))
         pieces: list[IntArray] = []
@@ -254,9 +256,13 @@ class ElementGroups:
         for d, (overlap, column) in enumerate(zip(self.overlaps, pieces, strict=True)):
             start[:, d], shape[:, d] = overlap.start[column], overlap.length[column]
             piece[:, d] = column
-        elements = shape.prod(axis=1)
-        begin = np.searchsorted(group, np.arange(len(self) + 1))
-        return GroupBoxes(begin, start, shape, piece, np.cumsum(elements) - elements)
+        return GroupBoxes(group, start, shape, piece)
+
+    @cached_property
+    def elements_before(self) -> IntArray:
+        """The number of elements in all boxes before each box, those of other groups included."""
+        elements: IntArray = self.boxes.shape.prod(axis=1)
+        return np.cumsum(elements) - elements
 
     def source_start(self, cell: IntArray, start: IntArray, piece: IntArray) -> IntArray:
         """Return the offsets of boxes in the local arrays of source cells: `(boxes, dims)`."""

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,33 +123,23 @@ def find_copy_classes(plans: list[LayoutChange], flows: list[Flows]) -> CopyClas
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ClassShares:
-    """The shares of the ranks `rank[begin[c]:begin[c + 1]]` in the bytes of class `c`."""
+class CopyAssignment(NamedTuple):
+    """The shares of ranks in the bytes of classes.
 
+    The classes of first copies come first, then those of other copies, which have no shares if
+    senders make them. The ranks of class `c` are `rank[begin[c]:begin[c + 1]]`; `is_relayed` is
+    whether the other copies of a class of first copies are forwarded.
+    """
+
+    is_relayed: BoolArray
     begin: IntArray
     rank: IntArray
     share: IntArray
 
-    @property
-    def counts(self) -> IntArray:
-        """The number of ranks of each class."""
-        return np.diff(self.begin)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CopyAssignment:
-    """The shares of ranks in first copies, and in other copies of classes that are relayed."""
-
-    is_relayed: BoolArray
-    first: ClassShares
-    others: ClassShares
-
     def loads(self, ranks: int) -> IntArray:
         """Count the bytes that each of `ranks` ranks sends."""
         total = np.zeros(ranks, dtype=np.int64)
-        for shares in (self.first, self.others):
-            np.add.at(total, shares.rank, shares.share)
+        np.add.at(total, self.rank, self.share)
         return total
 
 
@@ -186,13 +177,7 @@ def assign_copies(
         sets = classes.senders + classes.other_senders
         begin = np.cumsum([0, *(len(members) for members in sets)])
         rank = np.concatenate([*sets, np.zeros(0, dtype=np.int64)])
-        shares = balanced_shares(demand, begin, rank, unit)
-        middle = int(begin[count])
-        return CopyAssignment(
-            is_relayed,
-            ClassShares(begin[: count + 1], rank[:middle], shares[:middle]),
-            ClassShares(begin[count:] - middle, rank[middle:], shares[middle:]),
-        )
+        return CopyAssignment(is_relayed, begin, rank, balanced_shares(demand, begin, rank, unit))
 
     far, near = classes.nature == _FAR, classes.nature == _NEAR
     direct = share(far)
@@ -269,16 +254,22 @@ def divide_flows(
         classes, row_first, row_others, row_elements * itemsize, itemsize, topology.ranks
     )
     is_relayed = copies.is_relayed[row_first]
-    sending = _cut_classes(np.arange(len(item)), row_first, item, start, itemsize, copies.first)
-    forwarding = _cut_classes(
-        np.flatnonzero(is_relayed), row_others, item, start, itemsize, copies.others
+    row_others = row_others + len(classes.senders)
+    sending, forwarding = (
+        _cut_classes(rows, row_class, item, start, itemsize, copies)
+        for rows, row_class in (
+            (np.arange(len(item)), row_first),
+            (np.flatnonzero(is_relayed), row_others),
+        )
     )
 
     # Between adjacent cuts of both lines a single rank sends and a single rank forwards.
-    edges = np.unique(np.concatenate((start, sending.cuts, forwarding.cuts)))
+    edges = np.unique(np.concatenate((start, sending[-1], forwarding[-1])))
     begin, end = edges[:-1], edges[1:]
     row = np.searchsorted(start, begin, side="right") - 1
-    sender, other_sender = (line.turns(row, begin - start[row]) for line in (sending, forwarding))
+    sender, other_sender = (
+        _find_turns(*line[:3], row, begin - start[row]) for line in (sending, forwarding)
+    )
     item, flow, is_relayed = item[row], flow[row], is_relayed[row]
     ends = ((begin - start[row]) // itemsize[row], (end - start[row]) // itemsize[row])
 
@@ -299,26 +290,18 @@ def divide_flows(
     return Fragments(item, flow, *ends, source_cell, relay, second_cell, is_direct)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ClassCuts:
-    """The line of some rows, class by class, and its cuts.
-
-    Row `r` begins at byte `position[r]` of the line, or is not on it if that is negative. Shares
-    begin at `share_position`, ascending; `share_turn` is the index of the rank within its class.
-    `cuts` are the same positions in the order of all rows of the job.
-    """
-
-    position: IntArray
-    share_position: IntArray
-    share_turn: IntArray
-    cuts: IntArray
-
-    def turns(self, row: IntArray, offset: IntArray) -> IntArray:
-        """Return the index of the rank with byte `offset` of each row; 0 if not on the line."""
-        if not len(self.share_position):
-            return np.zeros_like(row)
-        at = np.searchsorted(self.share_position, self.position[row] + offset, side="right") - 1
-        return np.where(self.position[row] >= 0, self.share_turn[at], 0)
+def _find_turns(
+    position: IntArray,
+    share_position: IntArray,
+    share_turn: IntArray,
+    row: IntArray,
+    offset: IntArray,
+) -> IntArray:
+    """Return the index of the rank with byte `offset` of each row; 0 if not on the line."""
+    if not len(share_position):
+        return np.zeros_like(row)
+    at = np.searchsorted(share_position, position[row] + offset, side="right") - 1
+    return np.where(position[row] >= 0, share_turn[at], 0)
 
 
 def _cut_classes(
@@ -327,16 +310,23 @@ def _cut_classes(
     item: IntArray,
     start: IntArray,
     itemsize: IntArray,
-    shares: ClassShares,
-) -> _ClassCuts:
-    """Return the line of `rows`; row `r` has the bytes `start[r]:start[r + 1]` of the job."""
+    copies: CopyAssignment,
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Return the line of `rows`, class by class, and its cuts.
+
+    Row `r` has the bytes `start[r]:start[r + 1]` of the job. The result is the byte at which each
+    row begins on the line, or -1 if it is not on it; the positions at which shares begin,
+    ascending; the index of the rank of each share within its class; and the positions of the
+    shares in the order of all rows of the job.
+    """
+    counts = np.diff(copies.begin)
     rows = rows[np.argsort(row_class[rows], kind="stable")]
     size = np.diff(start)[rows]
     row_class = row_class[rows]
     before = np.cumsum(size) - size
-    total = np.zeros(len(shares.counts), dtype=np.int64)
+    total = np.zeros(len(counts), dtype=np.int64)
     np.add.at(total, row_class, size)
-    minimum = np.minimum(shares.counts * _MIN_SHARE_BYTES, _STRETCH_BYTES)
+    minimum = np.minimum(counts * _MIN_SHARE_BYTES, _STRETCH_BYTES)
     length = np.clip(total // _MAX_STRETCHES, np.maximum(minimum, 1), _STRETCH_BYTES)
     # A stretch begins with each class, and with the first tensor after each such length of it. The
     # flows of a tensor stay together, because a pipeline divides the tensor itself into parts.
@@ -349,8 +339,8 @@ def _cut_classes(
     first = np.flatnonzero(new)
     stretch_bytes = np.add.reduceat(size, first) if len(first) else size
 
-    total = np.concatenate(([0], np.cumsum(shares.share)))
-    low, high = shares.begin[row_class[first]], shares.begin[row_class[first] + 1]
+    total = np.concatenate(([0], np.cumsum(copies.share)))
+    low, high = copies.begin[row_class[first]], copies.begin[row_class[first] + 1]
     stretch = np.repeat(np.arange(len(first)), high - low)
     turn = ragged_arange(high - low)
     # The shares of earlier ranks of the class, scaled from the class to the stretch.
@@ -363,7 +353,7 @@ def _cut_classes(
     offset -= np.where(offset < size[at], offset % itemsize[rows[at]], 0)
     position = np.full(len(start) - 1, -1, dtype=np.int64)
     position[rows] = before
-    return _ClassCuts(position, before[at] + offset, turn, start[rows[at]] + offset)
+    return position, before[at] + offset, turn, start[rows[at]] + offset
 
 
 def _scale(length: IntArray, part: IntArray, whole: IntArray) -> IntArray:

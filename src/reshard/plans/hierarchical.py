@@ -50,40 +50,27 @@ from reshard.plans.broadcast_tree import (
     find_flows,
     find_stages,
 )
-from reshard.plans.element_groups import ElementGroups, find_element_groups
+from reshard.plans.element_groups import ElementGroups, GroupBoxes, find_element_groups
 from reshard.plans.estimates import estimate_transfers
 from reshard.plans.fragments import Fragments, divide_flows
 from reshard.plans.job import Job, JobItem
 from reshard.plans.run import run_stages
-from reshard.plans.schedule import LATENCIES_COUNT_BYTES, PipelineTimes, count_parts
+from reshard.plans.schedule import (
+    LATENCIES_COUNT_BYTES,
+    PARTS_LEFT,
+    count_parts,
+    find_pipeline_times,
+    pipeline_s,
+)
 from reshard.plans.source_selection import split_boxes
 from reshard.runs import IntArray, ragged_arange
 from reshard.topology import Topology
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FragmentBoxes:
-    """The boxes of parts of groups: box `i` is in part `of[i]`, which is part of `group[i]`.
-
-    `piece` is the piece of each dimension's overlap that contains the box.
-    """
-
-    of: IntArray
-    group: IntArray
-    start: IntArray
-    shape: IntArray
-    piece: IntArray
-
-    def take(self, index: IntArray) -> FragmentBoxes:
-        """Return the boxes at `index`, in that order."""
-        columns = (self.of, self.group, self.start, self.shape, self.piece)
-        return FragmentBoxes(*(column[index] for column in columns))
-
-
 def find_boxes(
     groups: ElementGroups, group: IntArray, first: IntArray, stop: IntArray
-) -> FragmentBoxes:
-    """Return the boxes of elements `first[i]:stop[i]` of `group[i]`, part by part and in order.
+) -> tuple[IntArray, GroupBoxes]:
+    """Return the boxes of elements `first[i]:stop[i]` of `group[i]`, and the `i` of each.
 
     Elements are counted box by box in row-major order. Most boxes are inside the range; a box that
     contains a cut is split into a few smaller ones (`split_boxes`)::
@@ -94,67 +81,57 @@ def find_boxes(
     """
     boxes = groups.boxes
     # The boxes that intersect each range, among all boxes of all groups.
-    base = np.append(boxes.before, 0)[boxes.begin[group]]
-    low = np.searchsorted(boxes.before, base + first, side="right") - 1
-    count = np.searchsorted(boxes.before, base + stop, side="left") - low
+    before = groups.elements_before
+    base = np.append(before, 0)[np.searchsorted(boxes.group, group)]
+    low = np.searchsorted(before, base + first, side="right") - 1
+    count = np.searchsorted(before, base + stop, side="left") - low
     of = np.repeat(np.arange(len(group)), count)
     box = np.repeat(low, count) + ragged_arange(count)
-    size = boxes.shape[box].prod(axis=1)
-    inside = boxes.before[box] - base[of]
+    chosen = boxes.take(box)
+    inside, size = before[box] - base[of], chosen.shape.prod(axis=1)
     begin, end = np.maximum(first[of] - inside, 0), np.minimum(stop[of] - inside, size)
-    start, shape = boxes.start[box], boxes.shape[box]
     cut = np.flatnonzero((begin > 0) | (end < size))
     if not len(cut):
-        return FragmentBoxes(of, group[of], start, shape, boxes.piece[box])
-    of_cut, part_start, part_shape = split_boxes(shape[cut], begin[cut], end[cut])
+        return of, chosen
+    of_cut, part_start, part_shape = split_boxes(chosen.shape[cut], begin[cut], end[cut])
     # The parts replace the box that was split, in the same position.
     count = np.ones(len(of), dtype=np.int64)
     count[cut] = np.bincount(of_cut, minlength=len(cut))
     row = np.repeat(np.arange(len(of)), count)
     is_cut = np.zeros(len(of), dtype=bool)
     is_cut[cut] = True
-    start, shape, is_cut = start[row], shape[row], is_cut[row]
-    start[is_cut] += part_start
-    shape[is_cut] = part_shape
-    return FragmentBoxes(of[row], group[of][row], start, shape, boxes.piece[box][row])
+    chosen, is_cut = chosen.take(row), is_cut[row]
+    chosen.start[is_cut] += part_start
+    chosen.shape[is_cut] = part_shape
+    return of[row], chosen
 
 
-def make_exchange_transfers(
-    groups: ElementGroups, boxes: FragmentBoxes, source_cell: IntArray, target_cell: IntArray
+def make_transfers(
+    groups: ElementGroups,
+    boxes: GroupBoxes,
+    cell: IntArray,
+    target_cell: IntArray,
+    *,
+    is_forwarded: bool = False,
 ) -> Transfers:
-    """Return the transfers of boxes, each from a source cell to a target cell."""
-    source_slot = groups.source.cell_slot[source_cell]
-    target_slot = groups.target.cell_slot[target_cell]
+    """Return the transfers of boxes, each from a source cell to a target cell.
+
+    Boxes that are forwarded are taken from a target cell that has received them.
+    """
+    sender = groups.target if is_forwarded else groups.source
+    find_start = groups.target_start if is_forwarded else groups.source_start
+    slot, target_slot = sender.cell_slot[cell], groups.target.cell_slot[target_cell]
+    order = groups.order[boxes.group]
     return Transfers(
-        source_slot,
+        slot,
         target_slot,
-        source_cell,
+        cell,
         target_cell,
-        groups.order[boxes.group],
-        source_slot == target_slot,
+        np.zeros_like(order) if is_forwarded else order,
+        slot == target_slot,
         boxes.start,
         boxes.shape,
-        groups.source_start(source_cell, boxes.start, boxes.piece),
-        groups.target_start(target_cell, boxes.start, boxes.piece),
-    )
-
-
-def make_fan_out_transfers(
-    groups: ElementGroups, boxes: FragmentBoxes, relay_cell: IntArray, target_cell: IntArray
-) -> Transfers:
-    """Return the transfers of boxes, each from a target cell that has it to another target cell."""
-    relay_slot = groups.target.cell_slot[relay_cell]
-    target_slot = groups.target.cell_slot[target_cell]
-    return Transfers(
-        relay_slot,
-        target_slot,
-        relay_cell,
-        target_cell,
-        np.zeros(len(boxes.of), dtype=np.int64),
-        relay_slot == target_slot,
-        boxes.start,
-        boxes.shape,
-        groups.target_start(relay_cell, boxes.start, boxes.piece),
+        find_start(cell, boxes.start, boxes.piece),
         groups.target_start(target_cell, boxes.start, boxes.piece),
     )
 
@@ -365,36 +342,35 @@ class StagedJob:
         groups, flows = self._find_parts(item)
         columns = self.fragments
         flow = columns.flow[chosen]
-        boxes = find_boxes(groups, flows.group[flow], columns.first[chosen], columns.stop[chosen])
-        source, relay = columns.source_cell[chosen], flows.receiver[columns.relay[chosen]]
+        of, boxes = find_boxes(
+            groups, flows.group[flow], columns.first[chosen], columns.stop[chosen]
+        )
+        fragment = chosen[of]
+        source, relay = columns.source_cell[fragment], columns.relay[fragment]
         # Every fragment is first sent to its relay.
-        exchange = [make_exchange_transfers(groups, boxes, source[boxes.of], relay[boxes.of])]
+        exchange = [make_transfers(groups, boxes, source, flows.receiver[relay])]
 
         # The other receivers get each box from a receiver that has it, or from a source cell.
-        forwards = build_trees(flows, flow[boxes.of], columns.relay[chosen][boxes.of])
-        is_direct = columns.is_direct[chosen][boxes.of][forwards.row]
-        row = forwards.row[is_direct]
-        second = columns.second_cell[chosen][boxes.of][row]
-        receiver = flows.receiver[forwards.receiver[is_direct]]
-        exchange.append(make_exchange_transfers(groups, boxes.take(row), second, receiver))
+        row, stage, sender, receiver = build_trees(flows, flow[of], relay)
+        is_direct = columns.is_direct[fragment][row]
+        at = row[is_direct]
+        second, into = columns.second_cell[fragment[at]], flows.receiver[receiver[is_direct]]
+        exchange.append(make_transfers(groups, boxes.take(at), second, into))
         forwarded = []
-        for stage in self._stages[1:]:
-            at = np.flatnonzero(~is_direct & (forwards.stage == stage))
-            sender, receiver = (
-                flows.receiver[end[at]] for end in (forwards.sender, forwards.receiver)
-            )
-            boxes_of_stage = boxes.take(forwards.row[at])
-            forwarded.append(make_fan_out_transfers(groups, boxes_of_stage, sender, receiver))
+        for number_of_stage in self._stages[1:]:
+            at = np.flatnonzero(~is_direct & (stage == number_of_stage))
+            ends = (flows.receiver[end[at]] for end in (sender, receiver))
+            boxes_of_stage = boxes.take(row[at])
+            forwarded.append(make_transfers(groups, boxes_of_stage, *ends, is_forwarded=True))
 
         # Elements that stay are copied in the exchange, whose transfers begin in source cells.
         staying = np.arange(len(flows.staying_group))
         if rank is not None:
             staying = np.flatnonzero(item.change.target.cell_slot[flows.staying_target] == rank)
         group = flows.staying_group[staying]
-        boxes = find_boxes(groups, group, np.zeros_like(group), groups.elements[group])
-        source = flows.staying_source[staying][boxes.of]
-        target = flows.staying_target[staying][boxes.of]
-        exchange.append(make_exchange_transfers(groups, boxes, source, target))
+        of, boxes = find_boxes(groups, group, np.zeros_like(group), groups.elements[group])
+        ends = (end[staying][of] for end in (flows.staying_source, flows.staying_target))
+        exchange.append(make_transfers(groups, boxes, *ends))
         stages = (Transfers.joined(exchange), *forwarded)
         if rank is None:
             return stages
@@ -411,21 +387,19 @@ class StagedJob:
             slot = item.change.target.cell_slot[flows.receiver]
             source = item.change.source.cell_slot
             size = (columns.stop[rows] - columns.first[rows]) * item.dtype.itemsize_bytes
-            forwards = build_trees(flows, columns.flow[rows], columns.relay[rows])
-            sender = np.where(
-                columns.is_direct[rows][forwards.row],
-                source[columns.second_cell[rows][forwards.row]],
-                slot[forwards.sender],
+            row, _, sender, receiver = build_trees(flows, columns.flow[rows], columns.relay[rows])
+            sending = np.where(
+                columns.is_direct[rows][row], source[columns.second_cell[rows][row]], slot[sender]
             )
             pairs = np.concatenate(
                 (
                     source[columns.source_cell[rows]] * ranks + slot[columns.relay[rows]],
-                    sender * ranks + slot[forwards.receiver],
+                    sending * ranks + slot[receiver],
                 )
             )
             pairs, at = np.unique(pairs, return_inverse=True)
             moved = np.zeros(len(pairs), dtype=np.int64)
-            np.add.at(moved, at.reshape(-1), np.append(size, size[forwards.row]))
+            np.add.at(moved, at.reshape(-1), np.append(size, size[row]))
             for pair, size_bytes in zip(pairs.tolist(), moved.tolist(), strict=True):
                 total[pair] = total.get(pair, 0) + size_bytes
         pairs = np.array(sorted(total), dtype=np.int64)
@@ -538,10 +512,10 @@ class StagedJob:
         return estimate_transfers(transfers, self.topology, name)
 
     @cached_property
-    def _times(self) -> PipelineTimes:
+    def _times(self) -> tuple[float, float, float, float]:
         # All stages but the last, which is within hosts, share the links between hosts.
         across = self._estimate_stages(range(len(self._stages) - 1), "across")
-        return PipelineTimes.of(self.estimate(), across)
+        return find_pipeline_times(self.estimate(), across)
 
     @cached_property
     def parts(self) -> int:
@@ -555,12 +529,13 @@ class StagedJob:
         links += [topology.between_racks] if topology.racks > 1 else []
         if None in links:
             return count_parts(float(self.received_bytes.max()), LATENCIES_COUNT_BYTES)
-        return self._times.best_parts
+        _, _, rest_s, latency_s = self._times
+        return count_parts(PARTS_LEFT * rest_s, latency_s)
 
     @property
     def pipelined_s(self) -> float:
         """The seconds of all stages if they run at once. Raises as `estimate` does."""
-        return self._times.in_parts(self.parts)
+        return pipeline_s(*self._times, self.parts)
 
     def run(self, shards: Mapping[str, Mapping[int, Array]]) -> dict[str, dict[int, Array]]:
         """Run all stages on arrays in this process: `{name: {rank: array}}` to the same.

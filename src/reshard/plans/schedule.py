@@ -213,7 +213,7 @@ LATENCIES_COUNT_BYTES = 1 << 20
 STEPS_BETWEEN_STAGES = 2
 # The number of parts of all other stages that remain when the longest stage has ended. Receivers
 # get their pieces of a part at different times, and wait for each other as many steps.
-_PARTS_LEFT = 1 + STEPS_BETWEEN_STAGES
+PARTS_LEFT = 1 + STEPS_BETWEEN_STAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,40 +333,32 @@ def _narrow(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineTimes:
-    """The seconds of stages that run as a pipeline of parts.
+def find_pipeline_times(estimate: Estimate, across: Part) -> tuple[float, float, float, float]:
+    """Return the seconds of stages that run as a pipeline, estimated in sequence.
 
-    Args:
-        call_s: before and after all stages.
-        longest_s: of the longest stage, which runs all the time.
-        rest_s: of all other stages; all but their last few parts overlap with the longest.
-        latency_s: of the messages of a part, through all stages.
+    All stages between hosts share the links of the ranks: `across` is the estimate of them
+    together. The last stage is within hosts.
+
+    Returns:
+        The seconds before and after all stages; of the longest stage, which runs all the time; of
+        all other stages, of which all but the last few parts overlap with the longest; and the
+        latency of the messages of a part, through all stages.
     """
+    moving_s = [part.transfer_s + part.copy_s for part in estimate.parts]
+    latency_s = sum(part.latency_s for part in estimate.parts)
+    longest_s = max([across.transfer_s + across.copy_s, *moving_s])
+    return estimate.call_s, longest_s, max(sum(moving_s) - longest_s, 0.0), latency_s
 
-    call_s: float
-    longest_s: float
-    rest_s: float
-    latency_s: float
 
-    @classmethod
-    def of(cls, estimate: Estimate, across: Part) -> PipelineTimes:
-        """Return the times of stages that were estimated in sequence.
+def pipeline_s(
+    call_s: float, longest_s: float, rest_s: float, latency_s: float, parts: int
+) -> float:
+    """Return the seconds of a pipeline of `parts` parts, for the times of `find_pipeline_times`.
 
-        All stages between hosts share the links of the ranks: `across` is the estimate of them
-        together. The last stage is within hosts.
-        """
-        moving_s = [part.transfer_s + part.copy_s for part in estimate.parts]
-        latency_s = sum(part.latency_s for part in estimate.parts)
-        longest_s = max([across.transfer_s + across.copy_s, *moving_s])
-        return cls(estimate.call_s, longest_s, max(sum(moving_s) - longest_s, 0.0), latency_s)
+    The latencies of `PARTS_AT_ONCE` parts overlap.
 
-    @property
-    def best_parts(self) -> int:
-        """The number of parts with the least time."""
-        return count_parts(_PARTS_LEFT * self.rest_s, self.latency_s)
-
-    def in_parts(self, parts: int) -> float:
-        """Return the seconds with `parts` parts; the latencies of `PARTS_AT_ONCE` overlap."""
-        left, at_once = min(parts, _PARTS_LEFT), -(-parts // PARTS_AT_ONCE)
-        return self.call_s + self.longest_s + self.rest_s * left / parts + self.latency_s * at_once
+    >>> pipeline_s(0.0, 8.0, 4.0, 0.5, 8)
+    10.0
+    """
+    left, at_once = min(parts, PARTS_LEFT), -(-parts // PARTS_AT_ONCE)
+    return call_s + longest_s + rest_s * left / parts + latency_s * at_once

@@ -135,16 +135,18 @@ def assign_senders(tensor_groups: Sequence[TensorGroup], slots: int) -> SenderAs
     """Return the senders of the moved bytes of tensor groups between `slots` ranks."""
     # Steps 1 and 2: the sets of slots that hold or need some elements, and the groups of ranks
     # that belong to the same sets.
-    sets = _HolderSets()
-    holder_set = [
-        sets.add(b.needs.set_begin, b.needs.set_slot) + b.needs.holder_set for b in tensor_groups
-    ]
-    target_set = [
-        sets.add(b.needs.target_copies.begin, b.needs.target_copies.slot)
-        + b.needs.of_keys.target_key
-        for b in tensor_groups
-    ]
-    rank_groups = group_ranks(sets.begin, sets.slot, slots)
+    all_needs = [tensor_group.needs for tensor_group in tensor_groups]
+    first, set_begin, set_slot = _number_sets(
+        [(needs.set_begin, needs.set_slot) for needs in all_needs]
+        + [(needs.target_copies.begin, needs.target_copies.slot) for needs in all_needs]
+    )
+    # The first of these are the sets of holders, the others the sets of ranks that need a key.
+    firsts = zip(all_needs, first, first[len(all_needs) :], strict=False)
+    holder_set, target_set = [], []
+    for needs, first_holders, first_targets in firsts:
+        holder_set.append(first_holders + needs.holder_set)
+        target_set.append(first_targets + needs.of_keys.target_key)
+    rank_groups = group_ranks(set_begin, set_slot, slots)
     counts = np.array([len(b.needs) for b in tensor_groups], dtype=np.int64)
     of_needs = (
         np.repeat(np.arange(len(tensor_groups)), counts),
@@ -163,27 +165,29 @@ def assign_senders(tensor_groups: Sequence[TensorGroup], slots: int) -> SenderAs
     number = len(rank_groups.size)
     held = known * number + rank_groups.set_group
     _, stays = find_in(held, holder_set_of_row * number + rank_group)
-    classes = _HolderClasses(rank_groups, holder_set_of_row[~stays])
+    class_of_row, class_begin, class_rank_group = _find_classes(
+        rank_groups, holder_set_of_row[~stays]
+    )
     items = np.array([len(b.items) for b in tensor_groups], dtype=np.int64)
     positions, ranges, range_class = _order_demand(
-        tensor_group, size_bytes, rank_group, stays, classes, items, rank_groups
+        tensor_group, size_bytes, rank_group, stays, class_of_row, items, rank_groups
     )
     rows = DemandRows(
         tensor_group, need, rank_group, size_bytes, holder_set_of_row, stays, *positions
     )
     # Step 5: the bytes of each class are divided in units of whole elements. The unit of a class
     # with several dtypes is the greatest common divisor of their sizes.
-    demand = np.zeros(len(classes.begin) - 1, dtype=np.int64)
+    demand = np.zeros(len(class_begin) - 1, dtype=np.int64)
     np.add.at(demand, range_class, ranges.stop - ranges.begin)
     unit = np.zeros(len(demand), dtype=np.int64)
     itemsize = np.array([b.dtype.itemsize_bytes for b in tensor_groups], dtype=np.int64)
-    np.gcd.at(unit, classes.of_row, itemsize[rows.tensor_group[~stays]])
-    sender, cut, rounding = _divide(demand, classes, rank_groups, unit)
+    np.gcd.at(unit, class_of_row, itemsize[rows.tensor_group[~stays]])
+    sender, cut, rounding = _divide(demand, class_begin, class_rank_group, rank_groups, unit)
     return SenderAssignment(
         tuple(tensor_groups),
         rank_groups,
-        sets.begin,
-        sets.slot,
+        set_begin,
+        set_slot,
         rows,
         ranges,
         sender,
@@ -192,59 +196,52 @@ def assign_senders(tensor_groups: Sequence[TensorGroup], slots: int) -> SenderAs
     )
 
 
-class _HolderSets:
-    """The sets of slots of all tensor groups, without the duplicates of equal groups."""
+def _number_sets(
+    sets: Sequence[tuple[IntArray, IntArray]],
+) -> tuple[list[int], IntArray, IntArray]:
+    """Concatenate lists of sets of slots, each given as `(begin, slot)`, without equal lists.
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._known: list[tuple[IntArray, IntArray]] = []
-        self._by_size: dict[tuple[int, ...], list[tuple[int, IntArray, IntArray]]] = {}
-
-    def add(self, begin: IntArray, slot: IntArray) -> int:
-        """Add sets, unless equal ones are known, and return the number of the first."""
-        # Only sets of the same lengths and ends are compared in full.
-        ends = (int(slot[0]), int(slot[-1])) if len(slot) else ()
-        candidates = self._by_size.setdefault((len(begin), len(slot), *ends), [])
-        for number, *known in candidates:
-            if np.array_equal(known[1], slot) and np.array_equal(known[0], begin):
-                return number
-        number = self._count
-        candidates.append((number, begin, slot))
-        self._known.append((begin, slot))
-        self._count += len(begin) - 1
-        return number
-
-    @property
-    def slot(self) -> IntArray:
-        """The slots of all sets, concatenated."""
-        return _concatenate([slot for _, slot in self._known])
-
-    @property
-    def begin(self) -> IntArray:
-        """The offset of each set in `slot`: shape `(sets + 1,)`."""
-        counts = _concatenate([np.diff(begin) for begin, _ in self._known])
-        return np.append(0, np.cumsum(counts))
-
-
-class _HolderClasses:
-    """The distinct holder sets. Class `c` has the rank groups `rank_group[begin[c]:begin[c + 1]]`.
-
-    `of_row` is the class of each of the sets that were passed.
+    Return the number of the first set of each list, and all sets as `begin` and `slot`.
     """
+    numbers: list[int] = []
+    known: dict[tuple[int, ...], list[tuple[int, IntArray, IntArray]]] = {}
+    begins, slots = [np.zeros(1, dtype=np.int64)], []
+    count, total = 0, 0
+    for begin, slot in sets:
+        # Only lists of the same lengths and ends are compared in full.
+        ends = (int(slot[0]), int(slot[-1])) if len(slot) else ()
+        candidates = known.setdefault((len(begin), len(slot), *ends), [])
+        for number, other_begin, other_slot in candidates:
+            if np.array_equal(other_slot, slot) and np.array_equal(other_begin, begin):
+                numbers.append(number)
+                break
+        else:
+            candidates.append((count, begin, slot))
+            numbers.append(count)
+            begins.append(begin[1:] + (total - begin[0]))
+            slots.append(slot)
+            count, total = count + len(begin) - 1, total + len(slot)
+    return numbers, np.concatenate(begins), _concatenate(slots)
 
-    def __init__(self, rank_groups: RankGroups, holder_set: IntArray) -> None:
-        used = distinct(holder_set)
-        numbers: dict[bytes, int] = {}
-        of_used = np.zeros(len(used), dtype=np.int64)
-        for i, number in enumerate(used.tolist()):
-            held = rank_groups.set_group[
-                rank_groups.set_begin[number] : rank_groups.set_begin[number + 1]
-            ]
-            of_used[i] = numbers.setdefault(held.tobytes(), len(numbers))
-        members = [np.frombuffer(held, dtype=np.int64) for held in numbers]
-        self.of_row: IntArray = of_used[np.searchsorted(used, holder_set)]
-        self.rank_group = _concatenate(members)
-        self.begin = np.cumsum([0, *(len(held) for held in members)])
+
+def _find_classes(
+    rank_groups: RankGroups, holder_set: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the class of each holder set, and the rank groups of each class.
+
+    Holder sets of equal ranks are a class. Class `c` has the rank groups
+    `rank_group[begin[c]:begin[c + 1]]`.
+    """
+    used = distinct(holder_set)
+    numbers: dict[bytes, int] = {}
+    of_used = np.zeros(len(used), dtype=np.int64)
+    for i, number in enumerate(used.tolist()):
+        low, high = rank_groups.set_begin[number : number + 2]
+        held = rank_groups.set_group[low:high].tobytes()
+        of_used[i] = numbers.setdefault(held, len(numbers))
+    members = [np.frombuffer(held, dtype=np.int64) for held in numbers]
+    begin = np.cumsum([0, *map(len, members)])
+    return of_used[np.searchsorted(used, holder_set)], begin, _concatenate(members)
 
 
 def _order_demand(
@@ -252,7 +249,7 @@ def _order_demand(
     size_bytes: IntArray,
     rank_group: IntArray,
     stays: NDArray[np.bool_],
-    classes: _HolderClasses,
+    class_of_row: IntArray,
     items: IntArray,
     rank_groups: RankGroups,
 ) -> tuple[IntArray, DemandRanges, IntArray]:
@@ -261,7 +258,7 @@ def _order_demand(
     Positions are the columns `begin`, `receiver_step` and `item_step` of `DemandRows`.
     """
     moving = np.flatnonzero(~stays)
-    code = classes.of_row * len(rank_groups.size) + rank_group[moving]
+    code = class_of_row * len(rank_groups.size) + rank_group[moving]
     # Rows are sorted by tensor group and need already, and the sort is stable.
     order = np.argsort(code, kind="stable")
     code, row = code[order], moving[order]
@@ -294,13 +291,17 @@ def _order_demand(
 
 
 def _divide(
-    demand: IntArray, classes: _HolderClasses, rank_groups: RankGroups, unit: IntArray
+    demand: IntArray,
+    class_begin: IntArray,
+    class_rank_group: IntArray,
+    rank_groups: RankGroups,
+    unit: IntArray,
 ) -> tuple[IntArray, IntArray, int]:
     """Return the senders in the order of the line, where each ends, and the rounding."""
-    shares = balance_group_shares(demand, classes.begin, classes.rank_group, rank_groups.size, unit)
-    of_class = np.repeat(np.arange(len(demand)), np.diff(classes.begin))
-    parts = divide_among_members(shares, classes.rank_group, rank_groups.size, unit[of_class])
-    _, member = ragged_rows(rank_groups.member_begin, classes.rank_group)
+    shares = balance_group_shares(demand, class_begin, class_rank_group, rank_groups.size, unit)
+    of_class = np.repeat(np.arange(len(demand)), np.diff(class_begin))
+    parts = divide_among_members(shares, class_rank_group, rank_groups.size, unit[of_class])
+    _, member = ragged_rows(rank_groups.member_begin, class_rank_group)
     sender = rank_groups.member[member]
     sends = parts > 0
     sender, parts = sender[sends], parts[sends]
@@ -321,18 +322,11 @@ FindSenders = Callable[[SenderAssignment, IntArray, IntArray], IntArray]
 """A function that returns the holder that sends each row to each receiver."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Selection:
-    """Rows with a receiver each, and the items `first:stop` of the tensor group."""
+Selection = IntArray
+"""Rows with a receiver each, and items of their tensor groups: an array of shape `(4, rows)`.
 
-    row: IntArray
-    receiver: IntArray
-    first: IntArray
-    stop: IntArray
-
-    def take(self, index: IntArray) -> Selection:
-        """Return the rows at `index`, in that order."""
-        return Selection(self.row[index], self.receiver[index], self.first[index], self.stop[index])
+Column `i` is a row, a receiver, and the range `first:stop` of the items.
+"""
 
 
 def select_all_items(assignment: SenderAssignment, row: IntArray, receiver: IntArray) -> Selection:
@@ -340,9 +334,7 @@ def select_all_items(assignment: SenderAssignment, row: IntArray, receiver: IntA
     items = np.array(
         [len(tensor_group.items) for tensor_group in assignment.tensor_groups], dtype=np.int64
     )
-    return Selection(
-        row, receiver, np.zeros(len(row), dtype=np.int64), items[assignment.rows.tensor_group[row]]
-    )
+    return np.stack((row, receiver, np.zeros_like(row), items[assignment.rows.tensor_group[row]]))
 
 
 def select_sent(assignment: SenderAssignment, rank: int) -> Selection:
@@ -370,13 +362,13 @@ def select_sent(assignment: SenderAssignment, rank: int) -> Selection:
     at, entry = ragged_rows(ranges.row_begin, number)
     row = ranges.row[entry]
     receiver, begin, stop = (column[at] for column in (receiver, begin, stop))
-    chosen = select_all_items(assignment, row, receiver)
+    items = select_all_items(assignment, row, receiver)[3]
     position = rows.begin[row] + receiver * rows.receiver_step[row]
     step = rows.item_step[row]
     # Tensor `j` begins at `position + j * step`.
     first = np.maximum((begin - position - rows.size_bytes[row]) // step + 1, 0)
-    last = np.minimum(-((position - stop) // step), chosen.stop)
-    return Selection(row, receiver, first, last).take(np.flatnonzero(first < last))
+    last = np.minimum(-((position - stop) // step), items)
+    return np.stack((row, receiver, first, last))[:, first < last]
 
 
 def select_found(assignment: SenderAssignment, rank: int, find_senders: FindSenders) -> Selection:
@@ -551,25 +543,19 @@ def list_rank_transfers(
         sent = select_sent(assignment, rank)
     else:
         sent = select_found(assignment, rank, find_senders)
-    chosen = Selection(
-        *(
-            np.concatenate((getattr(received, name), getattr(sent, name)))
-            for name in Selection.__dataclass_fields__
-        )
-    )
+    chosen = np.concatenate((received, sent), axis=1)
     return [writer.write(rank, find_senders) for writer in _make_writers(assignment, chosen)]
 
 
 def _make_writers(assignment: SenderAssignment, chosen: Selection) -> Iterator[_BoxWriter]:
     # Received and sent rows are each sorted by tensor group; they are merged.
-    tensor_group = assignment.rows.tensor_group[chosen.row]
-    order = np.argsort(tensor_group, kind="stable")
-    begin = np.searchsorted(tensor_group[order], np.arange(len(assignment.tensor_groups) + 1))
+    number_of_row = assignment.rows.tensor_group[chosen[0]]
+    order = np.argsort(number_of_row, kind="stable")
+    begin = np.searchsorted(number_of_row[order], np.arange(len(assignment.tensor_groups) + 1))
     for number, (low, high) in enumerate(pairwise(begin.tolist())):
         if low < high:
-            yield _BoxWriter(
-                assignment, assignment.tensor_groups[number], chosen.take(order[low:high])
-            )
+            tensor_group = assignment.tensor_groups[number]
+            yield _BoxWriter(assignment, tensor_group, chosen[:, order[low:high]])
 
 
 class _BoxWriter:
@@ -579,19 +565,20 @@ class _BoxWriter:
         self, assignment: SenderAssignment, tensor_group: TensorGroup, chosen: Selection
     ) -> None:
         needs, rows = tensor_group.needs, assignment.rows
-        self.assignment, self.tensors, self.chosen = assignment, tensor_group, chosen
+        self.assignment, self.tensors = assignment, tensor_group
+        row, receiver, first_item, stop_item = chosen
         # The selected row of each box; a slice as long as every row is a single box.
         of_box: IntArray | slice = slice(None)
         entries: list[IntArray] = []
-        need = rows.need[chosen.row]
+        need = rows.need[row]
         for d, overlap in enumerate(needs.of_keys.overlaps):
             pieces = overlap.shared_pieces
             pair = needs.of_keys.pair[d][need[of_box]]
             low = pieces.begin[pair]
-            row, piece = ragged_ranges(low, pieces.begin[pair + 1] - low)
-            if not isinstance(row, slice):
-                entries = [earlier[row] for earlier in entries]
-                of_box = row if isinstance(of_box, slice) else of_box[row]
+            of, piece = ragged_ranges(low, pieces.begin[pair + 1] - low)
+            if not isinstance(of, slice):
+                entries = [earlier[of] for earlier in entries]
+                of_box = of if isinstance(of_box, slice) else of_box[of]
             entries.append(piece)
         self.of_box = np.arange(len(need))[of_box]
         self.pieces = entries
@@ -602,10 +589,11 @@ class _BoxWriter:
             boxes[0, d], boxes[1, d] = pieces.start[piece], pieces.length[piece]
             boxes[2, d] = pieces.target_local[piece]
         self.start, self.shape, self.target_start = (box.T for box in boxes)
-        self.row = chosen.row[self.of_box]
+        self.row = row[self.of_box]
+        self.items = (first_item[self.of_box], stop_item[self.of_box])
         self.need = need[self.of_box]
         self.elements: IntArray = self.shape.prod(axis=1)
-        receiver = chosen.receiver[self.of_box]
+        receiver = receiver[self.of_box]
         rank_group = rows.rank_group[self.row]
         self.target_slot = assignment.rank_groups.member[
             assignment.rank_groups.member_begin[rank_group] + receiver
@@ -672,7 +660,7 @@ class _BoxWriter:
 
     def _repeat_by_item(self, items: int) -> tuple[IntArray, IntArray]:
         """Return each box of each selected item, and the item, ordered by item."""
-        first, stop = self.chosen.first[self.of_box], self.chosen.stop[self.of_box]
+        first, stop = self.items
         boxes = np.arange(len(first))
         if (stop - first == items).all():
             return np.tile(boxes, items), np.repeat(np.arange(items), len(boxes))

@@ -21,6 +21,7 @@ padding for elements therefore reveals them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,24 +33,14 @@ from reshard.collectives.lowering.mlir import (
     COLLECTIVES,
     ELEMENTS,
     MESSAGES,
+    OPERATIONS,
     REDUCTIONS,
-    CastOp,
-    CollectiveOp,
-    Computed,
-    ConstantOp,
-    EmptyOp,
-    ExtractOp,
-    ExtractSliceOp,
     Grid,
-    InsertSliceOp,
-    MessageOp,
     Numbers,
     Operation,
-    ProcessIndexOp,
-    ShardingOp,
     ShardModule,
-    ShardOp,
     TensorType,
+    write_list,
 )
 from reshard.collectives.lowering.shardings import ceil_shape
 from reshard.errors import LayoutError, NotationError, ShardError
@@ -69,12 +60,12 @@ class _Value:
     word: str
     type: TensorType | None = None
     is_own: bool = False
-    sharding: ShardingOp | None = None
+    sharding: Operation | None = None
     own: TensorType | None = None
     count: int = 0
 
 
-def sharding_spec(grid: Grid, sharding: ShardingOp, ndim: int) -> ShardingSpec:
+def sharding_spec(grid: Grid, sharding: Operation, ndim: int) -> ShardingSpec:
     """Return the sharding that a `shard.sharding` gives a tensor of `ndim` dimensions.
 
     Raises:
@@ -82,9 +73,10 @@ def sharding_spec(grid: Grid, sharding: ShardingOp, ndim: int) -> ShardingSpec:
         SpecError: an axis used twice.
     """
     mesh = grid.mesh
-    for axis in (axis for axes in sharding.split_axes for axis in axes):
+    split_axes = sharding.attributes["split_axes"]
+    for axis in (axis for axes in split_axes for axis in axes):
         _check_axis(grid, axis)
-    cuts = [*sharding.split_axes, *[()] * (ndim - len(sharding.split_axes))]
+    cuts = [*split_axes, *[()] * (ndim - len(split_axes))]
     # Lists beyond the tensor's dimensions are allowed while they are empty.
     if any(cuts[ndim:]):
         raise NotationError(
@@ -157,90 +149,100 @@ class TypeCheck:
             )
 
     def _result(self, op: Operation) -> _Value:
-        if isinstance(op, ShardingOp):
-            sharding_spec(self._grid(op.grid), op, len(op.split_axes))
+        words = op.attributes
+        if op.name == "shard.sharding":
+            sharding_spec(self._grid(words["grid"]), op, len(words["split_axes"]))
             return _Value("sharding", sharding=op)
-        if isinstance(op, ShardOp):
+        if op.name == "shard.shard":
             return self._annotate(op)
-        if isinstance(op, CastOp):
+        if op.name == "builtin.unrealized_conversion_cast":
             return self._cast(op)
-        if isinstance(op, CollectiveOp):
-            self._own(op.operand, op.before)
-            _check_shape(op.after, _infer_collective(op, self._grid(op.grid)))
-            return _Value("tensor", op.after, is_own=True)
-        if isinstance(op, MessageOp):
+        if op.name in COLLECTIVES:
+            self._own(op.operands[0], op.types[0])
+            _check_shape(op.types[1], _infer_collective(op, self._grid(words["grid"])))
+            return _Value("tensor", op.types[1], is_own=True)
+        if op.name in MESSAGES:
             return self._message(op)
-        if isinstance(op, ProcessIndexOp):
-            self._grid(op.grid)
+        if op.name == "shard.process_linear_index":
+            self._grid(words["grid"])
             return _Value("index")
-        if isinstance(op, ConstantOp):
-            return _Value("table", count=len(op.numbers))
-        if isinstance(op, ExtractOp):
-            self._value(op.index, "index")
-            count = self._value(op.table, "table").count
-            if count != op.count:
-                raise NotationError(f"%{op.table} has {count} numbers, not {op.count}")
+        if op.name == "arith.constant":
+            count = op.types[0].shape[0]
+            if len(words["numbers"]) != count:
+                raise NotationError(f"{len(words['numbers'])} numbers in a table of {count}")
+            return _Value("table", count=count)
+        if op.name == "tensor.extract":
+            table, index = op.operands
+            self._value(index, "index")
+            count, expected = self._value(table, "table").count, op.types[0].shape[0]
+            if count != expected:
+                raise NotationError(f"%{table} has {count} numbers, not {expected}")
             return _Value("index")
-        if isinstance(op, EmptyOp):
-            return _Value("tensor", op.type, is_own=True)
+        if op.name == "tensor.empty":
+            return _Value("tensor", op.types[0], is_own=True)
         # The remaining operations are slices, which read from or write to a process's tensor.
-        self._own(op.operand, op.before)
-        if isinstance(op, ExtractSliceOp):
-            _check_box(op, op.before, op.after)
+        before, after = op.types
+        self._own(op.operands[0], before)
+        if op.name == "tensor.extract_slice":
+            _check_box(op, before, after)
         else:
-            self._own(op.into, op.after)
-            _check_box(op, op.after, op.before)
-        return _Value("tensor", op.after, is_own=True)
+            self._own(op.operands[1], after)
+            _check_box(op, after, before)
+        return _Value("tensor", after, is_own=True)
 
-    def _annotate(self, op: ShardOp) -> _Value:
-        value = self._tensor(op.operand, op.type)
+    def _annotate(self, op: Operation) -> _Value:
+        (operand, named), (type_,) = op.operands, op.types
+        value = self._tensor(operand, type_)
         if value.is_own:
             raise NotationError(
-                f"%{op.operand} is a process's own tensor; shard.shard takes global ones"
+                f"%{operand} is a process's own tensor; shard.shard takes global ones"
             )
-        sharding = self._value(op.sharding, "sharding").sharding
+        sharding = self._value(named, "sharding").sharding
         if value.sharding is not None:
             raise NotationError(
-                f"%{op.operand} has a sharding already; programs say by collectives how it changes"
+                f"%{operand} has a sharding already; programs say by collectives how it changes"
             )
         # The tensor cast back must have the shape that this sharding gives each process.
         if sharding is not None and value.own is not None:
-            self._check_part(value.own, sharding, op.type)
-        return _Value("tensor", op.type, sharding=sharding)
+            self._check_part(value.own, sharding, type_)
+        return _Value("tensor", type_, sharding=sharding)
 
-    def _cast(self, op: CastOp) -> _Value:
-        value = self._tensor(op.operand, op.before)
+    def _cast(self, op: Operation) -> _Value:
+        (operand,), (before, after) = op.operands, op.types
+        value = self._tensor(operand, before)
         # From a process's tensor back to a global tensor; otherwise the reverse.
         if value.is_own:
-            return _Value("tensor", op.after, own=op.before)
+            return _Value("tensor", after, own=before)
         if value.sharding is None:
             raise NotationError(
-                f"%{op.operand} has no sharding; give it one by shard.shard before it is cast"
+                f"%{operand} has no sharding; give it one by shard.shard before it is cast"
             )
-        self._check_part(op.after, value.sharding, op.before)
-        return _Value("tensor", op.after, is_own=True)
+        self._check_part(after, value.sharding, before)
+        return _Value("tensor", after, is_own=True)
 
-    def _check_part(self, own: TensorType, sharding: ShardingOp, whole: TensorType) -> None:
-        spec = sharding_spec(self._grid(sharding.grid), sharding, len(whole.shape))
+    def _check_part(self, own: TensorType, sharding: Operation, whole: TensorType) -> None:
+        spec = sharding_spec(self._grid(sharding.attributes["grid"]), sharding, len(whole.shape))
         expected = TensorType(ceil_shape(spec, whole.shape), whole.element)
         if own != expected:
+            axes = write_list(sharding.attributes["split_axes"])
             raise NotationError(
-                f"a process has a {expected} of a {whole} that is sharded {sharding.lists}, not a "
-                f"{own}"
+                f"a process has a {expected} of a {whole} that is sharded {axes}, not a {own}"
             )
 
-    def _message(self, op: MessageOp) -> _Value:
-        self._own(op.operand, op.before)
-        _group_size(self._grid(op.grid), op.grid_axes)
-        if len(op.peer) != len(op.grid_axes):
+    def _message(self, op: Operation) -> _Value:
+        (operand, *peer), (before, after) = op.operands, op.types
+        axes = op.attributes["grid_axes"]
+        self._own(operand, before)
+        _group_size(self._grid(op.attributes["grid"]), axes)
+        if len(peer) != len(axes):
             raise NotationError(
-                f"{len(op.peer)} numbers for a process among the axes {list(op.grid_axes)}; give "
-                "one for each axis"
+                f"{len(peer)} numbers for a process among the axes {list(axes)}; give one for each "
+                "axis"
             )
-        for name in op.peer:
+        for name in peer:
             self._value(name, "index")
-        _check_shape(op.after, op.before)
-        return _Value("tensor", op.after, is_own=True)
+        _check_shape(after, before)
+        return _Value("tensor", after, is_own=True)
 
 
 def check_types(module: ShardModule) -> None:
@@ -270,29 +272,30 @@ def _group_size(grid: Grid, axes: Iterable[int]) -> int:
     return math.prod(grid.shape[axis] for axis in listed)
 
 
-def _infer_collective(op: CollectiveOp, grid: Grid) -> TensorType:
+def _infer_collective(op: Operation, grid: Grid) -> TensorType:
     """Return the result type of a collective."""
-    count = _group_size(grid, op.grid_axes)
-    if "reduction" in op.names and op.word not in REDUCTIONS.values():
-        raise NotationError(
-            f"the reduction {op.word!r}; it is one of {', '.join(REDUCTIONS.values())}"
-        )
-    for name in op.names:
-        if name != "reduction" and not 0 <= op.setting(name) < len(op.before.shape):
+    words, before = op.attributes, op.types[0]
+    count = _group_size(grid, words["grid_axes"])
+    for name in COLLECTIVES[op.name]:
+        if name == "reduction":
+            if words[name] not in REDUCTIONS.values():
+                raise NotationError(
+                    f"the reduction {words[name]!r}; it is one of {', '.join(REDUCTIONS.values())}"
+                )
+        elif not 0 <= words[name] < len(before.shape):
             raise NotationError(
-                f"{name} = {op.setting(name)} of a {op.before}; its axes are 0 to "
-                f"{len(op.before.shape) - 1}"
+                f"{name} = {words[name]} of a {before}; its axes are 0 to {len(before.shape) - 1}"
             )
-    if op.kind == "all_gather":
-        return _grow(op.before, op.setting("gather_axis"), count)
-    if op.kind == "all_slice":
-        return _shrunk(op.before, op.setting("slice_axis"), count)
-    if op.kind == "reduce_scatter":
-        return _shrunk(op.before, op.setting("scatter_axis"), count)
-    if op.kind == "all_to_all":
-        split = _shrunk(op.before, op.setting("split_axis"), count)
-        return _grow(split, op.setting("concat_axis"), count)
-    return op.before
+    if op.name == "shard.all_gather":
+        return _grow(before, words["gather_axis"], count)
+    if op.name == "shard.all_slice":
+        return _shrunk(before, words["slice_axis"], count)
+    if op.name == "shard.reduce_scatter":
+        return _shrunk(before, words["scatter_axis"], count)
+    if op.name == "shard.all_to_all":
+        split = _shrunk(before, words["split_axis"], count)
+        return _grow(split, words["concat_axis"], count)
+    return before
 
 
 def _grow(type_: TensorType, axis: int, count: int) -> TensorType:
@@ -313,24 +316,25 @@ def _check_shape(actual: TensorType, expected: TensorType) -> None:
         raise NotationError(f"its result is a {expected}, not a {actual}")
 
 
-def _check_box(op: ExtractSliceOp | InsertSliceOp, outer: TensorType, inner: TensorType) -> None:
-    if op.sizes != inner.shape or outer.element != inner.element:
-        raise NotationError(f"a box of sizes {list(op.sizes)} of a {outer} is not a {inner}")
-    if len(op.offsets) != len(op.sizes) or len(op.sizes) != len(outer.shape):
+def _check_box(op: Operation, outer: TensorType, inner: TensorType) -> None:
+    offsets, sizes = op.attributes["offsets"], op.attributes["sizes"]
+    if sizes != inner.shape or outer.element != inner.element:
+        raise NotationError(f"a box of sizes {list(sizes)} of a {outer} is not a {inner}")
+    if len(offsets) != len(sizes) or len(sizes) != len(outer.shape):
         raise NotationError(
-            f"{len(op.offsets)} offsets and {len(op.sizes)} sizes in a {outer}; give one per "
-            "dimension"
+            f"{len(offsets)} offsets and {len(sizes)} sizes in a {outer}; give one per dimension"
         )
-    for offset, size, length in zip(op.offsets, op.sizes, outer.shape, strict=True):
+    for offset, size, length in zip(offsets, sizes, outer.shape, strict=True):
         if not 0 <= offset <= offset + size <= length:
             raise NotationError(
-                f"the box at {list(op.offsets)} of sizes {list(op.sizes)} is not inside a {outer}"
+                f"the box at {list(offsets)} of sizes {list(sizes)} is not inside a {outer}"
             )
 
 
 _GRID = r"shard\.grid\b[^)\n]*\)?"
 _TENSOR = r"tensor<((?:\d{1,18}x)*)((?:complex<f(?:32|64)>)|[a-z]\w*)>"
-_SHARDING = "!shard.sharding"
+# The words of an operation's text: fields, and what stands between them.
+_WORD = r"\{\w+\}|[\w.!<]+|->|\S"
 
 
 def parse_shard_module(text: str) -> ShardModule:
@@ -457,156 +461,82 @@ class _ModuleReader:
             raise self.scanner.failure("a type such as tensor<4x8xf32>, with every size known")
         return TensorType(tuple(int(size) for size in match[1].split("x")[:-1]), match[2])
 
-    def _setting(self, name: str, read: Callable[[], Numbers]) -> Numbers:
-        self.scanner.expect(name)
-        self.scanner.expect("=")
-        return read()
-
     def _operation(self) -> Operation:
         result = self._name()
         self.scanner.expect("=")
-        match = self.scanner.take(r"([a-z]\w*)\.([a-z]\w*)\b")
+        match = self.scanner.take(r"[a-z]\w*\.[a-z]\w*\b")
         if not match:
             raise self.scanner.failure("an operation such as shard.all_gather")
-        dialect, word = match[1], match[2]
-        if dialect == "shard" and word in COLLECTIVES:
-            return self._collective(result, word)
-        if dialect == "shard" and word in MESSAGES:
-            return self._message(result, word)
-        read: dict[str, Callable[[str], Operation]] = {
-            "shard.sharding": self._sharding,
-            "shard.shard": self._annotation,
-            "shard.process_linear_index": self._process_index,
-            "builtin.unrealized_conversion_cast": self._cast,
-            "arith.constant": self._table,
-            "tensor.extract": self._lookup,
-            "tensor.empty": self._empty,
-            "tensor.extract_slice": self._slice_of,
-            "tensor.insert_slice": self._slice_into,
-        }
-        if match[0].strip() not in read:
-            known = [*(f"shard.{kind}" for kind in (*COLLECTIVES, *MESSAGES)), *read]
+        name = match[0].strip()
+        if name not in OPERATIONS:
             raise NotationError(
-                f"no operation {match[0].strip()!r} in programs; they have {', '.join(known)}"
+                f"no operation {name!r} in programs; they have {', '.join(OPERATIONS)}"
             )
-        return read[match[0].strip()](result)
+        operands: list[str] = []
+        words: dict[str, Any] = {}
+        types: list[TensorType] = []
+        # An operation is read as it is written: by its text in `OPERATIONS`, word by word.
+        for word in re.findall(_WORD, OPERATIONS[name]):
+            field = word.strip("{}")
+            if word == field:
+                self.scanner.expect(word)
+            elif field.isdigit():
+                operands.append(self._name())
+            elif field == "type":
+                types.append(self._tensor())
+            elif field == "table":
+                types.append(self._table_type())
+            elif field in MESSAGES.values():
+                self._expect_name(field)
+                operands += self.scanner.listed("[", self._name, "]")
+            elif field == "indices":
+                for _ in operands[1:]:
+                    self.scanner.expect(",")
+                    self.scanner.expect("index")
+            elif field == "box":
+                words["offsets"], words["sizes"] = self._box()
+            else:
+                words[field] = self._attribute(field)
+            if name == "shard.shard" and field == "1":
+                # The annotation holds for the users of the value, with these words or without.
+                self.scanner.accept("annotate_for_users")
+        return Operation(name, result, tuple(operands), words, tuple(types))
 
-    def _sharding(self, result: str) -> ShardingOp:
-        grid = self._symbol()
-        self.scanner.expect("split_axes")
+    def _expect_name(self, name: str) -> None:
+        self.scanner.expect(name)
         self.scanner.expect("=")
-        lists = tuple(self.scanner.listed("[", self._numbers, "]"))
-        self.scanner.expect(":")
-        self.scanner.expect(_SHARDING)
-        return ShardingOp(result, grid, lists)
 
-    def _annotation(self, result: str) -> ShardOp:
-        operand = self._name()
-        self.scanner.expect("to")
-        sharding = self._name()
-        # The annotation holds for the users of the value, with these words or without.
-        self.scanner.accept("annotate_for_users")
-        self.scanner.expect(":")
-        return ShardOp(result, operand, sharding, self._tensor())
+    def _attribute(self, name: str) -> Any:
+        if name == "grid":
+            return self._symbol()
+        if name == "numbers":
+            return self._numbers()
+        # Without groups a collective is among all processes alone; without a word it is a sum.
+        if name in ("grid_axes", "reduction") and not self.scanner.looks_at(name):
+            return () if name == "grid_axes" else "sum"
+        self._expect_name(name)
+        if name == "split_axes":
+            return tuple(self.scanner.listed("[", self._numbers, "]"))
+        if name == "grid_axes":
+            return self._numbers()
+        if name != "reduction":
+            return self.scanner.number()
+        match = self.scanner.take(r"<?\s*([a-z_]+)\s*>?")
+        if not match:
+            raise self.scanner.failure("a reduction such as sum")
+        return match[1]
 
-    def _types(self, between: str) -> tuple[TensorType, TensorType]:
-        self.scanner.expect(":")
-        before = self._tensor()
-        self.scanner.expect(between)
-        return before, self._tensor()
-
-    def _cast(self, result: str) -> CastOp:
-        return CastOp(result, self._name(), *self._types("to"))
-
-    def _group(self) -> tuple[str, str, Numbers]:
-        operand = self._name()
-        self.scanner.expect("on")
-        grid = self._symbol()
-        has_axes = self.scanner.looks_at("grid_axes")
-        return operand, grid, self._setting("grid_axes", self._numbers) if has_axes else ()
-
-    def _collective(self, result: str, kind: str) -> CollectiveOp:
-        operand, grid, axes = self._group()
-        settings: list[int | str] = []
-        for name in COLLECTIVES[kind]:
-            # Without a word a reduction is a sum.
-            if name == "reduction" and not self.scanner.looks_at("reduction"):
-                settings.append("sum")
-                continue
-            self.scanner.expect(name)
-            self.scanner.expect("=")
-            if name != "reduction":
-                settings.append(self.scanner.number())
-                continue
-            match = self.scanner.take(r"<?\s*([a-z_]+)\s*>?")
-            if not match:
-                raise self.scanner.failure("a reduction such as sum")
-            settings.append(match[1])
-        return CollectiveOp(kind, result, operand, grid, axes, tuple(settings), *self._types("->"))
-
-    def _message(self, result: str, kind: str) -> MessageOp:
-        operand, grid, axes = self._group()
-        self.scanner.expect(MESSAGES[kind])
-        self.scanner.expect("=")
-        peer = self._names()
-        self.scanner.expect(":")
-        self.scanner.expect("(")
-        before = self._tensor()
-        for _ in peer:
-            self.scanner.expect(",")
-            self.scanner.expect("index")
-        self.scanner.expect(")")
-        self.scanner.expect("->")
-        return MessageOp(kind, result, operand, grid, axes, peer, before, self._tensor())
-
-    def _process_index(self, result: str) -> ProcessIndexOp:
-        self.scanner.expect("on")
-        grid = self._symbol()
-        self.scanner.expect(":")
-        self.scanner.expect("index")
-        return ProcessIndexOp(result, grid)
-
-    def _index_table(self) -> int:
-        self.scanner.expect(":")
+    def _table_type(self) -> TensorType:
         type_ = self._tensor()
         if type_.element != "index" or len(type_.shape) != 1:
             raise NotationError(f"a table of {type_}; tables are such as tensor<4xindex>")
-        return type_.shape[0]
-
-    def _table(self, result: str) -> ConstantOp:
-        self.scanner.expect("dense<")
-        numbers = self._numbers()
-        self.scanner.expect(">")
-        if (count := self._index_table()) != len(numbers):
-            raise NotationError(f"{len(numbers)} numbers in a table of {count}")
-        return ConstantOp(result, numbers)
-
-    def _lookup(self, result: str) -> ExtractOp:
-        table = self._name()
-        self.scanner.expect("[")
-        index = self._name()
-        self.scanner.expect("]")
-        return ExtractOp(result, table, index, self._index_table())
-
-    def _empty(self, result: str) -> EmptyOp:
-        self.scanner.expect("(")
-        self.scanner.expect(")")
-        self.scanner.expect(":")
-        return EmptyOp(result, self._tensor())
+        return type_
 
     def _box(self) -> tuple[Numbers, Numbers]:
         offsets, sizes, steps = self._numbers(), self._numbers(), self._numbers()
         if steps != (1,) * len(sizes):
             raise NotationError(f"steps {list(steps)} of a slice; they are 1 each")
         return offsets, sizes
-
-    def _slice_of(self, result: str) -> ExtractSliceOp:
-        return ExtractSliceOp(result, self._name(), *self._box(), *self._types("to"))
-
-    def _slice_into(self, result: str) -> InsertSliceOp:
-        operand = self._name()
-        self.scanner.expect("into")
-        return InsertSliceOp(result, operand, self._name(), *self._box(), *self._types("into"))
 
 
 Array = NDArray[Any]
@@ -657,7 +587,7 @@ class _Run:
     def __init__(self, module: ShardModule, shards: Mapping[int, Array]) -> None:
         self._grids = {grid.name: grid for grid in module.grids}
         self._processes = range(math.prod(module.grids[0].shape))
-        self._shardings: dict[str, ShardingOp] = {}
+        self._shardings: dict[str, Operation] = {}
         # Values that were cast back from a process's own; values with a sharding.
         self._returning: set[str] = set()
         self._annotated: set[str] = set()
@@ -680,70 +610,74 @@ class _Run:
 
     def carry_out(self, op: Operation) -> None:
         """Run one operation in every process."""
-        if isinstance(op, ShardingOp):
+        if op.name == "shard.sharding":
             self._shardings[op.result] = op
         else:
             self.arrays[op.result] = list(self._result(op))
 
-    def _result(self, op: Computed) -> Sequence[Array]:
-        if isinstance(op, ProcessIndexOp):
+    def _result(self, op: Operation) -> Sequence[Array]:
+        if op.name == "shard.process_linear_index":
             return [np.array(process) for process in self._processes]
-        if isinstance(op, ConstantOp):
-            return [np.array(op.numbers) for _ in self._processes]
-        if isinstance(op, ExtractOp):
-            pairs = zip(self.arrays[op.table], self.arrays[op.index], strict=True)
+        if op.name == "arith.constant":
+            return [np.array(op.attributes["numbers"]) for _ in self._processes]
+        if op.name == "tensor.empty":
+            return [_padding(op.types[0], self._dtype) for _ in self._processes]
+        held = self.arrays[op.operands[0]]
+        if op.name == "tensor.extract":
+            pairs = zip(held, self.arrays[op.operands[1]], strict=True)
             return [table[int(index)] for table, index in pairs]
-        if isinstance(op, EmptyOp):
-            return [_padding(op.type, self._dtype) for _ in self._processes]
-        if isinstance(op, InsertSliceOp):
-            pairs = zip(self.arrays[op.into], self.arrays[op.operand], strict=True)
-            return [_place_at(into, array, op.offsets) for into, array in pairs]
-        held = self.arrays[op.operand]
-        if isinstance(op, ShardOp):
+        if op.name == "tensor.insert_slice":
+            pairs = zip(self.arrays[op.operands[1]], held, strict=True)
+            return [_place_at(into, array, op.attributes["offsets"]) for into, array in pairs]
+        if op.name == "shard.shard":
             return self._parts(op, held)
-        if isinstance(op, CastOp):
+        if op.name == "builtin.unrealized_conversion_cast":
             # A cast of what has no sharding yet leads back to a global tensor, whose padding the
             # next `shard` takes off; the other way, a shard is padded to the size of the largest.
-            if op.operand not in self._annotated:
+            if op.operands[0] not in self._annotated:
                 self._returning.add(op.result)
                 return held
-            start = (0,) * len(op.after.shape)
-            return [_place_at(_padding(op.after, self._dtype), array, start) for array in held]
-        if isinstance(op, ExtractSliceOp):
-            return [array[_box(op.offsets, op.sizes)] for array in held]
-        if isinstance(op, MessageOp):
+            after = op.types[1]
+            start = (0,) * len(after.shape)
+            return [_place_at(_padding(after, self._dtype), array, start) for array in held]
+        if op.name == "tensor.extract_slice":
+            box = _box(op.attributes["offsets"], op.attributes["sizes"])
+            return [array[box] for array in held]
+        if op.name in MESSAGES:
             return self._messages(op, held)
-        return _run_collective(op, self._grids[op.grid], held)
+        return _run_collective(op, self._grids[op.attributes["grid"]], held)
 
     @property
     def _dtype(self) -> np.dtype[Any]:
         return next(iter(self.arrays.values()))[0].dtype
 
-    def _parts(self, op: ShardOp, held: Sequence[Array]) -> list[Array]:
+    def _parts(self, op: Operation, held: Sequence[Array]) -> list[Array]:
         """Return every process's part of a global tensor; without padding if it was cast back."""
-        sharding = self._shardings[op.sharding]
-        spec = sharding_spec(self._grids[sharding.grid], sharding, len(op.type.shape))
-        layout = spec.layout(op.type.shape)
+        (operand, named), (type_,) = op.operands, op.types
+        sharding = self._shardings[named]
+        grid = self._grids[sharding.attributes["grid"]]
+        layout = sharding_spec(grid, sharding, len(type_.shape)).layout(type_.shape)
         self._annotated.add(op.result)
         found = []
         for process, array in enumerate(held):
             shape = layout.local_shape(process) or ()
-            if op.operand in self._returning:
+            if operand in self._returning:
                 array = array[_box((0,) * len(shape), shape)]
             elif array.shape != shape:
+                axes = write_list(sharding.attributes["split_axes"])
                 raise ShardError(
                     f"the array of process {process} has shape {list(array.shape)}; its part of "
-                    f"{op.type} that is sharded {sharding.lists} is {list(shape)}"
+                    f"{type_} that is sharded {axes} is {list(shape)}"
                 )
             found.append(array)
         return found
 
-    def _messages(self, op: MessageOp, held: Sequence[Array]) -> list[Array]:
-        shape = self._grids[op.grid].shape
+    def _messages(self, op: Operation, held: Sequence[Array]) -> list[Array]:
+        shape = self._grids[op.attributes["grid"]].shape
         peers = []
         for process in self._processes:
             place = [int(number) for number in np.unravel_index(process, shape)]
-            for axis, value in zip(op.grid_axes, op.peer, strict=True):
+            for axis, value in zip(op.attributes["grid_axes"], op.operands[1:], strict=True):
                 place[axis] = int(self.arrays[value][process])
                 if not 0 <= place[axis] < shape[axis]:
                     raise ShardError(
@@ -752,7 +686,7 @@ class _Run:
                     )
             peers.append(int(np.ravel_multi_index(place, shape)))
         # A send is kept until the receive that follows it, in which every process takes its own.
-        if op.kind == "send":
+        if op.name == "shard.send":
             self._sent = {}
             for sender, (receiver, array) in enumerate(zip(peers, held, strict=True)):
                 if receiver in self._sent:
@@ -788,12 +722,13 @@ def _place_at(into: Array, array: Array, offsets: Sequence[int]) -> Array:
     return result
 
 
-def _run_collective(op: CollectiveOp, grid: Grid, held: Sequence[Array]) -> list[Array]:
+def _run_collective(op: Operation, grid: Grid, held: Sequence[Array]) -> list[Array]:
     """Run a collective on the arrays of every group, its processes in the order of the axes."""
-    rest = [axis for axis in range(len(grid.shape)) if axis not in op.grid_axes]
+    axes = op.attributes["grid_axes"]
+    rest = [axis for axis in range(len(grid.shape)) if axis not in axes]
     # The axes of the collective last: after the reshape each row is a group of processes.
-    numbers = np.arange(len(held)).reshape(grid.shape).transpose(*rest, *op.grid_axes)
-    size = math.prod(grid.shape[axis] for axis in op.grid_axes)
+    numbers = np.arange(len(held)).reshape(grid.shape).transpose(*rest, *axes)
+    size = math.prod(grid.shape[axis] for axis in axes)
     results: dict[int, Array] = {}
     for group in numbers.reshape(-1, size).tolist():
         combined = _of_group(op, [held[process] for process in group])
@@ -801,18 +736,18 @@ def _run_collective(op: CollectiveOp, grid: Grid, held: Sequence[Array]) -> list
     return [results[process] for process in range(len(held))]
 
 
-def _of_group(op: CollectiveOp, arrays: Sequence[Array]) -> Sequence[Array]:
-    count = len(arrays)
-    if op.kind == "all_gather":
-        return [np.concatenate(arrays, axis=op.setting("gather_axis"))] * count
-    if op.kind == "all_slice":
-        axis = op.setting("slice_axis")
+def _of_group(op: Operation, arrays: Sequence[Array]) -> Sequence[Array]:
+    count, words = len(arrays), op.attributes
+    if op.name == "shard.all_gather":
+        return [np.concatenate(arrays, axis=words["gather_axis"])] * count
+    if op.name == "shard.all_slice":
+        axis = words["slice_axis"]
         return [np.split(array, count, axis)[place] for place, array in enumerate(arrays)]
-    if op.kind == "all_to_all":
-        pieces = [np.split(array, count, op.setting("split_axis")) for array in arrays]
-        axis = op.setting("concat_axis")
+    if op.name == "shard.all_to_all":
+        pieces = [np.split(array, count, words["split_axis"]) for array in arrays]
+        axis = words["concat_axis"]
         return [np.concatenate([row[place] for row in pieces], axis) for place in range(count)]
-    whole = _COMBINE[op.word](np.stack(arrays), axis=0).astype(arrays[0].dtype)
-    if op.kind == "all_reduce":
+    whole = _COMBINE[words["reduction"]](np.stack(arrays), axis=0).astype(arrays[0].dtype)
+    if op.name == "shard.all_reduce":
         return [whole] * count
-    return np.split(whole, count, op.setting("scatter_axis"))
+    return np.split(whole, count, words["scatter_axis"])

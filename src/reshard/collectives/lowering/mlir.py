@@ -14,8 +14,8 @@
 
 Every process of a grid runs the function. As in MLIR's own partitioning, a tensor is global up to
 the cast that follows its sharding, and local to the process from there on. A `ShardModule` is such
-a module as a value: operations with the same syntax are a class, and `kind` is their word in the
-text. Steps become operations::
+a module as a value: its operations are of one class, and `OPERATIONS` has the syntax of each. Steps
+become operations::
 
     slice             shard.all_slice
     all-gather        shard.all_gather
@@ -44,8 +44,10 @@ Source: the LLVM project, `mlir/include/mlir/Dialect/Shard/IR/ShardOps.td` and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -107,15 +109,44 @@ def element_text(dtype: DType | str, system: str) -> str:
     return ELEMENTS[element]
 
 
-# The settings of each collective besides its groups, in the order of the text.
 COLLECTIVES: dict[str, tuple[str, ...]] = {
-    "all_gather": ("gather_axis",),
-    "all_slice": ("slice_axis",),
-    "all_to_all": ("split_axis", "concat_axis"),
-    "all_reduce": ("reduction",),
-    "reduce_scatter": ("reduction", "scatter_axis"),
+    "shard.all_gather": ("gather_axis",),
+    "shard.all_slice": ("slice_axis",),
+    "shard.all_to_all": ("split_axis", "concat_axis"),
+    "shard.all_reduce": ("reduction",),
+    "shard.reduce_scatter": ("reduction", "scatter_axis"),
 }
-MESSAGES = {"send": "destination", "recv": "source"}
+"""The attributes of each collective besides its groups, in the order of the text."""
+
+MESSAGES = {"shard.send": "destination", "shard.recv": "source"}
+"""The name of the peer's coordinates in the text of each message."""
+
+OPERATIONS: dict[str, str] = {
+    **{
+        name: f" {{0}} on {{grid}} {{grid_axes}} {' '.join(f'{{{word}}}' for word in attributes)} "
+        ": {type} -> {type}"
+        for name, attributes in COLLECTIVES.items()
+    },
+    **{
+        name: f" {{0}} on {{grid}} {{grid_axes}} {{{peer}}} : ({{type}}{{indices}}) -> {{type}}"
+        for name, peer in MESSAGES.items()
+    },
+    "shard.sharding": " {grid} {split_axes} : !shard.sharding",
+    "shard.shard": " {0} to {1} : {type}",
+    "builtin.unrealized_conversion_cast": " {0} : {type} to {type}",
+    "shard.process_linear_index": " on {grid} : index",
+    "arith.constant": " dense<{numbers}> : {table}",
+    "tensor.extract": " {0}[{1}] : {table}",
+    "tensor.empty": "() : {type}",
+    "tensor.extract_slice": " {0}{box} : {type} to {type}",
+    "tensor.insert_slice": " {0} into {1}{box} : {type} into {type}",
+}
+"""The text of each operation after its name.
+
+`{0}` and `{1}` are operands, `{type}` the type of an operand or of the result, `{table}` a type of
+indices. The other words are attributes, most of them written with their names.
+"""
+
 REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "product": "product", "mean": "average"}
 """The dialect's names of reductions by ours."""
 
@@ -153,219 +184,60 @@ class Grid:
         return DeviceMesh(self.name, self.shape, [f"axis{n}" for n in range(len(self.shape))])
 
 
-@dataclass(frozen=True)
-class ShardingOp:
-    """`shard.sharding`: the axes of a grid that shard each dimension."""
+class Operation(NamedTuple):
+    """An operation; `name` is a key of `OPERATIONS`.
 
-    result: str
-    grid: str
-    split_axes: tuple[Numbers, ...]
+    The operands of a message after the first are the coordinates of the peer on `grid_axes`; the
+    second operand of `insert_slice` is the tensor that is written into. `types` are those of the
+    text, in its order: that of the first operand, and that of the result. `attributes` are by the
+    names in the text, and for slices with steps of 1 `offsets` and `sizes`.
 
-    @property
-    def lists(self) -> str:
-        """The axes of every dimension: `[[0], []]`."""
-        return f"[{', '.join(map(_write_numbers, self.split_axes))}]"
-
-    def __str__(self) -> str:
-        words = f"shard.sharding {symbol_text(self.grid)} split_axes = {self.lists}"
-        return f"%{self.result} = {words} : !shard.sharding"
-
-
-@dataclass(frozen=True)
-class ShardOp:
-    """`shard.shard`: the annotation of a global tensor with a sharding."""
-
-    result: str
-    operand: str
-    sharding: str
-    type: TensorType
-
-    def __str__(self) -> str:
-        return f"%{self.result} = shard.shard %{self.operand} to %{self.sharding} : {self.type}"
-
-
-@dataclass(frozen=True)
-class CastOp:
-    """`builtin.unrealized_conversion_cast`: from a global tensor to a process's, or back."""
-
-    result: str
-    operand: str
-    before: TensorType
-    after: TensorType
-
-    def __str__(self) -> str:
-        word = "builtin.unrealized_conversion_cast"
-        return f"%{self.result} = {word} %{self.operand} : {self.before} to {self.after}"
-
-
-@dataclass(frozen=True)
-class CollectiveOp:
-    """A collective within the groups along axes of a grid; `kind` is a key of `COLLECTIVES`.
-
-    `settings` are axes of the tensor and a reduction, in the order of `COLLECTIVES`.
+    >>> types = TensorType((2,), "f32"), TensorType((6,), "f32")
+    >>> words = {"grid": "mesh", "grid_axes": (0,), "gather_axis": 0}
+    >>> print(Operation("shard.all_gather", "1", ("0",), words, types))
+    %1 = shard.all_gather %0 on @mesh grid_axes = [0] gather_axis = 0 \
+: tensor<2xf32> -> tensor<6xf32>
     """
 
-    kind: str
+    name: str
     result: str
-    operand: str
-    grid: str
-    grid_axes: Numbers
-    settings: tuple[int | str, ...]
-    before: TensorType
-    after: TensorType
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the settings."""
-        return COLLECTIVES[self.kind]
-
-    def setting(self, name: str) -> int:
-        """An axis of the tensor."""
-        return int(self.settings[self.names.index(name)])
-
-    @property
-    def word(self) -> str:
-        """The reduction."""
-        return str(self.settings[self.names.index("reduction")])
+    operands: tuple[str, ...]
+    attributes: Mapping[str, Any]
+    types: tuple[TensorType, ...] = ()
 
     def __str__(self) -> str:
-        words = zip(self.names, self.settings, strict=True)
-        return (
-            f"%{self.result} = shard.{self.kind} %{self.operand} on {symbol_text(self.grid)} "
-            f"grid_axes = {_write_numbers(self.grid_axes)} "
-            f"{' '.join(f'{name} = {value}' for name, value in words)} "
-            f": {self.before} -> {self.after}"
-        )
+        types = iter(self.types)
+
+        def word(match: re.Match[str]) -> str:
+            field = match[1]
+            if field.isdigit():
+                return f"%{self.operands[int(field)]}"
+            if field in ("type", "table"):
+                return str(next(types))
+            if field == "indices":
+                return ", index" * len(self.operands[1:])
+            if field == "grid":
+                return symbol_text(self.attributes["grid"])
+            if field == "box":
+                offsets, sizes = self.attributes["offsets"], self.attributes["sizes"]
+                return "".join(map(write_list, (offsets, sizes, [1] * len(sizes))))
+            if field in MESSAGES.values():
+                return f"{field} = {write_list(f'%{name}' for name in self.operands[1:])}"
+            value = self.attributes[field]
+            text = write_list(value) if isinstance(value, tuple) else value
+            return text if field == "numbers" else f"{field} = {text}"
+
+        return f"%{self.result} = {self.name}" + re.sub(r"\{(\w+)\}", word, OPERATIONS[self.name])
 
 
-@dataclass(frozen=True)
-class MessageOp:
-    """`shard.send` or `shard.recv`; `peer` are values, the peer's coordinates on `grid_axes`."""
+def write_list(values: Iterable[Any]) -> str:
+    """Return numbers or words, or lists of them, as MLIR writes a list.
 
-    kind: str
-    result: str
-    operand: str
-    grid: str
-    grid_axes: Numbers
-    peer: tuple[str, ...]
-    before: TensorType
-    after: TensorType
-
-    def __str__(self) -> str:
-        peer = ", ".join(f"%{value}" for value in self.peer)
-        types = ", ".join([str(self.before), *["index"] * len(self.peer)])
-        return (
-            f"%{self.result} = shard.{self.kind} %{self.operand} on {symbol_text(self.grid)} "
-            f"grid_axes = {_write_numbers(self.grid_axes)} {MESSAGES[self.kind]} = [{peer}] "
-            f": ({types}) -> {self.after}"
-        )
-
-
-@dataclass(frozen=True)
-class ProcessIndexOp:
-    """`shard.process_linear_index`: the number of the process that runs."""
-
-    result: str
-    grid: str
-
-    def __str__(self) -> str:
-        grid = symbol_text(self.grid)
-        return f"%{self.result} = shard.process_linear_index on {grid} : index"
-
-
-@dataclass(frozen=True)
-class ConstantOp:
-    """`arith.constant`: a number for each process."""
-
-    result: str
-    numbers: Numbers
-
-    def __str__(self) -> str:
-        numbers, count = _write_numbers(self.numbers), len(self.numbers)
-        return f"%{self.result} = arith.constant dense<{numbers}> : tensor<{count}xindex>"
-
-
-@dataclass(frozen=True)
-class ExtractOp:
-    """`tensor.extract`: a number of a table."""
-
-    result: str
-    table: str
-    index: str
-    count: int
-
-    def __str__(self) -> str:
-        return (
-            f"%{self.result} = tensor.extract %{self.table}[%{self.index}] "
-            f": tensor<{self.count}xindex>"
-        )
-
-
-@dataclass(frozen=True)
-class EmptyOp:
-    """`tensor.empty`: an uninitialized tensor."""
-
-    result: str
-    type: TensorType
-
-    def __str__(self) -> str:
-        return f"%{self.result} = tensor.empty() : {self.type}"
-
-
-@dataclass(frozen=True)
-class ExtractSliceOp:
-    """`tensor.extract_slice`, with steps of 1."""
-
-    result: str
-    operand: str
-    offsets: Numbers
-    sizes: Numbers
-    before: TensorType
-    after: TensorType
-
-    def __str__(self) -> str:
-        where = _write_box(self.offsets, self.sizes)
-        return (
-            f"%{self.result} = tensor.extract_slice %{self.operand}{where} "
-            f": {self.before} to {self.after}"
-        )
-
-
-@dataclass(frozen=True)
-class InsertSliceOp:
-    """`tensor.insert_slice`, with steps of 1: `operand` in a box of `into`."""
-
-    result: str
-    operand: str
-    into: str
-    offsets: Numbers
-    sizes: Numbers
-    before: TensorType
-    after: TensorType
-
-    def __str__(self) -> str:
-        where = _write_box(self.offsets, self.sizes)
-        return (
-            f"%{self.result} = tensor.insert_slice %{self.operand} into %{self.into}{where} "
-            f": {self.before} into {self.after}"
-        )
-
-
-Computed = (
-    ShardOp
-    | CastOp
-    | CollectiveOp
-    | MessageOp
-    | ProcessIndexOp
-    | ConstantOp
-    | ExtractOp
-    | EmptyOp
-    | ExtractSliceOp
-    | InsertSliceOp
-)
-"""Operations whose results are tensors, tables or numbers."""
-
-Operation = ShardingOp | Computed
+    >>> write_list([(0, 1), ()])
+    '[[0, 1], []]'
+    """
+    words = (write_list(value) if isinstance(value, tuple) else str(value) for value in values)
+    return f"[{', '.join(words)}]"
 
 
 @dataclass(frozen=True)
@@ -408,14 +280,6 @@ class ShardModule:
                 "}",
             ]
         )
-
-
-def _write_numbers(numbers: Iterable[int]) -> str:
-    return f"[{', '.join(map(str, numbers))}]"
-
-
-def _write_box(offsets: Numbers, sizes: Numbers) -> str:
-    return "".join(map(_write_numbers, (offsets, sizes, [1] * len(sizes))))
 
 
 _SYSTEM = "MLIR"
@@ -480,31 +344,36 @@ class _ModuleWriter:
         self._count = 0
         self._annotate(source)
         own = TensorType(ceil_shape(source, shape), element)
-        self._add_result(CastOp(self.name(), self.here, self.whole, own), own)
+        self.change("builtin.unrealized_conversion_cast", own)
 
-    def name(self) -> str:
-        """Return the name of a new value."""
+    def add(
+        self,
+        name: str,
+        operands: tuple[str, ...] = (),
+        types: tuple[TensorType, ...] = (),
+        **attributes: Any,
+    ) -> str:
+        """Append an operation, and return the name of its result."""
         self._count += 1
+        self.operations.append(Operation(name, str(self._count), operands, attributes, types))
         return str(self._count)
 
-    def add(self, operation: Operation) -> str:
-        """Append an operation, and return the name of its result."""
-        self.operations.append(operation)
-        return operation.result
-
-    def _add_result(self, operation: Operation, type_: TensorType) -> None:
-        self.here, self.type = self.add(operation), type_
+    def change(self, name: str, after: TensorType, *others: str, **attributes: Any) -> None:
+        """Append an operation whose result replaces the current value, with the type `after`."""
+        self.here = self.add(name, (self.here, *others), (self.type, after), **attributes)
+        self.type = after
 
     def _annotate(self, spec: ShardingSpec) -> None:
         lists = tuple(_axis_numbers(spec, dim.axes) for dim in spec.dim_specs)
         # The dialect requires at least one list, even for a scalar.
-        sharding = self.add(ShardingOp(self.name(), spec.mesh.name, lists or ((),)))
-        self._add_result(ShardOp(self.name(), self.here, sharding, self.whole), self.whole)
+        axes = lists or ((),)
+        sharding = self.add("shard.sharding", grid=spec.mesh.name, split_axes=axes)
+        self.here = self.add("shard.shard", (self.here, sharding), (self.whole,))
 
     def module(self, grids: Iterable[Grid], target: ShardingSpec) -> ShardModule:
         """Return the module, with the target sharding of its result."""
         # The result is cast to a global tensor with its sharding.
-        self._add_result(CastOp(self.name(), self.here, self.type, self.whole), self.whole)
+        self.change("builtin.unrealized_conversion_cast", self.whole)
         self._annotate(target)
         operations = tuple(self.operations)
         return ShardModule(
@@ -516,34 +385,28 @@ class _ModuleWriter:
         if self.type.shape[dim] == length:
             return
         longer = self.type.resized(dim, length)
-        empty = self.add(EmptyOp(self.name(), longer))
+        empty = self.add("tensor.empty", types=(longer,))
         start, sizes = (0,) * len(self.shape), self.type.shape
-        operation = InsertSliceOp(self.name(), self.here, empty, start, sizes, self.type, longer)
-        self._add_result(operation, longer)
+        self.change("tensor.insert_slice", longer, empty, offsets=start, sizes=sizes)
 
     def truncate(self, dim: int, length: int) -> None:
         """Truncate a dimension of the tensor to `length`, if it is longer."""
-        if self.type.shape[dim] == length:
-            return
-        shorter = self.type.resized(dim, length)
-        start = (0,) * len(self.shape)
-        operation = ExtractSliceOp(self.name(), self.here, start, shorter.shape, self.type, shorter)
-        self._add_result(operation, shorter)
+        if self.type.shape[dim] != length:
+            shorter = self.type.resized(dim, length)
+            start = (0,) * len(self.shape)
+            self.change("tensor.extract_slice", shorter, offsets=start, sizes=shorter.shape)
 
     def collective(
         self,
-        kind: str,
+        name: str,
         spec: ShardingSpec,
         axes: Sequence[Axis],
-        settings: tuple[int | str, ...],
         after: TensorType,
+        **attributes: int | str,
     ) -> None:
         """Append a collective within the groups along `axes`."""
         numbers = _axis_numbers(spec, axes)
-        operation = CollectiveOp(
-            kind, self.name(), self.here, spec.mesh.name, numbers, settings, self.type, after
-        )
-        self._add_result(operation, after)
+        self.change(name, after, grid=spec.mesh.name, grid_axes=numbers, **attributes)
 
     def step(self, step: Step, before: ShardingSpec, after: ShardingSpec) -> None:
         """Append the operations of a step. Raises NotationError if the dialect has none."""
@@ -552,7 +415,7 @@ class _ModuleWriter:
             self._permute(step, before, after)
         elif isinstance(step, AllReduce):
             reduced = [axis for axis in before.partial_axes if axis not in after.partial_axes]
-            self.collective("all_reduce", before, reduced, (reduction,), self.type)
+            self.collective("shard.all_reduce", before, reduced, self.type, reduction=reduction)
         elif isinstance(step, AllToAll):
             self._all_to_all(step, before, after)
         elif isinstance(step, AllGather):
@@ -560,7 +423,7 @@ class _ModuleWriter:
                 axes = axes_dropped(after, before, dim)
                 if axes:
                     longer = self._find_gathered_type(before, axes, dim)
-                    self.collective("all_gather", before, axes, (dim,), longer)
+                    self.collective("shard.all_gather", before, axes, longer, gather_axis=dim)
                     self._check_lines_up(after, before, dim)
                     self.truncate(dim, part_length(after, self.shape, dim))
         elif isinstance(step, Slice | ReduceScatter):
@@ -573,9 +436,16 @@ class _ModuleWriter:
                     self.pad(dim, length * _count_devices(before, axes))
                     part = self.type.resized(dim, length)
                     if isinstance(step, Slice):
-                        self.collective("all_slice", before, axes, (dim,), part)
+                        self.collective("shard.all_slice", before, axes, part, slice_axis=dim)
                     else:
-                        self.collective("reduce_scatter", before, axes, (reduction, dim), part)
+                        self.collective(
+                            "shard.reduce_scatter",
+                            before,
+                            axes,
+                            part,
+                            reduction=reduction,
+                            scatter_axis=dim,
+                        )
         else:
             raise NotationError(
                 "it has slices, gathers, all-to-alls between two dimensions, messages and "
@@ -602,7 +472,9 @@ class _ModuleWriter:
         length = part_length(after, self.shape, taker)
         self.pad(taker, length * _count_devices(before, axes))
         moved = self._find_gathered_type(before, axes, giver).resized(taker, length)
-        self.collective("all_to_all", before, axes, (taker, giver), moved)
+        self.collective(
+            "shard.all_to_all", before, axes, moved, split_axis=taker, concat_axis=giver
+        )
         self.truncate(giver, part_length(after, self.shape, giver))
 
     def _permute(self, step: Permute, before: ShardingSpec, after: ShardingSpec) -> None:
@@ -621,27 +493,19 @@ class _ModuleWriter:
         axes = np.flatnonzero((back != own).any(axis=1)).tolist()
         if not axes:
             return
-        process = self.add(ProcessIndexOp(self.name(), before.mesh.name))
+        grid_name, table_type = before.mesh.name, TensorType((before.mesh.size,), "index")
+        process = self.add("shard.process_linear_index", grid=grid_name)
         # Each process looks up its peer, axis by axis, in a table of all processes.
-        for kind, coordinates in (("send", to), ("recv", back)):
+        for name, coordinates in (("shard.send", to), ("shard.recv", back)):
             peer = []
             for axis in axes:
-                table = self.add(ConstantOp(self.name(), tuple(coordinates[axis].tolist())))
-                peer.append(self.add(ExtractOp(self.name(), table, process, before.mesh.size)))
-            operation = MessageOp(
-                kind,
-                self.name(),
-                self.here,
-                before.mesh.name,
-                tuple(axes),
-                tuple(peer),
-                self.type,
-                self.type,
-            )
-            if kind == "send":
-                self.add(operation)
-            else:
-                self._add_result(operation, self.type)
+                numbers = tuple(coordinates[axis].tolist())
+                table = self.add("arith.constant", types=(table_type,), numbers=numbers)
+                peer.append(self.add("tensor.extract", (table, process), (table_type,)))
+            words = {"grid": grid_name, "grid_axes": tuple(axes)}
+            result = self.add(name, (self.here, *peer), (self.type, self.type), **words)
+        # The tensor received; the tensor sent is that of before.
+        self.here = result
 
 
 def _axis_numbers(spec: ShardingSpec, axes: Iterable[Axis]) -> tuple[int, ...]:
