@@ -33,7 +33,6 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -478,14 +477,14 @@ def _parse(mesh: DeviceMesh, text: str, ndim: int | None) -> ShardingSpec:
         items[at : at + 1] = ["-"] * max(0, ndim - len(items) + 1)
     if "..." in items:
         raise NotationError("`...` can be used once, and only if the number of dimensions is known")
-    parsed = _parse_marks(marks if bar else "")
+    replicated, partial, reduction, only = _parse_marks(marks if bar else "")
     return ShardingSpec(
         mesh,
         [_parse_dim(item) for item in items],
-        parsed.replicated,
-        parsed.partial,
-        parsed.reduction or "sum",
-        parsed.only,
+        replicated,
+        partial,
+        reduction or "sum",
+        only,
     )
 
 
@@ -523,18 +522,14 @@ def _parse_level(level: str, item: str) -> Level:
     return Level(axes.split(), parse_rule(rule.strip()) if at else None)
 
 
-@dataclass(slots=True)
-class _Marks:
-    """The marks after the bar."""
-
-    replicated: list[str] = field(default_factory=list)
-    partial: list[str] = field(default_factory=list)
+def _parse_marks(
+    text: str,
+) -> tuple[list[str], list[str], str | None, list[tuple[str, list[int]]]]:
+    """Return what stands after the bar: replicated and partial axes, the reduction, and `only`."""
+    replicated: list[str] = []
+    partial: list[str] = []
     reduction: str | None = None
-    only: list[tuple[str, list[int]]] = field(default_factory=list)
-
-
-def _parse_marks(text: str) -> _Marks:
-    parsed = _Marks()
+    only: list[tuple[str, list[int]]] = []
     rest = text.strip()
     while rest:
         match = re.match(_MARK, rest)
@@ -545,18 +540,18 @@ def _parse_marks(text: str) -> _Marks:
                 f"reduction with its axes such as sum(x y): {', '.join(REDUCTIONS)}"
             )
         if match[1] == "replicated":
-            parsed.replicated += match[2].split()
+            replicated += match[2].split()
         elif match[1] == "only":
-            parsed.only += _parse_coordinates(match[2])
-        elif parsed.reduction is None:
-            parsed.partial, parsed.reduction = match[2].split(), match[1]
+            only += _parse_coordinates(match[2])
+        elif reduction is None:
+            partial, reduction = match[2].split(), match[1]
         else:
             raise NotationError(
-                f"two reductions, {parsed.reduction} and {match[1]}; a tensor has one "
+                f"two reductions, {reduction} and {match[1]}; a tensor has one "
                 "reduction, reduce the other axes first"
             )
         rest = rest[match.end() :]
-    return parsed
+    return replicated, partial, reduction, only
 
 
 def _parse_coordinates(text: str) -> list[tuple[str, list[int]]]:

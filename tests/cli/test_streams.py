@@ -14,7 +14,7 @@ import pytest
 
 from cli.command_runs import COMMAND, clean_environment, run_alone, run_here, write_model
 from reshard.checkpoint import Progress
-from reshard.cli.progress import LINES_EVERY_S, ProgressLines, progress_text
+from reshard.cli.progress import LINES_EVERY_S, every_few_seconds, progress_text
 from selection import keep_where
 
 # The command with blocks slowed down to take long enough to show progress, in lines at once.
@@ -189,7 +189,7 @@ def test_a_dumb_terminal_gets_lines(folder: Path, large: Path) -> None:
 
 def test_lines_are_seconds_apart() -> None:
     now_s, lines = 0.0, []
-    show = ProgressLines(lines.append, clock=lambda: now_s)
+    show = every_few_seconds(progress_text, lines.append, clock=lambda: now_s)
     for tenth in range(1, 601):
         now_s = tenth / 10
         show(Progress(tenth, 600, 0, "wte"))
@@ -200,8 +200,11 @@ def test_lines_are_seconds_apart() -> None:
 
 def test_the_first_second_says_nothing_of_days() -> None:
     now_s, lines = 0.0, []
-    show = ProgressLines(
-        lambda line: lines.append((now_s, line)), clock=lambda: now_s, every_s=0.01
+    show = every_few_seconds(
+        progress_text,
+        lambda line: lines.append((now_s, line)),
+        clock=lambda: now_s,
+        every_s=0.01,
     )
     # A disk wakes, files are opened: 100 MB/s only after the first two seconds.
     terabyte = 10**12

@@ -23,7 +23,7 @@ from reshard.collectives import AllReduce, JointAllToAll, Program, find_program
 from reshard.dtypes import dtype
 from reshard.errors import PlanError, ShardError, UsageError
 from reshard.execution import copies, memory
-from reshard.execution.memory import FreshMemory, NamedStorage, check_apart
+from reshard.execution.memory import FreshMemory, check_apart
 from reshard.mesh import Axis
 from reshard.notation import parse_ragged
 from reshard.plans.hierarchical import StagedJob
@@ -200,7 +200,7 @@ def views_of(draw: st.DrawFn, memory: NDArray[np.int64]) -> NDArray[np.int64]:
 def test_arrays_that_share_an_element_are_found(data: st.DataObject) -> None:
     memory = np.arange(16)
     written, read = (data.draw(st.lists(views_of(memory), max_size=3)) for _ in range(2))
-    named = [[NamedStorage(f"{k}{i}", view) for i, view in enumerate(views)]
+    named = [[(f"{k}{i}", view) for i, view in enumerate(views)]
              for k, views in (("written ", written), ("read ", read))]  # fmt: skip
     elements = [set(view.reshape(-1).tolist()) for view in [*written, *read]]
     pairs = itertools.combinations(range(len(elements)), 2)
@@ -520,7 +520,7 @@ def test_arrays_are_dense_writable_and_apart(shape: tuple[int, ...], kind: type)
         array[...] = number
     for number, array in enumerate(arrays):
         assert (array == number).all()
-    check_apart([NamedStorage("one", array) for array in arrays], [])
+    check_apart([("one", array) for array in arrays], [])
 
 
 @ONLY_ON_LINUX

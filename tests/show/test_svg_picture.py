@@ -33,15 +33,14 @@ class Picture:
         self.layout = layout
         self.colours = rank_colours(layout.holders)
         dimensions = drawn_dimensions(layout)
-        drawn = svg_picture(
+        svg, self.grid, _ = svg_picture(
             layout,
             self.colours,
             "one",
             dimensions=dimensions,
             origins=origins(plan.transfers) if plan else None,
         )
-        self.svg = ElementTree.fromstring(drawn.svg)
-        self.grid = drawn.grid
+        self.svg = ElementTree.fromstring(svg)
         self.boxes = [
             (node, [tuple(map(float, found)) for found in PIECE.findall(node.get("d", ""))])
             for node in self.svg.iter()
@@ -167,14 +166,14 @@ def test_boxes_too_narrow_for_labels_are_labelled_together() -> None:
 
 def test_what_many_ranks_share_names_the_first_and_the_last() -> None:
     mesh = reshard.DeviceMesh.of(ep=8, tp=8)
-    shared = svg_picture(
+    svg, _, has_stripes = svg_picture(
         reshard.spec(mesh, "ep, -, tp").layout((64, 1024, 256)),
         rank_colours(range(64)),
         "shared",
         dimensions=(1, 2),
     )
-    labels = re.findall(r'class="label">([^<]*)<', shared.svg)
-    assert labels[0] == "0/…/56" and labels[-1] == "7/…/63" and shared.has_stripes
+    labels = re.findall(r'class="label">([^<]*)<', svg)
+    assert labels[0] == "0/…/56" and labels[-1] == "7/…/63" and has_stripes
 
 
 def test_stripes_of_shared_boxes_slant_and_fit_into_the_smallest() -> None:

@@ -7,7 +7,7 @@ any other option is an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -120,19 +120,6 @@ def open_source(
 _SHARDED_STATE = "vllm-sharded-state"
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """A target: the options that it takes, why it takes no others, and what plans it.
-
-    `format` is the format that it writes, which may be given too.
-    """
-
-    options: tuple[str, ...]
-    reason: str
-    plan: Callable[..., Conversion]
-    format: str
-
-
 def _plan_for_hf(
     source: str,
     target: str,
@@ -211,8 +198,10 @@ def _plan_for_vllm(
     return replace(planned, source=replace(planned.source, notes=notes))
 
 
-_TARGETS = {
-    "hf": _Target(
+# By name: the options that a target takes, why it takes no others, the function that plans it, and
+# the format that it writes, which may be given too.
+_TARGETS: dict[str, tuple[tuple[str, ...], str, Callable[..., Conversion], str]] = {
+    "hf": (
         (
             *("to", "config", "recipe", "source_names", "most_file_bytes"),
             *PRETRAINED_OPTIONS,
@@ -221,7 +210,7 @@ _TARGETS = {
         _plan_for_hf,
         "safetensors",
     ),
-    "vllm": _Target(
+    "vllm": (
         ("to", "layout", "dtype", "most_file_bytes", "allow", *SELECTION_OPTIONS),
         "the engine's own loader determines what its ranks hold",
         _plan_for_vllm,
@@ -272,8 +261,8 @@ def plan_from_options(
         if config is not None:
             raise UsageError("--config is for --for hf; a recipe reads the config.json of SOURCE")
         return plan_conversion(opened, target, **arguments)
-    chosen = _TARGETS[target_kind]
-    if format == chosen.format:
+    options, reason, plan, target_format = _TARGETS[target_kind]
+    if format == target_format:
         arguments["format"] = None
     given = {
         name: value
@@ -281,12 +270,12 @@ def plan_from_options(
         if value not in (None, (), False)
     }
     for name in given:
-        if name not in chosen.options:
+        if name not in options:
             raise UsageError(
-                f"--for {target_kind} with {_name_option(name)}: {chosen.reason}; leave it out, or "
+                f"--for {target_kind} with {_name_option(name)}: {reason}; leave it out, or "
                 "convert twice"
             )
-    return chosen.plan(opened, target, **given)
+    return plan(opened, target, **given)
 
 
 def _name_option(parameter: str) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
 
 import click
 
@@ -28,55 +27,42 @@ WRONG_USE = 2
 FAILED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The report of an exception: its kind, the message, the exit code, and where to look."""
-
-    kind: str
-    message: str
-    exit_code: int
-    hint: str = ""
-
-
-def failure_of(error: BaseException) -> Failure:
-    """Return the report of an exception.
+def failure_of(error: BaseException) -> tuple[str, str, int, str]:
+    """Return the report of an exception: its kind, the message, the exit code, and where to look.
 
     >>> from reshard.errors import RecipeError
     >>> failure_of(RecipeError("unknown recipe 'lama'"))
-    Failure(kind='RecipeError', message="unknown recipe 'lama'", exit_code=2, hint='')
+    ('RecipeError', "unknown recipe 'lama'", 2, '')
     """
     kind = type(error).__name__
     if isinstance(error, click.ClickException):
         context = error.ctx if isinstance(error, click.UsageError) else None
         hint = f"Try '{context.command_path} --help'." if context else ""
-        return Failure("UsageError", error.format_message(), WRONG_USE, hint)
+        return "UsageError", error.format_message(), WRONG_USE, hint
     if isinstance(error, ReshardError):
-        return Failure(kind, str(error), FAILED if isinstance(error, RunError) else WRONG_USE)
+        return kind, str(error), FAILED if isinstance(error, RunError) else WRONG_USE, ""
     if isinstance(error, KeyboardInterrupt):
-        return Failure("InterruptedRunError", "interrupted; nothing was written", FAILED)
+        return "InterruptedRunError", "interrupted; nothing was written", FAILED, ""
     if isinstance(error, MemoryError):
         remedy = "give less --memory, fewer --threads or fewer ranks"
-        return Failure(kind, f"out of memory; {remedy}", FAILED)
+        return kind, f"out of memory; {remedy}", FAILED, ""
     if isinstance(error, OSError):
         where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
-        return Failure(kind, f"{where}{error.strerror or error}", FAILED)
-    return Failure(
-        "InternalError",
-        f"internal error: {kind}: {error}; please report it; RESHARD_DEBUG=1 shows where",
-        FAILED,
-    )
+        return kind, f"{where}{error.strerror or error}", FAILED, ""
+    message = f"internal error: {kind}: {error}; please report it; RESHARD_DEBUG=1 shows where"
+    return "InternalError", message, FAILED, ""
 
 
 def report(error: BaseException, as_json: bool) -> int:
     """Report a failure to the user, and return the exit code."""
-    failure = failure_of(error)
+    kind, message, exit_code, hint = failure_of(error)
     if os.environ.get("RESHARD_DEBUG") == "1":
         write_error("".join(traceback.format_exception(error)).rstrip())
-    write_error("reshard: " + printable(failure.message, keep="\n"))
-    if failure.hint:
-        write_error(failure.hint)
+    write_error("reshard: " + printable(message, keep="\n"))
+    if hint:
+        write_error(hint)
     if as_json:
         # Where stdout itself failed, the line on stderr is the whole report.
         with suppress(OSError):
-            write_json({"error": {"kind": failure.kind, "message": failure.message}})
-    return failure.exit_code
+            write_json({"error": {"kind": kind, "message": message}})
+    return exit_code

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -76,41 +77,57 @@ def as_path(context: click.Context, parameter: click.Parameter, value: str) -> s
     return value
 
 
-class _FormatChoice(click.Choice[str]):
-    """The name of a format that is written; the error lists plug-ins that could not be loaded."""
+class Choice(click.Choice[str]):
+    """A choice between words, of which some may be written in another way.
 
-    def get_invalid_choice_message(self, value: object, ctx: click.Context | None) -> str:
-        """Return the message for another name."""
+    Args:
+        choices: the words.
+        translate: returns the word for another way to write it. Raises UsageError, or returns what
+            is not known.
+        hint: returns the end of the error for what is not known.
+    """
 
-        return super().get_invalid_choice_message(value, ctx) + describe_broken_formats()
-
-
-class CastTypeChoice(click.Choice[str]):
-    """A type to cast to, by its short name, or by its name in PyTorch and config.json."""
+    def __init__(
+        self,
+        choices: Sequence[str],
+        translate: Callable[[str], str] = str,
+        hint: Callable[[], str] = str,
+    ) -> None:
+        super().__init__(choices)
+        self._translate, self._hint = translate, hint
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the short name, which journals have. Raises `click.BadParameter`."""
-
+        """Return the word. Raises `click.BadParameter`."""
         try:
-            full = cast_type(value).name
+            value = self._translate(value)
         except UsageError as error:
             self.fail(str(error), param, ctx)
-        return next(name for name in self.choices if CAST_TYPES[name] == full)
+        return super().convert(value, param, ctx)
+
+    def get_invalid_choice_message(self, value: object, ctx: click.Context | None) -> str:
+        """Return the message for what is not known."""
+        return super().get_invalid_choice_message(value, ctx) + self._hint()
 
 
-class _AllowanceChoice(click.Choice[str]):
-    """A condition to allow; a word of an earlier version becomes the current one."""
+def cast_type_choice(choices: Sequence[str]) -> Choice:
+    """Return the choice of a type to cast to: its short name, or that in PyTorch and config.json.
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the current word. Raises `click.BadParameter`."""
+    The value is the short name, which journals have.
+    """
 
-        return super().convert(FORMER_ALLOWANCES.get(value, value), param, ctx)
+    def translate(value: str) -> str:
+        full = cast_type(value).name
+        return next(name for name in choices if CAST_TYPES[name] == full)
+
+    return Choice(choices, translate)
 
 
-_CHOICES: dict[str, type[click.Choice[str]]] = {
-    "format": _FormatChoice,
-    "dtype": CastTypeChoice,
-    "allow": _AllowanceChoice,
+_CHOICES: dict[str, Callable[[Sequence[str]], Choice]] = {
+    # The error lists plug-ins that could not be loaded.
+    "format": partial(Choice, hint=describe_broken_formats),
+    "dtype": cast_type_choice,
+    # A condition of an earlier version becomes the current one.
+    "allow": partial(Choice, translate=lambda word: FORMER_ALLOWANCES.get(word, word)),
 }
 
 
@@ -142,7 +159,7 @@ def _make_option(field: dataclasses.Field[Any]) -> Callable[[Command], Command]:
     default: Any = field.default
     settings: dict[str, Any] = {"help": described.help, "metavar": described.metavar}
     if choices is not None:
-        choice = _CHOICES.get(field.name, click.Choice)
+        choice = _CHOICES.get(field.name, Choice)
         settings["type"] = choice(list(choices))
         settings["help"] = described.help.replace("{choices}", ", ".join(choices))
     if default is False:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from reshard.checkpoint.storage.threads import Progress, ProgressFunction
 from reshard.cli.output import write_error
@@ -22,32 +23,32 @@ LINES_EVERY_S = 5.0
 LONGEST_FORESIGHT = 100
 
 
-class ProgressLines:
-    """Plain lines, at most one in `every_s` seconds.
+def every_few_seconds(
+    line: Callable[..., str],
+    write_line: Callable[[str], None] = write_error,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    every_s: float = LINES_EVERY_S,
+) -> Callable[..., None]:
+    """Return a function that writes a line, at most one in `every_s` seconds.
+
+    It writes `line(*arguments, elapsed_s)` for its own arguments.
 
     >>> seconds = iter([0.0, 6.0])
-    >>> lines = ProgressLines(print, clock=lambda: next(seconds))
-    >>> lines(Progress(1_200_000_000, 9_800_000_000, 0, "wte"))
+    >>> show = every_few_seconds(progress_text, print, clock=lambda: next(seconds))
+    >>> show(Progress(1_200_000_000, 9_800_000_000, 0, "wte"))
     12 % 1.20 GB of 9.80 GB, 200 MB/s, 43.0 s left
     """
+    began_s = last_s = clock()
 
-    def __init__(
-        self,
-        write_line: Callable[[str], None] = write_error,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        every_s: float = LINES_EVERY_S,
-    ) -> None:
-        self._write_line = write_line
-        self._clock = clock
-        self._every_s = every_s
-        self._began_s = self._last_s = clock()
+    def show(*arguments: Any) -> None:
+        nonlocal last_s
+        now_s = clock()
+        if now_s - last_s >= every_s:
+            last_s = now_s
+            write_line(line(*arguments, now_s - began_s))
 
-    def __call__(self, progress: Progress) -> None:
-        now_s = self._clock()
-        if now_s - self._last_s >= self._every_s:
-            self._last_s = now_s
-            self._write_line(progress_text(progress, now_s - self._began_s))
+    return show
 
 
 def progress_text(progress: Progress, elapsed_s: float) -> str:
@@ -87,7 +88,7 @@ def shown_progress(verb: str, quiet: bool = False) -> Iterator[ProgressFunction 
         with _bar(verb) as show:
             yield show
     else:
-        yield ProgressLines(every_s=LINES_EVERY_S)
+        yield every_few_seconds(progress_text)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ Nothing here reads a clock: the same measurements give the same links.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -145,11 +146,10 @@ def fit(measurements: Iterable[Measurement]) -> Fitted:
         for subject in [*SUBJECTS[2:], *kinds]
     }
     within_host, between_hosts, shared_messages, *collectives = (
-        _make_link(costs[subject].messages)
-        for subject in (WITHIN_HOST, BETWEEN_HOSTS, SHARED, *kinds)
+        _make_link(*costs[subject][:2]) for subject in (WITHIN_HOST, BETWEEN_HOSTS, SHARED, *kinds)
     )
-    copies, shared_copies = (_make_link(costs[subject].copies) for subject in (COPIES, SHARED))
-    combined_s = costs[SHARED].combined_s
+    copies, shared_copies = (_make_link(*costs[subject][2:4]) for subject in (COPIES, SHARED))
+    combined_s = costs[SHARED][4]
     overhead = Overhead(
         call_s,
         step_s,
@@ -163,56 +163,41 @@ def fit(measurements: Iterable[Measurement]) -> Fitted:
     # Seconds of a movement that do not depend on its counts.
     fixed_s = dict.fromkeys([*SUBJECTS, *kinds], call_s) | {STEP: call_s + step_s}
     ratios = tuple(
-        (fixed_s[item.subject] + (costs[item.subject].of(item) if item.subject in costs else 0.0))
+        (fixed_s[item.subject] + sum(map(operator.mul, item.counts, costs.get(item.subject, ()))))
         / item.seconds_s
         for item in every
     )
     return Fitted(within_host, between_hosts, overhead, ratios)
 
 
-@dataclass(frozen=True, slots=True)
-class _Costs:
-    """The unit costs of a subject: pairs of a latency, and seconds per byte.
+def _fit_costs(measurements: Sequence[Measurement], call_s: float) -> list[float]:
+    """Return the seconds of each of `Measurement.counts`, beyond those of a call.
 
-    A pair is None if it was not measured.
+    The seconds of messages and their bytes are 0 if no message was measured, and so are those of
+    runs and copied bytes.
     """
-
-    messages: tuple[float, float] | None
-    copies: tuple[float, float] | None
-    combined_s: float
-
-    def of(self, item: Measurement) -> float:
-        """Return the estimated seconds of a measurement, without the call."""
-        message_s, byte_s = self.messages or (0.0, 0.0)
-        run_s, copied_s = self.copies or (0.0, 0.0)
-        return (
-            item.messages * message_s
-            + item.size_bytes * byte_s
-            + item.runs * run_s
-            + item.copied_bytes * copied_s
-            + item.combined_bytes * self.combined_s
-        )
-
-
-def _fit_costs(measurements: Sequence[Measurement], call_s: float) -> _Costs:
     if not measurements:
-        return _Costs(None, None, 0.0)
+        return [0.0] * 5
     counts = np.array([item.counts for item in measurements], dtype=np.float64)
     seconds_s = np.array([item.seconds_s for item in measurements])
     # Both sides are divided by the measured seconds, so that errors are relative.
-    solution = _solve_robustly(counts / seconds_s[:, None], 1 - call_s / seconds_s).tolist()
-    pairs: list[tuple[float, float] | None] = []
+    costs: list[float] = _solve_robustly(
+        counts / seconds_s[:, None], 1 - call_s / seconds_s
+    ).tolist()
     # Columns of `counts`: messages and their bytes, runs and copied bytes.
     for latency, size in ((0, 1), (2, 3)):
         size_bytes = counts[:, size]
         # If time does not grow with bytes, they take next to nothing of any measurement.
         min_s = _UNSEEN_SHARE * float((seconds_s / np.maximum(size_bytes, 1)).min())
-        pairs.append((solution[latency], solution[size] or min_s) if size_bytes.any() else None)
-    return _Costs(pairs[0], pairs[1], solution[4])
+        if size_bytes.any():
+            costs[size] = costs[size] or min_s
+        else:
+            costs[latency] = costs[size] = 0.0
+    return costs
 
 
-def _make_link(costs: tuple[float, float] | None) -> Link | None:
-    return None if costs is None else Link(1 / costs[1], costs[0])
+def _make_link(latency_s: float, byte_s: float) -> Link | None:
+    return Link(1 / byte_s, latency_s) if byte_s else None
 
 
 def _solve_robustly(rows: FloatArray, expected: FloatArray) -> FloatArray:

@@ -426,18 +426,21 @@ class CopyColumns:
             at.append(piece)
         columns = list(zip(self.pieces, at, strict=True))
         length = [pieces.length[piece] for pieces, piece in columns]
-        begin = [pieces.target_local[piece] for pieces, piece in columns]
-        into = _Boxes(targets, self.target_cell[rows], begin, length)
-        begin = [pieces.source_local[piece] for pieces, piece in columns]
-        out_of = _Boxes(sources, self.source_cell[rows], begin, length)
+        into = (targets, self.target_cell[rows], [p.target_local[piece] for p, piece in columns])
+        out_of = (sources, self.source_cell[rows], [p.source_local[piece] for p, piece in columns])
         places: Iterable[tuple[int | None, int | None]] = itertools.repeat((None, None), len(rows))
         # Addresses are for sorting only, and copies of few bytes are not sorted.
-        if len(rows) and int(self.elements.sum()) * into.itemsize >= BYTES_FOR_A_THREAD:
-            places = zip(into.addresses(), out_of.addresses(), strict=True)
+        itemsize = targets[int(into[1][0])].itemsize if len(rows) else 0
+        if int(self.elements.sum()) * itemsize >= BYTES_FOR_A_THREAD:
+            places = zip(_box_addresses(*into), _box_addresses(*out_of), strict=True)
         return [
             Copy(target, source, order, combine if order else None, ..., ..., *place)
             for target, source, order, place in zip(
-                into.views(), out_of.views(), self.order[rows].tolist(), places, strict=True
+                _view_boxes(*into, length),
+                _view_boxes(*out_of, length),
+                self.order[rows].tolist(),
+                places,
+                strict=True,
             )
         ]
 
@@ -478,44 +481,29 @@ def _pieces_of_boxes(
     return tuple(RoutePieces(row, ones, *column) for column in columns)
 
 
-class _Boxes(NamedTuple):
-    """Boxes of the arrays of cells: their offsets and lengths by dimension."""
+def _view_boxes(
+    arrays: Cells, cell: IntArray, begin: Sequence[IntArray], length: Sequence[IntArray]
+) -> Iterator[Storage]:
+    """Yield boxes of the arrays of cells, by their offsets and lengths in each dimension."""
+    slices = [
+        map(slice, low.tolist(), (low + size).tolist())
+        for low, size in zip(begin, length, strict=True)
+    ]
+    # Keep a scalar an array, so that it can be written to.
+    boxes: Iterable[Any] = zip(*slices, strict=True) if slices else itertools.repeat(...)
+    return (arrays[number][box] for number, box in zip(cell.tolist(), boxes, strict=False))
 
-    arrays: Cells
-    cell: IntArray
-    begin: list[IntArray]
-    length: list[IntArray]
 
-    @property
-    def itemsize(self) -> int:
-        return self.arrays[int(self.cell[0])].itemsize
-
-    def views(self) -> Iterator[Storage]:
-        """Yield the boxes as views of the arrays."""
-        slices = [
-            map(slice, begin.tolist(), (begin + length).tolist())
-            for begin, length in zip(self.begin, self.length, strict=True)
-        ]
-        # Keep a scalar an array, so that it can be written to.
-        boxes: Iterable[Any] = itertools.repeat(...)
-        if slices:
-            boxes = zip(*slices, strict=True)
-        cells = zip(self.cell.tolist(), boxes, strict=False)
-        return (self.arrays[cell][box] for cell, box in cells)
-
-    def addresses(self) -> list[int]:
-        """Return the addresses of the first elements."""
-        # Read the address of each array once, and compute those of all boxes together.
-        cells, position = np.unique(self.cell, return_inverse=True)
-        arrays = [self.arrays[cell] for cell in cells.tolist()]
-        first = np.array([array.__array_interface__["data"][0] for array in arrays])
-        begin_address = first[position]
-        for dimension, begin in enumerate(self.begin):
-            begin_address += (
-                begin * np.array([array.strides[dimension] for array in arrays])[position]
-            )
-        addresses: list[int] = begin_address.tolist()
-        return addresses
+def _box_addresses(arrays: Cells, cell: IntArray, begin: Sequence[IntArray]) -> list[int]:
+    """Return the addresses of the first elements of boxes."""
+    # Read the address of each array once, and compute those of all boxes together.
+    cells, position = np.unique(cell, return_inverse=True)
+    used = [arrays[number] for number in cells.tolist()]
+    address = np.array([_address(array) for array in used])[position]
+    for dimension, low in enumerate(begin):
+        address += low * np.array([array.strides[dimension] for array in used])[position]
+    addresses: list[int] = address.tolist()
+    return addresses
 
 
 def _pieces_of(pieces: RoutePieces, row: int) -> tuple[IntArray, IntArray, IntArray]:

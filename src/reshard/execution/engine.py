@@ -158,8 +158,6 @@ class TensorArrays:
 class _Memory:
     """A tensor of a run: its copies, and the memory of its arrays.
 
-    Sources are by slot; targets by slot, and once they are allocated by cell too.
-
     Sources are by cell; targets by slot, and once they are found by cell too.
     """
 
@@ -300,7 +298,7 @@ def _find_given_targets(every: Sequence[_Memory]) -> None:
 def _name_outputs(every: Sequence[_Memory]) -> Iterator[NamedStorage]:
     for memory in every:
         for slot, storage in memory.filled.items():
-            yield NamedStorage(output_name(slot, memory.arrays.label), storage)
+            yield output_name(slot, memory.arrays.label), storage
 
 
 def _name_sources(every: Sequence[_Memory]) -> Iterator[NamedStorage]:
@@ -308,4 +306,4 @@ def _name_sources(every: Sequence[_Memory]) -> Iterator[NamedStorage]:
         name = memory.arrays.name
         of = "the source of rank" if name is None else f"the source of {name!r} on rank"
         for slot, storage in memory.held.items():
-            yield NamedStorage(f"{of} {slot}", storage)
+            yield f"{of} {slot}", storage

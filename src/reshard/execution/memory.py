@@ -41,7 +41,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -271,11 +271,8 @@ _MAX_ATTEMPTS = 1_000_000
 _shares_memory: Any = np.shares_memory
 
 
-class NamedStorage(NamedTuple):
-    """The memory of an array, and its name in errors."""
-
-    name: str
-    storage: Storage
+NamedStorage = tuple[str, Storage]
+"""The name of an array in errors, and its memory."""
 
 
 def new_storages(layout: Layout, kind: ArrayKind, memory: FreshMemory) -> dict[int, Storage]:
@@ -343,18 +340,17 @@ def check_apart(written: Iterable[NamedStorage], read: Iterable[NamedStorage]) -
     """Raise ShardError if an array that is written shares an element with any other.
 
     >>> memory = np.zeros(4)
-    >>> ends = NamedStorage("the left", memory[:2]), NamedStorage("the right", memory[2:])
-    >>> check_apart([ends[0]], [ends[1]])
-    >>> check_apart([ends[0]], [NamedStorage("the middle", memory[1:3])])
+    >>> check_apart([("the left", memory[:2])], [("the right", memory[2:])])
+    >>> check_apart([("the left", memory[:2])], [("the middle", memory[1:3])])
     Traceback (most recent call last):
         ...
     reshard.errors.ShardError: the left shares memory with the middle; each array that is written
     needs separate memory
     """
-    entries = [(*_bounds(named.storage), True, named) for named in written if named.storage.size]
+    entries = [(*_bounds(array), True, (name, array)) for name, array in written if array.size]
     # Several slots may share a source array.
-    sources = {_place(named.storage): named for named in read if named.storage.size}
-    entries += [(*_bounds(named.storage), False, named) for named in sources.values()]
+    sources = {_place(array): (name, array) for name, array in read if array.size}
+    entries += [(*_bounds(named[1]), False, named) for named in sources.values()]
     entries.sort(key=lambda entry: entry[0])
     # A sweep by address: `reaching` are the arrays that extend beyond the start of the next.
     reaching: list[tuple[int, bool, NamedStorage]] = []
@@ -368,17 +364,18 @@ def check_apart(written: Iterable[NamedStorage], read: Iterable[NamedStorage]) -
 
 
 def _check_pair(written: NamedStorage, other: NamedStorage) -> None:
+    (name, array), (other_name, other_array) = written, other
     try:
         # Arrays with overlapping bounds may still be disjoint, as columns of a matrix are.
-        shared = _shares_memory(written.storage, other.storage, max_work=_MAX_ATTEMPTS)
+        shared = _shares_memory(array, other_array, max_work=_MAX_ATTEMPTS)
     except np.exceptions.TooHardError:
         raise ShardError(
-            f"{written.name} is in the same memory as {other.name}, and it takes too long to find "
+            f"{name} is in the same memory as {other_name}, and it takes too long to find "
             "out whether they share an element; give it separate memory"
         ) from None
     if shared:
         raise ShardError(
-            f"{written.name} shares memory with {other.name}; each array that is written needs "
+            f"{name} shares memory with {other_name}; each array that is written needs "
             "separate memory"
         )
 

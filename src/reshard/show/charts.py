@@ -15,7 +15,6 @@ for that moment only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from reshard.errors import UsageError
 from reshard.plans.traffic import Traffic
@@ -316,42 +315,33 @@ _WIDTH, _HEIGHT, _MAX_BAR, _SMALL_LETTER = 760.0, 150.0, 36.0, 6.1
 _MAX_NUMBERED = 32
 
 
-class Moment(NamedTuple):
-    """A bar: its name, the amount held before, and the maximum during the moment."""
-
-    name: str
-    held: int
-    most: int
-
-
-def memory_chart(moments: Sequence[Moment], amount_text: Callable[[int], str]) -> str:
+def memory_chart(moments: Sequence[tuple[str, int, int]], amount_text: Callable[[int], str]) -> str:
     """Return a bar chart of memory as an `svg` element, with the maximum marked.
 
     Args:
-        moments: in their order.
+        moments: in their order: the name of each, the amount held before, and the maximum during
+            the moment.
         amount_text: formats an amount, with its unit.
 
-    >>> "matmul: 7 B, 3 B before" in memory_chart([Moment("matmul", 3, 7)], "{} B".format)
+    >>> "matmul: 7 B, 3 B before" in memory_chart([("matmul", 3, 7)], "{} B".format)
     True
     """
-    most = max((moment.most for moment in moments), default=0)
+    most = max((peak for _, _, peak in moments), default=0)
     step = min(_WIDTH / max(len(moments), 1), _MAX_BAR)
     # Pixels a byte: the highest bar fills the height.
     scale = _HEIGHT / max(most, 1)
     top, floor = 20.0, 20.0 + _HEIGHT
     bars = []
-    for place, moment in enumerate(moments):
+    for place, (name, held, peak) in enumerate(moments):
         x, wide = place * step, step * 0.8
         parts = [
             element(
                 "title",
-                escaped(
-                    f"{moment.name}: {amount_text(moment.most)}, {amount_text(moment.held)} before"
-                ),
+                escaped(f"{name}: {amount_text(peak)}, {amount_text(held)} before"),
             ),
             # The paler bar is drawn first; the memory held before covers its lower end.
-            _bar(x, floor, wide, moment.most * scale, 0.35),
-            _bar(x, floor, wide, min(moment.held, moment.most) * scale, 1.0),
+            _bar(x, floor, wide, peak * scale, 0.35),
+            _bar(x, floor, wide, min(held, peak) * scale, 1.0),
         ]
         if len(moments) <= _MAX_NUMBERED:
             number = str(place + 1)

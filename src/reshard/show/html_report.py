@@ -314,7 +314,7 @@ def change_html(change: DrawnChange, number: int, colours: Mapping[int, str]) ->
         ("before", change.before, plan.source),
         ("after", change.after, plan.target),
     ):
-        drawn = svg_picture(
+        svg, grid, has_stripes = svg_picture(
             layout,
             colours,
             f"{word}-{number}",
@@ -322,14 +322,14 @@ def change_html(change: DrawnChange, number: int, colours: Mapping[int, str]) ->
             origins=origins(change.transfers) if word == "after" else None,
         )
         # No wrapping: the page wraps lines itself.
-        remarks = notes(layout, drawn.grid, 10**6)
-        if drawn.has_stripes:
+        remarks = notes(layout, grid, 10**6)
+        if has_stripes:
             remarks.insert(0, "Stripes: several ranks hold the box, those that its label names.")
         sides.append(
             element(
                 "figure",
                 element("figcaption", element("b", word), " ", element("code", escaped(cut))),
-                drawn.svg,
+                svg,
                 *(element("p", escaped(line), class_="note") for line in remarks),
             )
         )

@@ -22,7 +22,6 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,42 +33,42 @@ from reshard.text import count_text, display_width, rank_text, short_rank_text, 
 SlotLabel = Callable[[int], str]
 
 
-@dataclass(frozen=True, slots=True)
-class Labels:
-    """Writes the holders of a box: by number, or by a text of the caller for each rank.
+def label_lines(
+    holdings: Holdings,
+    senders: Sequence[int],
+    width: int,
+    slot_label: SlotLabel | None = None,
+    ascii: bool = False,
+) -> list[str]:
+    """Return the lines of the label of a box, none wider than `width` columns.
+
+    The holders are written by number, or by a text of the caller for each rank, `slot_label`.
 
     >>> held = frozenset(RankHolding(0, 0, False, slot) for slot in (0, 4))
-    >>> Labels().lines(held, (), 20), Labels("device {}\\nof 8".format).lines(held, (), 20)
+    >>> label_lines(held, (), 20), label_lines(held, (), 20, "device {}\\nof 8".format)
     (['0,4'], ['device 0', 'of 8', 'device 4', 'of 8'])
     """
-
-    slot_label: SlotLabel | None = None
-    ascii: bool = False
-
-    def lines(self, holdings: Holdings, senders: Sequence[int], width: int) -> list[str]:
-        """Return the lines of a label, none wider than `width` columns."""
-        if not holdings:
-            return ["-"]
-        mark = "..." if self.ascii else "…"
-        if self.slot_label is not None:
-            # Ranks with equal texts share them: a dict keeps each once, in order.
-            texts = dict.fromkeys(self.slot_label(h.slot) for h in sorted(holdings, key=_by_slot))
-            joined = ",".join(texts)
-            if "\n" not in joined and display_width(joined) <= width:
-                return [joined]
-            lines = itertools.chain.from_iterable(text.split("\n") for text in texts)
-            return [shortened(line, width, mark) for line in lines]
-        count = count_text(len({h.slot for h in holdings}), "rank")
-        written = (*shorter_texts(holders_text(holdings), mark), count)
-        text = next((text for text in written if display_width(text) <= width), count)
-        if senders:
-            arrow = "<-" if self.ascii else "←"
-            many = count_text(len(senders), "rank")
-            # The senders in full, or their number, or a mark.
-            for origin in (rank_text(senders), many, mark):
-                if display_width(f"{text} {arrow} {origin}") <= width:
-                    return [f"{text} {arrow} {origin}"]
-        return [shortened(text, width, mark)]
+    if not holdings:
+        return ["-"]
+    mark = "..." if ascii else "…"
+    if slot_label is not None:
+        # Ranks with equal texts share them: a dict keeps each once, in order.
+        texts = dict.fromkeys(slot_label(slot) for slot in sorted(h.slot for h in holdings))
+        joined = ",".join(texts)
+        if "\n" not in joined and display_width(joined) <= width:
+            return [joined]
+        lines = itertools.chain.from_iterable(text.split("\n") for text in texts)
+        return [shortened(line, width, mark) for line in lines]
+    count = count_text(len({h.slot for h in holdings}), "rank")
+    written = (*shorter_texts(holders_text(holdings), mark), count)
+    text = next((text for text in written if display_width(text) <= width), count)
+    if senders:
+        arrow = "<-" if ascii else "←"
+        # The senders in full, or their number, or a mark.
+        for origin in (rank_text(senders), count_text(len(senders), "rank"), mark):
+            if display_width(f"{text} {arrow} {origin}") <= width:
+                return [f"{text} {arrow} {origin}"]
+    return [shortened(text, width, mark)]
 
 
 def shorter_texts(text: str, mark: str) -> Iterator[str]:
@@ -84,10 +83,6 @@ def shorter_texts(text: str, mark: str) -> Iterator[str]:
     if len(middle) > 1:
         yield sign.join((first, middle[0], mark, last))
         yield sign.join((first, mark, last))
-
-
-def _by_slot(holding: RankHolding) -> int:
-    return holding.slot
 
 
 def holders_text(holdings: Iterable[RankHolding]) -> str:

@@ -85,7 +85,7 @@ RegionLabel = Callable[[Sequence[Place], int], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class SketchRegion:
     """Rectangles held alike: their places, and the block `rows` x `columns` for the label."""
 
     places: tuple[Place, ...]
@@ -99,7 +99,7 @@ class Sketch:
     """A grid with its regions and the minimum sizes of rows and columns, ready to be drawn."""
 
     grid: RegionGrid
-    regions: tuple[Region, ...]
+    regions: tuple[SketchRegion, ...]
     row_shares: tuple[int, ...]
     column_shares: tuple[int, ...]
     gutter: int
@@ -175,7 +175,7 @@ def sketch(
     """
     # 1. Regions and their labels.
     regions = [
-        Region(tuple(places), *_largest_block(places), lines=tuple(lines))
+        SketchRegion(tuple(places), *_largest_block(places), lines=tuple(lines))
         for places, lines in _place_labels(grid, label, max_label_columns, ellipsis)
     ]
     # 2. The minimum size of each row and column: by its length, by the indices at its edges, ...

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from reshard.layout import Layout
-from reshard.show.labels import Labels, holders_text, shorter_texts
+from reshard.show.labels import holders_text, label_lines, shorter_texts
 from reshard.show.regions import Holdings, Interval, Origins, Place, RegionGrid, region_grid
-from reshard.show.sketch import Region, sketch
+from reshard.show.sketch import SketchRegion, sketch
 from reshard.show.svg import element, escaped, ink_on
 from reshard.text import count_text, rank_text
 
@@ -89,15 +88,6 @@ _MAX_STRIPES, _STRIPE = 16, 18.0
 _PARTS, _THIN, _NARROW = 6, 8.0, 24.0
 
 
-@dataclass(frozen=True, slots=True)
-class SvgPicture:
-    """A picture as an `svg` element, its grid, and whether some boxes have stripes."""
-
-    svg: str
-    grid: RegionGrid
-    has_stripes: bool
-
-
 def svg_picture(
     layout: Layout,
     colours: Mapping[int, str],
@@ -105,8 +95,10 @@ def svg_picture(
     *,
     dimensions: tuple[int | None, int | None],
     origins: Origins | None = None,
-) -> SvgPicture:
+) -> tuple[str, RegionGrid, bool]:
     """Return a picture of a layout in the colours of its ranks.
+
+    Return an `svg` element, its grid, and whether some boxes have stripes.
 
     Args:
         layout: the layout to draw.
@@ -116,9 +108,9 @@ def svg_picture(
         dimensions: the row and the column dimension, see `regions.drawn_dimensions`.
         origins: of the plan that leads to this layout.
 
-    >>> picture = svg_picture(Layout.replicated((2, 3), 2), {0: "#0072b2", 1: "#e69f00"}, "after",
+    >>> svg, _, _ = svg_picture(Layout.replicated((2, 3), 2), {0: "#0072b2", 1: "#e69f00"}, "after",
     ...     dimensions=(0, 1))
-    >>> picture.svg.count("<path"), "ranks 0,1 hold [0:2, 0:3]" in picture.svg
+    >>> svg.count("<path"), "ranks 0,1 hold [0:2, 0:3]" in svg
     (2, True)
     """
     return _Drawing(layout, colours, name, dimensions, origins).picture()
@@ -157,7 +149,7 @@ class _Drawing:
         proportional = _WIDTH * self.layout.shape[row] / across
         return min(max(proportional, _MIN_HEIGHT), _MAX_HEIGHT)
 
-    def picture(self) -> SvgPicture:
+    def picture(self) -> tuple[str, RegionGrid, bool]:
         drawn = sketch(self.grid, self._label, 10**6, 1, "…")
         boxes = [self._box(region) for region in drawn.regions]
         labels = self._labels(drawn.regions)
@@ -181,17 +173,17 @@ class _Drawing:
             role="img",
             class_="picture",
         )
-        return SvgPicture(svg, self.grid, bool(self.periods))
+        return svg, self.grid, bool(self.periods)
 
     def _label(self, places: Sequence[Place], width: int) -> list[str]:
         """Return the holders of a region, and the origins of its elements, on a line each."""
         row, column = places[0]
         holdings = self.grid.holdings[row][column]
-        lines = Labels().lines(holdings, (), width)
+        lines = label_lines(holdings, (), width)
         senders = self.origins(self.grid, places) if self.origins and holdings else []
         return [*lines, *([f"← {rank_text(senders)}"] if senders else [])]
 
-    def _box(self, region: Region) -> str:
+    def _box(self, region: SketchRegion) -> str:
         row, column = region.places[0]
         holdings = self.grid.holdings[row][column]
         left_out = self._is_left_out(region)
@@ -204,7 +196,7 @@ class _Drawing:
             fill=None if kind != "box" else self._fill(region, holdings),
         )
 
-    def _title(self, region: Region, holdings: Holdings, is_left_out: bool) -> str:
+    def _title(self, region: SketchRegion, holdings: Holdings, is_left_out: bool) -> str:
         if is_left_out:
             return f"not drawn: {region.lines[0]}"
         where = f"[{self._span(region.places)}]"
@@ -244,7 +236,7 @@ class _Drawing:
                 parts.append(f"M{_n(x)} {_n(y)}h{_n(across)}v{_n(down)}h{_n(-across)}z")
         return "".join(parts)
 
-    def _fill(self, region: Region, holdings: Holdings) -> str:
+    def _fill(self, region: SketchRegion, holdings: Holdings) -> str:
         # Halo copies have no colour if the box has an owner.
         owners = {h.slot for h in holdings if not h.is_halo} or {h.slot for h in holdings}
         ranks = _pick_stripes(sorted(owners))
@@ -278,7 +270,7 @@ class _Drawing:
             y2=_n(period),
         )
 
-    def _borders(self, regions: Sequence[Region]) -> str:
+    def _borders(self, regions: Sequence[SketchRegion]) -> str:
         """Return lines between regions that are large enough for lines."""
         owner = {place: i for i, region in enumerate(regions) for place in region.places}
         parts = []
@@ -307,7 +299,7 @@ class _Drawing:
         near = edges[max(at - 1, 0) : at + 2]
         return at in (0, len(edges) - 1) or min(b - a for a, b in itertools.pairwise(near)) >= 4
 
-    def _labels(self, regions: Sequence[Region]) -> list[str]:
+    def _labels(self, regions: Sequence[SketchRegion]) -> list[str]:
         """Return the labels that fit; none for a box if a larger one has no space for its own."""
         thin = min(
             (self.x[-1] - self.x[0]) / (len(self.x) - 1),
@@ -324,16 +316,16 @@ class _Drawing:
         unnamed = max((area for label, area in labels if not label), default=0.0)
         return [label for label, area in labels if label and area > 1.01 * unnamed]
 
-    def _sides(self, region: Region) -> tuple[float, float]:
+    def _sides(self, region: SketchRegion) -> tuple[float, float]:
         """Return the pixels of the block for a region's label, across and down."""
         across = self.x[region.columns.stop] - self.x[region.columns.start]
         return across, self.y[region.rows.stop] - self.y[region.rows.start]
 
-    def _area(self, region: Region) -> float:
+    def _area(self, region: SketchRegion) -> float:
         across, down = self._sides(region)
         return across * down
 
-    def _region_label(self, region: Region) -> str:
+    def _region_label(self, region: SketchRegion) -> str:
         left, right = self.x[region.columns.start], self.x[region.columns.stop]
         above, below = self.y[region.rows.start], self.y[region.rows.stop]
         row, column = region.places[0]
@@ -382,7 +374,7 @@ class _Drawing:
         ]
         return back + "".join(texts)
 
-    def _labels_of_several(self, regions: Sequence[Region]) -> list[str]:
+    def _labels_of_several(self, regions: Sequence[SketchRegion]) -> list[str]:
         """Return labels for a line of thin boxes: the ranks of all boxes in each of a few equal
         parts.
         """
@@ -417,12 +409,12 @@ class _Drawing:
                     break
         return labels
 
-    def _is_left_out(self, region: Region) -> bool:
+    def _is_left_out(self, region: SketchRegion) -> bool:
         row, column = region.places[0]
         return bool(self.grid.rows[row].left_out or self.grid.columns[column].left_out)
 
     @staticmethod
-    def _along(regions: Sequence[Region], is_across: bool) -> list[int]:
+    def _along(regions: Sequence[SketchRegion], is_across: bool) -> list[int]:
         """Return the places of regions along a line."""
         return [place[is_across] for region in regions for place in region.places]
 

@@ -23,7 +23,7 @@ from reshard.errors import UsageError
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.plan import Plan
-from reshard.show.labels import Labels, SlotLabel, notes
+from reshard.show.labels import SlotLabel, label_lines, notes
 from reshard.show.regions import (
     MAX_BOXES,
     Origins,
@@ -213,16 +213,16 @@ def _check(layout: object, width: int, height: int) -> None:
         raise UsageError(f"height {height}: a picture needs at least {MIN_HEIGHT} lines")
 
 
+Labels = tuple[SlotLabel | None, bool]
+"""The text of each rank, or None for its number, and whether a picture is plain ASCII."""
+
+
 def _labels(labels: str | SlotLabel, ascii: bool) -> Labels:
-    if isinstance(labels, str):
-        if labels != "ranks":
-            raise UsageError(
-                f"labels {labels!r}; give 'ranks', or a function from a rank to a text"
-            )
-        return Labels(None, ascii)
-    if not callable(labels):
+    if labels == "ranks":
+        return None, ascii
+    if isinstance(labels, str) or not callable(labels):
         raise UsageError(f"labels {labels!r}; give 'ranks', or a function from a rank to a text")
-    return Labels(labels, ascii)
+    return labels, ascii
 
 
 def _join_lines(lines: Sequence[str]) -> str:
@@ -264,7 +264,7 @@ def _largest_fit(
         grid = full.limited(rows, columns)
         label = partial(_label, grid, labels, origins)
         most = max(9, (width - 8) // min(len(grid.columns), 4) - 3)
-        drawn = sketch(grid, label, most, times, "..." if labels.ascii else "…")
+        drawn = sketch(grid, label, most, times, "..." if labels[1] else "…")
         # First give up proportions, then columns, then rows.
         if times > 1 and (drawn.min_width > width or drawn.min_height > height):
             times -= 1
@@ -286,7 +286,7 @@ def _label(
 ) -> list[str]:
     row, column = places[0]
     senders = origins(grid, places) if origins else []
-    return labels.lines(grid.holdings[row][column], senders, max_columns)
+    return label_lines(grid.holdings[row][column], senders, max_columns, *labels)
 
 
 def _natural_width(drawn: Sketch, most: int) -> int:

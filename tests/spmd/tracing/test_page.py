@@ -10,7 +10,7 @@ import pytest
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
-from reshard.show.charts import Moment, memory_chart
+from reshard.show.charts import memory_chart
 from reshard.spmd.tracing.page import MOST_DRAWN
 from reshard.text import bytes_text
 from show.page_parts import local_name, outside, overlapping, parsed, svgs
@@ -89,7 +89,7 @@ def test_names_cannot_break_a_page() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 32, 400])
 def test_a_chart_of_any_number_of_moments(count: int) -> None:
-    moments = [Moment(f"step {n}", n, 2 * n) for n in range(count)]
+    moments = [(f"step {n}", n, 2 * n) for n in range(count)]
     (svg,) = svgs(memory_chart(moments, bytes_text))
     assert overlapping(svg) == [] and outside(svg) == []
     bars = [node for node in svg.iter() if local_name(node) == "rect"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +13,8 @@ import click
 from reshard.cli.atomic_write import check_place, write_whole
 from reshard.cli.failures import DONE, FAILED, WRONG_USE
 from reshard.cli.options import as_size, json_option, quiet_option
-from reshard.cli.output import write, write_error, write_json
-from reshard.cli.progress import LINES_EVERY_S
+from reshard.cli.output import write, write_json
+from reshard.cli.progress import every_few_seconds
 from reshard.errors import MissingExtraError, ReshardError, RunError, UsageError
 from reshard.text import bytes_text, duration_text, rate_text
 
@@ -101,7 +100,12 @@ def calibrate(
             return WRONG_USE
         from reshard.torch.calibration.calibration import calibrate as measure
 
-        shown = None if quiet or not is_first else _Lines(seconds_s)
+        shown = None
+        if is_first and not quiet:
+            of = f"of about {duration_text(seconds_s)}"
+            shown = every_few_seconds(
+                lambda taken_s, rounds, _: f"measured {rounds} times, {duration_text(taken_s)} {of}"
+            )
         found = measure(name, seconds_s=seconds_s, largest_bytes=largest_bytes, progress=shown)
         text = preset_text(found.preset, _comment(found))
         if output_path is not None and not _all_can_go_on(
@@ -217,21 +221,6 @@ def _check_output(output_path: str | None, overwrite: bool) -> None:
     check_place(path, overwrite, "preset", "machine.toml")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise UsageError(f"{path.parent} cannot be written to; write elsewhere")
-
-
-class _Lines:
-    """Progress of measuring as plain lines, a few seconds apart."""
-
-    def __init__(self, seconds_s: float) -> None:
-        self._seconds_s = seconds_s
-        self._last_s = time.monotonic()
-
-    def __call__(self, elapsed_s: float, rounds: int) -> None:
-        now_s = time.monotonic()
-        if now_s - self._last_s >= LINES_EVERY_S:
-            self._last_s = now_s
-            of = f"{duration_text(elapsed_s)} of about {duration_text(self._seconds_s)}"
-            write_error(f"measured {rounds} times, {of}")
 
 
 def _comment(found: Calibration) -> str:

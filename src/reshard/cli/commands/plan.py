@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -98,7 +97,7 @@ def plan(
     target = str(unwritten_target(source))
     conversion = plan_from_options(source, target, target_kind, config, **conversion_arguments)
     workers = conversion.threads(extra_bytes, threads)
-    memory = PeakMemory.of(conversion, extra_bytes, threads)
+    memory = _estimate_memory(conversion, extra_bytes, threads)
     drawing = _drawing(conversion, drawn) if drawn is not None else None
     if report_path is not None:
         report = _report_page(source, conversion, ranks_per_host)
@@ -110,31 +109,22 @@ def plan(
     return DONE
 
 
-@dataclass(frozen=True, slots=True)
-class PeakMemory:
-    """The memory that a conversion takes: its buffers, and the peak that is resident with all else.
+def _estimate_memory(
+    conversion: Conversion, extra_bytes: int, threads: int | None
+) -> tuple[int, int]:
+    """Return the bytes of a conversion's buffers, and the peak that is resident with all else.
 
-    The rest is not modelled but measured: this process has the same modules loaded, and knows the
-    same of every tensor, as a process that begins to convert.
+    The rest is not modelled but measured: this process, which has just planned the conversion, has
+    the same modules loaded, and knows the same of every tensor, as one that begins to convert.
     """
-
-    buffers_bytes: int
-    peak_bytes: int
-
-    @classmethod
-    def of(cls, conversion: Conversion, extra_bytes: int, threads: int | None) -> PeakMemory:
-        """Estimate the memory of a conversion that this process has just planned."""
-        # First, since it finds columns that a run needs too.
-        buffers_bytes = conversion.extra_bytes(extra_bytes, threads)
-        records_bytes = conversion.work_items.count * _BLOCK_RECORD_BYTES
-        resident, most = resident_bytes()
-        # Of buffers, what no byte is put into is never resident.
-        used_bytes = min(
-            buffers_bytes,
-            sum(conversion.read_bytes_by_rank.values())
-            + sum(conversion.write_bytes_by_rank.values()),
-        )
-        return cls(buffers_bytes, max(most, resident + used_bytes + records_bytes))
+    # First, since it finds columns that a run needs too.
+    buffers_bytes = conversion.extra_bytes(extra_bytes, threads)
+    records_bytes = conversion.work_items.count * _BLOCK_RECORD_BYTES
+    resident, most = resident_bytes()
+    moved = (conversion.read_bytes_by_rank, conversion.write_bytes_by_rank)
+    # Of buffers, what no byte is put into is never resident.
+    used_bytes = min(buffers_bytes, sum(sum(by_rank.values()) for by_rank in moved))
+    return buffers_bytes, max(most, resident + used_bytes + records_bytes)
 
 
 def size_text(size_bytes: int, copy_bytes: int) -> str:
@@ -244,7 +234,7 @@ def _per_rank(conversion: Conversion) -> list[dict[str, int]]:
 
 
 def _as_text(
-    source: str, conversion: Conversion, workers: int, memory: PeakMemory, drawing: str | None
+    source: str, conversion: Conversion, workers: int, memory: tuple[int, int], drawing: str | None
 ) -> list[str]:
     write_plan, job = conversion.write_plan, conversion.job
     stored = [file.stored for file in write_plan.files]
@@ -260,8 +250,8 @@ def _as_text(
         "",
         f"moved between ranks: {bytes_text(job.moved_bytes)}, the least possible is "
         f"{bytes_text(job.lower_bound_bytes)}",
-        f"peak memory: about {bytes_text(memory.peak_bytes)} resident in a process, "
-        f"{bytes_text(memory.buffers_bytes)} of buffers for {count_text(workers, 'thread')}",
+        f"peak memory: about {bytes_text(memory[1])} resident in a process, "
+        f"{bytes_text(memory[0])} of buffers for {count_text(workers, 'thread')}",
         *matching_lines(conversion),
     ]
     if drawing is not None:
@@ -270,7 +260,7 @@ def _as_text(
 
 
 def _as_json(
-    source: str, conversion: Conversion, workers: int, memory: PeakMemory
+    source: str, conversion: Conversion, workers: int, memory: tuple[int, int]
 ) -> dict[str, Any]:
     write_plan, job = conversion.write_plan, conversion.job
     return {
@@ -286,8 +276,8 @@ def _as_json(
         "written_bytes": sum(conversion.write_bytes_by_rank.values()),
         "moved_bytes": job.moved_bytes,
         "lower_bound_bytes": job.lower_bound_bytes,
-        "extra_bytes": memory.buffers_bytes,
-        "peak_bytes": memory.peak_bytes,
+        "extra_bytes": memory[0],
+        "peak_bytes": memory[1],
         "threads": workers,
         "tensors": [
             {

@@ -7,8 +7,8 @@ writes the layout that an engine's own loader has.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,8 @@ from reshard.cli.atomic_write import check_place, write_whole
 from reshard.cli.endpoints import open_selected_source
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
-    CastTypeChoice,
     as_path,
+    cast_type_choice,
     json_option,
     options_of,
 )
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from reshard.layout import Layout
     from reshard.recipes.assignment import Assignment
     from reshard.recipes.engine_layouts import EngineLayout
-    from reshard.recipes.engine_layouts.layout_differences import LayoutDifference
     from reshard.recipes.recipe import Recipe
     from reshard.recipes.rules import Rule
 
@@ -167,22 +166,21 @@ def check(
     if chosen is not None:
         chosen.expect_options_read(chosen_options, mesh, found.matched.values())
     found = replace(found, notes=(*describe_order(mesh, written), *found.notes))
-    report = _Report(opened, mesh, found, by_hand, chosen)
-    compared: EngineComparison | None = None
+    described = _describe_assignment(opened, mesh, found, by_hand, chosen)
+    compared: dict[str, Any] | None = None
     if against is not None:
         engine = find_engine_layout(against, checkpoint, mesh)
-        compared = EngineComparison.of(engine, found.layouts)
+        compared = _compare_with_engine(engine, found.layouts)
     if as_json:
         content = {"path": checkpoint, "mesh": mesh_json(mesh), "recipe": chosen and chosen.name}
-        by_engine = None if compared is None else compared.as_json()
-        content |= {"options": chosen_options, **report.as_json(), "against": by_engine}
-        write_json(content)
+        write_json({**content, "options": chosen_options, **described, "against": compared})
     else:
         by = f" by the recipe {chosen.name}" if chosen else ""
         given = f" with {', '.join(options)}" if options else ""
-        title = f"{checkpoint} over {mesh.text}{by}{given}: {report.total_text}"
-        by_engine_lines = [] if compared is None else compared.as_text()
-        write("\n".join([printable(title), *report.as_text(), *by_engine_lines]))
+        total = f"{count_text(len(opened), 'tensor')}, {bytes_text(opened.size_bytes)}"
+        title = f"{checkpoint} over {mesh.text}{by}{given}: {total}"
+        lines = [printable(title), *_assignment_lines(opened, found, described)]
+        write("\n".join([*lines, *([] if compared is None else _comparison_lines(compared))]))
     idle = found.list_idle_axes(mesh, chosen) if chosen is not None else []
     refused = {
         "uncomputable": found.uncomputable,
@@ -190,7 +188,7 @@ def check(
         IDLE_AXES: idle,
     }
     is_refused = any(refused[word] for word in refused.keys() - {*allow})
-    is_same = compared is None or compared.is_same
+    is_same = compared is None or not (compared["differences"] or compared["unknown"])
     return DONE if is_same and not is_refused else DIFFERS
 
 
@@ -201,7 +199,7 @@ def check(
 @click.option("--to", required=True, metavar="MESH", help="The engine's parallelism (tp=8,pp=2).")
 @click.option(
     "--dtype",
-    type=CastTypeChoice(SHORT_CAST_TYPES),
+    type=cast_type_choice(SHORT_CAST_TYPES),
     help="The type of the engine's parameters. [default: the engine's own choice]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
@@ -253,101 +251,89 @@ def derive(
     return DONE
 
 
-class _Report:
-    """The shardings of a checkpoint by rules, as text and as JSON."""
+def _describe_assignment(
+    checkpoint: Checkpoint,
+    mesh: DeviceMesh,
+    found: Assignment,
+    by_hand: Sequence[Rule],
+    recipe_used: Recipe | None,
+) -> dict[str, Any]:
+    """Return the shardings of a checkpoint by rules, for `--json`."""
+    itemsizes = {name: t.dtype.itemsize_bytes for name, t in checkpoint.tensors.items()}
+    held = found.rank_bytes(itemsizes)
+    counts = dict.fromkeys(mesh.devices, 0)
+    for layout in found.layouts.values():
+        for rank in layout.holders:
+            counts[rank] += 1
+    rules = (*by_hand, *(recipe_used.rules if recipe_used else ()))
+    names_of: dict[Rule, list[str]] = {rule: [] for rule in rules}
+    for name, rule in found.matched.items():
+        names_of[rule].append(name)
+    return {
+        "size_bytes": checkpoint.size_bytes,
+        "rules": [
+            {
+                "pattern": rule.pattern,
+                "spec": rule.spec,
+                "by_hand": rule in by_hand,
+                "tensors": len(names),
+                "size_bytes": sum(checkpoint.tensors[name].size_bytes for name in names),
+                "example": names[0],
+                "cut": str(found.specs[names[0]]),
+            }
+            for rule, names in names_of.items()
+            if names
+        ],
+        "ranks": [
+            {"rank": rank, "tensors": counts[rank], "size_bytes": held.get(rank, 0)}
+            for rank in sorted(mesh.devices)
+        ],
+        "uncomputable": list(found.uncomputable),
+        "unknown": list(found.unknown),
+        "unused_rules": [str(rule) for rule in found.unused_rules],
+        "unused_recipe_rules": [str(rule) for rule in found.unused_recipe_rules],
+        "unused_axes": list(found.unused_axes),
+        "notes": list(found.notes),
+    }
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        mesh: DeviceMesh,
-        found: Assignment,
-        by_hand: Sequence[Rule],
-        recipe_used: Recipe | None,
-    ) -> None:
-        self.checkpoint, self.found, self.by_hand = checkpoint, found, by_hand
-        itemsizes = {name: t.dtype.itemsize_bytes for name, t in checkpoint.tensors.items()}
-        held = found.rank_bytes(itemsizes)
-        counts = dict.fromkeys(mesh.devices, 0)
-        for layout in found.layouts.values():
-            for rank in layout.holders:
-                counts[rank] += 1
-        self.ranks = [(rank, counts[rank], held.get(rank, 0)) for rank in sorted(mesh.devices)]
-        rules = (*by_hand, *(recipe_used.rules if recipe_used else ()))
-        names: dict[Rule, list[str]] = {rule: [] for rule in rules}
-        for name, rule in found.matched.items():
-            names[rule].append(name)
-        self.names = {rule: decided for rule, decided in names.items() if decided}
 
-    @property
-    def total_text(self) -> str:
-        tensors = count_text(len(self.checkpoint), "tensor")
-        return f"{tensors}, {bytes_text(self.checkpoint.size_bytes)}"
-
-    def size_bytes(self, names: Sequence[str]) -> int:
-        return sum(self.checkpoint.tensors[name].size_bytes for name in names)
-
-    def as_text(self) -> list[str]:
-        lines = []
-        for rule, names in self.names.items():
-            example = names[0]
-            shape = "x".join(map(str, self.checkpoint.tensors[example].shape)) or "scalar"
-            cut = str(self.found.specs[example]) or "whole"
-            size = bytes_text(self.size_bytes(names))
-            count = count_text(len(names), "tensor")
-            lines += [
-                "",
-                f"{printable(rule.pattern)}  {count}, {size}"
-                + (", rule given by hand" if rule in self.by_hand else ""),
-                f"    {printable(example)}  {shape}  {cut}",
-            ]
-        # Ranks that hold as much as each other share a line.
-        alike: dict[tuple[int, int], list[int]] = {}
-        for rank, tensors, held in self.ranks:
-            alike.setdefault((tensors, held), []).append(rank)
-        rows = [
-            (rank_text(ranks), tensors, bytes_text(held))
-            for (tensors, held), ranks in alike.items()
+def _assignment_lines(
+    checkpoint: Checkpoint, found: Assignment, described: dict[str, Any]
+) -> list[str]:
+    """Return what `_describe_assignment` describes as lines of text."""
+    lines = []
+    for rule in described["rules"]:
+        example = rule["example"]
+        shape = "x".join(map(str, checkpoint.tensors[example].shape)) or "scalar"
+        count, size = count_text(rule["tensors"], "tensor"), bytes_text(rule["size_bytes"])
+        by_hand = ", rule given by hand" if rule["by_hand"] else ""
+        lines += [
+            "",
+            f"{printable(rule['pattern'])}  {count}, {size}{by_hand}",
+            f"    {printable(example)}  {shape}  {rule['cut'] or 'whole'}",
         ]
-        lines += ["", table(rows, ("ranks", "tensors", "each holds"), "lrr"), ""]
-        lines += [f"not computable: {printable(text)}" for text in self.found.uncomputable]
-        lines += listing("replicated, no rule matched", self.found.unknown)
-        lines += listing("mesh axes that cut nothing", self.found.unused_axes)
-        lines += listing("rules that decided no tensor", map(str, self.found.unused_rules))
-        lines += listing(
-            "rules of the recipe that decided no tensor",
-            (rule.pattern for rule in self.found.unused_recipe_rules),
-        )
-        lines += [f"note: {printable(note)}" for note in self.found.notes]
-        if not self.found.unknown:
-            lines.append("every tensor is matched by a rule")
-        return lines
+    ranks = [(of["rank"], of["tensors"], of["size_bytes"]) for of in described["ranks"]]
+    lines += ["", _rank_table(ranks, "tensors"), ""]
+    lines += [f"not computable: {printable(text)}" for text in found.uncomputable]
+    lines += listing("replicated, no rule matched", found.unknown)
+    lines += listing("mesh axes that cut nothing", found.unused_axes)
+    lines += listing("rules that decided no tensor", map(str, found.unused_rules))
+    patterns = [rule.pattern for rule in found.unused_recipe_rules]
+    lines += listing("rules of the recipe that decided no tensor", patterns)
+    lines += [f"note: {printable(note)}" for note in found.notes]
+    if not found.unknown:
+        lines.append("every tensor is matched by a rule")
+    return lines
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "size_bytes": self.checkpoint.size_bytes,
-            "rules": [
-                {
-                    "pattern": rule.pattern,
-                    "spec": rule.spec,
-                    "by_hand": rule in self.by_hand,
-                    "tensors": len(names),
-                    "size_bytes": self.size_bytes(names),
-                    "example": names[0],
-                    "cut": str(self.found.specs[names[0]]),
-                }
-                for rule, names in self.names.items()
-            ],
-            "ranks": [
-                {"rank": rank, "tensors": count, "size_bytes": held}
-                for rank, count, held in self.ranks
-            ],
-            "uncomputable": list(self.found.uncomputable),
-            "unknown": list(self.found.unknown),
-            "unused_rules": [str(rule) for rule in self.found.unused_rules],
-            "unused_recipe_rules": [str(rule) for rule in self.found.unused_recipe_rules],
-            "unused_axes": list(self.found.unused_axes),
-            "notes": list(self.found.notes),
-        }
+
+def _rank_table(ranks: Iterable[tuple[int, int, int]], noun: str) -> str:
+    """Return a table of ranks, the number of things that each holds, and their bytes."""
+    # Ranks that hold as much as each other share a line.
+    alike: dict[tuple[int, int], list[int]] = {}
+    for rank, count, held in ranks:
+        alike.setdefault((count, held), []).append(rank)
+    rows = [(rank_text(same), count, bytes_text(held)) for (count, held), same in alike.items()]
+    return table(rows, ("ranks", noun, "each holds"), "lrr")
 
 
 def _recipe_lines(shown: Recipe) -> list[str]:
@@ -449,85 +435,58 @@ def _size_axes(mesh: DeviceMesh) -> list[tuple[str, int]]:
     return [(name, size) for name, size in pairs if size > 1]
 
 
-@dataclass(frozen=True)
-class EngineComparison:
-    """The differences between the layouts of a recipe and of an engine.
+def _compare_with_engine(engine: EngineLayout, layouts: Mapping[str, Layout]) -> dict[str, Any]:
+    """Return the differences between the layouts of a recipe and of an engine, for `--json`.
 
     `unread` are tensors that no rank of the engine reads, `unknown` those that its layout lacks:
     it is of another checkpoint.
     """
+    from reshard.recipes.engine_layouts.layout_differences import list_differences
 
-    engine: EngineLayout
-    differences: tuple[LayoutDifference, ...]
-    unread: tuple[str, ...]
-    unknown: tuple[str, ...]
-    same: int
+    theirs = engine.source_layouts()
+    read = {name: layout for name, layout in theirs.items() if layout.holders}
+    differences = list(list_differences(layouts, read))
+    counted = sum(len(difference.names) for difference in differences)
+    return {
+        "engine": engine.engine,
+        "version": engine.version,
+        "mesh": engine.mesh.text,
+        "same": sum(name in read for name in layouts) - counted,
+        "differences": [
+            {
+                "pattern": difference.pattern,
+                "tensors": list(difference.names),
+                "ranks": list(difference.ranks),
+                "example": {
+                    "rank": difference.rank,
+                    "here": difference.ours,
+                    "engine": difference.theirs,
+                },
+            }
+            for difference in differences
+        ],
+        "unread": [name for name in layouts if name in theirs and name not in read],
+        "unknown": [name for name in layouts if name not in theirs],
+    }
 
-    @classmethod
-    def of(cls, engine: EngineLayout, layouts: Mapping[str, Layout]) -> EngineComparison:
-        """Compare the layouts of a recipe with an engine's."""
-        from reshard.recipes.engine_layouts.layout_differences import list_differences
 
-        theirs = engine.source_layouts()
-        read = {name: layout for name, layout in theirs.items() if layout.holders}
-        differences = tuple(list_differences(layouts, read))
-        counted = sum(len(difference.names) for difference in differences)
-        return cls(
-            engine,
-            differences,
-            tuple(name for name in layouts if name in theirs and name not in read),
-            tuple(name for name in layouts if name not in theirs),
-            sum(name in read for name in layouts) - counted,
-        )
-
-    @property
-    def title(self) -> str:
-        """The engine, its version and its parallelism."""
-        return f"{self.engine.engine} {self.engine.version} for {self.engine.mesh.text}"
-
-    @property
-    def is_same(self) -> bool:
-        """Whether every tensor that the engine reads is cut as it reads it."""
-        return not self.differences and not self.unknown
-
-    def as_text(self) -> list[str]:
-        """Return the lines of the report."""
-        lines = ["", f"against {printable(self.title)}: {count_text(self.same, 'tensor')} alike"]
-        for difference in self.differences:
-            lines += [
-                f"{printable(difference.pattern)}  {count_text(len(difference.names), 'tensor')} "
-                f"sharded otherwise, on ranks {rank_text(difference.ranks)}",
-                f"    {printable(difference.names[0])}, rank {difference.rank}",
-                f"      here  {difference.ours}",
-                f"      {printable(self.engine.engine)}  {difference.theirs}",
-            ]
-        lines += listing(f"not read by {self.engine.engine}", self.unread)
-        lines += listing("not in its layout, which is of another checkpoint", self.unknown)
-        return lines
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the value of the key `against`."""
-        return {
-            "engine": self.engine.engine,
-            "version": self.engine.version,
-            "mesh": self.engine.mesh.text,
-            "same": self.same,
-            "differences": [
-                {
-                    "pattern": difference.pattern,
-                    "tensors": list(difference.names),
-                    "ranks": list(difference.ranks),
-                    "example": {
-                        "rank": difference.rank,
-                        "here": difference.ours,
-                        "engine": difference.theirs,
-                    },
-                }
-                for difference in self.differences
-            ],
-            "unread": list(self.unread),
-            "unknown": list(self.unknown),
-        }
+def _comparison_lines(compared: dict[str, Any]) -> list[str]:
+    """Return what `_compare_with_engine` describes as lines of text."""
+    engine = compared["engine"]
+    title = f"{engine} {compared['version']} for {compared['mesh']}"
+    lines = ["", f"against {printable(title)}: {count_text(compared['same'], 'tensor')} alike"]
+    for difference in compared["differences"]:
+        names, example = difference["tensors"], difference["example"]
+        lines += [
+            f"{printable(difference['pattern'])}  {count_text(len(names), 'tensor')} "
+            f"sharded otherwise, on ranks {rank_text(difference['ranks'])}",
+            f"    {printable(names[0])}, rank {example['rank']}",
+            f"      here  {example['here']}",
+            f"      {printable(engine)}  {example['engine']}",
+        ]
+    lines += listing(f"not read by {engine}", compared["unread"])
+    lines += listing("not in its layout, which is of another checkpoint", compared["unknown"])
+    return lines
 
 
 def layout_lines(
@@ -542,14 +501,8 @@ def layout_lines(
         f"wrote {printable(file)}, {bytes_text(size_bytes)}",
         "",
     ]
-    alike: dict[tuple[int, int], list[int]] = {}
-    for rank in layout.ranks:
-        alike.setdefault((len(rank.parameters), rank.size_bytes), []).append(rank.rank)
-    rows = [
-        (rank_text(ranks), parameters, bytes_text(held))
-        for (parameters, held), ranks in alike.items()
-    ]
-    lines += [table(rows, ("ranks", "parameters", "each holds"), "lrr"), ""]
+    ranks = ((rank.rank, len(rank.parameters), rank.size_bytes) for rank in layout.ranks)
+    lines += [_rank_table(ranks, "parameters"), ""]
     computed = (f"{name} ({', '.join(ops)})" for name, ops in layout.computed.items())
     lines += listing("computed while loading", computed)
     lines += listing("not filled", _list_unfilled(layout))

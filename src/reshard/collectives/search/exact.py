@@ -24,7 +24,6 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -276,15 +275,6 @@ AXES_BUDGET = 20_000_000
 CLASSICAL_BUDGET = 40_000_000
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a search: the states, and whether no cheaper path exists."""
-
-    path: Path | None
-    is_cheapest: bool
-    work: int = 0
-
-
 class _OverBudgetError(Exception):
     """The budget of work is exhausted."""
 
@@ -470,23 +460,26 @@ def _replace_cut(state: State, dim: int, cut: Cut) -> State:
     return state._replace(cuts=(*state.cuts[:dim], cut, *state.cuts[dim + 1 :]))
 
 
-def exact_outcome(problem: Problem, budget: int | None = DEFAULT_BUDGET) -> Outcome:
+def exact_outcome(
+    problem: Problem, budget: int | None = DEFAULT_BUDGET
+) -> tuple[Path | None, bool, int]:
     """Return the cheapest path, or the best known path when the budget is exhausted.
 
-    A `budget` of None is no limit.
+    A `budget` of None is no limit. Return the states of the path, whether no cheaper path exists,
+    and the work that was done.
     """
     # The path to fall back on is an upper bound.
     known = constructive_search(problem) if problem.steps == JOINT else _search_whole_axes(problem)
     upper_bound = math.inf if known is None else path_cost(problem, known)
     lower_bound = problem.distance(problem.source)
     if upper_bound == lower_bound:
-        return Outcome(known, True)
+        return known, True, 0
     search = _Search(problem, (1 << 62) if budget is None else budget)
     try:
         cheaper = _run_a_star(search, problem.source, lower_bound, upper_bound)
     except _OverBudgetError:
-        return Outcome(known, False, search.work)
-    return Outcome(known if cheaper is None else cheaper, True, search.work)
+        return known, False, search.work
+    return known if cheaper is None else cheaper, True, search.work
 
 
 def _search_whole_axes(problem: Problem) -> Path | None:
@@ -555,10 +548,10 @@ def _run_a_star(
 
 def exact_search(problem: Problem) -> Path | None:
     """Return the states of the cheapest program, without a budget, or None if there is none."""
-    return exact_outcome(problem, None).path
+    return exact_outcome(problem, None)[0]
 
 
 def budgeted_search(problem: Problem) -> Path | None:
     """Search exactly within a budget, and return the constructive program beyond it."""
     budget = DEFAULT_BUDGET if problem.steps == JOINT else CLASSICAL_BUDGET
-    return exact_outcome(problem, budget).path
+    return exact_outcome(problem, budget)[0]

@@ -12,7 +12,7 @@ import numpy as np
 
 from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
-from reshard.show.charts import Moment, memory_chart
+from reshard.show.charts import memory_chart
 from reshard.show.html_report import (
     DrawnChange,
     Figure,
@@ -111,7 +111,7 @@ def _draw_memory(trace: TraceRecord) -> list[str]:
     place = int(np.argmax(peaks))
     numbers = number_texts(trace)
     moments = [
-        Moment(
+        (
             f"{number}. {call_text(one.operation, numbers)}",
             one.held_bytes[place],
             one.live_bytes[place],
