@@ -52,8 +52,8 @@ def both_finders(source: Layout, target: Layout) -> tuple[RouteFinder, RouteFind
     pairs = zip(holders.dimensions, target.tables, strict=True)
     overlaps = tuple(find_overlap(dimension, table) for dimension, table in pairs)
     by_products = RouteFinder(source, target, holders, overlaps, combines)
-    met = find_key_intersections(source, target, combines)
-    return by_products, RouteFinder(source, target, holders, met.overlaps, combines, met)
+    overlaps, *met = find_key_intersections(source, target, combines)
+    return by_products, RouteFinder(source, target, holders, overlaps, combines, tuple(met))
 
 
 def rows(finder: RouteFinder, routes: Routes) -> list[list[Any]]:

@@ -88,7 +88,7 @@ def shown_progress(verb: str, quiet: bool = False) -> Iterator[ProgressFunction 
         with _bar(verb) as show:
             yield show
     else:
-        yield every_few_seconds(progress_text)
+        yield every_few_seconds(progress_text, every_s=LINES_EVERY_S)
 
 
 @contextmanager

@@ -289,29 +289,19 @@ def list_combined(
     return row, order, flat[first[carried][row] + order]
 
 
-class KeyIntersections(Record, eq=False):
-    """The keys that target cells overlap.
-
-    Those of cell `c` are rows `begin[of_cell[c]]:begin[of_cell[c] + 1]`, in the order of
-    contributions and source keys; `pair` has the pair of each overlap.
-    """
-
-    overlaps: tuple[Overlap, ...]
-    of_cell: IntArray
-    begin: IntArray
-    order: IntArray
-    contribution: IntArray
-    pair: tuple[IntArray, ...]
-
-
 @lru_cache(maxsize=128)
 def find_key_intersections(
     source: Layout, target: Layout, combines: tuple[tuple[int, ...], ...]
-) -> KeyIntersections:
+) -> tuple[tuple[Overlap, ...], IntArray, IntArray, IntArray, IntArray, tuple[IntArray, ...]]:
     """Return the keys that the cells of `target` overlap.
 
     No element of the source may have two keys. `combines[c]` are the source contributions that
     target contribution `c` combines.
+
+    Returns:
+        The overlaps, `of_cell`, `begin`, and columns of the order, the contribution, and the pair
+        in each dimension of each key. Those of cell `c` are rows
+        `begin[of_cell[c]]:begin[of_cell[c] + 1]`, in the order of contributions and source keys.
     """
     holders = find_holders(source)
     copies = find_replicas(target.placement, apart=True)
@@ -351,6 +341,4 @@ def find_key_intersections(
         overlaps.append(overlap)
         pairs.append(pair)
     begin = np.searchsorted(target_key[row], np.arange(copies.keys + 1))
-    return KeyIntersections(
-        tuple(overlaps), of_cell, begin, order[row], contribution[row], tuple(pairs)
-    )
+    return tuple(overlaps), of_cell, begin, order[row], contribution[row], tuple(pairs)

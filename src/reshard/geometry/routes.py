@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,6 @@ from reshard.geometry.holders import (
     replica_turns,
 )
 from reshard.geometry.overlap import (
-    KeyIntersections,
     Overlap,
     find_key_intersections,
     find_overlap,
@@ -133,7 +133,7 @@ class RouteFinder(Record, eq=False):
     holders: Holders
     overlaps: tuple[Overlap, ...]
     combines: tuple[tuple[int, ...], ...]
-    intersections: KeyIntersections | None = None
+    intersections: tuple[Any, ...] | None = None
 
     @classmethod
     def between(
@@ -150,8 +150,8 @@ class RouteFinder(Record, eq=False):
             pairs = zip(holders.dimensions, target.tables, strict=True)
             overlaps = tuple(find_overlap(dimension, table) for dimension, table in pairs)
             return cls(source, target, holders, overlaps, combines)
-        intersections = find_key_intersections(source, target, combines)
-        return cls(source, target, holders, intersections.overlaps, combines, intersections)
+        overlaps, *intersections = find_key_intersections(source, target, combines)
+        return cls(source, target, holders, overlaps, combines, tuple(intersections))
 
     def into(self, cells: IntArray) -> Routes:
         """Return the routes that end in the given target cells.
@@ -200,7 +200,7 @@ class RouteFinder(Record, eq=False):
     ) -> CellNeeds:
         """Return the needs of cells: the product of their pairs, for each contribution."""
         if self.intersections is not None:
-            return self._find_intersecting_needs(self.intersections, cells, allowed)
+            return self._find_intersecting_needs(cells, allowed, *self.intersections)
         of, order, contribution = list_combined(self.combines, self.target.cell_contribution[cells])
         cell = cells[of]
         # The product of the pairs, dimension by dimension: a row is repeated for each of its pairs.
@@ -217,19 +217,25 @@ class RouteFinder(Record, eq=False):
         return cell, order, contribution, pairs
 
     def _find_intersecting_needs(
-        self, intersections: KeyIntersections, cells: IntArray, allowed: list[BoolArray] | None
+        self,
+        cells: IntArray,
+        allowed: list[BoolArray] | None,
+        of_cell: IntArray,
+        begin: IntArray,
+        order: IntArray,
+        contribution: IntArray,
+        pair: tuple[IntArray, ...],
     ) -> CellNeeds:
         """Return the needs of cells from the keys that each overlaps."""
-        key = intersections.of_cell[cells]
-        row, at = ragged_ranges(intersections.begin[key], np.diff(intersections.begin)[key])
+        key = of_cell[cells]
+        row, at = ragged_ranges(begin[key], np.diff(begin)[key])
         cell = cells[row]
         if allowed is not None:
             keep = np.ones(len(at), dtype=bool)
-            for pairs, column in zip(allowed, intersections.pair, strict=True):
+            for pairs, column in zip(allowed, pair, strict=True):
                 keep &= pairs[column[at]]
             cell, at = cell[keep], at[keep]
-        pair = tuple(column[at] for column in intersections.pair)
-        return cell, intersections.order[at], intersections.contribution[at], pair
+        return cell, order[at], contribution[at], tuple(column[at] for column in pair)
 
     def _choose(self, needs: CellNeeds) -> Routes:
         """Choose the source cell of each need; needs without a holder are dropped."""
@@ -361,13 +367,24 @@ def _take(routes: Routes, index: BoolArray) -> Routes:
     )
 
 
-class KeyNeeds(Record, eq=False):
-    """The needs of target keys from source keys, as columns of shape `(needs,)`.
+KeyNeeds = tuple[
+    tuple[Overlap, ...], IntArray, IntArray, tuple[IntArray, ...], IntArray, IntArray, IntArray
+]
+"""The fields `overlaps` to `key` of `Needs`, which do not depend on ranks."""
 
-    `pair` has a column for each dimension. The source keys of need `n` are
-    `key[key_begin[n]:key_begin[n + 1]]`.
+
+class Needs(Record, eq=False):
+    """The needs of a plan.
+
+    A need is a target key, a contribution, and a pair of each dimension: a product of pieces that
+    the same slots hold, any of which may send it. Columns have shape `(needs,)`, and `pair` has one
+    for each dimension. The source keys of need `n` are `key[key_begin[n]:key_begin[n + 1]]`. The
+    slots that hold it are set `holder_set[n]` of the sets
+    `set_slot[set_begin[s]:set_begin[s + 1]]`, each rising.
     """
 
+    source: Layout
+    target: Layout
     overlaps: tuple[Overlap, ...]
     target_key: IntArray
     order: IntArray
@@ -375,19 +392,6 @@ class KeyNeeds(Record, eq=False):
     elements: IntArray
     key_begin: IntArray
     key: IntArray
-
-
-class Needs(Record, eq=False):
-    """The needs of a plan.
-
-    A need is a target key, a contribution, and a pair of each dimension: a product of pieces that
-    the same slots hold, any of which may send it. The slots that hold need `n` are set
-    `holder_set[n]` of the sets `set_slot[set_begin[s]:set_begin[s + 1]]`, each rising.
-    """
-
-    source: Layout
-    target: Layout
-    of_keys: KeyNeeds
     source_copies: Replicas
     target_copies: Replicas
     holder_set: IntArray
@@ -399,12 +403,12 @@ class Needs(Record, eq=False):
 
     def source_cell(self, need: IntArray, slot: IntArray) -> IntArray:
         """Return the cell from which a holder on `slot` sends each need, or -1 if it holds none."""
-        begin = self.of_keys.key_begin[need]
-        count = self.of_keys.key_begin[need + 1] - begin
+        begin = self.key_begin[need]
+        count = self.key_begin[need + 1] - begin
         if (count == 1).all():
-            return self.source_copies.cell_on_slot(self.of_keys.key[begin], slot)
+            return self.source_copies.cell_on_slot(self.key[begin], slot)
         row = np.repeat(np.arange(len(need)), count)
-        key = self.of_keys.key[np.repeat(begin, count) + ragged_arange(count)]
+        key = self.key[np.repeat(begin, count) + ragged_arange(count)]
         cell = self.source_copies.cell_on_slot(key, slot[row])
         cells = np.full(len(need), -1, dtype=np.int64)
         # Written in reverse, so that the first of several keys on a slot is kept.
@@ -429,8 +433,8 @@ def find_needs(source: Layout, target: Layout) -> Needs:
         # Keys have no ranks. The search among the cells raises an error that names a rank.
         RouteFinder.between(source, target, combines).into(needed.first)
         raise PlanError("the source leaves out an element of the target")
-    sets = _number_holder_sets(held, needs.key_begin, needs.key)
-    return Needs(source, target, needs, held, needed, *sets)
+    sets = _number_holder_sets(held, *needs[-2:])
+    return Needs(source, target, *needs, held, needed, *sets)
 
 
 @lru_cache(maxsize=1024)
@@ -470,7 +474,7 @@ def _find_key_needs(
         # Return a value, since exceptions would not be cached.
         return None
     key_begin = np.searchsorted(need, np.arange(len(target_key) + 1))
-    return KeyNeeds(finder.overlaps, target_key, order, pair, elements, key_begin, key)
+    return finder.overlaps, target_key, order, pair, elements, key_begin, key
 
 
 def _number_holder_sets(

@@ -145,13 +145,13 @@ def assign_senders(tensor_groups: Sequence[TensorGroup], slots: int) -> SenderAs
     holder_set, target_set = [], []
     for needs, first_holders, first_targets in firsts:
         holder_set.append(first_holders + needs.holder_set)
-        target_set.append(first_targets + needs.of_keys.target_key)
+        target_set.append(first_targets + needs.target_key)
     rank_groups = group_ranks(set_begin, set_slot, slots)
     counts = np.array([len(b.needs) for b in tensor_groups], dtype=np.int64)
     of_needs = (
         np.repeat(np.arange(len(tensor_groups)), counts),
         ragged_arange(counts),
-        _concatenate([b.needs.of_keys.elements * b.dtype.itemsize_bytes for b in tensor_groups]),
+        _concatenate([b.needs.elements * b.dtype.itemsize_bytes for b in tensor_groups]),
         _concatenate(holder_set),
     )
     # Step 3: every need with every rank group of its target key's slots.
@@ -395,7 +395,7 @@ def find_turns(assignment: SenderAssignment, row: IntArray, receiver: IntArray) 
     for number in distinct(rows.tensor_group[row]).tolist():
         of_group = np.flatnonzero(rows.tensor_group[row] == number)
         needs = assignment.tensor_groups[number].needs
-        key = needs.of_keys.target_key[rows.need[row[of_group]]]
+        key = needs.target_key[rows.need[row[of_group]]]
         cell = needs.target_copies.cell_on_slot(key, slot[of_group])
         turn[of_group] = replica_turns(needs.target.placement)[cell]
     holders = rows.holder_set[row]
@@ -571,9 +571,9 @@ class _BoxWriter:
         of_box: IntArray | slice = slice(None)
         entries: list[IntArray] = []
         need = rows.need[row]
-        for d, overlap in enumerate(needs.of_keys.overlaps):
+        for d, overlap in enumerate(needs.overlaps):
             pieces = overlap.shared_pieces
-            pair = needs.of_keys.pair[d][need[of_box]]
+            pair = needs.pair[d][need[of_box]]
             low = pieces.begin[pair]
             of, piece = ragged_ranges(low, pieces.begin[pair + 1] - low)
             if not isinstance(of, slice):
@@ -584,7 +584,7 @@ class _BoxWriter:
         self.pieces = entries
         count, ndim = len(self.of_box), len(entries)
         boxes = np.empty((3, ndim, count), dtype=np.int64)
-        for d, (overlap, piece) in enumerate(zip(needs.of_keys.overlaps, entries, strict=True)):
+        for d, (overlap, piece) in enumerate(zip(needs.overlaps, entries, strict=True)):
             pieces = overlap.shared_pieces
             boxes[0, d], boxes[1, d] = pieces.start[piece], pieces.length[piece]
             boxes[2, d] = pieces.target_local[piece]
@@ -715,17 +715,17 @@ class _BoxWriter:
         """Return the columns of `GroupTransfers`; `split[r]` is the part in row `r`."""
         needs = self.tensors.needs
         cell = needs.source_cell(self.need[box], sender)
-        key = needs.of_keys.target_key[self.need]
+        key = needs.target_key[self.need]
         target_cell = needs.target_copies.cell_on_slot(key, self.target_slot)
         # By dimension: start, shape, and the offsets of the box in the source and in the target.
         boxes = np.empty((4, self.start.shape[1], len(box)), dtype=np.int64)
-        for d, overlap in enumerate(needs.of_keys.overlaps):
+        for d, overlap in enumerate(needs.overlaps):
             entry = overlap.shared_pieces.entry[self.pieces[d]]
             boxes[0, d], boxes[1, d] = self.start[box, d], self.shape[box, d]
             boxes[3, d] = self.target_start[box, d]
             # If each set is a single part, the local offset does not depend on the sender.
             if overlap.holders.is_single:
-                part = overlap.pair_set[needs.of_keys.pair[d][self.need]]
+                part = overlap.pair_set[needs.pair[d][self.need]]
                 boxes[2, d] = overlap.source_local(entry, part)[box]
             else:
                 part = needs.source.cell_part[cell, d]
@@ -745,7 +745,7 @@ class _BoxWriter:
             self.target_slot[box],
             cell,
             target_cell[box],
-            needs.of_keys.order[self.need][box],
+            needs.order[self.need][box],
             self.stays[box],
             start,
             shape,

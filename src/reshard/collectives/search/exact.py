@@ -9,7 +9,7 @@
    which counts their elements together.
 4. The constructive search gives an upper bound; paths that cannot cost less are pruned.
 5. Without rearrangements (`steps="classical"`) the upper bound comes from a search over whole axes
-   (`AxisProblem`), of which there are few.
+   (`join_axes`), of which there are few.
 
 The work is limited, and measured in comparisons of boxes, not in time, so every rank stops at the
 same state. A search that stops early returns the best program that it has found, without a proof.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -202,11 +202,8 @@ def count_states(primes: int, dims: int) -> int:
     return math.factorial(primes) * math.comb(primes + dims - 1, dims - 1)
 
 
-Unit = tuple[int, ...]
-
-
-class AxisProblem:
-    """A problem over whole axes instead of their prime parts, which is small for a large mesh.
+def join_axes(problem: Problem) -> tuple[Problem, Callable[[State], State]]:
+    """Return a problem over whole axes instead of their prime parts, small for a large mesh.
 
     A mesh of 8x8x4 has three axes and eight prime parts. A search over shardings of the parts may
     exceed its budget, while there are few shardings of the axes, or of the parts of them that the
@@ -215,55 +212,51 @@ class AxisProblem:
 
         prime mesh x=8  ->  0: x:(1)2   1: x:(2)2   2: x:(4)2         y=4  ->  3, 4
         whole      x=8  ->  0: x                                      y=4  ->  1
+
+    Returns:
+        The problem, and a function that returns a state of it as a state over prime parts.
+
     >>> from reshard.collectives.search.states import make_problem
     >>> from reshard.mesh import DeviceMesh
     >>> from reshard.sharding import spec
     >>> mesh = DeviceMesh.of(x=8, y=4)
     >>> fine = make_problem(spec(mesh, "x, y"), spec(mesh, "y, x"), (64, 64), None, "classical")
-    >>> whole = AxisProblem(fine)
-    >>> fine.source.cuts, whole.problem.source.cuts
+    >>> whole, split = join_axes(fine)
+    >>> fine.source.cuts, whole.source.cuts
     ((((0, 1, 2),), ((3, 4),)), (((0,),), ((1,),)))
-    >>> whole.parts(whole.problem.source) == fine.source
+    >>> split(whole.source) == fine.source
     True
     """
+    prime_meshes: list[PrimeMesh] = []
+    prime_of: dict[int, int] = {}
+    units: dict[int, tuple[int, ...]] = {}
+    for fine in problem.space.prime_meshes:
+        # The axes of all meshes are numbered consecutively, as prime axes are.
+        first = sum(len(prime_mesh.primes) for prime_mesh in prime_meshes)
+        prime_meshes.append(PrimeMesh(fine.mesh, fine.boundaries, first, has_whole_axes=True))
+        for prime, unit in zip(prime_meshes[-1].primes, fine.units, strict=True):
+            prime_of |= dict.fromkeys(unit, prime)
+            units[prime] = unit
 
-    def __init__(self, problem: Problem) -> None:
-        prime_meshes: list[PrimeMesh] = []
-        self._prime: dict[int, int] = {}
-        self._units: dict[int, Unit] = {}
-        for fine in problem.space.prime_meshes:
-            # The axes of all meshes are numbered consecutively, as prime axes are.
-            first = sum(len(prime_mesh.primes) for prime_mesh in prime_meshes)
-            prime_meshes.append(PrimeMesh(fine.mesh, fine.boundaries, first, has_whole_axes=True))
-            for prime, unit in zip(prime_meshes[-1].primes, fine.units, strict=True):
-                self._prime |= dict.fromkeys(unit, prime)
-                self._units[prime] = unit
-        self.problem = Problem(
-            Space(prime_meshes, problem.space.shape),
-            self._join_primes(problem.source),
-            self._join_primes(problem.target),
-            problem.live_shard,
-            problem.steps,
-        )
-
-    def _join_primes(self, state: State) -> State:
+    def join(state: State) -> State:
         cuts = tuple(
             # Levels consist of whole axes: each takes the position of its first part.
-            tuple(tuple(dict.fromkeys(self._prime[prime] for prime in level)) for level in cut)
+            tuple(tuple(dict.fromkeys(prime_of[prime] for prime in level)) for level in cut)
             for cut in state.cuts
         )
-        return State(
-            state.prime_mesh, cuts, frozenset(self._prime[prime] for prime in state.partial)
+        return State(state.prime_mesh, cuts, frozenset(prime_of[prime] for prime in state.partial))
+
+    def split(state: State) -> State:
+        cuts = tuple(
+            tuple(tuple(a for prime in level for a in units[prime]) for level in cut)
+            for cut in state.cuts
         )
+        partial = frozenset(a for prime in state.partial for a in units[prime])
+        return State(state.prime_mesh, cuts, partial)
 
-    def parts(self, state: State) -> State:
-        """Return a state over whole axes as a state over their parts."""
-
-        def cut_of(cut: Cut) -> Cut:
-            return tuple(tuple(a for prime in level for a in self._units[prime]) for level in cut)
-
-        partial = frozenset(a for prime in state.partial for a in self._units[prime])
-        return State(state.prime_mesh, tuple(map(cut_of, state.cuts)), partial)
+    space = Space(prime_meshes, problem.space.shape)
+    ends = join(problem.source), join(problem.target)
+    return Problem(space, *ends, problem.live_shard, problem.steps), split
 
 
 # The number of rank boxes that may be compared before the search stops.
@@ -489,15 +482,13 @@ def _search_whole_axes(problem: Problem) -> Path | None:
     ):
         # The axes are prime: the search over prime axes is the same.
         return None
-    whole = AxisProblem(problem)
-    lower_bound = whole.problem.distance(whole.problem.source)
+    whole, split = join_axes(problem)
+    lower_bound = whole.distance(whole.source)
     try:
-        path = _run_a_star(
-            _Search(whole.problem, AXES_BUDGET), whole.problem.source, lower_bound, math.inf
-        )
+        path = _run_a_star(_Search(whole, AXES_BUDGET), whole.source, lower_bound, math.inf)
     except _OverBudgetError:
         return None
-    return None if path is None else tuple(map(whole.parts, path))
+    return None if path is None else tuple(map(split, path))
 
 
 def _run_a_star(
