@@ -114,8 +114,6 @@ class CutRule(Record):
         """Return the run table of a dimension of `length` indices over `parts` parts.
 
         Raises RuleError if they are not integers, or do not fit the rule.
-
-        Raises RuleError where the rule does not fit them, or they are no whole numbers.
         """
         return self._cut(
             check_int(length, "length of a dimension", RuleError),

@@ -35,7 +35,6 @@ from reshard.collectives.lowering.mlir import (
     MESSAGES,
     OPERATIONS,
     REDUCTIONS,
-    Grid,
     Numbers,
     Operation,
     ShardModule,
@@ -44,6 +43,7 @@ from reshard.collectives.lowering.mlir import (
 )
 from reshard.collectives.lowering.shardings import ceil_shape
 from reshard.errors import LayoutError, NotationError, ShardError
+from reshard.mesh import DeviceMesh
 from reshard.notation.mlir import parse_mlir_mesh
 from reshard.notation.parsing import Scanner, symbol_text
 from reshard.sharding import DimSpec, Level, ShardingSpec
@@ -65,14 +65,13 @@ class _Value:
     count: int = 0
 
 
-def sharding_spec(grid: Grid, sharding: Operation, ndim: int) -> ShardingSpec:
+def sharding_spec(grid: DeviceMesh, sharding: Operation, ndim: int) -> ShardingSpec:
     """Return the sharding that a `shard.sharding` gives a tensor of `ndim` dimensions.
 
     Raises:
         NotationError: axes that are not in the grid, more lists than dimensions.
         SpecError: an axis used twice.
     """
-    mesh = grid.mesh
     split_axes = sharding.attributes["split_axes"]
     for axis in (axis for axes in split_axes for axis in axes):
         _check_axis(grid, axis)
@@ -84,9 +83,9 @@ def sharding_spec(grid: Grid, sharding: Operation, ndim: int) -> ShardingSpec:
             "dimension"
         )
     return ShardingSpec(
-        mesh,
+        grid,
         [
-            DimSpec([Level([mesh.axis_names[a] for a in axes])] if axes else [])
+            DimSpec([Level([grid.axis_names[a] for a in axes])] if axes else [])
             for axes in cuts[:ndim]
         ],
     )
@@ -95,7 +94,7 @@ def sharding_spec(grid: Grid, sharding: Operation, ndim: int) -> ShardingSpec:
 class TypeCheck:
     """The values of a module up to some operation. Feed it operations in order with `take`."""
 
-    def __init__(self, grids: Iterable[Grid], argument: str, type_: TensorType) -> None:
+    def __init__(self, grids: Iterable[DeviceMesh], argument: str, type_: TensorType) -> None:
         self._grids = {grid.name: grid for grid in grids}
         sizes = {math.prod(grid.shape) for grid in self._grids.values()}
         if len(sizes) != 1:
@@ -121,7 +120,7 @@ class TypeCheck:
                 "give it one by shard.shard"
             )
 
-    def _grid(self, name: str) -> Grid:
+    def _grid(self, name: str) -> DeviceMesh:
         if name not in self._grids:
             known = ", ".join(map(symbol_text, self._grids)) or "none"
             raise NotationError(f"there is no grid {symbol_text(name)}; the module has {known}")
@@ -256,14 +255,14 @@ def check_types(module: ShardModule) -> None:
     check.finish(module.returned, module.result_type)
 
 
-def _check_axis(grid: Grid, axis: int) -> None:
+def _check_axis(grid: DeviceMesh, axis: int) -> None:
     if not 0 <= axis < len(grid.shape):
         raise NotationError(
             f"axis {axis} of {symbol_text(grid.name)}, whose axes are 0 to {len(grid.shape) - 1}"
         )
 
 
-def _group_size(grid: Grid, axes: Iterable[int]) -> int:
+def _group_size(grid: DeviceMesh, axes: Iterable[int]) -> int:
     listed = list(axes)
     for axis in listed:
         _check_axis(grid, axis)
@@ -272,7 +271,7 @@ def _group_size(grid: Grid, axes: Iterable[int]) -> int:
     return math.prod(grid.shape[axis] for axis in listed)
 
 
-def _infer_collective(op: Operation, grid: Grid) -> TensorType:
+def _infer_collective(op: Operation, grid: DeviceMesh) -> TensorType:
     """Return the result type of a collective."""
     words, before = op.attributes, op.types[0]
     count = _group_size(grid, words["grid_axes"])
@@ -379,7 +378,7 @@ class _ModuleReader:
         is_wrapped = scanner.accept("module")
         if is_wrapped:
             scanner.expect("{")
-        grids: list[Grid] = []
+        grids: list[DeviceMesh] = []
         self._next()
         while scanner.looks_at(_GRID):
             grids.append(self._grid(grids))
@@ -430,12 +429,12 @@ class _ModuleReader:
         """Start an operation, so that errors name its line."""
         self._begin = self.scanner.position
 
-    def _grid(self, known: list[Grid]) -> Grid:
+    def _grid(self, known: list[DeviceMesh]) -> DeviceMesh:
         match = self.scanner.take(_GRID)
         mesh = parse_mlir_mesh(match[0] if match else "")
         if any(grid.name == mesh.name for grid in known):
             raise NotationError(f"two grids are called @{mesh.name}; give each its own name")
-        return Grid(mesh.name, mesh.shape)
+        return mesh
 
     def _symbol(self) -> str:
         name = self.scanner.symbol()
@@ -722,7 +721,7 @@ def _place_at(into: Array, array: Array, offsets: Sequence[int]) -> Array:
     return result
 
 
-def _run_collective(op: Operation, grid: Grid, held: Sequence[Array]) -> list[Array]:
+def _run_collective(op: Operation, grid: DeviceMesh, held: Sequence[Array]) -> list[Array]:
     """Run a collective on the arrays of every group, its processes in the order of the axes."""
     axes = op.attributes["grid_axes"]
     rest = [axis for axis in range(len(grid.shape)) if axis not in axes]

@@ -174,31 +174,31 @@ def _select_both(
     left: str | Checkpoint, right: str | Checkpoint, selection: TensorSelection
 ) -> list[str | Checkpoint]:
     """Return the selected parts of both checkpoints."""
-    from reshard.checkpoint.contents import Checkpoint
-    from reshard.checkpoint.formats.opening import open_checkpoint
     from reshard.checkpoint.naming.selection import select_from
 
     if not selection:
         return [left, right]
-    opened = [
-        item if isinstance(item, Checkpoint) else open_checkpoint(item) for item in (left, right)
-    ]
-    first = select_from(opened[0], selection)
+    first, second = select_from(_open(left), selection), _open(right)
     if selection.changes_names:
-        return [first, opened[1]]
+        return [first, second]
     # A name of one side only is a difference, not a mistake in the pattern.
-    return [first, select_from(opened[1], selection, is_expected=False)]
+    return [first, select_from(second, selection, is_expected=False)]
+
+
+def _open(checkpoint: str | Checkpoint) -> Checkpoint:
+    """Return a checkpoint, opened if it is a path."""
+    from reshard.checkpoint.formats.opening import open_checkpoint
+
+    return open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
 
 
 def _change(checkpoint: str | Checkpoint, **options: Any) -> str | Checkpoint | Conversion:
     """Return the checkpoint, or what a conversion would write of it that makes other tensors."""
-    from reshard.checkpoint.contents import Checkpoint
     from reshard.checkpoint.conversion.plan import plan_conversion, unwritten_target
-    from reshard.checkpoint.formats.opening import open_checkpoint
 
     if not any(options.values()):
         return checkpoint
-    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    opened = _open(checkpoint)
     return plan_conversion(opened, unwritten_target(opened.folder), to="full", **options)
 
 
@@ -209,18 +209,14 @@ def _name_both(
     recipe: str | None,
 ) -> list[str | Checkpoint]:
     """Return both checkpoints, in the recipe's names if theirs are given."""
-    from reshard.checkpoint.contents import Checkpoint
     from reshard.checkpoint.conversion.plan import find_recipe
-    from reshard.checkpoint.formats.opening import open_checkpoint, read_config
+    from reshard.checkpoint.formats.opening import read_config
     from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
 
     given = {"--left-names": left_names, "--right-names": right_names}
     if left_names is None and right_names is None and recipe is None:
         return chosen
-    opened = [
-        checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-        for checkpoint in chosen
-    ]
+    opened = [_open(checkpoint) for checkpoint in chosen]
     configs = [read_config(checkpoint) for checkpoint in opened]
     # One of them may have no config.json; both are of one model.
     with_config = opened[1] if configs[0] is None and configs[1] is not None else opened[0]
@@ -237,22 +233,15 @@ def _name_both(
 
 def _is_one_stacked(left: str | Checkpoint, right: str | Checkpoint) -> bool:
     """Return whether exactly one of two checkpoints has stacked experts."""
-    from reshard.checkpoint.contents import Checkpoint
-    from reshard.checkpoint.formats.opening import open_checkpoint, read_config
+    from reshard.checkpoint.formats.opening import read_config
     from reshard.checkpoint.naming.renaming import find_stacked_names
     from reshard.recipes.library import choose_recipe
 
-    opened = [
-        item if isinstance(item, Checkpoint) else open_checkpoint(item) for item in (left, right)
-    ]
+    opened = [_open(left), _open(right)]
     config = next((c for c in map(read_config, opened) if c is not None), None)
     recipe = choose_recipe(config) if config is not None else None
-    stacked = [
-        checkpoint
-        for checkpoint in opened
-        if find_stacked_names(checkpoint, recipe, config) is not None
-    ]
-    return len(stacked) == 1
+    stacked = [find_stacked_names(side, recipe, config) is not None for side in opened]
+    return sum(stacked) == 1
 
 
 def _have_other_names(found: Comparison) -> bool:

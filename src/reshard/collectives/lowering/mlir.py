@@ -168,22 +168,6 @@ class TensorType:
         return TensorType((*self.shape[:axis], size, *self.shape[axis + 1 :]), self.element)
 
 
-@dataclass(frozen=True)
-class Grid:
-    """`shard.grid`: processes, numbered in row-major order."""
-
-    name: str
-    shape: Numbers
-
-    def __str__(self) -> str:
-        return mlir_mesh_text(self.mesh)
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The processes as a mesh, whose axes are called axis0, axis1 and so on."""
-        return DeviceMesh(self.name, self.shape, [f"axis{n}" for n in range(len(self.shape))])
-
-
 class Operation(NamedTuple):
     """An operation; `name` is a key of `OPERATIONS`.
 
@@ -245,24 +229,20 @@ class ShardModule:
     """A module with grids and a function of a tensor.
 
     Args:
-        grids: of the operations.
+        grids: the meshes of the operations, whose devices are numbered in row-major order.
         function: the name of the function.
         argument, argument_type: the name and the type of its argument.
         operations: in order.
         returned, result_type: the name and the type of the returned value.
     """
 
-    grids: tuple[Grid, ...]
+    grids: tuple[DeviceMesh, ...]
     function: str
     argument: str
     argument_type: TensorType
     operations: tuple[Operation, ...]
     returned: str
     result_type: TensorType
-
-    def grid(self, name: str) -> Grid | None:
-        """Return the grid with a name, or None."""
-        return next((grid for grid in self.grids if grid.name == name), None)
 
     def __str__(self) -> str:
         head = (
@@ -272,7 +252,7 @@ class ShardModule:
         return "\n".join(
             [
                 "module {",
-                *(f"  {grid}" for grid in self.grids),
+                *(f"  {mlir_mesh_text(grid)}" for grid in self.grids),
                 head,
                 *(f"    {operation}" for operation in self.operations),
                 f"    return %{self.returned} : {self.result_type}",
@@ -329,7 +309,11 @@ def shard_module(program: Program, dtype: DType | str = "float32") -> ShardModul
             raise NotationError(
                 f"step {number + 1}, {step}, cannot be expressed in MLIR: {error}"
             ) from error
-    grids = [Grid(whole.mesh.name, whole.mesh.shape) for whole in meshes.values()]
+    # Axis names are not written: those of a module that is read are axis0, axis1 and so on.
+    grids = [
+        DeviceMesh(mesh.name, mesh.shape, [f"axis{n}" for n in range(len(mesh.shape))])
+        for mesh in (whole.mesh for whole in meshes.values())
+    ]
     return writer.module(grids, specs[-1])
 
 
@@ -370,7 +354,7 @@ class _ModuleWriter:
         sharding = self.add("shard.sharding", grid=spec.mesh.name, split_axes=axes)
         self.here = self.add("shard.shard", (self.here, sharding), (self.whole,))
 
-    def module(self, grids: Iterable[Grid], target: ShardingSpec) -> ShardModule:
+    def module(self, grids: Iterable[DeviceMesh], target: ShardingSpec) -> ShardModule:
         """Return the module, with the target sharding of its result."""
         # The result is cast to a global tensor with its sharding.
         self.change("builtin.unrealized_conversion_cast", self.whole)
