@@ -37,8 +37,6 @@ class Link:
 
     Raises LayoutError for an invalid bandwidth or latency.
 
-    Raises LayoutError for a bandwidth or latency that cannot be.
-
     >>> Link(50e9, latency_s=5e-6)
     Link(bandwidth_bytes_per_s=50000000000.0, latency_s=5e-06)
     """
@@ -296,8 +294,6 @@ class Topology(Interned):
         """Return the host of each rank, in the shape of `ranks`.
 
         Raises LayoutError for a rank beyond the topology.
-
-        Raises LayoutError for a rank that is not there.
         """
         numbers = check_int_array(ranks, "ranks", LayoutError)
         bad = numbers[(numbers < 0) | (numbers >= self.ranks)]
