@@ -1,7 +1,7 @@
 """Interned (hash-consed) values: equal values are the same object.
 
 Layouts are compared and looked up far more often than they are built, and some are large. An
-interned class keeps one object per key, so equality is identity, hashing takes constant time,
+interned class keeps a single object per key, so equality is identity, hashing takes constant time,
 and results can be cached by the objects they were computed from.
 
 >>> class Point(Interned):
@@ -33,7 +33,7 @@ class _InterningType(type):
 
 
 class Interned(metaclass=_InterningType):
-    """A base class whose equal values are one object.
+    """A base class whose equal values are the same object.
 
     A subclass builds and validates itself as usual and defines `interning_key()`, a hashable
     value that determines the object completely. Instances must not change once built.

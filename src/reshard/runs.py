@@ -257,7 +257,7 @@ class RunTable(Interned):
                     f"table of length {table.dimension_length} into {table.parts} parts"
                 )
         # Lay the local positions of all parts end to end. Both the outer runs, which tile them,
-        # and the inner runs, which address them, are then on one line.
+        # and the inner runs, which address them, are then on a common line.
         outer = self._single
         base = np.concatenate(([0], np.cumsum(self.local_lengths)))
         line_start = base[outer.part] + outer.local_start

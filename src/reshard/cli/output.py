@@ -42,7 +42,7 @@ def write(text: str) -> None:
 
 
 def write_pieces(pieces: Iterable[str]) -> None:
-    """Write text to stdout piece by piece; one piece is in memory. Raises as `write`."""
+    """Write text to stdout piece by piece; a single piece is in memory. Raises as `write`."""
     if sys.stdout is None:
         return
     try:
@@ -59,7 +59,7 @@ def write_pieces(pieces: Iterable[str]) -> None:
 def write_json(content: Mapping[str, Any]) -> None:
     """Write a JSON object to stdout.
 
-    Values that are iterators are written as lists. Their items become text one by one: of very
+    Values that are iterators are written as lists. Their items become text separately: of very
     many, text takes a tenth of what dictionaries do.
     """
     write_pieces(_encode_pieces(content))

@@ -1,4 +1,4 @@
-"""The group of commands, and one run of it from arguments to exit code.
+"""The group of commands, and a run of it from arguments to exit code.
 
 A command is imported when it is called, so that `reshard --help` and each command start quickly.
 """
@@ -42,7 +42,7 @@ class ModuleCommands(Commands):
 
     Args:
         package: where the modules are.
-        summaries: one line for each command, by its name.
+        summaries: a line for each command, by its name.
     """
 
     def __init__(self, *args: Any, package: str, summaries: dict[str, str], **options: Any) -> None:

@@ -30,7 +30,7 @@ def every_few_seconds(
     clock: Callable[[], float] = time.monotonic,
     every_s: float = LINES_EVERY_S,
 ) -> Callable[..., None]:
-    """Return a function that writes a line, at most one in `every_s` seconds.
+    """Return a function that writes a line at most every `every_s` seconds.
 
     It writes `line(*arguments, elapsed_s)` for its own arguments.
 

@@ -76,7 +76,7 @@ def find_windows(length: IntArray, target: IntArray, source: IntArray) -> list[W
     if len(length) == 1:
         return [Window(1, int(length[0]), int(target[0]), 0, int(source[0]), 0)]
     best: list[Window] = []
-    # In an interleaved pattern, every `period`-th piece belongs to one progression.
+    # In an interleaved pattern, every `period`-th piece belongs to the same progression.
     for period in range(1, min(len(length) // 2, _MAX_PATTERN) + 1):
         windows = [
             window

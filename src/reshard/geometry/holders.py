@@ -129,7 +129,7 @@ def find_replicas(placement: Placement, apart: bool = False) -> Replicas:
     if again.any() and not apart:
         order, slot, new = order[~again], slot[~again], new[~again]
     elif again.any():
-        # The first cells of all slots are one key, the second cells the next, and so on.
+        # The first cells of all slots form a key, the second cells the next, and so on.
         time = _times_in_a_row(again)
         by_time = np.lexsort((slot, time, np.cumsum(new)))
         order, slot, time, new = order[by_time], slot[by_time], time[by_time], new[by_time]

@@ -2,13 +2,13 @@
 
 A `Region` is a box `start:stop` of a tensor and a strided view of a *container*: a file, a rank's
 buffer, another tensor. Element `i` of the tensor is stored at `offset + sum((i - start) *
-strides)`. Offset and strides have one unit, which the caller chooses: elements of the container, or
+strides)`. Offset and strides share a unit, which the caller chooses: elements of the container, or
 bytes for containers that hold several types::
 
     rows 2:4 of a 4 x 3 tensor, at 10 in a file       Region((2, 0), (4, 3), "file", 10, (3, 1))
     its transpose                                     Region((0, 2), (3, 4), "file", 10, (1, 3))
     its column 1                                      Region((2, 1), (4, 2), "file", 11, (3, 1))
-    one value for every element, a constant           Region((2, 0), (4, 3), 0.5, 0, (0, 0))
+    a value for all elements, a constant              Region((2, 0), (4, 3), 0.5, 0, (0, 0))
 
 Shards, chunks, fragments of flat buffers, members of fused parameters and reads through views are
 lists of regions, and what is done to them is done here: parts are taken and moved (`narrow`,
@@ -273,7 +273,7 @@ class Region(NamedTuple):
         shape, outer, length = self.shape, len(self.shape), itemsize
         if 0 in shape:
             return iter(()), 0
-        # The last dimensions that are dense together are one run.
+        # The last dimensions that are dense together form a run.
         while outer and (shape[outer - 1] == 1 or self.strides[outer - 1] == length):
             length *= shape[outer - 1]
             outer -= 1

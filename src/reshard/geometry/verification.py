@@ -83,7 +83,7 @@ def check_ends(
     runs = runs.take(np.isin(runs.role, usable))
     # Adjacent runs are joined regardless of their role: a box may span owned indices and a halo.
     runs = joined(replace(runs, role=np.zeros_like(runs.role)))
-    # Runs are sorted by part and local position: map both to one line.
+    # Runs are sorted by part and local position: map both to a common line.
     span = int(table.local_lengths.max(initial=0)) + 1
     line = runs.part * span + runs.local_start
     part = layout.cell_part[cell, d]
@@ -133,7 +133,7 @@ def _holds_some(table: RunTable, part: IntArray, start: IntArray, stop: IntArray
     """Return whether a part may be a source of any index of `start:stop`; columns of all three."""
     runs = table.single_runs()
     runs = runs.take((runs.role == OWNED) | (runs.role == FRESH_HALO))
-    # Map all parts to one line: the runs that begin before `stop`, and how far they reach.
+    # Map all parts to a common line: the runs that begin before `stop`, and how far they reach.
     width = table.dimension_length + 1
     order = np.lexsort((runs.start, runs.part))
     begin = (runs.part * width + runs.start)[order]

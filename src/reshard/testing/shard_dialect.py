@@ -383,7 +383,7 @@ class _ModuleReader:
         while scanner.looks_at(_GRID):
             grids.append(self._grid(grids))
             self._next()
-        # 2. The function's head: one argument, one result.
+        # 2. The function's head: a single argument and result.
         scanner.expect("func.func")
         scanner.take(r"(?:public|private)\b")
         function = self._symbol()
@@ -608,7 +608,7 @@ class _Run:
         self.arrays: dict[str, list[Array]] = {module.argument: given}
 
     def carry_out(self, op: Operation) -> None:
-        """Run one operation in every process."""
+        """Run an operation in every process."""
         if op.name == "shard.sharding":
             self._shardings[op.result] = op
         else:
