@@ -16,9 +16,9 @@ A save is a folder, its *tag*, next to a file `latest` with its name::
 with `bf16_`; old names have no `_` before `optim_states`.
 
 `reader` opens saves: `saved_states` are the contents of files, `flat_buffers` locates parameters in
-the buffers of ranks, `tensor_parallel` joins parts, `unpartitioned` reads optimizers of stage 0,
-and `stored_tensors` binds tensors to files. `writer` plans new saves, by the `training_parts` of a
-source. `universal` does both for universal checkpoints. DeepSpeed is not imported.
+the buffers of ranks, `tensor_parallel` assembles parts, and `stored_tensors` binds tensors to
+files. `writer` plans new saves, by the `training_parts` of a source. `universal` does both for
+universal checkpoints. DeepSpeed is not imported.
 """
 
 from __future__ import annotations

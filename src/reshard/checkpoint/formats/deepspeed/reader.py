@@ -38,8 +38,13 @@ from reshard.checkpoint.formats.deepspeed.saved_states import (
     ModelState,
     Partition,
     Shape,
+    WholeOptimizer,
     add_model_values,
+    has_single_buffer,
     list_differences,
+    list_optimizers,
+    merge_groups,
+    name_parameters,
     plain_scalers,
     read_model_state,
     read_partition,
@@ -47,13 +52,6 @@ from reshard.checkpoint.formats.deepspeed.saved_states import (
 )
 from reshard.checkpoint.formats.deepspeed.stored_tensors import Stored, TensorCollector
 from reshard.checkpoint.formats.deepspeed.tensor_parallel import INFO, Joiner
-from reshard.checkpoint.formats.deepspeed.unpartitioned import (
-    WholeOptimizer,
-    has_single_buffer,
-    list_optimizers,
-    merge_groups,
-    name_parameters,
-)
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.optimizer_states import GROUPS, MASTER, state_name
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
@@ -247,8 +245,13 @@ class SaveReader:
             self.values.unread.append((f"{name} in {model.file}", why))
         self.collector.add_first(name, model.file, archived, self.slot(mp, 0))
 
-    def _locate(self, name: str, piece: Region, file: str, buffer: ArchivedTensor) -> Region:
+    def _locate(self, name: str, piece: Region, file: str, buffer: Any) -> Region:
         """Return a piece in a flat buffer of a file."""
+        if not isinstance(buffer, ArchivedTensor) or len(buffer.shape) != 1:
+            raise FormatError(
+                f"{self.saved.folder / file} has no flat tensor for {name!r}, which other ranks "
+                "have; the files belong to different saves"
+            )
         end = piece.offset + piece.elements
         if end > buffer.shape[0]:
             raise FormatError(
@@ -324,17 +327,36 @@ class SaveReader:
         self, mp: int, number: int, shapes: Mapping[str, Shape], parts: list[Partition]
     ) -> None:
         elements = [math.prod(shape) for shape in shapes.values()]
-        is_stage3 = parts[0].stage == 3
-        count = parts[0].counts[number] if number < len(parts[0].counts) else self.ranks
-        if is_stage3:
+        count = self._count_partitions(parts[0], number)
+        if parts[0].stage == 3:
             found = _find_own(elements, count)
         else:
             found = self._find_flat(number, elements, parts, count)
-        copies = spread(list(shapes), count, self.ranks, self._is_data_first)
-        for copy in copies:
-            members = [parts[rank] for rank in copy.ranks]
-            for name, shape, pieces in zip(copy.names, shapes.values(), found, strict=True):
-                self._add_parameter(mp, number, name, shape, pieces, members, copy.ranks)
+        for ranks, names in spread([*shapes], count, self.ranks, self._is_data_first):
+            members = [parts[rank] for rank in ranks]
+            first, size = members[0], members[0].masters[number].shape[0]
+            # The float32 weights, and the state of the flat buffer, of each rank.
+            buffers: dict[str, list[Any]] = {MASTER: [part.masters[number] for part in members]}
+            for key in first.states[number]:
+                buffers[str(key)] = [part.states[number].get(key) for part in members]
+            for name, shape, pieces in zip(names, shapes.values(), found, strict=True):
+                for key, of_ranks in buffers.items():
+                    own, value = state_name(name, key), of_ranks[0]
+                    if not isinstance(value, ArchivedTensor):
+                        path = ("optimizer", "state", name, key)
+                        self.values.add(own, value, path, first.file)
+                    elif len(value.shape) == 1 and value.shape[0] >= size:
+                        stored = []
+                        for piece in pieces:
+                            n: int = piece.container
+                            region = self._locate(own, piece, members[n].file, of_ranks[n])
+                            stored.append((self.slot(mp, ranks[n]), region))
+                        self.collector.add_pieces(name, own, mp, shape, stored)
+                    elif math.prod(value.shape) == 1:
+                        self.collector.add_first(own, first.file, value, self.slot(mp, ranks[0]))
+                    else:
+                        why = f"it has shape {list(value.shape)}, and no part for each parameter"
+                        self.values.unread.append((own, why))
 
     def _find_flat(
         self, number: int, elements: list[int], parts: list[Partition], count: int
@@ -360,56 +382,6 @@ class SaveReader:
                     f"has {size}. The files belong to different saves (rank {rank})"
                 )
         return flat_pieces(elements, paddings, size)
-
-    def _add_parameter(
-        self,
-        mp: int,
-        number: int,
-        name: str,
-        shape: Shape,
-        pieces: tuple[Region, ...],
-        parts: list[Partition],
-        ranks: tuple[int, ...],
-    ) -> None:
-        """Add the float32 weights and the state of a parameter."""
-        buffers = [part.masters[number] for part in parts]
-        self._add_flat(mp, name, MASTER, shape, pieces, parts, ranks, buffers)
-        for key, value in parts[0].states[number].items():
-            own = state_name(name, str(key))
-            if not isinstance(value, ArchivedTensor):
-                self.values.add(own, value, ("optimizer", "state", name, str(key)), parts[0].file)
-            elif len(value.shape) == 1 and value.shape[0] >= buffers[0].shape[0]:
-                found = [part.states[number].get(key) for part in parts]
-                self._add_flat(mp, name, str(key), shape, pieces, parts, ranks, found)
-            elif math.prod(value.shape) == 1:
-                self.collector.add_first(own, parts[0].file, value, self.slot(mp, ranks[0]))
-            else:
-                self.values.unread.append(
-                    (own, f"it has shape {list(value.shape)}, and no part for each parameter")
-                )
-
-    def _add_flat(
-        self,
-        mp: int,
-        parameter: str,
-        key: str,
-        shape: Shape,
-        pieces: tuple[Region, ...],
-        parts: list[Partition],
-        ranks: tuple[int, ...],
-        buffers: list[Any],
-    ) -> None:
-        stored, name = [], state_name(parameter, key)
-        for piece in pieces:
-            buffer, part = buffers[piece.container], parts[piece.container]
-            if not isinstance(buffer, ArchivedTensor) or len(buffer.shape) != 1:
-                raise FormatError(
-                    f"{self.saved.folder / part.file} has no flat tensor for {key} of "
-                    f"{parameter!r}, which other ranks have; the files belong to different saves"
-                )
-            slot = self.slot(mp, ranks[piece.container])
-            stored.append((slot, self._locate(name, piece, part.file, buffer)))
-        self.collector.add_pieces(parameter, name, mp, shape, stored)
 
     def _add_whole_states(self) -> None:
         """Add the state of optimizers without partitions."""
@@ -488,7 +460,13 @@ class SaveReader:
 
     def _add_hyper(self, part: Partition, groups: tuple[Mapping[str, Shape], ...]) -> None:
         names = [
-            [name for copy in self._spread(group, part, i) for name in copy.names]
+            [
+                name
+                for copy in spread(
+                    [*group], self._count_partitions(part, i), self.ranks, self._is_data_first
+                )
+                for name in copy.names
+            ]
             for i, group in enumerate(groups)
         ]
         if part.stage in (1, 2):
@@ -503,9 +481,9 @@ class SaveReader:
             at += buffers
         merge_groups(self.param_groups, found)
 
-    def _spread(self, group: Mapping[str, Shape], part: Partition, number: int) -> Any:
-        count = part.counts[number] if number < len(part.counts) else self.ranks
-        return spread(list(group), count, self.ranks, self._is_data_first)
+    def _count_partitions(self, part: Partition, group: int) -> int:
+        """Return the number of ranks over which a group is partitioned."""
+        return part.counts[group] if group < len(part.counts) else self.ranks
 
     def _in_own_order(self, names: list[str]) -> list[str]:
         """Names in the order of the model, where gradients were dealt out round robin."""

@@ -221,7 +221,7 @@ class TensorCollector:
             FormatError: regions of different element types.
         """
         addresses = {slot: self._read(name, region, pieces) for slot, region in pieces}
-        ranges = tuple((slot, region.start[0], region.stop[0]) for slot, region in pieces)
+        ranges = tuple([(slot, region[0][0], region[1][0]) for slot, region in pieces])
         layout = lay_out(shape, ranges, self._slots)
         self._add(name, pieces[0][1].container.tensor, Binding(layout, addresses, {}))
 
@@ -254,11 +254,13 @@ class TensorCollector:
         """Note for its checksum that a tensor reads a region; return the region's first byte."""
         file, archived = region.container
         itemsize = archived.dtype.itemsize_bytes
-        start = archived.start_bytes + region.offset * itemsize
-        ranges = [(start, start + region.elements * itemsize)] if region.is_dense() else None
+        start: int = archived.start_bytes + region.offset * itemsize
+        # Flat pieces are many: they are dense by their one stride.
+        is_dense = region.strides == (1,) or region.is_dense()
+        ranges = [(start, start + region.elements * itemsize)] if is_dense else None
         part = f"storage at byte {archived.start_bytes}"
         self._checksums.add(name, part, self._prefix + file, archived, ranges)
-        return int(start)
+        return start
 
     def _add(self, name: str, archived: ArchivedTensor, binding: Binding) -> None:
         if name in self.tensors:

@@ -50,7 +50,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name, state_name
 from reshard.errors import RecipeError
@@ -243,11 +243,8 @@ _Q_DOWN = re.compile(r"linear_q_down_proj\.weight$")
 _FIRST = re.compile(r"linear_fc1\.(weight|bias)(\d*)$")
 
 
-class ParameterCut(NamedTuple):
-    """The sharded dimension, or None, and the number of stretches of each part."""
-
-    dimension: int | None
-    stride: int = 1
+# The sharded dimension, or None, and the number of stretches of each part.
+ParameterCut = tuple[int | None, int]
 
 
 def find_cut(
@@ -262,21 +259,21 @@ def find_cut(
 
     >>> find_cut("mlp.linear_fc1.weight", {"mlp.linear_fc1.weight": (16, 8),
     ...                                    "mlp.linear_fc2.weight": (8, 8)})
-    ParameterCut(dimension=0, stride=2)
+    (0, 2)
     """
     first = _FIRST.search(name)
     if first is not None:
         behind = f"{name[: first.start()]}linear_fc2.weight{first[2]}"
         # A gated layer has two rows for each column of the next layer.
         is_gated = behind in shapes and shapes[name][0] == 2 * shapes[behind][1]
-        return ParameterCut(0, 2 if is_gated else 1)
+        return 0, 2 if is_gated else 1
     if _ROWS.search(name):
-        return ParameterCut(0)
+        return 0, 1
     if _COLUMNS.search(name):
-        return ParameterCut(1)
+        return 1, 1
     if _Q_DOWN.search(name) and q_rank is not None:
-        return ParameterCut(None if shapes[name][0] == q_rank else 0)
-    return ParameterCut(None) if _WHOLE.search(name) else None
+        return None if shapes[name][0] == q_rank else 0, 1
+    return (None, 1) if _WHOLE.search(name) else None
 
 
 _FIRST_MODULES = ("embedding.word_embeddings.", "embedding.position_embeddings.", "decoder.layers.")

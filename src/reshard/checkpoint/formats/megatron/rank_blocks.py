@@ -113,20 +113,12 @@ def flat_block(regions: Iterable[StoredRegion], start: int, shape: Shape) -> Ite
                 yield slot, own
 
 
-class _Whole(NamedTuple):
-    """A tensor that is assembled; `first` is the label of its first block."""
-
-    dtype: DType
-    shape: Shape
-    first: str
-    regions: list[StoredRegion]
-
-
 class WholeTensors:
     """The tensors that are assembled from the blocks of ranks, by name."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, _Whole] = {}
+        # Of each tensor its type and shape, the label of its first block, and its regions.
+        self.tensors: dict[str, tuple[DType, Shape, str, list[StoredRegion]]] = {}
 
     def add(
         self,
@@ -140,14 +132,14 @@ class WholeTensors:
 
         Raises FormatError if ranks have different dtypes or shapes.
         """
-        whole = self.tensors.setdefault(name, _Whole(dtype, place.shape, label, []))
-        if (whole.dtype, whole.shape) != (dtype, place.shape):
+        known = self.tensors.setdefault(name, (dtype, place.shape, label, []))
+        if known[:2] != (dtype, place.shape):
             raise FormatError(
                 f"{label} has a part of {name!r}, {dtype.name} {list(place.shape)} in all, where "
-                f"{whole.first} has one of {whole.dtype.name} {list(whole.shape)}; they are of "
+                f"{known[2]} has one of {known[0].name} {list(known[1])}; they are of "
                 "different saves"
             )
-        whole.regions.extend(place.place(block))
+        known[3].extend(place.place(block))
 
     def stored(self, slots: int) -> Mapping[str, StoredTensor]:
         """Return the tensors over `slots` ranks.

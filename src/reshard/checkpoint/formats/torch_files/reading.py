@@ -502,7 +502,10 @@ class StorageChecksums:
         key = file, tensor.start_bytes
         self._first.setdefault(key, (name, part, tensor))
         known = self._ranges.setdefault(key, [])
-        self._ranges[key] = None if known is None or ranges is None else [*known, *ranges]
+        if ranges is None:
+            self._ranges[key] = None
+        elif known is not None:
+            known += ranges
 
     def add_whole(self, name: str, part: str, file: str, tensor: ArchivedTensor) -> None:
         """Add `part` of the tensor `name`, which reads all of a tensor of the file.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.format import (
@@ -28,95 +28,24 @@ from reshard.checkpoint.formats.format import (
 from reshard.checkpoint.formats.megatron import TRACKER_NAME, find_iteration
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
 from reshard.checkpoint.manifest import Manifest
-from reshard.errors import CheckpointError, FormatError, UsageError
+from reshard.errors import CheckpointError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.formats.megatron.rank_layouts import Parallelism
 
 FORMAT_NAME = "megatron-legacy"
 MODEL_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_NAME = "distrib_optim.pt"
-_FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3}))?(?:_(\d{3}))?")
-
-
-class RankPlace(NamedTuple):
-    """The place of a rank in tensor, pipeline and expert parallelism; `vp` is a chunk of it."""
-
-    tp: int = 0
-    pp: int = 0
-    ep: int = 0
-    vp: int = 0
-
-
-class Parallelism(NamedTuple):
-    """The sizes of model parallelism; `vp` is how many chunks of the model a stage has."""
-
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    etp: int = 1
-    vp: int = 1
-
-    def __str__(self) -> str:
-        return f"tp {self.tp}, pp {self.pp}, ep {self.ep}, etp {self.etp}, vp {self.vp}"
-
-    @classmethod
-    def of_arguments(cls, arguments: Mapping[str, Any], label: str) -> Parallelism:
-        """Return the sizes in Megatron's arguments; `label` names their file.
-
-        Raises FormatError for a value that is not a size.
-        """
-
-        from reshard.checkpoint.formats.megatron.common_state import PARALLELISM
-
-        sizes: dict[str, int] = {}
-        for axis in cls._fields:
-            name = PARALLELISM[axis]
-            size = arguments.get(name)
-            # Experts are sharded as the rest, unless they have a size of their own.
-            size = (sizes["tp"] if axis == "etp" else 1) if size is None else size
-            if type(size) is not int or not 1 <= size <= 1 << 16:
-                raise FormatError(f"{label}: args.{name} is {size!r}, expected a number from 1 on")
-            sizes[axis] = size
-        return cls(**sizes)
-
-    def folder_name(self, place: RankPlace) -> str:
-        """Return the name of a rank's folder.
-
-        >>> Parallelism(tp=2, pp=4).folder_name(RankPlace(1, 3))
-        'mp_rank_01_003'
-        """
-        name = f"mp_rank_{place.tp:02d}"
-        if self.pp > 1:
-            name += f"_{place.pp:03d}"
-        return f"{name}_{place.ep:03d}" if self.ep > 1 else name
-
-    def places(self) -> list[RankPlace]:
-        """Return the places that have a folder, in the order of ranks: tp first, pp last."""
-        found = [
-            RankPlace(tp, pp, ep)
-            for pp in range(self.pp)
-            for ep in range(self.ep)
-            for tp in range(self.tp)
-        ]
-        if self.etp == self.tp or self.ep == 1:
-            return found
-        # Expert-parallel ranks span several tensor-parallel ranks: both indices vary together.
-        return [one for one in found if self._shares_rank(one)]
-
-    def _shares_rank(self, place: RankPlace) -> bool:
-        """Return whether a rank can have both numbers: ranks are counted through either grid."""
-        period = self.ep * self.etp
-        return any(
-            n % self.tp == place.tp and n // self.etp % self.ep == place.ep
-            for n in range(max(period, self.tp) * min(self.tp, period))
-        )
+_FOLDER = r"mp_rank_(\d{2,4})(?:_(\d{3}))?(?:_(\d{3}))?"
 
 
 def list_rank_folders(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the folders of ranks, with the numbers in their names."""
     found = {}
     for path in sorted(folder.glob("mp_rank_*")):
-        match = _FOLDER.fullmatch(path.name)
+        match = re.fullmatch(_FOLDER, path.name)
         if match is not None and path.is_dir():
             found[path.name] = tuple(int(number) for number in match.groups() if number)
     return found
@@ -183,16 +112,15 @@ class MegatronLegacyFormat(CheckpointFormat):
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
     ) -> Mapping[str, Layout]:
         """Return the parts that Megatron's ranks have: a mesh of tp, pp and ep."""
-        from reshard.checkpoint.formats.megatron.legacy.writer import RankGrid
+        from reshard.checkpoint.formats.megatron.common_state import arguments_of
+        from reshard.checkpoint.formats.megatron.rank_layouts import StageLayouts
 
         if mesh is None and ranks > 1:
             raise UsageError(
                 f"{ranks} ranks for Megatron's folders; give a mesh, such as tp=2,pp=4"
             )
-
-        from reshard.checkpoint.formats.megatron.legacy.writer import place
-
-        return place(checkpoint.tensors, checkpoint.values, RankGrid(mesh))
+        shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+        return StageLayouts(mesh, shapes, arguments_of(checkpoint.values)).layouts()
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
         """Return a folder for each model-parallel rank."""

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 from reshard.binding import View
 from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.formats.megatron.common_state import chain_of, find_groups
-from reshard.checkpoint.formats.megatron.legacy import Parallelism, RankPlace
 from reshard.checkpoint.formats.megatron.parameters import common_key, split_layer
 from reshard.checkpoint.formats.megatron.rank_blocks import (
     RankParameter,
@@ -40,6 +39,7 @@ from reshard.checkpoint.formats.megatron.rank_blocks import (
     list_buffers,
     split_chain,
 )
+from reshard.checkpoint.formats.megatron.rank_layouts import Parallelism, RankPlace
 from reshard.checkpoint.formats.torch_files.reading import region_of
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor, explain
 from reshard.dtypes import DType
@@ -116,8 +116,7 @@ class RankChunk:
         return _GROUPED.sub(count_on, _LOCAL.sub(count_on, name))
 
 
-@dataclass
-class RankFiles:
+class RankFiles(NamedTuple):
     """The contents of a rank's files; `name` is that of the model's file, with its folder."""
 
     place: RankPlace
@@ -126,7 +125,7 @@ class RankFiles:
     state: Mapping[str, Any]
     optimizer_file: str | None
     optimizer_state: Any
-    chunks: list[RankChunk] = field(default_factory=list)
+    chunks: list[RankChunk]
 
 
 def chunks_of(

@@ -20,8 +20,6 @@ from reshard.checkpoint.formats.megatron.common_state import add_optimizer, add_
 from reshard.checkpoint.formats.megatron.legacy import (
     FORMAT_NAME,
     OPTIMIZER_NAME,
-    Parallelism,
-    RankPlace,
     check_complete,
     find_model_file,
     list_rank_folders,
@@ -36,6 +34,7 @@ from reshard.checkpoint.formats.megatron.legacy.ranks import (
 )
 from reshard.checkpoint.formats.megatron.parameters import ParameterCut, engine_name, find_cut
 from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace, WholeTensors
+from reshard.checkpoint.formats.megatron.rank_layouts import Parallelism, RankPlace
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.pickles import Call
@@ -148,25 +147,19 @@ def _read_rank(own: Path, sizes: Parallelism, place: RankPlace, slot: int, ahead
             "different saves"
         )
     name = f"{ahead}{own.name}/{path.name}"
-    optimizer = own / OPTIMIZER_NAME
-    has_optimizer = optimizer.is_file()
-    found = RankFiles(
-        place,
-        slot,
-        name,
-        state,
-        f"{ahead}{own.name}/{OPTIMIZER_NAME}" if has_optimizer else None,
-        read_torch_file(optimizer) if has_optimizer else None,
-    )
     experts = arguments.get("num_experts")
     each = experts // sizes.ep if type(experts) is int and experts >= sizes.ep else None
-    found.chunks = chunks_of(state, place, name, each)
-    if len(found.chunks) != sizes.vp:
+    chunks = chunks_of(state, place, name, each)
+    if len(chunks) != sizes.vp:
         raise FormatError(
-            f"{path} has {len(found.chunks)} chunks of the model, expected {sizes.vp}, the virtual "
+            f"{path} has {len(chunks)} chunks of the model, expected {sizes.vp}, the virtual "
             "stages of each rank"
         )
-    return found
+    optimizer = own / OPTIMIZER_NAME
+    file, optimizer_state = None, None
+    if optimizer.is_file():
+        file, optimizer_state = f"{ahead}{own.name}/{OPTIMIZER_NAME}", read_torch_file(optimizer)
+    return RankFiles(place, slot, name, state, file, optimizer_state, chunks)
 
 
 def _read_common(folder: Path, rank: RankFiles) -> PlainValues:
@@ -240,7 +233,7 @@ class _Builder:
         if cut is not None:
             return cut
         if self._parts(name) == 1:
-            return ParameterCut(None)
+            return None, 1
         raise CheckpointError(
             f"{self.folder / chunk.path} has {name!r}, and how tensor parallelism cuts it is not "
             "known; save it as torch_dist with Megatron-core, which describes it"
@@ -253,10 +246,10 @@ class _Builder:
     def _place(
         self, rank: RankPlace, name: str, shape: tuple[int, ...], cut: ParameterCut
     ) -> BlockPlace:
-        parts = self._parts(name)
-        if cut.dimension is not None and cut.dimension >= len(shape):
+        parts, (dimension, stride) = self._parts(name), cut
+        if dimension is not None and dimension >= len(shape):
             raise FormatError(f"{self.folder}: {name!r} has the shape {list(shape)}")
-        return BlockPlace.cut(shape, cut.dimension, rank.tp % parts, parts, cut.stride)
+        return BlockPlace.cut(shape, dimension, rank.tp % parts, parts, stride)
 
     def _is_tied(self, name: str) -> bool:
         """Return whether a tensor is the embedding once more, on the last stage."""

@@ -10,25 +10,13 @@
    bucket, except for an embedding that two stages share; with `args.overlap_grad_reduce` they have
    buckets of `args.ddp_bucket_size`.
 3. Files are those of `torch.save`, whose tensors are written later (`torch_files.building`).
-
-Tensors are distributed over model-parallel ranks as follows; optimizer state follows its parameter:
-
-    mesh         tp, pp, ep; dp and cp have copies, which have no folder
-    stage        decoder layers in equal stretches; embeddings on the first, tensors after the
-                 layers on the last, with a copy of a tied embedding
-    vp           a stage has so many stretches, its chunks: the first of all stages, then the
-                 second. A chunk counts as a rank here; the chunks of a stage share a folder
-    ep           experts in equal stretches; all other tensors on every rank
-    tp           by the sharded dimension of the parameter (`find_cut`)
 """
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 from reshard.checkpoint.formats.megatron import TRACKER_NAME, iteration_name
 from reshard.checkpoint.formats.megatron.common_state import (
@@ -47,27 +35,21 @@ from reshard.checkpoint.formats.megatron.legacy import (
     FORMAT_NAME,
     MODEL_NAMES,
     OPTIMIZER_NAME,
-    Parallelism,
-    RankPlace,
 )
 from reshard.checkpoint.formats.megatron.parameters import (
-    engine_name,
     expect_mixers,
-    find_cut,
     grouped_name,
     is_expert,
     local_name,
     sort_by_modules,
-    split_expert,
-    split_layer,
 )
 from reshard.checkpoint.formats.megatron.rank_blocks import (
-    BlockPlace,
     RankParameter,
     bucket_sizes,
     list_buffers,
     plan_buffer,
 )
+from reshard.checkpoint.formats.megatron.rank_layouts import RankPlace, StageLayouts
 from reshard.checkpoint.formats.torch_files.building import NewTensor, TorchFilesBuilder
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.checkpoint.formats.torch_files.pickles import Global
@@ -77,23 +59,20 @@ from reshard.checkpoint.formats.write_plan import (
     check_values,
 )
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import RecipeError, UsageError
-from reshard.layout import Layout
-from reshard.mesh import DeviceMesh
+from reshard.errors import RecipeError
 
 _FLAT_KEYS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 # The key of Transformer Engine's state among the parameters of a linear layer; None if absent.
 _EXTRA = "_extra_state"
 
 
-@dataclass
-class _ChunkParts:
+class _ChunkParts(NamedTuple):
     """The parameters of a chunk on a rank, by their names there, in the order of modules."""
 
     place: RankPlace
     slot: int
-    parameters: dict[str, str] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    parameters: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
 
 
 # A parameter of a rank: its chunk, and its name there.
@@ -119,9 +98,8 @@ class _Arranger:
         self.arguments = arguments_of(new.values)
         self.is_distributed = bool(self.arguments.get("use_distributed_optimizer", True))
         self.new = new = without_steps(new) if self.is_distributed else new
-        self.grid = RankGrid(new.mesh)
         shapes = {name: tensor.layout.shape for name, tensor in new.tensors.items()}
-        self.stages = StageLayouts(self.grid, shapes, self.arguments)
+        self.stages = StageLayouts(new.mesh, shapes, self.arguments)
         if self.stages.experts and has_stacked_experts(self.arguments):
             raise RecipeError(
                 "by args.moe_grouped_gemm a layer's experts are one weight (GroupedMLP), "
@@ -152,7 +130,7 @@ class _Arranger:
         """Return all files, and where in them each tensor is."""
         has_state = any(len(own) > 1 for own in self.of.values())
         ordered = self._sort(has_state)
-        for place, slots in self.grid.folders.items():
+        for place, slots in self.stages.folders.items():
             chunks = [
                 self._parts(place._replace(vp=number), slot, ordered)
                 for number, slot in enumerate(slots)
@@ -182,7 +160,7 @@ class _Arranger:
         return ordered
 
     def _parts(self, place: RankPlace, slot: int, ordered: list[str]) -> _ChunkParts:
-        found = _ChunkParts(place, slot)
+        found = _ChunkParts(place, slot, {}, {})
         for name in self.stages.held(ordered, place):
             own = self.stages.rank_name(name, place)
             own = local_name(own) if self.is_local else own
@@ -195,7 +173,7 @@ class _Arranger:
 
     def _write_rank(self, chunks: list[_ChunkParts], has_state: bool) -> None:
         first = chunks[0]
-        path = f"{self.folder}/{self.grid.sizes.folder_name(first.place)}"
+        path = f"{self.folder}/{self.stages.sizes.folder_name(first.place)}"
         state = self._common()
         for number, chunk in enumerate(chunks):
             key = "model" if len(chunks) == 1 else f"model{number}"
@@ -225,7 +203,7 @@ class _Arranger:
         return model
 
     def _common(self) -> dict[str, Any]:
-        sizes = self.grid.sizes
+        sizes = self.stages.sizes
         chunks = sizes.vp if sizes.vp > 1 else None
         own = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep, "etp": sizes.etp, "vp": chunks}
         return nest_values(self.values, self.new.paths, own)
@@ -271,7 +249,7 @@ class _Arranger:
                 )
             dtype = self.new.tensors[weight].dtype
             parameters.append(RankParameter(chunk.place.vp, name, dtype, chunk.shapes[name]))
-        is_shared = self.grid.sizes.pp > 1 and self.stages.is_tied
+        is_shared = self.stages.sizes.pp > 1 and self.stages.is_tied
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for number, buffer in enumerate(list_buffers(parameters, is_embedding_shared=is_shared)):
             chunk = chunks[buffer[0].chunk]
@@ -352,239 +330,3 @@ def final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
     """Yield the file that names the last step."""
     found = write_plan.values.get("iteration", 0)
     yield TRACKER_NAME, str(found if type(found) is int else 0).encode()
-
-
-def place(
-    tensors: Mapping[str, Any], values: Mapping[str, Any], grid: RankGrid
-) -> dict[str, Layout]:
-    """Return the layout of every tensor over the ranks of a grid."""
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return StageLayouts(grid, shapes, arguments_of(values)).layouts()
-
-
-AXES = ("tp", "pp", "ep", "vp", "dp", "cp")
-_PLACED = RankPlace._fields
-# The layers that stages share out.
-_DECODER = "decoder.layers."
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT = "output_layer.weight"
-
-
-@dataclass(frozen=True)
-class RankGrid:
-    """The model-parallel places of the ranks of a mesh, or of a single rank if the mesh is None."""
-
-    mesh: DeviceMesh | None
-
-    def __post_init__(self) -> None:
-        for axis in self.mesh.axis_names if self.mesh is not None else ():
-            if axis not in AXES:
-                raise UsageError(
-                    f"the axis {axis!r}; Megatron's ranks have {', '.join(AXES)}, so give a mesh "
-                    "such as tp=2,pp=4"
-                )
-        if self.sizes.vp > 1 and self.sizes.pp == 1:
-            raise UsageError(
-                f"vp={self.sizes.vp} with one stage; virtual stages are chunks of several, so give "
-                f"a mesh such as pp=2,vp={self.sizes.vp}"
-            )
-
-    @cached_property
-    def sizes(self) -> Parallelism:
-        """The sizes of model parallelism."""
-        names = self.mesh.axis_names if self.mesh is not None else ()
-        found = dict(zip(names, self.mesh.shape if self.mesh is not None else (), strict=True))
-        tp = found.get("tp", 1)
-        return Parallelism(tp, found.get("pp", 1), found.get("ep", 1), tp, found.get("vp", 1))
-
-    @cached_property
-    def places(self) -> dict[int, RankPlace]:
-        """The place of each rank."""
-        if self.mesh is None:
-            return {0: RankPlace()}
-        own = [axis for axis in _PLACED if axis in self.mesh.axis_names]
-        columns = {axis: self.mesh.coordinates([axis]) for axis in own}
-        return {
-            rank: RankPlace(**{axis: int(columns[axis][n]) for axis in own})
-            for n, rank in enumerate(self.mesh.devices)
-        }
-
-    @cached_property
-    def folders(self) -> dict[RankPlace, tuple[int, ...]]:
-        """The places that have a folder, with the first rank of each chunk, which saves it."""
-        found: dict[RankPlace, int] = {}
-        for rank, place in sorted(self.places.items()):
-            found.setdefault(place, rank)
-        chunks = range(self.sizes.vp)
-        return {
-            place: tuple(found[place._replace(vp=chunk)] for chunk in chunks)
-            for place in self.sizes.places()
-        }
-
-
-@dataclass
-class StageLayouts:
-    """The layouts of a model's tensors over a grid.
-
-    Args:
-        grid: the ranks.
-        shapes: of all tensors, by name.
-        arguments: Megatron's, where they are known.
-
-    Raises:
-        RecipeError: a model that the grid does not divide, or whose cut is not known.
-    """
-
-    grid: RankGrid
-    shapes: Mapping[str, tuple[int, ...]]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        weights = [name for name in self.shapes if split_state_name(name) is None]
-        self.names = set(weights)
-        self.engine = {name: engine_name(name, self.names) for name in weights}
-        self.weights: dict[str, tuple[int, ...]] = {
-            self.engine[name]: self.shapes[name] for name in weights
-        }
-        self.layers = self._count_layers()
-        self.experts = self._count_experts()
-        self.is_tied = OUTPUT not in self.weights and EMBEDDING in self.weights
-        self._made: dict[Any, Layout] = {}
-
-    def _count_layers(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for name in self.weights:
-            if (layer := split_layer(name)) is not None:
-                row, number, _ = layer
-                found[row] = max(found.get(row, 0), number + 1)
-        pp, vp = self.grid.sizes.pp, self.grid.sizes.vp
-        count = found.get(_DECODER, 0)
-        if count % (pp * vp):
-            stages, choice = f"{pp} stages", "pp"
-            if vp > 1:
-                stages, choice = f"{pp} stages of {vp} chunks each", "pp times vp"
-            raise RecipeError(f"{count} layers on {stages}; choose a {choice} that divides {count}")
-        return found
-
-    def _count_experts(self) -> int:
-        numbers = [expert[1] for name in self.weights if (expert := split_expert(name))]
-        count = max(numbers, default=-1) + 1
-        if count % self.grid.sizes.ep:
-            raise RecipeError(
-                f"{count} experts on {self.grid.sizes.ep} expert-parallel ranks; choose an ep that "
-                f"divides {count}"
-            )
-        return count
-
-    def layouts(self) -> dict[str, Layout]:
-        """Return the layout of every tensor."""
-        return {name: self._layout(name) for name in self.shapes}
-
-    def parameter_of(self, name: str) -> str:
-        """Return the parameter of a tensor, by its name in Transformer Engine's layers."""
-        state = split_state_name(name)
-        parameter = name if state is None else state[0]
-        return self.engine.get(parameter) or engine_name(parameter, self.names)
-
-    def _layout(self, name: str) -> Layout:
-        shape, parameter = self.shapes[name], self.parameter_of(name)
-        own = shape if shape else ()
-        slots = len(self.grid.places)
-        holders = tuple(self.holders(parameter))
-        cut = self.cut(parameter, own)
-        key = (own, cut, holders)
-        found = self._made.get(key)
-        if found is None:
-            pairs = [
-                (rank, box)
-                for rank in holders
-                for box in self.block(parameter, own, self.grid.places[rank]).boxes()
-            ]
-            found = self._made[key] = Layout.from_boxes(own, pairs, slots)
-        return found
-
-    def holders(self, parameter: str) -> Iterable[int]:
-        """Return the ranks that have a part of a parameter."""
-        return [rank for rank, place in self.grid.places.items() if self.is_held(parameter, place)]
-
-    def is_held(self, parameter: str, place: RankPlace) -> bool:
-        """Return whether the rank at a place has a part of a parameter."""
-        expert = split_expert(parameter)
-        if expert is not None and expert[1] // (self.experts // self.grid.sizes.ep) != place.ep:
-            return False
-        return (place.pp, place.vp) in self.stages(parameter)
-
-    def held(self, ordered: Iterable[str], place: RankPlace) -> list[str]:
-        """Return those of the parameters, in the order of modules, that the rank at a place has."""
-        found = [name for name in ordered if self.is_held(name, place)]
-        # The copy of a tied embedding comes last.
-        return sorted(found, key=lambda name: self.rank_name(name, place).startswith(OUTPUT))
-
-    def stages(self, parameter: str) -> tuple[tuple[int, int], ...]:
-        """Return the stages that have a parameter, each with the number of its chunk."""
-        sizes = self.grid.sizes
-        first, last = (0, 0), (sizes.pp - 1, sizes.vp - 1)
-        layer = split_layer(parameter)
-        if layer is not None and layer[0] == _DECODER:
-            stretch = layer[1] // (self.layers[_DECODER] // (sizes.pp * sizes.vp))
-            return ((stretch % sizes.pp, stretch // sizes.pp),)
-        if parameter.startswith("embedding."):
-            is_twice = self.is_tied and parameter == EMBEDDING and last != first
-            return (first, last) if is_twice else (first,)
-        return (last,)
-
-    def first_layer(self, row: str, place: RankPlace) -> int:
-        """Return the first layer of a chunk of a stage, in the whole model."""
-        if row != _DECODER:
-            return 0
-        sizes = self.grid.sizes
-        return (place.vp * sizes.pp + place.pp) * (self.layers[row] // (sizes.pp * sizes.vp))
-
-    def cut(self, parameter: str, shape: tuple[int, ...]) -> tuple[int | None, int]:
-        """Return the dimension that tensor parallelism cuts, and the stretches of each part."""
-        tp = self.grid.sizes.tp
-        if tp == 1 or not shape:
-            return None, 1
-        known = ChainMap({parameter: shape}, self.weights)
-        cut = find_cut(parameter, known, self.arguments.get("q_lora_rank"))
-        if cut is None:
-            raise RecipeError(
-                f"how Megatron cuts {parameter!r} over tensor-parallel ranks is not known; convert "
-                "to tp=1, or to torch-dist"
-            )
-        if cut.dimension is not None and (
-            cut.dimension >= len(shape) or shape[cut.dimension] % (tp * cut.stride)
-        ):
-            raise RecipeError(
-                f"{parameter!r} of {list(shape)} on {tp} tensor-parallel ranks; dimension "
-                f"{cut.dimension} does not divide by {tp * cut.stride}"
-            )
-        return cut.dimension, cut.stride
-
-    def block(self, parameter: str, shape: tuple[int, ...], place: RankPlace) -> BlockPlace:
-        """Return the part of a parameter that the rank at a place has."""
-        dimension, stride = self.cut(parameter, shape)
-        if dimension is None:
-            return BlockPlace.cut(shape, None, 0, 1)
-        parts = self.grid.sizes.tp
-        own = list(shape)
-        own[dimension] //= parts
-        return BlockPlace.cut(own, dimension, place.tp, parts, stride)
-
-    def rank_name(self, parameter: str, place: RankPlace) -> str:
-        """Return a parameter's name on the rank at a place, in Transformer Engine's layers."""
-        if self.is_tied and parameter == EMBEDDING and place.pp > 0:
-            return OUTPUT
-        if (layer := split_layer(parameter)) is not None:
-            row, number, rest = layer
-            parameter = f"{row}{number - self.first_layer(row, place)}{rest}"
-        if (expert := split_expert(parameter)) is not None:
-            before, number, rest = expert
-            first = place.ep * (self.experts // self.grid.sizes.ep)
-            parameter = f"{before}{number - first}{rest}"
-        return parameter
-
-    @property
-    def has_expert_optimizer(self) -> bool:
-        """Whether experts have an optimizer of their own."""
-        return self.grid.sizes.ep > 1 and any(map(is_expert, self.weights))

@@ -8,7 +8,7 @@ its buffers are an object, in the form of a rank's `distrib_optim.pt`::
     optimizer.distributed.dp_group_idx_3.param_state/shard_0_1
 
 1. The arguments specify the parallelism, from which the parameters of a rank and their blocks
-   follow (`legacy.stage_layouts`), and their order (`order_key`).
+   follow (`rank_layouts`), and their order (`order_key`).
 2. The order determines the place of each parameter in a bucket (`rank_blocks`). The buckets'
    lengths must be those in the checkpoint.
 3. Groups are in objects too; those of the first rank are used.
@@ -32,12 +32,6 @@ from reshard.checkpoint.formats.megatron.common_state import (
     has_stacked_experts,
     read_object,
 )
-from reshard.checkpoint.formats.megatron.legacy import Parallelism, RankPlace
-from reshard.checkpoint.formats.megatron.legacy.writer import (
-    EMBEDDING,
-    RankGrid,
-    StageLayouts,
-)
 from reshard.checkpoint.formats.megatron.parameters import common_key, is_expert, sort_by_modules
 from reshard.checkpoint.formats.megatron.rank_blocks import (
     BufferPlan,
@@ -49,6 +43,12 @@ from reshard.checkpoint.formats.megatron.rank_blocks import (
     flat_block,
     list_buffers,
     split_chain,
+)
+from reshard.checkpoint.formats.megatron.rank_layouts import (
+    EMBEDDING,
+    Parallelism,
+    RankPlace,
+    StageLayouts,
 )
 from reshard.checkpoint.formats.torch_files.nested_states import PlainValues
 from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
@@ -171,7 +171,7 @@ class BucketSpace:
             )
         mesh = DeviceMesh.of(vp=sizes.vp, pp=sizes.pp, ep=sizes.ep, tp=sizes.tp)
         shapes = {name: tensor.shape for name, tensor in weights.items()}
-        stages = StageLayouts(RankGrid(mesh), shapes, arguments)
+        stages = StageLayouts(mesh, shapes, arguments)
         ordered = _sort(stages, arguments)
         has_chain = any(chain for chain, _, _ in buffers)
         whole = WholeTensors()
@@ -196,7 +196,7 @@ class BucketSpace:
         arguments: Mapping[str, Any],
     ) -> None:
         """Add the blocks in the buffers of a rank."""
-        is_shared = stages.grid.sizes.pp > 1 and stages.is_tied
+        is_shared = stages.sizes.pp > 1 and stages.is_tied
         for number, buffer in enumerate(list_buffers(parameters, is_embedding_shared=is_shared)):
             stored = own.get(number, {})
             plan = _find_lengths(stored, buffer, arguments)
@@ -242,7 +242,7 @@ def _list_parameters(
     weights: Mapping[str, StoredTensor],
 ) -> list[RankParameter]:
     dtypes = {stages.engine[name]: tensor.dtype for name, tensor in weights.items()}
-    chunks = [place._replace(vp=chunk) for chunk in range(stages.grid.sizes.vp)]
+    chunks = [place._replace(vp=chunk) for chunk in range(stages.sizes.vp)]
     return [
         RankParameter(
             own.vp, name, dtypes[name], stages.block(name, stages.weights[name], own).block_shape
