@@ -21,11 +21,11 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.binding import FileRange
 from reshard.checkpoint.blocks.block_io import (
     BatchReader,
@@ -65,8 +65,7 @@ from reshard.recipes.overrides import DIFFERING_COPIES
 Compared = str | os.PathLike[str] | Checkpoint | Conversion
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Record):
     """A tensor or value that differs, and how.
 
     `elements` counts those whose bits differ, if known.
@@ -99,8 +98,7 @@ class Difference:
         return next(found, "with other values")
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Record):
     """The outcome: `is_same`, the differences, a digest of every tensor that is the same, and
     notes, such as of copies that were not compared."""
 
@@ -115,8 +113,7 @@ class Comparison:
         return not self.differences
 
 
-@dataclass(frozen=True, slots=True)
-class DamagedBlock:
+class DamagedBlock(Record):
     """A block whose bytes are not those that were written, and the bytes of the files it is in.
 
     `expected` and `found` are digests; a compressed archive that cannot be unpacked, and copies
@@ -131,8 +128,7 @@ class DamagedBlock:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class DigestReport:
+class DigestReport(Record):
     """The digests of tensors, the tensors without a recorded digest, and damaged blocks.
 
     A tensor with a part that cannot be unpacked has no digest.

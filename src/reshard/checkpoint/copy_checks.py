@@ -32,12 +32,12 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
@@ -77,8 +77,7 @@ _ROUTER = re.compile(r"^(.*?)\.?\b(?:router|gate)\.(?:\w+\.)*weight$")
 _NUMBERED_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 
-@dataclass(frozen=True, slots=True)
-class DifferingCopies:
+class DifferingCopies(Record):
     """A part of a tensor whose copies on ranks differ.
 
     `ranks` groups the ranks whose copies are equal; `found_by` is how they were compared. `places`
@@ -102,8 +101,7 @@ class DifferingCopies:
         return f"{self.tensor}: {self.how}"
 
 
-@dataclass(frozen=True, slots=True)
-class CopyReport:
+class CopyReport(Record):
     """The outcome of a comparison of copies.
 
     Attributes:

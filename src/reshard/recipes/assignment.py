@@ -114,6 +114,7 @@ class Assignment(Record):
 
     def rank_bytes(self, itemsizes_bytes: Mapping[str, int]) -> dict[int, int]:
         """Return the bytes that each rank holds, pads included, from those of an element."""
+        # Layers share layouts: equal pairs are counted, and each is added once.
         counts: dict[tuple[Layout, int], int] = {}
         for name, layout in self.layouts.items():
             key = (layout, itemsizes_bytes[name])
@@ -479,11 +480,13 @@ def assign(
         with _name_in_errors(builder.name_of(number)):
             if not builder.asked_names[number]:
                 builder.sharding(number, ndim=0)
+    # Adapters are sharded like the weights that they change, so those are assigned first.
     if adapters := LowRankAdapters(shapes, config, rules):
         sizes = adapters.weigh_bases(itemsizes_bytes)
         given = (adapters.base_shapes, mesh, rules, recipe, config, sizes, logical_shapes)
         base = assign(*given, allow=allow, aliases=aliases)
         return base.replace(**adapters.spread(base.specs, base.matched))
+    # An unknown method matters only if ranks must be able to compute with their shards.
     quantized = find_quantized(
         shapes, config, itemsizes_bytes, logical_shapes, is_lenient="uncomputable" in allowed
     )
@@ -497,6 +500,7 @@ def assign(
     decided: dict[str, Rule] = {}
     cut_through: list[str] = []
     check = ComputabilityCheck(mesh, recipe.coupled if recipe else {}, config)
+    # Unmatched tensors are replicated, so one sharding for each rank of tensors serves all.
     replicated = cache(lambda ndim: spec(mesh, "...", ndim=ndim))
     for name, shape in whole.items():
         match = matches.get(name)

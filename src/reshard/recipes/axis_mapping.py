@@ -65,6 +65,7 @@ def _map_axis(axis: Axis, mapping: AxisMapping | None) -> tuple[Axis, ...]:
     found = mapping[axis.name]
     if axis.is_full or not found:
         return found
+    # A part of several axes, or a part of a part, would not be a part of a mesh axis.
     if len(found) > 1 or not found[0].is_full:
         raise RecipeError(
             f"the part {axis} of an axis that is mapped to {' '.join(map(str, found))}; map it to "

@@ -253,6 +253,7 @@ def find_shard_units(
     for rank, part in zip(layout.cell_slot.tolist(), parts, strict=True):
         if ranks is not None and rank not in ranks:
             continue
+        # Many ranks hold the same part, whose runs are moved into the block once.
         if part not in of_part:
             runs = [(a, b) for a, b, _, role in table.runs_of(part) if role != PAD]
             of_part[part] = _join_ranges(_shift_into_block(runs, block))
@@ -380,6 +381,7 @@ def list_valid_sizes(unit: int, others: Iterable[int]) -> tuple[int, ...]:
     """
     found = []
     for ranks in range(1, unit + 1):
+        # Sharing is even if a rank has all units of whole parts, or a part is held by whole ranks.
         each, rest = divmod(unit, ranks)
         shares = [unit // other for other in others if other <= unit]
         if not rest and all(each % share == 0 or share % each == 0 for share in shares):

@@ -103,6 +103,7 @@ class Key(NamedTuple):
             value = _follow(config, ("text_config", *self.path))
         if self.entry == "":
             return len(value) if isinstance(value, list | tuple | str) else None
+        # A number instead of a list applies to every entry.
         if self.entry is None or not isinstance(value, list | tuple | str | Mapping):
             return _follow(value, self.rest)
         if isinstance(self.entry, str) and self.entry not in numbers:

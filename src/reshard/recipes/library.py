@@ -89,6 +89,7 @@ def _load_added() -> tuple[dict[str, Recipe], tuple[Plugin, ...]]:
                 found = _read_added(plugin.value)
             except RecipeError as error:
                 found, problem = {}, str(error)
+            # A name stands for one recipe, whichever package is installed first.
             taken = sorted({*found} & {*added, *shipped_recipes()})
             if taken:
                 problem = f"there is a recipe {taken[0]!r} already"
@@ -263,6 +264,7 @@ def describe_unknown_model(config: Config | None, names: Iterable[str]) -> str:
 
     Without a config, the description is for a checkpoint without config.json.
     """
+    # The names are read twice.
     names = list(names)
     if config is None:
         text = "there is no config.json to choose a recipe by; "

@@ -110,6 +110,7 @@ class Fusion(Record):
         members = tuple(self.members)
         object.__setattr__(self, "members", members)
         object.__setattr__(self, "shares", tuple(self.shares) or (1,) * len(members))
+        # A single member that is neither stacked nor transposed is the parameter itself.
         is_one_enough = bool(self.stacked) or self.transposed
         if len(members) < 2 - is_one_enough or len(set(members)) != len(members):
             raise RecipeError(
@@ -274,6 +275,7 @@ def find_by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning])
     'decoder.3.up'
     """
     for pattern, entry in table.items():
+        # Entries without a pattern are looked up exactly by the callers.
         if "*" not in pattern:
             continue
         found = compile_pattern(pattern).fullmatch(name)

@@ -318,6 +318,7 @@ def quantization_config(config: Mapping[str, object] | None) -> Mapping[str, Any
     {'quant_method': 'fp8'}
     """
     inside: list[Mapping[str, Any]] = [config or {}]
+    # The list grows in the loop: outer configs are searched before those of their parts.
     for table in inside:
         for key in _CONFIG_KEYS:
             found = table.get(key)
@@ -360,6 +361,7 @@ def find_quantized(
     failed: dict[str, str] = {}
     anchors = tuple(next(iter(method.forms)).removeprefix("+") for method in METHODS)
     anchored = [name for name in shapes if name.endswith(anchors)]
+    # Method by method, so that an earlier method takes precedence for a weight.
     for method, anchor in zip(METHODS, anchors, strict=True):
         is_appended = f"+{anchor}" in method.forms
         for name in anchored:
@@ -419,6 +421,7 @@ def _expect_no_strangers(shapes: Shapes, found: Mapping[str, QuantizedWeight]) -
     modules = {name.removesuffix(".weight") for name in found if name.endswith(".weight")}
     for name in shapes:
         module, _, leaf = name.rpartition(".")
+        # A tensor of an unknown scheme may belong to the codes, and would be sharded without them.
         if module in modules and name not in members and leaf not in ("weight", "bias"):
             weight = found[f"{module}.weight"]
             raise UncomputableError(
@@ -633,6 +636,7 @@ class _Finder:
         return [*(pair[word == "in"] for pair in self.blocks), *self.groups]
 
     def _find_group(self, size: int, length: int, known: Iterable[int]) -> int:
+        # Several sizes may fit a shape, so those of config.json are tried first.
         for group in known:
             if -(-length // group) == size:
                 return group
@@ -642,6 +646,7 @@ class _Finder:
 
     def _find_pack(self, at: int, size: int, length: int) -> StoredDimension:
         for bits in self.bits:
+            # Elements may cross int32s: 3 bits pack 32 elements into 3 indices.
             shared = math.gcd(bits, 32)
             found = StoredDimension(at, 32 // shared, bits // shared)
             if found.length_of(length) == size:

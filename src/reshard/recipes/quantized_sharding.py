@@ -286,6 +286,7 @@ class FoldedWeights:
             matched: the rule of each weight.
         """
         units: dict[str, int] = {}
+        # Layers repeat, so a set of the different combinations is small.
         pairs = {
             (matched[name], len(weight.shape), weight.groups, tuple(weight.uncut))
             for name, weight in self.weights.items()

@@ -158,6 +158,7 @@ class _TableReader:
         try:
             return Recipe(**fields | own)
         except RecipeError as error:
+            # The error of an extended recipe's rule names the file already.
             if self._where in str(error):
                 raise
             raise RecipeError(f"recipe file {self._where}: {error}") from error

@@ -47,6 +47,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from reshard._records import Record
 from reshard._validation import check_int
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import (
@@ -68,8 +69,7 @@ from reshard.text import first_text
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
+class TensorSlice(Record):
     """Indices `start` to `stop` of a source rank's array, that go to a target rank.
 
     `shape` is `stop - start`. All have a number per dimension of the tensor.
@@ -81,8 +81,7 @@ class TensorSlice:
     shape: Shape
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRedistribution:
+class TensorRedistribution(Record):
     """The slices of a tensor that a source rank sends.
 
     Attributes:
@@ -165,8 +164,7 @@ class ReshardingPlan:
         return sorted(ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class ReshardingResult:
+class ReshardingResult(Record):
     """The result of an execution.
 
     Attributes:
@@ -426,8 +424,7 @@ class Coordinator(Protocol):
         """Return the values of all processes, on every process."""
 
 
-@dataclass(frozen=True)
-class ReshardingStrategy:
+class ReshardingStrategy(Record):
     """A policy with the means to plan from N ranks to M ranks, and to run plans on arrays.
 
     Every process of a coordinator calls `create_plan` and `execute` with the same arguments, and

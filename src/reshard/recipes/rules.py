@@ -285,6 +285,7 @@ def _distinguishes_numbers(pattern: str) -> bool:
 
 def _find_divider(text: str) -> int | None:
     """Return the position of the last `=` outside of parentheses and braces."""
+    # From the end, since a pattern cannot contain `=` but a spec can, inside parentheses or braces.
     depth = 0
     for at in range(len(text) - 1, -1, -1):
         depth = max(0, depth + (text[at] in ")}") - (text[at] in "({"))

@@ -188,6 +188,7 @@ def sharded(tensors: Tensors, world_size: int, config: Config | None = None) -> 
 def _cut_rows(shape: tuple[int, ...], world_size: int) -> Layout:
     if not shape or 0 in shape:
         return Layout.whole(shape, [0], world_size)
+    # As by the cut rule ceil: the last ranks may have fewer rows, or none.
     chunk = -(-shape[0] // world_size)
     rest = shape[1:]
     boxes = [

@@ -31,11 +31,11 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from reshard._records import Record
 from reshard.errors import RecipeError
 from reshard.recipes.expressions import Key, parse_condition, parse_expression
 
@@ -406,8 +406,7 @@ def _find_list(text: str, config: Config) -> Sequence[Any]:
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class TensorDifferences:
+class TensorDifferences(Record):
     """The differences between the tensors of a checkpoint and those that a model class loads.
 
     Attributes:

@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.changes.computed_tensors import CastTensor, ComputedTensor, ReadBox
 from reshard.checkpoint.contents import Checkpoint, StoredTensor, read_again
@@ -52,8 +53,7 @@ from reshard.text import count_text
 _PRODUCT, _FACTOR = 1 << 17, 1 << 18
 
 
-@dataclass(frozen=True, slots=True)
-class LowRankChange:
+class LowRankChange(Record):
     """The low-rank change of a weight by an adapter.
 
     Attributes:
@@ -84,8 +84,7 @@ class LowRankChange:
         return self.a.shape[0]
 
 
-@dataclass(frozen=True)
-class _Merged:
+class _Merged(Record):
     """A tensor of the base with the changes of adapters, in its own type."""
 
     base: StoredTensor
@@ -101,7 +100,6 @@ class _Merged:
         return self.base.shape
 
 
-@dataclass(frozen=True)
 class MergedWeight(_Merged):
     """A weight with the changes of adapters, one after another."""
 
@@ -288,7 +286,6 @@ def _list_boxes(shape: tuple[int, ...], like: Box) -> list[Box]:
     ]
 
 
-@dataclass(frozen=True)
 class MergedBias(_Merged):
     """A bias with those of adapters added: `bias + scale * change`, one after another."""
 
@@ -456,6 +453,8 @@ class _Merge:
 
     def _look_up(self, name: str) -> str | None:
         """Return the name in the base, with or without a prefix `model.`, or None."""
+        # An adapter may have been trained on the model without its head, whose names lack the
+        # prefix.
         candidates = (name, f"model.{name}", name.removeprefix("model."))
         return next((key for key in candidates if key in self.base.tensors), None)
 

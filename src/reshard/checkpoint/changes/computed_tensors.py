@@ -18,13 +18,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.checkpoint.blocks.block_io import (
     BatchReader,
     BlockMemory,
@@ -127,8 +127,7 @@ class ComputedReader:
         return memory, block_digest(memory)
 
 
-@dataclass(frozen=True)
-class CastTensor:
+class CastTensor(Record):
     """A stored or computed tensor's elements as `dtype`, rounded to nearest.
 
     Elements of a computed tensor are rounded to its own type first.
@@ -246,8 +245,7 @@ def cast_blocks(
     return blocks, counts
 
 
-@dataclass(frozen=True)
-class ConstantTensor:
+class ConstantTensor(Record):
     """A tensor without dimensions: `number` as `dtype`, a type of NumPy."""
 
     dtype: DType

@@ -15,10 +15,11 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from reshard._records import Record
 from reshard._validation import check_used
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, shapes_of, types_of
@@ -59,8 +60,7 @@ _SCALE_SUFFIX = "_scale_inv"
 _MODELOPT_CONFIG = "hf_quant_config.json"
 
 
-@dataclass(frozen=True)
-class ChangedElements:
+class ChangedElements(Record):
     """A checkpoint with other elements.
 
     Attributes:
@@ -312,6 +312,7 @@ class _Change:
 
     def _stays_wide(self, element: DType) -> bool:
         own = None if self.kept else self._own_dtype()
+        # A float32 tensor in a 16-bit model was kept wide on purpose.
         is_half = own is not None and own.itemsize_bytes == 2
         return is_half and element.name == "float32"
 

@@ -26,13 +26,13 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.checkpoint.blocks.block_io import BlockReader, Workspace, open_sources
 from reshard.checkpoint.changes.computed_tensors import ReadBox
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
@@ -63,8 +63,7 @@ from reshard.recipes.quantization import (
 _PART_ELEMENTS = 1 << 18
 
 
-@dataclass(frozen=True)
-class DequantizedWeight:
+class DequantizedWeight(Record):
     """A quantised weight's values as `dtype`.
 
     Args:
@@ -173,6 +172,7 @@ class DequantizedWeight:
             scales = scales * roles["multiplier"]
         if "divisor" in roles:
             scales = scales / roles["divisor"]
+        # Infinities are counted by the cast that follows.
         with np.errstate(over="ignore", invalid="ignore"):
             return values * scales
 
@@ -274,8 +274,7 @@ _READ_COLUMNS = 16384
 _COLUMNS = 2048
 
 
-@dataclass(frozen=True)
-class Float8Weight:
+class Float8Weight(Record):
     """The elements of a two-dimensional weight in float8, or its scales."""
 
     source: StoredTensor

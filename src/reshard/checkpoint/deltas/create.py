@@ -16,13 +16,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard._validation import check_used
 from reshard.checkpoint.blocks import grid
 from reshard.checkpoint.blocks.block_io import (
@@ -63,8 +63,7 @@ from reshard.runs import IntArray
 _PIECE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaReport:
+class DeltaReport(Record):
     """A summary of a delta.
 
     `changed_bytes` are those of changed elements of tensors of unchanged shape, `blocks` the blocks

@@ -32,7 +32,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -40,6 +40,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.checkpoint.blocks import grid
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest
 from reshard.checkpoint.formats.safetensors.header import check_shape
@@ -54,6 +55,7 @@ from reshard.errors import CheckpointError, FormatError, ReshardError, UsageErro
 from reshard.system import sync
 from reshard.text import parse_json
 
+# Deeper values would exhaust the stack of the recursive functions below.
 _MAX_DEPTH = 64
 
 
@@ -131,6 +133,7 @@ MAGIC = b"RSHDELTA"
 VERSION = 1
 HEADER_BYTES = 64
 _HEADER = struct.Struct("<8sIIQQ16s")
+# Larger sizes are those of damaged headers, for which no memory should be allocated.
 _MAX_INDEX_BYTES = 1 << 32
 KINDS = ("kept", "changed", "added", "replaced")
 # A row for each changed block, in the order of tensors and blocks.
@@ -181,8 +184,7 @@ class AuxiliaryBytes(NamedTuple):
     rank: int = 0
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(Record):
     """The changes from one checkpoint to another.
 
     Attributes:

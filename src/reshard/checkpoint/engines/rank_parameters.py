@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.binding import View
 from reshard.checkpoint.blocks.fusing import list_stored_boxes
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
@@ -287,8 +288,7 @@ class DerivedRegion(NamedTuple):
     value: float = 0.0
 
 
-@dataclass(frozen=True)
-class DerivedElements:
+class DerivedElements(Record):
     """The derived elements of a parameter, as a file that is written when it is first read.
 
     Attributes:

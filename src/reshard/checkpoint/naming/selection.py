@@ -31,11 +31,11 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from reshard._records import Record
 from reshard.errors import RecipeError, UsageError
 from reshard.text import count_text
 
@@ -50,8 +50,7 @@ _MAX_LISTED = 8
 _PART = re.compile(r"\*|\{(\d{1,4})\}")
 
 
-@dataclass(frozen=True)
-class TensorSelection:
+class TensorSelection(Record):
     """A part of a checkpoint, and its names.
 
     Args:
@@ -78,10 +77,9 @@ class TensorSelection:
     select: str | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.name != "select":
-                texts = _read_texts(field.name, getattr(self, field.name))
-                object.__setattr__(self, field.name, texts)
+        for name in self.field_names:
+            if name != "select":
+                object.__setattr__(self, name, _read_texts(name, getattr(self, name)))
         chosen = self.select
         if chosen is not None and (not isinstance(chosen, str) or not chosen.strip(".")):
             raise UsageError(
@@ -136,11 +134,9 @@ class TensorSelection:
 
     def to_json(self) -> dict[str, str | list[str]]:
         """Return the options that are given, as plain values."""
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        given = zip(self.field_names, self.astuple(), strict=True)
         return {
-            name: texts if isinstance(texts, str) else list(texts)
-            for name, texts in given.items()
-            if texts
+            name: texts if isinstance(texts, str) else list(texts) for name, texts in given if texts
         }
 
 
@@ -319,6 +315,7 @@ def _describe_idle(checkpoint: Checkpoint, option: str, text: str, names: list[s
             f"--select {text!r}: no tensor in {checkpoint.folder} has a name that begins with "
             f"{text + '.'!r}; names begin with {listed or 'no such word'}"
         )
+    # The comparison with each name is slow, and the first names suffice for a hint.
     near = difflib.get_close_matches(text.partition("=")[0], names[:5000], 1, 0.3) or names[:1]
     shown = f", such as {near[0]!r}" if near else ""
     how = "a prefix is the beginning of a name, dot and all"

@@ -54,12 +54,12 @@ import os
 import stat
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.checkpoint.storage.filesystem import (
     CONTINUES,
     Closing,
@@ -205,8 +205,7 @@ class AlignedBuffer(Closing):
         return f"AlignedBuffer({state})"
 
 
-@dataclass(frozen=True, slots=True)
-class FileIdentity:
+class FileIdentity(Record):
     """The identity of a file: if the file changes, at least one of these fields changes.
 
     `name` is the last part of the path, so the identity does not depend on the folder.

@@ -220,6 +220,7 @@ def open_bucket(scheme: str, name: str, headers: Mapping[str, str] | None = None
         OSError: invalid settings in the environment.
     """
     obstore = import_obstore(EXTRAS[scheme])
+    # The package does not import its submodule of stores.
     stores = __import__("obstore.store", fromlist=["store"])
     shared: dict[str, Any] = {
         "retry_config": {
@@ -339,6 +340,7 @@ def repeat(action: Callable[[], Answer], key: str) -> Answer:
         except (refusals.BaseError, ConnectionError) as error:
             if attempt == _ATTEMPTS or not _is_transient(error):
                 raise OSError(errno.EIO, _describe_error(error), key) from error
+        # Random waits keep many ranks from requesting again at the same moment.
         time.sleep(_FIRST_WAIT_S * 2**attempt * random.uniform(0.25, 0.5))
 
 

@@ -93,6 +93,7 @@ def restrict_file_mode(path: Path, bits: ModeLimits, replaced: Path) -> None:
     if replaced.exists():
         old = replaced.stat()
         try:
+            # Only root may give files away.
             os.chown(path, old.st_uid if os.geteuid() == 0 else -1, old.st_gid)
         except PermissionError:
             allowed &= 0o707

@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 
 from reshard.errors import MissingExtraError, UsageError
@@ -65,7 +65,6 @@ class _Range:
     seen_bytes: int = 0
 
 
-@dataclass(frozen=True)
 class RangeChecksums:
     """The CRC-32 of ranges of files, `(start, size)` in bytes by file name; thread-safe.
 
@@ -76,13 +75,12 @@ class RangeChecksums:
     True
     """
 
-    ranges: Mapping[str, Iterable[tuple[int, int]]]
-    _ranges: dict[str, list[_Range]] = field(init=False, default_factory=dict)
-    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        for name, ranges in self.ranges.items():
-            self._ranges[name] = [_Range(start, start + size) for start, size in sorted(ranges)]
+    def __init__(self, ranges: Mapping[str, Iterable[tuple[int, int]]]) -> None:
+        self.ranges, self._lock = ranges, threading.Lock()
+        self._ranges = {
+            name: [_Range(start, start + size) for start, size in sorted(of_file)]
+            for name, of_file in ranges.items()
+        }
 
     def add(self, name: str, start_bytes: int, memory: memoryview | bytes) -> None:
         """Add bytes of a file; those outside all ranges are ignored.

@@ -229,6 +229,7 @@ class RemotePath(PosixPath):
         return f"RemotePath({str(self)!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # By its text, since the internal parts of paths differ between versions of Python.
         return RemotePath, (str(self),)
 
     def as_posix(self) -> str:

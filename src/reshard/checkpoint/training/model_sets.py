@@ -256,6 +256,7 @@ def _find_twins(
             is_layer = not any("." in end for end in common)
             if not is_layer or 10 * sum(kind.startswith(pair) for kind in kinds) >= 9 * len(kinds):
                 found.update(pair)
+    # Models make up most of a checkpoint; equal ends of a few names are those of modules.
     covered = sum(any(kind.startswith(prefix) for prefix in found) for kind in kinds)
     return found if 2 * covered > len(kinds) else set()
 

@@ -204,6 +204,7 @@ def _collect_by_parameter(inside: Mapping[str, Any]) -> list[dict[str, Any]]:
     for name, value in inside.items():
         parameter, _, key = name.rpartition(".")
         by_parameter.setdefault(parameter, {})[key] = value
+    # Hyper-parameters may be lists, which cannot be keys, so groups are found by their text.
     groups: dict[str, dict[str, Any]] = {}
     for parameter, hyper in by_parameter.items():
         group = groups.setdefault(repr(sorted(hyper.items())), {**hyper, PARAMETERS: []})

@@ -166,6 +166,7 @@ class EngineLayout:
                     f"{name!r}, which rank {rank.rank} does not read, is not a source"
                 )
         for parameter in rank.parameters.values():
+            # Ranks and layers share patterns, so most parameters are checked already.
             key = (parameter.pattern, parameter.sources)
             if key not in self._checked:
                 _check_reach(rank.rank, parameter, sizes)

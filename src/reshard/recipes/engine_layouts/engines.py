@@ -57,6 +57,7 @@ class Engine(Record):
             ReshardError: whatever keeps the engine from deriving it.
         """
         function = self._load()
+        # Sizes are the parameters that are 1 by default; other parameters are options.
         known = [
             name
             for name, parameter in inspect.signature(function).parameters.items()
