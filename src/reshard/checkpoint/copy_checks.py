@@ -451,10 +451,10 @@ class _Index:
     def of(cls, checkpoint: Checkpoint) -> _Index:
         """Return the index of a checkpoint, which keeps it."""
         attributes = vars(checkpoint)
-        found = attributes.get("_copy_index")
-        if not isinstance(found, _Index):
-            found = attributes["_copy_index"] = cls(checkpoint)
-        return found
+        result = attributes.get("_copy_index")
+        if not isinstance(result, _Index):
+            result = attributes["_copy_index"] = cls(checkpoint)
+        return result
 
     def find_storage(self, file: str, start_bytes: int) -> tuple[int, int, int] | None:
         """Return start, size and checksum of the range of a file that contains a byte, or None."""

@@ -62,16 +62,16 @@ def _map_axis(axis: Axis, mapping: AxisMapping | None) -> tuple[Axis, ...]:
     """Return the mesh axes for an axis that a rule names."""
     if mapping is None:
         return (axis,)
-    found = mapping[axis.name]
-    if axis.is_full or not found:
-        return found
+    result = mapping[axis.name]
+    if axis.is_full or not result:
+        return result
     # A part of several axes, or a part of a part, would not be a part of a mesh axis.
-    if len(found) > 1 or not found[0].is_full:
+    if len(result) > 1 or not result[0].is_full:
         raise RecipeError(
-            f"the part {axis} of an axis that is mapped to {' '.join(map(str, found))}; map it to "
+            f"the part {axis} of an axis that is mapped to {' '.join(map(str, result))}; map it to "
             "one whole axis of the mesh"
         )
-    return (Axis(found[0].name, axis.pre, axis.size),)
+    return (Axis(result[0].name, axis.pre, axis.size),)
 
 
 def map_coordinates(
@@ -120,7 +120,7 @@ def read_sharding(mesh: DeviceMesh, text: str, ndim: int) -> ShardingSpec:
 
     A scalar has nothing to cut: a rule for any number of dimensions gives it whole.
     """
-    found = spec(mesh, text, ndim=ndim)
-    if ndim or "..." not in text or not found.dim_specs:
-        return found
-    return found.with_dims(())
+    result = spec(mesh, text, ndim=ndim)
+    if ndim or "..." not in text or not result.dim_specs:
+        return result
+    return result.with_dims(())

@@ -113,17 +113,17 @@ class Coupling(Record):
         reshard.errors.RecipeError: 3 of key_value (`k`) for 8 of query (`q`): one must be a
         multiple of the other; correct config.json
         """
-        found = {}
+        result = {}
         for member, text in self.members:
-            count = found[member] = parse_expression(text).value(config, numbers)
-            units = found[self.unit]
+            count = result[member] = parse_expression(text).value(config, numbers)
+            units = result[self.unit]
             if not count or (units % count and count % units):
                 raise RecipeError(
                     f"{count} of {member} (`{text}`) for {units} of {self.unit} "
                     f"(`{self.members[0][1]}`): one must be a multiple of the other; correct "
                     "config.json"
                 )
-        return found
+        return result
 
 
 _NAME = re.compile(r"<(\d+)>(?:@blocks\[.*\]|@groups(?:\d+|<\d+>))?")

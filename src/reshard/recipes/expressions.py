@@ -171,12 +171,12 @@ class Expression(NamedTuple):
             raise RecipeError(
                 f"{alternatives} of the model's config is needed and there is none; {_REMEDY}"
             )
-        found = _evaluate(self, config, numbers)
-        if found is None:
+        result = _evaluate(self, config, numbers)
+        if result is None:
             raise RecipeError(f"{alternatives} is not in the model's config; {_REMEDY}")
-        if found < 0:
-            raise _describe_not_a_count(self.text, found)
-        return found
+        if result < 0:
+            raise _describe_not_a_count(self.text, result)
+        return result
 
     def __str__(self) -> str:
         return self.text

@@ -278,11 +278,11 @@ def find_by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning])
         # Entries without a pattern are looked up exactly by the callers.
         if "*" not in pattern:
             continue
-        found = compile_pattern(pattern).fullmatch(name)
-        if found and isinstance(entry, str):
-            return _fill_in(entry, found.groups())
-        if found and isinstance(entry, Fusion):
-            return _fill_in_fusion(entry, found.groups())
+        match = compile_pattern(pattern).fullmatch(name)
+        if match and isinstance(entry, str):
+            return _fill_in(entry, match.groups())
+        if match and isinstance(entry, Fusion):
+            return _fill_in_fusion(entry, match.groups())
     return name
 
 
@@ -299,11 +299,11 @@ def find_foreign_name(name: str, table: Mapping[str, Meaning]) -> tuple[str, Fus
     """
     for theirs, own in table.items():
         for member in own.members if isinstance(own, Fusion) else (own,):
-            found = compile_pattern(member).fullmatch(name)
-            if found is None:
+            match = compile_pattern(member).fullmatch(name)
+            if match is None:
                 continue
-            fusion = _fill_in_fusion(own, found.groups()) if isinstance(own, Fusion) else None
-            return _fill_in(theirs, found.groups()), fusion
+            fusion = _fill_in_fusion(own, match.groups()) if isinstance(own, Fusion) else None
+            return _fill_in(theirs, match.groups()), fusion
     return None
 
 
@@ -470,11 +470,11 @@ def _find_rule(
                 f"has its members in {groups} groups, which {parts} ranks cannot be given whole; "
                 f"cut it over at most {groups}"
             )
-        found: CutRule = Heads(groups)
+        result: CutRule = Heads(groups)
         # Members of single indices in turn are cut alike, index by index.
         if len(set(rules)) == 1 and set(lengths) == {groups}:
             return Grouped(len(lengths), rules[0])
-        return found
+        return result
     if len(lengths) == 1:
         return rules[0]
     pieces = Pieces(tuple(sizes))

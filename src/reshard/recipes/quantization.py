@@ -321,9 +321,9 @@ def quantization_config(config: Mapping[str, object] | None) -> Mapping[str, Any
     # The list grows in the loop: outer configs are searched before those of their parts.
     for table in inside:
         for key in _CONFIG_KEYS:
-            found = table.get(key)
-            if isinstance(found, Mapping):
-                return found
+            result = table.get(key)
+            if isinstance(result, Mapping):
+                return result
         inside += [value for value in table.values() if isinstance(value, Mapping)]
     return {}
 
@@ -357,7 +357,7 @@ def find_quantized(
     if not is_lenient:
         _expect_known_method(given)
     finder = _Finder(shapes, given, itemsizes_bytes or {}, logical_shapes or {})
-    found: dict[str, QuantizedWeight] = {}
+    result: dict[str, QuantizedWeight] = {}
     failed: dict[str, str] = {}
     anchors = tuple(next(iter(method.forms)).removeprefix("+") for method in METHODS)
     anchored = [name for name in shapes if name.endswith(anchors)]
@@ -368,22 +368,22 @@ def find_quantized(
             if not name.endswith(anchor):
                 continue
             logical = name.removesuffix(anchor) + ("" if is_appended else ".weight")
-            if logical in found or not finder.applies(method, logical):
+            if logical in result or not finder.applies(method, logical):
                 continue
             weight = finder.resolve(method, logical)
             if isinstance(weight, QuantizedWeight):
-                found[logical] = weight
+                result[logical] = weight
             else:
                 failed.setdefault(logical, f"{name!r}, of {method.name}: {weight}")
     if is_lenient:
-        return found
+        return result
     for logical, reason in failed.items():
-        if logical not in found:
+        if logical not in result:
             raise UncomputableError(
                 f"the quantised weight of {reason}. What is known: {known_methods()}. {_ACCEPTED}"
             )
-    _expect_no_strangers(shapes, found)
-    return found
+    _expect_no_strangers(shapes, result)
+    return result
 
 
 def find_method(name: str) -> Method:
@@ -617,19 +617,19 @@ class _Finder:
             if size == 1:
                 return StoredDimension(None)
             group = 1 if size == length else self._find_group(size, length, self._block(word))
-            found = StoredDimension(at, group)
+            result = StoredDimension(at, group)
         elif per in ("group", "rows", "columns"):
-            found = StoredDimension(at, self._find_group(size, length, self._block(word)))
+            result = StoredDimension(at, self._find_group(size, length, self._block(word)))
         elif per == "pack":
-            found = self._find_pack(at, size, length)
+            result = self._find_pack(at, size, length)
         else:
-            found = StoredDimension(at, int(per or 1))
-        if found.length_of(length) != size:
+            result = StoredDimension(at, int(per or 1))
+        if result.length_of(length) != size:
             raise UncomputableError(
                 f"{name!r} has {size} indices for {length} of {word!r}, expected "
-                f"{found.length_of(length)}"
+                f"{result.length_of(length)}"
             )
-        return found
+        return result
 
     def _block(self, word: str) -> list[int]:
         """Return the sizes of blocks in config.json, then those of groups."""
@@ -648,9 +648,9 @@ class _Finder:
         for bits in self.bits:
             # Elements may cross int32s: 3 bits pack 32 elements into 3 indices.
             shared = math.gcd(bits, 32)
-            found = StoredDimension(at, 32 // shared, bits // shared)
-            if found.length_of(length) == size:
-                return found
+            result = StoredDimension(at, 32 // shared, bits // shared)
+            if result.length_of(length) == size:
+                return result
         shared = math.gcd(length, size)
         if not size or length <= size or length // shared > 32:
             raise UncomputableError(f"{size} packed indices for {length} elements")
@@ -677,12 +677,12 @@ class _Finder:
 
 def _collect(given: object, keys: Collection[str]) -> list[Any]:
     """Return the values of keys anywhere in a config, outer ones first."""
-    found: list[Any] = []
+    result: list[Any] = []
     if isinstance(given, Mapping):
-        found += [value for key, value in given.items() if key in keys]
+        result += [value for key, value in given.items() if key in keys]
         for value in given.values():
-            found += _collect(value, keys)
-    return found
+            result += _collect(value, keys)
+    return result
 
 
 def make_stored_name(logical: str, end: str) -> str | None:
@@ -744,7 +744,7 @@ def list_codes(
     >>> list_codes({"up.weight": "float8_e4m3fn"}, {"up.weight": 2}, is_quantized=False)
     ['up.weight']
     """
-    found = []
+    result = []
     for name, element in types.items():
         if element.startswith("float8"):
             is_code = dims[name] > 1 and element != "float8_e8m0fnu" and not _SCALE.search(name)
@@ -754,8 +754,8 @@ def list_codes(
             is_code = is_quantized and element in _INTEGERS and name.endswith(".weight")
             is_code = is_code and dims[name] > 1
         if is_code:
-            found.append(name)
-    return found
+            result.append(name)
+    return result
 
 
 def find_missing_scales(names: Collection[str], types: Mapping[str, str]) -> dict[str, str]:
@@ -769,7 +769,7 @@ def find_missing_scales(names: Collection[str], types: Mapping[str, str]) -> dic
     >>> find_missing_scales([*types], {**types, "q.weight_scale": "float32"})
     {'up.weight': 'up.weight_scale'}
     """
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name in names:
         if name + _AFTER[0] in types:
             continue
@@ -788,17 +788,17 @@ def find_missing_scales(names: Collection[str], types: Mapping[str, str]) -> dic
             usual = 0 if types[name].startswith("float8") or end is not None else 1
             used = (
                 number
-                for number, ending in enumerate(_AFTER if end is None and not found else ())
+                for number, ending in enumerate(_AFTER if end is None and not result else ())
                 if any(other.endswith(ending) for other in types)
             )
-            found[name] = scales[next(used, usual)]
+            result[name] = scales[next(used, usual)]
             continue
         # Four-bit elements have scales of eight bits, and a scale of these.
         second = {"": "_scale_2", "_packed": "_global_scale"}.get(end or "")
         is_half = types[name] == "uint8" and types[scale].startswith("float8_e4m3")
         if second is not None and is_half and name.removesuffix(end or "") + second not in types:
-            found[name] = name.removesuffix(end or "") + second
-    return found
+            result[name] = name.removesuffix(end or "") + second
+    return result
 
 
 def describe_missing_scales(lacking: Mapping[str, Any], folder: object) -> str:

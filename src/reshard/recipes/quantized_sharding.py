@@ -171,10 +171,10 @@ def scale_to_groups(
         scaled = [_scale_rule(level.rule, elements, indices) for level in dim.levels]
         for rules in itertools.product(*scaled):
             levels = [Level(old.axes, rule) for old, rule in zip(dim.levels, rules, strict=True)]
-            found = DimSpec(levels, dim.is_open, dim.priority)
+            result = DimSpec(levels, dim.is_open, dim.priority)
             try:
-                if found.table(mesh, stored_length) is wanted:
-                    return found
+                if result.table(mesh, stored_length) is wanted:
+                    return result
             except RuleError:
                 continue
     return DimSpec([Level(dim.axes, _find_touched(table, elements, indices, stored_length))])
@@ -257,14 +257,14 @@ class FoldedWeights:
     @property
     def shapes(self) -> dict[str, Shape]:
         """The shapes, with logical weights at the position of their first stored tensor."""
-        found: dict[str, Shape] = {}
+        result: dict[str, Shape] = {}
         for name, shape in self.stored.items():
             logical = self._weight_of.get(name)
             if logical is None:
-                found[name] = shape
+                result[name] = shape
             else:
-                found[logical] = self.weights[logical].shape
-        return found
+                result[logical] = self.weights[logical].shape
+        return result
 
     def itemsizes_bytes(self, stored: Mapping[str, int]) -> dict[str, float]:
         """Return bytes of an element of each tensor; of a logical weight those of all that

@@ -130,11 +130,11 @@ class Recipe(Record):
     @property
     def words(self) -> dict[str, str]:
         """The texts that rules name in braces: cuts, numberings, couplings and sizes."""
-        found = {name: numbering.cut for name, numbering in self.numbers.items()} | dict(self.cuts)
-        found |= {name: f"{{{size}}}" for name, size in self.sizes.items()}
+        result = {name: numbering.cut for name, numbering in self.numbers.items()} | dict(self.cuts)
+        result |= {name: f"{{{size}}}" for name, size in self.sizes.items()}
         for name, coupling in self.coupled.items():
-            found |= coupling.words(name)
-        return found
+            result |= coupling.words(name)
+        return result
 
     def with_options(self, options: Mapping[str, str]) -> Recipe:
         """Return the recipe with a user's cuts, cuts of numbers, and mesh axes.
@@ -218,14 +218,14 @@ class Recipe(Record):
             return own & (named | {self.numbers[name].axis for name in numbered & {*self.numbers}})
         if option in numbered:
             return {self.numbers[option].axis}
-        found = set()
+        result = set()
         # Expressions in other braces may contain `/` and `,`.
         spec = BRACES.sub(lambda braces: "<>" if braces[1].strip() == option else "", rule.spec)
         for item in split_outside_brackets(spec, ","):
             for level in split_outside_brackets(item, "/"):
                 axes, _, cut = level.partition("@")
-                found |= {*axes.split()} & {*self.axes} if "<>" in cut else set()
-        return found
+                result |= {*axes.split()} & {*self.axes} if "<>" in cut else set()
+        return result
 
     def naming(
         self, convention: str, config: Mapping[str, object] | None = None
@@ -274,15 +274,15 @@ class Recipe(Record):
     def _map_axis(self, mesh: DeviceMesh, axis: str, others: tuple[str, ...]) -> tuple[Axis, ...]:
         if axis in self.mesh_axes:
             try:
-                found = tuple(Axis.parse(word) for word in self.mesh_axes[axis].split())
-                for mesh_axis in found:
+                result = tuple(Axis.parse(word) for word in self.mesh_axes[axis].split())
+                for mesh_axis in result:
                     mesh.axis_size(mesh_axis)
             except LayoutError as error:
                 raise RecipeError(
                     f"recipe {self.name!r}: axis {axis!r} cannot be mapped to "
                     f"{self.mesh_axes[axis]!r}: {error}"
                 ) from error
-            return found
+            return result
         if axis in mesh.axis_names:
             return (Axis(axis),)
         stand_in = self.stand_ins.get(axis)
@@ -308,15 +308,15 @@ def parse_options(options: Mapping[str, str] | Iterable[str]) -> dict[str, str]:
             if not isinstance(value, str):
                 raise RecipeError(f"the option {name!r} is {value!r}; expected a text")
         return dict(options)
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for text in options:
         if not isinstance(text, str):
             raise RecipeError(f"the option {text!r}; expected a text name=value")
         name, equals, value = (word.strip() for word in text.partition("="))
-        if not equals or not name or name in found:
-            wrong = "is given twice; give it once" if name in found else "has no name or no value"
+        if not equals or not name or name in result:
+            wrong = "is given twice; give it once" if name in result else "has no name or no value"
             raise RecipeError(
                 f"the option {text!r} {wrong}; write name=value, such as vocabulary=pad128"
             )
-        found[name] = value
-    return found
+        result[name] = value
+    return result

@@ -204,7 +204,7 @@ class _TableReader:
         self, tables: dict[str, Any], base: Mapping[str, Mapping[str, str | Fusion]]
     ) -> dict[str, Mapping[str, str | Fusion]]:
         """Read the names of all conventions, before those of the extended recipe."""
-        found = dict(base)
+        result = dict(base)
         for convention, given in tables.items():
             key = f"names.{convention}"
             own: dict[str, str | Fusion] = {}
@@ -216,10 +216,10 @@ class _TableReader:
                 else:
                     own[theirs] = self._expect(value, _TEXT, inside)
             # Patterns are tried in order, so own names come first.
-            found[convention] = own | {
-                n: v for n, v in found.get(convention, {}).items() if n not in own
+            result[convention] = own | {
+                n: v for n, v in result.get(convention, {}).items() if n not in own
             }
-        return found
+        return result
 
     def _make(self, kind: Callable[..., Value], fields: dict[str, Any], key: str) -> Value:
         try:

@@ -127,10 +127,10 @@ class ReshardingPlan:
 
     @cached_property
     def _by_name(self) -> Mapping[str, list[TensorRedistribution]]:
-        found: dict[str, list[TensorRedistribution]] = {}
+        result: dict[str, list[TensorRedistribution]] = {}
         for redistribution in self.tensor_redistributions:
-            found.setdefault(redistribution.tensor_name, []).append(redistribution)
-        return found
+            result.setdefault(redistribution.tensor_name, []).append(redistribution)
+        return result
 
     def redistributions(self, tensor_name: str) -> list[TensorRedistribution]:
         """Return the redistributions of one tensor, by source rank; an empty list for an

@@ -114,8 +114,8 @@ def strategy(name: str) -> Strategy:
     """
     if not isinstance(name, str):
         raise RecipeError(f"a strategy named {name!r}; expected a text")
-    found = _strategies.get(name.casefold())
-    if found is None:
+    result = _strategies.get(name.casefold())
+    if result is None:
         near = difflib.get_close_matches(name.casefold(), _strategies)
         hint = (
             f"did you mean {' or '.join(_strategies[key].name for key in near)}? " if near else ""
@@ -124,7 +124,7 @@ def strategy(name: str) -> Strategy:
             f"unknown strategy {name!r}; {hint}The known strategies are "
             f"{', '.join(strategy_names())}; add your own with register_strategy"
         )
-    return found
+    return result
 
 
 def round_robin(
@@ -218,10 +218,10 @@ def fitting_recipe(config: Config | None, names: Iterable[str] = ()) -> Recipe:
             "a recipe is chosen by the model's config.json, and there is none next to the "
             "checkpoint; name a recipe"
         )
-    found = choose_recipe(config)
-    if found is None:
+    result = choose_recipe(config)
+    if result is None:
         raise RecipeError(describe_unknown_model(config, names))
-    return found
+    return result
 
 
 for _name, _function in {

@@ -94,10 +94,10 @@ def _read_record(model_type: object) -> Mapping[str, Any] | None:
         return None
     file = files("reshard.checkpoint.architectures") / "recorded" / f"{model_type}.json"
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return found
+    return result
 
 
 def _choose_class(config: Mapping[str, Any], record: Mapping[str, Any]) -> str | None:
@@ -132,10 +132,10 @@ def _with_defaults(config: Mapping[str, Any], record: Mapping[str, Any]) -> dict
 
 
 def _find(config: Mapping[str, Any], path: str) -> object:
-    found: Any = config
+    result: Any = config
     for key in path.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+        result = result.get(key) if isinstance(result, Mapping) else None
+    return result
 
 
 class _Expected(NamedTuple):
@@ -390,9 +390,9 @@ def _read_term(term: str) -> tuple[str, Mapping[str, Any]]:
         ("entry", _ENTRY),
         ("compared", _COMPARED),
     ):
-        found = pattern.fullmatch(term)
-        if found is not None:
-            return kind, found.groupdict()
+        match = pattern.fullmatch(term)
+        if match is not None:
+            return kind, match.groupdict()
     return "config", {}
 
 

@@ -358,7 +358,7 @@ def read_flat_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         FormatError: bytes that are not JSON with a shape.
         RunError: a file that cannot be read.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, ...]] = {}
     states = [checkpoint[name] for name in checkpoint.tensors if _MARK in name]
     files = open_sources(checkpoint)
     try:
@@ -376,7 +376,7 @@ def read_flat_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
                     f"{tensor.name!r} in {checkpoint.folder} is no JSON with a shape, by which a "
                     f"flat weight of bitsandbytes is cut; its writer should have put one: {error}"
                 ) from error
-            found[tensor.name.partition(_MARK)[0]] = shape
+            result[tensor.name.partition(_MARK)[0]] = shape
     finally:
         files.close()
-    return found
+    return result

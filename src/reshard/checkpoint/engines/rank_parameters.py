@@ -248,10 +248,10 @@ def rank_parameters(
     Raises:
         RecipeError: what cannot be had from the checkpoint, see `RankParameters.add`.
     """
-    found = RankParameters(checkpoint)
+    result = RankParameters(checkpoint)
     for prefix, rank in ({"": ranks} if isinstance(ranks, RankLayout) else ranks).items():
-        found.add(rank, prefix)
-    return found
+        result.add(rank, prefix)
+    return result
 
 
 # The maximum for a parameter, whose derived elements are a small part.
@@ -263,8 +263,8 @@ def _exponentiate(values: NDArray[Any]) -> NDArray[Any]:
     try:
         import torch
     except ImportError:
-        found: NDArray[Any] = np.exp(values)
-        return found
+        result: NDArray[Any] = np.exp(values)
+        return result
     return np.asarray(torch.exp(torch.from_numpy(np.ascontiguousarray(values))).numpy())
 
 

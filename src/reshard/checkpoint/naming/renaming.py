@@ -302,7 +302,7 @@ class _Tensors:
 
     def _find_new_parameters(self) -> dict[str, dict[str, None]]:
         """Find the bare names that each parameter of the training state has now."""
-        found: dict[str, dict[str, None]] = {}
+        result: dict[str, dict[str, None]] = {}
         tensors = {} if self._state is None else self._state.tensors
         for name, made_of in self.made_of.items():
             for old in made_of:
@@ -311,5 +311,5 @@ class _Tensors:
                 before, after = self._state.around(old)
                 if name.startswith(before) and name.endswith(after):
                     own = name.removeprefix(before).removesuffix(after)
-                    found.setdefault(tensors[old][0], {})[own] = None
-        return found
+                    result.setdefault(tensors[old][0], {})[own] = None
+        return result

@@ -127,9 +127,9 @@ class TensorSelection(Record):
         """Apply `rename` to a name without prefixes; return None if no pattern matches it."""
         for text in self.rename:
             pattern, pieces = _parse_renaming(text)
-            found = pattern.fullmatch(name)
-            if found is not None:
-                return "".join(part if isinstance(part, str) else found[part] for part in pieces)
+            match = pattern.fullmatch(name)
+            if match is not None:
+                return "".join(part if isinstance(part, str) else match[part] for part in pieces)
         return None
 
     def to_json(self) -> dict[str, str | list[str]]:
@@ -174,12 +174,12 @@ def list_left_out(checkpoint: Checkpoint, selection: TensorSelection) -> list[st
     """Return the tensors that `include` and `exclude` leave out, by the names they would have."""
     if not selection.include and not selection.exclude:
         return []
-    found = []
+    result = []
     for name in checkpoint.tensors:
         if not selection.takes(name):
             stripped = selection.strip(name)
-            found.append(selection.renamed(stripped) or stripped)
-    return found
+            result.append(selection.renamed(stripped) or stripped)
+    return result
 
 
 def by_new_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> Checkpoint:
@@ -354,15 +354,15 @@ def _parse_renaming(text: str) -> tuple[re.Pattern[str], tuple[str | int, ...]]:
     stars = len(parts) - 1
     pieces: list[str | int] = []
     by_order, by_number, end = 0, [], 0
-    for found in _PART.finditer(name):
-        pieces.append(name[end : found.start()])
-        end = found.end()
-        if found[1] is None:
+    for match in _PART.finditer(name):
+        pieces.append(name[end : match.start()])
+        end = match.end()
+        if match[1] is None:
             by_order += 1
             pieces.append(by_order)
         else:
-            by_number.append(int(found[1]))
-            pieces.append(int(found[1]))
+            by_number.append(int(match[1]))
+            pieces.append(int(match[1]))
     pieces.append(name[end:])
     if by_order and by_number:
         raise UsageError(

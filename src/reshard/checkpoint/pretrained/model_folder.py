@@ -108,7 +108,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _find_companions(folder: Path) -> dict[str, Path]:
-    found = {}
+    result = {}
     for name in sorted(path.name for path in folder.iterdir()):
         path = folder / name
         is_one = any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)
@@ -119,8 +119,8 @@ def _find_companions(folder: Path) -> dict[str, Path]:
             and path.is_file()
             and path.stat().st_size <= MAX_CARRIED_BYTES
         ):
-            found[name] = path
-    return found
+            result[name] = path
+    return result
 
 
 def most_common_type(checkpoint: Checkpoint) -> DType | None:
@@ -139,17 +139,17 @@ def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]
     >>> with_dtype({"torch_dtype": "bfloat16"}, dtype("float32"))
     {'torch_dtype': 'float32'}
     """
-    found = dict(config)
+    result = dict(config)
     if dtype is None:
-        return found
-    for key in [key for key in _DTYPE_KEYS if key in found] or ["torch_dtype"]:
-        found[key] = dtype.name
-    for key, part in found.items():
+        return result
+    for key in [key for key in _DTYPE_KEYS if key in result] or ["torch_dtype"]:
+        result[key] = dtype.name
+    for key, part in result.items():
         # Parts of models of several kinds, such as `text_config`, have types of their own.
         if key.endswith("_config") and isinstance(part, Mapping):
             typed = {item: dtype.name for item in _DTYPE_KEYS if part.get(item) is not None}
-            found[key] = {**part, **typed}
-    return found
+            result[key] = {**part, **typed}
+    return result
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:

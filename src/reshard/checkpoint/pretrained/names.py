@@ -432,9 +432,9 @@ _SAME_KEYS = {
 def find_llama_prefix(checkpoint: Checkpoint) -> str | None:
     """Return what stands in front of names that Meta and torchtitan use; None for other names."""
     for name in checkpoint.tensors:
-        found = _SIGN.fullmatch(name)
-        if found is not None:
-            return found[1]
+        match = _SIGN.fullmatch(name)
+        if match is not None:
+            return match[1]
     return None
 
 
@@ -526,9 +526,9 @@ def translate_name(name: str) -> str:
 
 def _find_translation(name: str) -> str | None:
     for pattern, new in _NAMES.items():
-        found = re.fullmatch(pattern, name)
-        if found is not None:
-            return found.expand(new)
+        match = re.fullmatch(pattern, name)
+        if match is not None:
+            return match.expand(new)
     return None
 
 

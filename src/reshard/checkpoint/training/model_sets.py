@@ -314,7 +314,7 @@ def _find_unnamed_copies(
         parts = {part.lower() for part in _WORD_PART.findall(front)}
         if parts & _OTHER_MODELS and (last.isdigit() or front.count(".") == 0):
             groups.setdefault(f"{front}.", []).extend(names)
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for prefix, names in groups.items():
         if any(prefix.startswith(group) for group in sets if group):
             continue
@@ -334,17 +334,17 @@ def _find_unnamed_copies(
             ends = [name[len(prefix) :] for name in names]
             is_copy = 2 * sum(end in joined for end in ends) > len(ends)
         if is_copy and others:
-            found[prefix] = names
-    if found and not sets:
-        taken = {name for names in found.values() for name in names}
+            result[prefix] = names
+    if result and not sets:
+        taken = {name for names in result.values() for name in names}
         rest = [name for name in shapes if name not in taken and not is_beside_model(name)]
         # Without a copy to compare with, `model.` may be the architecture's own.
         fronts = {name.partition(".")[0] for name in rest}
         is_container = len(fronts) == 1 and (
             "model" not in fronts or any(name.startswith("model.model.") for name in rest)
         )
-        found[f"{fronts.pop()}." if is_container else ""] = rest
-    return found
+        result[f"{fronts.pop()}." if is_container else ""] = rest
+    return result
 
 
 def _are_in_order(shapes: list[tuple[int, ...]], others: list[tuple[int, ...]]) -> bool:

@@ -93,10 +93,10 @@ def _decode(
     content = read_range(file, start, size)
 
     def read(offset: int, length: int) -> bytes:
-        found = content[offset : offset + length]
-        if offset < 0 or len(found) < length:
+        result = content[offset : offset + length]
+        if offset < 0 or len(result) < length:
             raise FormatError(f"{item.name!r} ends early")
-        return found
+        return result
 
     try:
         value = read_torch_value(read, len(content), repr(item.name))
@@ -151,11 +151,11 @@ def rename_group_members(
 
 
 def _rename_members(members: list[Any], names: Mapping[str, Iterable[str]]) -> list[Any]:
-    found: list[Any] = []
+    result: list[Any] = []
     for member in members:
         new = names.get(bare_name(member), (member,)) if isinstance(member, str) else (member,)
-        found += [name for name in new if name not in found]
-    return found
+        result += [name for name in new if name not in result]
+    return result
 
 
 def find_groups(values: Mapping[str, Any], state: TrainingState) -> list[dict[str, Any]]:

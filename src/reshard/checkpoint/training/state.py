@@ -112,11 +112,11 @@ class TrainingState(Record):
 
         The key of a weight is `""`.
         """
-        found = {name: (bare, "") for bare, name in self.weights.items()}
+        result = {name: (bare, "") for bare, name in self.weights.items()}
         for parameter, state in self.optimizer.items():
             for key, name in state.items():
-                found[name] = parameter, key
-        return found
+                result[name] = parameter, key
+        return result
 
     @property
     def optimizer_names(self) -> tuple[str, ...]:
@@ -198,15 +198,15 @@ def is_optimizer_state(name: str) -> bool:
 
 def _find_numbered_groups(values: Mapping[str, Any]) -> dict[str, list[list[int]]]:
     """Return the numbers of the parameters of each group, by container, if there are any."""
-    found: dict[str, list[list[int]]] = {}
+    result: dict[str, list[list[int]]] = {}
     for name, groups in values.items():
         container, _, last = name.rpartition(".")
         if last != "param_groups" or not isinstance(groups, list):
             continue
         lists = [group.get("params") if isinstance(group, dict) else None for group in groups]
         if all(isinstance(items, list) and all(type(n) is int for n in items) for items in lists):
-            found[container] = [[*items] for items in lists if items is not None]
-    return found
+            result[container] = [[*items] for items in lists if items is not None]
+    return result
 
 
 def _find_containers(names: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -397,14 +397,14 @@ class _Translation:
         """Return the parameters that have a number of steps in the target."""
         keys = self.style.step_keys
         state = self.state.optimizer
-        found = [bare for bare, kept in state.items() if keys is None or keys & kept.keys()]
-        left = [bare for bare in state if STEP in state[bare]] if not found else []
+        result = [bare for bare, kept in state.items() if keys is None or keys & kept.keys()]
+        left = [bare for bare in state if STEP in state[bare]] if not result else []
         if left:
             self.notes.append(
                 f"not in the target: the number of steps of {count_text(len(left), 'parameter')} "
                 f"(first: {left[0]}), since {self.style.program} counts none for such state"
             )
-        return found
+        return result
 
     def _find_one_number(
         self, counted: Sequence[str], stored: Mapping[str, str], numbers: Mapping[str, float]
@@ -447,21 +447,21 @@ class _Translation:
 
     def _find_numbers(self, groups: Iterable[dict[str, Any]]) -> dict[str, float]:
         """Return the steps that are plain values, of parameters or of groups."""
-        found: dict[str, float] = {}
+        result: dict[str, float] = {}
         for group in groups:
             number = group.get(STEP)
             if isinstance(number, int | float) and not isinstance(number, bool):
-                found |= {p: float(number) for p in group.get(PARAMETERS, ()) if type(p) is str}
+                result |= {p: float(number) for p in group.get(PARAMETERS, ()) if type(p) is str}
         for container in self.state.containers:
             prefix = f"{container}.state." if container else "state."
             for name in [n for n in self.values if n.startswith(prefix) and n.endswith(".step")]:
                 if type(self.values[name]) in (int, float):
-                    found[name[len(prefix) : -len(".step")]] = self.values.pop(name)
-        known = {*found.values()}
+                    result[name[len(prefix) : -len(".step")]] = self.values.pop(name)
+        known = {*result.values()}
         if len(known) == 1:
             # Also of parameters whose group is not known.
-            found = {**dict.fromkeys(self.state.optimizer, known.pop()), **found}
-        return found
+            result = {**dict.fromkeys(self.state.optimizer, known.pop()), **result}
+        return result
 
     def _read_scalar(self, tensor: StoredTensor) -> float | None:
         """Return the first element, or None for a tensor without elements."""

@@ -200,12 +200,12 @@ class EngineLayout:
     @property
     def computed(self) -> dict[str, tuple[str, ...]]:
         """The parameters that are computed, on any rank: their operations by name."""
-        found: dict[str, tuple[str, ...]] = {}
+        result: dict[str, tuple[str, ...]] = {}
         for rank in self.ranks:
             for name, parameter in rank.parameters.items():
                 for region in parameter.pattern.computed:
-                    found.setdefault(name, region.operations)
-        return found
+                    result.setdefault(name, region.operations)
+        return result
 
     @property
     def unread(self) -> tuple[str, ...]:

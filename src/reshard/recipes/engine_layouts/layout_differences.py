@@ -61,13 +61,13 @@ def list_differences(
         if ranks:
             pattern = split_numbers(name)[0].replace("{}", "*")
             groups.setdefault(pattern, []).append((name, ranks))
-    found = []
+    result = []
     for pattern, members in groups.items():
         name, ranks = members[0]
         texts = (_holding_text(side[name], ranks[0]) for side in (ours, theirs))
         names = tuple(name for name, _ in members)
-        found.append(LayoutDifference(pattern, names, ranks, *texts))
-    return found
+        result.append(LayoutDifference(pattern, names, ranks, *texts))
+    return result
 
 
 @lru_cache(maxsize=1 << 14)
