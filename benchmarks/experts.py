@@ -34,7 +34,7 @@ import torch
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
-from reshard.spmd.local import expert_rows
+from reshard.spmd.gradients import expert_routing as expert_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "spmd"))
 block: Any = import_module("transformer_block")

@@ -10,8 +10,8 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
 from reshard.errors import LayoutError, NotationError, ReshardError, SpecError, UsageError
+from reshard.spmd.core import operator as table
 from reshard.spmd.graph import Graph
-from reshard.spmd.operators import table
 from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation.propagation import propagate
 from reshard.spmd.propagation.strategies import propagate_graph

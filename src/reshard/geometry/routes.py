@@ -5,7 +5,7 @@ among the holders. It stands for a product of pieces, which is not expanded yet.
 
 1. For each target cell, take the pairs of its part in every dimension, and every source
    contribution it combines: their product is what the cell needs, each element once. If the source
-   is no grid, take the keys that the cell overlaps (`overlap.find_key_intersections`).
+   is not a grid, take the keys that the cell overlaps (`overlap.find_key_intersections`).
 2. Look up the holders of each need. Elements without a holder are an error, detected by volume.
 3. If the target's own slot holds a need, it stays. Otherwise the route names a *canonical* holder:
    the holders take turns (`holders.replica_turns`).

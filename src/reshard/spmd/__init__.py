@@ -14,11 +14,17 @@ from typing import Any
 
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.spmd import namespace, ops  # noqa: F401  # The families register their operators.
-from reshard.spmd.core.operator import SHIPPED, Operator, operator_of, register, rule, rule_of
-
-# By another name: `operators` is the folder's, which an import of it puts here.
-from reshard.spmd.core.operator import operators as _rows
+from reshard.spmd import namespace
+from reshard.spmd.core.operator import (
+    SHIPPED,
+    Operator,
+    close_shipped,
+    operator_of,
+    register,
+    rule,
+    rule_of,
+)
+from reshard.spmd.core.operator import operators as _operators
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.rules.templates import (
     Template,
@@ -30,6 +36,9 @@ from reshard.spmd.rules.templates import (
     reshape_template,
     transpose_template,
 )
+
+namespace.load_families()
+close_shipped()
 
 __array_api_version__ = "2024.12"
 
@@ -52,13 +61,13 @@ __all__ = [
     "rule_of",
     "transpose_template",
     *namespace.NAMES,
-    *(name for name in SHIPPED if _rows[name].doc),
+    *(name for name in SHIPPED if _operators[name].doc),
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Load a part of the namespace when it is first used."""
     found = namespace.find(name)
-    if name not in _rows or name in SHIPPED:  # A user's row may be replaced by another.
+    if name not in _operators or name in SHIPPED:  # A user's row may be replaced by another.
         globals()[name] = found
     return found

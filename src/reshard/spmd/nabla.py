@@ -26,9 +26,7 @@ from reshard.spmd.core.backend import library_of
 from reshard.spmd.core.operator import Operator, likely_name, operator_of
 from reshard.spmd.propagation.propagation import propagate
 from reshard.spmd.rules.sharding_rule import OpShardingRule
-from reshard.spmd.rules.templates import (
-    Template as OpShardingRuleTemplate,
-)
+from reshard.spmd.rules.templates import Template as OpShardingRuleTemplate
 from reshard.spmd.rules.templates import (
     broadcast_with_shapes_template,
     elementwise_template,

@@ -8,29 +8,48 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+_FAMILIES = (
+    "ops.elementwise",
+    "ops.products",
+    "ops.reductions",
+    "ops.movement",
+    "ops.indexing",
+    "ops.ordering",
+    "ops.cumulative",
+    "ops.windows",
+    "ops.networks",
+    "ops.attention",
+    "ops.ring_attention",
+    "ops.linalg",
+    "arrays.fft",
+    "arrays.random",
+    "ops.foreign",
+)
+"""The modules of families of operators, which register them."""
+
 _NAMES_OF = {
     "core.array_type": "ArrayType",
     "propagation.by_cost.cost_model": "Machine",
     "propagation.by_cost.cost_propagation": "propagate_by_cost",
     "arrays.creation": ("arange asarray empty eye from_dlpack full linspace ones zeros"),
-    "functions.filling": "empty_like full_like ones_like tril triu zeros_like",
-    "functions.data_types": (
+    "ops.filling": "empty_like full_like ones_like tril triu zeros_like",
+    "ops.data_types": (
         "astype bool can_cast complex128 complex64 finfo float32 float64 iinfo int16 int32 int64 "
         "int8 isdtype result_type uint16 uint32 uint64 uint8"
     ),
-    "functions.elementwise": "clip where",
+    "ops.elementwise": "clip relu sigmoid silu where",
     "graph": "Graph Operation Value",
     "tracing.graph_recording": "abstract",
-    "functions.indexing": "take take_along_axis",
-    "functions.linalg": "tensordot vecdot",
-    "functions.manipulation": (
+    "ops.indexing": (
+        "dynamic_slice dynamic_update_slice embedding one_hot scatter take take_along_axis"
+    ),
+    "ops.products": "einsum matmul tensordot vecdot",
+    "ops.attention": "attention",
+    "ops.movement": (
         "broadcast_arrays broadcast_shapes broadcast_to concat expand_dims flip matrix_transpose "
-        "meshgrid moveaxis permute_dims repeat reshape roll squeeze stack tile unstack"
+        "meshgrid moveaxis pad permute_dims repeat reshape roll split squeeze stack tile unstack"
     ),
-    "functions.networks": (
-        "attention cross_entropy einsum embedding gelu layer_norm log_softmax logsumexp one_hot "
-        "relu rms_norm sigmoid silu softmax top_k"
-    ),
+    "ops.networks": ("cross_entropy gelu layer_norm log_softmax logsumexp rms_norm softmax"),
     "shards.operation_call": "Recorder recording",
     "placement.placement": "PlacedGraph explicit_reshards",
     "shards.checking": "checking",
@@ -38,8 +57,8 @@ _NAMES_OF = {
     "propagation.propagation": "PropagatedGraph propagate",
     "propagation.strategies": "propagate_graph",
     "shards.runner": "in_process running",
-    "functions.searching": (
-        "argmax argmin argsort diff isin nonzero searchsorted sort unique_all unique_counts "
+    "ops.ordering": (
+        "argsort diff isin nonzero searchsorted sort top_k unique_all unique_counts "
         "unique_inverse unique_values"
     ),
     "arrays.random": "dropout",
@@ -49,12 +68,11 @@ _NAMES_OF = {
         "PropagationStrategy Tensor get_mesh_from_args has_sharded_inputs infer_output_sharding "
         "propagate_sharding reshard_tensor slice_for_shard"
     ),
-    "functions.statistics": (
-        "all any count_nonzero cumulative_prod cumulative_sum max mean min prod std sum var"
-    ),
+    "ops.reductions": ("all any argmax argmin count_nonzero max mean min prod std sum var"),
+    "ops.cumulative": "cumulative_prod cumulative_sum",
     "tracing.trace": "Trace trace",
     "gradients.expert_routing": "ExpertRouting expert_routing",
-    "gradients.table": "gradient",
+    "gradients.tape": "gradient",
     "gradients.optimizers": "AdamW SGD specs_over",
     "gradients.rematerialization": "rematerialized",
     "gradients.transforms": "grad value_and_grad vjp",
@@ -67,13 +85,12 @@ _NAMES_OF = {
     "programs.pipelines.pipeline": "Pipeline",
     "programs.pipelines.schedule": "PipelineSchedule PipelineTask Work",
     "programs.pipelines.timetable": "StageCosts Timetable",
-    "functions.windows": "dynamic_slice dynamic_update_slice pad scatter split",
     "ops.windows": "avg_pool convolution max_pool",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 _EXTENSIONS = {
     "fft": "arrays.fft",
-    "linalg": "functions.linalg",
+    "linalg": "ops.linalg",
     "nabla": "nabla",
     "random": "arrays.random",
 }
@@ -88,11 +105,18 @@ _CONSTANTS = {
 _OTHERS = {
     "eager_operation": ("programs.eager_operations", "eager_operation"),
     "ring_attention": ("gradients.ring_attention", "ring_attention"),
-    "__array_namespace_info__": ("functions.inspection", "namespace_info"),
+    "__array_namespace_info__": ("ops.data_types", "namespace_info"),
 }
 
 NAMES = (*_CONSTANTS, *_EXTENSIONS, *_MODULE_OF)
 """All names that are loaded when they are first used."""
+
+
+def load_families() -> None:
+    """Import the families of operators, which register them."""
+    # By name: a function of the namespace may have the name of its module.
+    for family in _FAMILIES:
+        import_module(f"reshard.spmd.{family}")
 
 
 def find(name: str) -> Any:
@@ -107,13 +131,16 @@ def find(name: str) -> Any:
         return import_module(f"reshard.spmd.{_EXTENSIONS[name]}")
     place, own = _OTHERS.get(name) or (_MODULE_OF.get(name, ""), name)
     if not place:
-        # What no module has by itself, a row of the table of operators may make.
-        table = import_module("reshard.spmd.core.operator")
-        row = table.operators.get(name)
-        if row is None or not row.doc:
-            end = "" if name.startswith("_") else table.likely_name(name)
+        # An operator whose record has a `doc` is a function: the package's of its family's module.
+        registry = import_module("reshard.spmd.core.operator")
+        families = import_module("reshard.spmd.ops.elementwise")
+        operator = registry.operators.get(name)
+        if operator is None or not operator.doc:
+            end = "" if name.startswith("_") else registry.likely_name(name)
             raise AttributeError(f"module 'reshard.spmd' has no attribute {name!r}{end}")
-        place = "functions.elementwise"
+        if name not in registry.SHIPPED:
+            return families.make_function(operator)
+        place = "ops.elementwise"
     return getattr(import_module(f"reshard.spmd.{place}"), own)
 
 

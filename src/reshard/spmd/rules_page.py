@@ -36,6 +36,19 @@ def _write_row(operator: Operator) -> tuple[str, ...]:
     return f"`{inferred.rule}`", f"`{said}`" if said else "", _write_partial(operator), note
 
 
+_FAMILIES = (
+    "elementwise",
+    "products",
+    "reductions",
+    "movement",
+    "indexing",
+    "ordering",
+    "windows",
+    "networks",
+    "linear algebra",
+    "Fourier transforms",
+    "creation",
+)
 _HEAD = """# The table of rules
 
 What every operator of `reshard.spmd` does to cut operands. This page is written from the table
@@ -64,7 +77,7 @@ def rules_document() -> str:
     """
     lines = [_HEAD]
     shipped = [operator for name, operator in operators.items() if name in SHIPPED]
-    families = list(dict.fromkeys(operator.family for operator in shipped))
+    families = list(dict.fromkeys([*_FAMILIES, *(operator.family for operator in shipped)]))
     for family in families:
         lines += [f"## {family[0].upper()}{family[1:]}", ""]
         lines += ["| operators | rule | attributes | partial | note |", "|---|---|---|---|---|"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.spmd.core.local_work import stretches_of
-from reshard.spmd.local.attention import Attention
+from reshard.spmd.ops.attention import Attention
 from selection import choose, keep_covering
 
 MESH = DeviceMesh.of(x=2, y=3)

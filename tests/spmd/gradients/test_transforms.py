@@ -219,7 +219,7 @@ def test_specs_that_are_none() -> None:
 
 def test_an_operator_of_the_user_s_own() -> None:
     from reshard.spmd.core import operator as registry
-    from reshard.spmd.gradients import table
+    from reshard.spmd.gradients import tape as table
 
     try:
         row = registry.operators["exp"]

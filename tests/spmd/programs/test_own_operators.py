@@ -14,7 +14,7 @@ from reshard import DeviceMesh, spec
 from reshard.errors import NotationError, ShardError, SpecError, UsageError
 from reshard.spmd.core import operator as table
 from reshard.spmd.core.operator import SHIPPED, find_operator
-from reshard.spmd.gradients import table as derivatives
+from reshard.spmd.gradients import tape as derivatives
 from reshard.spmd.programs.own_operators import OwnOperator
 
 MESH = DeviceMesh.of(a=2, b=3)

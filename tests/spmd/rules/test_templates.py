@@ -11,7 +11,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reshard.errors import NotationError, SpecError
-from reshard.spmd.rules.reshape_factors import reshape_factors
 from reshard.spmd.rules.templates import (
     Template,
     broadcast_with_shapes_template,
@@ -19,6 +18,7 @@ from reshard.spmd.rules.templates import (
     elementwise_template,
     matmul_template,
     reduce_template,
+    reshape_factors,
     reshape_template,
     transpose_template,
 )

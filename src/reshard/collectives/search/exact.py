@@ -458,7 +458,7 @@ def exact_outcome(
 ) -> tuple[Path | None, bool, int]:
     """Return the cheapest path, or the best known path when the budget is exhausted.
 
-    A `budget` of None is no limit. Return the states of the path, whether no cheaper path exists,
+    A `budget` of None sets no limit. Return the states of the path, whether no cheaper path exists,
     and the work that was done.
     """
     # The path to fall back on is an upper bound.

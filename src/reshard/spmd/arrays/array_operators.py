@@ -7,10 +7,11 @@ from typing import Any
 
 from reshard.errors import ShardError, UsageError
 from reshard.spmd.arrays.numpy_protocols import by_function, by_ufunc, dense_array, instead_of
-from reshard.spmd.functions import elementwise as e
-from reshard.spmd.functions.indexing import getitem
-from reshard.spmd.functions.manipulation import matrix_transpose, permute_dims
-from reshard.spmd.functions.statistics import any as any_of
+from reshard.spmd.ops import elementwise as e
+from reshard.spmd.ops.indexing import getitem
+from reshard.spmd.ops.movement import matrix_transpose, permute_dims
+from reshard.spmd.ops.products import matmul
+from reshard.spmd.ops.reductions import any as any_of
 
 
 class _Absent:
@@ -98,10 +99,10 @@ class ArrayOperators:
         return e.pow(other, self)
 
     def __matmul__(self, other: Any) -> Any:
-        return e.matmul(self, other)
+        return matmul(self, other)
 
     def __rmatmul__(self, other: Any) -> Any:
-        return e.matmul(other, self)
+        return matmul(other, self)
 
     def __and__(self, other: Any) -> Any:
         return e.bitwise_and(self, other)

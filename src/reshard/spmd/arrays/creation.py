@@ -19,8 +19,8 @@ from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
 from reshard.spmd.core.array_type import ArrayType
-from reshard.spmd.functions.array_arguments import explain_errors
-from reshard.spmd.functions.data_types import check_device
+from reshard.spmd.ops.arguments import explain_errors
+from reshard.spmd.ops.data_types import check_device
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import runner_for
 

@@ -6,6 +6,7 @@ Transformed axes are replicated first; the others stay sharded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -14,10 +15,12 @@ import numpy as np
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError, UsageError
 from reshard.spmd.arrays.sharded_array import array
-from reshard.spmd.functions.array_arguments import as_whole, of_arrays, whole_number, whole_numbers
-from reshard.spmd.functions.data_types import check_device
-from reshard.spmd.functions.manipulation import read_axes, roll
-from reshard.spmd.rules.shapes import axis_of
+from reshard.spmd.core.local_work import Function, LocalWork, find_function
+from reshard.spmd.core.operator import Infer, Operator, register
+from reshard.spmd.ops.arguments import as_whole, of_arrays, whole_number, whole_numbers
+from reshard.spmd.ops.data_types import check_device
+from reshard.spmd.ops.movement import read_axes, roll
+from reshard.spmd.rules.rule_builder import Inferred, Shape, axis_of, kept, one_operand
 from reshard.spmd.shards.operation_call import call
 from reshard.spmd.shards.runner import runner_for
 
@@ -38,6 +41,10 @@ __all__ = [
     "rfftn",
 ]
 
+
+# ---- fft
+
+
 Axes = Sequence[int] | None
 
 
@@ -50,6 +57,139 @@ def _make_along_one(name: str, text: str) -> Callable[..., Any]:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text
     return of_arrays(function)
+
+
+def _check_norm(norm: str) -> None:
+    if not isinstance(norm, str) or norm not in ("backward", "ortho", "forward"):
+        raise UsageError(f"norm {norm!r}; it is 'backward', 'ortho' or 'forward'")
+
+
+fft = _make_along_one("fft", "The Fourier transform along an axis.")
+
+
+def _register_transform(name: str, kind: str) -> Operator:
+    return register(
+        Operator(
+            name,
+            "Fourier transforms",
+            fourier(kind),
+            "each",
+            local=_fft_kernel,
+            example=([(4, 8)], {}),
+            note="the transformed axes are whole on each device",
+            no_pullback="its numbers are complex, which have no gradients here",
+        )
+    )
+
+
+def fourier(kind: str) -> Infer:
+    """A transform along axes, each of which a device needs whole.
+
+    Args:
+        kind: "same" for as many results as elements, "half" for a real operand (`n // 2 + 1`
+            results), "whole" for a real result.
+    """
+
+    def infer(
+        shapes: Sequence[Shape],
+        n: int | Sequence[int] | None = None,
+        axis: int | Axes = -1,
+        norm: str = "backward",
+    ) -> Inferred:
+        shape = one_operand("a Fourier transform", shapes)
+        rank = len(shape)
+        lengths = [n] if isinstance(n, int) else None if n is None else list(n)
+        if axis is None:
+            # As NumPy: lengths without axes are those of the last dimensions.
+            named = list(range(rank - len(lengths) if lengths else 0, rank))
+        else:
+            named = [axis_of(rank, one) for one in ([axis] if isinstance(axis, int) else axis)]
+        if not named or (lengths is not None and len(lengths) != len(named)):
+            raise SpecError(f"a Fourier transform of {shape} over {named}: {lengths} lengths")
+        last = named[-1]
+        result = list(shape)
+        for number, dim in enumerate(named):
+            # irfft's default undoes rfft of an even number of elements, along the last axis alone.
+            usual = 2 * (shape[dim] - 1) if kind == "whole" and dim == last else shape[dim]
+            result[dim] = usual if lengths is None else lengths[number]
+        if kind == "half":
+            result[last] = result[last] // 2 + 1
+        # Along an axis that changes its length a cut of one side does not fit the other.
+        changed = [dim for dim in named if result[dim] != shape[dim]]
+        return kept(shape, tuple(result), whole=named, blocked=changed)
+
+    return infer
+
+
+def _fft_kernel(work: LocalWork) -> Function:
+    """The function of that name in the library's `fft`."""
+    names = {"axis": "axes", "n": "s"} if work.name.endswith("fftn") else {}
+    options = {names.get(name, name): value for name, value in work.attributes.items()}
+    function = partial(find_function(work, work.library.namespace.fft, work.name), **options)
+    if work.library.name == "numpy":
+        return function
+    by_numpy = partial(getattr(np.fft, work.name), **options)
+
+    def transformed(x: Any) -> Any:
+        # PyTorch refuses a part without elements.
+        if 0 in x.shape:
+            empty = x if work.library.name == "numpy" else x.detach()
+            made = work.library.array(by_numpy(work.library.numpy(empty)), beside=x)
+            return work.library.linked(made, x)
+        return function(x)
+
+    return transformed
+
+
+_register_transform("fft", "same")
+
+
+# ---- ifft
+
+
+ifft = _make_along_one("ifft", "The inverse Fourier transform along an axis.")
+
+
+_register_transform("ifft", "same")
+
+
+# ---- rfft
+
+
+rfft = _make_along_one("rfft", "The Fourier transform of real numbers along an axis.")
+
+
+_register_transform("rfft", "half")
+
+
+# ---- irfft
+
+
+irfft = _make_along_one("irfft", "The inverse of `rfft`.")
+
+
+_register_transform("irfft", "whole")
+
+
+# ---- hfft
+
+
+hfft = _make_along_one("hfft", "The Fourier transform of a Hermitian-symmetric signal.")
+
+
+_register_transform("hfft", "whole")
+
+
+# ---- ihfft
+
+
+ihfft = _make_along_one("ihfft", "The inverse of `hfft`.")
+
+
+_register_transform("ihfft", "half")
+
+
+# ---- fftn
 
 
 def _make_along_many(name: str, text: str) -> Callable[..., Any]:
@@ -72,31 +212,42 @@ def _make_along_many(name: str, text: str) -> Callable[..., Any]:
     return of_arrays(function)
 
 
-def _check_norm(norm: str) -> None:
-    if not isinstance(norm, str) or norm not in ("backward", "ortho", "forward"):
-        raise UsageError(f"norm {norm!r}; it is 'backward', 'ortho' or 'forward'")
-
-
-fft = _make_along_one("fft", "The Fourier transform along an axis.")
-ifft = _make_along_one("ifft", "The inverse Fourier transform along an axis.")
-rfft = _make_along_one("rfft", "The Fourier transform of real numbers along an axis.")
-irfft = _make_along_one("irfft", "The inverse of `rfft`.")
-hfft = _make_along_one("hfft", "The Fourier transform of a Hermitian-symmetric signal.")
-ihfft = _make_along_one("ihfft", "The inverse of `hfft`.")
 fftn = _make_along_many("fftn", "The Fourier transform along several axes; along all when None.")
+
+
+_register_transform("fftn", "same")
+
+
+# ---- ifftn
+
+
 ifftn = _make_along_many("ifftn", "The inverse Fourier transform along several axes.")
+
+
+_register_transform("ifftn", "same")
+
+
+# ---- rfftn
+
+
 rfftn = _make_along_many("rfftn", "The Fourier transform of real numbers along several axes.")
+
+
+_register_transform("rfftn", "half")
+
+
+# ---- irfftn
+
+
 irfftn = _make_along_many("irfftn", "The inverse of `rfftn`.")
+
+
+_register_transform("irfftn", "whole")
 
 
 def fftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:
     """The frequencies of `fft`."""
     return _make_frequencies(np.fft.fftfreq, n, d, dtype, device)
-
-
-def rfftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:
-    """The frequencies of `rfft`."""
-    return _make_frequencies(np.fft.rfftfreq, n, d, dtype, device)
 
 
 def _make_frequencies(function: Any, n: Any, d: Any, dtype: object, device: object) -> Any:
@@ -111,19 +262,24 @@ def _make_frequencies(function: Any, n: Any, d: Any, dtype: object, device: obje
     return array(found, dtype=None if dtype is None else as_dtype(dtype), runner=runner_for())
 
 
+def rfftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:
+    """The frequencies of `rfft`."""
+    return _make_frequencies(np.fft.rfftfreq, n, d, dtype, device)
+
+
 @of_arrays
 def fftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
     """Move the zero frequency to the middle."""
     return _shift(x, axes, 1)
 
 
-@of_arrays
-def ifftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
-    """The inverse of `fftshift`."""
-    return _shift(x, axes, -1)
-
-
 def _shift(x: Any, axes: int | Axes, sign: int) -> Any:
     places = read_axes(range(x.ndim) if axes is None else axes, x.ndim)
     # The same shift both ways, so that one undoes the other for odd sizes as well.
     return roll(x, tuple(sign * (x.shape[one] // 2) for one in places), axis=places)
+
+
+@of_arrays
+def ifftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
+    """The inverse of `fftshift`."""
+    return _shift(x, axes, -1)

@@ -14,9 +14,12 @@ import numpy as np
 
 from reshard.errors import UsageError
 from reshard.spmd import namespace
-from reshard.spmd.functions import elementwise, manipulation, statistics
-from reshard.spmd.functions.array_arguments import of_arrays
-from reshard.spmd.rules.shapes import axis_of
+from reshard.spmd.ops import elementwise
+from reshard.spmd.ops import movement as manipulation
+from reshard.spmd.ops import reductions as statistics
+from reshard.spmd.ops.arguments import of_arrays
+from reshard.spmd.ops.products import matmul
+from reshard.spmd.rules.rule_builder import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 
 _OTHER_NAMES = {
@@ -83,7 +86,7 @@ def _dot(a: Any, b: Any) -> Any:
             f"numpy.dot of arrays of {ranks[0]} and {ranks[1]} dimensions; use sp.matmul or "
             "sp.tensordot"
         )
-    return elementwise.matmul(a, b) if min(ranks) else elementwise.multiply(a, b)
+    return matmul(a, b) if min(ranks) else elementwise.multiply(a, b)
 
 
 def _squeeze(a: Any, axis: int | Sequence[int] | None = None) -> Any:
@@ -144,7 +147,7 @@ def by_ufunc(ufunc: Any, method: str, inputs: tuple[Any, ...], options: Mapping[
     name = _OTHER_NAMES.get(ufunc.__name__, ufunc.__name__)
     # 1. A plain call of an elementwise function.
     if method == "__call__" and not options:
-        function = getattr(elementwise, name, None)
+        function = matmul if name == "matmul" else getattr(elementwise, name, None)
         if function is not None:
             return function(*inputs)
     # 2. A reduction, whose axis is 0 by default as in NumPy; dtype=None is the same as none given.

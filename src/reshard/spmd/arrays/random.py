@@ -7,30 +7,44 @@ nothing moves. For `sp.grad` they are constants; under `sp.trace` a key may be a
     key = sp.random.key(0)
     first, second = sp.random.split(key)
     w = sp.random.normal(first, (512, 2048), dtype="float32", spec=reshard.spec(mesh, "-, tp"))
+
+Element `i` of an array, counted row by row, is made of words `w i` to `w i + w - 1` of the stream
+of a key, `w` words an element. The generator finds any word without those before it (its counter
+is the word's place), so a rank draws the rows that it has and no others. The words are NumPy's
+Philox, in both libraries, on every device.
+
+Source: Salmon, Moraes, Dror and Shaw, Parallel Random Numbers: As Easy as 1, 2, 3, 2011.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from operator import index
 from typing import Any
 
 import numpy as np
 
+from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import UsageError
+from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.creation import read_shape
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
 from reshard.spmd.core.array_type import ArrayType
-from reshard.spmd.core.result_types import kind_of
-from reshard.spmd.functions import data_types, elementwise, statistics
-from reshard.spmd.functions.array_arguments import explain_errors, of_arrays, portion, whole_number
-from reshard.spmd.functions.elementwise import add, maximum, multiply, operands, whole
-from reshard.spmd.functions.indexing import take
-from reshard.spmd.functions.searching import argsort
-from reshard.spmd.rules.shapes import axis_of
+from reshard.spmd.core.local_work import Function, LocalWork, has_plain_parts
+from reshard.spmd.core.operator import Operator, register
+from reshard.spmd.core.result_types import asked, kind_of
+from reshard.spmd.ops import data_types, elementwise
+from reshard.spmd.ops import reductions as statistics
+from reshard.spmd.ops.arguments import explain_errors, of_arrays, portion, whole_number
+from reshard.spmd.ops.elementwise import add, maximum, multiply, operands, whole
+from reshard.spmd.ops.indexing import take
+from reshard.spmd.ops.ordering import argsort
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, axis_of, counted
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 from reshard.spmd.shards.pending_sums import without_pending
@@ -48,7 +62,10 @@ __all__ = [
     "uniform",
 ]
 
+
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
 _ANY_PLACE = np.int8(0)
 
 
@@ -79,6 +96,201 @@ def split(key: Any, count: int = 2) -> tuple[Any, ...]:
     number = whole_number("a key split in", count, 1)
     found = _draw(key, (number, 2), None, "key", "int64")
     return tuple(found[place] for place in range(number))
+
+
+def _draw(
+    key: Any,
+    shape: int | Sequence[int],
+    spec: ShardingSpec | None,
+    distribution: str,
+    dtype: str,
+    *before: Any,
+    **options: int,
+) -> Any:
+    """Numbers of a distribution, in a sharding. Raises UsageError if `key` is not a key.
+
+    Args:
+        before: the number of arrays of that shape that come before in the key's stream.
+    """
+    kind = key.type if isinstance(key, ArrayValue) else None
+    if kind is None or kind.shape != (2,) or kind.dtype is not data_types.int64:
+        raise UsageError(
+            f"random numbers by {key!r}, a {type(key).__name__}; a key was expected: "
+            "sp.random.key(seed)"
+        )
+    sizes = read_shape(shape)
+    wanted = None if spec is None else plain_spec(spec)
+    named = {"distribution": distribution, "dtype": as_dtype(dtype), **options}
+    found = call("random_numbers", (key, _make_place(key, sizes, wanted), *before), None, named)
+    # A cut whose parts are no stretches is drawn whole, and then cut where it lies.
+    return found if wanted is None or found.type.spec is wanted else found.shard(wanted)
+
+
+def _make_place(key: Any, shape: tuple[int, ...], spec: ShardingSpec | None) -> Any:
+    """An array that says where numbers are wanted: one element in memory, seen at every place."""
+    if spec is not None and spec.partial_axes:
+        raise UsageError(
+            f"random numbers in `{spec}`, whose sums are pending; give a sharding without"
+        )
+    # In a trace, an array of which nothing is asked but its sharding is a constant.
+    runner = in_process("numpy") if key.runner.is_abstract else key.runner
+    beside = None if key.runner.is_abstract else key._shards[0]
+    one = runner.library.array(_ANY_PLACE, beside=beside)
+    kind = ArrayType(shape, runner.library.dtype_of(one), spec)
+    shards = tuple(
+        runner.library.namespace.broadcast_to(one, kind.layout.local_shape(rank) or ())
+        for rank in runner.ranks(None if spec is None else spec.mesh)
+    )
+    return type(key).of_shards(kind, shards, runner)
+
+
+def random_numbers_rule(shapes: Sequence[Shape]) -> Inferred:
+    """A key, and an array whose places get numbers; its elements are not read.
+
+    A third operand, a whole number, counts how many arrays of that shape come before in the key's
+    stream.
+
+    >>> print(random_numbers_rule([(2,), (4, 8)]).rule)
+    ([k], [i, j]) -> ([i, j]) {i=4, j=8, k=2} need_replication={k}
+    """
+    counted("random_numbers", shapes[:2], 2)
+    key, like, *before = shapes
+    if key != (2,):
+        raise SpecError(f"a key of shape {list(key)}; one of sp.random.key(seed) was expected")
+    if before not in ([], [()]):
+        raise SpecError(f"random_numbers of {before}; one number was expected at most")
+    # The key gets no factor here, so that `build` makes it whole.
+    builder = RuleBuilder(shapes, [like])
+    for dim in range(len(like)):
+        builder.factor([None, dim], [dim], adjusted=True)
+    return builder.build()
+
+
+def _draw_kernel(work: LocalWork) -> list[Function]:
+    """Numbers at the places that a rank has of the second operand, by the key, the first.
+
+    A third operand says how many arrays of the second one's shape come before.
+
+    Raises UsageError where that is less than none.
+    """
+    options = work.attributes
+    kind, dtype = options["distribution"], options["dtype"]
+    like = work.operands[1]
+    shape = () if like is None else like.shape
+    starts = zip(*(work.starts_here(1, axis) for axis in range(len(shape))), strict=True)
+
+    def draw(key: Any, place: Any, *before: Any, start: tuple[int, ...]) -> Any:
+        skipped = math.prod(shape) * sum(map(int, before))
+        if skipped < 0:
+            raise UsageError(
+                f"random numbers of part {int(before[0])} of a key; a whole number of 0 or more "
+                "was expected"
+            )
+        words = _draw_words(
+            [int(word) % (1 << 64) for word in work.library.numpy(key)],
+            [
+                (first + skipped, count)
+                for first, count in _find_runs(tuple(place.shape), start, shape)
+            ],
+            words_each=2 if kind == "normal" else 1,
+            high=_CHILDREN if kind == "key" else 0,
+        )
+        made = _make_numbers(words, kind, dtype, options)
+        return work.library.array(made.reshape(tuple(place.shape)), dtype, beside=key)
+
+    every = list(starts) if shape else [()] * len(work.ranks)
+    return [partial(draw, start=start) for start in every]
+
+
+def _draw_words(
+    key: Sequence[int], runs: Sequence[tuple[int, int]], words_each: int, high: int
+) -> np.ndarray[Any, Any]:
+    """The words of the elements in some stretches, which follow each other."""
+    made = np.empty(sum(count for _, count in runs) * words_each, np.uint64)
+    stream = np.random.Philox(
+        key=np.array(key, np.uint64), counter=np.array([0, 0, 0, high], np.uint64)
+    )
+    at, counted = 0, 0
+    for first, count in runs:
+        block, skipped = divmod(first * words_each, _WORDS_AT_ONCE)
+        stream.advance(block - counted)
+        # Words of one count are drawn all together, so that the next stretch begins at a count.
+        wanted = count * words_each
+        counts = -(-(skipped + wanted) // _WORDS_AT_ONCE)
+        words = stream.random_raw(counts * _WORDS_AT_ONCE)
+        made[at : at + wanted] = words[skipped : skipped + wanted]
+        at, counted = at + wanted, block + counts
+    return made
+
+
+_WORDS_AT_ONCE = 4
+"""The words that one count of Philox makes."""
+
+
+def _make_numbers(
+    words: np.ndarray[Any, Any], kind: str, dtype: DType, options: dict[str, Any]
+) -> np.ndarray[Any, Any]:
+    """Numbers of a distribution from words of 64 bits."""
+    if kind == "key":
+        return np.asarray(words.view(np.int64))
+    if kind == "integers":
+        count = options["count"]
+        within = words if count == 1 << 64 else words % np.uint64(count)
+        # Wrapping around in 64 bits, as the sum may pass the middle.
+        return np.asarray((within + np.uint64(options["least"] % (1 << 64))).view(np.int64))
+    if kind == "uniform":
+        # As many bits as the type has digits, so that none is rounded to 1.
+        digits = _DIGITS[dtype.name]
+        return np.asarray((words >> np.uint64(64 - digits)) * 2.0**-digits, dtype.numpy)
+    # Normal ones, by Box and Muller, from two uniform ones: the first is above 0.
+    low, turn = ((words >> np.uint64(11)) * 2.0**-53).reshape(-1, 2).T
+    found = np.sqrt(-2 * np.log1p(-low)) * np.cos(2 * math.pi * turn)
+    return np.asarray(found, dtype.numpy)
+
+
+_DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
+
+
+_CHILDREN = 1 << 63
+"""In a counter's last word: the stream of the keys that are made of a key, not of its numbers."""
+
+
+def _find_runs(
+    here: Sequence[int], start: Sequence[int], shape: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """The stretches `(first, count)` of an array's elements, row by row, that a part has."""
+    if 0 in here:
+        return
+    # The dimensions behind `last` are whole in the part: their rows follow one another.
+    last = len(shape) - 1
+    while last > 0 and here[last] == shape[last]:
+        last -= 1
+    steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    count = math.prod(here[max(last, 0) :])
+    first = sum(at * step for at, step in zip(start, steps, strict=True))
+    for place in itertools.product(*map(range, here[: max(last, 0)])):
+        yield first + sum(at * step for at, step in zip(place, steps, strict=False)), count
+
+
+def _are_stretches(
+    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
+) -> bool:
+    return all(map(has_plain_parts, specs))
+
+
+register(
+    Operator(
+        "random_numbers",
+        "creation",
+        random_numbers_rule,
+        example=([(2,), (4, 8)], {}),
+        local=_draw_kernel,
+        knows_place=_are_stretches,
+        result_types=asked,
+        note="a part draws the numbers of its places: the same for every sharding",
+        is_constant=True,
+    )
+)
 
 
 @of_arrays
@@ -136,6 +348,16 @@ def uniform(
     if (low, high) == (0, 1):
         return found
     return add(multiply(found, high - low), low)
+
+
+def _read_float(dtype: object) -> str:
+    """The name of a floating type. Raises UsageError for another one."""
+    found = as_dtype(dtype)
+    if found.name not in _FLOATS:
+        raise UsageError(
+            f"random numbers of dtype {found.name}; one of {', '.join(_FLOATS)} was expected"
+        )
+    return found.name
 
 
 def normal(
@@ -198,6 +420,18 @@ def bernoulli(
         portion("a probability of ", p)
     drawn = _draw(key, () if shape is None else shape, spec, "uniform", "float64")
     return elementwise.less(drawn, p)
+
+
+def _spec_of(x: Any) -> ShardingSpec | None:
+    """The sharding of an array with its contributions combined."""
+    spec = x.type.spec
+    return None if spec is None else without_pending(spec)
+
+
+def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether an array of a shape is one of another shape, repeated."""
+    sizes = zip(shape[::-1], wanted[::-1], strict=False)
+    return len(shape) <= len(wanted) and all(one in (1, other) for one, other in sizes)
 
 
 @of_arrays
@@ -270,71 +504,3 @@ def dropout(x: Any, key: Any, rate: Any = 0.5, /) -> Any:
     drawn = _draw(key, x.shape, _spec_of(x), "uniform", "float32")
     scaled = multiply(x, 1 / (1 - rate)) if rate < 1 else x
     return elementwise.where(elementwise.greater_equal(drawn, rate), scaled, 0.0)
-
-
-def _draw(
-    key: Any,
-    shape: int | Sequence[int],
-    spec: ShardingSpec | None,
-    distribution: str,
-    dtype: str,
-    *before: Any,
-    **options: int,
-) -> Any:
-    """Numbers of a distribution, in a sharding. Raises UsageError if `key` is not a key.
-
-    Args:
-        before: the number of arrays of that shape that come before in the key's stream.
-    """
-    kind = key.type if isinstance(key, ArrayValue) else None
-    if kind is None or kind.shape != (2,) or kind.dtype is not data_types.int64:
-        raise UsageError(
-            f"random numbers by {key!r}, a {type(key).__name__}; a key was expected: "
-            "sp.random.key(seed)"
-        )
-    sizes = read_shape(shape)
-    wanted = None if spec is None else plain_spec(spec)
-    named = {"distribution": distribution, "dtype": as_dtype(dtype), **options}
-    found = call("random_numbers", (key, _make_place(key, sizes, wanted), *before), None, named)
-    # A cut whose parts are no stretches is drawn whole, and then cut where it lies.
-    return found if wanted is None or found.type.spec is wanted else found.shard(wanted)
-
-
-def _make_place(key: Any, shape: tuple[int, ...], spec: ShardingSpec | None) -> Any:
-    """An array that says where numbers are wanted: one element in memory, seen at every place."""
-    if spec is not None and spec.partial_axes:
-        raise UsageError(
-            f"random numbers in `{spec}`, whose sums are pending; give a sharding without"
-        )
-    # In a trace, an array of which nothing is asked but its sharding is a constant.
-    runner = in_process("numpy") if key.runner.is_abstract else key.runner
-    beside = None if key.runner.is_abstract else key._shards[0]
-    one = runner.library.array(_ANY_PLACE, beside=beside)
-    kind = ArrayType(shape, runner.library.dtype_of(one), spec)
-    shards = tuple(
-        runner.library.namespace.broadcast_to(one, kind.layout.local_shape(rank) or ())
-        for rank in runner.ranks(None if spec is None else spec.mesh)
-    )
-    return type(key).of_shards(kind, shards, runner)
-
-
-def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether an array of a shape is one of another shape, repeated."""
-    sizes = zip(shape[::-1], wanted[::-1], strict=False)
-    return len(shape) <= len(wanted) and all(one in (1, other) for one, other in sizes)
-
-
-def _spec_of(x: Any) -> ShardingSpec | None:
-    """The sharding of an array with its contributions combined."""
-    spec = x.type.spec
-    return None if spec is None else without_pending(spec)
-
-
-def _read_float(dtype: object) -> str:
-    """The name of a floating type. Raises UsageError for another one."""
-    found = as_dtype(dtype)
-    if found.name not in _FLOATS:
-        raise UsageError(
-            f"random numbers of dtype {found.name}; one of {', '.join(_FLOATS)} was expected"
-        )
-    return found.name

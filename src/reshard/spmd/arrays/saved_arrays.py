@@ -36,7 +36,7 @@ from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.arrays.argument_tree import keyed_leaves, leaves, replaced
 from reshard.spmd.arrays.sharded_array import array, from_shards
 from reshard.spmd.core.array_type import ArrayType
-from reshard.spmd.functions.data_types import astype
+from reshard.spmd.ops.data_types import astype
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.pending_sums import settled, without_pending
 from reshard.spmd.shards.runner import Runner, runner_for

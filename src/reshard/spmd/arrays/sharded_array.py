@@ -26,7 +26,7 @@ from reshard.spmd import namespace
 from reshard.spmd.arrays.array_operators import ArrayOperators
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.backend import is_distributed, library_of
-from reshard.spmd.functions import data_types
+from reshard.spmd.ops import data_types
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.checking import check_copies, check_data
 from reshard.spmd.shards.kept_reshards import take_moved

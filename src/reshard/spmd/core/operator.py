@@ -429,8 +429,9 @@ def register(operator: Operator) -> Operator:
 
     Raises SpecError for the name of a built-in row that has a rule.
 
-    >>> from reshard.spmd.operators.elementwise import elementwise
-    >>> twice = register(Operator("twice", "users' own", elementwise, "each", doc="Two of it."))
+    >>> from reshard.spmd.rules.rule_builder import elementwise_rule
+    >>> row = Operator("twice", "users' own", elementwise_rule, "each", doc="Two of it.")
+    >>> twice = register(row)
     >>> str(rule_of("twice", [(4,)]))
     '([i]) -> ([i]) {i=4}'
     """

@@ -1,8 +1,7 @@
 """Gradients of functions of sharded arrays.
 
 `transforms.py` is the entry point: `grad`, `value_and_grad`, `vjp`. `tape.py` records a function's
-operations, by the hook that traces use, and runs the backward pass. `table.py` has the derivative
-of every operator, or the reason why it has none; the families of operators are those of
-`reshard.spmd.operators`. `rematerialization.py` recomputes values instead of storing them, and
+operations, by the hook that traces use, and runs the backward pass; an operator's record has its
+derivative. `rematerialization.py` recomputes values instead of storing them, and
 `optimizers.py` updates parameters.
 """

@@ -25,10 +25,10 @@ from reshard.errors import SpecError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.arrays.argument_tree import leaves, leaves_like, replaced, shardings_like
-from reshard.spmd.functions.data_types import astype
-from reshard.spmd.functions.elementwise import sqrt
-from reshard.spmd.functions.filling import zeros_like
 from reshard.spmd.gradients.tape import ended, is_real_floating
+from reshard.spmd.ops.data_types import astype
+from reshard.spmd.ops.elementwise import sqrt
+from reshard.spmd.ops.filling import zeros_like
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import placed
 

@@ -15,7 +15,6 @@ from typing import Any
 from reshard.errors import UsageError
 from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.core.operator import JointPullback, TapeStep
-from reshard.spmd.gradients.table import find_pullback
 from reshard.spmd.gradients.tape import OfElements, Tape, add_step
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall, call, recorders, recording
@@ -142,7 +141,7 @@ def _pull_back_again(
     function: Function, everything: Any, operands: Sequence[Any], cotangents: Any
 ) -> list[Any]:
     """The cotangents of a function's operands, by carrying it out once more."""
-    tape = Tape(find_pullback)
+    tape = Tape()
     entered = replaced(everything, _enter)
     watched = [leaf for _, leaf in leaves(entered) if isinstance(leaf, ArrayValue)]
     # What the function has from elsewhere is read as the array that it is.

@@ -16,14 +16,14 @@ from typing import Any
 
 from reshard.spmd.core.local_work import stretches_of
 from reshard.spmd.core.operator import JointPullback, TapeStep
-from reshard.spmd.functions import elementwise as e
-from reshard.spmd.functions.elementwise import where
-from reshard.spmd.functions.manipulation import expand_dims
-from reshard.spmd.functions.statistics import sum as sum_over
 from reshard.spmd.gradients.rematerialization import without
 from reshard.spmd.gradients.tape import add_step, find_tapes
-from reshard.spmd.gradients.windows import pull_by_scores, pull_turn
-from reshard.spmd.local.ring_attention import is_reached
+from reshard.spmd.ops import elementwise as e
+from reshard.spmd.ops.attention import pull_by_scores
+from reshard.spmd.ops.elementwise import where
+from reshard.spmd.ops.movement import expand_dims
+from reshard.spmd.ops.reductions import sum as sum_over
+from reshard.spmd.ops.ring_attention import is_reached, pull_turn
 from reshard.spmd.shards.operation_call import call
 
 Attributes = dict[str, Any]

@@ -24,27 +24,92 @@ from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.array_type import ArrayType
-from reshard.spmd.core.operator import JointPullback, Pullback, TapeStep
+from reshard.spmd.core.operator import (
+    SHIPPED,
+    JointPullback,
+    Pullback,
+    TapeStep,
+    find_operator,
+    operators,
+)
 from reshard.spmd.core.result_types import kind_of
-from reshard.spmd.functions import data_types
-from reshard.spmd.functions.filling import zeros_like
-from reshard.spmd.functions.statistics import summed_to
 from reshard.spmd.graph import WITH_SHARDING
+from reshard.spmd.ops import data_types
+from reshard.spmd.ops.filling import zeros_like
+from reshard.spmd.ops.movement import summed_to
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall, notify_recorder, placed, recorders
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.shards.runner import replicated
 from reshard.spmd.shards.settling import settles
 
-OF_GRAPHS = "it stands in other programs' graphs, and no rank computes it"
-"""Why many rows of the table of operators have no pullback."""
+_pullbacks: dict[str, Pullback] = {}
+"""Derivatives that `gradient` was given, by operator."""
 
 
-FindPullback = Callable[[CompiledCall], Pullback | None]
-"""From an operation to its pullback; None where its results do not depend on small changes.
+def find_pullback(call: CompiledCall) -> Pullback | None:
+    """Return the pullback of an operation; None if its results do not change with small changes.
 
-Raises UsageError for an operator that cannot be differentiated.
-"""
+    Raises UsageError for an operator that cannot be differentiated, with the reason.
+    """
+    operator = find_operator(call.name)
+    found = _pullbacks.get(call.name, operator.pullback)
+    if found is not None or operator.is_constant:
+        return found
+    reason = operator.no_pullback or "nobody has said what its derivative is"
+    raise UsageError(
+        f"the gradient of {call.name}: {reason}; give one with "
+        f'@sp.gradient("{call.name}"), or gradient= of sp.operator, or take sp.stop_gradient(x) '
+        "before"
+    )
+
+
+UserPullback = Callable[..., Any]
+
+
+def gradient(name: str) -> Callable[[UserPullback], UserPullback]:
+    """Define the gradient of a custom operator, as a decorator.
+
+    The function receives the cotangent of the result (a tuple for several results), the operands,
+    the result (a tuple, too) and the attributes of the operator as keyword arguments. It
+    returns a cotangent, or None, for each operand. Write it with the functions of `reshard.spmd`,
+    so that it works for every sharding.
+
+    Raises UsageError for a built-in operator that has a derivative, or is constant.
+
+    >>> import reshard.spmd as sp
+    >>> @sp.gradient("twice")
+    ... def twice_back(cotangent, x, result):
+    ...     return (2 * cotangent,)
+    """
+    if not isinstance(name, str):
+        raise UsageError(f'the gradient of {name!r}; give an operator\'s name: @gradient("name")')
+    shipped = operators[name] if name in SHIPPED else None
+    if shipped is not None and (shipped.pullback is not None or shipped.is_constant):
+        raise UsageError(
+            f"operator {name} has a derivative of the package's; name your operator differently"
+        )
+
+    def add(function: UserPullback) -> UserPullback:
+        def pull_back(step: TapeStep, g: Any) -> tuple[Any, ...]:
+            results = step.results if len(step.results) > 1 else step.result
+            found = function(g, *step.operands, results, **step.attributes)
+            if not isinstance(found, tuple) or len(found) != len(step.operands):
+                raise UsageError(
+                    f"the gradient of {name} returned {type(found).__name__}; a tuple of "
+                    f"{len(step.operands)} was expected, one for each operand, or None"
+                )
+            return found
+
+        _pullbacks[name] = JointPullback(pull_back)
+        return function
+
+    return add
+
+
+def remove_gradient(name: str) -> None:
+    """Forget the gradient of a custom operator."""
+    _pullbacks.pop(name, None)
 
 
 def is_real_floating(dtype: DType) -> bool:
@@ -53,17 +118,12 @@ def is_real_floating(dtype: DType) -> bool:
 
 
 class Tape:
-    """The operations that depend on watched arrays, in order.
+    """The operations that depend on watched arrays, in order."""
 
-    Args:
-        find_pullback: of operations, see `FindPullback`.
-    """
-
-    def __init__(self, find_pullback: FindPullback) -> None:
+    def __init__(self) -> None:
         self.steps: list[TapeStep] = []
         # Arrays are known by their identity, so none of them may be freed.
         self._active: dict[int, ArrayValue] = {}
-        self._find_pullback = find_pullback
 
     def watch(self, array: ArrayValue) -> None:
         """What is computed of this array from now on is kept."""
@@ -83,7 +143,7 @@ class Tape:
         """Keeps an operation. Raises UsageError for one that cannot be differentiated."""
         if not any(map(self.is_active, operands)):
             return
-        pullback = self._find_pullback(call)
+        pullback = find_pullback(call)
         if pullback is None:
             return
         attributes = {**call.attributes, **call.options}

@@ -19,9 +19,8 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.argument_tree import leaves, leaves_like, replaced, shardings_like
 from reshard.spmd.arrays.sharded_array import array
 from reshard.spmd.core.backend import library_of
-from reshard.spmd.functions.filling import ones_like, zeros_like
-from reshard.spmd.gradients.table import find_pullback
 from reshard.spmd.gradients.tape import Cotangents, Tape, ended, is_real_floating
+from reshard.spmd.ops.filling import ones_like, zeros_like
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recording
 from reshard.spmd.shards.pending_sums import without_pending
@@ -170,7 +169,7 @@ def vjp_in_two(
     >>> slope.to_dense().tolist(), rest().to_dense().tolist()
     ([3.0], [5.0])
     """
-    tape = Tape(find_pullback)
+    tape = Tape()
     given = replaced([parameters, inputs], lambda leaf: as_parameter(leaf, "vjp"))
     towards = [leaf for _, leaf in leaves(given[1]) if leaf is not None]
     for _, leaf in leaves(given):
@@ -241,7 +240,7 @@ def _run(
     function: Function, primals: Sequence[Any], has_aux: bool, asked: str
 ) -> tuple[Any, Any, Function]:
     """A function's value, what it returned beside it, and its pullback."""
-    tape = Tape(find_pullback)
+    tape = Tape()
     given = replaced(list(primals), lambda leaf: as_parameter(leaf, asked))
     for _, leaf in leaves(given):
         if leaf is not None:

@@ -23,7 +23,7 @@ from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.spmd.core.backend import Library
 from reshard.spmd.core.local_work import LocalWork, Stretch, parts_of
-from reshard.spmd.local.movement import pad_array
+from reshard.spmd.ops.movement import pad_array
 from reshard.spmd.rules.alignment import aligned
 from reshard.spmd.rules.rule_builder import Inferred, Shape
 

@@ -25,16 +25,9 @@ from reshard.spmd.core.backend import Library
 from reshard.spmd.core.local_work import Function, LocalWork, Stretch
 from reshard.spmd.core.operator import Example, Infer, Operator, TapeStep, of_product, register
 from reshard.spmd.core.result_types import kind_of, of_first
-from reshard.spmd.functions import elementwise as e
-from reshard.spmd.functions.array_arguments import (
-    of_arrays,
-    whole_number,
-    whole_numbers,
-    whole_pairs,
-)
-from reshard.spmd.functions.elementwise import operands, where
-from reshard.spmd.functions.manipulation import take_ranges
-from reshard.spmd.functions.windows import pad
+from reshard.spmd.ops import elementwise as e
+from reshard.spmd.ops.arguments import of_arrays, whole_number, whole_numbers, whole_pairs
+from reshard.spmd.ops.elementwise import operands, where
 from reshard.spmd.ops.halos import (
     NOTE,
     Edges,
@@ -49,8 +42,8 @@ from reshard.spmd.ops.halos import (
     stretches_of_space,
     whole_edges,
 )
-from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
-from reshard.spmd.rules.shapes import counted, one_operand
+from reshard.spmd.ops.movement import pad, take_ranges
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, counted, one_operand
 from reshard.spmd.shards.operation_call import call
 
 Sizes = int | Sequence[int]

@@ -17,11 +17,10 @@ from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.arrays.argument_tree import arranged_like, leaves, replaced
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.operator import JointPullback, TapeStep
-from reshard.spmd.functions.manipulation import stack
-from reshard.spmd.functions.windows import pad
 from reshard.spmd.gradients.tape import Tape, add_step, is_real_floating
 from reshard.spmd.gradients.transforms import vjp
 from reshard.spmd.graph import Body, BodyCosts
+from reshard.spmd.ops.movement import pad, stack
 from reshard.spmd.programs.carried_values import (
     as_arrays,
     check_functions,

@@ -30,9 +30,9 @@ from reshard.spmd.core.operator import (
     register,
 )
 from reshard.spmd.core.result_types import ResultTypes, promoted
-from reshard.spmd.functions.elementwise import operands as as_operands
-from reshard.spmd.gradients.table import gradient as add_gradient
-from reshard.spmd.gradients.table import remove_gradient
+from reshard.spmd.gradients.tape import gradient as add_gradient
+from reshard.spmd.gradients.tape import remove_gradient
+from reshard.spmd.ops.elementwise import operands as as_operands
 from reshard.spmd.rules.rule_builder import Inferred, Shape
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.rules.templates import Template

@@ -22,7 +22,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.operator import find_operator
 from reshard.spmd.graph import Body, Operation
-from reshard.spmd.local.elementwise import writing
+from reshard.spmd.ops.elementwise import writing
 from reshard.spmd.programs.steps.reused_memory import find_reused
 from reshard.spmd.programs.steps.step_order import (
     Action,

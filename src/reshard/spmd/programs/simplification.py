@@ -26,7 +26,7 @@ from reshard.spmd.graph import Graph, Operation, Value
 def simplified(graph: Graph) -> Graph:
     """Merge duplicate operations and remove unused ones.
 
-    >>> from reshard.spmd.functions.elementwise import exp
+    >>> from reshard.spmd.ops.elementwise import exp
     >>> from reshard.spmd.tracing.graph_recording import abstract, record
     >>> def twice(x):
     ...     exp(x * 3)

@@ -7,7 +7,7 @@
 2. Otherwise the operation is compiled: the mesh is found; pending sums that the operator cannot
    work on are marked to be reduced (`pending_sums`); the operator's rule says on which shards it
    runs (`alignment`); each operand whose sharding differs gets its movement (`runner`); each rank
-   gets the function that it computes (`reshard.spmd.local`).
+   gets the function that it computes (its kernel).
 3. It is run: operands move, every rank that is here computes, the results are wrapped.
 
 A `Recorder` sees every operation that is carried out while it is listening.

@@ -271,7 +271,7 @@ def record(
     Raises:
         UsageError: a function that reads elements, or that returns something other than arrays.
 
-    >>> from reshard.spmd.functions.elementwise import exp
+    >>> from reshard.spmd.ops.elementwise import exp
     >>> print(record(lambda x: exp(x) * 2, [abstract((4, 8))]))
     %0: float32[4, 8], %2: int64[]
     %1: float32[4, 8] = exp(%0) ([i, j]) -> ([i, j]) {i=4, j=8}

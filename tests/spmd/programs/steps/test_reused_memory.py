@@ -15,7 +15,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import UsageError
 from reshard.spmd.core.backend import library as library_of
-from reshard.spmd.local.elementwise import _ATEN_NAMES, _TORCH_NAMES, writing
+from reshard.spmd.ops.elementwise import _ATEN_NAMES, _TORCH_NAMES, writing
 
 MESH = DeviceMesh.of(x=2)
 ROWS, WIDTH = 256, 128

@@ -14,7 +14,7 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
-from reshard.spmd.functions.filling import full_like
+from reshard.spmd.ops.filling import full_like
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
 from reshard.spmd.programs.pipelines.stage_passes import StagePass, StagePasses
 from reshard.spmd.shards.array_value import ArrayValue

@@ -1,0 +1,141 @@
+"""Checks of arguments: errors for values that are not arrays, integers or pairs of integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from numbers import Real
+from operator import index
+from typing import Any, TypeVar, cast
+
+from reshard.errors import ReshardError, UsageError
+from reshard.spmd.shards.array_value import ArrayValue
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def of_arrays(function: Function) -> Function:
+    """A function that says which of its arguments is no array, where one was expected.
+
+    Nothing is asked ahead: an argument without an array's attributes is found when it is used.
+
+    >>> from reshard.errors import UsageError
+    >>> from reshard.spmd.ops.reductions import sum
+    >>> try:
+    ...     sum([1, 2])
+    ... except UsageError as error:
+    ...     print(str(error).split(";")[0])
+    sum of [1, 2], a list
+    """
+    name = function.__name__.lstrip("_")
+
+    @wraps(function)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except AttributeError as error:
+            # The object that lacked the attribute. Only if the caller passed it is the mistake the
+            # caller's.
+            found = error.obj
+            if not any(_has_array(one) for one in arguments):
+                found = arguments[0] if arguments else found
+            if isinstance(found, ArrayValue) or not any(_contains(one, found) for one in arguments):
+                raise
+            raise UsageError(
+                f"{name} of {found!r}, a {type(found).__name__}; an sp.array was expected: make "
+                "it one by sp.array(...)"
+            ) from error
+
+    return cast(Function, checked)
+
+
+@contextmanager
+def explain_errors(asked: str, expected: str) -> Iterator[None]:
+    """Turns what NumPy raises inside into a UsageError that names what was asked for."""
+    try:
+        yield
+    except (TypeError, ValueError, ArithmeticError, IndexError) as error:
+        if isinstance(error, ReshardError):
+            raise
+        raise UsageError(f"{asked}: {error}; {expected}") from error
+
+
+def as_whole(value: Any) -> int | None:
+    """A whole number of any type; None for what is none.
+
+    >>> as_whole(True), as_whole(1.5)
+    (1, None)
+    """
+    try:
+        return index(value)
+    except TypeError:
+        return None
+
+
+def whole_number(what: str, value: Any, least: int = 0) -> int:
+    """A number of that kind. Raises UsageError for one below the least, or for none.
+
+    >>> whole_number("a stride of", 2, 1)
+    2
+    """
+    found = as_whole(value)
+    if found is None or found < least:
+        raise UsageError(f"{what} {value!r}; a whole number of {least} or more was expected")
+    return found
+
+
+def portion(what: str, value: Any) -> float:
+    """A number from 0 to 1. Raises UsageError for any other.
+
+    >>> portion("a rate of ", 0.5)
+    0.5
+    """
+    found = float(value) if isinstance(value, Real) else -1.0
+    if not 0 <= found <= 1:
+        raise UsageError(f"{what}{value!r}; a number from 0 to 1 was expected")
+    return found
+
+
+def whole_numbers(what: str, value: Any, count: int, least: int = 0) -> tuple[int, ...]:
+    """One such number for each of `count` dimensions, or one for all of them.
+
+    >>> whole_numbers("strides", 2, count=3), whole_numbers("strides", (1, 2), count=2)
+    ((2, 2, 2), (1, 2))
+    """
+    if hasattr(value, "__index__"):
+        return (whole_number(what, value, least),) * count
+    # A text has a length and entries, and is no sequence of numbers.
+    if not isinstance(value, Iterable) or isinstance(value, str) or len(list(value)) != count:
+        raise UsageError(f"{what} {value!r}; give {count} whole numbers, or one for all")
+    return tuple(whole_number(what, one, least) for one in value)
+
+
+def whole_pairs(what: str, value: Any, count: int) -> tuple[tuple[int, int], ...]:
+    """`(before, after)` for each of `count` dimensions; one number stands for all of them.
+
+    >>> whole_pairs("padding", 1, count=2), whole_pairs("padding", [(0, 2)], count=1)
+    (((1, 1), (1, 1)), ((0, 2),))
+    """
+    if hasattr(value, "__index__"):
+        return ((whole_number(what, value),) * 2,) * count
+    given = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+    if len(given) != count or any(hasattr(one, "__index__") for one in given):
+        raise UsageError(
+            f"{what} {value!r}; give (before, after) for each of {count} dimensions, or one number"
+        )
+    before_and_after = [whole_numbers(what, one, 2) for one in given]
+    return tuple((before, after) for before, after in before_and_after)
+
+
+def _has_array(argument: Any) -> bool:
+    """Whether an argument is an array in shards, or a list with one."""
+    is_list = isinstance(argument, list | tuple)
+    return any(isinstance(one, ArrayValue) for one in (argument if is_list else [argument]))
+
+
+def _contains(argument: Any, found: Any) -> bool:
+    """Whether an argument is what was found, or a list with it."""
+    if argument is found:
+        return True
+    return isinstance(argument, list | tuple) and any(one is found for one in argument)

@@ -1,0 +1,251 @@
+"""Cumulative sums along a sharded axis, without gathering it.
+
+1. Each rank finds the running totals of its own part, as if nothing came before it.
+2. The last one of every part but the last, which is the part's own total, goes to all ranks.
+3. Their running totals say what comes before each part.
+4. Each rank combines that with what it has.
+
+        part 0     part 1     part 2
+        1  2  3    4  5  6    7  8        an axis of 8 in 3 parts
+        1  3  6    4  9 15    7 15        running totals of each part
+        0          6         21           what comes before it
+        1  3  6   10 15 21   28 36
+
+So the ranks exchange one element per part instead of the axis. Floating-point numbers are added in
+another order than from one end to the other, with equal or smaller errors. Source: Blelloch, Prefix
+Sums and Their Applications, 1990.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import SpecError, UsageError
+from reshard.sharding import ShardingSpec
+from reshard.spmd.core.local_work import (
+    Function,
+    LocalWork,
+    find_function,
+    has_plain_parts,
+    own_attributes,
+    part_lengths,
+)
+from reshard.spmd.core.operator import Example, Infer, Operator, TapeStep, register
+from reshard.spmd.core.result_types import total
+from reshard.spmd.ops import data_types
+from reshard.spmd.ops.arguments import of_arrays
+from reshard.spmd.ops.elementwise import add, multiply, where, whole
+from reshard.spmd.ops.movement import expand_dims, flip, moveaxis, take_ranges
+from reshard.spmd.ops.reductions import _find_total_type
+from reshard.spmd.ops.reductions import sum as sum_over
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, axis_of, kept, one_operand
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import call
+
+# ---- cumulative_sum
+
+
+@of_arrays
+def cumulative_sum(
+    x: Any, /, *, axis: int | None = None, dtype: object = None, include_initial: bool = False
+) -> Any:
+    """The cumulative sum along an axis."""
+    return _take_totals("cumulative_sum", x, axis, dtype, include_initial)
+
+
+def _take_totals(name: str, x: Any, axis: int | None, dtype: object, include_initial: bool) -> Any:
+    if axis is None:
+        if x.ndim != 1:
+            raise UsageError(f"{name} of shape {list(x.shape)} needs an axis; give axis=")
+        axis = 0
+    wide = _find_total_type(name, x, dtype)
+    x = data_types.astype(x, wide)
+    place = axis_of(x.ndim, axis)
+    # One element more than the parts have: the operator works on the whole axis.
+    if include_initial:
+        return call(name, (x,), {"axis": place, "include_initial": True}, {"dtype": wide})
+    return running_totals(name, x, place)
+
+
+def register_cumulative(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
+    return register(Operator(name, "windows", infer, example=example, **options))
+
+
+def cumulative_rule(
+    shapes: Sequence[Shape],
+    axis: int | None = None,
+    include_initial: bool = False,
+    parts: Sequence[int] | None = None,
+) -> Inferred:
+    """Running totals along an axis; one more element with the initial value.
+
+    With lengths of parts, the totals begin anew at each: a device that has one part needs no other.
+
+    >>> print(cumulative_rule([(4, 8)], axis=1).rule)
+    ([i, j]) -> ([i, j]) {i=4, j=8} permutation={j}
+    >>> print(cumulative_rule([(4, 8)], axis=1, parts=(3, 3, 2)).rule)
+    ([i, j]) -> ([i, j]) {i=4, j=8}
+    """
+    shape = one_operand("a cumulative operator", shapes)
+    if axis is None and len(shape) != 1:
+        raise SpecError(f"running totals of {shape} without an axis; say along which")
+    place = axis_of(len(shape), axis or 0)
+    if parts is not None:
+        if include_initial or sum(parts) != shape[place]:
+            raise SpecError(f"parts {tuple(parts)} of {shape[place]}; their sum must be that size")
+        builder = RuleBuilder([shape], [shape])
+        for dim in range(len(shape)):
+            # `_begins_at_parts` tells whether a rank's part is one of those: only then may the axis
+            # be cut.
+            builder.factor([dim], [dim], adjusted=dim == place)
+        return builder.build()
+    result = (*shape[:place], shape[place] + bool(include_initial), *shape[place + 1 :])
+    return kept(shape, result, moved=[] if result[place] == 1 else [place])
+
+
+_TOTALLED: Example = ([(4, 8)], {"axis": 1})
+
+
+def _totals_kernel(work: LocalWork) -> Function:
+    """Totals up to each place of an axis; with lengths of parts, anew at the start of each."""
+    options = own_attributes(work)
+    parts, axis = options.pop("parts", None), options["axis"]
+    scan = partial(find_function(work, work.library.namespace, work.name), **options)
+    if parts is None or work.is_cut(0, axis):
+        # A part that is cut off is all of one that begins anew.
+        return scan
+    ends = np.cumsum(parts).tolist()
+    windows = [
+        (slice(None),) * axis + (slice(end - size, end),)
+        for end, size in zip(ends, parts, strict=True)
+    ]
+    concat = work.library.namespace.concat
+    return lambda x: concat([scan(x[window]) for window in windows], axis=axis)
+
+
+def _begins_at_parts(
+    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
+) -> bool:
+    """Totals that begin anew where the ranks' parts do need nothing of other parts."""
+    if attributes.get("parts") is None or not all(map(has_plain_parts, specs)):
+        return False
+    axis = attributes["axis"]
+    return part_lengths(specs[0], axis, shapes[0][axis]) == tuple(attributes["parts"])
+
+
+_TOTALS = "totals of other parts are needed"
+
+
+def _pull_running_sum(step: TapeStep, g: Any, number: int) -> Any:
+    axis, parts = step.attributes["axis"], step.attributes.get("parts")
+    # What comes behind each place, summed from the end.
+    turned = flip(_without_initial(step, g), axis=axis)
+    more = {} if parts is None else {"parts": tuple(reversed(parts))}
+    return flip(call("cumulative_sum", (turned,), {"axis": axis, **more}), axis=axis)
+
+
+def _without_initial(step: TapeStep, g: Any) -> Any:
+    axis = step.attributes["axis"]
+    if not step.attributes.get("include_initial"):
+        return g
+    return take_ranges(g, {axis: (1, g.shape[axis], 1)})
+
+
+register_cumulative(
+    "cumulative_sum",
+    cumulative_rule,
+    _TOTALLED,
+    linear="each",
+    local=_totals_kernel,
+    knows_place=_begins_at_parts,
+    result_types=total,
+    note=_TOTALS,
+    pullback=_pull_running_sum,
+)
+
+
+# ---- cumulative_prod
+
+
+@of_arrays
+def cumulative_prod(
+    x: Any, /, *, axis: int | None = None, dtype: object = None, include_initial: bool = False
+) -> Any:
+    """The cumulative product along an axis."""
+    return _take_totals("cumulative_prod", x, axis, dtype, include_initial)
+
+
+def _pull_running_product(step: TapeStep, g: Any, number: int) -> Any:
+    (x,) = step.operands
+    axis, size = step.attributes["axis"], step.operands[0].shape[step.attributes["axis"]]
+    g = moveaxis(_without_initial(step, g), axis, -1)
+    # [..., i, j]: the factors but the i-th, their running products, those from the i-th on. So no
+    # product is divided by a factor, which may be 0.
+    ones = whole(x, np.eye(size, dtype=bool))
+    factors = where(ones, 1.0, expand_dims(moveaxis(x, axis, -1), axis=-2))
+    places = np.arange(size)
+    parts = step.attributes.get("parts")
+    more = {} if parts is None else {"parts": parts}
+    part_of = np.zeros(size, int) if parts is None else np.repeat(np.arange(len(parts)), parts)
+    behind = (places[None, :] >= places[:, None]) & (part_of[None, :] == part_of[:, None])
+    products = call("cumulative_prod", (factors,), {"axis": x.ndim, **more})
+    slopes = where(whole(x, behind), products, 0.0) * expand_dims(g, axis=-2)
+    return moveaxis(sum_over(slopes, axis=-1), -1, axis)
+
+
+register_cumulative(
+    "cumulative_prod",
+    cumulative_rule,
+    _TOTALLED,
+    commutes=("product",),
+    local=_totals_kernel,
+    knows_place=_begins_at_parts,
+    result_types=total,
+    note=_TOTALS,
+    pullback=_pull_running_product,
+)
+
+
+_COMBINE = {"cumulative_sum": add, "cumulative_prod": multiply}
+
+
+def running_totals(name: str, x: Any, axis: int) -> Any:
+    """Totals of everything up to each place of an axis, cut as it is.
+
+    Args:
+        name: `cumulative_sum` or `cumulative_prod`.
+        x: an array, in its totals' element type.
+        axis: counted from the start.
+    """
+    # Named: libraries add up whole numbers in their widest type else.
+    dtype = {"dtype": x.dtype}
+    parts = _find_parts(x, axis)
+    # One operation where nothing is cut, where contributions wait, or where parts are so short that
+    # exchanging their totals saves nothing.
+    if len(parts) < 2 or x.type.spec.partial_axes or 2 * (len(parts) - 1) >= x.shape[axis]:
+        return call(name, (x,), {"axis": axis}, dtype)
+    spec = x.type.spec
+    # Step 1 of the module: `own` is cut as `x` is.
+    own = call(name, (x,), {"axis": axis, "parts": parts}, dtype)
+    # Step 2: the last place of each part but the last one; each rank adds those it has.
+    ends = whole(x, np.cumsum(parts)[:-1] - 1)
+    ahead = call("take", (own, ends), {"axis": axis}).reduced()
+    # Step 3: exclusive totals of the parts, the first one being 0 (or 1).
+    before = call(name, (ahead,), {"axis": axis, "include_initial": True}, dtype)
+    # Step 4: the part that each place is in, cut as the axis, looks up what comes before it.
+    part_of = whole(x, np.repeat(np.arange(len(parts)), parts))
+    along = ShardingSpec(spec.mesh, [spec.dim_specs[axis]])
+    offsets = call("take", (before, part_of.shard(along)), {"axis": axis})
+    return _COMBINE[name](own, offsets)
+
+
+def _find_parts(x: Any, axis: int) -> tuple[int, ...]:
+    """The lengths of the parts that have elements, in order; none where a part is no stretch."""
+    spec = x.type.spec if isinstance(x, ArrayValue) else None
+    if spec is None or not has_plain_parts(spec):
+        return ()
+    return part_lengths(spec, axis, x.shape[axis])

@@ -1,0 +1,227 @@
+"""Element types by the names of the array API: constants, and functions of types.
+
+Types are reshard's own `DType`s, the same for arrays of NumPy and of PyTorch.
+
+>>> result_type(int16, float32), isdtype(uint8, "integral")
+(DType('float32'), True)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import UsageError
+from reshard.spmd.core.result_types import BY_KIND, kind_of, meant, stand_in
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import call
+
+bool = as_dtype("bool")
+
+
+int8, int16, int32, int64 = (as_dtype(f"int{bits}") for bits in (8, 16, 32, 64))
+
+
+uint8, uint16, uint32, uint64 = (as_dtype(f"uint{bits}") for bits in (8, 16, 32, 64))
+
+
+float32, float64 = as_dtype("float32"), as_dtype("float64")
+
+
+complex64, complex128 = as_dtype("complex64"), as_dtype("complex128")
+
+
+_JOINED = {
+    "integral": ("signed integer", "unsigned integer"),
+    "numeric": ("signed integer", "unsigned integer", "real floating", "complex floating"),
+}
+
+
+def _read_type(value: Any) -> DType:
+    return value.dtype if isinstance(value, ArrayValue) else as_dtype(value)  # type: ignore[attr-defined]
+
+
+def astype(x: Any, dtype: object, /, *, copy: object = True, device: object = None) -> Any:
+    """Cast to another element type.
+
+    Partial sums stay partial where the new type loses nothing: a float to a wider one.
+    """
+    check_device(device, x)
+    wanted = as_dtype(dtype)
+    if wanted is x.dtype:
+        return x
+    kinds = (kind_of(x.dtype), kind_of(wanted))
+    floats = ("real floating", "complex floating")
+    is_wider = kinds[0] in floats and kinds[1] in floats and _is_exact(x.dtype, wanted)
+    attributes: dict[str, Any] = {"dtype": wanted, "widening": is_wider}
+    return call("astype", (x,), attributes)
+
+
+def _is_exact(dtype: DType, wanted: DType) -> object:
+    # NumPy alone has no narrow types, whose numbers every wide one has.
+    # Narrow types that NumPy lacks cannot be asked by can_cast; all their numbers are float32's.
+    if dtype.itemsize_bytes < 4 <= wanted.itemsize_bytes:
+        return True
+    if wanted.itemsize_bytes <= dtype.itemsize_bytes:
+        return False
+    return np.can_cast(dtype.numpy, wanted.numpy)
+
+
+def check_device(device: object, beside: Any = None) -> None:
+    """Raises UsageError for a device other than that where arrays are made, or that of `beside`."""
+    own = getattr(beside, "device", "cpu")
+    if device is not None and str(device) != own:
+        raise UsageError(
+            f"device {device!r}; {own!r} was expected, for shards stay where they are made: give a "
+            "tensor of that device to sp.array or sp.from_shards"
+        )
+
+
+def can_cast(from_: Any, to: object, /) -> object:
+    """Whether a type (or array) can be cast to another type by NumPy's safe casting."""
+    return np.can_cast(_read_type(from_).numpy, as_dtype(to).numpy)
+
+
+class FloatInfo(NamedTuple):
+    """The limits of a floating type; of a complex one, those of its parts."""
+
+    bits: int
+    eps: float
+    max: float
+    min: float
+    smallest_normal: float
+    dtype: DType
+
+
+class IntegerInfo(NamedTuple):
+    """The limits of an integer type."""
+
+    bits: int
+    max: int
+    min: int
+    dtype: DType
+
+
+def finfo(type: Any, /) -> FloatInfo:
+    """The limits of a floating-point type or array. Raises UsageError for another type.
+
+    >>> finfo(float32).bits, finfo(complex128).dtype
+    (32, DType('float64'))
+    """
+    known = _read_type(type)
+    if kind_of(known) not in ("real floating", "complex floating"):
+        raise UsageError(f"finfo of {known}; a floating type was expected: iinfo is for {known}")
+    found = _read_limits(known)
+    return FloatInfo(
+        int(found.bits),
+        float(found.eps),
+        float(found.max),
+        float(found.min),
+        float(found.smallest_normal),
+        as_dtype(found.dtype),
+    )
+
+
+def _read_limits(known: DType) -> Any:
+    # NumPy has none of types of ml_dtypes, such as bfloat16.
+    if any(known in types for types in BY_KIND.values()):
+        return np.finfo(known.numpy)
+    return import_module("ml_dtypes").finfo(known.numpy)
+
+
+def iinfo(type: Any, /) -> IntegerInfo:
+    """The limits of an integer type or array.
+
+    Raises UsageError for another type.
+
+    >>> iinfo(int8)
+    IntegerInfo(bits=8, max=127, min=-128, dtype=DType('int8'))
+    """
+    known = _read_type(type)
+    if kind_of(known) not in ("signed integer", "unsigned integer"):
+        raise UsageError(f"iinfo of {known}; a type of whole numbers was expected")
+    found = np.iinfo(known.numpy)
+    return IntegerInfo(found.bits, int(found.max), int(found.min), known)
+
+
+def isdtype(dtype: object, kind: Any) -> object:
+    """Whether a type equals another type, is of a kind, or is one of several.
+
+    Raises UsageError for an unknown kind.
+    """
+    if isinstance(kind, tuple):
+        return any(isdtype(dtype, one) for one in kind)
+    known = as_dtype(dtype)
+    if isinstance(kind, str):
+        if kind not in BY_KIND and kind not in _JOINED:
+            raise UsageError(
+                f"unknown kind {kind!r}; it is one of {', '.join([*BY_KIND, *_JOINED])}"
+            )
+        return kind_of(known) in _JOINED.get(kind, (kind,))
+    return known is as_dtype(kind)
+
+
+def _is_number(value: Any) -> object:
+    return isinstance(value, int | float | complex)
+
+
+def result_type(*arrays_and_dtypes: Any) -> DType:
+    """The type that operands of these types (arrays, types, numbers) promote to."""
+    if not arrays_and_dtypes:
+        raise UsageError("the type of nothing; give at least one array or type")
+    types = {_read_type(one) for one in arrays_and_dtypes if not _is_number(one)}
+    # One type alone needs no promotion, which NumPy has for its own types only.
+    if len(types) == 1 and not any(map(_is_number, arrays_and_dtypes)):
+        return types.pop()
+    # NumPy's promotion, in which Python's numbers take the arrays' type where that has their kind.
+    given = [one if _is_number(one) else stand_in(_read_type(one)) for one in arrays_and_dtypes]
+    return meant(as_dtype(np.result_type(*given)), list(types))
+
+
+class NamespaceInfo:
+    """Answers about the namespace `reshard.spmd`. Get one by `__array_namespace_info__()`.
+
+    >>> NamespaceInfo().default_dtypes()["real floating"]
+    DType('float64')
+    """
+
+    def capabilities(self) -> dict[str, Any]:
+        """The capabilities that the standard leaves open."""
+        return {"boolean indexing": True, "data-dependent shapes": True, "max dimensions": 64}
+
+    def default_device(self) -> str:
+        """The device of new arrays by default."""
+        return "cpu"
+
+    def devices(self) -> list[str]:
+        """The devices that arrays can be made on. Meshes say where shards are."""
+        return ["cpu"]
+
+    def default_dtypes(self, *, device: object = None) -> dict[str, DType]:
+        """The types that numbers get, by kind."""
+        check_device(device)
+        return {
+            "real floating": float64,
+            "complex floating": complex128,
+            "integral": int64,
+            "indexing": int64,
+        }
+
+    def dtypes(self, *, device: object = None, kind: Any = None) -> dict[str, DType]:
+        """The types of a kind, or of several; all when None."""
+        check_device(device)
+        return {
+            one.name: one
+            for types in BY_KIND.values()
+            for one in types
+            if kind is None or isdtype(one, kind)
+        }
+
+
+def namespace_info() -> NamespaceInfo:
+    """The object with which the namespace describes itself."""
+    return NamespaceInfo()

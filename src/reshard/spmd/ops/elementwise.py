@@ -1,0 +1,899 @@
+"""Elementwise operators, with NumPy's broadcasting.
+
+An operator that is its record alone is a function made by `_unary` or `_binary`. Derivatives are
+written with the operators themselves; the tape sums what broadcasting repeated. NumPy's ufuncs can
+write their result into the memory of an operand, since they read each element before they write it;
+`writing` has a list of PyTorch's functions that can.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import SpecError
+from reshard.spmd import namespace
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.backend import is_distributed, library, library_of
+from reshard.spmd.core.local_work import Function, LocalWork
+from reshard.spmd.core.operator import (
+    Example,
+    Infer,
+    Operator,
+    OperatorClass,
+    Pullback,
+    TapeStep,
+    register,
+)
+from reshard.spmd.core.result_types import asked, boolean, of_first
+from reshard.spmd.ops.arguments import of_arrays
+from reshard.spmd.rules.rule_builder import Inferred, Shape, elementwise_rule
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import call, recorders
+from reshard.spmd.shards.runner import in_process
+
+
+def whole(x: ArrayValue, array: Any) -> Any:
+    """A library's array as one beside `x`: not sharded, or in its own sharding."""
+    if is_distributed(array):
+        return namespace.find("array")(array, runner=x.runner)
+    library = x.runner.library
+    shard = library.array(array, beside=next(iter(x._shards), None))
+    kind = ArrayType(shard.shape, library.dtype_of(shard))
+    return type(x).of_shards(kind, (shard,), x.runner)
+
+
+def operands(*values: Any) -> list[Any]:
+    """Values as operands of one operation, of the runner of the first array in shards.
+
+    Arrays of NumPy's shards in this process become operands beside those of another runner.
+    """
+    arrays = [one for one in values if isinstance(one, ArrayValue)]
+    if not arrays:
+        return list(values)
+    first = arrays[0]
+    if any(one.runner is not first.runner for one in arrays):
+        first = next((one for one in arrays if one.runner.library.name != "numpy"), first)
+    return [
+        _beside(first, one)
+        if isinstance(one, ArrayValue)
+        else one
+        if library_of(one) is None
+        else whole(first, one)
+        for one in values
+    ]
+
+
+def _beside(first: ArrayValue, one: ArrayValue) -> ArrayValue:
+    """An array of NumPy's shards as one of another runner; any other array as it is."""
+    runner = first.runner
+    if one.runner is runner or one.runner is not in_process("numpy") or runner.is_abstract:
+        return one
+    for recorder in recorders:
+        # The copy is another array, which depends on nothing.
+        read = getattr(recorder, "record_read", None)
+        if read is not None:
+            read(one)
+    mesh = None if one.type.spec is None else one.type.spec.mesh
+    shards = dict(zip(one.runner.ranks(mesh), one._shards, strict=True))
+    beside = next(iter(first._shards), None)
+    made = [runner.library.array(shards[rank], beside=beside) for rank in runner.ranks(mesh)]
+    found: ArrayValue = type(one).of_shards(one.type, tuple(made), runner)
+    return found
+
+
+def make_function(operator: Operator) -> Function:
+    """Return the function of an operator whose record has a `doc`."""
+    name = operator.name
+
+    def unary(x: Any, /) -> Any:
+        return call(name, (x,))
+
+    def binary(x1: Any, x2: Any, /) -> Any:
+        try:
+            # The shortest way for two arrays whose operation is compiled. All else, numbers and
+            # other libraries' arrays too, goes by `call`.
+            found = x1.runner.calls[name, x1.type, x2.type]
+        except (KeyError, AttributeError, TypeError):
+            found = None
+        is_known = found is not None and not found.factors
+        if is_known and x2.runner is x1.runner and not recorders:
+            return found.run(x1, x2)
+        return call(name, operands(x1, x2))
+
+    def variadic(*arrays: Any, **attributes: Any) -> Any:
+        return call(name, operands(*arrays), attributes)
+
+    shapes, attributes = operator.example or ((), {})
+    made: Any = variadic if attributes else {1: unary, 2: binary}.get(len(shapes), variadic)
+    made.__name__ = made.__qualname__ = name
+    made.__doc__ = operator.doc
+    if operator.family == "elementwise":
+        made.__doc__ += " Elementwise; operands broadcast, and may be Python numbers."
+    function: Function = made
+    return function
+
+
+_LOG2 = math.log(2)
+_LOG10 = math.log(10)
+
+
+# ---- clip
+
+
+@of_arrays
+def clip(x: Any, /, min: Any = None, max: Any = None) -> Any:
+    """Numbers below `min` become `min`, those above `max` become `max`; None is no bound."""
+    x, min, max = operands(x, min, max)
+    if min is None and max is None:
+        return call("positive", (x,)) if x.dtype.name != "bool" else x
+    bounds = [one for one in (min, max) if one is not None]
+    options = {"bounds": ("min",) * (min is not None) + ("max",) * (max is not None)}
+    return call("clip", (x, *bounds), None, options)
+
+
+def register_elementwise(
+    name: str, infer: Infer, example: Example, doc: str = "", **options: Any
+) -> Operator:
+    return register(
+        Operator(
+            name,
+            "elementwise",
+            infer,
+            operator_class=OperatorClass.ELEMENTWISE,
+            **{"result_types": boolean if name in _TRUTH.split() else None, **options},
+            example=example,
+            doc=doc,
+        )
+    )
+
+
+_TRUTH = (
+    "equal greater greater_equal isfinite isinf isnan less less_equal logical_and logical_not "
+    "logical_or logical_xor not_equal signbit"
+)
+
+
+def _expect_operands(least: int, most: int) -> Infer:
+    def infer(shapes: Sequence[Shape], **attributes: Any) -> Inferred:
+        if not least <= len(shapes) <= most:
+            wanted = least if least == most else f"{least} to {most}"
+            raise SpecError(f"{len(shapes)} operands; {wanted} were expected")
+        return elementwise_rule(shapes, **attributes)
+
+    return infer
+
+
+_ONE, _TWO, _THREE, _UP_TO_THREE = (
+    _expect_operands(1, 1),
+    _expect_operands(2, 2),
+    _expect_operands(3, 3),
+    _expect_operands(1, 3),
+)
+
+
+_OF_THREE: Example = ([(4, 8)] * 3, {})
+
+
+def _clip_kernel(work: LocalWork) -> Function:
+    """Numbers within one bound, or two."""
+    limit = work.library.namespace.clip
+    if work.attributes["bounds"] == ("max",):
+        return lambda x, most: limit(x, None, most)
+    if work.attributes["bounds"] == ("min",):
+        return lambda x, least: limit(x, least, None)
+    return lambda x, least, most: limit(x, least, most)
+
+
+def _pull_clip(step: TapeStep, g: Any, number: int) -> Any:
+    x, *bounds = step.operands
+    names = step.attributes["bounds"]
+    least = bounds[names.index("min")] if "min" in names else None
+    most = bounds[names.index("max")] if "max" in names else None
+    if number == 0:
+        inside = equal(x, clip(x, least, most))
+        return where(inside, g, 0.0)
+    # The upper bound is the one that holds where both do.
+    if names[number - 1] == "max":
+        return where(greater(x if least is None else maximum(x, least), most), g, 0.0)
+    below = less(x, least)
+    if most is not None:
+        below = logical_and(below, less_equal(least, most))
+    return where(below, g, 0.0)
+
+
+def register_binary(name: str, doc: str = "", **options: Any) -> Operator:
+    return register_elementwise(name, _TWO, _OF_TWO, doc, **options)
+
+
+def _binary(name: str, doc: str, **options: Any) -> Function:
+    return make_function(register_binary(name, doc, **options))
+
+
+_OF_TWO: Example = ([(4, 8), (8,)], {})
+
+
+less: Function = _binary("less", "Whether the first is less.", is_constant=True)
+
+
+equal: Function = _binary("equal", "Whether they are equal.", is_constant=True)
+
+
+logical_and: Function = _binary(
+    "logical_and",
+    "Logical and.",
+    commutes=("min",),
+    note="of truth values, contributions by min",
+    is_constant=True,
+)
+
+
+greater: Function = _binary("greater", "Whether the first is greater.", is_constant=True)
+
+
+less_equal: Function = _binary(
+    "less_equal", "Whether the first is less or equal.", is_constant=True
+)
+
+
+def _of_two(*derivatives: Derivative) -> Pullback:
+    """From the cotangent, both operands and the result to the cotangent of each."""
+
+    def pullback(step: TapeStep, g: Any, number: int) -> Any:
+        return derivatives[number](g, *step.operands, step.result)
+
+    return pullback
+
+
+def _pull_greater(g: Any, x: Any, y: Any, r: Any) -> Any:
+    # Where both are equal, each has half.
+    return where(equal(x, r), where(equal(x, y), g * 0.5, g), 0.0)
+
+
+Derivative = Callable[..., Any]
+
+
+@of_arrays
+def where(condition: Any, x1: Any, x2: Any, /) -> Any:
+    """`x1` where the condition holds, `x2` elsewhere; all three broadcast."""
+    return call("where", operands(condition, x1, x2))
+
+
+maximum: Function = _binary(
+    "maximum",
+    "The maximum.",
+    commutes=("max",),
+    pullback=_of_two(_pull_greater, lambda g, x, y, r: _pull_greater(g, y, x, r)),
+)
+
+
+register_elementwise(
+    "clip",
+    _UP_TO_THREE,
+    _OF_THREE,
+    local=_clip_kernel,
+    note="bounds that are arrays broadcast as operands do",
+    pullback=_pull_clip,
+)
+
+
+# ---- relu
+
+
+@of_arrays
+def relu(x: Any, /) -> Any:
+    """The elementwise maximum of a number and 0; its derivative at 0 is 0.
+
+    >>> import reshard.spmd as sp
+    >>> relu(sp.array([-1.0, 0.0, 2.0])).to_dense().tolist()
+    [0.0, 0.0, 2.0]
+    """
+    return call("relu", (x,))
+
+
+def register_unary(name: str, doc: str = "", **options: Any) -> Operator:
+    return register_elementwise(name, _ONE, _OF_ONE, doc, **options)
+
+
+def _unary(name: str, doc: str, **options: Any) -> Function:
+    return make_function(register_unary(name, doc, **options))
+
+
+_OF_ONE: Example = ([(4, 8)], {})
+
+
+def _relu_kernel(work: LocalWork) -> Function:
+    """The number where it is positive, 0 elsewhere; no number stays one that is none."""
+    (operand,) = work.operands
+    if work.library.name == "torch" and operand is not None and "float" in operand.dtype.name:
+        return import_module("torch").nn.functional.relu  # type: ignore[no-any-return]
+    maximum = work.library.namespace.maximum
+    return lambda x: maximum(x, 0)
+
+
+def _of_one(derivative: Derivative) -> Pullback:
+    """From the cotangent, the operand and the result to the operand's cotangent."""
+
+    def pullback(step: TapeStep, g: Any, number: int) -> Any:
+        return derivative(g, step.operands[0], step.result)
+
+    return pullback
+
+
+register_unary(
+    "relu",
+    "The number where it is positive, 0 elsewhere.",
+    commutes=("max", "min"),
+    local=_relu_kernel,
+    pullback=_of_one(lambda g, x, r: where(less_equal(r, 0), 0.0, g)),
+)
+
+
+# ---- sigmoid
+
+
+@of_arrays
+def sigmoid(x: Any, /) -> Any:
+    """`1 / (1 + exp(-x))`, without overflow or underflow to 0."""
+    return call("sigmoid", (x,))
+
+
+def _sigmoid_kernel(work: LocalWork) -> Function:
+    """`1 / (1 + exp(-x))`, by exponentials that are not above 1."""
+    if work.library.name == "torch":
+        return import_module("torch").sigmoid  # type: ignore[no-any-return]
+
+    def function(x: Any) -> Any:
+        small = np.exp(-np.abs(x))
+        return np.where(x >= 0, np.ones_like(small), small) / (1 + small)
+
+    return function
+
+
+register_unary(
+    "sigmoid", local=_sigmoid_kernel, pullback=_of_one(lambda g, x, r: g * r * (1.0 - r))
+)
+
+
+# ---- silu
+
+
+@of_arrays
+def silu(x: Any, /) -> Any:
+    """`x * sigmoid(x)`."""
+    return call("silu", (x,))
+
+
+def _silu_kernel(work: LocalWork) -> Function:
+    """`x * sigmoid(x)`, in one pass where PyTorch has it: of floating numbers."""
+    own, (operand,) = _sigmoid_kernel(work), work.operands
+    if work.library.name == "torch" and operand is not None and "float" in operand.dtype.name:
+        return import_module("torch").nn.functional.silu  # type: ignore[no-any-return]
+    return lambda x: x * own(x)
+
+
+def _pull_silu(g: Any, x: Any, r: Any) -> Any:
+    return call("silu_gradient", (g, x))
+
+
+register_unary("silu", local=_silu_kernel, pullback=_of_one(_pull_silu))
+
+
+# ---- copy
+
+
+def _pass(g: Any, *_: Any) -> Any:
+    return g
+
+
+register_unary("copy", linear="each", pullback=_of_one(_pass))
+
+
+# ---- silu_gradient
+
+
+def _silu_gradient_kernel(work: LocalWork) -> Function:
+    """A cotangent of SiLU's result times its slope at the operand, in one pass by PyTorch."""
+    own, (_, operand) = _sigmoid_kernel(work), work.operands
+    if work.library.name == "torch" and operand is not None and "float" in operand.dtype.name:
+        return import_module("torch").ops.aten.silu_backward  # type: ignore[no-any-return]
+
+    def function(g: Any, x: Any) -> Any:
+        share = own(x)
+        slope = 1 - share
+        slope *= x
+        slope += 1
+        slope *= share
+        return g * slope
+
+    return function
+
+
+def _pull_silu_gradient(g: Any, cotangent: Any, x: Any, r: Any) -> Any:
+    share = sigmoid(x)
+    return g * cotangent * (share * (1.0 - share) * (2.0 + x * (1.0 - 2.0 * share)))
+
+
+register_binary(
+    "silu_gradient",
+    linear=(0,),
+    local=_silu_gradient_kernel,
+    note="of a cotangent and silu's operand",
+    pullback=_of_two(lambda g, c, x, r: call("silu_gradient", (g, x)), _pull_silu_gradient),
+)
+
+
+# ---- where
+
+
+def _pull_where(step: TapeStep, g: Any, number: int) -> Any:
+    condition = step.operands[0]
+    return where(condition, g, 0.0) if number == 1 else where(condition, 0.0, g)
+
+
+register_elementwise(
+    "where",
+    _THREE,
+    _OF_THREE,
+    linear=(1, 2),
+    commutes=("max", "min", "product"),
+    note="both branches partial under a whole condition",
+    pullback=_pull_where,
+)
+
+
+# ---- astype
+
+
+def _same_type(**attributes: Any) -> bool:
+    # Rounding is not linear: a sum of rounded contributions is not the rounded sum.
+    return "dtype" not in attributes or bool(attributes.get("widening", False))
+
+
+def _cast_kernel(work: LocalWork) -> Function:
+    """The same numbers in another element type."""
+    own = work.library.own_dtype(work.attributes["dtype"])
+    if work.library.name == "numpy":
+        return lambda x: x.astype(own)
+    return lambda x: x.to(own)
+
+
+register(
+    Operator(
+        "astype",
+        "elementwise",
+        _ONE,
+        "each",
+        linear_if=_same_type,
+        operator_class=OperatorClass.ELEMENTWISE,
+        local=_cast_kernel,
+        result_types=asked,
+        example=_OF_ONE,
+        note="partial sums stay partial only where the type is said to be widening",
+        pullback=_of_one(_pass),
+    )
+)
+
+
+abs: Function = _unary("abs", "The absolute value.", pullback=_of_one(lambda g, x, r: g * sign(x)))
+
+
+acos: Function = _unary(
+    "acos", "The inverse cosine.", pullback=_of_one(lambda g, x, r: -g / sqrt(1.0 - x * x))
+)
+
+
+acosh: Function = _unary(
+    "acosh",
+    "The inverse hyperbolic cosine.",
+    pullback=_of_one(lambda g, x, r: g / (sqrt(x - 1.0) * sqrt(x + 1.0))),
+)
+
+
+asin: Function = _unary(
+    "asin", "The inverse sine.", pullback=_of_one(lambda g, x, r: g / sqrt(1.0 - x * x))
+)
+
+
+asinh: Function = _unary(
+    "asinh", "The inverse hyperbolic sine.", pullback=_of_one(lambda g, x, r: g / sqrt(x * x + 1.0))
+)
+
+
+atan: Function = _unary(
+    "atan", "The inverse tangent.", pullback=_of_one(lambda g, x, r: g / (x * x + 1.0))
+)
+
+
+atanh: Function = _unary(
+    "atanh", "The inverse hyperbolic tangent.", pullback=_of_one(lambda g, x, r: g / (1.0 - x * x))
+)
+
+
+bitwise_invert: Function = _unary("bitwise_invert", "Bitwise not.", is_constant=True)
+
+
+cos: Function = _unary("cos", "The cosine.", pullback=_of_one(lambda g, x, r: -g * sin(x)))
+
+
+cosh: Function = _unary(
+    "cosh", "The hyperbolic cosine.", pullback=_of_one(lambda g, x, r: g * sinh(x))
+)
+
+
+exp: Function = _unary("exp", "The exponential.", pullback=_of_one(lambda g, x, r: g * r))
+
+
+expm1: Function = _unary(
+    "expm1", "The exponential minus 1.", pullback=_of_one(lambda g, x, r: g * (r + 1.0))
+)
+
+
+isfinite: Function = _unary("isfinite", "Whether it is finite.", is_constant=True)
+
+
+isinf: Function = _unary("isinf", "Whether it is infinite.", is_constant=True)
+
+
+isnan: Function = _unary("isnan", "Whether it is NaN.", is_constant=True)
+
+
+log: Function = _unary("log", "The natural logarithm.", pullback=_of_one(lambda g, x, r: g / x))
+
+
+log1p: Function = _unary(
+    "log1p",
+    "The natural logarithm of 1 plus the number.",
+    pullback=_of_one(lambda g, x, r: g / (x + 1.0)),
+)
+
+
+log2: Function = _unary(
+    "log2", "The logarithm to base 2.", pullback=_of_one(lambda g, x, r: g / (x * _LOG2))
+)
+
+
+log10: Function = _unary(
+    "log10", "The logarithm to base 10.", pullback=_of_one(lambda g, x, r: g / (x * _LOG10))
+)
+
+
+logical_not: Function = _unary("logical_not", "Logical not.", is_constant=True)
+
+
+reciprocal: Function = _unary(
+    "reciprocal", "1 divided by the number.", pullback=_of_one(lambda g, x, r: -g * (r * r))
+)
+
+
+signbit: Function = _unary("signbit", "Whether its sign bit is set.", is_constant=True)
+
+
+sin: Function = _unary("sin", "The sine.", pullback=_of_one(lambda g, x, r: g * cos(x)))
+
+
+sinh: Function = _unary(
+    "sinh", "The hyperbolic sine.", pullback=_of_one(lambda g, x, r: g * cosh(x))
+)
+
+
+sqrt: Function = _unary("sqrt", "The square root.", pullback=_of_one(lambda g, x, r: g * 0.5 / r))
+
+
+square: Function = _unary("square", "The square.", pullback=_of_one(lambda g, x, r: g * (2.0 * x)))
+
+
+tan: Function = _unary("tan", "The tangent.", pullback=_of_one(lambda g, x, r: g * (r * r + 1.0)))
+
+
+tanh: Function = _unary(
+    "tanh", "The hyperbolic tangent.", pullback=_of_one(lambda g, x, r: g * (1.0 - r * r))
+)
+
+
+negative: Function = _unary(
+    "negative", "The negative.", linear="each", pullback=_of_one(lambda g, x, r: -g)
+)
+
+
+real: Function = _unary("real", "The real part.", linear="each", pullback=_of_one(_pass))
+
+
+def _imag_kernel(work: LocalWork) -> Function:
+    """The imaginary part."""
+    space, (operand,) = work.library.namespace, work.operands
+    is_complex = operand is not None and operand.dtype.name.startswith("complex")
+    # PyTorch has none for real numbers, whose imaginary part is 0.
+    function: Function = space.imag if is_complex else space.zeros_like
+    return function
+
+
+imag: Function = _unary(
+    "imag", "The imaginary part.", linear="each", local=_imag_kernel, is_constant=True
+)
+
+
+conj: Function = _unary("conj", "The complex conjugate.", linear="each", pullback=_of_one(_pass))
+
+
+positive: Function = _unary("positive", "The same number.", linear="each", pullback=_of_one(_pass))
+
+
+def _same_kernel(work: LocalWork) -> Function:
+    """The array itself; without PyTorch's record of it where gradients are to stop."""
+    if work.name == "stop_gradient" and work.library.name == "torch":
+        return lambda x: x.detach()
+    return lambda x: x
+
+
+identity: Function = _unary(
+    "identity",
+    "The same number, in another array.",
+    linear="each",
+    commutes=("max", "min", "product"),
+    local=_same_kernel,
+    result_types=of_first,
+    pullback=_of_one(_pass),
+)
+
+
+stop_gradient: Function = _unary(
+    "stop_gradient",
+    "The same number, as a constant for gradients.",
+    linear="each",
+    commutes=("max", "min", "product"),
+    local=_same_kernel,
+    result_types=of_first,
+    is_constant=True,
+)
+
+
+ceil: Function = _unary(
+    "ceil", "The number rounded up to an integer.", commutes=("max", "min"), is_constant=True
+)
+
+
+floor: Function = _unary(
+    "floor", "The number rounded down to an integer.", commutes=("max", "min"), is_constant=True
+)
+
+
+round: Function = _unary(
+    "round",
+    "The number rounded to the nearest integer, ties to even.",
+    commutes=("max", "min"),
+    is_constant=True,
+)
+
+
+sign: Function = _unary(
+    "sign", "The sign of the number.", commutes=("max", "min"), is_constant=True
+)
+
+
+trunc: Function = _unary(
+    "trunc",
+    "The number rounded towards 0 to an integer.",
+    commutes=("max", "min"),
+    is_constant=True,
+)
+
+
+atan2: Function = _binary(
+    "atan2",
+    "The angle of the point `(x2, x1)`.",
+    pullback=_of_two(
+        lambda g, y, x, r: g * (x / (x * x + y * y)),
+        lambda g, y, x, r: -g * (y / (x * x + y * y)),
+    ),
+)
+
+
+bitwise_left_shift: Function = _binary("bitwise_left_shift", "Bits shifted left.", is_constant=True)
+
+
+bitwise_right_shift: Function = _binary(
+    "bitwise_right_shift", "Bits shifted right.", is_constant=True
+)
+
+
+bitwise_xor: Function = _binary("bitwise_xor", "Bitwise exclusive or.", is_constant=True)
+
+
+def _pull_copysign(g: Any, x: Any, y: Any, r: Any) -> Any:
+    return where(equal(signbit(x), signbit(r)), g, -g)
+
+
+copysign: Function = _binary(
+    "copysign",
+    "The first operand with the sign of the second.",
+    pullback=_of_two(_pull_copysign, lambda g, x, y, r: None),
+)
+
+
+floor_divide: Function = _binary(
+    "floor_divide", "The quotient rounded down.", fails="whole numbers", is_constant=True
+)
+
+
+greater_equal: Function = _binary(
+    "greater_equal", "Whether the first is greater or equal.", is_constant=True
+)
+
+
+hypot: Function = _binary(
+    "hypot",
+    "The square root of the sum of squares.",
+    pullback=_of_two(
+        lambda g, x, y, r: _pull_hypot(g, x, r), lambda g, x, y, r: _pull_hypot(g, y, r)
+    ),
+)
+
+
+logaddexp: Function = _binary(
+    "logaddexp",
+    "The logarithm of the sum of exponentials.",
+    pullback=_of_two(
+        lambda g, x, y, r: _pull_logarithm(g, x, r), lambda g, x, y, r: _pull_logarithm(g, y, r)
+    ),
+)
+
+
+logical_xor: Function = _binary("logical_xor", "Logical exclusive or.", is_constant=True)
+
+
+nextafter: Function = _binary(
+    "nextafter",
+    "The next number from the first towards the second.",
+    no_pullback="the next number is a rounding apart, which has no slope",
+)
+
+
+not_equal: Function = _binary("not_equal", "Whether they differ.", is_constant=True)
+
+
+def _pull_power(g: Any, x: Any, y: Any, r: Any) -> Any:
+    # At 0 to the power of 0 the slope is 0, where 0 * x ** -1 is no number.
+    if not isinstance(y, ArrayValue):
+        return g * 0.0 if y == 0 else g * (y * pow(x, y - 1))
+    is_zero = equal(y, 0)
+    slope = multiply(y, pow(x, where(is_zero, 1.0, subtract(y, 1))))
+    return g * where(is_zero, 0.0, slope)
+
+
+def _pull_exponent(g: Any, x: Any, y: Any, r: Any) -> Any:
+    # 0 to any power above 0 stays 0.
+    if not isinstance(x, ArrayValue):
+        return g * (r * (math.log(x) if x > 0 else 0.0 if x == 0 else math.nan))
+    return g * where(equal(x, 0), 0.0, r * log(where(equal(x, 0), 1.0, x)))
+
+
+pow: Function = _binary(
+    "pow", "The first to the power of the second.", pullback=_of_two(_pull_power, _pull_exponent)
+)
+
+
+remainder: Function = _binary(
+    "remainder",
+    "The remainder of division, with the sign of the second operand.",
+    fails="whole numbers",
+    pullback=_of_two(_pass, lambda g, x, y, r: -g * floor_divide(x, y)),
+)
+
+
+add: Function = _binary("add", "The sum.", linear="each", pullback=_of_two(_pass, _pass))
+
+
+subtract: Function = _binary(
+    "subtract", "The difference.", linear="each", pullback=_of_two(_pass, lambda g, x, y, r: -g)
+)
+
+
+multiply: Function = _binary(
+    "multiply",
+    "The product.",
+    linear="one",
+    commutes=("product",),
+    pullback=_of_two(lambda g, x, y, r: g * y, lambda g, x, y, r: g * x),
+)
+
+
+divide: Function = _binary(
+    "divide",
+    "The quotient.",
+    note="parts over a divisor of 0 would be inf - inf: reduced first",
+    pullback=_of_two(lambda g, x, y, r: g / y, lambda g, x, y, r: -g * (r / y)),
+)
+
+
+minimum: Function = _binary(
+    "minimum",
+    "The minimum.",
+    commutes=("min",),
+    pullback=_of_two(_pull_greater, lambda g, x, y, r: _pull_greater(g, y, x, r)),
+)
+
+
+logical_or: Function = _binary(
+    "logical_or",
+    "Logical or.",
+    commutes=("max",),
+    note="of truth values, contributions by max",
+    is_constant=True,
+)
+
+
+bitwise_or: Function = _binary("bitwise_or", "Bitwise or.", is_constant=True)
+
+
+bitwise_and: Function = _binary("bitwise_and", "Bitwise and.", is_constant=True)
+
+
+_TORCH_NAMES = """
+abs acos acosh add asin asinh atan atan2 atanh bitwise_and bitwise_invert bitwise_left_shift
+bitwise_or bitwise_right_shift bitwise_xor copysign cos cosh divide equal erf exp exp2 expm1
+floor_divide fmod gcd greater greater_equal heaviside hypot lcm less less_equal log
+log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor maximum
+minimum multiply negative nextafter not_equal pow reciprocal rsqrt sigmoid sin sinc sinh sqrt
+square subtract tan tanh
+"""
+
+
+_ATEN_NAMES = "relu silu"
+
+
+def writing(function: Function) -> Callable[..., Any] | None:
+    """A function that takes an argument `out` as well, and returns it; None where there is none.
+
+    A function of PyTorch returns a new tensor where it cannot write: where a gradient is recorded,
+    say.
+
+    >>> x = np.array([1.0, 2.0])
+    >>> writing(np.negative)(x, out=x) is x, x.tolist()
+    (True, [-1.0, -2.0])
+    >>> print(writing(np.sum), writing(np.matmul))
+    None None
+    """
+    if isinstance(function, np.ufunc):
+        # Those with a signature do not work element by element.
+        return function if function.signature is None else None
+    return _torch_writing().get(function) if "torch" in sys.modules else None
+
+
+@cache
+def _torch_writing() -> dict[Function, Callable[..., Any]]:
+    torch, space = sys.modules["torch"], library("torch").namespace
+    found: dict[Function, Callable[..., Any]] = {}
+    for name in _TORCH_NAMES.split():
+        function = getattr(space, name)
+        found[function] = partial(_write, function, function)
+    for name in _ATEN_NAMES.split():
+        function = getattr(torch.nn.functional, name)
+        found[function] = partial(_write, function, getattr(torch.ops.aten, name).out)
+    return found
+
+
+def _write(function: Function, write: Callable[..., Any], *operands: Any, out: Any) -> Any:
+    torch = sys.modules["torch"]
+    is_recorded = torch.is_grad_enabled() and any(
+        getattr(one, "requires_grad", False) for one in operands
+    )
+    # A subclass says itself what its functions do, and some functions take no number before `out`.
+    if is_recorded or type(out) is not torch.Tensor or not isinstance(operands[0], torch.Tensor):
+        return function(*operands)
+    return write(*operands, out=out)
+
+
+def _pull_logarithm(g: Any, x: Any, r: Any) -> Any:
+    # Of two numbers of -inf neither counts.
+    return g * exp(x - where(equal(r, -math.inf), 0.0, r))
+
+
+def _pull_hypot(g: Any, x: Any, r: Any) -> Any:
+    return g * where(equal(r, 0), 0.0, x / where(equal(r, 0), 1.0, r))

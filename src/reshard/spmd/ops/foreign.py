@@ -1,0 +1,1147 @@
+"""Operators of foreign graphs: `sp` never calls them.
+
+Graphs of other programs (StableHLO, other libraries') have operators that `sp` composes of others,
+as `stack`, or does not have at all. Propagation needs their rules; no rank computes them here. A
+test shows that the rule of a composed operator equals its composition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from reshard.errors import SpecError
+from reshard.spmd.core.operator import Example, Infer, Operator, register
+from reshard.spmd.core.result_types import boolean, of_first, promoted
+from reshard.spmd.ops.cumulative import _TOTALLED, _TOTALS, cumulative_rule, register_cumulative
+from reshard.spmd.ops.elementwise import (
+    _OF_THREE,
+    _THREE,
+    register_binary,
+    register_elementwise,
+    register_unary,
+)
+from reshard.spmd.ops.indexing import _register_lookup, register_indexing, take_rule
+from reshard.spmd.ops.linalg import (
+    _ORDERED,
+    _SQUARES,
+    _STACK,
+    matrix_rule,
+    of_systems,
+    register_factorisation,
+    register_linalg,
+    same_matrix,
+    solve_rule,
+)
+from reshard.spmd.ops.movement import (
+    _BROADCASTING,
+    _REARRANGING,
+    _ROWS,
+    _check_some,
+    concat_rule,
+    permute_dims_rule,
+    register_movement,
+    reshape_rule,
+)
+from reshard.spmd.ops.networks import _WHOLE, register_layer
+from reshard.spmd.ops.products import _check_same, einsum_rule, register_product
+from reshard.spmd.ops.reductions import _make_reduction, register_reduction, whole_axes
+from reshard.spmd.rules.rule_builder import (
+    Axes,
+    Inferred,
+    RuleBuilder,
+    Shape,
+    axes_of,
+    axis_of,
+    broadcast_factors,
+    broadcast_shape,
+    counted,
+    elementwise_rule,
+    kept,
+    one_operand,
+    replicated_rule,
+)
+
+OF_GRAPHS = "it stands in other programs' graphs, and no rank computes it"
+COMPOSED = "sp composes it of other operators, which have derivatives"
+
+_UNARY = "angle cbrt degrees radians erf rsqrt softplus exp2 sinc i0 spacing"
+_BINARY = "heaviside gcd lcm ldexp fmod float_power logaddexp2 fmax fmin"
+for _name in _UNARY.split():
+    register_unary(_name, no_pullback=OF_GRAPHS)
+for _name in _BINARY.split():
+    register_binary(_name, no_pullback=OF_GRAPHS)
+
+
+# ---- gelu
+
+
+register_unary("gelu", no_pullback=COMPOSED)
+
+
+# ---- clamp
+
+
+register_elementwise(
+    "clamp",
+    _THREE,
+    ([(), (4, 8), ()], {}),
+    note="operands are the lower bound, the array, the upper bound",
+    no_pullback=OF_GRAPHS,
+)
+
+
+# ---- select
+
+
+register_elementwise(
+    "select",
+    _THREE,
+    _OF_THREE,
+    linear=(1, 2),
+    commutes=("max", "min", "product"),
+    note="where, by another name",
+    no_pullback=OF_GRAPHS,
+)
+
+
+# ---- matrix_transpose
+
+
+def matrix_transpose_rule(shapes: Sequence[Shape]) -> Inferred:
+    """The last two dimensions swapped."""
+    shape = one_operand("matrix_transpose", shapes)
+    if len(shape) < 2:
+        raise SpecError(f"shape {shape} is no matrix; 2 or more dimensions were expected")
+    order = [*range(len(shape) - 2), len(shape) - 1, len(shape) - 2]
+    return permute_dims_rule(shapes, order)
+
+
+register_movement(
+    "matrix_transpose", matrix_transpose_rule, ([(2, 4, 8)], {}), _REARRANGING, no_pullback=COMPOSED
+)
+
+
+# ---- moveaxis
+
+
+def moveaxis_rule(
+    shapes: Sequence[Shape], source: int | Sequence[int], destination: int | Sequence[int]
+) -> Inferred:
+    """Axes put elsewhere, the others kept in order."""
+    rank = len(one_operand("moveaxis", shapes))
+    given, wanted = (
+        [axis_of(rank, axis) for axis in ([axes] if isinstance(axes, int) else axes)]
+        for axes in (source, destination)
+    )
+    if len(given) != len(wanted) or len({*given}) != len(given) or len({*wanted}) != len(wanted):
+        raise SpecError(
+            f"moveaxis of {source} to {destination}; name as many places as axes, each once"
+        )
+    order = [dim for dim in range(rank) if dim not in given]
+    # In rising order of places, so that no axis shifts one that was put in before.
+    for place, dim in sorted(zip(wanted, given, strict=True)):
+        order.insert(place, dim)
+    return permute_dims_rule(shapes, order)
+
+
+register_movement(
+    "moveaxis",
+    moveaxis_rule,
+    ([(2, 4, 8)], {"source": 0, "destination": 2}),
+    _REARRANGING,
+    no_pullback=COMPOSED,
+)
+
+
+# ---- flatten
+
+
+def flatten_rule(shapes: Sequence[Shape]) -> Inferred:
+    """All dimensions merged into one."""
+    return reshape_rule(shapes, (math.prod(one_operand("flatten", shapes)),))
+
+
+register_movement(
+    "flatten", flatten_rule, ([(4, 8)], {}), _REARRANGING, note="a reshape", no_pullback=COMPOSED
+)
+
+
+# ---- broadcast_arrays
+
+
+def broadcast_arrays_rule(shapes: Sequence[Shape]) -> Inferred:
+    """Each operand broadcast to the shape that they have together.
+
+    >>> print(broadcast_arrays_rule([(4, 1), (8,)]).rule)
+    ([i, j], [k]) -> ([i, k], [i, k]) {i=4, j=1, k=8} need_replication={j}
+    """
+    result = broadcast_shape(shapes)
+    builder = RuleBuilder(shapes, [result] * len(shapes))
+    broadcast_factors(builder, result, operands=range(len(shapes)))
+    return builder.build()
+
+
+register_movement(
+    "broadcast_arrays",
+    broadcast_arrays_rule,
+    ([(4, 1), (8,)], {}),
+    _BROADCASTING,
+    no_pullback=COMPOSED,
+)
+
+
+# ---- stack
+
+
+def stack_rule(shapes: Sequence[Shape], axis: int = 0) -> Inferred:
+    """Arrays of one shape along a new axis.
+
+    >>> print(stack_rule([(4,), (4,)], axis=1).rule)
+    ([i], [i]) -> ([i, j]) {i=4, j=2} need_replication={j}
+    """
+    _check_some("stack", shapes)
+    if len(set(shapes)) > 1:
+        raise SpecError(f"stack of {', '.join(map(str, shapes))}; one shape was expected")
+    shape = shapes[0]
+    place = axis_of(len(shape) + 1, axis)
+    builder = RuleBuilder(shapes, [(*shape[:place], len(shapes), *shape[place:])])
+    for dim in range(len(shape) + 1):
+        if dim == place:
+            builder.factor((), [dim], kind="need_replication")
+        else:
+            builder.factor([dim - (dim > place)] * len(shapes), [dim])
+    return builder.build()
+
+
+register_movement("stack", stack_rule, ([(4,), (4,)], {"axis": 1}), no_pullback=COMPOSED)
+
+
+# ---- unstack
+
+
+def unstack_rule(shapes: Sequence[Shape], axis: int = 0) -> Inferred:
+    """The slices along an axis, one by one.
+
+    >>> print(unstack_rule([(4, 2)], axis=1).rule)
+    ([i, j]) -> ([i], [i]) {i=4, j=2} need_replication={j}
+    """
+    shape = one_operand("unstack", shapes)
+    place = axis_of(len(shape), axis)
+    count = shape[place]
+    builder = RuleBuilder([shape], [shape[:place] + shape[place + 1 :]] * count)
+    for dim in range(len(shape)):
+        if dim == place:
+            builder.factor([dim], kind="need_replication")
+        else:
+            builder.factor([dim], [dim - (dim > place)] * count)
+    return builder.build()
+
+
+register_movement(
+    "unstack", unstack_rule, ([(4, 2)], {"axis": 1}), reads_part=True, no_pullback=COMPOSED
+)
+
+
+# ---- split
+
+
+def split_rule(
+    shapes: Sequence[Shape], indices_or_sections: int | Sequence[int], axis: int = 0
+) -> Inferred:
+    """Pieces of an axis: a number of equal ones, or those between places, as `numpy.split`.
+
+    >>> split_rule([(8,)], [3, 5]).result_shapes
+    ((3,), (2,), (3,))
+    """
+    shape = one_operand("split", shapes)
+    place = axis_of(len(shape), axis)
+    size = shape[place]
+    if isinstance(indices_or_sections, int):
+        if indices_or_sections < 1 or size % indices_or_sections:
+            raise SpecError(
+                f"split of {size} into {indices_or_sections} equal pieces; give a divisor, or "
+                "where they begin"
+            )
+        step = size // indices_or_sections
+        cuts = [step * number for number in range(1, indices_or_sections)]
+    else:
+        # As NumPy: counted from the end where negative, and clipped to the axis.
+        cuts = [slice(where).indices(size)[1] for where in indices_or_sections]
+    ends = zip([0, *cuts], [*cuts, size], strict=True)
+    results = [(*shape[:place], max(stop - start, 0), *shape[place + 1 :]) for start, stop in ends]
+    builder = RuleBuilder([shape], results)
+    for dim in range(len(shape)):
+        moves = dim == place and len(results) > 1
+        builder.factor([dim], [dim] * len(results), kind="permutation" if moves else "pass_through")
+    return builder.build()
+
+
+register_movement(
+    "split",
+    split_rule,
+    (_ROWS, {"indices_or_sections": 2, "axis": 1}),
+    reads_part=True,
+    note="as a slice for each piece",
+    no_pullback=COMPOSED,
+)
+
+
+# ---- tile
+
+
+def tile_rule(shapes: Sequence[Shape], repetitions: Sequence[int]) -> Inferred:
+    """The array many times over: a dimension of the result is the repetitions, then the array's.
+
+    >>> print(tile_rule([(4,)], (2, 3)).rule)
+    ([k]) -> ([i, jk]) {i=2, j=3, k=4}
+    """
+    shape = one_operand("tile", shapes)
+    rank = max(len(shape), len(repetitions))
+    sizes = (1,) * (rank - len(shape)) + shape
+    times = (1,) * (rank - len(repetitions)) + tuple(repetitions)
+    builder = RuleBuilder([shape], [tuple(a * b for a, b in zip(sizes, times, strict=True))])
+    for dim in range(rank):
+        # Shapes and repetitions are lined up at the end; the shorter one is filled with ones.
+        source = dim - rank + len(shape)
+        if times[dim] != 1 or source < 0:
+            builder.factor((), [dim], size=times[dim])
+        if source >= 0:
+            builder.factor([source], [dim])
+    return builder.build()
+
+
+register_movement(
+    "tile",
+    tile_rule,
+    (_ROWS, {"repetitions": (3, 1)}),
+    note="repetitions are the major factor of a dimension",
+    no_pullback=COMPOSED,
+)
+
+
+# ---- repeat
+
+
+def repeat_rule(
+    shapes: Sequence[Shape], repeats: int | Sequence[int], axis: int | None = None
+) -> Inferred:
+    """Each element many times; of the flattened array without an axis.
+
+    >>> print(repeat_rule([(4, 8)], repeats=3, axis=0).rule)
+    ([i, k]) -> ([ij, k]) {i=4, j=3, k=8}
+    """
+    shape = one_operand("repeat", shapes)
+    size = math.prod(shape) if axis is None else shape[axis_of(len(shape), axis)]
+    place = None if axis is None else axis_of(len(shape), axis)
+    counts = [repeats] if isinstance(repeats, int) else list(repeats)
+    # Equal repeats are a minor factor of the dimension. Unequal ones have no common factor: whole.
+    even = len(counts) == 1
+    if not even and len(counts) != size:
+        raise SpecError(f"{len(counts)} repeats of {size} elements; give one, or one for each")
+    total = size * counts[0] if even else sum(counts)
+    if place is None:
+        result: Shape = (total,)
+    else:
+        result = (*shape[:place], total, *shape[place + 1 :])
+    if not even and place is None:
+        return Inferred(replicated_rule(shapes, [result]), (result,))
+    builder = RuleBuilder([shape], [result])
+    for dim in range(len(shape)):
+        if dim == place and not even:
+            builder.factor([dim], kind="need_replication")
+            builder.factor((), [dim], kind="need_replication")
+            continue
+        builder.factor([dim], [0 if place is None else dim])
+        if dim == place and counts[0] != 1:
+            builder.factor((), [dim], size=counts[0])
+    if place is None and (counts[0] != 1 or not shape):
+        builder.factor((), [0], size=counts[0])
+    return builder.build()
+
+
+register_movement(
+    "repeat",
+    repeat_rule,
+    (_ROWS, {"repeats": 3, "axis": 0}),
+    note="repetitions are the minor factor of a dimension; whole if they differ",
+    no_pullback=COMPOSED,
+)
+
+
+# ---- meshgrid
+
+
+def meshgrid_rule(shapes: Sequence[Shape], indexing: str = "xy") -> Inferred:
+    """Vectors, each spread over a dimension of its own; the first two swapped for "xy".
+
+    >>> print(meshgrid_rule([(4,), (8,)], indexing="ij").rule)
+    ([i], [j]) -> ([i, j], [i, j]) {i=4, j=8}
+    """
+    if any(len(shape) > 1 for shape in shapes):
+        raise SpecError(f"meshgrid of {', '.join(map(str, shapes))}; vectors were expected")
+    # The vector that each dimension of the result is of.
+    order = list(range(len(shapes)))
+    if indexing == "xy" and len(shapes) > 1:
+        order[:2] = [1, 0]
+    # The product of a scalar's shape is 1: it spans a dimension of one element.
+    result = tuple(math.prod(shapes[source]) for source in order)
+    builder = RuleBuilder(shapes, [result] * len(shapes))
+    for dim, source in enumerate(order):
+        own = [None] * source + [0] if shapes[source] else []
+        builder.factor(own, [dim] * len(shapes), size=result[dim])
+    return builder.build()
+
+
+register_movement(
+    "meshgrid", meshgrid_rule, ([(4,), (8,)], {"indexing": "ij"}), no_pullback=COMPOSED
+)
+
+
+# ---- tril
+
+
+def triangle_rule(shapes: Sequence[Shape], k: int = 0) -> Inferred:
+    """Zero above or below a diagonal of the last two dimensions."""
+    shape = one_operand("tril or triu", shapes)
+    if len(shape) < 2:
+        raise SpecError(f"shape {shape} is no matrix; 2 or more dimensions were expected")
+    builder = RuleBuilder([shape], [shape])
+    for dim in range(len(shape)):
+        builder.factor([dim], [dim], adjusted=dim >= len(shape) - 2)
+    return builder.build()
+
+
+_TRIANGLE = "the diagonal lies elsewhere in a part"
+
+
+register_movement("tril", triangle_rule, (_ROWS, {}), note=_TRIANGLE, no_pullback=COMPOSED)
+
+
+# ---- triu
+
+
+register_movement("triu", triangle_rule, (_ROWS, {}), note=_TRIANGLE, no_pullback=COMPOSED)
+
+
+# ---- diff
+
+
+def diff_rule(shapes: Sequence[Shape], axis: int = -1, n: int = 1) -> Inferred:
+    """Differences of neighbours, `n` times; further operands are put before and behind.
+
+    >>> print(diff_rule([(4, 8)]).rule)
+    ([i, j]) -> ([i, j]) {i=4, j=8} permutation={j}
+    """
+    if not 1 <= len(shapes) <= 3:
+        counted("diff", shapes, 1)
+    rank = len(shapes[0])
+    place = axis_of(rank, axis)
+    joined = concat_rule(shapes, axis).result_shapes[0]
+    result = (*joined[:place], max(joined[place] - n, 0), *joined[place + 1 :])
+    builder = RuleBuilder(shapes, [result])
+    for dim in range(rank):
+        if dim != place:
+            builder.factor([dim] * len(shapes), [dim])
+        else:
+            builder.factor(
+                [dim], [dim], kind="permutation" if n or len(shapes) > 1 else "pass_through"
+            )
+    return builder.build()
+
+
+register(
+    Operator(
+        "diff",
+        "movement",
+        diff_rule,
+        "each",
+        result_types=promoted,
+        example=(_ROWS, {}),
+        note="neighbours lie in other parts",
+        no_pullback=COMPOSED,
+    )
+)
+
+
+# ---- embedding
+
+
+def embedding_rule(shapes: Sequence[Shape]) -> Inferred:
+    """Rows of a table `[v, d]` at indices."""
+    return take_rule(shapes, axis=0)
+
+
+_register_lookup("embedding", embedding_rule, ([(100, 8), (2, 4)], {}), no_pullback=COMPOSED)
+
+
+# ---- one_hot
+
+
+def one_hot_rule(shapes: Sequence[Shape], num_classes: int, axis: int = -1) -> Inferred:
+    """Ones where a class is an element's own; the classes are a new dimension.
+
+    >>> print(one_hot_rule([(4,)], num_classes=10).rule)
+    ([i]) -> ([i, j]) {i=4, j=10}
+    """
+    shape = one_operand("one_hot", shapes)
+    place = axis_of(len(shape) + 1, axis)
+    builder = RuleBuilder([shape], [(*shape[:place], num_classes, *shape[place:])])
+    for dim in range(len(shape) + 1):
+        if dim == place:
+            builder.factor((), [dim], adjusted=True)
+        else:
+            builder.factor([dim - (dim > place)], [dim])
+    return builder.build()
+
+
+register_indexing(
+    "one_hot",
+    one_hot_rule,
+    ([(4,)], {"num_classes": 10}),
+    note="a part has its own classes",
+    is_constant=True,
+)
+
+
+# ---- isin
+
+
+def isin_rule(shapes: Sequence[Shape], invert: bool = False) -> Inferred:
+    """Whether elements are among others, of which each device needs all."""
+    counted("isin", shapes, 2)
+    # The second operand gets no factor, so that `build` makes it whole.
+    builder = RuleBuilder(shapes, [shapes[0]])
+    for dim in range(len(shapes[0])):
+        builder.factor([dim], [dim])
+    return builder.build()
+
+
+register_indexing("isin", isin_rule, ([(4, 8), (3,)], {}), result_types=boolean, is_constant=True)
+
+
+# ---- mean
+
+
+register_reduction(
+    "mean",
+    # A part that divided by its own count would give a mean of means; `sp.mean` divides a sum.
+    _make_reduction("sum", adjusted=True),
+    linear="each",
+    note="each part divides its sum by the whole count; contributions are summed",
+    no_pullback=COMPOSED,
+)
+
+
+# ---- count_nonzero
+
+
+register_reduction(
+    "count_nonzero", _make_reduction("sum"), note="contributions are counts", is_constant=True
+)
+
+
+# ---- var
+
+
+def _infer_spread(
+    shapes: Sequence[Shape], axis: Axes = None, correction: float = 0.0, keepdims: bool = False
+) -> Inferred:
+    return whole_axes(shapes, axis, keepdims)
+
+
+_SPREAD = "needs the mean first: made of sums, or of whole axes"
+
+
+register_reduction("var", _infer_spread, note=_SPREAD, no_pullback=COMPOSED)
+
+
+# ---- std
+
+
+register_reduction("std", _infer_spread, note=_SPREAD, no_pullback=COMPOSED)
+
+
+# ---- logsumexp
+
+
+register_reduction("logsumexp", whole_axes, note="needs the maximum first", no_pullback=COMPOSED)
+
+
+# ---- dot_general
+
+
+def dot_general_rule(
+    shapes: Sequence[Shape],
+    batching: Sequence[Sequence[int]] = ((), ()),
+    contracting: Sequence[Sequence[int]] = ((), ()),
+) -> Inferred:
+    """XLA's product: batch dimensions first, then the left's, then the right's.
+
+    >>> print(dot_general_rule([(2, 4, 8), (2, 8, 5)], [[0], [0]], [[2], [1]]).rule)
+    ([i, j, l], [i, l, k]) -> ([i, j, k]) {i=2, j=4, k=5, l=8} reduction={l}
+    """
+    counted("dot_general", shapes, 2)
+    left, right = shapes
+    gone = [{*batching[side], *contracting[side]} for side in range(2)]
+    free = [
+        [dim for dim in range(len(shape)) if dim not in gone[side]]
+        for side, shape in enumerate(shapes)
+    ]
+    sizes = [left[dim] for dim in (*batching[0], *free[0])] + [right[dim] for dim in free[1]]
+    builder = RuleBuilder(shapes, [tuple(sizes)])
+    for place, (one, other) in enumerate(zip(*batching, strict=True)):
+        _check_same("dot_general", left[one], right[other], shapes)
+        builder.factor([one, other], [place])
+    lead = len(batching[0])
+    for number, dim in enumerate(free[0]):
+        builder.factor([dim], [lead + number])
+    lead += len(free[0])
+    for number, dim in enumerate(free[1]):
+        builder.factor([None, dim], [lead + number])
+    for one, other in zip(*contracting, strict=True):
+        _check_same("dot_general", left[one], right[other], shapes)
+        builder.factor([one, other], kind="reduction")
+    return builder.build()
+
+
+register_product(
+    "dot_general",
+    dot_general_rule,
+    ([(2, 4, 8), (2, 8, 5)], {"batching": [[0], [0]], "contracting": [[2], [1]]}),
+    note="XLA's dot, with batch axes",
+    no_pullback=OF_GRAPHS,
+)
+
+
+# ---- outer
+
+
+def outer_rule(shapes: Sequence[Shape]) -> Inferred:
+    """`[i], [j] -> [i, j]`.
+
+    >>> print(outer_rule([(4,), (8,)]).rule)
+    ([i], [j]) -> ([i, j]) {i=4, j=8}
+    """
+    return einsum_rule(shapes, "a,b->ab")
+
+
+register_product("outer", outer_rule, ([(4,), (8,)], {}), no_pullback=COMPOSED)
+
+
+# ---- matrix_power
+
+
+register_factorisation(
+    "matrix_power",
+    lambda shapes, n=1: same_matrix(shapes),
+    ([(2, 4, 4)], {"n": 2}),
+    lambda m, n: 2 * n**3,
+    no_pullback=COMPOSED,
+)
+
+
+# ---- eig
+
+
+register_factorisation(
+    "eig",
+    matrix_rule(lambda m, n: ((m,), (m, m)), square=True),
+    _SQUARES,
+    lambda m, n: 25 * n**3,
+    no_pullback=OF_GRAPHS,
+)
+
+
+# ---- eigvals
+
+
+register_factorisation(
+    "eigvals",
+    matrix_rule(lambda m, n: ((m,),), square=True),
+    _SQUARES,
+    lambda m, n: 10 * n**3,
+    no_pullback=OF_GRAPHS,
+)
+
+
+# ---- pinv
+
+
+def _pinv(rows: int, columns: int, rtol: float | None = None) -> tuple[Shape, ...]:
+    return ((columns, rows),)
+
+
+register_factorisation(
+    "pinv",
+    matrix_rule(_pinv),
+    _STACK,
+    lambda m, n: 14 * max(m, n) * min(m, n) ** 2 + 8 * min(m, n) ** 3,
+    no_pullback=COMPOSED,
+)
+
+
+# ---- matrix_rank
+
+
+def _rank(rows: int, columns: int, rtol: float | None = None) -> tuple[Shape, ...]:
+    return ((),)
+
+
+register_factorisation(
+    "matrix_rank",
+    matrix_rule(_rank),
+    _STACK,
+    lambda m, n: 4 * (max(m, n) - min(m, n) / 3) * min(m, n) ** 2,
+    no_pullback=COMPOSED,
+)
+
+
+# ---- matrix_norm
+
+
+def matrix_norm_rule(
+    shapes: Sequence[Shape],
+    keepdims: bool = False,
+    ord: float | str = "fro",
+) -> Inferred:
+    """Norms of the last two dimensions."""
+    return whole_axes(shapes, (-2, -1), keepdims)
+
+
+register_linalg("matrix_norm", matrix_norm_rule, _STACK, no_pullback=COMPOSED)
+
+
+# ---- vector_norm
+
+
+def vector_norm_rule(
+    shapes: Sequence[Shape],
+    axis: Axes = None,
+    keepdims: bool = False,
+    ord: float = 2,
+) -> Inferred:
+    """Lengths of vectors along axes."""
+    return whole_axes(shapes, axis, keepdims)
+
+
+register_linalg(
+    "vector_norm",
+    vector_norm_rule,
+    _STACK,
+    "the axes are whole on each device",
+    no_pullback=COMPOSED,
+)
+
+
+# ---- triangular_solve
+
+
+def triangular_solve_rule(shapes: Sequence[Shape], left_side: bool = True, **_: Any) -> Inferred:
+    """`a x = b` for a triangular `a`, or `x a = b`.
+
+    >>> print(triangular_solve_rule([(4, 4), (3, 4)], left_side=False).rule)
+    ([k, j], [i, j]) -> ([i, k]) {i=3, j=4, k=4} need_replication={j, k}
+    """
+    if left_side:
+        return solve_rule(shapes)
+    counted("triangular_solve", shapes, 2)
+    left, right = shapes
+    if len(left) != len(right) or left[:-2] != right[:-2] or {*left[-2:]} != {*right[-1:]}:
+        raise SpecError(f"triangular solve of {left} and {right}; [..., m, m] and [..., n, m]")
+    lead = len(left) - 2
+    builder = RuleBuilder(shapes, [right])
+    for dim in range(lead):
+        builder.factor([dim, dim], [dim])
+    builder.factor([None, lead], [lead])
+    builder.factor([lead + 1, lead + 1], kind="need_replication")
+    builder.factor([lead], [lead + 1], kind="need_replication")
+    return builder.build()
+
+
+register_linalg(
+    "triangular_solve",
+    triangular_solve_rule,
+    ([(2, 4, 4), (2, 4, 3)], {}),
+    "as solve",
+    linear=(1,),
+    work=of_systems(lambda n, k: n**2 * k),
+    no_pullback=COMPOSED,
+)
+
+
+# ---- cross
+
+
+def cross_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
+    """Cross products of the vectors of 3 along an axis.
+
+    >>> print(cross_rule([(4, 3), (4, 3)]).rule)
+    ([i, j], [i, j]) -> ([i, j]) {i=4, j=3} need_replication={j}
+    """
+    counted("cross", shapes, 2)
+    result = broadcast_shape(shapes)
+    # Counted from the end, since operands of other ranks broadcast to the left of it.
+    back = axis if axis < 0 else axis - len(result)
+    if any(len(shape) < -back or shape[back] != 3 for shape in shapes):
+        raise SpecError(f"cross of {shapes[0]} and {shapes[1]}; axis {axis} must have size 3")
+    builder = RuleBuilder(shapes, [result])
+    for dim, size in enumerate(result):
+        found: list[int | None] = []
+        for tensor, shape in enumerate(shapes):
+            own = dim - len(result) + len(shape)
+            found.append(own if own >= 0 and shape[own] == size else None)
+            if own >= 0 and shape[own] != size:
+                builder.factor([None] * tensor + [own], size=1)
+        kind = "need_replication" if dim == len(result) + back else "pass_through"
+        builder.factor(found, [dim], size=size, kind=kind)  # type: ignore[arg-type]
+    return builder.build()
+
+
+register_linalg(
+    "cross",
+    cross_rule,
+    ([(4, 3), (4, 3)], {}),
+    "the axis of 3 is whole on each device",
+    linear="one",
+    no_pullback=COMPOSED,
+)
+
+
+# ---- trace
+
+
+def trace_rule(shapes: Sequence[Shape], offset: int = 0) -> Inferred:
+    """The sums of the diagonals of the last two dimensions."""
+    return matrix_rule(lambda rows, columns: ((),))(shapes)
+
+
+register_linalg("trace", trace_rule, _STACK, linear="each", reads_part=True, no_pullback=COMPOSED)
+
+
+# ---- fftshift
+
+
+def _register_shift(name: str) -> Operator:
+    return register(
+        Operator(
+            name,
+            "Fourier transforms",
+            shifted,
+            "each",
+            _ORDERED,
+            result_types=of_first,
+            example=([(4, 8)], {"axes": 1}),
+            no_pullback=COMPOSED,
+        )
+    )
+
+
+def shifted(shapes: Sequence[Shape], axes: Axes = None) -> Inferred:
+    """Halves of axes swapped."""
+    shape = one_operand("a shift", shapes)
+    return kept(shape, moved=axes_of(len(shape), axes))
+
+
+_register_shift("fftshift")
+
+
+# ---- ifftshift
+
+
+_register_shift("ifftshift")
+
+
+# ---- cumulative_max
+
+
+register_cumulative(
+    "cumulative_max",
+    cumulative_rule,
+    _TOTALLED,
+    commutes=("max",),
+    note=_TOTALS,
+    no_pullback=OF_GRAPHS,
+)
+
+
+# ---- cumulative_min
+
+
+register_cumulative(
+    "cumulative_min",
+    cumulative_rule,
+    _TOTALLED,
+    commutes=("min",),
+    note=_TOTALS,
+    no_pullback=OF_GRAPHS,
+)
+
+
+# ---- softmax
+
+
+def softmax_rule(shapes: Sequence[Shape], axis: int | Sequence[int] = -1) -> Inferred:
+    """Exponentials over their sum along an axis.
+
+    >>> print(softmax_rule([(4, 8)]).rule)
+    ([i, j]) -> ([i, j]) {i=4, j=8} need_replication={j}
+    """
+    shape = one_operand("softmax", shapes)
+    return kept(shape, whole=axes_of(len(shape), axis))
+
+
+register_layer("softmax", softmax_rule, ([(4, 8)], {"axis": 1}), note=_WHOLE, no_pullback=COMPOSED)
+
+
+# ---- log_softmax
+
+
+register_layer(
+    "log_softmax", softmax_rule, ([(4, 8)], {"axis": 1}), note=_WHOLE, no_pullback=COMPOSED
+)
+
+
+# ---- batch_norm
+
+
+def batch_norm_rule(shapes: Sequence[Shape], axis: int = 1) -> Inferred:
+    """An array, and vectors along one axis: scale, offset, mean and variance that are known.
+
+    >>> print(batch_norm_rule([(4, 8), (8,), (8,), (8,), (8,)]).rule)
+    ([i, j], [j], [j], [j], [j]) -> ([i, j]) {i=4, j=8}
+    """
+    counted("batch_norm", shapes, 5)
+    shape = shapes[0]
+    place = axis_of(len(shape), axis)
+    if any(other != (shape[place],) for other in shapes[1:]):
+        raise SpecError(f"batch_norm of {', '.join(map(str, shapes))}; vectors of axis {axis}")
+    builder = RuleBuilder(shapes, [shape])
+    for dim in range(len(shape)):
+        builder.factor([dim, *([0] * 4 if dim == place else [])], [dim])
+    return builder.build()
+
+
+register_layer(
+    "batch_norm",
+    batch_norm_rule,
+    ([(4, 8), (8,), (8,), (8,), (8,)], {}),
+    note="mean and variance are known",
+    no_pullback=OF_GRAPHS,
+)
+
+
+# ---- cross_entropy
+
+
+def cross_entropy_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
+    """The loss of each element: logits with the classes along an axis, and labels without it.
+
+    >>> print(cross_entropy_rule([(4, 10), (4,)]).rule)
+    ([i, j], [i]) -> ([i]) {i=4, j=10} need_replication={j}
+    """
+    counted("cross_entropy", shapes, 2)
+    logits, labels = shapes
+    place = axis_of(len(logits), axis)
+    if labels != logits[:place] + logits[place + 1 :]:
+        raise SpecError(f"labels {labels} of logits {logits}; one for each but axis {axis}")
+    builder = RuleBuilder(shapes, [labels])
+    for dim in range(len(labels)):
+        builder.factor([dim + (dim >= place), dim], [dim])
+    builder.factor([place], kind="need_replication")
+    return builder.build()
+
+
+register_layer(
+    "cross_entropy",
+    cross_entropy_rule,
+    ([(4, 10), (4,)], {}),
+    note="classes are whole on each device",
+    no_pullback=COMPOSED,
+)
+
+
+# ---- zeros
+
+
+_PLACES = "a part has the numbers of its own places"
+
+
+def register_creation(name: str, infer: Infer, example: Example, note: str = _PLACES) -> Operator:
+    return register(Operator(name, "creation", infer, example=example, note=note, is_constant=True))
+
+
+def constant_rule(shapes: Sequence[Shape], shape: int | Sequence[int] = (), **_: Any) -> Inferred:
+    """An array of one value."""
+    return filled(shapes, shape)
+
+
+def filled(
+    shapes: Sequence[Shape], shape: int | Sequence[int] = (), *, adjusted: bool = False
+) -> Inferred:
+    """A result of a shape, of which each device makes its part. Operands are scalars.
+
+    >>> print(filled([], (4, 8)).rule)
+    () -> ([i, j]) {i=4, j=8}
+    """
+    result = (shape,) if isinstance(shape, int) else tuple(shape)
+    builder = RuleBuilder(shapes, [result])
+    for dim in range(len(result)):
+        builder.factor((), [dim], adjusted=adjusted)
+    return builder.build()
+
+
+_FILLED: Example = ([], {"shape": (4, 8)})
+
+
+register_creation("zeros", constant_rule, _FILLED, "")
+
+
+# ---- ones
+
+
+register_creation("ones", constant_rule, _FILLED, "")
+
+
+# ---- empty
+
+
+register_creation("empty", constant_rule, _FILLED, "")
+
+
+# ---- full
+
+
+register_creation("full", constant_rule, _FILLED, "")
+
+
+# ---- zeros_like
+
+
+_BESIDE: Example = ([(4, 8)], {})
+
+
+register_creation("zeros_like", elementwise_rule, _BESIDE, "")
+
+
+# ---- ones_like
+
+
+register_creation("ones_like", elementwise_rule, _BESIDE, "")
+
+
+# ---- empty_like
+
+
+register_creation("empty_like", elementwise_rule, _BESIDE, "")
+
+
+# ---- full_like
+
+
+register_creation("full_like", elementwise_rule, _BESIDE, "")
+
+
+# ---- arange
+
+
+def arange_rule(
+    shapes: Sequence[Shape], start: float = 0, stop: float | None = None, step: float = 1, **_: Any
+) -> Inferred:
+    """Numbers at equal steps, `start` being the end if there is no `stop`.
+
+    >>> arange_rule([], 2, 9, 3).result_shapes
+    ((3,),)
+    """
+    # As NumPy: with one number it is where the range ends.
+    low, high = (0, start) if stop is None else (start, stop)
+    return filled(shapes, max(math.ceil((high - low) / step), 0), adjusted=True)
+
+
+register_creation("arange", arange_rule, ([], {"start": 8}))
+
+
+# ---- linspace
+
+
+def linspace_rule(
+    shapes: Sequence[Shape], start: complex = 0, stop: complex = 1, num: int = 50, **_: Any
+) -> Inferred:
+    """`num` numbers at equal distances from `start` to `stop`."""
+    return filled(shapes, num, adjusted=True)
+
+
+register_creation("linspace", linspace_rule, ([], {"start": 0, "stop": 1, "num": 8}))
+
+
+# ---- eye
+
+
+def eye_rule(
+    shapes: Sequence[Shape], n_rows: int, n_cols: int | None = None, k: int = 0
+) -> Inferred:
+    """Ones on a diagonal."""
+    return filled(shapes, (n_rows, n_rows if n_cols is None else n_cols), adjusted=True)
+
+
+register_creation("eye", eye_rule, ([], {"n_rows": 4}))
+
+
+# ---- iota
+
+
+def iota_rule(shapes: Sequence[Shape], shape: Sequence[int], axis: int = 0) -> Inferred:
+    """Each element's index along an axis."""
+    return filled(shapes, shape, adjusted=True)
+
+
+register_creation("iota", iota_rule, _FILLED)
+
+
+# ---- fftfreq
+
+
+def frequencies(halves: bool) -> Any:
+    """The frequencies of a Fourier transform of `n` elements."""
+
+    def infer(shapes: Sequence[Shape], n: int, d: float = 1.0, **_: Any) -> Inferred:
+        return filled(shapes, n // 2 + 1 if halves else n, adjusted=True)
+
+    return infer
+
+
+register_creation("fftfreq", frequencies(False), ([], {"n": 8}))
+
+
+# ---- rfftfreq
+
+
+register_creation("rfftfreq", frequencies(True), ([], {"n": 8}))
+
+
+# ---- random_bits
+
+
+def random_bits_rule(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
+    """A generator's state, and bits of a shape drawn from it: the next state, and the bits.
+
+    >>> print(random_bits_rule([(2,)], (4, 8)).rule)
+    ([i]) -> ([i], [j, k]) {i=2, j=4, k=8} need_replication={i} blocked={i}
+    """
+    counted("random_bits", shapes, 1)
+    builder = RuleBuilder(shapes, [shapes[0], tuple(shape)])
+    for dim in range(len(shapes[0])):
+        # Each device draws from the same state, and has the next one whole.
+        builder.factor([dim], [dim], kind="need_replication", blocked=True)
+    for dim in range(len(shape)):
+        builder.factor((), [None, dim], adjusted=True)
+    return builder.build()
+
+
+register_creation(
+    "random_bits",
+    random_bits_rule,
+    ([(2,)], {"shape": (4, 8)}),
+    "a part draws the bits of its places",
+)

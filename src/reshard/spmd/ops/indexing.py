@@ -1,0 +1,932 @@
+"""Reads and writes at indices: `x[...]`, `take`, `take_along_axis`, `scatter`, dynamic slices.
+
+Slices, integers, `...` and `None` follow the array API; so do integer arrays on the leading
+dimensions. The shape of a mask's selection depends on the elements, so it is computed from the full
+array and is not sharded. In a backward pass, elements that were looked up get the cotangents of all
+places that looked them up, added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import ArrayIndexError, ShardError, SpecError, UsageError
+from reshard.sharding import ShardingSpec
+from reshard.spmd.core.backend import library_of
+from reshard.spmd.core.local_work import Function, LocalWork, has_plain_parts
+from reshard.spmd.core.operator import (
+    Example,
+    Infer,
+    Operator,
+    OperatorClass,
+    TapeStep,
+    register,
+)
+from reshard.spmd.core.result_types import index, kind_of, of_first
+from reshard.spmd.ops import data_types, elementwise
+from reshard.spmd.ops import elementwise as e
+from reshard.spmd.ops.arguments import of_arrays, whole_number, whole_numbers
+from reshard.spmd.ops.elementwise import operands, where, whole
+from reshard.spmd.ops.filling import zeros_like
+from reshard.spmd.ops.movement import (
+    Range,
+    broadcast_shapes,
+    broadcast_to,
+    expand_dims,
+    flip,
+    moveaxis,
+    reshape,
+    squeeze,
+    take_ranges,
+)
+from reshard.spmd.ops.reductions import sum as sum_over
+from reshard.spmd.rules.rule_builder import (
+    Inferred,
+    RuleBuilder,
+    Shape,
+    axis_of,
+    counted,
+    one_operand,
+)
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import call
+
+# ---- take
+
+
+@of_arrays
+def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
+    """Take elements along an axis by index.
+
+    Raises ArrayIndexError, on every process, for an index that is out of range.
+    """
+    if axis is None:
+        if x.ndim != 1:
+            raise SpecError(f"take of shape {list(x.shape)} needs an axis; give axis=")
+        axis = 0
+    place = axis_of(x.ndim, axis)
+    return call("take", places_in(x, place, indices), {"axis": place})
+
+
+def _register_lookup(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
+    return register_indexing(
+        name,
+        infer,
+        example,
+        linear=(0,),
+        reads_part=True,
+        result_types=of_first,
+        note="a part gives the slices it has, zero for others; contributions are summed",
+        **options,
+    )
+
+
+def register_indexing(
+    name: str, infer: Infer | None, example: Example | None = None, **options: Any
+) -> Operator:
+    return register(Operator(name, "indexing", infer, example=example, **options))
+
+
+def take_rule(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:
+    """Slices of an axis at indices; the indices' dimensions stand in the axis's place.
+
+    A device that has some of the slices gives those, and zero for the others. Rows of a table are
+    cut as their indices are, before they are cut as the table is.
+
+    >>> print(take_rule([(100, 8), (4,)], axis=0).rule)
+    ([k, j], [i]) -> ([i, j]) {i=4, j=8, k=100} reduction={k}
+    """
+    counted("take", shapes, 2)
+    shape, indices = shapes
+    if axis is None and len(shape) != 1:
+        raise SpecError(f"take of {shape} without an axis; say which axis the indices are of")
+    place = axis_of(len(shape), axis or 0)
+    result = shape[:place] + indices + shape[place + 1 :]
+    builder = RuleBuilder(shapes, [result])
+    for dim in range(place):
+        builder.factor([dim], [dim])
+    # The indices' dimensions lie between those before the axis and those behind it.
+    for dim in range(len(indices)):
+        builder.factor([None, dim], [place + dim], leading=place == 0)
+    for dim in range(place + 1, len(shape)):
+        builder.factor([dim], [dim - 1 + len(indices)])
+    _add_looked_up_axis(builder, place)
+    return builder.build()
+
+
+def _add_looked_up_axis(builder: RuleBuilder, place: int) -> None:
+    """Adds the axis that indices are of. An axis of one element is the same for each index."""
+    if builder.operands[0][place] == 1:
+        builder.factor([place], kind="need_replication")
+    else:
+        builder.factor([place], kind="reduction", adjusted=True)
+
+
+def _take_kernel(work: LocalWork) -> Function | list[Function]:
+    """Slices of an axis at indices."""
+    look_up, axis = work.library.namespace.take, work.attributes["axis"]
+
+    def whole(x: Any, indices: Any) -> Any:
+        found = look_up(x, indices.reshape(-1), axis=axis)
+        return found.reshape(x.shape[:axis] + indices.shape + x.shape[axis + 1 :])
+
+    return _look_up_own_rows(work, whole, axis)
+
+
+def _look_up_own_rows(
+    work: LocalWork, whole: Function, axis: int, is_along: bool = False
+) -> Function | list[Function]:
+    """Lookup along an axis that is cut: each rank finds its own rows, and gives zero for others.
+
+    They are counted from the start and in range, by `checked_index`.
+    """
+    if not work.is_cut(0, axis):
+        return whole
+    library = work.library
+    space = library.namespace
+
+    def here(x: Any, indices: Any, start: int) -> Any:
+        size = x.shape[axis]
+        own = (indices >= start) & (indices < start + size)
+        # A rank without rows has nothing to look up: zeros of the result's shape.
+        if not size:
+            shape = indices.shape if is_along else None
+            rest = x.shape[:axis] + indices.shape + x.shape[axis + 1 :]
+            return library.linked(library.filled(rest if shape is None else shape, 0, x), x)
+        # Indices of others' rows look up the first one, which is then replaced by zero.
+        found = whole(x, space.where(own, indices - start, 0 * indices))
+        if not is_along:
+            # Spread over the dimensions around the axis, as the indices' are in the result.
+            own = own.reshape((1,) * axis + own.shape + (1,) * (x.ndim - axis - 1))
+        return space.where(own, found, library.filled((), 0, x))
+
+    # A function a rank: each begins elsewhere.
+    starts = work.starts_here(0, axis)
+    return [lambda x, indices, start=start: here(x, indices, start) for start in starts]
+
+
+def _finds_own_rows(
+    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
+) -> bool:
+    """Each rank looks its own rows up where every part is one stretch of its dimension."""
+    return all(map(has_plain_parts, specs))
+
+
+def _pull_take(step: TapeStep, g: Any, number: int) -> Any:
+    x, indices = step.operands
+    return _add_at(x, indices, g, step.attributes["axis"])
+
+
+def _add_at(x: Any, indices: Any, updates: Any, axis: int) -> Any:
+    """Zeros like an array, with updates added to slices of an axis."""
+    attributes = {"axis": axis, "mode": "add"}
+    return call("scatter", (zeros_like(x), indices, updates), attributes)
+
+
+_register_lookup(
+    "take",
+    take_rule,
+    ([(100, 8), (4,)], {"axis": 0}),
+    local=_take_kernel,
+    knows_place=_finds_own_rows,
+    pullback=_pull_take,
+)
+
+
+# ---- take_along_axis
+
+
+@of_arrays
+def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
+    """Take elements along an axis, by an index for each position of the other axes.
+
+    Raises ArrayIndexError, on every process, for an index that is out of range.
+    """
+    place = axis_of(x.ndim, axis)
+    x, chosen = places_in(x, place, indices)
+    if chosen.ndim != x.ndim:
+        raise SpecError(
+            f"indices of shape {list(chosen.shape)} along axis {place} of {list(x.shape)}; give "
+            "as many dimensions"
+        )
+    shape = broadcast_shapes(
+        *((*given[:place], *given[place + 1 :]) for given in (x.shape, chosen.shape))
+    )
+    x, chosen = (
+        broadcast_to(one, (*shape[:place], one.shape[place], *shape[place:])) for one in (x, chosen)
+    )
+    return call("take_along_axis", (x, chosen), {"axis": place})
+
+
+def take_along_axis_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
+    """An element of an axis for each index; the other dimensions run along together.
+
+    >>> print(take_along_axis_rule([(4, 8), (4, 3)]).rule)
+    ([i, k], [i, j]) -> ([i, j]) {i=4, j=3, k=8} reduction={k}
+    """
+    counted("take_along_axis", shapes, 2)
+    shape, indices = shapes
+    if len(shape) != len(indices):
+        raise SpecError(f"take_along_axis of {shape} at {indices}; ranks must be equal")
+    place = axis_of(len(shape), axis)
+    result = []
+    for dim, (size, other) in enumerate(zip(shape, indices, strict=True)):
+        if dim != place and size != other and 1 not in (size, other):
+            raise SpecError(f"take_along_axis of {shape} at {indices}; dimension {dim} differs")
+        result.append(other if dim == place or size == 1 else size)
+    builder = RuleBuilder(shapes, [tuple(result)])
+    for dim, size in enumerate(result):
+        if dim == place:
+            builder.factor([None, dim], [dim])
+            continue
+        found: list[int | None] = [None, None]
+        for tensor, given in enumerate((shape, indices)):
+            # A size of 1 that broadcasts is a factor of its own.
+            if given[dim] == size:
+                found[tensor] = dim
+            else:
+                builder.factor([None] * tensor + [dim], size=1)
+        builder.factor(found, [dim], size=size)
+    _add_looked_up_axis(builder, place)
+    return builder.build()
+
+
+def _take_along_kernel(work: LocalWork) -> Function | list[Function]:
+    """An element of an axis for each index."""
+    look_up, axis = work.library.namespace.take_along_axis, work.attributes["axis"]
+    return _look_up_own_rows(
+        work, lambda x, indices: look_up(x, indices, axis=axis), axis, is_along=True
+    )
+
+
+def _pull_take_along(step: TapeStep, g: Any, number: int) -> Any:
+    x, indices = step.operands
+    return add_along(x, indices, g, step.attributes["axis"])
+
+
+def add_along(x: Any, indices: Any, g: Any, axis: int) -> Any:
+    """Zeros like an array, with an update added at an index along an axis for each other place."""
+    axis %= x.ndim
+    spec = x.type.spec
+    size, count = x.shape[axis], indices.shape[axis]
+    indices, g = moveaxis(indices, axis, -1), moveaxis(g, axis, -1)
+    if count <= _FEW:
+        # Each place compares itself with the indices, so that places may be cut.
+        places = whole(x, np.arange(size))
+        if spec is not None and has_plain_parts(spec):
+            places = places.shard(ShardingSpec(spec.mesh, [spec.dim_specs[axis]]))
+        if count == 1:
+            return moveaxis(where(e.equal(places, indices), g, 0.0), -1, axis)
+        chosen = e.equal(expand_dims(places, axis=1), expand_dims(indices, axis=-2))
+        found = sum_over(where(chosen, expand_dims(g, axis=-2), 0.0), axis=-1)
+        return moveaxis(found, -1, axis)
+    # All places in one line: a lookup for each element.
+    lead = g.shape[:-1]
+    rows = int(np.prod(lead, dtype=np.int64))
+    first = whole(x, np.arange(rows).reshape((*lead, 1)) * size)
+    at = reshape(broadcast_to(indices, g.shape) + first, (-1,))
+    line = reshape(zeros_like(moveaxis(x, axis, -1)), (-1,))
+    found = _add_at(line, at, reshape(g, (-1,)), 0)
+    return moveaxis(reshape(found, (*lead, size)), -1, axis)
+
+
+_FEW = 16
+"""Indices along an axis up to which each is compared with all places."""
+
+
+_register_lookup(
+    "take_along_axis",
+    take_along_axis_rule,
+    ([(4, 8), (4, 3)], {"axis": 1}),
+    local=_take_along_kernel,
+    knows_place=_finds_own_rows,
+    pullback=_pull_take_along,
+)
+
+
+def places_in(x: Any, axis: int, indices: Any) -> list[Any]:
+    """An array and indices of an axis of it, as operands, the indices counted from its start.
+
+    Raises:
+        ArrayIndexError: an index that is out of range, on every process.
+        UsageError: indices that are not an array of whole numbers.
+    """
+    size = x.shape[axis]
+    # Indices of NumPy are known before anything runs: checked and counted here, with no operation.
+    if isinstance(indices, np.ndarray) and indices.dtype.kind in "iu":
+        _check_known(indices, size)
+        found = indices.astype(np.int64)
+        return operands(x, np.where(found < 0, found + size, found))
+    x, found = operands(x, indices)
+    return [x, _count_from_start(found, size)]
+
+
+def _check_known(indices: Any, size: int) -> None:
+    """Refuses indices out of range, where they are known before anything is computed."""
+    if isinstance(indices, np.ndarray) and indices.size and indices.dtype.kind in "iu":
+        least, most = int(indices.min()), int(indices.max())
+        if least < -size or most >= size:
+            raise index_out_of_range(least if least < -size else most, size)
+
+
+def _count_from_start(indices: Any, size: int) -> Any:
+    is_array = isinstance(indices, ArrayValue)
+    kind = kind_of(indices.type.dtype) if is_array else type(indices).__name__
+    if kind not in ("signed integer", "unsigned integer"):
+        raise UsageError(f"indices of kind {kind}; give an array of whole numbers")
+    return call("checked_index", (indices,), {"size": size})
+
+
+def checked_index_rule(shapes: Sequence[Shape], size: int) -> Inferred:
+    """Indices of an axis of this size, counted from its start; none may be out of range.
+
+    >>> print(checked_index_rule([(4, 3)], size=10).rule)
+    ([i, j]) -> ([i, j]) {i=4, j=3}
+    """
+    shape = one_operand("checked_index", shapes)
+    builder = RuleBuilder([shape], [shape])
+    for dim in range(len(shape)):
+        builder.factor([dim], [dim])
+    return builder.build()
+
+
+def _checked_index_kernel(work: LocalWork) -> Function:
+    """Indices counted from the start. Raises ArrayIndexError for one out of range."""
+    space, size = work.library.namespace, work.attributes["size"]
+    (operand,) = work.operands
+    # Where numbers have no sign, what looks like -1 as an int64 is far out of range.
+    is_signed = operand is not None and not operand.dtype.name.startswith("uint")
+    least = -size if is_signed else 0
+
+    def count_from_start(indices: Any) -> Any:
+        # Narrow ones could not be counted from the start without wrapping around.
+        found = space.asarray(indices, dtype=space.int64)
+        if 0 in found.shape:
+            return found
+        for end in (int(space.min(found)), int(space.max(found))):
+            if not least <= end < size:
+                raise index_out_of_range(end, size)
+        return space.where(found < 0, found + size, found)
+
+    return count_from_start
+
+
+def index_out_of_range(index: int, size: int) -> ArrayIndexError:
+    """The error for an index that is out of range."""
+    expected = f"give one of {-size} to {size - 1}" if size else "it has no elements"
+    return ArrayIndexError(f"index {index} of a dimension of size {size}; {expected}")
+
+
+register_indexing(
+    "checked_index",
+    checked_index_rule,
+    ([(4,)], {"size": 10}),
+    local=_checked_index_kernel,
+    fails="any",
+    result_types=index,
+    note="indices counted from the start; one out of range is refused on every rank",
+    is_constant=True,
+)
+
+
+def getitem(x: Any, key: Any) -> Any:
+    """The value of `x[key]`.
+
+    Raises:
+        ArrayIndexError: an index that is out of range, too many of them, or no slice.
+        ShardError: a key of a kind that arrays in shards do not take.
+    """
+    items = [_read_item(one) for one in (key if isinstance(key, tuple) else (key,))]
+    if len(items) == 1 and _is_mask(items[0]):
+        return _take_masked(x, items[0])
+    if any(_is_mask(item) for item in items):
+        raise ShardError("an index with a mask beside others; give the mask alone, or use sp.where")
+    arrays = [place for place, item in enumerate(items) if _is_array(item)]
+    # One array beside slices; then arrays and numbers for leading dimensions; then no arrays.
+    if len(arrays) == 1 and not any(map(_is_number, items)):
+        return _take_between(x, items, arrays[0])
+    if arrays:
+        return _gather(x, items)
+    return _take_basic(x, items)
+
+
+def _take_basic(x: Any, items: list[Any]) -> Any:
+    # 1. Spell `...` out, so that each item but None has a dimension.
+    used = len(items) - items.count(None) - items.count(Ellipsis)
+    if used > x.ndim:
+        raise _refuse_indices(x, used)
+    if items.count(Ellipsis) > 1:
+        raise ArrayIndexError(
+            f"{items.count(Ellipsis)} times ... in an index; it stands for all dimensions that are "
+            "not named, so give it at most once"
+        )
+    if Ellipsis not in items:
+        items.append(Ellipsis)
+    at = items.index(Ellipsis)
+    items[at : at + 1] = [slice(None)] * (x.ndim - used)
+    # 2. Read the items: what is cut of each dimension, and which ones go, turn round or are new.
+    cuts: dict[int, Range] = {}
+    gone: list[int] = []
+    turned: list[int] = []
+    added: list[int] = []
+    dim = 0
+    for place, item in enumerate(items):
+        if item is None:
+            added.append(place - len(gone))
+            continue
+        if isinstance(item, slice):
+            start, stop, step = _read_slice(item, x.shape[dim])
+            if step < 0:
+                turned.append(dim)
+                count = len(range(start, stop, step))
+                if count:
+                    # The same elements in rising order; `flip` turns them round afterwards.
+                    start, stop, step = start + (count - 1) * step, start + 1, -step
+                else:
+                    start, stop, step = 0, 0, 1
+            cuts[dim] = (start, max(start, stop), step)
+        else:
+            index = _read_index(item, x.shape[dim])
+            cuts[dim] = (index, index + 1, 1)
+            gone.append(dim)
+        dim += 1
+    # 3. Carry it out: each is an operation of its own, and only what is needed is done.
+    found = take_ranges(x, cuts)
+    if turned:
+        found = flip(found, axis=tuple(turned))
+    if gone:
+        found = squeeze(found, tuple(gone))
+    for place in added:
+        found = expand_dims(found, axis=place)
+    return found
+
+
+def _refuse_indices(x: Any, count: int) -> ArrayIndexError:
+    return ArrayIndexError(
+        f"{count} indices for shape {list(x.shape)}; give at most {x.ndim}, one a dimension"
+    )
+
+
+def _read_slice(item: slice, size: int) -> Range:
+    """Start, stop and step of a slice of a dimension."""
+    try:
+        return item.indices(size)
+    except (TypeError, ValueError) as error:
+        said = ":".join("" if n is None else repr(n) for n in (item.start, item.stop, item.step))
+        raise ArrayIndexError(
+            f"slice {said} of a dimension of size {size}: {error}; give whole numbers or none, "
+            "and a step that is not 0"
+        ) from error
+
+
+def _read_index(item: Any, size: int) -> int:
+    index = int(item.__index__())
+    if not -size <= index < size:
+        raise index_out_of_range(index, size)
+    return index % size
+
+
+def _read_item(item: Any) -> Any:
+    """A part of a key, lists as arrays. Raises ShardError for what no array is indexed by."""
+    if isinstance(item, list | tuple):
+        return np.asarray(item) if len(item) else np.zeros(0, np.int64)
+    is_place = item is None or item is Ellipsis or isinstance(item, slice)
+    if is_place or _is_array(item) or (hasattr(item, "__index__") and not isinstance(item, bool)):
+        return item
+    raise ShardError(
+        f"index {item!r} of type {type(item).__name__}; give whole numbers, slices, ..., None, "
+        "an array of whole numbers, or a mask alone"
+    )
+
+
+def _is_array(item: Any) -> bool:
+    if isinstance(item, ArrayValue):
+        return True
+    return library_of(item) is not None and (len(item.shape) > 0 or _is_truth(item))
+
+
+def _is_truth(item: Any) -> bool:
+    # A single truth value of NumPy is no array: it is refused, as Python's own are.
+    is_bool = str(item.dtype).removeprefix("torch.") == "bool"
+    return is_bool and not isinstance(item, np.generic)
+
+
+def _is_mask(item: Any) -> bool:
+    return _is_array(item) and _is_truth(item)
+
+
+def _take_masked(x: Any, mask: Any) -> Any:
+    given = tuple(mask.shape)
+    fits = len(given) <= x.ndim and all(
+        one in (size, 0) for one, size in zip(given, x.shape, strict=False)
+    )
+    if not fits:
+        raise ArrayIndexError(
+            f"a mask of shape {list(given)} for shape {list(x.shape)}; give one of its leading "
+            "dimensions"
+        )
+    dense = x.to_dense()
+    chosen = (
+        mask.to_dense()
+        if isinstance(mask, ArrayValue)
+        else x.runner.library.array(mask, beside=dense)
+    )
+    return whole(x, dense[chosen])
+
+
+def _take_between(x: Any, items: list[Any], place: int) -> Any:
+    """Whole numbers in one array, beside slices, `...` and None: its dimensions stand in place."""
+    others = [slice(None) if n == place else item for n, item in enumerate(items)]
+    found = _take_basic(x, others)
+    # What stands behind is counted from the end: `...` may be ahead.
+    ahead = items[:place]
+    axis = len(ahead) if Ellipsis not in ahead else found.ndim - (len(items) - place)
+    return take(found, items[place], axis=axis)
+
+
+def _gather(x: Any, items: list[Any]) -> Any:
+    """Whole numbers in arrays, for the leading dimensions."""
+    # What takes all of the trailing dimensions says nothing.
+    while items and items[-1] is Ellipsis:
+        items.pop()
+    while items and isinstance(items[-1], slice) and items[-1] == slice(None):
+        items.pop()
+    if any(item is None or item is Ellipsis or isinstance(item, slice) for item in items):
+        raise ShardError(
+            "an index with arrays beside slices, None or ...; give arrays and whole numbers for "
+            "the leading dimensions alone, or use take along an axis"
+        )
+    if len(items) > x.ndim:
+        raise _refuse_indices(x, len(items))
+    for item, size in zip(items, x.shape, strict=False):
+        _check_known(item, size)
+    places = operands(x, *items)[1:]
+    # The place in the leading dimensions merged into one, in row-major order: one lookup for all.
+    flat: Any = None
+    for place, size in zip(places, x.shape, strict=False):
+        if isinstance(place, ArrayValue):
+            index = _count_from_start(place, size)
+        else:
+            index = _read_index(place, size)
+        flat = index if flat is None else flat * size + index
+    merged = reshape(x, (math.prod(x.shape[: len(items)]), *x.shape[len(items) :]))
+    return call("take", (merged, flat), {"axis": 0})
+
+
+def _is_number(item: Any) -> bool:
+    return not _is_array(item) and hasattr(item, "__index__")
+
+
+# ---- scatter
+
+
+@of_arrays
+def scatter(x: Any, indices: Any, updates: Any, /, *, axis: int = 0, mode: str = "set") -> Any:
+    """The array with slices along an axis, at indices, replaced by updates, or added to ("add").
+
+    `updates` have the indices' dimensions in the axis's place. Of equal indices one is set.
+
+    Raises ArrayIndexError, on every process, for an index that is out of range.
+    """
+    if mode not in ("set", "add"):
+        raise SpecError(f"mode {mode!r} of scatter; it is 'set' or 'add'")
+    place = axis_of(x.ndim, axis)
+    x, chosen = places_in(x, place, indices)
+    _, updates = operands(x, updates)
+    _check_fits("scatter", x, updates)
+    return call("scatter", operands(x, chosen, updates), {"axis": place, "mode": mode})
+
+
+def _check_fits(name: str, x: Any, updates: Any) -> None:
+    """Raises UsageError for updates that would lose what they are: 0.5 as a whole number."""
+    kinds = [_KINDS.index(kind_of(one.dtype)) for one in (x, updates) if hasattr(one, "dtype")]
+    if len(kinds) == 2 and kinds[1] > kinds[0]:
+        raise UsageError(
+            f"{name} of updates of {updates.dtype} into {x.dtype} would round them; cast one of "
+            "both with sp.astype"
+        )
+
+
+def scatter_rule(shapes: Sequence[Shape], axis: int = 0, mode: str = "set") -> Inferred:
+    """An array with slices of an axis, at indices, replaced by updates or combined with them.
+
+    Operands are the array, the indices and the updates: the indices' dimensions, in the axis's
+    place, then the array's others. Each device keeps the updates of the slices it has.
+
+    >>> print(scatter_rule([(100, 8), (4,), (4, 8)]).rule)
+    ([k, j], [i], [i, j]) -> ([k, j]) {i=4, j=8, k=100} need_replication={i}
+    """
+    counted("scatter", shapes, 3)
+    shape, indices, updates = shapes
+    place = axis_of(len(shape), axis)
+    if updates != shape[:place] + indices + shape[place + 1 :]:
+        raise SpecError(
+            f"scatter into {shape} of updates {updates} at {indices}; updates of "
+            f"{shape[:place] + indices + shape[place + 1 :]} were expected"
+        )
+    builder = RuleBuilder(shapes, [shape])
+    for dim in range(place):
+        builder.factor([dim, None, dim], [dim])
+    for dim in range(len(indices)):
+        # Any of the indices may fall into a device's part: indices and their updates are needed
+        # whole.
+        builder.factor([None, dim, place + dim], kind="need_replication")
+    for dim in range(place + 1, len(shape)):
+        builder.factor([dim, None, dim - 1 + len(indices)], [dim])
+    builder.factor([place], [place], adjusted=True)
+    return builder.build()
+
+
+def _adds(**attributes: Any) -> bool:
+    # Setting is not linear: contributions that are set do not add up to what is.
+    return bool(attributes.get("mode", "set") == "add")
+
+
+def _scatter_kernel(work: LocalWork) -> Function | list[Function]:
+    """A copy with slices of an axis set, or added to; of an axis that is cut the rank's own."""
+    library, axis, mode = work.library, work.attributes["axis"], work.attributes["mode"]
+    space = library.namespace
+
+    is_cut = work.is_cut(0, axis)
+
+    def function(x: Any, indices: Any, updates: Any, start: int = 0) -> Any:
+        # The axis goes first, and so do the indices' dimensions of the updates.
+        made = space.moveaxis(library.copied(x), axis, 0)
+        count = len(indices.shape)
+        order = [*range(axis, axis + count), *range(axis)]
+        order += range(axis + count, len(updates.shape))
+        values = space.permute_dims(updates, tuple(order))
+        flat = indices.reshape(-1)
+        values = values.reshape((flat.shape[0], *made.shape[1:]))
+        if is_cut:
+            own = (flat >= start) & (flat < start + made.shape[0])
+            flat, values = flat[own] - start, values[own]
+        if mode == "set":
+            made[flat] = values
+        # `made[flat] += values` would add only one update of equal indices.
+        elif library.name == "numpy":
+            space.add.at(made, flat, values)
+        else:
+            made.index_put_((flat,), values, accumulate=True)
+        return space.moveaxis(made, 0, axis)
+
+    if not is_cut:
+        return function
+    # A function a rank: each begins elsewhere.
+    starts = work.starts_here(0, axis)
+    return [lambda x, i, u, start=start: function(x, i, u, start) for start in starts]
+
+
+def _pull_scatter(step: TapeStep, g: Any, number: int) -> Any:
+    x, indices, updates = step.operands
+    axis, mode = step.attributes["axis"], step.attributes["mode"]
+    if mode == "add":
+        return g if number == 0 else call("take", (g, indices), {"axis": axis})
+    if number == 0:
+        return call("scatter", (g, indices, zeros_like(updates)), {"axis": axis, "mode": "set"})
+    found = call("take", (g, indices), {"axis": axis})
+    # Of equal indices one was set: the same one sets its number here.
+    flat = reshape(indices, (-1,))
+    numbers = whole(x, np.arange(flat.shape[0]))
+    marks = whole(x, np.full(x.shape[axis], -1))
+    marked = call("scatter", (marks, flat, numbers), {"axis": 0, "mode": "set"})
+    was_set = e.equal(call("take", (marked, flat), {"axis": 0}), numbers)
+    behind = (1,) * (updates.ndim - axis - indices.ndim)
+    return where(reshape(was_set, indices.shape + behind), found, 0.0)
+
+
+register_indexing(
+    "scatter",
+    scatter_rule,
+    ([(100, 8), (4,), (4, 8)], {"axis": 0}),
+    linear=(0, 2),
+    linear_if=_adds,
+    local=_scatter_kernel,
+    knows_place=_finds_own_rows,
+    result_types=of_first,
+    note="a part keeps the updates of its own slices; linear where it adds",
+    pullback=_pull_scatter,
+)
+
+
+# ---- dynamic_slice
+
+
+@of_arrays
+def dynamic_slice(x: Any, starts: Sequence[Any], /, sizes: Sequence[int]) -> Any:
+    """A slice of fixed size that starts at scalars, which are clamped to stay inside."""
+    wanted = whole_numbers("sizes", sizes, x.ndim)
+    return call("dynamic_slice", _add_starts([x], starts), {"sizes": wanted})
+
+
+def _add_starts(arrays: Sequence[Any], starts: Sequence[Any]) -> list[Any]:
+    """The operands, where a rectangle begins among them: whole numbers. Raises UsageError."""
+    if not isinstance(starts, Iterable) or getattr(starts, "shape", None) == ():
+        raise UsageError(f"a rectangle that begins at {starts!r}; give a start for each dimension")
+    given = operands(*arrays, *starts)
+    for start in given[len(arrays) :]:
+        kind = kind_of(start.type.dtype) if isinstance(start, ArrayValue) else ""
+        is_number = isinstance(start, int) or kind in ("signed integer", "unsigned integer")
+        if not is_number or getattr(start, "shape", ()) != ():
+            raise UsageError(
+                f"a rectangle that begins at {start!r}; give a whole number, or an array of one "
+                "without dimensions, for each dimension"
+            )
+    return given
+
+
+def dynamic_slice_rule(shapes: Sequence[Shape], sizes: Sequence[int]) -> Inferred:
+    """A rectangle of these sizes that begins at scalars, one per dimension.
+
+    >>> print(dynamic_slice_rule([(4, 8), (), ()], sizes=[4, 3]).rule)
+    ([i, j], [], []) -> ([i, j]) {i=4, j=8} need_replication={j} blocked={j}
+    """
+    shape = shapes[0]
+    counted("dynamic_slice", shapes, 1 + len(shape))
+    if len(sizes) != len(shape) or any(a > b for a, b in zip(sizes, shape, strict=True)):
+        raise SpecError(f"dynamic slice of sizes {tuple(sizes)} from {shape}; it must fit inside")
+    builder = RuleBuilder(shapes, [tuple(sizes)])
+    for dim, size in enumerate(shape):
+        # Where a rectangle begins is a value: which part has it is not known before it runs.
+        short = sizes[dim] != size
+        builder.factor(
+            [dim], [dim], kind="need_replication" if short else "pass_through", blocked=short
+        )
+    return builder.build()
+
+
+_KEPT = ("max", "min", "product")
+
+
+def _dynamic_slice_kernel(work: LocalWork) -> Function:
+    """A rectangle; dimensions that it takes whole may be cut."""
+    sizes, shape = work.attributes["sizes"], _operand_shape(work, 0)
+    return lambda x, *starts: x[_find_window(starts, sizes, shape)]
+
+
+def _operand_shape(work: LocalWork, number: int) -> tuple[int, ...]:
+    one = work.operands[number]
+    return () if one is None else one.shape
+
+
+def _find_window(
+    starts: Sequence[Any], sizes: Sequence[int], shape: Sequence[int]
+) -> tuple[slice, ...]:
+    """The rectangle that begins at `starts`, moved inside; all of what it takes whole."""
+    window = []
+    for start, size, length in zip(starts, sizes, shape, strict=True):
+        first = min(max(int(start), 0), length - size)
+        window.append(slice(None) if size == length else slice(first, first + size))
+    return tuple(window)
+
+
+def _pull_window(step: TapeStep, g: Any, number: int) -> Any:
+    x, *starts = step.operands
+    return call("dynamic_update_slice", (zeros_like(x), g, *starts)) if number == 0 else None
+
+
+register_indexing(
+    "dynamic_slice",
+    dynamic_slice_rule,
+    ([(4, 8), (), ()], {"sizes": (4, 3)}),
+    linear=(0,),
+    commutes=_KEPT,
+    operator_class=OperatorClass.SLICING,
+    local=_dynamic_slice_kernel,
+    reads_part=True,
+    result_types=of_first,
+    pullback=_pull_window,
+)
+
+
+# ---- dynamic_update_slice
+
+
+@of_arrays
+def dynamic_update_slice(x: Any, update: Any, starts: Sequence[Any], /) -> Any:
+    """The array with a slice replaced, whose start is clamped to stay inside."""
+    x, update = operands(x, update)
+    _check_fits("dynamic_update_slice", x, update)
+    return call("dynamic_update_slice", _add_starts([x, update], starts))
+
+
+def dynamic_update_slice_rule(shapes: Sequence[Shape]) -> Inferred:
+    """An array with a rectangle replaced: the array, the rectangle, and where it begins.
+
+    >>> print(dynamic_update_slice_rule([(4, 8), (4, 3), (), ()]).rule)
+    ([i, j], [i, k], [], []) -> ([i, j]) {i=4, j=8, k=3} need_replication={k}
+    """
+    shape, update = shapes[:2]
+    counted("dynamic_update_slice", shapes, 2 + len(shape))
+    if len(update) != len(shape) or any(a > b for a, b in zip(update, shape, strict=True)):
+        raise SpecError(f"an update {update} of {shape}; it must fit inside")
+    builder = RuleBuilder(shapes, [shape])
+    for dim, size in enumerate(shape):
+        if update[dim] == size:
+            builder.factor([dim, dim], [dim])
+        else:
+            builder.factor([dim], [dim], adjusted=True)
+            builder.factor([None, dim], kind="need_replication")
+    return builder.build()
+
+
+def _dynamic_update_kernel(work: LocalWork) -> Function:
+    """A copy with a rectangle replaced."""
+    sizes, shape = _operand_shape(work, 1), _operand_shape(work, 0)
+    library = work.library
+
+    def function(x: Any, update: Any, *starts: Any) -> Any:
+        updated = library.copied(x)
+        updated[_find_window(starts, sizes, shape)] = update
+        return updated
+
+    return function
+
+
+def _pull_written_window(step: TapeStep, g: Any, number: int) -> Any:
+    _, update, *starts = step.operands
+    if number == 0:
+        return call("dynamic_update_slice", (g, zeros_like(update), *starts))
+    return call("dynamic_slice", (g, *starts), {"sizes": update.shape})
+
+
+register_indexing(
+    "dynamic_update_slice",
+    dynamic_update_slice_rule,
+    ([(4, 8), (4, 3), (), ()], {}),
+    linear=(0, 1),
+    commutes=_KEPT,
+    operator_class=OperatorClass.SLICING,
+    local=_dynamic_update_kernel,
+    result_types=of_first,
+    note="a part takes what of the update lies in it",
+    pullback=_pull_written_window,
+)
+
+
+# In the order of promotion: updates of a later kind than the array's would be rounded.
+_KINDS = ("bool", "unsigned integer", "signed integer", "real floating", "complex floating")
+
+
+@of_arrays
+def embedding(indices: Any, table: Any, /) -> Any:
+    """Look up rows of a table `[v, d]`, which may be sharded: each rank returns its own rows."""
+    table, indices = operands(table, indices)
+    return take(table, indices, axis=0)
+
+
+@of_arrays
+def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object = None) -> Any:
+    """One-hot encoding: the classes are a new dimension.
+
+    An index that is not a class has no ones.
+    """
+    num_classes = whole_number("classes:", num_classes)
+    if kind_of(indices.dtype) not in ("signed integer", "unsigned integer"):
+        raise UsageError(f"one_hot of {indices.dtype}; give an array of whole numbers")
+    place = axis_of(indices.ndim + 1, axis)
+    shape = [num_classes if dim == place else 1 for dim in range(indices.ndim + 1)]
+    classes = whole(indices, np.arange(num_classes).reshape(shape))
+    found = elementwise.equal(expand_dims(indices, axis=place), classes)
+    return data_types.astype(found, data_types.float32 if dtype is None else dtype)
+
+
+# ---- searchsorted
+
+
+def searchsorted_rule(shapes: Sequence[Shape], side: str = "left") -> Inferred:
+    """Where values belong in a sorted vector: the vector, the values, and maybe its order.
+
+    >>> print(searchsorted_rule([(8,), (4,)]).rule)
+    ([j], [i]) -> ([i]) {i=4, j=8} need_replication={j}
+    """
+    if len(shapes) not in (2, 3):
+        counted("searchsorted", shapes, 2)
+    builder = RuleBuilder(shapes, [shapes[1]])
+    # The vector gets no factor here, so that `build` makes it whole.
+    for dim in range(len(shapes[1])):
+        builder.factor([None, dim], [dim])
+    return builder.build()
+
+
+register_indexing(
+    "searchsorted", searchsorted_rule, ([(8,), (4,)], {}), result_types=index, is_constant=True
+)
+
+
+# ---- nonzero
+
+
+register_indexing(
+    "nonzero",
+    None,
+    note="how many there are depends on the values",
+    no_pullback="how many results there are depends on the elements, which are read",
+)
+
+
+_VALUES = "how many results there are depends on the elements, which are read"

@@ -1,0 +1,773 @@
+"""Linear algebra: the array API's `linalg` extension, and its functions in the main namespace.
+
+Leading dimensions of stacks of matrices stay sharded; factorizations need each matrix replicated.
+Derivatives are of stacks of real matrices. Sources: Giles, "Collected matrix derivative results for
+forward and reverse mode algorithmic differentiation", 2008; Murray, "Differentiation of the
+Cholesky decomposition", 2016; Walter and Lehmann, "Algorithmic differentiation of linear algebra
+functions", 2010 (QR); Townsend, "Differentiating the singular value decomposition", 2016.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reshard.errors import SpecError, UsageError
+from reshard.spmd.core.local_work import Function, LocalWork, find_function, own_attributes
+from reshard.spmd.core.operator import (
+    Attributes,
+    Example,
+    Infer,
+    Operator,
+    Sizes,
+    TapeStep,
+    Work,
+    dimension_sizes,
+    register,
+)
+from reshard.spmd.core.result_types import kind_of, of_first
+from reshard.spmd.ops import data_types, elementwise
+from reshard.spmd.ops import reductions as statistics
+from reshard.spmd.ops.accumulation_dtypes import in_wide_types
+from reshard.spmd.ops.arguments import as_whole, of_arrays
+from reshard.spmd.ops.elementwise import operands, where, whole
+from reshard.spmd.ops.filling import tril, triu
+from reshard.spmd.ops.movement import (
+    broadcast_to,
+    expand_dims,
+    matrix_transpose,
+    pad,
+    reshape,
+    roll,
+    summed_to,
+)
+from reshard.spmd.ops.products import matmul, outer, tensordot, vecdot
+from reshard.spmd.rules.rule_builder import (
+    Inferred,
+    RuleBuilder,
+    Shape,
+    axis_of,
+    broadcast_factors,
+    broadcast_shape,
+    counted,
+    kept,
+    one_operand,
+)
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import call
+
+__all__ = [
+    "cholesky",
+    "cross",
+    "det",
+    "diagonal",
+    "eigh",
+    "eigvalsh",
+    "inv",
+    "matmul",
+    "matrix_norm",
+    "matrix_power",
+    "matrix_rank",
+    "matrix_transpose",
+    "outer",
+    "pinv",
+    "qr",
+    "slogdet",
+    "solve",
+    "svd",
+    "svdvals",
+    "tensordot",
+    "trace",
+    "triangular_solve",
+    "vecdot",
+    "vector_norm",
+]
+
+
+class EighResult(NamedTuple):
+    """The result of `eigh`."""
+
+    eigenvalues: Any
+    eigenvectors: Any
+
+
+class QRResult(NamedTuple):
+    """The result of `qr`."""
+
+    Q: Any
+    R: Any
+
+
+class SlogdetResult(NamedTuple):
+    """The result of `slogdet`."""
+
+    sign: Any
+    logabsdet: Any
+
+
+class SVDResult(NamedTuple):
+    """The result of `svd`."""
+
+    U: Any
+    S: Any
+    Vh: Any
+
+
+@of_arrays
+def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
+    """The cross product of vectors of three elements."""
+    x1, x2 = operands(x1, x2)
+    for one in (x1, x2):
+        axis_of(one.ndim, axis)
+    if x1.shape[axis] != 3 or x2.shape[axis] != 3:
+        raise SpecError(f"cross of shapes {list(x1.shape)}, {list(x2.shape)}: axis {axis} is not 3")
+    # a x b = (a1 b2 - a2 b1, ...): the next component of one by the one after next of the other.
+    one = elementwise.multiply(roll(x1, -1, axis=axis), roll(x2, -2, axis=axis))
+    other = elementwise.multiply(roll(x1, -2, axis=axis), roll(x2, -1, axis=axis))
+    return elementwise.subtract(one, other)
+
+
+# ---- diagonal
+
+
+@of_arrays
+def diagonal(x: Any, /, *, offset: int = 0) -> Any:
+    """The diagonal of matrices."""
+    place = as_whole(offset)
+    if place is None:
+        raise UsageError(f"the diagonal at {offset!r}; a whole number was expected")
+    return call("diagonal", (_check_matrices(x, "diagonal", False),), {"offset": place})
+
+
+def _check_matrices(x: Any, name: str, is_square: bool = True) -> Any:
+    if x.ndim < 2 or (is_square and x.shape[-1] != x.shape[-2]):
+        kind = "square matrices" if is_square else "matrices"
+        raise SpecError(f"{name} of shape {list(x.shape)}; {kind} were expected")
+    return x
+
+
+_MATRIX = "the matrices are whole on each device"
+
+
+def register_linalg(
+    name: str, infer: Infer, example: Example, note: str = _MATRIX, **options: Any
+) -> Operator:
+    return register(Operator(name, "linear algebra", infer, example=example, note=note, **options))
+
+
+def diagonal_rule(shapes: Sequence[Shape], offset: int = 0) -> Inferred:
+    """The diagonals of the last two dimensions."""
+
+    def trailing(rows: int, columns: int) -> tuple[Shape, ...]:
+        return ((max(min(rows + min(offset, 0), columns - max(offset, 0)), 0),),)
+
+    return matrix_rule(trailing)(shapes)
+
+
+def matrix_rule(trailing: Trailing, *, square: bool = False) -> Infer:
+    """An operator on the last two dimensions, repeated over the others.
+
+    >>> print(matrix_rule(lambda m, n: ((min(m, n),),))([(2, 4, 8)]).rule)
+    ([i, j, k]) -> ([i, l]) {i=2, j=4, k=8, l=4} need_replication={j, k, l}
+    """
+
+    def infer(shapes: Sequence[Shape], **attributes: Any) -> Inferred:
+        shape = one_operand("an operator on matrices", shapes)
+        if len(shape) < 2 or (square and shape[-1] != shape[-2]):
+            raise SpecError(
+                f"shape {shape}; {'square ' * square}matrices [..., m, n] were expected"
+            )
+        lead = len(shape) - 2
+        tails = trailing(*shape[-2:], **attributes)
+        builder = RuleBuilder([shape], [shape[:lead] + tail for tail in tails])
+        for dim in range(lead):
+            builder.factor([dim], [dim] * len(tails))
+        # Rows and columns of the operand and the trailing dimensions of results have nothing in
+        # common.
+        for dim in (lead, lead + 1):
+            builder.factor([dim], kind="need_replication")
+        for number, tail in enumerate(tails):
+            for dim in range(len(tail)):
+                builder.factor((), [None] * number + [lead + dim], kind="need_replication")
+        return builder.build()
+
+    return infer
+
+
+Trailing = Callable[..., tuple[Shape, ...]]
+"""From rows, columns and attributes to the trailing dimensions of each result."""
+
+
+_STACK: Example = ([(2, 4, 8)], {})
+
+
+def _diagonal_kernel(work: LocalWork) -> Function:
+    """The diagonals of matrices."""
+    return partial(work.library.namespace.linalg.diagonal, offset=work.attributes["offset"])
+
+
+def _pull_diagonal(step: TapeStep, g: Any, number: int) -> Any:
+    rows, columns = step.operands[0].shape[-2:]
+    return _spread_diagonal(g, rows, columns, step.attributes["offset"])
+
+
+def _spread_diagonal(x: Any, rows: int, columns: int, offset: int = 0) -> Any:
+    """Matrices with these diagonals, zero elsewhere."""
+    first = max(-offset, 0)
+    line = pad(x, [(0, 0)] * (x.ndim - 1) + [(first, rows - first - x.shape[-1])])
+    at = np.eye(rows, columns, k=offset, dtype=bool)
+    return where(whole(x, at), expand_dims(line, axis=-1), 0.0)
+
+
+register_linalg(
+    "diagonal",
+    diagonal_rule,
+    _STACK,
+    linear="each",
+    local=_diagonal_kernel,
+    reads_part=True,
+    result_types=of_first,
+    pullback=_pull_diagonal,
+)
+
+
+@of_arrays
+def trace(x: Any, /, *, offset: int = 0, dtype: object = None) -> Any:
+    """The sum of the diagonal of matrices."""
+    return statistics.sum(diagonal(x, offset=offset), axis=-1, dtype=dtype)
+
+
+# ---- cholesky
+
+
+@of_arrays
+def cholesky(x: Any, /, *, upper: bool = False) -> Any:
+    """The Cholesky factor of positive definite matrices."""
+    found = call("cholesky", (_check_matrices(x, "cholesky"),))
+    return elementwise.conj(matrix_transpose(found)) if upper else found
+
+
+def register_factorisation(
+    name: str,
+    infer: Infer,
+    example: Example,
+    leading_term: Callable[[int, int], float],
+    **options: Any,
+) -> Operator:
+    """A row of one whose work has a leading term for matrices `[m, n]`."""
+    return register_linalg(name, infer, example, work=of_matrices(leading_term), **options)
+
+
+def of_matrices(leading_term: Callable[[int, int], float]) -> Work:
+    """The work of a factorisation: a leading term for each matrix `[m, n]` of a stack.
+
+    Leading terms are those of Golub and Van Loan, "Matrix Computations", 4th edition, chapters 3,
+    4, 5, 7 and 8.
+    """
+
+    def work(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
+        *lead, rows, columns = dimension_sizes(rule.operands[0], sizes)
+        return math.prod(lead) * float(leading_term(rows, columns))
+
+    return work
+
+
+def same_matrix(shapes: Sequence[Shape], **_: Any) -> Inferred:
+    """Square matrices in, matrices of that shape out.
+
+    >>> print(same_matrix([(2, 4, 4)]).rule)
+    ([i, j, k]) -> ([i, j, k]) {i=2, j=4, k=4} need_replication={j, k}
+    """
+    shape = one_operand("an operator on matrices", shapes)
+    if len(shape) < 2 or shape[-1] != shape[-2]:
+        raise SpecError(f"shape {shape}; square matrices [..., m, m] were expected")
+    return kept(shape, whole=(len(shape) - 2, len(shape) - 1))
+
+
+_SQUARES: Example = ([(2, 4, 4)], {})
+
+
+def in_linalg(work: LocalWork) -> Function:
+    """The function of that name in the library's `linalg`."""
+    function = find_function(work, work.library.namespace.linalg, work.name)
+    return partial(function, **own_attributes(work)) if work.attributes else function
+
+
+_SINGULAR: dict[str, Any] = {"local": in_linalg, "fails": "any"}
+"""Options of LAPACK's functions, which fail for singular matrices, or do not converge."""
+
+
+def _pull_cholesky(step: TapeStep, g: Any, number: int) -> Any:
+    root = step.result
+    inner = _halve_diagonal(matmul(_t(root), g))
+    back = solve(_t(root), inner)
+    # L^-T inner L^-1: a solve from the left, then one from the right.
+    found = _t(solve(_t(root), _t(back)))
+    return (found + _t(found)) * 0.5
+
+
+def _halve_diagonal(x: Any) -> Any:
+    """The lower triangle, with half of the diagonal."""
+    size = x.shape[-1]
+    return tril(x) * whole(x, np.where(np.eye(size, dtype=bool), 0.5, 1.0).astype(x.dtype.numpy))
+
+
+def _t(x: Any) -> Any:
+    return matrix_transpose(x)
+
+
+register_factorisation(
+    "cholesky", same_matrix, _SQUARES, lambda m, n: n**3 / 3, **_SINGULAR, pullback=_pull_cholesky
+)
+
+
+# ---- det
+
+
+@of_arrays
+def det(x: Any, /) -> Any:
+    """The determinant of square matrices."""
+    return call("det", (_check_matrices(x, "det"),))
+
+
+def _pull_determinant(step: TapeStep, g: Any, number: int) -> Any:
+    return _numbers(g * step.result) * _t(inv(step.operands[0]))
+
+
+def _numbers(g: Any) -> Any:
+    """A number for each matrix, as matrices of one element."""
+    return expand_dims(expand_dims(g, axis=-1), axis=-1)
+
+
+register_factorisation(
+    "det",
+    matrix_rule(lambda m, n: ((),), square=True),
+    _SQUARES,
+    lambda m, n: 2 * n**3 / 3,
+    **_SINGULAR,
+    pullback=_pull_determinant,
+)
+
+
+# ---- eigh
+
+
+@of_arrays
+def eigh(x: Any, /) -> EighResult:
+    """Eigenvalues in ascending order, and eigenvectors, of Hermitian matrices."""
+    return EighResult(*call("eigh", (_check_matrices(x, "eigh"),)))
+
+
+def _pull_eigh(step: TapeStep, g: Any, number: int) -> Any:
+    values, vectors = step.results
+    of_values, of_vectors = g
+    size = values.shape[-1]
+    inner = _invert_differences(values) * matmul(_t(vectors), of_vectors)
+    inner = inner + _spread_diagonal(of_values, size, size)
+    found = matmul(matmul(vectors, inner), _t(vectors))
+    # As the factorisation reads them: one triangle, the other being the same.
+    return (found + _t(found)) * 0.5
+
+
+def _invert_differences(values: Any) -> Any:
+    """`1 / (v[j] - v[i])` for each pair, 0 on the diagonal."""
+    apart = expand_dims(values, axis=-2) - expand_dims(values, axis=-1)
+    same = whole(values, np.eye(values.shape[-1], dtype=bool))
+    return where(same, 0.0, 1.0 / where(same, 1.0, apart))
+
+
+register_factorisation(
+    "eigh",
+    matrix_rule(lambda m, n: ((m,), (m, m)), square=True),
+    _SQUARES,
+    lambda m, n: 9 * n**3,
+    **_SINGULAR,
+    pullback=_pull_eigh,
+)
+
+
+# ---- eigvalsh
+
+
+@of_arrays
+def eigvalsh(x: Any, /) -> Any:
+    """Eigenvalues in ascending order of Hermitian matrices."""
+    return call("eigvalsh", (_check_matrices(x, "eigvalsh"),))
+
+
+def _pull_eigenvalues(step: TapeStep, g: Any, number: int) -> Any:
+    vectors = eigh(step.operands[0]).eigenvectors
+    return matmul(vectors * expand_dims(g, axis=-2), _t(vectors))
+
+
+register_factorisation(
+    "eigvalsh",
+    matrix_rule(lambda m, n: ((m,),), square=True),
+    _SQUARES,
+    lambda m, n: 4 * n**3 / 3,
+    **_SINGULAR,
+    pullback=_pull_eigenvalues,
+)
+
+
+# ---- inv
+
+
+@of_arrays
+def inv(x: Any, /) -> Any:
+    """The inverse of square matrices."""
+    return call("inv", (_check_matrices(x, "inv"),))
+
+
+def _pull_inverse(step: TapeStep, g: Any, number: int) -> Any:
+    back = _t(step.result)
+    return -matmul(matmul(back, g), back)
+
+
+register_factorisation(
+    "inv", same_matrix, _SQUARES, lambda m, n: 2 * n**3, **_SINGULAR, pullback=_pull_inverse
+)
+
+
+@of_arrays
+def pinv(x: Any, /, *, rtol: float | None = None) -> Any:
+    """The pseudo-inverse; singular values smaller than `rtol` times the largest count as 0.
+
+    Computed by `svd`.
+    """
+    u, s, vh = svd(_check_matrices(x, "pinv", False), full_matrices=False)
+    cutoff = _find_cutoff(x, s, rtol)
+    # Small values are replaced before the division, which would warn of 0.
+    kept = elementwise.greater(s, cutoff)
+    inverse = elementwise.where(kept, elementwise.divide(1.0, elementwise.where(kept, s, 1.0)), 0.0)
+    v = elementwise.conj(matrix_transpose(vh))
+    scaled = elementwise.multiply(v, expand_dims(inverse, axis=-2))
+    return matmul(scaled, elementwise.conj(matrix_transpose(u)))
+
+
+def _find_cutoff(x: Any, s: Any, rtol: Any) -> Any:
+    if rtol is None:
+        # The default of numpy.linalg.matrix_rank: rounding errors grow with the size.
+        rtol = max(x.shape[-2:]) * float(data_types.finfo(x.dtype).eps)
+    largest = statistics.max(s, axis=-1, keepdims=True) if s.shape[-1] else s
+    relative = operands(x, rtol)[1]
+    is_known = isinstance(relative, ArrayValue | int | float)
+    if not is_known:
+        raise UsageError(f"rtol {rtol!r}; a number, or an array of them, was expected")
+    if not isinstance(relative, int | float) and relative.ndim:
+        # One tolerance a matrix, beside the singular values of each.
+        relative = expand_dims(relative, axis=-1)
+    return elementwise.multiply(largest, relative)
+
+
+# ---- qr
+
+
+@of_arrays
+def qr(x: Any, /, *, mode: str = "reduced") -> QRResult:
+    """The QR decomposition."""
+    if mode not in ("reduced", "complete"):
+        raise UsageError(f"mode {mode!r} of qr; it is 'reduced' or 'complete'")
+    return QRResult(*call("qr", (_check_matrices(x, "qr", False),), {"mode": mode}))
+
+
+def _qr_shapes(rows: int, columns: int, mode: str = "reduced") -> tuple[Shape, ...]:
+    inner = rows if mode == "complete" else min(rows, columns)
+    return (rows, inner), (inner, columns)
+
+
+def _pull_qr(step: TapeStep, g: Any, number: int) -> Any:
+    q, r = step.results
+    of_q, of_r = g
+    rows, columns = step.operands[0].shape[-2:]
+    if (step.attributes.get("mode", "reduced") != "reduced" and rows != columns) or rows < columns:
+        raise UsageError(
+            f"the gradient of qr of {step.operands[0].type} in mode "
+            f"{step.attributes.get('mode', 'reduced')!r}: Q is not determined by small changes; "
+            "use mode 'reduced' with at least as many rows as columns"
+        )
+    m = matmul(r, _t(of_r)) - matmul(_t(of_q), q)
+    # The lower triangle, mirrored.
+    mirrored = tril(m) + _t(tril(m, k=-1))
+    inner = of_q + matmul(q, mirrored)
+    return _t(solve(r, _t(inner)))
+
+
+register_factorisation(
+    "qr",
+    matrix_rule(_qr_shapes),
+    _STACK,
+    lambda m, n: 4 * (m * n * min(m, n) - min(m, n) ** 3 / 3),
+    **_SINGULAR,
+    pullback=_pull_qr,
+)
+
+
+# ---- slogdet
+
+
+@of_arrays
+def slogdet(x: Any, /) -> SlogdetResult:
+    """The sign and the logarithm of the absolute value of the determinant."""
+    return SlogdetResult(*call("slogdet", (_check_matrices(x, "slogdet"),)))
+
+
+def _pull_log_determinant(step: TapeStep, g: Any, number: int) -> Any:
+    return _numbers(g[1]) * _t(inv(step.operands[0]))
+
+
+register_factorisation(
+    "slogdet",
+    matrix_rule(lambda m, n: ((), ()), square=True),
+    _SQUARES,
+    lambda m, n: 2 * n**3 / 3,
+    **_SINGULAR,
+    pullback=_pull_log_determinant,
+)
+
+
+# ---- solve
+
+
+@of_arrays
+def solve(x1: Any, x2: Any, /) -> Any:
+    """Solve linear systems: `x1 @ result == x2`."""
+    x1, x2 = operands(x1, x2)
+    return call("solve", (_check_matrices(x1, "solve"), x2))
+
+
+def solve_rule(shapes: Sequence[Shape], **_: Any) -> Inferred:
+    """`[..., m, m] x = [..., m, n]`: columns of the right side are solved one by one.
+
+    >>> print(solve_rule([(2, 4, 4), (2, 4, 3)]).rule)
+    ([i, j, l], [i, j, k]) -> ([i, l, k]) {i=2, j=4, k=3, l=4} need_replication={j, l}
+    """
+    counted("solve", shapes, 2)
+    left, right = shapes
+    vector = len(right) == 1
+    # The dimension that is solved for, whose size is that of the matrices.
+    inner = right[-1:] if vector else right[-2:-1]
+    if len(left) < 2 or left[-1:] != left[-2:-1] or inner != left[-1:]:
+        raise SpecError(f"solve of {left} and {right}; [..., m, m] and [..., m, n] were expected")
+    batch = broadcast_shape([left[:-2], right[: -1 if vector else -2]])
+    columns = () if vector else right[-1:]
+    builder = RuleBuilder(shapes, [batch + inner + columns])
+    if vector:
+        for dim in range(len(batch)):
+            builder.factor([dim], [dim])
+    else:
+        broadcast_factors(builder, batch, operands=range(2), skip=2)
+    builder.factor([len(left) - 2, 0 if vector else len(right) - 2], kind="need_replication")
+    if columns:
+        builder.factor([None, len(right) - 1], [len(batch) + 1])
+    builder.factor([len(left) - 1], [len(batch)], kind="need_replication")
+    return builder.build()
+
+
+def _pull_solve(step: TapeStep, g: Any, number: int) -> Any:
+    a, b = step.operands
+    x = step.result
+    of_right = solve(_t(a), g)
+    if number == 1:
+        return of_right
+    if b.ndim == 1:
+        of_right, x = expand_dims(of_right, axis=-1), expand_dims(x, axis=-1)
+    return summed_to(-matmul(of_right, _t(x)), a.shape)
+
+
+def of_systems(leading_term: Callable[[int, int], float]) -> Work:
+    """The work of a solver: the leading term for matrices `[n, n]` and right sides `[n, k]`."""
+
+    def work(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
+        left, right = rule.operands[0], rule.operands[1]
+        own = {factor for dim in left for factor in dim}
+        columns = math.prod(sizes[factor] for dim in right for factor in dim if factor not in own)
+        *_, size = dimension_sizes(left, sizes)
+        batch = {factor for part in (left[:-2], right) for dim in part for factor in dim} & own
+        batch -= {factor for dim in left[-2:] for factor in dim}
+        repeated = math.prod(sizes[factor] for factor in batch)
+        return repeated * float(leading_term(size, columns))
+
+    return work
+
+
+register_linalg(
+    "solve",
+    solve_rule,
+    ([(2, 4, 4), (2, 4, 3)], {}),
+    "columns of the right side pass through",
+    linear=(1,),
+    work=of_systems(lambda n, k: 2 * n**3 / 3 + 2 * n**2 * k),
+    **_SINGULAR,
+    pullback=_pull_solve,
+)
+
+
+@of_arrays
+def triangular_solve(x1: Any, x2: Any, /, *, lower: bool = True) -> Any:
+    """Solve linear systems with a triangular part of `x1`."""
+    return solve(tril(x1) if lower else triu(x1), x2)
+
+
+# ---- svd
+
+
+@of_arrays
+def svd(x: Any, /, *, full_matrices: bool = True) -> SVDResult:
+    """The singular value decomposition."""
+    found = call("svd", (_check_matrices(x, "svd", False),), {"full_matrices": bool(full_matrices)})
+    return SVDResult(*found)
+
+
+def _svd_shapes(rows: int, columns: int, full_matrices: bool = True) -> tuple[Shape, ...]:
+    least = min(rows, columns)
+    if full_matrices:
+        return (rows, rows), (least,), (columns, columns)
+    return (rows, least), (least,), (least, columns)
+
+
+def _pull_svd(step: TapeStep, g: Any, number: int) -> Any:
+    u, s, vh = step.results
+    of_u, of_s, of_vh = g
+    rows, columns = step.operands[0].shape[-2:]
+    if step.attributes.get("full_matrices", True) and rows != columns:
+        raise UsageError(
+            f"the gradient of svd of {step.operands[0].type} with full_matrices=True: the vectors "
+            "beyond the singular values are not determined; give full_matrices=False"
+        )
+    size = s.shape[-1]
+    squares = s * s
+    f = _invert_differences(squares)
+    v, of_v = _t(vh), _t(of_vh)
+    left = f * (matmul(_t(u), of_u) - matmul(_t(of_u), u))
+    right = f * (matmul(_t(v), of_v) - matmul(_t(of_v), v))
+    across, down = expand_dims(s, axis=-2), expand_dims(s, axis=-1)
+    inner = left * across + down * right + _spread_diagonal(of_s, size, size)
+    found = matmul(matmul(u, inner), vh)
+    # What of the vectors' cotangents lies outside of the space that the vectors span.
+    if rows > size:
+        outside = of_u - matmul(u, matmul(_t(u), of_u))
+        found = found + matmul(outside / across, vh)
+    if columns > size:
+        outside = of_v - matmul(v, matmul(_t(v), of_v))
+        found = found + matmul(u / across, _t(outside))
+    return found
+
+
+register_factorisation(
+    "svd",
+    matrix_rule(_svd_shapes),
+    _STACK,
+    lambda m, n: 4 * m * n * max(m, n) + 8 * max(m, n) * min(m, n) ** 2 + 9 * min(m, n) ** 3,
+    **_SINGULAR,
+    pullback=_pull_svd,
+)
+
+
+# ---- svdvals
+
+
+@of_arrays
+def svdvals(x: Any, /) -> Any:
+    """Singular values in descending order."""
+    return call("svdvals", (_check_matrices(x, "svdvals", False),))
+
+
+def _pull_singular_values(step: TapeStep, g: Any, number: int) -> Any:
+    u, _, vh = svd(step.operands[0], full_matrices=False)
+    return matmul(u * expand_dims(g, axis=-2), vh)
+
+
+register_factorisation(
+    "svdvals",
+    matrix_rule(lambda m, n: ((min(m, n),),)),
+    _STACK,
+    lambda m, n: 4 * (max(m, n) - min(m, n) / 3) * min(m, n) ** 2,
+    **_SINGULAR,
+    pullback=_pull_singular_values,
+)
+
+
+@of_arrays
+def matrix_rank(x: Any, /, *, rtol: Any = None) -> Any:
+    """The number of singular values larger than `rtol` times the largest."""
+    s = svdvals(x)
+    return statistics.count_nonzero(elementwise.greater(s, _find_cutoff(x, s, rtol)), axis=-1)
+
+
+@of_arrays
+def matrix_power(x: Any, n: int, /) -> Any:
+    """Powers of square matrices; of the inverse if `n` is negative."""
+    _check_matrices(x, "matrix_power")
+    if not hasattr(n, "__index__"):
+        raise UsageError(f"matrix_power to the power {n!r}; give a whole number")
+    if n < 0:
+        return matrix_power(inv(x), -n)
+    if n == 0:
+        return broadcast_to(whole(x, np.eye(x.shape[-1], dtype=x.dtype.numpy)), x.shape)
+    found = x
+    # Squares, from the second binary digit on; a digit of 1 multiplies once more.
+    for digit in bin(n)[3:]:
+        found = matmul(found, found)
+        if digit == "1":
+            found = matmul(found, x)
+    return found
+
+
+@of_arrays
+@in_wide_types
+def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
+    """The norm of matrices: Frobenius ('fro'), of sums (1, inf), of singular values (2, 'nuc')."""
+    _check_matrices(x, "matrix_norm", False)
+    if ord == "fro":
+        return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
+    if ord in (1, -1, math.inf, -math.inf):
+        # Order inf is the largest sum of a row, order 1 that of a column.
+        rows_last = ord in (math.inf, -math.inf)
+        sums = statistics.sum(elementwise.abs(x), axis=-1 if rows_last else -2, keepdims=True)
+        choose = statistics.max if ord > 0 else statistics.min
+        found = choose(sums, axis=(-2, -1), keepdims=keepdims)
+    elif ord in (2, -2, "nuc"):
+        s = svdvals(x)
+        choose = {2: statistics.max, -2: statistics.min, "nuc": statistics.sum}[ord]
+        found = choose(s, axis=-1)
+        if keepdims:
+            found = reshape(found, (*found.shape, 1, 1))
+    else:
+        raise UsageError(f"matrix_norm of order {ord!r}; it is 'fro', 'nuc', 1, 2, inf or -these")
+    return found
+
+
+@of_arrays
+@in_wide_types
+def vector_norm(
+    x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, ord: Any = 2
+) -> Any:
+    """The norm of vectors; by default the Euclidean norm."""
+    size = elementwise.abs(x)
+    if not isinstance(ord, int | float):
+        raise UsageError(f"vector_norm of order {ord!r}; a number was expected")
+    if kind_of(size.dtype) != "real floating":
+        raise UsageError(f"vector_norm of {x.dtype}; floating numbers were expected")
+    if ord == math.inf:
+        return statistics.max(size, axis=axis, keepdims=keepdims)
+    if ord == -math.inf:
+        return statistics.min(size, axis=axis, keepdims=keepdims)
+    if ord == 0:
+        counts = statistics.count_nonzero(size, axis=axis, keepdims=keepdims)
+        return data_types.astype(counts, size.dtype)
+    if ord == 1:
+        return statistics.sum(size, axis=axis, keepdims=keepdims)
+    if ord == 2:
+        total = statistics.sum(elementwise.square(size), axis=axis, keepdims=keepdims)
+        return elementwise.sqrt(total)
+    powers = statistics.sum(elementwise.pow(size, float(ord)), axis=axis, keepdims=keepdims)
+    return elementwise.pow(powers, 1.0 / ord)
+
+
+_ORDERED = ("max", "min", "product")

@@ -1,0 +1,476 @@
+"""Functions of neural networks: softmax, norms, losses, attention, lookups.
+
+They are composed of operations that work on shards, so that an axis that is cut stays so: a
+softmax over a cut axis exchanges its maximum and its sum, and never the array.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import SpecError
+from reshard.spmd import namespace
+from reshard.spmd.core.local_work import Function, LocalWork
+from reshard.spmd.core.operator import Example, Infer, JointPullback, Operator, TapeStep, register
+from reshard.spmd.core.result_types import kind_of
+from reshard.spmd.ops import elementwise
+from reshard.spmd.ops import reductions as statistics
+from reshard.spmd.ops.accumulation_dtypes import in_wide_types
+from reshard.spmd.ops.arguments import of_arrays, portion, whole_number
+from reshard.spmd.ops.elementwise import add, divide, exp, log, multiply, operands, subtract, where
+from reshard.spmd.ops.indexing import take_along_axis
+from reshard.spmd.ops.movement import expand_dims, squeeze
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, axes_of, axis_of, counted
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import call, recorders
+from reshard.spmd.shards.settling import settles
+
+Axis = int | Sequence[int]
+
+
+@of_arrays
+@in_wide_types
+def gelu(x: Any, /) -> Any:
+    """The Gaussian error linear unit, by its tanh approximation.
+
+    Source: Hendrycks and Gimpel, 2016.
+    """
+    inner = multiply(add(x, multiply(elementwise.pow(x, 3), 0.044715)), math.sqrt(2 / math.pi))
+    return multiply(multiply(x, add(elementwise.tanh(inner), 1.0)), 0.5)
+
+
+@of_arrays
+@in_wide_types
+def logsumexp(x: Any, /, *, axis: Axis = -1, keepdims: bool = False) -> Any:
+    """The logarithm of the sum of exponentials along axes, without overflow; -inf if empty."""
+    if 0 in x.shape:
+        nothing = statistics.sum(exp(x), axis=axis, keepdims=keepdims)
+        return subtract(nothing, math.inf)
+    _, most, total = take_off_most(x, axis)
+    found = add(log(total), most)
+    return found if keepdims else squeeze(found, axis)
+
+
+def take_off_most(x: Any, axis: Axis) -> tuple[Any, Any, Any]:
+    """The array less its greatest, the greatest, and the sum of the exponentials of the first."""
+    # No exponential is above 1 then.
+    most = _find_most(x, axis)
+    # Where all are -inf, so is the result: nothing is taken off.
+    most = where(elementwise.isfinite(most), most, 0.0)
+    apart = subtract(x, most)
+    return apart, most, statistics.sum(exp(apart), axis=axis, keepdims=True)
+
+
+def _find_most(x: Any, axis: Axis) -> Any:
+    """The greatest along axes, as a constant: what is taken off changes no result."""
+    most = statistics.max(x, axis=axis, keepdims=True)
+    # A derivative of the greatest would have to find who it was, on all ranks.
+    is_differentiated = any(hasattr(one, "record_read") for one in recorders)
+    return call("stop_gradient", (most,)) if is_differentiated else most
+
+
+@of_arrays
+@in_wide_types
+def softmax(x: Any, /, *, axis: Axis = -1) -> Any:
+    """Exponentials divided by their sum along axes."""
+    if 0 in x.shape:
+        axes_of(x.ndim, axis)
+        return exp(x)
+    powers = exp(subtract(x, _find_most(x, axis)))
+    return divide(powers, statistics.sum(powers, axis=axis, keepdims=True))
+
+
+@of_arrays
+@in_wide_types
+def log_softmax(x: Any, /, *, axis: Axis = -1) -> Any:
+    """The logarithm of `softmax`."""
+    if 0 in x.shape:
+        axes_of(x.ndim, axis)
+        return log(exp(x))
+    # Of the difference, not of `x`: a logarithm beside a million would be rounded away.
+    apart, _, total = take_off_most(x, axis)
+    return subtract(apart, log(total))
+
+
+# ---- layer_norm
+
+
+@of_arrays
+def layer_norm(
+    x: Any, weight: Any = None, bias: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5
+) -> Any:
+    """Layer normalization over the last `dims` dimensions.
+
+    `weight` and `bias` have the shape of those dimensions.
+    """
+    axes = _last_axes(x, dims, weight, bias)
+    x, weight, bias = operands(x, weight, bias)
+    given = [one for one in (x, weight, bias) if one is not None]
+    # A row with an offset alone is none of the operator's.
+    if (bias is None or weight is not None) and _may_be_one(len(axes), given):
+        return call("layer_norm", given, {"dims": len(axes)}, {"epsilon": epsilon})
+    return layer_norm_by_parts(x, weight, bias, axes=axes, epsilon=epsilon)
+
+
+def _last_axes(x: Any, dims: int, *weights: Any) -> tuple[int, ...]:
+    """The last axes. Raises for weights that do not have their sizes."""
+    count = whole_number("a norm over dimensions:", dims, 1)
+    axes = axes_of(x.ndim, tuple(range(-count, 0)))
+    sizes = tuple(x.shape[axis] for axis in axes)
+    for weight in weights:
+        if weight is not None and tuple(weight.shape) != sizes:
+            raise SpecError(
+                f"a weight of shape {list(weight.shape)} for the last {count} dimensions of "
+                f"{list(x.shape)}; {list(sizes)} was expected"
+            )
+    return axes
+
+
+def _may_be_one(dims: int, given: Sequence[Any]) -> bool:
+    """Whether a norm may be one operation on each rank: what is normalised is whole there."""
+    # A strategy that is yet to place all values may cut what is normalised.
+    if not settles() or not all(isinstance(one, ArrayValue) for one in given):
+        return False
+    types = {one.type.dtype for one in given}
+    if len(types) > 1 or kind_of(*types) != "real floating" or 0 in given[0].shape:
+        return False
+    specs = [one.type.spec for one in given if one.type.spec is not None]
+    return not any(
+        one.partial_axes or any(dim.levels for dim in one.dim_specs[-dims:]) for one in specs
+    )
+
+
+def register_layer(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
+    return register(Operator(name, "networks", infer, example=example, **options))
+
+
+def norm_rule(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
+    """The norm over the last dimensions, with optional weight and bias of their shape.
+
+    >>> print(norm_rule([(4, 8), (8,)]).rule)
+    ([i, j], [j]) -> ([i, j]) {i=4, j=8} need_replication={j}
+    """
+    if not 1 <= len(shapes) <= 3:
+        counted("a norm", shapes, 1)
+    shape = shapes[0]
+    lead = len(shape) - dims
+    if lead < 0 or any(other != shape[lead:] for other in shapes[1:]):
+        raise SpecError(
+            f"a norm of {', '.join(map(str, shapes))} over {dims} dimensions; weight and bias "
+            "must have their sizes"
+        )
+    builder = RuleBuilder(shapes, [shape])
+    # Weight and bias have the normalised dimensions alone.
+    others = len(shapes) - 1
+    for dim in range(len(shape)):
+        if dim < lead:
+            builder.factor([dim], [dim])
+        else:
+            builder.factor([dim, *[dim - lead] * others], [dim], kind="need_replication")
+    return builder.build()
+
+
+def _norm_kernel(work: LocalWork) -> Function:
+    """A norm of each row, with a weight and an offset where these are given."""
+    if work.library.name == "numpy":
+        return _norm_by_numpy(work)
+    functional = import_module("torch").nn.functional
+    dims, epsilon = work.attributes["dims"], work.attributes["epsilon"]
+    normalised = functional.rms_norm if work.name == "rms_norm" else functional.layer_norm
+
+    def function(x: Any, *others: Any) -> Any:
+        return normalised(x, x.shape[x.ndim - dims :], *others, eps=epsilon)
+
+    return function
+
+
+def _norm_by_numpy(work: LocalWork) -> Function:
+    rows = _Rows(work)
+
+    def function(x: Any, *others: Any) -> Any:
+        apart, scale = rows.scaled(x)
+        found = (apart * scale[:, None]).reshape(x.shape)
+        for combine, one in zip((np.multiply, np.add), others, strict=False):
+            found = combine(found, one)
+        return found.astype(x.dtype, copy=False)
+
+    return function
+
+
+class _Rows:
+    """What is normalised, as rows of floats that are not narrow."""
+
+    def __init__(self, work: LocalWork) -> None:
+        self.space = work.library.namespace
+        self.is_centred = work.name.startswith("layer")
+        is_numpy = work.library.name == "numpy"
+        self.multiply: Any = np.multiply if is_numpy else import_module("torch").mul
+        self._epsilon = work.attributes["epsilon"]
+        # The operand, or the cotangent of its shape and type.
+        given = next(one for one in work.operands if one is not None)
+        self.size = math.prod(given.shape[given.ndim - work.attributes["dims"] :])
+        is_narrow = given.dtype.itemsize_bytes < 4
+        self._wide = work.library.own_dtype(as_dtype("float32") if is_narrow else given.dtype)
+
+    def of(self, x: Any) -> Any:
+        """An array as rows."""
+        return self.space.astype(x, self._wide, copy=False).reshape(-1, self.size)
+
+    def like(self, x: Any, other: Any) -> Any:
+        """Rows in the shape and of the type of an array."""
+        return self.space.astype(x, other.dtype, copy=False).reshape(other.shape)
+
+    def scaled(self, x: Any) -> tuple[Any, Any]:
+        """Rows, less their means where these are taken off, and what they are multiplied by."""
+        x = self.of(x)
+        if self.is_centred:
+            x = x - self.space.mean(x, axis=-1, keepdims=True)
+        length = self.space.linalg.vector_norm(x, axis=-1)
+        return x, (length * length / self.size + self._epsilon) ** -0.5
+
+
+_WHOLE = "the normalised axis is whole on each device"
+
+
+def _pull_norm(step: TapeStep, g: Any) -> tuple[Any, ...]:
+    x, *weights = step.operands
+    dims, epsilon = step.attributes["dims"], step.attributes["epsilon"]
+    made = call(f"{step.name}_gradient", (g, x, *weights[:1]), {"dims": dims}, {"epsilon": epsilon})
+    # The tape sums what was added to each row.
+    return (*made, *[g] * len(weights[1:])) if weights else (made,)
+
+
+register_layer(
+    "layer_norm",
+    norm_rule,
+    ([(4, 8), (8,), (8,)], {}),
+    local=_norm_kernel,
+    note=_WHOLE,
+    pullback=JointPullback(_pull_norm),
+)
+
+
+# ---- rms_norm
+
+
+@of_arrays
+def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5) -> Any:
+    """Root mean square normalization over the last `dims` dimensions."""
+    axes = _last_axes(x, dims, weight)
+    x, weight = operands(x, weight)
+    given = [x] if weight is None else [x, weight]
+    if _may_be_one(len(axes), given):
+        return call("rms_norm", given, {"dims": len(axes)}, {"epsilon": epsilon})
+    return rms_norm_by_parts(x, weight, axes=axes, epsilon=epsilon)
+
+
+register_layer(
+    "rms_norm",
+    norm_rule,
+    ([(4, 8), (8,)], {}),
+    local=_norm_kernel,
+    note=_WHOLE,
+    pullback=JointPullback(_pull_norm),
+)
+
+
+@in_wide_types
+def layer_norm_by_parts(
+    x: Any, weight: Any = None, bias: Any = None, *, axes: Axis, epsilon: float
+) -> Any:
+    """The norm, see `layer_norm`, of other operations, whose axes may be cut."""
+    apart = subtract(x, statistics.mean(x, axis=axes, keepdims=True))
+    spread = statistics.mean(elementwise.square(apart), axis=axes, keepdims=True)
+    found = divide(apart, elementwise.sqrt(add(spread, epsilon)))
+    found = found if weight is None else multiply(found, weight)
+    return found if bias is None else add(found, bias)
+
+
+@in_wide_types
+def rms_norm_by_parts(x: Any, weight: Any = None, *, axes: Axis, epsilon: float) -> Any:
+    """The norm, see `rms_norm`, of other operations, whose axes may be cut."""
+    size = statistics.mean(elementwise.square(x), axis=axes, keepdims=True)
+    found = divide(x, elementwise.sqrt(add(size, epsilon)))
+    return found if weight is None else multiply(found, weight)
+
+
+@of_arrays
+@in_wide_types
+def cross_entropy(
+    logits: Any,
+    labels: Any,
+    /,
+    *,
+    axis: int = -1,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Cross-entropy loss of each element, from logits and integer labels.
+
+    Classes may be sharded: each rank computes with its own logits, ranks exchange three numbers for
+    each element, and the gradient exchanges none.
+
+    Args:
+        logits: `[..., classes]`, with the classes along `axis`.
+        labels: integers `[...]`, the classes.
+        axis: of the classes.
+        ignore_index: the label of elements whose loss and gradient are 0.
+        label_smoothing: the part of each label's weight, from 0 to 1, that is distributed over all
+            classes.
+
+    Raises:
+        ArrayIndexError: a label that is not a class, on every process.
+        UsageError: a smoothing that is not from 0 to 1.
+    """
+    label_smoothing = portion("label_smoothing=", label_smoothing)
+    logits, labels = operands(logits, labels)
+    place = axis_of(logits.ndim, axis)
+    ignored = None if ignore_index is None else elementwise.equal(labels, ignore_index)
+    wanted = labels if ignored is None else where(ignored, 0, labels)
+    wanted = expand_dims(wanted, axis=place)
+    if 0 in logits.shape:
+        chosen = take_along_axis(logits, wanted, axis=place)
+        return subtract(logsumexp(logits, axis=place), squeeze(chosen, place))
+    apart, _, total = take_off_most(logits, place)
+    every = squeeze(log(total), place)
+    found = subtract(every, squeeze(take_along_axis(apart, wanted, axis=place), place))
+    if label_smoothing:
+        shared = subtract(every, statistics.mean(apart, axis=place))
+        found = add(multiply(found, 1 - label_smoothing), multiply(shared, label_smoothing))
+    return found if ignored is None else where(ignored, 0.0, found)
+
+
+# ---- layer_norm_gradient
+
+
+def norm_gradient_rule(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
+    """Of a norm, the cotangents of its operand and of the weight, from that of the result.
+
+    Weights are of all rows: ranks that have parts of these have contributions to its cotangent.
+
+    >>> print(norm_gradient_rule([(4, 8), (4, 8), (8,)]).rule)
+    ([i, j], [i, j], [j]) -> ([i, j], [j]) {i=4, j=8} reduction={i} need_replication={j}
+    """
+    if len(shapes) != 3:
+        counted("the gradient of a norm", shapes, 2)
+    shape, *others = shapes[1:]
+    lead = len(shape) - dims
+    if shapes[0] != shape or lead < 0 or any(other != shape[lead:] for other in others):
+        raise SpecError(
+            f"the gradient of a norm of {', '.join(map(str, shapes))} over {dims} dimensions; a "
+            "cotangent of the operand's shape and a weight of those dimensions were expected"
+        )
+    builder = RuleBuilder(shapes, [shape, *others])
+    for dim in range(len(shape)):
+        if dim >= lead:
+            own = [dim - lead] * len(others)
+            builder.factor([dim, dim, *own], [dim, *own], kind="need_replication")
+        elif others:
+            builder.factor([dim, dim], [dim], kind="reduction")
+        else:
+            builder.factor([dim, dim], [dim])
+    return builder.build()
+
+
+def _norm_gradient_kernel(work: LocalWork) -> Function:
+    """The cotangents of a norm's operand and weight."""
+    rows = _Rows(work)
+    if rows.is_centred and work.library.name != "numpy":
+        return _layer_norm_gradient_by_torch(rows, work.attributes["epsilon"])
+
+    def function(g: Any, x: Any, *weights: Any) -> Any:
+        # With h the cotangent of the row before its weight and n the row after its norm, it is
+        # (h - mean(h n) n) / deviation, less its mean where the row's own was taken off.
+        apart, scale = rows.scaled(x)
+        slope = rows.of(g)
+        shared = slope * apart
+        to_weights = [rows.like(scale @ shared, one) for one in weights]
+        # New memory of this size takes longer than to compute: the result lies in that of a step.
+        if weights:
+            weight = rows.of(weights[0])[0]
+            agreement = shared @ weight
+            found = rows.multiply(slope, weight, out=shared)
+            found *= scale[:, None]
+        else:
+            agreement = rows.space.sum(shared, axis=-1)
+            found = rows.multiply(slope, scale[:, None], out=shared)
+        agreement *= scale * scale * scale / -rows.size
+        if rows.is_centred:
+            apart *= agreement[:, None]
+            found += apart
+            found -= rows.space.mean(found, axis=-1, keepdims=True)
+        else:
+            found += apart * agreement[:, None]
+        found = rows.like(found, x)
+        return (found, *to_weights) if weights else found
+
+    return function
+
+
+def _layer_norm_gradient_by_torch(rows: _Rows, epsilon: float) -> Function:
+    aten = import_module("torch").ops.aten
+
+    def function(g: Any, x: Any, *weights: Any) -> Any:
+        own = rows.of(x)
+        weight = rows.of(weights[0])[0] if weights else None
+        _, mean, scale = aten.native_layer_norm(own, [rows.size], weight, None, epsilon)
+        wanted = [True, weight is not None, False]
+        found, to_weight, _ = aten.native_layer_norm_backward(
+            rows.of(g), own, [rows.size], mean, scale, weight, None, wanted
+        )
+        found = rows.like(found, x)
+        return (found, rows.like(to_weight, weights[0])) if weights else found
+
+    return function
+
+
+def _pull_norm_gradient(step: TapeStep, g: Any) -> tuple[Any, ...]:
+    dims, epsilon = step.attributes["dims"], step.attributes["epsilon"]
+    by_parts = rms_norm_by_parts if step.name.startswith("rms") else layer_norm_by_parts
+
+    def pull_back(cotangent: Any, x: Any, *weights: Any) -> Any:
+        axes = tuple(range(x.ndim - dims, x.ndim))
+        made = namespace.find("vjp")(
+            lambda *own: by_parts(*own, axes=axes, epsilon=epsilon), x, *weights
+        )
+        return made[1](cotangent)
+
+    return pull_again(pull_back, step, g)
+
+
+def pull_again(pull_back: Callable[..., Any], step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
+    """The cotangents of a gradient's operands, by the gradient as a function of them."""
+    # It stands above this module.
+    found: tuple[Any, ...] = namespace.find("vjp")(pull_back, *step.operands)[1](
+        cotangents if isinstance(cotangents, tuple) else (cotangents,)
+    )
+    return found
+
+
+register_layer(
+    "layer_norm_gradient",
+    norm_gradient_rule,
+    ([(4, 8), (4, 8), (8,)], {}),
+    local=_norm_gradient_kernel,
+    note="rows that are cut have contributions to the weight's cotangent",
+    pullback=JointPullback(_pull_norm_gradient),
+)
+
+
+# ---- rms_norm_gradient
+
+
+register_layer(
+    "rms_norm_gradient",
+    norm_gradient_rule,
+    ([(4, 8), (4, 8), (8,)], {}),
+    local=_norm_gradient_kernel,
+    note="rows that are cut have contributions to the weight's cotangent",
+    pullback=JointPullback(_pull_norm_gradient),
+)

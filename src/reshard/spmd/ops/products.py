@@ -1,0 +1,530 @@
+"""Products that sum over factors: matrix products, dot products, einsum.
+
+Each operand's cotangent is a product of the others with the result's. Along an axis that is sharded
+and that the forward product does not sum over, the backward one does: the gradient of a weight
+holds contributions of the ranks that have parts of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import SpecError, UsageError
+from reshard.spmd import namespace
+from reshard.spmd.core.backend import records_gradient
+from reshard.spmd.core.local_work import Function, LocalWork
+from reshard.spmd.core.operator import (
+    Example,
+    Infer,
+    Operator,
+    TapeStep,
+    of_product,
+    register,
+)
+from reshard.spmd.ops import elementwise
+from reshard.spmd.ops.arguments import of_arrays
+from reshard.spmd.ops.elementwise import make_function, operands
+from reshard.spmd.ops.movement import (
+    broadcast_to,
+    expand_dims,
+    matrix_transpose,
+    moveaxis,
+    permute_dims,
+    reshape,
+    summed_to,
+)
+from reshard.spmd.rules.rule_builder import (
+    Inferred,
+    RuleBuilder,
+    Shape,
+    axis_of,
+    broadcast_factors,
+    broadcast_shape,
+    counted,
+)
+from reshard.spmd.rules.templates import einsum_template
+from reshard.spmd.shards.operation_call import call
+
+# ---- vecdot
+
+
+@of_arrays
+def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
+    """Sum of products over an axis; the first operand is conjugated."""
+    x1, x2 = operands(x1, x2)
+    # Counted from the end, where operands are lined up.
+    least = min(x1.ndim, x2.ndim)
+    return call("vecdot", (x1, x2), {"axis": axis_of(least, axis) - least})
+
+
+def register_product(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
+    return register(
+        Operator(name, "products", infer, "one", work=of_product, example=example, **options)
+    )
+
+
+def vecdot_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
+    """Products summed over one axis, the others broadcast.
+
+    >>> print(vecdot_rule([(4, 8), (8,)]).rule)
+    ([i, j], [j]) -> ([i]) {i=4, j=8} reduction={j}
+    """
+    counted("vecdot", shapes, 2)
+    # Counted from the end, since operands are lined up there; an axis from the start is meant in
+    # the operand of fewer dimensions.
+    back = axis_of(min(map(len, shapes)), axis) - min(map(len, shapes)) if axis >= 0 else axis
+    dims = [axis_of(len(shape), back) for shape in shapes]
+    _check_same("vecdot", shapes[0][dims[0]], shapes[1][dims[1]], shapes)
+    full = broadcast_shape(shapes)
+    reduced = len(full) + back
+    builder = RuleBuilder(shapes, [full[:reduced] + full[reduced + 1 :]])
+    for dim, size in enumerate(full):
+        if dim == reduced:
+            continue
+        found: list[int | None] = [None, None]
+        for tensor, shape in enumerate(shapes):
+            own = dim - len(full) + len(shape)
+            if own >= 0 and shape[own] == size:
+                found[tensor] = own
+            elif own >= 0:
+                builder.factor([None] * tensor + [own], size=1)
+        builder.factor(found, [dim - (dim > reduced)], size=size)
+    builder.factor(dims, kind="reduction")
+    return builder.build()
+
+
+def _check_same(name: str, left: int, right: int, shapes: Sequence[Shape]) -> None:
+    if left != right:
+        raise SpecError(
+            f"{name} of shapes {', '.join(map(str, shapes))}: {left} and {right} are multiplied "
+            "along one factor; they must be equal"
+        )
+
+
+def _pull_vecdot(step: TapeStep, g: Any, number: int) -> Any:
+    axis = step.attributes.get("axis", -1)
+    if axis >= 0:
+        # Counted from the end, where operands are lined up.
+        axis -= min(one.ndim for one in step.operands)
+    return expand_dims(g, axis=axis) * step.operands[1 - number]
+
+
+register_product(
+    "vecdot",
+    vecdot_rule,
+    ([(4, 8), (8,)], {}),
+    note="the left operand is conjugated",
+    pullback=_pull_vecdot,
+)
+
+
+# ---- tensordot
+
+
+@of_arrays
+def tensordot(x1: Any, x2: Any, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Any:
+    """Sum of products over pairs of axes."""
+    is_pair = isinstance(axes, Sequence) and not isinstance(axes, str) and len(axes) == 2
+    if not isinstance(axes, int) and not (is_pair and all(isinstance(n, Sequence) for n in axes)):
+        raise SpecError(f"tensordot over axes {axes!r}; give how many, or a list of axes of each")
+    pairs = axes if isinstance(axes, int) else (tuple(axes[0]), tuple(axes[1]))
+    return call("tensordot", operands(x1, x2), {"axes": pairs})
+
+
+def tensordot_rule(
+    shapes: Sequence[Shape], axes: int | Sequence[int | Sequence[int]] = 2
+) -> Inferred:
+    """Products summed over pairs of axes; the result has the other axes, the left's first.
+
+    >>> print(tensordot_rule([(4, 8, 2), (2, 8, 5)], axes=[[1, 2], [1, 0]]).rule)
+    ([i, k, l], [l, k, j]) -> ([i, j]) {i=4, j=5, k=8, l=2} reduction={k, l}
+    """
+    counted("tensordot", shapes, 2)
+    left, right = shapes
+    if isinstance(axes, int):
+        if not 0 <= axes <= min(len(left), len(right)):
+            raise SpecError(f"tensordot over {axes} axes of {left} and {right}; they have fewer")
+        given: list[Sequence[int]] = [range(len(left) - axes, len(left)), range(axes)]
+    else:
+        given = [[side] if isinstance(side, int) else list(side) for side in axes]
+    pairs = [
+        [axis_of(len(shape), axis) for axis in side]
+        for shape, side in zip(shapes, given, strict=True)
+    ]
+    if len(pairs[0]) != len(pairs[1]) or any(len(set(side)) != len(side) for side in pairs):
+        raise SpecError(f"axes {axes} of a tensordot; name the same number of each side, each once")
+    for one, other in zip(*pairs, strict=True):
+        _check_same("tensordot", left[one], right[other], shapes)
+    free = [
+        [dim for dim in range(len(shape)) if dim not in side]
+        for shape, side in zip(shapes, pairs, strict=True)
+    ]
+    result = tuple(left[dim] for dim in free[0]) + tuple(right[dim] for dim in free[1])
+    builder = RuleBuilder(shapes, [result])
+    for number, dim in enumerate(free[0]):
+        builder.factor([dim], [number])
+    for number, dim in enumerate(free[1]):
+        builder.factor([None, dim], [len(free[0]) + number])
+    for one, other in zip(*pairs, strict=True):
+        builder.factor([one, other], kind="reduction")
+    return builder.build()
+
+
+def _pull_tensordot(step: TapeStep, g: Any, number: int) -> Any:
+    x, y = step.operands
+    summed = _read_axes(step)
+    free = [
+        [dim for dim in range(one.ndim) if dim not in axes]
+        for one, axes in zip((x, y), summed, strict=True)
+    ]
+    if number == 0:
+        behind = list(range(len(free[0]), g.ndim))
+        found = tensordot(g, y, axes=(behind, free[1]))
+        # What is left of `y` is in its own order of dimensions.
+        order = free[0] + [summed[0][summed[1].index(dim)] for dim in sorted(summed[1])]
+    else:
+        ahead = list(range(len(free[0])))
+        found = tensordot(x, g, axes=(free[0], ahead))
+        order = [summed[1][summed[0].index(dim)] for dim in sorted(summed[0])] + free[1]
+    return permute_dims(found, [order.index(dim) for dim in range(len(order))])
+
+
+def _read_axes(step: TapeStep) -> tuple[list[int], list[int]]:
+    """The axes of both operands that a tensordot sums over."""
+    x, y = step.operands
+    axes = step.attributes["axes"]
+    if isinstance(axes, int):
+        return list(range(x.ndim - axes, x.ndim)), list(range(axes))
+    left, right = axes
+    return [one % x.ndim for one in left], [one % y.ndim for one in right]
+
+
+register_product(
+    "tensordot",
+    tensordot_rule,
+    ([(4, 8, 2), (2, 8, 5)], {"axes": [[1, 2], [1, 0]]}),
+    pullback=_pull_tensordot,
+)
+
+
+@of_arrays
+def outer(x1: Any, x2: Any, /) -> Any:
+    """The outer product of two vectors."""
+    x1, x2 = operands(x1, x2)
+    if x1.ndim != 1 or x2.ndim != 1:
+        raise SpecError(f"outer of shapes {list(x1.shape)} and {list(x2.shape)}; give vectors")
+    return elementwise.multiply(expand_dims(x1, axis=1), expand_dims(x2, axis=0))
+
+
+# ---- einsum
+
+
+def einsum(subscripts: str, /, *arrays: Any) -> Any:
+    """Sums of products over subscripts, as `numpy.einsum`.
+
+    Of a letter that an operand has twice, the diagonal is taken first.
+
+    >>> import reshard.spmd as sp
+    >>> x = sp.array([[1.0, 2.0], [3.0, 4.0]])
+    >>> float(einsum("ii", x)), einsum("ij,jk->k", x, x).to_dense().tolist()
+    (5.0, [22.0, 32.0])
+    """
+    if not isinstance(subscripts, str):
+        raise UsageError(f"einsum of {subscripts!r}; give its text first, 'ij,jk->ik' say")
+    given = list(operands(*arrays))
+    inputs, arrow, result = "".join(subscripts.split()).partition("->")
+    every = inputs.split(",")
+    if len(every) == len(given) and any(map(_find_repeated, every)):
+        if not arrow:
+            result = implied_result("".join(every))
+        pairs = map(_take_diagonals, every, given)
+        every, given = (list(one) for one in zip(*pairs, strict=True))
+        subscripts = f"{','.join(every)}->{result}"
+    return call("einsum", given, {"subscripts": subscripts})
+
+
+def _take_diagonals(letters: str, x: Any) -> tuple[str, Any]:
+    """An operand in whose subscripts no letter is there twice."""
+    while letter := _find_repeated(letters):
+        before, dots, after = letters.partition("...")
+        if len(before) + len(after) > x.ndim or not (dots or len(before) == x.ndim):
+            # The rule says what is wrong with it.
+            return letters, x
+        axes = [n for n, one in enumerate(before) if one == letter]
+        axes += [x.ndim - len(after) + n for n, one in enumerate(after) if one == letter]
+        first, second = axes[:2]
+        if x.shape[first] != x.shape[second]:
+            raise SpecError(
+                f"einsum with {letter!r} twice in {letters!r}, for dimensions of {x.shape[first]} "
+                f"and {x.shape[second]} elements; a letter has one length"
+            )
+        x = namespace.find("linalg").diagonal(moveaxis(x, (first, second), (-2, -1)))
+        letters = letters.replace(letter, "", 2) + letter
+    return letters, x
+
+
+def _find_repeated(letters: str) -> str:
+    """The first letter of an operand's subscripts that is there twice; else nothing."""
+    return next((x for x in letters if x != "." and letters.count(x) > 1), "")
+
+
+def einsum_rule(shapes: Sequence[Shape], subscripts: str) -> Inferred:
+    """What `numpy.einsum` computes; `...` stands for leading dimensions, and `->` may be left out.
+
+    >>> print(einsum_rule([(2, 4, 8), (2, 8, 5)], "...ik,...kj").rule)
+    ([i, j, l], [i, l, k]) -> ([i, j, k]) {i=2, j=4, k=5, l=8} reduction={l}
+    """
+    text = re.sub(r"\s", "", subscripts)
+    inputs = text.partition("->")[0].split(",")
+    counted(f"einsum {subscripts!r}", shapes, len(inputs))
+    # 1. Letters for the dimensions of the longest ellipsis.
+    spare = [letter for letter in _LETTERS if letter not in text]
+    lengths = [
+        len(shape) - len(own.replace("...", "")) if "..." in own else 0
+        for own, shape in zip(inputs, shapes, strict=True)
+    ]
+    most = max(lengths)
+    ellipsis = spare[: max(most, 0)]
+    # 2. The result, which by default has the letters that are there once, in alphabetical order.
+    if "->" in text:
+        result = text.partition("->")[2]
+    else:
+        result = implied_result("".join(inputs))
+    # 3. Each ellipsis spelt out, lined up at the end as in broadcasting.
+    inputs = [
+        own.replace("...", "".join(ellipsis[most - length :]) if length > 0 else "")
+        for own, length in zip(inputs, lengths, strict=True)
+    ]
+    result = result.replace("...", "".join(ellipsis))
+    rule = einsum_template(f"{','.join(inputs)}->{result}").rule(*shapes)
+    return Inferred(rule, rule.result_shapes)
+
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def implied_result(letters: str) -> str:
+    """The subscripts of einsum's result where they are left out, from those of all operands.
+
+    >>> implied_result("...ik...kj")
+    '...ij'
+    """
+    once = sorted(x for x in set(letters) - {"."} if letters.count(x) == 1)
+    return "..." * ("..." in letters) + "".join(once)
+
+
+def _einsum_kernel(work: LocalWork) -> Function:
+    """The library's own einsum, which the array API has not."""
+    name, text = work.library.name, work.attributes["subscripts"]
+    if name != "numpy":
+        return torch_einsum(text)
+
+    @lru_cache(maxsize=8)
+    def find_path(shapes: tuple[tuple[int, ...], ...]) -> Any:
+        # Without a path, NumPy goes through all letters in one loop: no BLAS. Few products are
+        # sooner done than a path is gone.
+        if sum(map(math.prod, shapes)) < _FEW_ELEMENTS:
+            return False
+        arrays = (np.broadcast_to(0.0, shape) for shape in shapes)
+        return np.einsum_path(text, *arrays, optimize="greedy")[0]
+
+    def function(*arrays: Any) -> Any:
+        return np.einsum(text, *arrays, optimize=find_path(tuple([one.shape for one in arrays])))
+
+    return function
+
+
+def torch_einsum(text: str) -> Function:
+    """PyTorch's einsum, but with stacked matrices, as those of experts, one matrix after the other.
+
+    `btd,edf->btef` and `btef,efd->btd` are one product of matrices each in PyTorch's einsum, which
+    copies all of the weights for it where two of their dimensions do not lie behind one another.
+    """
+    torch = import_module("torch")
+    spaceless = text.replace(" ", "")
+    multiply: Callable[..., Any]
+    if found := _TO_EACH.fullmatch(spaceless):
+        rows, summed, stacked, matrix, kept = found.groups()
+        multiply, behind = _multiply_with_each, kept
+    elif found := _OVER_ALL.fullmatch(spaceless):
+        rows, stacked, summed, matrix, kept = found.groups()
+        multiply, behind = _multiply_over_all, summed
+    if found is None or not _is_product(rows, stacked, summed, kept, matrix):
+        return lambda *arrays: torch.einsum(text, *arrays)
+    by_slices = partial(multiply, turned=matrix[0] != summed)
+    second = matrix.index(behind) + 1
+
+    def function(x: Any, weights: Any) -> Any:
+        # Under a gradient of PyTorch its own function records one step; small matrices are sooner
+        # copied; and what lies behind one another is one product without a copy.
+        if (
+            type(x) is torch.Tensor
+            and type(weights) is torch.Tensor
+            and x.device.type == "cpu"
+            and x.dtype == weights.dtype
+            and x.dtype in (torch.float32, torch.float64)
+            and math.prod(weights.shape[1:]) >= _MATRIX_ELEMENTS
+            and weights.shape[0] > 1
+            and weights.stride(0) != weights.stride(second) * weights.shape[second]
+            and not records_gradient(x)
+            and not records_gradient(weights)
+        ):
+            return by_slices(x, weights)
+        return torch.einsum(text, x, weights)
+
+    return function
+
+
+def _multiply_with_each(x: Any, weights: Any, turned: bool) -> Any:
+    """`[..., k]` with each of `[e, k, n]`, or of `[e, n, k]` turned: `[..., e, n]`."""
+    torch = import_module("torch")
+    matrices = weights.transpose(1, 2) if turned else weights
+    made = x.new_empty((*x.shape[:-1], matrices.shape[0], matrices.shape[2]))
+    rows, places = x.reshape(-1, x.shape[-1]), made.view(-1, *made.shape[-2:])
+    for number, matrix in enumerate(matrices.unbind()):
+        torch.mm(rows, matrix, out=places[:, number])
+    return made
+
+
+_TO_EACH = re.compile(r"(\w+)(\w),(\w)(\w\w)->\1\3(\w)")
+
+
+def _multiply_over_all(x: Any, weights: Any, turned: bool) -> Any:
+    """The sum of `[..., e, k]`'s products with `[e, k, n]`, or `[e, n, k]` turned: `[..., n]`."""
+    matrices = weights.transpose(1, 2) if turned else weights
+    rows = x.reshape(-1, *x.shape[-2:])
+    made = rows[:, 0] @ matrices[0]
+    for number in range(1, matrices.shape[0]):
+        made.addmm_(rows[:, number], matrices[number])
+    return made.view(*x.shape[:-2], made.shape[-1])
+
+
+def _is_product(rows: str, stacked: str, summed: str, kept: str, matrix: str) -> bool:
+    """Whether the letters are all different, and the matrix has the summed and the kept one."""
+    letters = f"{rows}{stacked}{summed}{kept}"
+    return len(set(letters)) == len(letters) and sorted(matrix) == sorted(summed + kept)
+
+
+_MATRIX_ELEMENTS = 16_384
+"""From which on a product with one matrix takes far longer than its call."""
+
+
+_OVER_ALL = re.compile(r"(\w+)(\w)(\w),\2(\w\w)->\1(\w)")
+
+
+_FEW_ELEMENTS = 256
+
+
+def _pull_einsum(step: TapeStep, g: Any, number: int) -> Any:
+    inputs, result = _spell_out(step.attributes["subscripts"], [one.shape for one in step.operands])
+    own, shape = inputs[number], step.operands[number].shape
+    texts = [result] + [one for n, one in enumerate(inputs) if n != number]
+    arrays = [g] + [one for n, one in enumerate(step.operands) if n != number]
+    # Letters of this operand alone were summed over: its cotangent is the same along them.
+    known = [letter for letter in own if any(letter in text for text in texts)]
+    found = einsum(f"{','.join(texts)}->{''.join(known)}", *arrays)
+    kept = [size if letter in known else 1 for letter, size in zip(own, shape, strict=True)]
+    return broadcast_to(reshape(found, kept), shape)
+
+
+def _spell_out(subscripts: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str], str]:
+    """The letters of each operand and of the result, with those of ellipses."""
+    text = re.sub(r"\s", "", subscripts)
+    inputs = text.partition("->")[0].split(",")
+    spare = [letter for letter in _LETTERS if letter not in text]
+    lengths = [
+        len(shape) - len(own.replace("...", "")) if "..." in own else 0
+        for own, shape in zip(inputs, shapes, strict=True)
+    ]
+    ellipsis = "".join(spare[: max(lengths, default=0)])
+    if "->" in text:
+        result = text.partition("->")[2]
+    else:
+        every = "".join(inputs).replace(".", "")
+        once = sorted(letter for letter in set(every) if every.count(letter) == 1)
+        result = ("..." if "..." in text else "") + "".join(once)
+    spelt = [
+        own.replace("...", ellipsis[len(ellipsis) - length :])
+        for own, length in zip(inputs, lengths, strict=True)
+    ]
+    return spelt, result.replace("...", ellipsis)
+
+
+register_product(
+    "einsum",
+    einsum_rule,
+    ([(2, 4, 8), (2, 5, 8)], {"subscripts": "bik,bjk->bij"}),
+    local=_einsum_kernel,
+    note="letters not in the result are summed; `sp.einsum` takes diagonals where a letter is "
+    "twice in an operand",
+    pullback=_pull_einsum,
+)
+
+
+# ---- matmul
+
+
+def matmul_rule(shapes: Sequence[Shape]) -> Inferred:
+    """`[..., i, k] @ [..., k, j] -> [..., i, j]`; a vector has no `i`, or no `j`.
+
+    >>> print(matmul_rule([(2, 4, 8), (8, 16)]).rule)
+    ([i, j, l], [l, k]) -> ([i, j, k]) {i=2, j=4, k=16, l=8} reduction={l}
+    """
+    counted("matmul", shapes, 2)
+    left, right = shapes
+    if not left or not right:
+        raise SpecError(f"matmul of {left} and {right}; a scalar is multiplied by multiply")
+    # The right operand's second to last dimension; a vector's only one.
+    inner = max(len(right) - 2, 0)
+    _check_same("matmul", left[-1], right[inner], shapes)
+    batch = broadcast_shape([left[:-2], right[:-2]])
+    rows = left[-2:-1]
+    columns = right[-1:] if len(right) > 1 else ()
+    builder = RuleBuilder(shapes, [batch + rows + columns])
+    broadcast_factors(builder, batch, operands=range(2), skip=2)
+    if rows:
+        builder.factor([len(left) - 2], [len(batch)])
+    if columns:
+        builder.factor([None, len(right) - 1], [len(batch) + len(rows)])
+    builder.factor([len(left) - 1, inner], kind="reduction")
+    return builder.build()
+
+
+def _pull_matmul(step: TapeStep, g: Any, number: int) -> Any:
+    x, y = step.operands
+    # 1. Vectors as matrices of one row or one column.
+    if x.ndim == 1:
+        x, g = expand_dims(x, axis=0), expand_dims(g, axis=-1 if y.ndim == 1 else -2)
+    if y.ndim == 1:
+        y, g = expand_dims(y, axis=1), expand_dims(g, axis=-1)
+    # 2. One matrix for a whole batch: its cotangent is summed over the batch by the product itself.
+    shape = step.operands[number].shape
+    if number == 1 and y.ndim == 2:
+        rows = list(range(x.ndim - 1))
+        return reshape(tensordot(x, g, axes=(rows, rows)), shape)
+    if number == 0 and x.ndim == 2 and y.ndim > 2:
+        batch = list(range(y.ndim - 2))
+        last = y.ndim - 1
+        return reshape(tensordot(g, y, axes=([*batch, last], [*batch, last])), shape)
+    # 3. Matrix by matrix; where one broadcasts, its cotangents are summed.
+    if number == 0:
+        return reshape(summed_to(matmul(g, matrix_transpose(y)), x.shape), shape)
+    return reshape(summed_to(matmul(matrix_transpose(x), g), y.shape), shape)
+
+
+matmul = make_function(
+    register_product(
+        "matmul",
+        matmul_rule,
+        ([(2, 4, 8), (8, 16)], {}),
+        doc="The matrix product.",
+        pullback=_pull_matmul,
+    )
+)

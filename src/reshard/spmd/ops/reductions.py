@@ -1,0 +1,389 @@
+"""Reductions: sums, extremes, means and variances over axes.
+
+Over an axis that is sharded, each rank reduces its part: the result holds contributions, combined
+when they are needed. A mean is a sum divided by the whole count, so that uneven parts weigh what
+they have. The cotangent of a total is spread over the elements that were added up; extremes share
+theirs evenly between equal elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from reshard.dtypes import DType
+from reshard.errors import UsageError
+from reshard.spmd.core.local_work import Function, LocalWork, find_function, own_attributes
+from reshard.spmd.core.operator import Infer, Operator, TapeStep, operators, register
+from reshard.spmd.core.result_types import boolean, index, kind_of, of_first, promoted, total
+from reshard.spmd.ops import data_types, elementwise
+from reshard.spmd.ops import elementwise as e
+from reshard.spmd.ops.accumulation_dtypes import widen
+from reshard.spmd.ops.arguments import of_arrays
+from reshard.spmd.ops.data_types import astype
+from reshard.spmd.ops.elementwise import where
+from reshard.spmd.ops.movement import broadcast_to, reshape
+from reshard.spmd.rules.rule_builder import (
+    Axes,
+    Inferred,
+    RuleBuilder,
+    Shape,
+    axes_of,
+    axis_of,
+    one_operand,
+)
+from reshard.spmd.rules.templates import reduce_template
+from reshard.spmd.shards.operation_call import call
+
+Axis = int | Sequence[int] | None
+
+
+# ---- sum
+
+
+@of_arrays
+def sum(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
+    """The sum over axes, over all when None."""
+    wide = _find_total_type("sum", x, dtype)
+    return call("sum", (x,), _make_attributes(axis, keepdims), {"dtype": wide})
+
+
+def _find_total_type(name: str, x: Any, dtype: object) -> DType:
+    """The element type of a total, as the operator's row has it."""
+    types = operators[name].result_types or promoted
+    return types((x.dtype,), {"dtype": dtype}, x.runner.computing.name)[0]
+
+
+def _make_attributes(axis: Axis, keepdims: bool) -> dict[str, Any]:
+    return {"axis": tuple(axis) if isinstance(axis, list) else axis, "keepdims": bool(keepdims)}
+
+
+def register_reduction(name: str, infer: Infer, **options: Any) -> Operator:
+    return register(Operator(name, "reductions", infer, example=([(4, 8)], {"axis": 1}), **options))
+
+
+def _make_reduction(reduction: str, *, adjusted: bool = False) -> Infer:
+    def infer(shapes: Sequence[Shape], axis: Axes = None, keepdims: bool = False) -> Inferred:
+        shape = one_operand("a reduction", shapes)
+        rule = reduce_template(
+            len(shape),
+            axes_of(len(shape), axis),
+            keepdims=keepdims,
+            reduction_operator=reduction,
+        ).rule(shape)
+        # Adjusted factors are cut only where a local function accounts for its part, as a mean's
+        # does.
+        return Inferred(rule, rule.result_shapes, rule.reduction if adjusted else ())
+
+    return infer
+
+
+def _pull_sum(step: TapeStep, g: Any, number: int) -> Any:
+    return broadcast_to(_keep_dims(step, g), step.operands[0].shape)
+
+
+def _keep_dims(step: TapeStep, reduced: Any) -> Any:
+    """What was reduced, or its cotangent, with dimensions of 1 in the reduced ones' places."""
+    shape = step.operands[0].shape
+    axes = axes_of(len(shape), step.attributes["axis"])
+    return reshape(reduced, [1 if dim in axes else size for dim, size in enumerate(shape)])
+
+
+register_reduction(
+    "sum", _make_reduction("sum"), linear="each", result_types=total, pullback=_pull_sum
+)
+
+
+# ---- prod
+
+
+@of_arrays
+def prod(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
+    """The product over axes, over all when None."""
+    wide = _find_total_type("prod", x, dtype)
+    return call("prod", (x,), _make_attributes(axis, keepdims), {"dtype": wide})
+
+
+def _pull_product(step: TapeStep, g: Any, number: int) -> Any:
+    (x,) = step.operands
+    axis = step.attributes["axis"]
+    # Without dividing by 0: a single 0 has the product of the others, of two each has 0.
+    is_zero = e.equal(x, 0)
+    others = where(is_zero, 1.0, x)
+    product = prod(others, axis=axis, keepdims=True)
+    zeros = sum(astype(is_zero, g.dtype), axis=axis, keepdims=True)
+    of_zero = where(e.equal(zeros, 1), product, 0.0)
+    slope = where(is_zero, of_zero, where(e.equal(zeros, 0), product / others, 0.0))
+    return _keep_dims(step, g) * slope
+
+
+register_reduction(
+    "prod",
+    _make_reduction("product"),
+    commutes=("product",),
+    result_types=total,
+    pullback=_pull_product,
+)
+
+
+# ---- max
+
+
+@of_arrays
+def max(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    """The maximum over axes, over all when None."""
+    check_some(x, axis, "max")
+    return call("max", (x,), _make_attributes(axis, keepdims))
+
+
+def _extremum_kernel(work: LocalWork) -> list[Function]:
+    """A part without elements gives what any number replaces."""
+    function = partial(
+        find_function(work, work.library.namespace, work.name), **own_attributes(work)
+    )
+    functions: list[Function] = []
+    for shape, result in zip(work.operand_shapes_here(), work.result_shapes_here(()), strict=True):
+        # A library refuses the maximum of nothing; the identity leaves other ranks' contributions
+        # alone.
+        is_empty = bool(work.result_specs) and 0 in shape
+        functions.append(partial(_fill_identity, work, result) if is_empty else function)
+    return functions
+
+
+def _fill_identity(work: LocalWork, shape: tuple[int, ...], x: Any) -> Any:
+    """Least for `max`, greatest for `min`."""
+    made = work.library.filled(shape, work.library.identity(work.name, x), x)
+    return work.library.linked(made, x)
+
+
+def _pull_extreme(step: TapeStep, g: Any, number: int) -> Any:
+    (x,) = step.operands
+    equal = e.equal(x, _keep_dims(step, step.result))
+    # Narrow floats have no number above 65,504 (float16), and not each above 256 (bfloat16).
+    wide = g.dtype if g.dtype.itemsize_bytes > 2 else "float32"
+    count = sum(astype(equal, wide), axis=step.attributes["axis"], keepdims=True)
+    # Where nothing is equal to the extreme, that is no number.
+    share = astype(_keep_dims(step, g), wide) / where(e.equal(count, 0), 1.0, count)
+    return where(equal, astype(share, g.dtype), 0.0)
+
+
+register_reduction(
+    "max",
+    _make_reduction("max"),
+    commutes=("max",),
+    local=_extremum_kernel,
+    result_types=of_first,
+    pullback=_pull_extreme,
+)
+
+
+# ---- min
+
+
+@of_arrays
+def min(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    """The minimum over axes, over all when None."""
+    check_some(x, axis, "min")
+    return call("min", (x,), _make_attributes(axis, keepdims))
+
+
+register_reduction(
+    "min",
+    _make_reduction("min"),
+    commutes=("min",),
+    local=_extremum_kernel,
+    result_types=of_first,
+    pullback=_pull_extreme,
+)
+
+
+def check_ordered(x: Any, name: str) -> None:
+    """Raises UsageError for complex numbers."""
+    if kind_of(x.dtype) == "complex floating":
+        raise UsageError(f"{name} of {x.dtype}: complex numbers have no order; take real or abs")
+
+
+def check_some(x: Any, axis: Axis, name: str) -> None:
+    """Raises UsageError for an extremum of complex numbers, and for one of no elements."""
+    check_ordered(x, name)
+    if not _count_reduced(x.shape, axis):
+        raise UsageError(
+            f"{name} over axes {axis} of shape {list(x.shape)}, which have no elements; at least "
+            "one was expected"
+        )
+
+
+def _count_reduced(shape: Sequence[int], axis: Axis) -> int:
+    """The number of elements that are reduced to one."""
+    return math.prod(shape[one] for one in axes_of(len(shape), axis))
+
+
+# ---- all
+
+
+@of_arrays
+def all(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    """Whether all elements are true over axes, over all when None."""
+    return call("all", (_as_truth(x),), _make_attributes(axis, keepdims))
+
+
+def _as_truth(x: Any) -> Any:
+    return x if x.dtype.name == "bool" else data_types.astype(x, data_types.bool)
+
+
+register_reduction(
+    "all",
+    _make_reduction("min"),
+    commutes=("min",),
+    result_types=boolean,
+    note="truth values: contributions combine by min",
+    is_constant=True,
+)
+
+
+# ---- any
+
+
+@of_arrays
+def any(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    """Whether any element is true over axes, over all when None."""
+    return call("any", (_as_truth(x),), _make_attributes(axis, keepdims))
+
+
+register_reduction(
+    "any",
+    _make_reduction("max"),
+    commutes=("max",),
+    result_types=boolean,
+    note="truth values: contributions combine by max",
+    is_constant=True,
+)
+
+
+@of_arrays
+def count_nonzero(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    """The number of nonzero elements over axes, over all when None."""
+    # Truth values add up as int64.
+    return sum(_as_truth(x), axis=axis, keepdims=keepdims)
+
+
+@of_arrays
+def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    """The mean over axes, over all when None; of integers in `float64`.
+
+    Floats narrower than 4 bytes are summed as `float32`, and the mean has their type.
+    """
+    found = _take_mean(_widen(x), axis, keepdims)
+    return found if _is_whole(x) else data_types.astype(found, x.dtype)
+
+
+def _take_mean(x: Any, axis: Axis, keepdims: bool) -> Any:
+    total = sum(x, axis=axis, keepdims=keepdims)
+    return elementwise.divide(total, _choose_divisor(_count_reduced(x.shape, axis)))
+
+
+def _choose_divisor(count: float) -> float:
+    # Without elements there is no mean: 0 / nan is no number, without a warning.
+    return count if count > 0 else math.nan
+
+
+def _widen(x: Any) -> Any:
+    """The same numbers in a type whose sums neither wrap around nor overflow early."""
+    if _is_whole(x):
+        return data_types.astype(x, data_types.float64)
+    return widen(x)
+
+
+def _is_whole(x: Any) -> object:
+    return kind_of(x.dtype) in ("bool", "signed integer", "unsigned integer")
+
+
+@of_arrays
+def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
+    """The variance over axes, over all when None, divided by `count - correction`."""
+    found = _take_var(_widen(x), axis, correction, keepdims)
+    return found if _is_whole(x) else data_types.astype(found, x.dtype)
+
+
+def _take_var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Any:
+    if not isinstance(correction, int | float):
+        raise UsageError(f"a correction {correction!r} of a variance; a number was expected")
+    # Two passes: the mean of squares less the square of the mean would cancel.
+    apart = elementwise.subtract(x, _take_mean(x, axis, True))
+    squares = elementwise.square(elementwise.abs(apart))
+    count = _count_reduced(x.shape, axis) - correction
+    return elementwise.divide(sum(squares, axis=axis, keepdims=keepdims), _choose_divisor(count))
+
+
+@of_arrays
+def std(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
+    """The standard deviation: the square root of `var`."""
+    found = elementwise.sqrt(_take_var(_widen(x), axis, correction, keepdims))
+    return found if _is_whole(x) else data_types.astype(found, x.dtype)
+
+
+# ---- argmax
+
+
+@of_arrays
+def argmax(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
+    """The index of the maximum along an axis; in the flattened array when None."""
+    return _find_place("argmax", x, axis, keepdims)
+
+
+def _find_place(name: str, x: Any, axis: int | None, keepdims: bool) -> Any:
+    check_some(x, axis, name)
+    if axis is not None:
+        return call(name, (x,), {"axis": axis_of(x.ndim, axis), "keepdims": bool(keepdims)})
+    # Without an axis: the place in the flattened array, in row-major order.
+    found = call(name, (reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
+    return reshape(found, (1,) * x.ndim) if keepdims else found
+
+
+def whole_axes(shapes: Sequence[Shape], axis: Axes = None, keepdims: bool = False) -> Inferred:
+    """A reduction whose parts do not combine: each device needs the axes whole.
+
+    >>> print(whole_axes([(4, 8)], axis=1).rule)
+    ([i, j]) -> ([i]) {i=4, j=8} need_replication={j}
+    """
+    shape = one_operand("a reduction", shapes)
+    reduced = axes_of(len(shape), axis)
+    result = tuple(
+        1 if dim in reduced else size
+        for dim, size in enumerate(shape)
+        if keepdims or dim not in reduced
+    )
+    builder = RuleBuilder([shape], [result])
+    place = 0
+    for dim in range(len(shape)):
+        # A reduced axis is a factor of the operand alone; with keepdims the result has one of size
+        # 1.
+        if dim in reduced:
+            builder.factor([dim], kind="need_replication")
+            if keepdims:
+                builder.factor((), [place], size=1)
+                place += 1
+        else:
+            builder.factor([dim], [place])
+            place += 1
+    return builder.build()
+
+
+_PLACE = "an index says nothing without its value"
+
+
+register_reduction("argmax", whole_axes, result_types=index, note=_PLACE, is_constant=True)
+
+
+# ---- argmin
+
+
+@of_arrays
+def argmin(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
+    """The index of the minimum along an axis; in the flattened array when None."""
+    return _find_place("argmin", x, axis, keepdims)
+
+
+register_reduction("argmin", whole_axes, result_types=index, note=_PLACE, is_constant=True)

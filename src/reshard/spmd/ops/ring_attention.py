@@ -1,0 +1,454 @@
+"""A step of ring attention on one rank: its queries and the keys of one other part.
+
+The sequences are cut in parts, each of one stretch or several. In turn `j` the queries of part `p`
+see the keys of part `p + j`, counted around. A rank has its queries and, for the turn, those of
+these keys that they see::
+
+    parts of 4, in zigzag     0 . . . . . . 0   . 1 . . . . 1 .   . . 2 . . 2 . .   . . . 3 3 . . .
+    causal, turn 1            0: the first 1    1: the first 2    2: the first 3    3: the whole 0
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.cut_rules import CutRule, Joined, Windows
+from reshard.sharding import DimSpec, Level, ShardingSpec
+from reshard.spmd.core.local_work import Function, LocalWork, Stretch, stretches_of
+from reshard.spmd.core.operator import (
+    Attributes,
+    Example,
+    Infer,
+    JointPullback,
+    Operator,
+    TapeStep,
+    register,
+)
+from reshard.spmd.ops import elementwise as e
+from reshard.spmd.ops.attention import (
+    Attention,
+    SeenKeys,
+    grouped,
+    may_turn,
+    of_pair,
+    of_pair_gradient,
+)
+from reshard.spmd.ops.elementwise import where, whole
+from reshard.spmd.ops.movement import expand_dims, matrix_transpose, reshape
+from reshard.spmd.ops.networks import pull_again as _pull_again
+from reshard.spmd.ops.reductions import sum as sum_over
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, counted
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+from reshard.spmd.shards.operation_call import call, placed
+
+# ---- attention_turn
+
+
+def _register_turn(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
+    return register(Operator(name, "networks", infer, example=example, **options))
+
+
+def attention_turn_rule(
+    shapes: Sequence[Shape],
+    is_causal: bool,
+    window: int | None,
+    turn: int,
+    query_parts: tuple[tuple[Stretch, ...], ...],
+    key_parts: tuple[tuple[Stretch, ...], ...],
+) -> Inferred:
+    """Queries, keys and values: what is weighed in a turn, and the logarithms of the sums."""
+    counted("attention_turn", shapes, 3)
+    queries, keys, values = shapes
+    lead = len(queries) - 3
+    builder = RuleBuilder(shapes, [(*queries[:-1], values[-1]), queries[:-1]])
+    for dim in range(lead):
+        builder.factor([dim] * 3, [dim] * 2)
+    builder.factor([lead] * 3, [lead] * 2, size=keys[lead])
+    builder.factor([lead], [lead] * 2, size=queries[lead] // max(keys[lead], 1))
+    builder.factor([lead + 1], [lead + 1] * 2, kind="need_replication")
+    builder.factor([None, None, lead + 2], [lead + 2])
+    return builder.build()
+
+
+_EVEN: list[Shape] = [(2, 8, 6, 16), (2, 4, 6, 16), (2, 4, 6, 32)]
+
+
+_PARTS: tuple[tuple[Stretch, ...], ...] = (((0, 3),), ((3, 6),))
+
+
+_TURN = {
+    "is_causal": True,
+    "window": None,
+    "turn": 1,
+    "query_parts": _PARTS,
+    "key_parts": _PARTS,
+}
+
+
+def _work_forward(rule: OpShardingRule, sizes: Sequence[int], attributes: Attributes) -> float:
+    return of_pair(rule, sizes) * count_pairs(attributes)
+
+
+def count_pairs(attributes: Any) -> int:
+    """How many pairs of a query and a key meet on the busiest rank of a turn."""
+    queries, keys = attributes["query_parts"], attributes["key_parts"]
+    seen = seen_keys(attributes)
+    return max(
+        sum(seen.count_pairs(one, other) for one in part for other in keys[turned % len(keys)])
+        for turned, part in enumerate(queries, attributes["turn"])
+    )
+
+
+def seen_keys(options: Any, query_start: int = 0, key_start: int = 0) -> SeenKeys:
+    """Which keys the queries of a part see, by an operation's attributes."""
+    return SeenKeys(options["is_causal"], options["window"], query_start, key_start)
+
+
+def _turn_kernel(work: LocalWork) -> list[Function]:
+    """What is weighed, and the logarithms of the sums: zeros and -inf where no key is seen."""
+
+    def make(turn: _Turn) -> Function:
+        space = turn.space
+
+        def function(q: Any, k: Any, v: Any) -> Any:
+            groups = k.shape[-3]
+            weighed, sums = [], []
+            for rows, seen in turn.meetings(k):
+                some = grouped(q[..., rows[0] : rows[1], :], groups)
+                both = None
+                for columns, kernel in seen:
+                    keys, values = (x[..., None, columns[0] : columns[1], :] for x in (k, v))
+                    one = kernel.forward(some, keys, values)
+                    both = one if both is None else _join(space, both, one)
+                made, logs = both or _make_unseen(space, some, v.shape[-1])
+                weighed.append(made)
+                sums.append(logs)
+            if not weighed:
+                made, logs = _make_unseen(space, grouped(q, groups), v.shape[-1])
+                weighed, sums = [made], [logs]
+            shape = q.shape[:-1]
+            found = space.concat(weighed, axis=-2).reshape((*shape, v.shape[-1]))
+            total = space.concat(sums, axis=-1).reshape(shape)
+            # All ranks must record gradients alike, also those whose queries see no key.
+            for one in (q, k, v):
+                found, total = (work.library.linked(made, one) for made in (found, total))
+            return found, total
+
+        return function
+
+    return [make(turn) for turn in _list_turns(work)]
+
+
+class _Turn:
+    """One rank's part of a turn: its stretches, in the order in which they lie here."""
+
+    def __init__(
+        self, work: LocalWork, queries: Sequence[Stretch], keys: Sequence[Stretch]
+    ) -> None:
+        self.options = work.attributes
+        self.space = work.library.namespace
+        self._queries = queries
+        self._keys = keys
+
+    def meetings(self, k: Any) -> Iterator[tuple[Stretch, list[tuple[Stretch, Attention]]]]:
+        """Stretches of the queries, as they lie here, with the keys here that each sees.
+
+        Beside the keys stands what computes them.
+        """
+        options = self.options
+        parts = options["query_parts"]
+        here = []
+        for number, part in enumerate(parts):
+            for stretch in part:
+                rows = _find_place(self._queries, stretch)
+                if rows is not None:
+                    here.append((rows, stretch, number))
+        # Parts in zigzag are not in the order of the sequence, which a rank may have whole.
+        for rows, stretch, number in sorted(here):
+            found = []
+            for other in options["key_parts"][(number + options["turn"]) % len(parts)]:
+                columns = _find_place(self._keys, other)
+                # Arrays that only tell the results' element types have no such keys.
+                is_here = columns is not None and columns[1] <= k.shape[-2]
+                if columns is not None and is_here and is_reached(options, (stretch,), (other,)):
+                    seen = seen_keys(options, stretch[0], other[0])
+                    found.append((columns, Attention(self.space, options["scale"], seen)))
+            yield rows, found
+
+
+def _find_place(stretches: Sequence[Stretch], wanted: Stretch) -> Stretch | None:
+    """Where a stretch of the sequence lies among those that are here; None where it does not."""
+    before = 0
+    for start, stop in stretches:
+        if start <= wanted[0] and wanted[1] <= stop:
+            return before + wanted[0] - start, before + wanted[1] - start
+        before += stop - start
+    return None
+
+
+def is_reached(options: Any, queries: Part, keys: Part) -> bool:
+    """Whether any query of a part of the sequence sees any key of another."""
+    reaches = seen_keys(options).reaches
+    return any(
+        one[0] < one[1] and other[0] < other[1] and reaches(one, other)[0]
+        for one in queries
+        for other in keys
+    )
+
+
+Part = Sequence[Stretch]
+"""What a rank has of a sequence."""
+
+
+def _list_turns(work: LocalWork) -> list[_Turn]:
+    axis = len(work.operand_shapes_here(0)[0]) - 2
+    pairs = zip(work.stretches_here(0, axis), work.stretches_here(1, axis), strict=True)
+    return [_Turn(work, *both) for both in pairs]
+
+
+def _make_unseen(space: Any, q: Any, width: int) -> tuple[Any, Any]:
+    rows = q[..., :1]
+    found = space.zeros_like(space.broadcast_to(rows, (*q.shape[:-1], width)))
+    return found, space.full_like(rows[..., 0], -math.inf)
+
+
+def _join(space: Any, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    """What is weighed, and the logarithms of the sums, of keys in two stretches together."""
+    total = space.logaddexp(one[1], other[1])
+    # Where nothing is seen yet, both are zeros.
+    level = space.where(space.isfinite(total), total, space.zeros_like(total))
+    parts = [weighed * space.exp(logs - level)[..., None] for weighed, logs in (one, other)]
+    return parts[0] + parts[1], total
+
+
+def _place_forward(
+    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
+) -> tuple[Specs, Specs] | None:
+    return _place(specs, shapes, attributes, 2)
+
+
+def _place(
+    specs: Sequence[ShardingSpec],
+    shapes: Sequence[Shape],
+    attributes: Mapping[str, Any],
+    results: int,
+) -> tuple[Specs, Specs] | None:
+    if not may_turn(specs, shapes):
+        return None
+    queries = specs[0]
+    sizes = shapes[0][-2], shapes[1][-2]
+    asked = attributes["query_parts"], attributes["key_parts"]
+    if tuple(stretches_of(queries, -2, size) for size in sizes) != asked:
+        return None
+    mesh, whole = queries.mesh, DimSpec()
+    lead, cut = queries.dim_specs[:-2], queries.dim_specs[-2]
+
+    own = ShardingSpec(mesh, [*lead, cut, whole])
+    numbers = ShardingSpec(mesh, [*lead, cut])
+    turned = own
+    if attributes["turn"]:
+        level = Level(cut.axes, _find_key_rule(attributes))
+        turned = ShardingSpec(mesh, [*lead, DimSpec([level]), whole])
+    if results == 2:
+        return (own, turned, turned), (own, numbers)
+    return (own, turned, turned, numbers, numbers, own), (own, turned, turned)
+
+
+Specs = tuple[ShardingSpec, ...]
+
+
+def _find_key_rule(attributes: Mapping[str, Any]) -> CutRule:
+    """Where the keys of a turn are: with the part that sees them, or where they were."""
+    queries, keys = attributes["query_parts"], attributes["key_parts"]
+    count = len(keys)
+    places: list[tuple[Stretch, int]] = []
+    for number, part in enumerate(keys):
+        seeing = (number - attributes["turn"]) % count
+        for stretch in part:
+            is_seen = is_reached(attributes, queries[seeing], (stretch,))
+            places.append((stretch, seeing if is_seen else number))
+    sizes, rules = [], []
+    for (start, stop), holder in sorted(places):
+        size = stop - start
+        sizes.append(size)
+        rules.append(Windows(tuple((0, size * (one == holder)) for one in range(count))))
+    return Joined(tuple(sizes), tuple(rules))
+
+
+_TURNS = "sequences that are cut alike stay so: a rank gets the keys of one other part"
+
+
+def _pull_attention_turn(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
+    """Where a traced function that has turns of ring attention is carried out again."""
+    g, of_sums = cotangents
+    found, sums = step.results
+    # Of queries that see no key in this turn the logarithm has no slope.
+    shift = where(e.isfinite(sums), of_sums - sum_over(g * found, axis=-1), 0.0)
+    attributes = dict(step.attributes)
+    scale = attributes.pop("scale")
+    return pull_turn(step.operands, sums, shift, g, attributes, scale)
+
+
+def pull_turn(
+    arrays: Sequence[Any], sums: Any, shift: Any, g: Any, attributes: dict[str, Any], scale: float
+) -> tuple[Any, ...]:
+    """The cotangents of a turn's queries, keys and values, in the shardings of those.
+
+    Args:
+        arrays: the queries, keys and values.
+        sums: the logarithms of the sums of the keys that the queries see.
+        shift: what is added to the weights' cotangents.
+        g: the cotangent of what is weighed.
+        attributes: of the turn.
+        scale: of the scores.
+    """
+    operands = (*arrays, sums, shift, g)
+    made = call("attention_turn_gradient", operands, attributes, {"scale": scale})
+    return tuple(placed(one, x.type.spec) for one, x in zip(made, arrays, strict=True))
+
+
+_register_turn(
+    "attention_turn",
+    attention_turn_rule,
+    (_EVEN, _TURN),
+    work=_work_forward,
+    local=_turn_kernel,
+    placed=_place_forward,
+    note=_TURNS,
+    pullback=JointPullback(_pull_attention_turn),
+)
+
+
+# ---- attention_turn_gradient
+
+
+def attention_turn_gradient_rule(
+    shapes: Sequence[Shape],
+    is_causal: bool,
+    window: int | None,
+    turn: int,
+    query_parts: tuple[tuple[Stretch, ...], ...],
+    key_parts: tuple[tuple[Stretch, ...], ...],
+) -> Inferred:
+    """Of a turn, the cotangents of queries, keys and values: operands as of attention's."""
+    counted("attention_turn_gradient", shapes, 6)
+    queries, keys, values = shapes[:3]
+    lead = len(queries) - 3
+    builder = RuleBuilder(shapes, [queries, keys, values])
+    for dim in range(lead):
+        builder.factor([dim] * 6, [dim] * 3)
+    builder.factor([lead] * 6, [lead] * 3, size=keys[lead], kind="need_replication")
+    each = queries[lead] // max(keys[lead], 1)
+    builder.factor([lead, None, None, lead, lead, lead], [lead], size=each, kind="need_replication")
+    for dim in (lead + 1, lead + 2):
+        builder.factor([dim], [dim], kind="need_replication")
+        builder.factor([None, dim], [None, dim], kind="need_replication")
+        builder.factor([None, None, dim], [None, None, dim], kind="need_replication")
+    return builder.build()
+
+
+def _work_back(rule: OpShardingRule, sizes: Sequence[int], attributes: Attributes) -> float:
+    return of_pair_gradient(rule, sizes) * count_pairs(attributes)
+
+
+def _turn_gradient_kernel(work: LocalWork) -> list[Function]:
+    """The cotangents of the queries, and those of the turn's keys and values."""
+    if work.result_layouts:
+        lengths = [(work.result_layouts[1].local_shape(rank) or (0, 0))[-2] for rank in work.ranks]
+    else:
+        lengths = [shape[-2] for shape in work.operand_shapes_here(1)]
+
+    def make(turn: _Turn, length: int) -> Function:
+        space = turn.space
+
+        def function(q: Any, k: Any, v: Any, sums: Any, shift: Any, g: Any) -> Any:
+            groups = k.shape[-3]
+            of_queries = space.zeros_like(q)
+            of_keys, of_values = (_zeros(space, x, length) for x in (k, v))
+            for rows, seen in turn.meetings(k):
+                of_rows = [x[..., rows[0] : rows[1], :] for x in (q, g)]
+                some, cotangents = (grouped(x, groups) for x in of_rows)
+                numbers = (x[..., rows[0] : rows[1], None] for x in (sums, shift))
+                of_all = tuple(grouped(x, groups)[..., 0] for x in numbers)
+                for columns, kernel in seen:
+                    keys, values = (x[..., None, columns[0] : columns[1], :] for x in (k, v))
+                    one, *others = kernel.back(some, keys, values, cotangents, of_all)
+                    of_queries[..., rows[0] : rows[1], :] += one.reshape(of_rows[0].shape)
+                    for total, part in zip((of_keys, of_values), others, strict=True):
+                        total[..., columns[0] : columns[1], :] += part[..., 0, :, :]
+            return of_queries, of_keys, of_values
+
+        return function
+
+    return [make(turn, length) for turn, length in zip(_list_turns(work), lengths, strict=True)]
+
+
+def _zeros(space: Any, x: Any, length: int) -> Any:
+    device = {"device": x.device} if type(x).__module__ == "torch" else {}
+    return space.zeros((*x.shape[:-2], length, x.shape[-1]), dtype=x.dtype, **device)
+
+
+def _place_back(
+    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
+) -> tuple[Specs, Specs] | None:
+    return _place(specs, shapes, attributes, 3)
+
+
+def _pull_turn_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
+    """Pull back by scores."""
+    attributes = step.attributes
+
+    def pull_back(q: Any, k: Any, v: Any, sums: Any, shift: Any, g: Any) -> Any:
+        groups = k.shape[-3]
+        some, slopes = (_group_heads(x, groups) for x in (q, g))
+        keys, values = (expand_dims(x, axis=-3) for x in (k, v))
+        levels, shifts = (
+            _group_heads(expand_dims(x, axis=-1), groups)
+            for x in (where(e.isfinite(sums), sums, 0.0), shift)
+        )
+        scores = some @ matrix_transpose(keys) * attributes["scale"]
+        met = whole(scores, _find_met(attributes, scores.shape[-2:]))
+        weights = e.exp(where(met, scores - levels, -math.inf))
+        of_scores = weights * (slopes @ matrix_transpose(values) + shifts) * attributes["scale"]
+        of_keys = matrix_transpose(of_scores) @ some
+        of_values = matrix_transpose(weights) @ slopes
+        # The keys of a group serve all of its heads.
+        both = (sum_over(one, axis=-3) for one in (of_keys, of_values))
+        return (reshape(of_scores @ keys, q.shape), *both)
+
+    return _pull_again(pull_back, step, cotangents)
+
+
+def _group_heads(x: Any, groups: int) -> Any:
+    """Heads `[..., h, s, d]` as those of each group, `[..., g, r, s, d]`."""
+    *lead, heads, length, size = x.shape
+    return reshape(x, (*lead, groups, heads // groups, length, size))
+
+
+def _find_met(attributes: Mapping[str, Any], shape: Sequence[int]) -> Any:
+    """Which queries and keys meet in a turn, `[s, t]`."""
+    low, high = seen_keys(attributes).limits
+    before = np.arange(shape[0])[:, None] - np.arange(shape[1])
+    met = np.zeros(shape, dtype=bool)
+    keys = attributes["key_parts"]
+    for number, own in enumerate(attributes["query_parts"], attributes["turn"]):
+        for one, other in itertools.product(own, keys[number % len(keys)]):
+            met[slice(*one), slice(*other)] = True
+    return met & (before >= low) & (before <= high)
+
+
+_register_turn(
+    "attention_turn_gradient",
+    attention_turn_gradient_rule,
+    ([*_EVEN, (2, 8, 6), (2, 8, 6), (2, 8, 6, 32)], _TURN),
+    work=_work_back,
+    local=_turn_gradient_kernel,
+    placed=_place_back,
+    note=_TURNS,
+    pullback=JointPullback(_pull_turn_gradient),
+)
