@@ -26,15 +26,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
+from reshard._records import Record
 from reshard.cut_rules import CutRule, Pieces, Sizes
 from reshard.errors import NotationError, RuleError
 from reshard.megatron.ranks import Ranks, places_along
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPlace:
+class LayerPlace(Record):
     """Where a layer is: its pipeline stage, the model chunk there, and its number in it."""
 
     stage: int
@@ -42,8 +41,7 @@ class LayerPlace:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineLayers:
+class PipelineLayers(Record):
     """How many layers every stage has, by model chunk: `counts[chunk][stage]`.
 
     Raises:
@@ -67,7 +65,7 @@ class PipelineLayers:
 
     @classmethod
     def even(cls, layers: int, pp: int, vpp: int = 1) -> PipelineLayers:
-        """Equally many layers on every stage and chunk. Raises RuleError if they do not divide."""
+        """Put as many layers on every stage and chunk. Raises RuleError if they do not divide."""
         if pp < 1 or vpp < 1 or layers < 0 or layers % (pp * vpp):
             raise RuleError(
                 f"{layers} layers cannot be cut evenly over pp {pp} x vpp {vpp}; say how many the "
@@ -79,7 +77,7 @@ class PipelineLayers:
     def uneven(
         cls, layers: int, pp: int, first: int | None = None, last: int | None = None, vpp: int = 1
     ) -> PipelineLayers:
-        """`first` and `last` layers on the end stages, the others even between them.
+        """Put `first` and `last` layers on the end stages, the others evenly between them.
 
         Source: Megatron's `num_layers_in_first_pipeline_stage` and `..._last_...`. Raises
         RuleError where something does not divide.
@@ -171,8 +169,7 @@ _EXPERT = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronNames:
+class MegatronNames(Record):
     """The mapping between local and global names, for the ranks of a model.
 
     Args:

@@ -30,9 +30,10 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
+from reshard._records import Record
 from reshard._validation import check_int, check_ints
 from reshard.cut_rules import (
     Blocks,
@@ -58,8 +59,7 @@ _NUMBERS = ("partition_dim", "partition_stride", "heads", "true_length")
 _SEQUENCES = ("shape", "partition_sizes", "stages", "expert_ranks")
 
 
-@dataclass(frozen=True)
-class MegatronParameter:
+class MegatronParameter(Record):
     """A parameter as its ranks describe it.
 
     Args:
@@ -322,7 +322,7 @@ def tensor_parallel_spec(
     rule: CutRule | None,
     places: dict[str, tuple[int, ...] | None],
 ) -> ShardingSpec:
-    """Dimension `dim` cut by `rule` over `axis`, or nothing cut; at `places` only."""
+    """Return the sharding of dimension `dim` by `rule` over `axis`, if any, at `places` only."""
     dims = [DimSpec()] * ndim
     if rule is not None:
         dims[dim] = DimSpec([Level([axis], rule)])
@@ -344,8 +344,7 @@ def _freeze(name: str, given: object) -> object:
         raise SpecError(f"{name} has {given!r}, where a whole number was expected") from None
 
 
-@dataclass(frozen=True)
-class LocalParameter:
+class LocalParameter(Record):
     """One of a rank's parameters, as the rank knows it; see `MegatronParameter` for each field."""
 
     shape: Shape
@@ -447,6 +446,8 @@ def _combine(
     ranks = names.ranks
     first_rank, first = next(iter(held.items()))
     for rank, local in held.items():
+        if local == first:
+            continue
         # Tensor parallelism may be uneven: the local shape and sizes are a rank's own.
         if replace(local, shape=first.shape, partition_sizes=first.partition_sizes) != first:
             raise SpecError(

@@ -34,11 +34,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from reshard._records import Record
 from reshard._validation import check_int
 from reshard.errors import MeshError
 from reshard.mesh import DeviceMesh
@@ -49,8 +49,7 @@ EXPERT_AXES = ("etp", "ep", "edp", "pp")
 _WORDS = ("tp", "cp", "ep", "dp", "pp")
 
 
-@dataclass(frozen=True)
-class MegatronRanks:
+class MegatronRanks(Record):
     """The sizes of Megatron's groups and their order over consecutive ranks.
 
     Args:
@@ -105,7 +104,7 @@ class MegatronRanks:
 
     @classmethod
     def of_world(cls, world_size: int, **sizes: Any) -> MegatronRanks:
-        """`world_size` ranks, the data parallel size being what is left over.
+        """Return `world_size` ranks; the data parallel size is the remaining factor.
 
         Raises MeshError when the other sizes do not divide it.
 
@@ -167,7 +166,7 @@ class MegatronRanks:
 
 
 def rank_grid(sizes: Mapping[str, int], order: str, offset: int = 0) -> DeviceMesh:
-    """Consecutive ranks from `offset` as a grid: the first word of the order varies fastest.
+    """Return ranks from `offset` on as a grid: the first word of the order varies fastest.
 
     Args:
         sizes: by axis of a grid: tp, cp, dp, pp, or etp, ep, edp, pp. The words tp and dp of
@@ -218,8 +217,7 @@ Groups = Mapping[str, Sequence[int]]
 GROUP_AXES = tuple(dict.fromkeys((*DENSE_AXES, *EXPERT_AXES)))
 
 
-@dataclass(frozen=True)
-class MegatronGrids:
+class MegatronGrids(Record):
     """Both grids of Megatron's ranks, over any ranks in any order.
 
     `dense` has the axes pp, dp, cp and tp, `expert` the axes pp, edp, ep and etp. It stands where

@@ -304,7 +304,7 @@ class DeepSpeedFormat(CheckpointFormat):
         return (LATEST, LATEST_UNIVERSAL, *SCRIPTS)
 
     def copies(self, checkpoint: Checkpoint) -> Mapping[str, tuple[str, DType]]:
-        """Weights of float32, or of the model's type, where the source has the others alone."""
+        """Return the weights that the source lacks: of float32, or of the model's type."""
         from reshard.checkpoint.formats.deepspeed.writer import find_copies
 
         tensors = {
@@ -316,7 +316,7 @@ class DeepSpeedFormat(CheckpointFormat):
     def assign_layouts(
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
     ) -> Mapping[str, Layout] | None:
-        """Flat pieces of parameters and their state; what else there is, where its files are.
+        """Return flat pieces of parameters and state; other tensors are whole where files are.
 
         Raises:
             UsageError: a mesh of several axes but that of experts, or a state that ZeRO does not
@@ -345,7 +345,7 @@ class DeepSpeedFormat(CheckpointFormat):
         return place_parts(parts, plan, shapes, is_stage3=self.stage == 3)
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
-        """Files of weights, and a file of each rank's partitions."""
+        """Plan files of weights, and a file of each rank's partitions."""
         from reshard.checkpoint.formats.deepspeed.writer import ZeroArranger
 
         return ZeroArranger(new, self.stage).arrange(self.name)
@@ -390,7 +390,7 @@ class UniversalFormat(DeepSpeedFormat):
         }
 
     def plan_write(self, new: NewCheckpoint) -> WritePlan:
-        """Files of every parameter's state."""
+        """Plan files of every parameter's state."""
         from reshard.checkpoint.formats.deepspeed.universal import UniversalArranger
 
         return UniversalArranger(new).arrange(self.name)

@@ -45,7 +45,7 @@ PARAMETER_ALIGNMENT_BYTES = 16
 
 
 def partition_size(elements: int, ranks: int) -> int:
-    """Elements of each rank's partition of a group with so many, paddings between them included.
+    """Return the size of each rank's partition of a group of `elements`, inner paddings included.
 
     >>> partition_size(583, 2), partition_size(3, 4)
     (292, 2)
@@ -93,7 +93,7 @@ def flat_pieces(
 
 
 def part_size(elements: int, ranks: int) -> int:
-    """Elements of each rank's part of a parameter, stage 3."""
+    """Return the size of each rank's part of a parameter, stage 3."""
     return -(-elements // ranks)
 
 

@@ -486,7 +486,7 @@ class SaveReader:
         return part.counts[group] if group < len(part.counts) else self.ranks
 
     def _in_own_order(self, names: list[str]) -> list[str]:
-        """Names in the order of the model, where gradients were dealt out round robin."""
+        """Restore the order of the model where gradients were dealt out round robin."""
         config = self.first.rest.get("ds_config")
         zero = config.get("zero_optimization") if isinstance(config, dict) else None
         if not isinstance(zero, dict) or not zero.get("round_robin_gradients"):

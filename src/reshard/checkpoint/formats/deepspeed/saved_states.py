@@ -76,7 +76,7 @@ class SavedPart:
         return found
 
     def take_list(self, key: object, *, optional: bool = False) -> Sequence[Any]:
-        """Return a part that is a list or a tuple; if it is optional and absent, aan empty one."""
+        """Return a part that is a list or a tuple; if it is optional and absent, an empty tuple."""
         found = self.get(key)
         if found is None and optional:
             return ()
@@ -420,7 +420,7 @@ def add_model_values(values: PlainValues, model: ModelState, add_tensor: AddTens
 
 
 def _find_frozen(model: ModelState) -> list[str]:
-    """Parameters that no optimizer has, where the file does not list them."""
+    """Return the parameters that no optimizer has, for files that do not list them."""
     if not model.groups:
         return []
     known = {*model.shapes, *model.buffers, *model.shared}

@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.binding import View
+from reshard.checkpoint.formats.deepspeed.saved_states import SavedPart
 from reshard.checkpoint.formats.torch_files.pickles import shortened
 from reshard.checkpoint.formats.torch_files.values import as_sizes
 from reshard.errors import FormatError
@@ -117,24 +118,26 @@ class Joiner:
                 f"AutoTP save it; set it on the model as an attribute and save again, or join the "
                 "parts with the program that cut them"
             )
-        self._lists = {key: self._read_list(info, key) for key in _LISTS}
+        part = SavedPart(info, f"{label} {INFO}")
+        self._lists = {key: self._read_patterns(part, key) for key in _LISTS}
         self._sub_params = [
             (pattern, *self._read_sub_params(one))
-            for one in self._list(info, _SUB_PARAMS)
-            for pattern in self._read_list(one, "patterns")
+            for one in self._read_parts(part, _SUB_PARAMS)
+            for pattern in self._read_patterns(one, "patterns")
         ]
-        self._widths = self._dict(info, _WIDTHS)
+        self._widths = part.take_dict(_WIDTHS, optional=True)
         self._unsupported = {
             self._check(pattern): reason
-            for pattern, reason in self._dict(info, _UNSUPPORTED).items()
+            for pattern, reason in part.take_dict(_UNSUPPORTED, optional=True).items()
         }
         self._vocabulary_size = info.get(_VOCABULARY_SIZE)
         version = info.get("universal_checkpoint_version", 0.0)
         self._has_widths = isinstance(version, int | float) and version >= _WIDTHS_VERSION
-        maps = self._dict(info, _MAP)
-        if maps and maps.get("version", _LATEST_MAP) != _LATEST_MAP:
-            raise self.wrong(f"{_MAP} of version {maps['version']!r}, expected {_LATEST_MAP}")
-        self._maps = {self._check(p): one for p, one in self._dict(maps, "params").items()}
+        maps = SavedPart(part.take_dict(_MAP, optional=True), f"{part.label} {_MAP}")
+        if (maps.get("version") or _LATEST_MAP) != _LATEST_MAP:
+            raise self.wrong(f"{_MAP} of version {maps.get('version')!r}, expected {_LATEST_MAP}")
+        params = maps.take_dict("params", optional=True)
+        self._maps = {self._check(p): SavedPart(one, maps.label) for p, one in params.items()}
 
     def wrong(self, reason: str) -> FormatError:
         """Return the error for what is not as it should be."""
@@ -182,24 +185,11 @@ class Joiner:
 
     # Reading `info`.
 
-    def _list(self, value: Any, key: str) -> Sequence[Any]:
-        found = value.get(key) if isinstance(value, dict) else None
-        if found is None:
-            return ()
-        if not isinstance(found, list | tuple):
-            raise self.wrong(f"{key} as {shortened(repr(found))}, expected a list")
-        return found
+    def _read_parts(self, part: SavedPart, key: str) -> list[SavedPart]:
+        return [SavedPart(one, part.label) for one in part.take_list(key, optional=True)]
 
-    def _dict(self, value: Mapping[str, Any], key: str) -> Mapping[Any, Any]:
-        found = value.get(key)
-        if found is None:
-            return {}
-        if not isinstance(found, dict):
-            raise self.wrong(f"{key} as {shortened(repr(found))}, expected a dict")
-        return found
-
-    def _read_list(self, value: Any, key: str) -> list[str]:
-        return [self._check(pattern) for pattern in self._list(value, key)]
+    def _read_patterns(self, part: SavedPart, key: str) -> list[str]:
+        return [self._check(pattern) for pattern in part.take_list(key, optional=True)]
 
     def _check(self, pattern: Any) -> str:
         """Return a pattern that can be tried on names."""
@@ -216,9 +206,9 @@ class Joiner:
             raise self.wrong(f"the pattern {shortened(repr(pattern))} ({error})") from None
         return str(pattern)
 
-    def _read_sub_params(self, value: Any) -> tuple[Sequence[Any], int]:
-        shape = self._list(value, "shape")
-        dim = value.get("partition_dim") if isinstance(value, dict) else None
+    def _read_sub_params(self, part: SavedPart) -> tuple[Sequence[Any], int]:
+        shape = part.take_list("shape", optional=True)
+        dim = part.get("partition_dim")
         if type(dim) is not int or not 0 <= dim < len(shape):
             raise self.wrong(f"{_SUB_PARAMS} with the dimension {shortened(repr(dim))}")
         return shape, dim
@@ -275,7 +265,7 @@ class Joiner:
     def _view_parts(
         self, name: str, parts: tuple[Shape, ...], shape: Sequence[Any], dim: int
     ) -> tuple[Shape, ...]:
-        """Parts as they are: sub-parameters of another number of dimensions are not known."""
+        """Check that parts have the dimensions of their sub-parameters; others are not known."""
         if any(len(part) != len(shape) for part in parts):
             raise self._unfit(name, parts, f"{len(shape)} dimensions each")
         self._expect_like(name, parts, dim)
@@ -288,7 +278,8 @@ class Joiner:
         total = sum(part[dim] for part in parts)
         given = self._widths.get(pattern) if self._has_widths else None
         if given is not None:
-            widths = [list(sizes) for one in self._as_list(given) if (sizes := as_sizes(one))]
+            listed = given if isinstance(given, list | tuple) else ()
+            widths = [list(sizes) for one in listed if (sizes := as_sizes(one))]
             is_whole = len(widths) == len(given) and all(len(w) == self.ranks for w in widths)
             if not is_whole or sum(map(sum, widths)) != total:
                 raise self.wrong(f"{_WIDTHS} of {name!r} as {shortened(repr(given))}")
@@ -307,11 +298,8 @@ class Joiner:
             )
         return [[size // self.ranks] * self.ranks for size in sizes]
 
-    def _as_list(self, value: Any) -> Sequence[Any]:
-        return value if isinstance(value, list | tuple) else ()
-
     def _cut_vocabulary(self, name: str, join: Join) -> Join:
-        """Without the rows that pad a vocabulary."""
+        """Remove the rows that pad a vocabulary."""
         size = self._vocabulary_size
         if type(size) is not int or not join.shape or not 0 < size <= join.shape[0]:
             raise self.wrong(
@@ -329,20 +317,19 @@ class Joiner:
 
     # Maps.
 
-    def _join_map(self, name: str, value: Any, parts: Sequence[Shape]) -> Join:
+    def _join_map(self, name: str, value: SavedPart, parts: Sequence[Shape]) -> Join:
         """Return the assembly of a parameter whose boxes are listed."""
-        whole = as_sizes(value.get("logical_shape")) if isinstance(value, dict) else None
-        ranks = self._dict(value, "ranks") if whole is not None else {}
+        whole, ranks = as_sizes(value.get("logical_shape")), value.take_dict("ranks", optional=True)
         if whole is None or {str(rank) for rank in ranks} != {*map(str, range(self.ranks))}:
             raise self.wrong(f"a map of {name!r} that is not of {self.ranks} ranks")
-        by_rank = {int(rank): one for rank, one in ranks.items()}
+        by_rank = {int(rank): SavedPart(one, value.label) for rank, one in ranks.items()}
         boxes = []
         for rank, part in enumerate(parts):
             shape = as_sizes(by_rank[rank].get("shard_shape"))
             if shape != part:
                 raise self._unfit(name, parts, f"{shape} on rank {rank}")
             own = []
-            for piece in self._list(by_rank[rank], "pieces"):
+            for piece in self._read_parts(by_rank[rank], "pieces"):
                 box = self._read_piece(name, piece, part, whole)
                 if box is not None:
                     own.append(box)
@@ -350,9 +337,11 @@ class Joiner:
         is_copied = all(part == whole for part in parts)
         return Join(whole, tuple(parts), tuple(boxes), copies=is_copied)
 
-    def _read_piece(self, name: str, piece: Any, part: Shape, whole: Shape) -> JoinedBox | None:
-        shape = as_sizes(piece.get("shape")) if isinstance(piece, dict) else None
-        if shape is None or len(shape) != len(whole) or piece.get("scale", 1.0) != 1.0:
+    def _read_piece(
+        self, name: str, piece: SavedPart, part: Shape, whole: Shape
+    ) -> JoinedBox | None:
+        shape, scale = as_sizes(piece.get("shape")), piece.get("scale")
+        if shape is None or len(shape) != len(whole) or scale not in (None, 1.0):
             raise self.wrong(f"a piece of {name!r} that is scaled, or lacks a shape of {whole}")
         if 0 in shape:
             return None

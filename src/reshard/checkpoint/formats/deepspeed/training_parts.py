@@ -293,7 +293,7 @@ def _list_group_members(values: Mapping[str, Any]) -> list[str]:
 def _sort_rest(
     rest: list[str], values: Mapping[str, Any], shapes: Mapping[str, Shape], notes: list[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Buffers, frozen parameters and tensors of a user's state."""
+    """Return the buffers, the frozen parameters and the tensors of a user's state."""
     known = values.get("buffer_names")
     if isinstance(known, list):
         of_frozen = {*_named_frozen(values)}
@@ -362,7 +362,7 @@ class FlatPlan(Record):
         return {name: copy.ranks for copy in every for name in copy.names}
 
     def used(self, buffer: int, rank: int, shapes: Mapping[str, Shape]) -> int:
-        """Elements of a rank's buffer before the padding at its end, stages 1 and 2."""
+        """Return the elements of a rank's buffer before its final padding, stages 1 and 2."""
         copy = self.copy(buffer, rank)
         own = sum(math.prod(shapes[name]) for name in copy.names)
         total = own + sum(self.paddings[buffer])

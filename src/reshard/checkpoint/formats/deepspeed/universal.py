@@ -234,7 +234,7 @@ class UniversalReader:
 def _name_groups(
     part: SavedPart, groups: Any, names: list[list[str]]
 ) -> Iterator[Mapping[str, Any]]:
-    """Groups with the names of parameters for the numbers of flat buffers."""
+    """Yield groups with the names of parameters for the numbers of flat buffers."""
     at = 0
     for group in groups if isinstance(groups, list | tuple) else ():
         if not isinstance(group, dict):

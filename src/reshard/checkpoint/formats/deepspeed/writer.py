@@ -543,7 +543,7 @@ def is_own_value(name: str, value: Any) -> bool:
 
 
 def stage_member(stage: int) -> Call:
-    """DeepSpeed's name for a stage of ZeRO."""
+    """Return DeepSpeed's name for a stage of ZeRO."""
     return Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
 
 

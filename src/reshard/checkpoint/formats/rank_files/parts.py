@@ -193,14 +193,14 @@ class PartReader:
         return found
 
     def _old_mesh(self, state: dict[Any, Any]) -> tuple[tuple[int, ...], list[int]]:
-        """Shape and ranks of a mesh that is a tensor of ranks, as before PyTorch 2.9."""
+        """Return shape and ranks of a mesh that is a tensor of ranks, as before PyTorch 2.9."""
         mesh = state["mesh"]
         return mesh.shape, self._numbers(mesh)
 
     def _new_mesh(self, state: dict[Any, Any]) -> tuple[tuple[int, ...], list[int]]:
-        """Shape and ranks of a mesh with sizes and strides over the ranks of its root.
+        """Return shape and ranks of a mesh with sizes and strides over the ranks of its root.
 
-        Of a part of the root's axes, it is the mesh that this file's rank is in.
+        For a part of the root's axes, it is the mesh that contains this file's rank.
         """
         ranks = state.get("_flatten_rank_map")
         ranks = list(ranks) if ranks is not None else self._numbers(state["_rank_map"])

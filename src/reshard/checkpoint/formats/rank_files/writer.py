@@ -207,10 +207,10 @@ class _RankFiles:
             local = tensor.layout.local_shape(self._rank)
             if local is None and cut is None:
                 continue
-            shape = self._empty_shape(tensor.layout.shape, cut) if local is None else local
-            filled = NewTensor.of(tensor.dtype, shape)
             if local is not None:
-                self._builder.put(name, self._rank, filled)
+                filled = self._builder.put_new(name, self._rank, local)
+            else:
+                filled = NewTensor.of(tensor.dtype, self._empty_shape(tensor.layout.shape, cut))
             states[kind][name] = filled if cut is None else _describe(tensor, filled, cut, mesh)
             paths[name] = path
         for name, value in self._new.values.items():

@@ -313,11 +313,15 @@ class TorchFilesBuilder:
         """
         self._shards.setdefault(name, {}).setdefault(rank, (tensor, offset))
 
-    def put_whole(self, name: str, rank: int) -> NewTensor:
-        """Store `name`, which a rank holds whole, in a new tensor; return that."""
-        tensor = self.new_tensor(name)
+    def put_new(self, name: str, rank: int, shape: tuple[int, ...]) -> NewTensor:
+        """Store the shard of `name` on a rank in a new tensor of `shape`; return that."""
+        tensor = NewTensor.of(self._tensors[name].dtype, shape)
         self.put(name, rank, tensor)
         return tensor
+
+    def put_whole(self, name: str, rank: int) -> NewTensor:
+        """Store `name`, which a rank holds whole, in a new tensor; return that."""
+        return self.put_new(name, rank, self._tensors[name].layout.shape)
 
     def write(self, file: str, value: Any, rank: int = 0) -> None:
         """Add a file of a value, written by a rank.

@@ -469,6 +469,11 @@ def region_of(file: str, tensor: ArchivedTensor, offset_bytes: int = 0) -> Regio
     """Return a tensor of a file as a region of the file, in bytes.
 
     `offset_bytes` is where the archive of the tensor begins in the file.
+
+    >>> from reshard.dtypes import dtype
+    >>> w = ArchivedTensor(dtype("float32"), (2, 3), View(1, (1, 2)), 64, 28, None)
+    >>> region_of("w.pt", w)
+    Region(start=(0, 0), stop=(2, 3), container='w.pt', offset=68, strides=(4, 8))
     """
     shape, itemsize_bytes = tensor.shape, tensor.dtype.itemsize_bytes
     start = offset_bytes + tensor.start_bytes + tensor.view.offset * itemsize_bytes

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from reshard.binding import View
@@ -52,20 +52,19 @@ _STACKED = re.compile(r"^(.*\.experts)\.weight([12])$")
 _BUFFERS = re.compile(r"(?:^|\.)(?:expert_bias|local_tokens_per_expert|inv_freq|_extra_state\d*)$")
 
 
-@dataclass
-class RankChunk:
+class RankChunk(NamedTuple):
     """A chunk of the model on a rank: its tensors by their names there."""
 
     place: RankPlace
     number: int
     path: str
     tensors: dict[str, ArchivedTensor]
-    others: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, Any]
     # The common weights of the experts of layers, in the order of the file, each with the names of
     # its parts in `tensors`.
-    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stacks: Mapping[str, tuple[str, ...]]
     # The first layer and the first expert in the whole model.
-    first_layers: Mapping[str, int] = field(default_factory=dict)
+    first_layers: Mapping[str, int]
     first_expert: int = 0
 
     @property
@@ -158,7 +157,7 @@ def chunks_of(
                 own = dict(_unstack(match, stored, path, experts))
                 stacks[name] = tuple(own)
             tensors |= own
-        found.append(RankChunk(place, number, path, tensors, others, stacks))
+        found.append(RankChunk(place, number, path, tensors, others, stacks, {}))
     return found
 
 
@@ -211,8 +210,9 @@ def _flatten(value: Any, name: str, path: str, depth: int = 0) -> Iterator[tuple
         yield from _flatten(inner, f"{name}.{key}" if name else str(key), path, depth + 1)
 
 
-def number_chunks(chunks: list[RankChunk]) -> None:
-    """Set the first layer and the first expert of every chunk in the whole model."""
+def number_chunks(ranks: Sequence[RankFiles]) -> list[RankFiles]:
+    """Return the files of ranks, with the first layer and the first expert of every chunk."""
+    chunks = [chunk for rank in ranks for chunk in rank.chunks]
     counts: dict[tuple[int, int], dict[str, int]] = {}
     experts: dict[int, int] = {}
     for chunk in chunks:
@@ -225,9 +225,13 @@ def number_chunks(chunks: list[RankChunk]) -> None:
         starts[key] = dict(reached)
         for row, count in counts[key].items():
             reached[row] = reached.get(row, 0) + count
-    for chunk in chunks:
-        chunk.first_layers = starts[chunk.number, chunk.place.pp]
-        chunk.first_expert = sum(n for ep, n in experts.items() if ep < chunk.place.ep)
+    first_expert = {ep: sum(n for at, n in experts.items() if at < ep) for ep in experts}
+
+    def number(chunk: RankChunk) -> RankChunk:
+        first_layers = starts[chunk.number, chunk.place.pp]
+        return chunk._replace(first_layers=first_layers, first_expert=first_expert[chunk.place.ep])
+
+    return [rank._replace(chunks=[*map(number, rank.chunks)]) for rank in ranks]
 
 
 class StateBlock(NamedTuple):
@@ -397,7 +401,7 @@ class RankOptimizer:
         path: str,
         regions: tuple[StoredRegion, ...],
     ) -> Iterator[StateBlock]:
-        """State as the block of its parameter; of stacked experts, transposed, that of each."""
+        """Yield state as the block of its parameter, or as transposed blocks of stacked experts."""
         members = self._stacks.get((one.chunk, one.name))
         if members is None:
             yield StateBlock(one.chunk, one.name, key, tensor.dtype, one.shape, path, regions)

@@ -71,14 +71,11 @@ def read(root: Path, inside: str = "") -> Checkpoint:
     check_complete(folder, sizes)
     ahead = f"{inside}/" if inside else ""
     slots = {sizes.folder_name(place): (place, slot) for slot, place in enumerate(sizes.places())}
-    ranks = [
-        *map_paths(
-            lambda own: _read_rank(own, sizes, *slots[own.name], ahead),
-            (folder / name for name in slots),
-        )
-    ]
-    chunks = [chunk for rank in ranks for chunk in rank.chunks]
-    number_chunks(chunks)
+    read_own = map_paths(
+        lambda own: _read_rank(own, sizes, *slots[own.name], ahead),
+        (folder / name for name in slots),
+    )
+    ranks = number_chunks([*read_own])
     builder = _Builder(root, sizes, _arguments(state))
     builder.find_unreadable(ranks)
     for rank in ranks:

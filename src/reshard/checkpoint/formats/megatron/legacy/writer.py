@@ -193,9 +193,7 @@ class _Arranger:
             name = self.of[parameter].get("")
             if name is None:
                 continue
-            made = NewTensor.of(self.new.tensors[name].dtype, chunk.shapes[own])
-            model[own] = made
-            self.builder.put(name, chunk.slot, made)
+            model[own] = self.builder.put_new(name, chunk.slot, chunk.shapes[own])
             module, _, last = own.rpartition(".")
             kind = module.rpartition(".")[2]
             if last == "weight" and (kind.startswith("linear_") or kind == "output_layer"):
@@ -315,10 +313,9 @@ class _Arranger:
         for key, name in self.of[chunk.parameters[own]].items():
             if not key:
                 continue
-            tensor = self.new.tensors[name]
-            shape = chunk.shapes[own] if tensor.layout.shape else ()
-            made = NewTensor.of(tensor.dtype, shape)
-            self.builder.put(name, chunk.slot, made)
+            # A step has no dimensions.
+            shape = chunk.shapes[own] if self.new.tensors[name].layout.shape else ()
+            made = self.builder.put_new(name, chunk.slot, shape)
             if key == "master":
                 masters.append(made)
             else:
