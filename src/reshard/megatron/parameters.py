@@ -494,7 +494,7 @@ def _combine(
     by_part = _group_by_part(name, at["etp" if first.is_expert else "tp"], held)
     shapes = tuple(local.shape for local in by_part)
     sizes = tuple(local.partition_sizes for local in by_part)
-    says = asdict(first) | {
+    fields = asdict(first) | {
         "shape": shapes if len(set(shapes)) > 1 else first.shape,
         "partition_sizes": sizes if len(set(sizes)) > 1 else first.partition_sizes,
     }
@@ -503,7 +503,7 @@ def _combine(
     expert_ranks = places.get("ep")
     if expert_ranks is not None and len(expert_ranks) == ranks.ep:
         expert_ranks = None
-    return MegatronParameter(ranks, **says, stages=stages, expert_ranks=expert_ranks)
+    return MegatronParameter(ranks, **fields, stages=stages, expert_ranks=expert_ranks)
 
 
 def _group_by_part(

@@ -157,11 +157,13 @@ def _mark_as(side: MegatronParameter, other: MegatronParameter) -> MegatronParam
 
 
 def _unmark(side: MegatronParameter) -> MegatronParameter | None:
-    """Return the side as copies; None where its ranks cannot hold the same, or say how they
+    """Return the side as copies, or None if its ranks cannot hold the same or describe how they
     differ.
     """
-    says = (side.heads, side.true_length)
-    if side.tensor_model_parallel and (len(set(side.local_shapes)) > 1 or says != (None, None)):
+    described = (side.heads, side.true_length)
+    if side.tensor_model_parallel and (
+        len(set(side.local_shapes)) > 1 or described != (None, None)
+    ):
         return None
     return replace(side, tensor_model_parallel=False)
 

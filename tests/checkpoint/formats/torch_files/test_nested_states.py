@@ -8,12 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.binding import View
 from reshard.checkpoint.formats.torch_files.nested_states import (
+    PlainValues,
     flatten_state,
     settle_paths,
     unflatten_state,
 )
 from reshard.checkpoint.formats.torch_files.pickles import Call, Global
+from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
+from reshard.dtypes import dtype
 from reshard.errors import FormatError
 
 
@@ -106,3 +110,26 @@ def test_a_leaf_with_parts_is_an_error() -> None:
         unflatten_state({"a": 1, "a.b": 2}, {"a": ("a",), "a.b": ("a", "b")})
     with pytest.raises(FormatError):
         unflatten_state({"a.b": 2, "a": 1}, {"a": ("a",), "a.b": ("a", "b")})
+
+
+def test_values_of_several_states_are_collected() -> None:
+    """Under their prefixes; names that are taken, tensors and objects are listed."""
+    tensor = ArchivedTensor(dtype("float32"), (), View(0, ()), 64, 4, None)
+    plain, tensors = PlainValues(), []
+    plain.add("optimizer.step", 3, ("optimizer", "step"))
+    plain.add("odd", Call(Global("m", "C"), ()))
+    plain.add_state({"lr": 0.1, "step": 4}, ("optimizer",))
+    plain.add_state({"mean": tensor}, (), "file", lambda *found: tensors.append(found))
+    plain.add_state({"lost": tensor})
+    assert plain.values == {"optimizer.step": 3, "optimizer.lr": 0.1}
+    assert plain.paths == {
+        "optimizer.step": ("optimizer", "step"),
+        "optimizer.lr": ("optimizer", "lr"),
+        "mean": ("mean",),
+    }
+    assert tensors == [("mean", "file", tensor)]
+    assert plain.unread == [
+        ("odd", "an object of m.C"),
+        ("optimizer.step", "another value has this name"),
+        ("lost", "a tensor among plain values"),
+    ]

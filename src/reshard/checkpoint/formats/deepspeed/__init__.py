@@ -177,7 +177,7 @@ def find_tag_folder(folder: Path) -> Path:
     """Return the folder with the files: the folder in `latest`, or `folder` itself.
 
     Raises:
-        CheckpointError: the folder in `latest` is missing, or has no such files.
+        CheckpointError: the folder in `latest` is missing, or lacks such files.
     """
     if has_saved_files(folder):
         return folder

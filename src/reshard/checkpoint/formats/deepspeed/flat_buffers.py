@@ -81,6 +81,7 @@ def flat_pieces(
     for count, padding in zip(elements, paddings, strict=True):
         pieces = []
         begin, end = at, at + count
+        # A parameter may extend over the partitions of several ranks.
         while begin < end:
             rank = begin // size
             stop = min(end, (rank + 1) * size)
@@ -106,6 +107,7 @@ def own_pieces(elements: int, ranks: int, offset: int) -> tuple[Region, ...]:
     size = part_size(elements, ranks)
     if not size:
         return ()
+    # The last ranks of a short parameter have only padding.
     return tuple(
         Region((rank * size,), (min((rank + 1) * size, elements),), rank, offset, (1,))
         for rank in range(-(-elements // size))

@@ -126,6 +126,7 @@ class SaveReader:
         self.partitions = self._read_each(read_partition, saved.partitions)
         counts = [count for partition in self.partitions.values() for count in partition.counts]
         first = next(iter(self.models.values()), None)
+        # Groups of experts are partitioned over fewer ranks than the others.
         self.ranks = max(counts) if counts else first.ranks if first else 1
         degrees = first.degrees if first else None
         # Old versions lack the degrees; layers have a file of each tensor-parallel rank.
@@ -198,6 +199,7 @@ class SaveReader:
 
     def _add_weights(self) -> None:
         for (mp, rank), model in self.models.items():
+            # Under stage 3 all data-parallel ranks have a file; its module is the same.
             if rank:
                 continue
             partitioned = {*model.shapes, *model.frozen, *model.shared} if self.is_stage3 else set()
@@ -235,7 +237,7 @@ class SaveReader:
     def _add_weight(
         self, parameter: str, name: str, mp: int, model: ModelState, archived: ArchivedTensor
     ) -> None:
-        """Return a weight of the model's, or a buffer, which tensor-parallel ranks have alike."""
+        """Add a weight of the model, or a buffer, which tensor-parallel ranks have alike."""
         if name not in model.buffers:
             self.collector.add_part(parameter, name, mp, self.slot(mp, 0), model.file, archived)
             return
@@ -277,7 +279,7 @@ class SaveReader:
             )
 
     def _add_frozen(self, mp: int, name: str, shape: Shape) -> None:
-        """Return a parameter without an optimizer: each rank's file has its part."""
+        """Add a parameter without an optimizer: each rank's file has its part."""
         elements = math.prod(shape)
         size = part_size(elements, self.ranks)
         pieces = []
@@ -470,6 +472,7 @@ class SaveReader:
             for i, group in enumerate(groups)
         ]
         if part.stage in (1, 2):
+            # The order of the buffers is not that of the model's groups then.
             names = [self._in_own_order(one) for one in names]
         # An elastic checkpoint has no hyper-parameters.
         hypers = part.hyper or tuple({"params": [number]} for number in range(len(groups)))

@@ -277,6 +277,7 @@ def _base_states(
         extra = {} if step is None else {"step": step}
         elastic: list[Mapping[str, Any]] = [{**extra, **one} for one in base]
         return elastic, ()
+    # The optimizer has flat buffers for parameters, which its groups list by number.
     inner = part.within(key)
     hyper = inner.take_list("param_groups")
     numbers: list[Any] = []

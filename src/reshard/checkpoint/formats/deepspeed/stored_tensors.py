@@ -133,6 +133,7 @@ class TensorCollector:
                 f"{self._folder / file}: the part of {name!r} is not row by row; save it again "
                 "after `.contiguous()`"
             )
+        # Parts are joined as those in flat buffers are: as regions of the flattened part.
         elements = math.prod(archived.shape)
         region = Region.dense((elements,), Stored(file, archived), archived.view.offset)
         pieces = [(slot, region)] if elements else []
@@ -186,6 +187,7 @@ class TensorCollector:
                 for region in join_regions(join, rank, piece)
             ]
             if regions:
+                # The boxes of a rank must follow each other.
                 regions.sort(key=lambda pair: pair[0])
                 self.add_regions(name, join.shape, regions)
 

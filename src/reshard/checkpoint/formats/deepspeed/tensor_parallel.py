@@ -4,7 +4,7 @@ A job describes its layers to DeepSpeed by `universal_checkpoint_info` in the fi
 patterns of names, or a map of each parameter (`affine_map`)::
 
     tp_replicated_parameter_patterns            all ranks have the whole
-    parameter_to_average_patterns               the same, of which the mean counts
+    parameter_to_average_patterns               the same; their mean counts
     parameter_with_row_parallelism_patterns     sharded along dimension 1
     parameter_with_2_sub_params_cat_dim_0       two halves, each sharded along dimension 0
     parameter_with_sub_params                   several parts, each sharded along a dimension

@@ -120,7 +120,7 @@ class TrainingParts(Record):
             )
 
     def expect_state(self, allow: Collection[str]) -> None:
-        """Raise UsageError if a parameter in a group has no state, unless that is allowed.
+        """Raise UsageError if a parameter in a group lacks state, unless that is allowed.
 
         Without its state, no stage of DeepSpeed loads the checkpoint into a model that trains it.
         """

@@ -132,6 +132,7 @@ class UniversalReader:
     def _expect_all_states(self, trained: list[str]) -> None:
         """Raise CheckpointError for a parameter that has some of the files of another, not all."""
         top = self.saved.folder / UNIVERSAL_FOLDER
+        # A folder that was copied in part lacks files that other parameters have.
         kinds: dict[frozenset[str], str] = {}
         for name in trained:
             own = frozenset(_list_states(top / name))
@@ -152,8 +153,8 @@ class UniversalReader:
                 state for state in _list_states(top / name) if (top / name / state).is_file()
             ]
             self.files += [f"{UNIVERSAL_FOLDER}/{name}/{one}" for one in entries]
-            # What no optimizer has, such as a buffer, is there as float32 too; it is the file of
-            # weights that has its value.
+            # Tensors without an optimizer, such as buffers, are there as float32 too; their values
+            # are in the file of weights.
             if not shapes or name in shapes or name not in self.collector.tensors:
                 found += [(name, one) for one in entries]
         values = map_paths(read_torch_file, [top / name / entry for name, entry in found])

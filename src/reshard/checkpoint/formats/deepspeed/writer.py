@@ -323,7 +323,7 @@ class ZeroArranger(Arranger):
             self._write_experts()
 
     def _write_experts(self) -> None:
-        """Return a file for the weights of each expert of each layer."""
+        """Write a file for the weights of each expert of each layer."""
         layers = list_layers(self.parts.experts)
         for (layer, experts), expert in (
             (pair, expert) for pair in enumerate(layers.values()) for expert in sorted(pair[1])
@@ -377,6 +377,7 @@ class ZeroArranger(Arranger):
     def _put_flat(self, rank: int, buffer: int, key: str) -> NewTensor:
         """Return a rank's flat buffer of what is kept under a key."""
         size = self.plan.sizes[buffer]
+        # Stages 1 and 2 save float32 weights without the padding, and other state with it.
         if key == MASTER and self.stage != 3:
             size = self.plan.used(buffer, rank, self.parts.shapes)
         names = [n for n in self.plan.names(buffer, rank) if key in self.parts.states[n]]

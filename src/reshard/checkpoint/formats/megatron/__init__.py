@@ -51,7 +51,7 @@ def find_iteration(path: Path) -> Path | None:
         raise CheckpointError(f"cannot read {tracker}: {error}") from error
     if text != _RELEASE and not (text.isascii() and text.isdigit()):
         raise CheckpointError(
-            f"{tracker} says {text!r}, expected the number of the last step, or {_RELEASE!r}; name "
+            f"{tracker} has {text!r}, expected the number of the last step, or {_RELEASE!r}; name "
             "the folder of a step instead"
         )
     folder = path / (text if text == _RELEASE else iteration_name(int(text)))

@@ -167,7 +167,7 @@ def set_groups(plain: PlainValues, parameters: Mapping[str, tuple[int, ...]]) ->
     if not unknown:
         return None
     return (
-        f"which group {len(unknown)} parameters are in cannot be told (first: {unknown[0]}); "
+        f"the groups of {len(unknown)} parameters are ambiguous (first: {unknown[0]}); "
         f"{GROUPS} has the groups without them"
     )
 
@@ -410,7 +410,7 @@ def read_object(folder: Path, item: StoredItem) -> Any:
     label = f"{path} bytes {start_bytes}: object {item.name!r}"
     if item.transforms:
         raise FormatError(
-            f"{label} was transformed ({', '.join(item.transforms)}), and is needed to tell whose "
+            f"{label} was transformed ({', '.join(item.transforms)}), and determines whose "
             "the optimizer state is; save it without this extension"
         )
     with path.open("rb") as file:

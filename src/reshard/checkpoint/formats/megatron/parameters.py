@@ -109,9 +109,9 @@ def engine_name(name: str, names: Collection[str]) -> str:
         return f"{inside[1]}{_NORM_OF[inside[2]]}.{inside[3]}"
     match = _NORM.match(name)
     if match is not None:
-        behind = f"{match[1]}{_LAYER_OF_NORM[match[2]]}"
-        if f"{behind}.weight" in names:
-            return f"{behind}.layer_norm_{match[3]}"
+        layer = f"{match[1]}{_LAYER_OF_NORM[match[2]]}"
+        if f"{layer}.weight" in names:
+            return f"{layer}.layer_norm_{match[3]}"
         return name
     return _GROUPED.sub(r".experts.local_experts.\3.\1.\2", name)
 
@@ -263,9 +263,9 @@ def find_cut(
     """
     first = _FIRST.search(name)
     if first is not None:
-        behind = f"{name[: first.start()]}linear_fc2.weight{first[2]}"
+        second = f"{name[: first.start()]}linear_fc2.weight{first[2]}"
         # A gated layer has two rows for each column of the next layer.
-        is_gated = behind in shapes and shapes[name][0] == 2 * shapes[behind][1]
+        is_gated = second in shapes and shapes[name][0] == 2 * shapes[second][1]
         return 0, 2 if is_gated else 1
     if _ROWS.search(name):
         return 0, 1

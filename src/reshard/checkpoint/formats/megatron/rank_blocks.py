@@ -90,7 +90,7 @@ class BlockPlace(NamedTuple):
         """Yield regions of the block as regions of the whole."""
         for slot, region in regions:
             for box, to in self.pieces:
-                # A block without elements has no common part with itself.
+                # A block without elements does not intersect with itself.
                 common = region if 0 in self.block_shape else region.intersect(*box)
                 if common is not None:
                     by = [a - b for a, b in zip(to, box.start, strict=True)]

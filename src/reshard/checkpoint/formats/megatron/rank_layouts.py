@@ -221,6 +221,7 @@ class StageLayouts:
     def _layout(self, name: str) -> Layout:
         shape, parameter = self.shapes[name], self.parameter_of(name)
         slots = len(self.places)
+        # Layers are alike: most parameters share a few layouts.
         holders = tuple(self.holders(parameter))
         cut = self.cut(parameter, shape)
         key = (shape, cut, holders)
@@ -293,6 +294,7 @@ class StageLayouts:
 
     def block(self, parameter: str, shape: tuple[int, ...], place: RankPlace) -> BlockPlace:
         """Return the part of a parameter that the rank at a place has."""
+        # Without tensor parallelism the block is the whole.
         dimension, stride = self.cut(parameter, shape)
         if dimension is None:
             return BlockPlace.cut(shape, None, 0, 1)

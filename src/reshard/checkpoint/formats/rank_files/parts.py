@@ -473,6 +473,7 @@ def join_parts(folder: Path, name: str, parts: Parts, slots: int) -> StoredTenso
                 f"but {part.dtype} {list(part.shape)} in {folder / file}; the files belong to "
                 "different saves"
             )
+    # A common sharding keeps its text; parts of several meshes are bound box by box.
     shardings = {part.sharding for _, part in parts.values()}
     try:
         if len(shardings) == 1 and None not in shardings:

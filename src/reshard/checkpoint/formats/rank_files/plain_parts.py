@@ -102,7 +102,7 @@ def cut_lacking_parts(
             )
         described[name] = {rank: of_rank[0] for rank, of_rank in found.items()}
     cuts, mesh = find_missing_axes(described, cut, folder)
-    # What an optimizer keeps of a parameter is cut as it is.
+    # Optimizer state is sharded as its parameter.
     numbers = list_parameters(parts, chosen)
     for name in lacking:
         leader = _find_parameter(name, numbers)
@@ -138,7 +138,7 @@ def cut_plain_parts(
                     f"tensor {name!r} is {first.dtype} {list(first.shape)} in {folder / file}, but "
                     f"{part.dtype} {list(part.shape)} in {folder / other}"
                 )
-    # What an optimizer keeps of a parameter is cut as it is; rules are for the others.
+    # Optimizer state is sharded as its parameter; rules are for the other tensors.
     numbers = list_parameters(parts)
     followed = {
         name: parameter for name in parts if (parameter := _find_parameter(name, numbers)) in parts
@@ -214,8 +214,8 @@ def find_meta_cut(folder: Path, parts: Mapping[str, Parts], ranks: int) -> Sourc
     given = _read_parameters(folder)
     if given is None:
         raise UsageError(
-            f"{folder} has consolidated.* files of {ranks} ranks and no {PARAMETERS}, which says "
-            f"how long their dimensions are; put the {PARAMETERS} of this model next to the files, "
+            f"{folder} has consolidated.* files of {ranks} ranks and no {PARAMETERS} with the "
+            f"lengths of their dimensions; put the {PARAMETERS} of this model next to the files, "
             f"or give the mesh and rules: --source-mesh tp={ranks} --source-rule 'PATTERN=tp, -'"
         )
     heads = given.get("n_kv_heads") or given.get("n_heads")

@@ -62,7 +62,7 @@ def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoi
     if flat is not None:
         raise FormatError(
             f"{folder} has the local state of FSDP1 (LOCAL_STATE_DICT): {flat!r} is many "
-            "parameters in one, and the files do not say which and of what shapes. Load it where "
+            "parameters in one, whose names and shapes the files lack. Load it where "
             "it was trained, and save it under SHARDED_STATE_DICT"
         )
     describes_cuts = any(
@@ -72,8 +72,8 @@ def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoi
         cut = find_meta_cut(folder, states.parts, ranks)
     if cut is None and not describes_cuts and ranks > 1 and MODEL in groups:
         raise UsageError(
-            f"{folder} has files of {ranks} ranks with plain tensors, and nothing says how they "
-            f"are cut; give the mesh and rules: --source-mesh tp={ranks} --source-rule "
+            f"{folder} has files of {ranks} ranks with plain tensors, whose sharding is not "
+            f"described; give the mesh and rules: --source-mesh tp={ranks} --source-rule "
             "'PATTERN=tp, -' (mesh= and rules= of open_checkpoint), or --source-recipe. Where "
             f"several axes cut them, their product is {ranks}, and ranks next to each other are "
             "neighbours on the last: --source-mesh dp=...,tp=..."

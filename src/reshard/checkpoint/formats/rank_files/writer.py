@@ -83,8 +83,8 @@ def arrange_rank_files(format_name: str, new: NewCheckpoint) -> WritePlan:
     cuts = {name: _find_cut(name, tensor, mesh) for name, tensor in new.tensors.items()}
     if len(mesh.devices) > 1 and all(cut is None for cut in cuts.values()):
         raise UsageError(
-            f"no tensor is cut over the mesh {mesh.text}: ranks' files of copies do not say what "
-            "they are. Give rules, or --to full with another --format"
+            f"no tensor is cut over the mesh {mesh.text}: ranks' files of copies do not identify "
+            "them. Give rules, or --to full with another --format"
         )
     numbers = _find_numbers(new, cuts)
     builder = TorchFilesBuilder(new.tensors)

@@ -648,7 +648,7 @@ class _Writer:
             self.put(value.key)
             self.content += b"Q"
         elif kind is bytes:
-            # Protocol 2 has no bytes: text of the same codes is encoded.
+            # Protocol 2 lacks bytes: text of the same codes is encoded.
             self.put(Call(_ENCODE, (value.decode("latin-1"), "latin1")))
         elif self._describe is not None and (described := self._describe(value)) is not None:
             self.put(described)

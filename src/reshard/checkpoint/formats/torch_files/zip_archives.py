@@ -169,7 +169,9 @@ class ZipRecords:
             raise self.wrong(f"its record {shortened(name)!r} is compressed or encrypted")
         local = LOCAL_HEADER.unpack(self._bytes(record.header_bytes, LOCAL_HEADER.size))
         if local[0] != LOCAL_SIGNATURE:
-            raise self.wrong(f"its record {shortened(name)!r} is not where its directory says")
+            raise self.wrong(
+                f"its record {shortened(name)!r} is not at the offset in its directory"
+            )
         # The lengths of this header, not the directory's: only here `extra` has the padding.
         begin = record.header_bytes + LOCAL_HEADER.size + local[9] + local[10]
         if begin + record.size_bytes > self._size:

@@ -89,7 +89,7 @@ def test_buckets_that_do_not_fit_are_unread(tmp_path: Path) -> None:
     found = checkpoint.open(folder)
     assert not [name for name in found if name.startswith("optimizer.")]
     assert found.unread[-1][0] == "the optimizer's buckets"
-    assert "which part is which cannot be told" in found.unread[-1][1]
+    assert "the parts are ambiguous" in found.unread[-1][1]
 
 
 def test_buckets_of_stacked_experts_are_unread(tmp_path: Path) -> None:

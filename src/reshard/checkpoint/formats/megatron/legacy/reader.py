@@ -82,6 +82,7 @@ def read(root: Path, inside: str = "") -> Checkpoint:
         builder.add(rank)
     tensors = builder.whole.stored(len(ranks))
     common = _read_common(root, ranks[0])
+    # Groups list the parameters that are trained.
     weights = {n: t.shape for n, t in tensors.items() if state_name(n, "exp_avg") in tensors}
     note = set_groups(common, weights)
     files = tuple(

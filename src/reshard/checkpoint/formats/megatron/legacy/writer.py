@@ -137,6 +137,7 @@ class _Arranger:
             ]
             self._write_rank(chunks, has_state)
         bound = self.builder.bind()
+        # Tensors are listed in the order of the source, not in that of the ranks' files.
         return WritePlan(
             FORMAT_NAME,
             self.new.mesh,
@@ -176,6 +177,7 @@ class _Arranger:
         path = f"{self.folder}/{self.stages.sizes.folder_name(first.place)}"
         state = self._common()
         for number, chunk in enumerate(chunks):
+            # Chunks of virtual stages share the file of their rank.
             key = "model" if len(chunks) == 1 else f"model{number}"
             state[key] = self._model_state(chunk)
         if has_state:
@@ -196,6 +198,7 @@ class _Arranger:
             model[own] = self.builder.put_new(name, chunk.slot, chunk.shapes[own])
             module, _, last = own.rpartition(".")
             kind = module.rpartition(".")[2]
+            # Transformer Engine's modules look up this key when they are loaded.
             if last == "weight" and (kind.startswith("linear_") or kind == "output_layer"):
                 model[f"{module}.{_EXTRA}"] = None
         return model
@@ -286,6 +289,7 @@ class _Arranger:
             groups = split_groups(self.values, of_experts=bool(flag))
             in_group: list[list[_Own]] = [[] for _ in groups]
             for chunk, name in parameters:
+                # Of several groups that fit, the first is taken.
                 for number in find_groups(groups, name, chunk.shapes[name])[:1]:
                     in_group[number].append((chunk, name))
             state: dict[int, dict[str, Any]] = {}

@@ -155,8 +155,8 @@ class BucketSpace:
         arguments = arguments_of(self._state.values)
         if "tensor_model_parallel_size" not in arguments:
             raise RecipeError(
-                "there are no arguments that say how the model was cut, so which part of a bucket "
-                "is of which parameter cannot be told"
+                "there are no arguments with the model's parallelism, so the parameters of the "
+                "parts of a bucket are not known"
             )
         sizes = Parallelism.of_arguments(arguments, str(self._folder))
         if sizes.etp != sizes.tp:
@@ -204,8 +204,8 @@ class BucketSpace:
             if plan is None:
                 raise RecipeError(
                     f"{label} has other lengths than its {len(buffer)} parameters, from "
-                    f"{buffer[0].name!r} to {buffer[-1].name!r}, would have; which part is "
-                    "which cannot be told"
+                    f"{buffer[0].name!r} to {buffer[-1].name!r}, would have; the parts "
+                    "are ambiguous"
                 )
             for key, dtype, parameter, regions in _list_blocks(stored, plan):
                 # The last stage has a copy of the embedding.
@@ -222,8 +222,8 @@ def _sort(stages: StageLayouts, arguments: Mapping[str, Any]) -> list[str]:
     ordered, unknown = sort_by_modules(stages.weights, arguments)
     if unknown:
         raise RecipeError(
-            f"the place of {unknown[0]!r} among Megatron's modules is not known; which part of a "
-            "bucket is of which parameter cannot be told"
+            f"the place of {unknown[0]!r} among Megatron's modules is not known, so the "
+            "parts of a bucket are ambiguous"
         )
     # Buffers of modules, such as a router's bias, are not parameters.
     return [name for name in ordered if not name.endswith("expert_bias")]
