@@ -25,13 +25,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from reshard.errors import RecipeError
 from reshard.recipes.rules import Rule
-from reshard.sharding import DimSpec, ShardingSpec
 
 Shape = tuple[int, ...]
+# The tensor that a tensor is sharded like, and the dimension there of each of its dimensions; None
+# for a dimension that is not sharded.
+Leader = tuple[str, tuple[int | None, ...]]
 
 PREFIX = "base_model.model."
 # Models whose linear layers are stored input by output (Conv1D), which PEFT finds by their class.
@@ -83,7 +84,7 @@ class LowRankAdapters:
         pairs: dict[str, dict[str, str]] = {}
         # The weight that each tensor of an adapter changes, and the weight's dimension for each of
         # its own: None for the adapter's rank, and for dimensions of a single element.
-        self._parts: dict[str, tuple[str, tuple[int | None, ...]]] = {}
+        self._parts: dict[str, Leader] = {}
         self._renamed: dict[str, str] = {}
         self._shapes = dict(shapes)
         apart = {name for name in shapes if any(rule.matches(name) for rule in by_hand)}
@@ -157,38 +158,15 @@ class LowRankAdapters:
             for base, size in total.items()
         }
 
-    def spread(
-        self, specs: Mapping[str, ShardingSpec], matched: Mapping[str, Rule]
-    ) -> dict[str, Any]:
-        """Return the fields of an assignment for all tensors, from those for the base's.
-
-        Args:
-            specs: of the weights that adapters change, and of all other tensors.
-            matched: the rules that decided them.
-        """
-        bases = {name: self.base_name(name) for name in self._shapes}
-        found = {name: self._restrict(name, specs[base]) for name, base in bases.items()}
+    @property
+    def leaders(self) -> dict[str, Leader]:
+        """The tensor of the base that each tensor is sharded like; see `Assignment.follow`."""
         return {
-            "specs": found,
-            "layouts": {name: spec.layout(self._shapes[name]) for name, spec in found.items()},
-            "matched": {
-                name: self._name_rule(name, matched[base])
-                for name, base in bases.items()
-                if base in matched
-            },
-            "unknown": tuple(name for name, base in bases.items() if base not in matched),
+            name: self._parts.get(name) or (self.base_name(name), tuple(range(len(shape))))
+            for name, shape in self._shapes.items()
         }
 
-    def _restrict(self, name: str, sharding: ShardingSpec) -> ShardingSpec:
-        """Return the sharding of a tensor, from that of what it is or changes."""
-        if name not in self._parts:
-            return sharding
-        _, of_weight = self._parts[name]
-        return sharding.with_dims(
-            [DimSpec() if d is None else sharding.dim_specs[d] for d in of_weight]
-        )
-
-    def _name_rule(self, name: str, rule: Rule) -> Rule:
+    def name_rule(self, name: str, rule: Rule) -> Rule:
         """Return the rule that decided the base's tensor, with the pattern of the adapter's."""
         base = self.base_name(name)
         if base == name:

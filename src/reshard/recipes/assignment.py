@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ from reshard.cut_rules import CutRule
 from reshard.errors import LayoutError, RecipeError, UncomputableError, UnmatchedError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.recipes.adapters import LowRankAdapters
+from reshard.recipes.adapters import Leader, LowRankAdapters
 from reshard.recipes.axis_mapping import (
     AxisMapping,
     find_used_axes,
@@ -67,7 +67,7 @@ from reshard.recipes.quantization import find_quantized
 from reshard.recipes.quantized_sharding import FoldedWeights
 from reshard.recipes.recipe import REPLICA_AXES, Recipe
 from reshard.recipes.rules import Rule, RuleList
-from reshard.sharding import ShardingSpec, spec
+from reshard.sharding import DimSpec, ShardingSpec, spec
 
 # For each axis over which layers or experts are divided, the coordinates of a tensor.
 _Coordinates = tuple[tuple[str, tuple[int, ...]], ...]
@@ -125,6 +125,27 @@ class Assignment(Record):
             np.add.at(total, layout.cell_slot, layout.cell_shape.prod(axis=1) * itemsize * count)
         return {rank: int(size) for rank, size in enumerate(total)}
 
+    def follow(
+        self, shapes: Mapping[str, tuple[int, ...]], leaders: Mapping[str, Leader]
+    ) -> Assignment:
+        """Return the assignment of tensors that are sharded like those of this one.
+
+        Args:
+            shapes: of all tensors.
+            leaders: for a tensor, the tensor that it is sharded like, and the dimension there of
+                each of its dimensions; None for a dimension that is not sharded. Other tensors are
+                those of this assignment.
+        """
+        specs, layouts, matched = {}, {}, {}
+        for name, shape in shapes.items():
+            leader, dims = leaders.get(name, (name, None))
+            specs[name] = self.specs[leader] if dims is None else _pick(self.specs[leader], dims)
+            layouts[name] = self.layouts[leader] if dims is None else specs[name].layout(shape)
+            if leader in self.matched:
+                matched[name] = self.matched[leader]
+        unknown = tuple(name for name in self.unknown if name in shapes)
+        return self.replace(specs=specs, layouts=layouts, matched=matched, unknown=unknown)
+
     def local_names(self, rank: int) -> dict[str, str]:
         """Return the name that a rank gives each tensor it holds, by the tensor's name.
 
@@ -162,6 +183,15 @@ class Assignment(Record):
             renumbered = {counter: local[counter][number] for counter, number in found.items()}
             names[name] = self.matched[name].with_numbers(name, renumbered)
         return names
+
+
+# Layers repeat: a few shardings serve all tensors that follow others.
+@lru_cache(maxsize=1024)
+def _pick(sharding: ShardingSpec, dims: tuple[int | None, ...]) -> ShardingSpec:
+    """Return the sharding of a tensor with some of the dimensions of another."""
+    if dims == tuple(range(len(sharding.dim_specs))):
+        return sharding
+    return sharding.with_dims([DimSpec() if d is None else sharding.dim_specs[d] for d in dims])
 
 
 class _Match(NamedTuple):
@@ -485,7 +515,10 @@ def assign(
         sizes = adapters.weigh_bases(itemsizes_bytes)
         given = (adapters.base_shapes, mesh, rules, recipe, config, sizes, logical_shapes)
         base = assign(*given, allow=allow, aliases=aliases)
-        return base.replace(**adapters.spread(base.specs, base.matched))
+        result = base.follow(shapes, adapters.leaders)
+        matched = {name: adapters.name_rule(name, rule) for name, rule in result.matched.items()}
+        unknown = tuple(name for name in shapes if name not in matched)
+        return result.replace(matched=matched, unknown=unknown)
     # An unknown method matters only if ranks must be able to compute with their shards.
     quantized = find_quantized(
         shapes, config, itemsizes_bytes, logical_shapes, is_lenient="uncomputable" in allowed

@@ -20,7 +20,6 @@ A rule shards a weight. Its optimizer state is sharded likewise, under any name:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -35,7 +34,7 @@ from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
-from reshard.sharding import DimSpec, ShardingSpec, spec
+from reshard.sharding import spec
 from reshard.text import count_text
 
 Shape = tuple[int, ...]
@@ -167,24 +166,14 @@ class StateSharding:
         """Return the assignment of all tensors, from that of the leaders."""
         if not self._followers and not self._whole:
             return found
-        specs, matched = dict(found.specs), dict(found.matched)
-        layouts = dict(found.layouts)
-        for name, (leader, dims) in self._followers.items():
-            specs[name] = _restrict(found.specs[leader], dims)
-            layouts[name] = specs[name].layout(self.shapes[name])
-            if leader in matched:
-                matched[name] = matched[leader]
-        for name in self._whole:
-            specs[name] = spec(mesh, "...", ndim=len(self.shapes[name]))
-            layouts[name] = specs[name].layout(self.shapes[name])
-        return dataclasses.replace(
-            found,
-            specs={name: specs[name] for name in self.shapes},
-            layouts={name: layouts[name] for name in self.shapes},
-            matched={name: matched[name] for name in self.shapes if name in matched},
-            unknown=tuple(name for name in found.unknown if name in self.shapes),
+        whole = {name: spec(mesh, "...", ndim=len(self.shapes[name])) for name in self._whole}
+        layouts = {name: sharding.layout(self.shapes[name]) for name, sharding in whole.items()}
+        found = found.replace(
+            specs={**found.specs, **whole},
+            layouts={**found.layouts, **layouts},
             notes=(*found.notes, *self._notes),
         )
+        return found.follow(self.shapes, self._followers)
 
     def spread_layouts(self, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
         """Return the layouts of all tensors, from those of the leaders."""
@@ -258,18 +247,6 @@ def find_dims(parameter: Shape, state: Shape, key: str) -> Dims | None:
         wanted = kept[-1] if "row" in key else kept[-2] if "col" in key else None
         fitting = [dims for dims in fitting if dims == wanted]
     return fitting[0] if len(fitting) == 1 else None
-
-
-def _restrict(sharding: ShardingSpec, dims: Dims) -> ShardingSpec:
-    """Return the sharding of a tensor with some of the dimensions of another."""
-    if dims == tuple(range(len(sharding.dim_specs))):
-        return sharding
-    return _restrict_dims(sharding, dims)
-
-
-@lru_cache(maxsize=1024)
-def _restrict_dims(sharding: ShardingSpec, dims: Dims) -> ShardingSpec:
-    return sharding.with_dims([DimSpec() if d is None else sharding.dim_specs[d] for d in dims])
 
 
 @lru_cache(maxsize=1024)
