@@ -162,7 +162,7 @@ def test_deltas_do_not_depend_on_the_order_of_threads(
     [
         ({"compression": "gzip"}, "compression='gzip': expected zstd"),
         ({"extra_bytes": 1000}, "a memory limit of 1000 bytes; a thread needs"),
-        ({"threads": 0}, "threads=0"),
+        ({"threads": 0}, "threads 0"),
     ],
 )
 def test_arguments_that_cannot_be(tmp_path: Path, arguments: dict[str, Any], told: str) -> None:

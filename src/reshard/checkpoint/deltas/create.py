@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard._records import Record
-from reshard._validation import check_used
+from reshard._validation import check_int, check_used
 from reshard.checkpoint.blocks import grid
 from reshard.checkpoint.blocks.block_io import (
     BatchReader,
@@ -185,9 +185,7 @@ class _Creation:
         Raises:
             UsageError: a limit too small for one thread; invalid numbers.
         """
-        for name, value, minimum in (("extra_bytes", extra_bytes, 0), ("threads", limit, 1)):
-            if value is not None and (type(value) is not int or value < minimum):
-                raise UsageError(f"{name}={value!r}: expected an integer of at least {minimum}")
+        extra_bytes = check_int(extra_bytes, "extra_bytes")
         batch_bytes = self._work_items.batched_bytes
         while True:
             self._sizes = before, after = self._find_sizes(batch_bytes)

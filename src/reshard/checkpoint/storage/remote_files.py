@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from reshard._validation import check_int
 from reshard.checkpoint.storage.byte_ranges import ByteRange, coalesce
 from reshard.checkpoint.storage.filesystem import CONTINUES, reason
 from reshard.checkpoint.storage.local_files import BufferRegion, FileIdentity, SourceFile
 from reshard.checkpoint.storage.object_stores import IN_FLIGHT, ObjectState
 from reshard.checkpoint.storage.remote_paths import RemotePath
-from reshard.errors import RunError, SourceChangedError, UsageError
+from reshard.errors import RunError, SourceChangedError
 
 #: The largest gap that is read to save a request, and the largest such request.
 JOINED_BYTES = 128 << 10
@@ -137,9 +138,7 @@ def choose_threads(threads: int | None, *folders: Path) -> int:
     (4, 16)
     """
     if threads is not None:
-        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-            raise UsageError(f"threads={threads!r}: expected an integer of at least 1")
-        return threads
+        return check_int(threads, "threads", minimum=1)
     if any(isinstance(folder, RemotePath) for folder in folders):
         return _REMOTE_THREADS
     return _THREADS

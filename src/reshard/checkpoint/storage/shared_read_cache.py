@@ -40,13 +40,14 @@ from pathlib import Path
 
 import numpy as np
 
+from reshard._validation import check_int
 from reshard.checkpoint.storage.byte_ranges import ByteRange
 from reshard.checkpoint.storage.filesystem import Closing, close_descriptor, reason, write_all
 from reshard.checkpoint.storage.host_memory import find_host_memory
 from reshard.checkpoint.storage.local_files import FileIdentity
 from reshard.checkpoint.storage.remote_files import RemoteFile
 from reshard.checkpoint.storage.remote_paths import RemotePath
-from reshard.errors import RunError, UsageError
+from reshard.errors import RunError
 from reshard.log import LOGGER
 from reshard.runs import IntArray
 from reshard.system import read_at
@@ -449,12 +450,7 @@ class CachedRemoteFile(RemoteFile):
 
 def check_readers(count: object) -> int:
     """Return the number of processes that share their reads. Raises UsageError."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise UsageError(
-            f"readers_on_host={count!r}; give the number of processes of this host that load the "
-            "checkpoint at the same time, 1 or more"
-        )
-    return count
+    return check_int(count, "readers_on_host", minimum=1)
 
 
 def _try_lock(descriptor: int) -> bool:
