@@ -71,7 +71,7 @@ from reshard.sharding import DimSpec, ShardingSpec, spec
 
 # For each axis over which layers or experts are divided, the coordinates of a tensor.
 _Coordinates = tuple[tuple[str, tuple[int, ...]], ...]
-_Cut = tuple[ShardingSpec, Layout]
+_Placed = tuple[ShardingSpec, Layout]
 _Shape = tuple[int, ...]
 
 
@@ -200,7 +200,7 @@ class _Match(NamedTuple):
     number: int
     numbers: tuple[tuple[str, int], ...]
     # The numbers that count things after the last.
-    behind: frozenset[str] = frozenset()
+    after_last: frozenset[str] = frozenset()
 
 
 class _AssignmentBuilder:
@@ -216,7 +216,7 @@ class _AssignmentBuilder:
     ) -> None:
         self.mesh, self.recipe, self.config, self.aliases = mesh, recipe, config, aliases
         # Rules by hand come first, so numbers below `by_hand` are theirs. Conditions
-        # that differ by layer are asked where a name is matched.
+        # that differ by layer are evaluated where a name is matched.
         from_recipe = [
             rule
             for rule in (recipe.rules if recipe else ())
@@ -232,9 +232,9 @@ class _AssignmentBuilder:
         self.recipe_mesh = (
             DeviceMesh(f"recipe {recipe.name}", sizes, recipe.axes) if recipe else None
         )
-        self.places: dict[str, LayerPlacement] = {}
+        self.placements: dict[str, LayerPlacement] = {}
         self.texts = self._write_out_cuts(recipe)
-        self.asked_names = [
+        self.index_names = [
             {name for variable in find_expressions(text) for name in variable.index_names}
             for text in self.texts
         ]
@@ -274,8 +274,10 @@ class _AssignmentBuilder:
         if number < 0:
             return None
         numbers = self.recipe.numbers if self.recipe else {}
-        behind = [what for what in own if what in numbers and numbers[what].is_beyond_last(text)]
-        return _Match(number, tuple(own.items()), frozenset(behind))
+        after_last = [
+            what for what in own if what in numbers and numbers[what].is_beyond_last(text)
+        ]
+        return _Match(number, tuple(own.items()), frozenset(after_last))
 
     def match_all(self, folded: FoldedWeights) -> dict[str, _Match]:
         """Match all tensors; stored tensors of an unmatched weight are matched by their names."""
@@ -295,14 +297,16 @@ class _AssignmentBuilder:
         return matches
 
     def sharding(
-        self, number: int, ndim: int, lives: _Coordinates = (), numbers: Numbers = NO_NUMBERS
+        self, number: int, ndim: int, coordinates: _Coordinates = (), numbers: Numbers = NO_NUMBERS
     ) -> ShardingSpec:
-        """Return a rule's sharding for tensors of `ndim` dimensions at the coordinates `lives`.
+        """Return a rule's sharding for tensors of `ndim` dimensions at some coordinates.
 
-        `numbers` of their names are what lists in the config are asked by.
+        `numbers` of their names are the indices into lists of the config.
         """
         written, mapping = self.written(number, ndim, numbers)
-        return map_sharding(self.mesh, written, mapping, self.restrict(written, mapping, lives))
+        return map_sharding(
+            self.mesh, written, mapping, self.restrict(written, mapping, coordinates)
+        )
 
     def written(
         self, number: int, ndim: int, numbers: Numbers
@@ -316,34 +320,39 @@ class _AssignmentBuilder:
         return read_sharding(self.recipe_mesh, text, ndim), self.mapping
 
     def restrict(
-        self, written: ShardingSpec, mapping: AxisMapping | None, lives: _Coordinates
+        self, written: ShardingSpec, mapping: AxisMapping | None, coordinates: _Coordinates
     ) -> _Coordinates:
         """Return the coordinates of the mesh where a rule's tensors live."""
         restricted = [*map_coordinates(self.mesh, written.only, mapping)]
-        restricted += map_coordinates(self.mesh, lives, self.mapping)
+        restricted += map_coordinates(self.mesh, coordinates, self.mapping)
         return tuple(restricted)
 
     def _lay_out(
         self,
         number: int,
         shape: _Shape,
-        lives: _Coordinates,
-        asked: tuple[tuple[str, int], ...],
-    ) -> _Cut:
-        sharding = self.sharding(number, len(shape), lives, dict(asked))
+        coordinates: _Coordinates,
+        indices: tuple[tuple[str, int], ...],
+    ) -> _Placed:
+        sharding = self.sharding(number, len(shape), coordinates, dict(indices))
         return sharding, sharding.layout(shape)
 
-    def asked(self, match: _Match) -> tuple[tuple[str, int], ...]:
+    def list_indices(self, match: _Match) -> tuple[tuple[str, int], ...]:
         """Return the numbers of a name that its rule asks lists of the config by."""
-        names = self.asked_names[match.number]
+        names = self.index_names[match.number]
         return tuple(pair for pair in match.numbers if pair[0] in names) if names else ()
 
-    def cut(self, match: _Match, shape: _Shape, lives: _Coordinates) -> _Cut:
-        """Return the sharding and the layout of a tensor at the coordinates `lives`."""
-        return self.lay_out(match.number, shape, lives, self.asked(match))
+    def lay_out_match(self, match: _Match, shape: _Shape, coordinates: _Coordinates) -> _Placed:
+        """Return the sharding and the layout of a tensor at some coordinates."""
+        return self.lay_out(match.number, shape, coordinates, self.list_indices(match))
 
-    def held_blocks(
-        self, name: str, match: _Match, lives: _Coordinates, shape: _Shape, sharding: ShardingSpec
+    def read_blocks(
+        self,
+        name: str,
+        match: _Match,
+        coordinates: _Coordinates,
+        shape: _Shape,
+        sharding: ShardingSpec,
     ) -> tuple[_Match | None, tuple[ShardBlock, ...]]:
         """Return what ranks hold of the blocks of a tensor that the recipe cuts by names.
 
@@ -353,21 +362,25 @@ class _AssignmentBuilder:
         if own is None or not self.annotations[own.number]:
             return own, ()
         # By a rule given by hand, or moved to groups of a quantised weight.
-        is_other = own is not match or sharding is not self.cut(match, shape, lives)[0]
-        lives, asked = lives if own is match else self.lives(own), self.asked(own)
-        return own, self.hold(own.number, shape, lives, asked, sharding if is_other else None)
+        is_other = (
+            own is not match or sharding is not self.lay_out_match(match, shape, coordinates)[0]
+        )
+        if own is not match:
+            coordinates = self.find_coordinates(own)
+        instead = sharding if is_other else None
+        return own, self.hold(own.number, shape, coordinates, self.list_indices(own), instead)
 
     def _hold(
         self,
         number: int,
         shape: _Shape,
-        lives: _Coordinates,
-        asked: tuple[tuple[str, int], ...],
+        coordinates: _Coordinates,
+        indices: tuple[tuple[str, int], ...],
         instead: ShardingSpec | None,
     ) -> tuple[ShardBlock, ...]:
         try:
-            written, mapping = self.written(number, len(shape), dict(asked))
-            only = self.restrict(written, mapping, lives)
+            written, mapping = self.written(number, len(shape), dict(indices))
+            only = self.restrict(written, mapping, coordinates)
             storage = self.recipe.storage if self.recipe else ()
             names = self.annotations[number]
             return read_shard_blocks(
@@ -377,19 +390,21 @@ class _AssignmentBuilder:
             # A recipe's rule that does not fit does not apply to a tensor with a rule by hand.
             return ()
 
-    def lives(self, match: _Match) -> _Coordinates:
-        """Return where what a rule decides lives, for the numbers whose places are known."""
+    def find_coordinates(self, match: _Match) -> _Coordinates:
+        """Return the coordinates of a tensor, for the numbers whose placement is known."""
         found: dict[str, tuple[int, ...]] = {}
         for what, number in match.numbers:
-            if what in self.places:
-                places = self.places[what]
-                lives = (
-                    places.of_ends(["last"]) if what in match.behind else places.of_number(number)
+            if what in self.placements:
+                placement = self.placements[what]
+                coordinates = (
+                    placement.of_ends(["last"])
+                    if what in match.after_last
+                    else placement.of_number(number)
                 )
-                self._add_coordinates(found, what, lives)
+                self._add_coordinates(found, what, coordinates)
         for what, ends in self.rules[match.number].at:
-            if what in self.places:
-                self._add_coordinates(found, what, self.places[what].of_ends(ends))
+            if what in self.placements:
+                self._add_coordinates(found, what, self.placements[what].of_ends(ends))
         return tuple(found.items())
 
     def _add_coordinates(
@@ -400,7 +415,7 @@ class _AssignmentBuilder:
             raise RecipeError(f"two numbers of one name are dealt out by axis {axis!r}")
         found[axis] = coordinates
 
-    def find_places(
+    def find_placements(
         self,
         shapes: Mapping[str, tuple[int, ...]],
         matches: Mapping[str, _Match],
@@ -429,7 +444,7 @@ class _AssignmentBuilder:
                         rule: CutRule = balance_weights(things, parts, first, last)
                     else:
                         rule = check_cut(numbering.cut)
-                    self.places[what] = LayerPlacement.cut(
+                    self.placements[what] = LayerPlacement.cut(
                         rule, count, parts, numbering.beyond_last
                     )
 
@@ -449,12 +464,12 @@ class _AssignmentBuilder:
             if numbers is None and not ends:
                 continue
             with self.naming(name, shapes[name], match):
-                _, layout = self.cut(match, shapes[name], self.lives(match))
+                _, layout = self.lay_out_match(match, shapes[name], self.find_coordinates(match))
             elements = float(layout.cell_shape.prod(axis=1).sum())
             weight = elements * (itemsizes_bytes[name] if itemsizes_bytes else 1)
             if numbers is not None:
                 # Entry 0 is the first end, entry -1 the last, with all numbers beyond the count.
-                weights[1 + (count if what in match.behind else min(numbers, count))] += weight
+                weights[1 + (count if what in match.after_last else min(numbers, count))] += weight
             for end in ends:
                 weights[0 if end == "first" else -1] += weight
         return weights
@@ -508,7 +523,7 @@ def assign(
     for number in range(len(rules)):
         # An invalid rule is an error even if it matches nothing; rules by layer need a name.
         with _name_in_errors(builder.name_of(number)):
-            if not builder.asked_names[number]:
+            if not builder.index_names[number]:
                 builder.sharding(number, ndim=0)
     # Adapters are sharded like the weights that they change, so those are assigned first.
     if adapters := LowRankAdapters(shapes, config, rules):
@@ -526,10 +541,10 @@ def assign(
     folded = FoldedWeights(quantized, shapes, rules)
     matches = builder.match_all(folded)
     whole = folded.shapes
-    builder.find_places(
+    builder.find_placements(
         whole, matches, folded.itemsizes_bytes(itemsizes_bytes) if itemsizes_bytes else None
     )
-    cut: dict[str, _Cut] = {}
+    cut: dict[str, _Placed] = {}
     decided: dict[str, Rule] = {}
     cut_through: list[str] = []
     check = ComputabilityCheck(mesh, recipe.coupled if recipe else {}, config)
@@ -541,22 +556,22 @@ def assign(
             cut[name] = replicated(len(shape)), replicated(len(shape)).layout(shape)
             continue
         with builder.naming(name, shape, match):
-            lives = builder.lives(match)
-            found = {name: builder.cut(match, shape, lives)}
+            coordinates = builder.find_coordinates(match)
+            found = {name: builder.lay_out_match(match, shape, coordinates)}
             sharding, _ = found[name]
             if name in folded.weights:
                 sharding = folded.align(name, sharding)
                 cut_through += folded.describe_cut_groups(name, sharding)
                 found = folded.spread(name, sharding)
-        own, blocks = builder.held_blocks(name, match, lives, shape, sharding)
+        own, blocks = builder.read_blocks(name, match, coordinates, shape, sharding)
         if own is not None:
-            check.add(name, (own.numbers, own.behind), blocks)
+            check.add(name, (own.numbers, own.after_last), blocks)
         cut |= found
         decided |= dict.fromkeys(found, builder.rules[match.number])
     specs = {name: cut[name][0] for name in shapes}
     layouts = {name: cut[name][1] for name in shapes}
     unknown = tuple(name for name in shapes if name not in decided)
-    # Without rules and a recipe, copies of everything are what is asked for.
+    # Without rules and a recipe, copies of everything are what is indices for.
     if unknown and (rules or recipe) and "unknown" not in allowed:
         by = f"of the recipe {recipe.name!r}" if recipe else "given"
         raise UnmatchedError(describe_unknown(unknown, len(shapes), by))
@@ -588,7 +603,7 @@ def _collect_notes(builder: _AssignmentBuilder, matches: Mapping[str, _Match]) -
     notes: dict[str, str] = {}
     for name, match in matches.items():
         rule = builder.rules[match.number]
-        if rule.note and all(what in builder.places for what, _ in rule.at):
+        if rule.note and all(what in builder.placements for what, _ in rule.at):
             notes.setdefault(rule.note, name)
     return tuple(f"{name}: {note}" for note, name in notes.items())
 

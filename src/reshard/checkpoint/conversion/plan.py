@@ -70,7 +70,7 @@ from reshard.checkpoint.options import AUTO, NO_RECIPE, ConversionRequest
 from reshard.checkpoint.storage.filesystem import resolve_links, translate_os_errors
 from reshard.checkpoint.storage.host_memory import release_freed_memory
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
-from reshard.checkpoint.training.model_sets import bare_name, is_beside_model
+from reshard.checkpoint.training.model_sets import bare_name, is_auxiliary
 from reshard.checkpoint.training.state import find_training_state
 from reshard.checkpoint.training.state_sharding import StateSharding, assign_with_state
 from reshard.dtypes import DType, dtype
@@ -251,7 +251,7 @@ def _list_models(
 ) -> dict[str, dict[str, str]]:
     """Return the weights of each model of a source by the recipe's names, by the model's prefix."""
     state = find_training_state(source)
-    names = {bare_name(name): name for name in source.tensors if not is_beside_model(name)}
+    names = {bare_name(name): name for name in source.tensors if not is_auxiliary(name)}
     if state is not None:
         names = dict(state.weights)
     if not names:

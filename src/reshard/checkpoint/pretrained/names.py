@@ -59,7 +59,7 @@ from reshard.checkpoint.training.model_sets import (
     bare_name,
     expect_one_model,
     find_model_sets,
-    is_beside_model,
+    is_auxiliary,
 )
 from reshard.checkpoint.training.state import (
     find_training_state,
@@ -305,7 +305,7 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
         RecipeError: two weights of one name.
     """
     state = find_training_state(checkpoint)
-    weights = [name for name in checkpoint.tensors if not is_beside_model(name)]
+    weights = [name for name in checkpoint.tensors if not is_auxiliary(name)]
     optimizer: list[str] = []
     alone: dict[str, str] = {}
     if state is not None:

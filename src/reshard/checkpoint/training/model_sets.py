@@ -95,10 +95,10 @@ def is_trainer_prefix(prefix: str) -> bool:
     return all(f"{word}." in MODEL_PREFIXES or word in TRAINER_WORDS | _WRAPPERS for word in words)
 
 
-def is_beside_model(name: str) -> bool:
+def is_auxiliary(name: str) -> bool:
     """Return whether a name belongs to state that is saved with a model, such as random states.
 
-    >>> is_beside_model("rng_state"), is_beside_model("model.norm.weight")
+    >>> is_auxiliary("rng_state"), is_auxiliary("model.norm.weight")
     (True, False)
     """
     is_counter = name.endswith(_COUNTER) and name.rpartition(".")[2] == _COUNTER
@@ -125,7 +125,7 @@ def find_model_sets(
     """
     kinds: dict[str, list[str]] = {}
     for name in shapes:
-        if not is_beside_model(name):
+        if not is_auxiliary(name):
             kinds.setdefault(_kind_of(name), []).append(name)
     ends = _group_by_end(kinds)
     found = _find_twins(kinds, ends, is_of_model, own_words)
@@ -321,7 +321,7 @@ def _find_unnamed_copies(
         others = [
             name
             for name in shapes
-            if not name.startswith(f"{prefix.partition('.')[0]}.") and not is_beside_model(name)
+            if not name.startswith(f"{prefix.partition('.')[0]}.") and not is_auxiliary(name)
         ]
         if all(name.rpartition(".")[2].isdigit() for name in names):
             is_copy = _are_in_order([shapes[name] for name in names], [shapes[o] for o in others])
@@ -337,7 +337,7 @@ def _find_unnamed_copies(
             result[prefix] = names
     if result and not sets:
         taken = {name for names in result.values() for name in names}
-        rest = [name for name in shapes if name not in taken and not is_beside_model(name)]
+        rest = [name for name in shapes if name not in taken and not is_auxiliary(name)]
         # Without a copy to compare with, `model.` may be the architecture's own.
         fronts = {name.partition(".")[0] for name in rest}
         is_container = len(fronts) == 1 and (

@@ -54,7 +54,7 @@ from reshard.checkpoint.formats.torch_files.optimizer_states import (
 from reshard.checkpoint.training.model_sets import (
     MODEL_PREFIXES,
     bare_name,
-    is_beside_model,
+    is_auxiliary,
     is_wrapper,
 )
 from reshard.errors import UsageError
@@ -288,7 +288,7 @@ class _StateBuilder:
         if prefix not in self.by_prefix:
             found: dict[str, str] = {}
             for name in self.outside:
-                if not name.startswith(prefix) or is_beside_model(name):
+                if not name.startswith(prefix) or is_auxiliary(name):
                     continue
                 bare = bare_name(name[len(prefix) :])
                 # Two that differ by wrappers alone keep them.
@@ -397,7 +397,7 @@ def _common_prefix(names: Sequence[str]) -> list[str]:
     for word in MODEL_PREFIXES:
         if any(name.startswith(word) for name in names) and all(
             name.startswith(word)
-            or is_beside_model(name)
+            or is_auxiliary(name)
             or "." not in name
             or _is_optimizer_word(name.partition(".")[0])
             for name in names

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from reshard.checkpoint.training.model_sets import (
     find_prefixes,
-    is_beside_model,
+    is_auxiliary,
     is_trainer_prefix,
 )
 from reshard.checkpoint.training.state import find_training_state
@@ -192,7 +192,7 @@ def _find_prefix(checkpoint: Checkpoint, given: Collection[str]) -> str:
 def _list_training_state(checkpoint: Checkpoint) -> frozenset[str]:
     """Return the names of tensors that are training state, and not weights."""
     state = find_training_state(checkpoint)
-    beside = filter(is_beside_model, checkpoint.tensors)
+    beside = filter(is_auxiliary, checkpoint.tensors)
     return frozenset((*beside, *(() if state is None else state.optimizer_names)))
 
 
