@@ -111,12 +111,12 @@ class RankParameters:
     def _bind(self, name: str, parameter: ParameterLayout) -> StoredTensor:
         itemsize = parameter.dtype.itemsize_bytes
         stored_regions: list[Region] = []
-        made: list[tuple[Box, str | None, View | None, tuple[str, ...], float]] = []
+        derived: list[DerivedRegion] = []
         for piece in parameter.pieces:
             stored = self.checkpoint[piece.source]
             steps = tuple(step for step in piece.steps if not step.startswith("bits as "))
             if steps:
-                made.append((piece.box, piece.source, piece.view, steps, 0.0))
+                derived.append(DerivedRegion(piece.box, piece.source, piece.view, steps))
             elif stored.dtype.itemsize_bytes != itemsize:
                 raise RecipeError(
                     f"{name!r} takes {piece.source!r} of {stored.dtype.name} as "
@@ -131,29 +131,28 @@ class RankParameters:
                     f"{', '.join(part.sources)}, not element by element; let the engine load the "
                     "checkpoint as it is"
                 )
-            made.append((part.box, part.sources[0], part.view, part.operations, 0.0))
-        made += [(constant.box, None, None, (), constant.value) for constant in parameter.constants]
-        if made:
-            start = 0
-            regions = []
-            file = f"{name}/made"
-            for box, source, view, steps, value in made:
-                check_steps(name, steps)
-                regions.append(DerivedRegion(start, box.shape, source, view, steps, value))
-                strides = dense_strides(box.shape, itemsize)
-                stored_regions.append(Region(*box, file, start * itemsize, strides))
-                start += box.elements
+            derived.append(DerivedRegion(part.box, part.sources[0], part.view, part.operations))
+        derived += [
+            DerivedRegion(constant.box, value=constant.value) for constant in parameter.constants
+        ]
+        if derived:
+            start, file = 0, f"{name}/made"
+            for region in derived:
+                check_steps(name, region.steps)
+                strides = dense_strides(region.box.shape, itemsize)
+                stored_regions.append(Region(*region.box, file, start * itemsize, strides))
+                start += region.box.elements
             if start * itemsize > MAX_BYTES:
-                casts = sorted({step for _, _, _, steps, _ in made for step in steps})
+                casts = sorted({step for region in derived for step in region.steps})
                 raise RecipeError(
                     f"{name!r} has {start * itemsize:,} bytes that are made by "
                     f"{', '.join(casts) or 'one value'}, more than {MAX_BYTES:,}; convert the "
                     "checkpoint to the engine's element type first"
                 )
-            first = next((self._file_of(r.source) for r in regions if r.source), None)
+            first = next((self._file_of(r.source) for r in derived if r.source), None)
             first = first or self.checkpoint.files[0].name
             self.made[file] = DerivedElements(
-                name, parameter.dtype, tuple(regions), self.checkpoint, first
+                name, parameter.dtype, tuple(derived), self.checkpoint, first
             )
             self.made[file].expect_computable()
         placed = [(0, region) for region in stored_regions]
@@ -277,13 +276,12 @@ OPERATIONS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
 class DerivedRegion(NamedTuple):
     """The elements of `source` at `view`, with `steps` applied to each in turn.
 
-    Without a source they all are `value`. They begin at element `start` of the file.
+    Without a source, all are `value`. `box` is their place in the parameter.
     """
 
-    start: int
-    shape: tuple[int, ...]
-    source: str | None
-    view: View | None
+    box: Box
+    source: str | None = None
+    view: View | None = None
     steps: tuple[str, ...] = ()
     value: float = 0.0
 
@@ -308,7 +306,7 @@ class DerivedElements(Record):
     @property
     def elements(self) -> int:
         """The number of elements."""
-        return sum(int(np.prod(region.shape)) for region in self.regions)
+        return sum(region.box.elements for region in self.regions)
 
     def expect_computable(self) -> None:
         """Raise MissingExtraError where an element type takes a package that is not installed."""
@@ -331,12 +329,12 @@ class DerivedElements(Record):
 
     def _make(self, region: DerivedRegion) -> NDArray[Any]:
         if region.source is None:
-            return _fill(region.shape, region.value, self.dtype)
+            return _fill(region.box.shape, region.value, self.dtype)
         from reshard.checkpoint.loading.arrays import read_tensor
 
         whole = read_tensor(self.checkpoint, region.source).reshape(-1)
-        view = region.view or View.row_major(region.shape)
-        values = whole[view.positions(region.shape)]
+        view = region.view or View.row_major(region.box.shape)
+        values = whole[view.positions(region.box.shape)]
         for step in region.steps:
             values = apply_step(values, step)
         return values if values.dtype == self.dtype.numpy else values.astype(self.dtype.numpy)
