@@ -161,7 +161,7 @@ def test_names_of_stacked_experts() -> None:
             "lm_head.weight",
         )
     }
-    assert [one and one.name for one in found.values()] == [
+    assert [match and match[0] for match in found.values()] == [
         "model.layers.0.mixer.A_log",
         "model.norm_f.weight",
         "model.layers.1.mixer.experts.up_proj",
