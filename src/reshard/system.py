@@ -32,6 +32,7 @@ import os
 import resource
 import struct
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -69,6 +70,7 @@ _RENAME_SWAP = 2
 _SYNC_REFUSALS = REFUSALS | {errno.ENOTTY}
 
 _HOST_MEMORY = Path("/dev/shm")
+_MANY_TENSORS = 10_000
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 # PR_SET_PTRACER of Linux.
 _SET_PTRACER = 0x59616D61
@@ -273,9 +275,18 @@ def exchange_names(first: Path, second: Path) -> bool:
 # Memory.
 
 
-def find_host_memory() -> Path | None:
-    """Return the folder of shared memory files, or None."""
-    return _HOST_MEMORY if os.access(_HOST_MEMORY, os.W_OK) else None
+def find_host_memory(min_bytes: int = 0) -> Path:
+    """Return the shared-memory folder if it has room, or else a folder on disk; containers often
+    have 64 MiB.
+
+    >>> find_host_memory(1 << 60) == Path(tempfile.gettempdir())
+    True
+    """
+    if os.access(_HOST_MEMORY, os.W_OK):
+        state = os.statvfs(_HOST_MEMORY)
+        if state.f_bavail * state.f_frsize >= min_bytes:
+            return _HOST_MEMORY
+    return Path(tempfile.gettempdir())
 
 
 def can_seal_memory() -> bool:
@@ -427,6 +438,16 @@ def trim_memory() -> None:
         relieve(None, ctypes.c_size_t(0))
 
 
+def release_freed_memory(tensors: int) -> None:
+    """Return freed memory to the system, if the C library can, after work on many tensors.
+
+    The allocator keeps the memory of freed strings and tables, several times what is in use. This
+    takes some milliseconds, so it is skipped for few tensors.
+    """
+    if tensors >= _MANY_TENSORS:
+        trim_memory()
+
+
 # Processes and hosts.
 
 
@@ -455,6 +476,11 @@ def name_running_system() -> str:
     """Return an identifier of the running system, the same for all processes until it reboots."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else os.uname().nodename
+
+
+def name_host() -> tuple[str, int]:
+    """Return a key shared by the processes of a host: its running system and its shared memory."""
+    return name_running_system(), find_host_memory().stat().st_dev
 
 
 def name_process_space() -> str:

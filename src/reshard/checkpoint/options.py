@@ -23,7 +23,6 @@ from reshard._validation import MAX_RANKS, check_used
 from reshard.binding import REPLICAS
 from reshard.checkpoint.formats.registry import written_format, written_names
 from reshard.checkpoint.naming.selection import TensorSelection
-from reshard.checkpoint.storage.host_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.storage.threads import check_stop_event
 from reshard.elements import CAST_TYPES, QUANTIZATIONS, cast_type
 from reshard.errors import UsageError
@@ -50,6 +49,8 @@ if TYPE_CHECKING:
     RecipeName = str | os.PathLike[str] | Recipe
     LayoutFile = str | os.PathLike[str] | EngineLayout
 
+DEFAULT_EXTRA_BYTES = 256 * 1024 * 1024
+"""The memory that a run on checkpoints may allocate by default."""
 AUTO, NO_RECIPE = "auto", "none"
 """Names of a recipe: that which fits the source's config.json, and no recipe."""
 

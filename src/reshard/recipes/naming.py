@@ -455,7 +455,7 @@ def _find_joint_coordinates(
 def _find_rule(
     groups: int, rules: tuple[CutRule, ...], lengths: tuple[int, ...], parts: int
 ) -> CutRule | str:
-    """Return the rule of a fused dimension of members of such lengths, or why it has no rule."""
+    """Return the rule of a fused dimension of members of such lengths, or why none fits."""
     tables = [rule.table(length, parts) for rule, length in zip(rules, lengths, strict=True)]
     sizes = [tuple(table.local_lengths.tolist()) for table in tables]
     # Run tables are interned: `is` compares the cuts of two rules.

@@ -33,8 +33,7 @@ from reshard.checkpoint.formats.format import Capability, CheckpointFormat
 from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.formats.registry import find_format, written_names
 from reshard.checkpoint.formats.write_plan import WritePlan
-from reshard.checkpoint.options import ConversionRequest, check_limits
-from reshard.checkpoint.storage.host_memory import DEFAULT_EXTRA_BYTES
+from reshard.checkpoint.options import DEFAULT_EXTRA_BYTES, ConversionRequest, check_limits
 from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.checkpoint.storage.permissions import ModeLimits, find_mode_limits
 from reshard.checkpoint.storage.remote_files import choose_threads

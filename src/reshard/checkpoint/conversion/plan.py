@@ -68,7 +68,6 @@ from reshard.checkpoint.naming.renaming import (
 from reshard.checkpoint.naming.selection import list_left_out, select_from
 from reshard.checkpoint.options import AUTO, NO_RECIPE, ConversionRequest
 from reshard.checkpoint.storage.filesystem import resolve_links, translate_os_errors
-from reshard.checkpoint.storage.host_memory import release_freed_memory
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
 from reshard.checkpoint.training.model_sets import bare_name, is_auxiliary
 from reshard.checkpoint.training.state import find_training_state
@@ -89,6 +88,7 @@ from reshard.recipes.naming import Fusion, make_fused_spec
 from reshard.recipes.overrides import IDLE_AXES
 from reshard.recipes.recipe import REPLICA_AXES, Recipe, parse_options
 from reshard.recipes.rules import Rule
+from reshard.system import release_freed_memory
 
 if TYPE_CHECKING:
     from reshard.checkpoint.keywords import RequestArguments

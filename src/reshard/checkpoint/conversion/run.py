@@ -65,7 +65,6 @@ from reshard.checkpoint.storage.filesystem import (
     translate_os_errors,
     write_files,
 )
-from reshard.checkpoint.storage.host_memory import release_freed_memory
 from reshard.checkpoint.storage.local_files import SourceFile, TargetFile
 from reshard.checkpoint.storage.remote_files import choose_threads
 from reshard.checkpoint.storage.remote_paths import RemotePath
@@ -79,7 +78,7 @@ from reshard.elements import CastCounts
 from reshard.errors import DigestError, InterruptedRunError, ReshardError, RunError, UsageError
 from reshard.log import LOGGER
 from reshard.runs import IntArray
-from reshard.system import sync
+from reshard.system import release_freed_memory, sync
 
 if TYPE_CHECKING:
     from reshard.checkpoint.conversion.uploads import ConversionUpload

@@ -51,8 +51,8 @@ from reshard.checkpoint.deltas.encoding import (
 from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format
+from reshard.checkpoint.options import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.storage.filesystem import translate_os_errors
-from reshard.checkpoint.storage.host_memory import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.checkpoint.storage.permissions import common_mode_bits
 from reshard.checkpoint.storage.remote_files import choose_threads

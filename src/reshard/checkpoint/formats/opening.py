@@ -29,7 +29,6 @@ from reshard.checkpoint.formats.registry import (
     find_format,
 )
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from reshard.checkpoint.storage.host_memory import release_freed_memory
 from reshard.checkpoint.storage.local_files import FileIdentity
 from reshard.checkpoint.storage.permissions import describe_foreign_link
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path, walk_folder
@@ -37,6 +36,7 @@ from reshard.checkpoint.storage.upload_marker import check_committed
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.overrides import DIFFERING_COPIES, parse_allowed
+from reshard.system import release_freed_memory
 
 if TYPE_CHECKING:
     from reshard.checkpoint.formats.source_sharding import SourceSharding

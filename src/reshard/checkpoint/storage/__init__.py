@@ -10,7 +10,6 @@
     byte_streams         decompression in bounded memory
     range_checksums      CRC-32 of ranges, from pieces in any order
     threads              tasks in threads, progress, stopping
-    host_memory          memory limits; memory shared by processes of a host
 
     object_stores        the protocols of stores; reading by obstore
     hub                  models of the Hugging Face Hub

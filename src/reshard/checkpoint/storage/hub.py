@@ -62,7 +62,7 @@ def open_hub(organisation: str, model: str) -> HubSource:
 
     Raises:
         MissingExtraError: huggingface_hub is not installed.
-        OSError: there is no such model or revision, or the Hub denies access to this user.
+        OSError: the model or its revision does not exist, or the Hub denies access to this user.
     """
     try:
         import huggingface_hub

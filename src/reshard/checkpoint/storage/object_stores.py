@@ -120,7 +120,7 @@ class ObjectSource(Protocol):
         """Return the state of an object, or None if it does not exist."""
 
     def list_folder(self, key: str) -> FolderListing:
-        """List the objects and folders directly below a key, none if there is no such folder."""
+        """List the objects and folders directly below a key, none if it is not a folder."""
 
     def read_into(self, key: str, start_bytes: int, memory: memoryview) -> ObjectState:
         """Fill memory with a range of an object, and return the object's state meanwhile."""
@@ -151,7 +151,7 @@ class BucketSource:
         return None if not key else repeat(look, key)
 
     def list_folder(self, key: str) -> FolderListing:
-        """List the objects and folders directly below a key, none if there is no such folder."""
+        """List the objects and folders directly below a key, none if it is not a folder."""
         if not self._lists:
             return self._request_common_names(key)
         listed = repeat(lambda: self._obstore.list_with_delimiter(self._store, key or None), key)
@@ -426,7 +426,7 @@ class ObjectTarget(Protocol):
         """Put or replace part `number`, counted from 0, and return its listed checksum."""
 
     def list_parts(self, key: str, upload: str) -> dict[int, ObjectState] | None:
-        """Return the parts by number, or None if there is no such upload."""
+        """Return the parts by number, or None if the upload is unknown."""
 
     def complete(self, key: str, upload: str, parts: int, conversion_id: str) -> None:
         """Create the object from parts 0 to `parts`, unless it already exists."""

@@ -60,7 +60,7 @@ class S3Target(ObjectTarget):
             return str(answer.get("ETag", ""))
 
     def list_parts(self, key: str, upload: str) -> dict[int, ObjectState] | None:
-        """Return the parts by number, or None if there is no such upload."""
+        """Return the parts by number, or None if the upload is unknown."""
         if not upload:
             return None
         with self._translate(key):

@@ -155,7 +155,7 @@ class ScratchFile(SourceFile):
         """
 
     def write(self, content: bytes | memoryview, start_bytes: int) -> None:
-        """Write bytes of a part. Raises RunError if there is no room."""
+        """Write bytes of a part. Raises RunError if the disk is full."""
         try:
             written = 0
             while written < len(content):
@@ -183,7 +183,7 @@ class ScratchFile(SourceFile):
         return 0
 
     def check_unchanged(self) -> None:
-        """Do nothing: the file has no name, and the packed file is checked itself."""
+        """Do nothing: the file is nameless, and the packed file is checked itself."""
 
     def close(self) -> None:
         """Close the file, which removes it."""
@@ -193,7 +193,7 @@ class ScratchFile(SourceFile):
     def find_damage(self, offset_bytes: int) -> Damage | None:
         """Create the part at `offset_bytes`, and return the damage of its packed bytes, if any.
 
-        Raises RunError if there is no room, or if the packed file cannot be read.
+        Raises RunError if the disk is full, or if the packed file cannot be read.
         """
         number = self._find(offset_bytes)
         try:

@@ -43,14 +43,13 @@ import numpy as np
 from reshard._validation import check_int
 from reshard.checkpoint.storage.byte_ranges import ByteRange
 from reshard.checkpoint.storage.filesystem import Closing, close_descriptor, reason, write_all
-from reshard.checkpoint.storage.host_memory import find_host_memory
 from reshard.checkpoint.storage.local_files import FileIdentity
 from reshard.checkpoint.storage.remote_files import RemoteFile
 from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.errors import RunError
 from reshard.log import LOGGER
 from reshard.runs import IntArray
-from reshard.system import read_at
+from reshard.system import find_host_memory, read_at
 
 PIECE_BYTES = 4 << 20
 #: The largest total size of the pieces in the folder.

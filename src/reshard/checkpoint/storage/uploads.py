@@ -534,7 +534,7 @@ class Upload(Closing):
         self._listed = None
 
     def _is_free(self, key: str) -> bool:
-        """Return whether the listing shows that there is no such object."""
+        """Return whether the listing shows that the object is missing."""
         return self._listed is not None and key not in self._listed
 
     def _new_marker(self, uploads: dict[str, str]) -> UploadMarker:

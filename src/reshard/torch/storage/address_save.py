@@ -23,10 +23,10 @@ from reshard.checkpoint.conversion.staging import is_checkpoint_file
 from reshard.checkpoint.formats.write_plan import NewFile, WritePlan
 from reshard.checkpoint.manifest import MANIFEST_NAME
 from reshard.checkpoint.storage.filesystem import remove_folder, translate_os_errors
-from reshard.checkpoint.storage.host_memory import name_host
 from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.checkpoint.storage.uploads import Upload, local_target, rank_save_folder
 from reshard.errors import RunError, UsageError
+from reshard.system import name_host
 from reshard.torch.storage.folder_save import make_files
 from reshard.torch.storage.places import RankPlaces
 from reshard.torch.storage.rank_upload import RankUpload, as_sent

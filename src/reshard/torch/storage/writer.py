@@ -44,7 +44,6 @@ from reshard.checkpoint.formats.torch_dcp import SUFFIX
 from reshard.checkpoint.formats.write_plan import WritePlan
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.checkpoint.storage.filesystem import open_new, remove_folder, translate_os_errors
-from reshard.checkpoint.storage.host_memory import name_host
 from reshard.checkpoint.storage.local_files import AlignedBuffer, TargetFile
 from reshard.checkpoint.storage.range_checksums import RangeChecksums, crc32, shift_crc32
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
@@ -53,7 +52,7 @@ from reshard.checkpoint.storage.uploads import expect_writable
 from reshard.errors import RunError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Box
-from reshard.system import sync
+from reshard.system import name_host, sync
 from reshard.torch.storage.address_save import AddressSave, OwnFiles
 from reshard.torch.storage.arguments import count_threads
 from reshard.torch.storage.folder_save import FolderSave, expect_free

@@ -32,12 +32,12 @@ import torch.distributed as dist
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.loading.arrays import load_layouts
 from reshard.checkpoint.options import LoadOptions
-from reshard.checkpoint.storage.host_memory import name_host
 from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.dtypes import dtype as as_dtype
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Layout
 from reshard.recipes.engine_layouts import ParameterLayout
+from reshard.system import name_host
 from reshard.torch.exchange.agreement import gather
 
 LOAD_FORMAT = "reshard"
