@@ -23,10 +23,11 @@ import reshard
 import reshard.torch
 from refit_models import part
 from reshard.errors import RunError
+from reshard.runs import IntArray
 from reshard.torch import is_usable, redistribute
 from reshard.torch.exchange import exchange
 from reshard.torch.exchange.groups import RankGroup, rank_group
-from reshard.torch.exchange.one_host.shared_memory import SharedMemory
+from reshard.torch.exchange.one_host.shared_memory import NearMessage
 from selection import choose
 
 SHAPE = (48, 70)
@@ -108,18 +109,18 @@ def new_group(mode: str = "always") -> dist.ProcessGroup:
 def reads_directly(group: dist.ProcessGroup) -> bool:
     shared = rank_group(group).shared_memory
     assert shared is not None
-    return shared.reads is not None
+    return shared.takes_spans
 
 
 def count_reads() -> list[int]:
     """Count the messages that are read directly, from here on."""
-    counts, send = [0], SharedMemory.send_spans
+    counts, read = [0], NearMessage.read
 
-    def counted(*arguments: object) -> object:
+    def counted(self: NearMessage, into: IntArray) -> None:
         counts[0] += 1
-        return send(*arguments)  # type: ignore[arg-type]
+        read(self, into)
 
-    SharedMemory.send_spans = counted  # type: ignore[method-assign, assignment]
+    NearMessage.read = counted  # type: ignore[method-assign]
     return counts
 
 
@@ -143,7 +144,7 @@ def refuse_reads() -> None:
 def read_directly() -> None:
     """Tensors travel by direct reads, until the kernel refuses them."""
     rank, counts = dist.get_rank(), count_reads()
-    exchange._LEAST_DIRECT_BYTES = 0
+    exchange._MIN_SPANNED_BYTES = exchange._MIN_SPAN_BYTES = 0
     group = new_group("never" if rank == 2 else "")
     assert not reads_directly(group)
     group = new_group()

@@ -49,8 +49,8 @@ from reshard.plans.schedule import (
     limit_message_bytes,
 )
 from reshard.torch.exchange.agreement import Group
+from reshard.torch.exchange.carrier import Carrier
 from reshard.torch.exchange.groups import RankGroup, rank_group
-from reshard.torch.exchange.one_host.direct_reads import can_be_read
 from reshard.torch.exchange.one_host.shared_memory import NearMessage, SharedMemory
 from reshard.torch.exchange.packing.copies import (
     combine,
@@ -76,8 +76,8 @@ _MESSAGES_AHEAD = 4
 _PACKED_AHEAD = 2
 # In a pipeline some wait for others to arrive, and those behind them have to be on their way.
 _PIPELINE_AHEAD = 16
-# Smaller messages, and those of more pieces, are packed.
-_LEAST_DIRECT_BYTES, _MOST_DIRECT = 1 << 16, 64
+# Smaller messages, those of more pieces, and those of shorter rows are packed.
+_MIN_SPANNED_BYTES, _MAX_SPANNED_PIECES, _MIN_SPAN_BYTES = 1 << 16, 64, 1 << 10
 # As many go to one rank before others do: threads that wait for messages wake up less often. They
 # are still packed when the next rank's turn comes, which may be sent the same.
 _IN_A_TURN = _PACKED_AHEAD
@@ -190,7 +190,7 @@ class MessageExchange:
         # One exchange of a group runs at a time, so what they send may lie in one place.
         before = like if like is not None and like._group is among else None
         self._steps = self._list_steps(found, before.list_sent() if before is not None else ())
-        self._choose_direct_reads()
+        self._choose_spans()
         self._is_pipeline = any(one.place != FIRST_PLACE for one in tensors)
         # Half of the memory is for what arrives: a rank that sends must not starve its receives.
         most_bytes = extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
@@ -202,7 +202,7 @@ class MessageExchange:
             for message in step.messages:
                 if self._is_staged(message):
                     self._slots[message.message.is_sent].give(message, step)
-                elif not self._is_near(message.message):
+                elif not self._find_carrier(message.message).lends:
                     message.buffer = message.message.direct
         if self._is_pipeline:
             _follow_arrivals(self._steps)
@@ -223,42 +223,40 @@ class MessageExchange:
         """What this rank sends."""
         return [one for step in self._steps for one in step.messages if one.message.is_sent]
 
-    def _is_near(self, message: RankMessage) -> bool:
-        return self._shared is not None and message.peer in self._shared.ranks
+    def _find_carrier(self, message: RankMessage) -> Carrier:
+        near = self._shared
+        return near if near is not None and message.peer in near.ranks else self._group
 
-    def _choose_direct_reads(self) -> None:
-        """Choose the messages that receivers read from the tensors of this rank."""
-        shared = self._shared
-        if shared is None or shared.reads is None or self._device.type != "cpu":
+    def _choose_spans(self) -> None:
+        """Choose the messages that carriers take from the tensors of this rank, without packing."""
+        near = self._shared
+        if near is None or not near.takes_spans or self._device.type != "cpu":
             return
         by_contents: dict[Any, list[StagedMessage]] = {}
-        for one in self.list_sent():
-            message = one.message
+        for sent in self.list_sent():
+            message = sent.message
             # Combining reads a slot that is still in a cache.
-            if not self._is_near(message) or message.order or len(message.pieces) > _MOST_DIRECT:
+            if message.order or len(message.pieces) > _MAX_SPANNED_PIECES:
                 continue
-            if message.size_bytes >= _LEAST_DIRECT_BYTES and message.is_plain:
-                by_contents.setdefault(tuple(message.contents), []).append(one)
-        known: dict[int, bool] = {}
+            if message.size_bytes >= _MIN_SPANNED_BYTES and message.is_plain:
+                by_contents.setdefault(tuple(message.contents), []).append(sent)
         for alike in by_contents.values():
             message = alike[0].message
-            if shared.reads.pays(message.mean_row_bytes, len(alike)):
-                for view in message.pieces.views:
-                    address = view.untyped_storage().data_ptr()
-                    if address not in known:
-                        known[address] = can_be_read(address)
-                    if not known[address]:
-                        break
-                else:
-                    spans = message.list_spans()
-                    for one in alike:
-                        one.spans = spans
+            row_bytes = message.mean_row_bytes
+            # Very short rows would make a table larger than the message.
+            if row_bytes < _MIN_SPAN_BYTES:
+                continue
+            address, spans = message.pieces.views[0].data_ptr(), None
+            for sent in alike:
+                carrier = self._find_carrier(sent.message)
+                if carrier.takes_memory(address, row_bytes, len(alike)):
+                    spans = sent.spans = message.list_spans() if spans is None else spans
 
-    def _is_staged(self, one: StagedMessage) -> bool:
+    def _is_staged(self, prepared: StagedMessage) -> bool:
         """Whether a message needs a slot: not where it is sent from, or received in, its tensor."""
-        message = one.message
-        if self._is_near(message):
-            return message.is_sent and one.spans is None
+        message = prepared.message
+        if self._find_carrier(message).lends:
+            return message.is_sent and prepared.spans is None
         return self._is_hosted or message.direct is None
 
     def _make_slots(
@@ -277,7 +275,7 @@ class MessageExchange:
             if one.message.is_sent is is_sent and self._is_staged(one)
         ]
         are_shared = is_sent and not self._is_grouped
-        is_lent = is_sent and any(map(self._is_near, messages))
+        is_lent = is_sent and any(self._find_carrier(message).lends for message in messages)
         ahead = _PACKED_AHEAD if are_shared and not is_lent else _MESSAGES_AHEAD
         if self._is_pipeline:
             ahead = _PIPELINE_AHEAD
@@ -289,7 +287,7 @@ class MessageExchange:
             and self._shared is not None
             and not (half is not None and self._shared.has(half))
         ):
-            staging = functools.partial(self._shared.staging, device=self._device)
+            staging = functools.partial(self._shared.staging_memory, device=self._device)
             return MessageSlots(messages, True, ahead, most_bytes, staging)
 
         def allocate(size_bytes: int) -> torch.Tensor:
@@ -411,17 +409,15 @@ class MessageExchange:
         except RuntimeError as error:
             raise LostMessageError(str(error)) from error
 
-    def _begin(self, one: StagedMessage) -> Any:
-        message, shared = one.message, self._shared
-        if shared is None or message.peer not in shared.ranks:
-            begin = self._group.send if message.is_sent else self._group.receive
-            return begin(one.buffer, message.peer, self.tag)
-        if one.spans is not None and message.is_sent:
-            return shared.send_spans(one.spans, message.offsets[-1], message.peer, self.tag)
+    def _begin(self, prepared: StagedMessage) -> Any:
+        message, carrier = prepared.message, self._find_carrier(prepared.message)
         if message.is_sent:
-            return shared.send(one.buffer, message.peer, self.tag)
-        one.near = shared.receive(message.offsets[-1], message.peer, self.tag)
-        return one.near
+            data = prepared.buffer if prepared.spans is None else prepared.spans
+            return carrier.send(data, message.peer, self.tag)
+        if not carrier.lends:
+            return carrier.receive(prepared.buffer, message.peer, self.tag)
+        prepared.near = carrier.receive(message.offsets[-1], message.peer, self.tag)
+        return prepared.near
 
     def _complete(self, step: ExchangeStep) -> None:
         if self._shared is not None:

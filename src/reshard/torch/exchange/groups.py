@@ -68,6 +68,9 @@ class RankGroup:
         generation: how many groups met at the same store before.
     """
 
+    # As a carrier (`carrier`): of all messages that ranks do not share memory for.
+    lends = takes_spans = False
+
     def __init__(
         self,
         meeting: RankMeeting,
@@ -115,13 +118,13 @@ class RankGroup:
             found, is_complete = connect_shared_memory(
                 self.position, len(self.ranks), timeout_s, self.all_gather
             )
-            reads = connect_direct_reads(found, self.position, self.all_gather)
+            ratios = connect_direct_reads(found, self.position, self.all_gather)
             own = torch.frombuffer(bytearray(seen_devices()), dtype=torch.uint8)
             seen = {bytes(one.numpy()) for one in self.all_gather(own)}
         if found:
             sockets = {self.ranks[position]: one for position, one in found.items()}
             devices = DeviceMemory() if len(seen) == 1 and NO_DEVICES not in seen else None
-            self.shared_memory = SharedMemory(sockets, timeout_s, is_complete, devices, reads)
+            self.shared_memory = SharedMemory(sockets, timeout_s, is_complete, devices, ratios)
             # Not where a watch says who is silent: it is asked by those who wait for connections.
             if is_complete and self._meeting.watch is None:
                 self._near = self.shared_memory
@@ -283,20 +286,24 @@ class RankGroup:
         """
         return time.monotonic() + self._meeting.timeout.total_seconds()
 
-    def send(self, tensor: torch.Tensor, receiver: int, tag: int = 0) -> Any:
-        """Begin to send a tensor; what is returned has `wait()`."""
-        return self._carrier(tensor.device).send([tensor], self._positions[receiver], tag)
+    def send(self, data: Any, receiver: int, tag: int = 0) -> Any:
+        """Begin to send a dense tensor."""
+        return self._transport_of(data.device).send([data], self._positions[receiver], tag)
 
-    def receive(self, tensor: torch.Tensor, sender: int, tag: int = 0) -> Any:
-        """Begin to receive into a tensor."""
-        return self._carrier(tensor.device).recv([tensor], self._positions[sender], tag)
+    def receive(self, into: Any, sender: int, tag: int = 0) -> Any:
+        """Begin to receive into a dense tensor."""
+        return self._transport_of(into.device).recv([into], self._positions[sender], tag)
+
+    def takes_memory(self, address: int, row_bytes: int, receivers: int) -> bool:
+        """Return False: connections send dense memory."""
+        return False
 
     def staging_memory(self, size_bytes: int, device: torch.device) -> torch.Tensor:
         """Bytes to stage messages of a device in; the host's are such as other ranks can map."""
         is_hosted = self.is_hosted(device)
         if self.shared_memory is None or not (is_hosted or device.type == "cpu"):
             return empty_bytes(size_bytes, device, is_hosted)
-        return self.shared_memory.staging(size_bytes, device)
+        return self.shared_memory.staging_memory(size_bytes, device)
 
     def swap_bytes(
         self, given: Mapping[int, bytes], expected_bytes: Mapping[int, int]
@@ -337,7 +344,7 @@ class RankGroup:
         ]
         return list(dist.batch_isend_irecv(operations))
 
-    def _carrier(self, device: torch.device) -> Any:
+    def _transport_of(self, device: torch.device) -> Any:
         return self._connections() if device.type == "cpu" else self._given
 
     def _connections(self) -> Any:

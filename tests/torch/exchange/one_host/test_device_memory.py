@@ -39,7 +39,7 @@ def make_pair() -> list[tuple[SharedMemory, FakeDevices]]:
 @needs_files
 def test_streams_wait_for_each_others_marks() -> None:
     (zero, of_zero), (one, of_one) = make_pair()
-    lent = zero.staging(4, CUDA)
+    lent = zero.staging_memory(4, CUDA)
     lent.copy_(torch.tensor([1, 2, 3, 4], dtype=torch.uint8))
     for turn in range(2):
         of_zero.events.clear(), of_one.events.clear()
@@ -63,15 +63,15 @@ def test_streams_wait_for_each_others_marks() -> None:
 @needs_files
 def test_memory_of_devices_comes_back_once_no_view_has_it() -> None:
     (zero, devices), _ = make_pair()
-    first = zero.staging(100, CUDA)
+    first = zero.staging_memory(100, CUDA)
     view, address = first[10:20], first.data_ptr()
     assert zero.has(view)
     del first
     gc.collect()
-    other = zero.staging(100, CUDA)
+    other = zero.staging_memory(100, CUDA)
     assert other.data_ptr() != address
     del view
-    assert zero.staging(100, CUDA).data_ptr() == address
+    assert zero.staging_memory(100, CUDA).data_ptr() == address
     assert devices.events.count("allocate") == 2
 
 
@@ -81,7 +81,7 @@ def test_memory_of_a_device_that_is_not_seen_is_refused() -> None:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sees = SharedMemory({1: ends[0]}, 60, is_complete=True, devices=devices)
     blind = SharedMemory({0: ends[1]}, 60, is_complete=True)
-    sees.send(sees.staging(4, CUDA), 1, 0)
+    sees.send(sees.staging_memory(4, CUDA), 1, 0)
     with pytest.raises(RuntimeError, match="a device that is not seen here"):
         blind.receive(4, 0, 0).wait()
 

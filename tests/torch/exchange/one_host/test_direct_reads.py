@@ -23,9 +23,9 @@ from reshard.torch.exchange.one_host import direct_reads
 from reshard.torch.exchange.one_host.direct_reads import (
     ROW_BYTES,
     VARIABLE,
-    DirectReads,
     can_be_read,
     connect_direct_reads,
+    pays,
     read_spans,
 )
 from reshard.torch.exchange.packing.pieces import list_spans
@@ -72,11 +72,11 @@ def test_what_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         read_spans(os.getpid(), into, into)
 
 
-def connect(modes: list[str], monkeypatch: pytest.MonkeyPatch) -> list[DirectReads | None]:
+def connect(modes: list[str], monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...] | None]:
     """Connect threads, which stand for ranks with these values of the variable."""
     count = len(modes)
     barrier, rows = threading.Barrier(count, timeout=60), [torch.empty(0)] * count
-    found: list[DirectReads | None] = [None] * count
+    found: list[tuple[float, ...] | None] = [None] * count
     modes_by_thread: dict[str, str] = {}
     monkeypatch.setattr(
         direct_reads, "_read_mode", lambda: modes_by_thread[threading.current_thread().name]
@@ -133,13 +133,13 @@ def test_ranks_decide_alike_by_what_the_first_has_measured(monkeypatch: pytest.M
     assert measured == ["rank 0"]
     for reads in found:
         assert reads is not None
-        assert [reads.pays(length, 1) for length in (64, *ROW_BYTES)] == [False, False, True]
+        assert [pays(reads, length, 1) for length in (64, *ROW_BYTES)] == [False, False, True]
         # Shared memory is packed once for several receivers.
-        assert not reads.pays(ROW_BYTES[-1], 2)
+        assert not pays(reads, ROW_BYTES[-1], 2)
     # Any rank overrides it.
     assert connect(["", "never", ""], monkeypatch) == [None] * 3
     always = connect(["", "always", ""], monkeypatch)
-    assert all(reads is not None and reads.pays(1, 3) for reads in always)
+    assert all(reads is not None and pays(reads, 1, 3) for reads in always)
 
 
 def test_no_rank_reads_where_the_kernel_refuses_any(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def make_pair() -> tuple[SharedMemory, SharedMemory]:
 
 
 def filled(memory: SharedMemory, values: Sequence[int]) -> torch.Tensor:
-    found = memory.staging(len(values))
+    found = memory.staging_memory(len(values))
     found.copy_(torch.tensor(values, dtype=torch.uint8))
     return found
 
@@ -103,13 +103,13 @@ def test_memory_comes_back_and_files_are_closed() -> None:
 
     gc.collect()
     others = files()
-    first = zero.staging(100)
+    first = zero.staging_memory(100)
     address = first.data_ptr()
     del first
-    assert zero.staging(50).data_ptr() == address
+    assert zero.staging_memory(50).data_ptr() == address
     after_one = 0
     for turn in range(20):
-        memory = zero.staging(1 << 20)
+        memory = zero.staging_memory(1 << 20)
         sent = zero.send(memory, 1, 0)
         message = one.receive(1 << 20, 0, 0)
         message.wait()
@@ -124,7 +124,7 @@ def test_memory_comes_back_and_files_are_closed() -> None:
     zero.send(memory, 1, 0)
     address = memory.data_ptr()
     del memory
-    assert zero.staging(1).data_ptr() != address
+    assert zero.staging_memory(1).data_ptr() != address
     del zero, one
     gc.collect()
     assert files() == others
@@ -141,7 +141,7 @@ def test_memory_that_nobody_has_goes_with_the_connection() -> None:
     gc.disable()
     try:
         others = files()
-        free, used = zero.staging(3 << 20), filled(zero, [1, 2, 3])
+        free, used = zero.staging_memory(3 << 20), filled(zero, [1, 2, 3])
         sent, message = zero.send(used, 1, 0), one.receive(3, 0, 0)
         message.wait()
         read = message.bytes_there

@@ -124,30 +124,22 @@ def can_be_read(address: int) -> bool:
         return False
 
 
-class DirectReads:
-    """When a direct read is faster than shared memory.
+def pays(ratios: Sequence[float], row_bytes: int, receivers: int) -> bool:
+    """Return whether reading rows of this length directly is faster than by shared memory.
+
+    By shared memory, bytes for several receivers are packed once.
 
     Args:
         ratios: the duration of a direct read, in that of packing and unpacking, for rows of each
             length in `ROW_BYTES`; all 0 where direct reads are always used.
+
+    >>> pays([1.2, 0.8], 1 << 16, receivers=1), pays([1.2, 0.8], 1 << 16, receivers=3)
+    (True, False)
     """
-
-    def __init__(self, ratios: Sequence[float]) -> None:
-        self._ratios = ratios
-
-    def pays(self, row_bytes: int, receivers: int) -> bool:
-        """Return whether reading rows of this length directly is faster than by shared memory.
-
-        By shared memory, bytes for several receivers are packed once.
-
-        >>> reads = DirectReads([1.2, 0.8])
-        >>> reads.pays(1 << 16, receivers=1), reads.pays(1 << 16, receivers=3)
-        (True, False)
-        """
-        if not any(self._ratios):
-            return True
-        shorter = sum(row_bytes >= length for length in ROW_BYTES)
-        return shorter > 0 and self._ratios[shorter - 1] * 2 * receivers < receivers + 1
+    if not any(ratios):
+        return True
+    shorter = sum(row_bytes >= length for length in ROW_BYTES)
+    return shorter > 0 and ratios[shorter - 1] * 2 * receivers < receivers + 1
 
 
 _PERMITTED_LOCK = threading.Lock()
@@ -171,8 +163,8 @@ def connect_direct_reads(
     sockets: Mapping[int, socket.socket],
     position: int,
     gather: Callable[[torch.Tensor], Sequence[torch.Tensor]],
-) -> DirectReads | None:
-    """Return the direct reads of a rank, or None if any rank of the group cannot read another.
+) -> tuple[float, ...] | None:
+    """Return the ratios of `pays`, or None if any rank of the group cannot read another.
 
     All ranks call this.
 
@@ -212,7 +204,7 @@ def connect_direct_reads(
             f"{VARIABLE}=always, but ranks {refused} of the group cannot read the memory of their "
             f"peers: {VARIABLE}=never, or the kernel refuses it (Yama, seccomp); unset it"
         )
-    return None if refused else DirectReads(found[:, 1:].min(axis=0).tolist())
+    return None if refused else tuple(found[:, 1:].min(axis=0).tolist())
 
 
 def _read_mode() -> str:

@@ -21,7 +21,7 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -33,7 +33,7 @@ from reshard.errors import RunError
 from reshard.runs import IntArray
 from reshard.system import find_closing_flag, find_peer_process
 from reshard.torch.exchange.one_host.device_memory import DeviceMemory
-from reshard.torch.exchange.one_host.direct_reads import DirectReads, read_spans
+from reshard.torch.exchange.one_host.direct_reads import can_be_read, pays, read_spans
 from reshard.torch.exchange.one_host.doors import limit_waits
 from reshard.torch.exchange.one_host.segments import (
     DeviceSegment,
@@ -116,8 +116,10 @@ class SharedMemory:
         timeout_s: how long to wait for any note.
         is_complete: whether all ranks of the group share memory with all others.
         devices: memory of devices; None where they do not all see the same ones.
-        reads: of the memory of these ranks, None if any of them cannot.
+        ratios: of direct reads (`connect_direct_reads`); None if any rank cannot read another.
     """
+
+    lends = True
 
     def __init__(
         self,
@@ -125,10 +127,10 @@ class SharedMemory:
         timeout_s: float,
         is_complete: bool,
         devices: DeviceMemory | None = None,
-        reads: DirectReads | None = None,
+        ratios: Sequence[float] | None = None,
     ) -> None:
         self.is_complete = is_complete
-        self.reads = reads
+        self.ratios, self.takes_spans = ratios, ratios is not None
         self._devices = devices if is_complete else None
         self._segments: dict[int, AnySegment] = {}
         self._free: list[AnySegment] = []
@@ -146,7 +148,7 @@ class SharedMemory:
         """Whether what travels between tensors of a device stays on devices."""
         return self._devices is not None and self._devices.serves(device)
 
-    def staging(self, size_bytes: int, device: torch.device = _CPU) -> torch.Tensor:
+    def staging_memory(self, size_bytes: int, device: torch.device = _CPU) -> torch.Tensor:
         """Bytes in a segment of their own, which comes back once no tensor has any of them.
 
         They are of the device where it is served, else of the host.
@@ -159,25 +161,32 @@ class SharedMemory:
         """Whether a tensor's memory is of a segment of this rank."""
         return self._find(memory) is not None
 
-    def send(self, memory: torch.Tensor, receiver: int, tag: int) -> LentMessage:
-        """Lend a message, which lies in a segment of this rank, until its receiver took it.
+    def send(self, data: torch.Tensor | IntArray, receiver: int, tag: int) -> LentMessage:
+        """Lend a message until its receiver has taken it.
+
+        Args:
+            data: in a segment of this rank, or spans that the receiver reads directly.
 
         Raises RuntimeError where the receiver is gone.
         """
-        segment = self._find(memory)
+        if not isinstance(data, torch.Tensor):
+            return self.ranks[receiver].lend_spans(data, tag)
+        segment = self._find(data)
         if segment is None:
             raise RunError("what is sent lies in no memory that ranks share")
-        begin = memory.data_ptr() - segment.address
-        return self.ranks[receiver].lend(segment, begin, memory.numel(), tag)
+        begin = data.data_ptr() - segment.address
+        return self.ranks[receiver].lend(segment, begin, data.numel(), tag)
 
-    def send_spans(self, spans: IntArray, size_bytes: int, receiver: int, tag: int) -> LentMessage:
-        """Lend a message of `size_bytes`, whose spans the receiver reads directly.
+    def takes_memory(self, address: int, row_bytes: int, receivers: int) -> bool:
+        """Return whether receivers read memory of this rank directly."""
+        # A driver's memory, as pinned memory may be, is not readable by other processes.
+        return (
+            self.ratios is not None
+            and pays(self.ratios, row_bytes, receivers)
+            and can_be_read(address)
+        )
 
-        Raises RuntimeError where the receiver is gone.
-        """
-        return self.ranks[receiver].lend_spans(spans, size_bytes, tag)
-
-    def receive(self, size_bytes: int, sender: int, tag: int) -> NearMessage:
+    def receive(self, size_bytes: Any, sender: int, tag: int) -> NearMessage:
         """Expect the next message of a tag from a rank."""
         return self.ranks[sender].expect(size_bytes, tag)
 
@@ -318,7 +327,7 @@ class NearRank:
         self.tell(_LENT, tag, number, segment.number, begin, size_bytes)
         return found
 
-    def lend_spans(self, spans: IntArray, size_bytes: int, tag: int) -> LentMessage:
+    def lend_spans(self, spans: IntArray, tag: int) -> LentMessage:
         """Tell where a message lies in tensors of the own rank."""
         with self._changed:
             found = LentMessage(self, None, spans)
@@ -326,7 +335,7 @@ class NearRank:
             self._count += 1
             self._lent[number] = found
         # The receiver reads the table itself, too: it may be longer than a note.
-        self.tell(_READABLE, tag, number, len(spans), spans.ctypes.data, size_bytes)
+        self.tell(_READABLE, tag, number, len(spans), spans.ctypes.data)
         return found
 
     def read(self, count: int, table: int, into: IntArray) -> None:
@@ -488,7 +497,8 @@ class NearRank:
 
     def _fill(self, message: NearMessage, note: tuple[int, ...]) -> None:
         number, segment, begin, size_bytes, is_readable = note
-        if size_bytes != message.size_bytes:
+        # The sizes of spans are compared when they are read.
+        if not is_readable and size_bytes != message.size_bytes:
             raise RuntimeError(
                 f"a message of {size_bytes} bytes came where {message.size_bytes} were expected"
             )
