@@ -169,7 +169,7 @@ def make_raw(refit: Any, group: Any) -> Callable[[], None]:
     import torch
     import torch.distributed as dist
 
-    from reshard.torch.exchange.packing.messages import RankPieces, RankTransfers
+    from reshard.torch.exchange.packing.messages import RankTransfers, list_pieces
 
     prepared, rank = refit._prepared, dist.get_rank()
     tensors = []
@@ -179,10 +179,10 @@ def make_raw(refit: Any, group: Any) -> Callable[[], None]:
             item.match.target_view(prepared.after.locals, rank),
         )
         tensors.append(RankTransfers.of(item.change, item.transfers, rank, *views))
-    pieces = RankPieces(tensors, rank)
+    sent, received, local = list_pieces(tensors, rank)
     lists: dict[bool, list[Any]] = {}
     sizes: dict[bool, list[int]] = {}
-    for is_sent, by_peer in ((True, pieces.sent), (False, pieces.received)):
+    for is_sent, by_peer in ((True, sent), (False, received)):
         of_peer = [[p.view for p in by_peer.get((0, peer), [])] for peer in range(RANKS)]
         lists[is_sent] = [view for views in of_peer for view in views]
         sizes[is_sent] = [sum(view.numel() for view in views) for views in of_peer]
@@ -194,7 +194,7 @@ def make_raw(refit: Any, group: Any) -> Callable[[], None]:
         return memory, shaped
 
     (packed, outgoing), (arrived, incoming) = dense(lists[True]), dense(lists[False])
-    kept = pieces.local.get(0, [])
+    kept = local.get(0, [])
     from_views = lists[True], [copy.source for copy in kept]
     into = [copy.target for copy in kept]
 

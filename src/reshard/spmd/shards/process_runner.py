@@ -140,7 +140,7 @@ class OverProcesses(Runner):
             def begin(move: Movement, shards: Shards) -> Callable[[], Shards]:
                 # Streams of a device belong to threads.
                 is_here = any(one.device.type != "cpu" for one in shards)
-                return sequence.begin(partial(move, shards), is_here).wait
+                return sequence.begin(partial(move, shards), is_here).result
 
             with set_context(_agreed, _Agreed(self, sequence.group)):
                 yield begin

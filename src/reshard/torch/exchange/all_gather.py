@@ -14,7 +14,6 @@ change of the group's layouts tells every rank how many rounds there are, and ho
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -25,8 +24,8 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.schedule import limit_message_bytes, order_transfers
 from reshard.torch.exchange.packing.messages import (
     RankMessage,
-    RankPieces,
     RankTransfers,
+    list_pieces,
     pack_messages,
 )
 from reshard.torch.exchange.packing.pieces import MessagePieces, Piece
@@ -35,6 +34,8 @@ _ROUNDS_AHEAD = 2
 # Newer releases of torch have it by another name.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# A round on its way, and the pieces to be copied from its memory.
+_Round = tuple[Any, list[tuple[Piece, torch.Tensor]]]
 _Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -56,19 +57,6 @@ def is_all_gather(change: LayoutChange) -> bool:
         if set(to) != receivers - {sender} or any(one != boxes[0] for one in boxes):
             return False
     return True
-
-
-@dataclass(slots=True, eq=False)
-class _Round:
-    """A round under way, and the pieces to be copied from its memory once it is there."""
-
-    work: Any
-    arriving: list[tuple[Piece, torch.Tensor]]
-
-    def complete(self) -> None:
-        self.work.wait()
-        for piece, part in self.arriving:
-            piece.view.copy_(part)
 
 
 class AllGatherRounds:
@@ -102,14 +90,14 @@ class AllGatherRounds:
         self._members = dist.get_process_group_ranks(group)
         # One part more than others, for what this rank sends.
         most_bytes = limit_message_bytes(extra_bytes, len(self._members))
-        pieces = RankPieces([tensor], rank)
-        self._local = pieces.local.get(0, [])
+        sent, received, local = list_pieces([tensor], rank)
+        self._local = local.get(0, [])
         # The same for every other rank.
-        own = next(iter(pieces.sent.values()), MessagePieces.of([]))
+        own = next(iter(sent.values()), MessagePieces.of([]))
         self._sent = _list_rounds(own, rank, True, most_bytes)
         self._received = {
             sender: _list_rounds(of_sender, sender, False, most_bytes)
-            for (_, sender), of_sender in pieces.received.items()
+            for (_, sender), of_sender in received.items()
         }
         sizes = [
             _size_messages(shapes, dtype, most_bytes)
@@ -132,10 +120,10 @@ class AllGatherRounds:
             # The next round is under way before the last one is waited for and unpacked.
             following = self._post(number, size_bytes)
             if before is not None:
-                before.complete()
+                _complete(before)
             before = following
         if before is not None:
-            before.complete()
+            _complete(before)
 
     def _post(self, number: int, size_bytes: int) -> _Round:
         # Rounds take the two halves of the memory in turn: own part first, then all members'.
@@ -150,7 +138,14 @@ class AllGatherRounds:
         for position, rank in enumerate(self._members):
             for message in self._received.get(rank, [])[number : number + 1]:
                 arriving += _place_pieces(message, into[position * size_bytes :])
-        return _Round(work, arriving)
+        return work, arriving
+
+
+def _complete(begun: _Round) -> None:
+    work, arriving = begun
+    work.wait()
+    for piece, part in arriving:
+        piece.view.copy_(part)
 
 
 def _list_rounds(

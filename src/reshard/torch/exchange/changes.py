@@ -19,6 +19,13 @@ what differs, in the words of a delta of checkpoints (`reshard.checkpoint.deltas
 4. *Ranks that share memory* (`one_host`) get everything with `changed_only=True`: to copy it
    takes less than to compare it.
 
+5. *Stages.* Bytes that are sent whole enter each host once (`stages`), and changes go to each rank
+   that wants them. So where hosts have replicas, a run in which everything travels takes a second
+   set of messages. All ranks decide alike before a run, by what samples show (`seems_changed`)::
+
+       first run, or most changed    source -> one rank of a host -> the others     in stages
+       any other run                 source -> each rank, what changed
+
 Messages have the order of `messages`, and both ends treat theirs in it, so no two ranks wait for
 each other. What several ranks are sent alike is kept, packed and compared once.
 """
@@ -39,7 +46,7 @@ from reshard.checkpoint.deltas.encoding import Coding, encode_words, list_positi
 from reshard.errors import FormatError, RunError, UsageError
 from reshard.layout import Layout
 from reshard.plans.schedule import align, limit_message_bytes
-from reshard.torch.exchange.exchange import ExchangeFailure, LostMessageError
+from reshard.torch.exchange.exchange import LostMessageError, MessageExchange, exchange_errors
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.copies import WORDS, copier, empty_bytes
 from reshard.torch.exchange.packing.messages import RankMessage, RankTransfers, list_messages
@@ -124,6 +131,8 @@ class ChangeExchange:
         unit: by what changes are found.
         extra_bytes: the most memory beside what is kept; the same on every rank.
         memory: to stage in; its own when None.
+        near: sends the rest of the same tensors, to ranks that share memory; None without any.
+        staged: sends all of both in stages; None if no tensor is staged.
 
     Raises:
         UsageError: another device, or a limit too small for any message.
@@ -137,7 +146,10 @@ class ChangeExchange:
         unit: ChangeUnit,
         extra_bytes: int,
         memory: torch.Tensor | None = None,
+        near: MessageExchange | None = None,
+        staged: MessageExchange | None = None,
     ) -> None:
+        self._near, self._staged = near, staged
         if device.type != "cpu":
             raise UsageError(
                 f"changed_only={unit!r} with tensors on {device.type}; only those on the CPU are "
@@ -153,13 +165,17 @@ class ChangeExchange:
         listed: list[tuple[int, RankMessage]] = []
         # Words of a message are all of one size.
         for itemsize in sorted(of_size):
-            found = list_messages(of_size[itemsize], group.rank, group.slots, message_bytes)
-            self._copies += [copier(one.target, one.source) for one in found.copies]
-            listed += [(itemsize, message) for message in found.messages]
+            messages, copies, _ = list_messages(
+                of_size[itemsize], group.rank, group.slots, message_bytes
+            )
+            self._copies += [copier(one.target, one.source) for one in copies]
+            listed += [(itemsize, message) for message in messages]
         largest = max((align(message.size_bytes) for _, message in listed), default=0)
-        self.extra_bytes = 2 * _SLOTS * largest
+        own_bytes = 2 * _SLOTS * largest
+        others = [one.extra_bytes for one in (near, staged) if one is not None]
+        self.extra_bytes = max(own_bytes, *others, 0)
         if memory is None:
-            memory = empty_bytes(self.extra_bytes, device)
+            memory = empty_bytes(own_bytes, device)
         self._slots = [memory[i * largest : (i + 1) * largest] for i in range(2 * _SLOTS)]
         self._messages: list[tuple[int, _Sent | _Received]] = []
         known: dict[Any, _Sent] = {}
@@ -179,6 +195,7 @@ class ChangeExchange:
         heads = 8 * _HEAD_WORDS
         self.sent_bytes = sum(m.size_bytes + heads for _, m in listed if m.is_sent)
         self.received_bytes = sum(m.size_bytes + heads for _, m in listed if not m.is_sent)
+        self._count_bytes(near if staged is None else staged, is_all=staged is not None)
         # Works in the order in which they were begun, with the slot that each reads.
         self._sends: deque[tuple[Any, int | None, Any]] = deque()
         self._heads: deque[Any] = deque()
@@ -199,37 +216,54 @@ class ChangeExchange:
             kept = np.empty(-(-words.nbytes // BLOCK_BYTES), dtype=f"V{DIGEST_BYTES}")
         return _Sent(words, copies, None if direct is not None else slot, kept)
 
-    def run(self, is_whole: bool) -> None:
-        """Send what changed, or all where `is_whole`, which all ranks say alike.
+    def _count_bytes(self, other: MessageExchange | None, *, is_all: bool = False) -> None:
+        """Count the bytes that another exchange moves in a run, as all of it or in addition."""
+        if is_all:
+            self.sent_bytes = self.received_bytes = 0
+        if other is not None:
+            self.sent_bytes += other.sent_bytes
+            self.received_bytes += other.received_bytes
 
-        Raises RunError where a message does not come, or is none; the targets are not usable then.
+    def run(self, is_whole: bool) -> None:
+        """Send what changed, or all where `is_whole`, which is the same on all ranks.
+
+        Raises RunError where a message does not come; the targets are not usable then.
         """
+        if is_whole and self._staged is not None:
+            self._staged.run()
+            self._remember()
+            self._count_bytes(self._staged, is_all=True)
+            return
+        self._run_changes(is_whole)
+        if self._near is not None:
+            self._near.run()
+            self._count_bytes(self._near)
+
+    def _run_changes(self, is_whole: bool) -> None:
         if self.has_failed:
             raise RunError("this exchange failed before; prepare another")
         self._group.running.add(self)
         self.sent_bytes = self.received_bytes = 0
-        with ExchangeFailure(self, self._group, "a message did not arrive"):
+        with exchange_errors(self, self._group, "a message did not arrive"):
             try:
                 self._move(is_whole)
             except RuntimeError as error:
                 raise LostMessageError(str(error)) from error
 
-    @property
-    def sends(self) -> bool:
-        """Whether this rank sends anything."""
-        return bool(self._sent_once)
-
-    def remember(self) -> None:
-        """Keep what this rank sends, once all of it has travelled by another way."""
+    def _remember(self) -> None:
+        """Keep what this rank sends, once all of it has travelled in stages."""
         for one in self._sent_once:
             self._pack(one)
             self._compare(one, is_whole=True)
 
     def seems_changed(self) -> bool:
-        """Whether at least half of what this rank sends changed since the last run, by a sample.
+        """Return whether all of what this rank sends is better sent in stages.
 
-        True where it sends nothing.
+        That is so if at least half of it changed since the last run, by a sample. True where it
+        sends nothing; False where there are no stages.
         """
+        if self._staged is None:
+            return not self._sent_once
         changed = looked = 0
         for one in self._sent_once[:: len(self._sent_once) // _SAMPLES + 1]:
             self._pack(one)

@@ -34,8 +34,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -60,9 +61,9 @@ from reshard.torch.exchange.packing.copies import (
 )
 from reshard.torch.exchange.packing.messages import (
     FIRST_PLACE,
+    LocalCombination,
     Place,
     RankMessage,
-    RankMessages,
     RankTransfers,
     cells_of,
     list_messages,
@@ -83,35 +84,31 @@ _MIN_SPANNED_BYTES, _MAX_SPANNED_PIECES, _MIN_SPAN_BYTES = 1 << 16, 64, 1 << 10
 _IN_A_TURN = _PACKED_AHEAD
 
 
-class Cutting(NamedTuple):
-    """What decides how transfers are cut to messages, beside the transfers."""
+def find_partitioning(
+    group: RankGroup,
+    device: torch.device,
+    extra_bytes: int,
+    is_grouped: bool | None = None,
+    is_hosted: bool | None = None,
+) -> tuple[int, int, bool, int]:
+    """Return all that decides, besides the transfers, how they are partitioned into messages.
 
-    rank: int
-    ranks: int
-    is_grouped: bool
-    message_bytes: int
+    Returns:
+        The rank, the slots of the group, whether messages are grouped, and their largest size.
 
-    @classmethod
-    def of(
-        cls,
-        group: RankGroup,
-        device: torch.device,
-        extra_bytes: int,
-        is_grouped: bool | None = None,
-        is_hosted: bool | None = None,
-    ) -> Cutting:
-        """That of an exchange with these arguments. Raises UsageError for a limit too small."""
-        if is_grouped is None:
-            is_grouped = group.backend_of(device) == "nccl"
-        if is_hosted is None:
-            is_hosted = group.is_hosted(device)
-        # Grouped messages to and from all ranks are in memory at once.
-        peers = len(group.ranks) - 1 if is_grouped else 1
-        message_bytes = limit_message_bytes(extra_bytes, peers)
-        shared = _find_shared(group, device, is_grouped, is_hosted)
-        if shared is not None and shared.is_complete:
-            message_bytes = min(message_bytes, NEAR_MESSAGE_BYTES)
-        return cls(group.rank, group.slots, is_grouped, message_bytes)
+    Raises UsageError for a limit too small.
+    """
+    if is_grouped is None:
+        is_grouped = group.backend_of(device) == "nccl"
+    if is_hosted is None:
+        is_hosted = group.is_hosted(device)
+    # Grouped messages to and from all ranks are in memory at once.
+    peers = len(group.ranks) - 1 if is_grouped else 1
+    message_bytes = limit_message_bytes(extra_bytes, peers)
+    shared = _find_shared(group, device, is_grouped, is_hosted)
+    if shared is not None and shared.is_complete:
+        message_bytes = min(message_bytes, NEAR_MESSAGE_BYTES)
+    return group.rank, group.slots, is_grouped, message_bytes
 
 
 def _find_shared(
@@ -139,9 +136,9 @@ class MessageExchange:
             knows no other, carries a device's tensors.
         memory: bytes to stage in, `extra_bytes` of them (`RankGroup.staging_memory`), that
             exchanges share which run one after the other; its own when None.
-        like: another exchange of the same transfers and sources, whose `cutting` is the same: what
-            it sends is what this one does, from the same memory where it is of the same group, as
-            one of them runs at a time. `tensors` may be without those that send only.
+        like: another exchange of the same transfers and sources, with the same `find_partitioning`.
+            Its messages to send are used again, with their memory if the group is the same, since
+            exchanges of a group run one at a time. `tensors` may lack those that only send.
 
     Raises:
         UsageError: a limit too small for any message, or for so much.
@@ -163,8 +160,9 @@ class MessageExchange:
         self._group = among = rank_group(group)
         self._device = device
         self._is_hosted = among.is_hosted(device) if is_hosted is None else is_hosted
-        cutting = Cutting.of(among, device, extra_bytes, is_grouped, is_hosted)
-        self._is_grouped = cutting.is_grouped
+        _, _, self._is_grouped, message_bytes = find_partitioning(
+            among, device, extra_bytes, is_grouped, is_hosted
+        )
         peers = len(among.ranks) - 1 if self._is_grouped else 1
         if like is None:
             # Of what another exchange has sent it is known that there is room.
@@ -173,23 +171,24 @@ class MessageExchange:
         if self._shared is not None and self._shared.serves(device):
             # All ranks share memory of devices, and nothing passes through the host.
             self._is_hosted = False
-        found = list_messages(
+        messages, copies, combinations = list_messages(
             tensors,
             rank,
             among.slots,
-            cutting.message_bytes,
+            message_bytes,
             1 if self._is_grouped else _IN_A_TURN,
             by_region,
             None if like is None else [one.message for one in like.list_sent()],
         )
         self._rank = rank
         self._partial = [one for one in tensors if _is_partial(one.change)]
-        self._copies = copiers((one.target, one.source) for one in found.copies)
-        self.sent_bytes = sum(m.size_bytes for m in found.messages if m.is_sent)
-        self.received_bytes = sum(m.size_bytes for m in found.messages if not m.is_sent)
+        self._copies = copiers((one.target, one.source) for one in copies)
+        self.sent_bytes = sum(m.size_bytes for m in messages if m.is_sent)
+        self.received_bytes = sum(m.size_bytes for m in messages if not m.is_sent)
         # One exchange of a group runs at a time, so what they send may lie in one place.
         before = like if like is not None and like._group is among else None
-        self._steps = self._list_steps(found, before.list_sent() if before is not None else ())
+        sent = before.list_sent() if before is not None else ()
+        self._steps = self._list_steps(messages, combinations, sent)
         self._choose_spans()
         self._is_pipeline = any(one.place != FIRST_PLACE for one in tensors)
         # Half of the memory is for what arrives: a rank that sends must not starve its receives.
@@ -297,15 +296,20 @@ class MessageExchange:
 
         return MessageSlots(messages, are_shared, peers * ahead, most_bytes, allocate)
 
-    def _list_steps(self, found: RankMessages, sent: Iterable[StagedMessage]) -> list[ExchangeStep]:
+    def _list_steps(
+        self,
+        messages: Iterable[RankMessage],
+        combinations: Iterable[LocalCombination],
+        sent: Iterable[StagedMessage],
+    ) -> list[ExchangeStep]:
         """Steps in the order of all messages, of which some are `sent` that are prepared."""
         nothing = torch.empty(0, dtype=torch.uint8)
         known = {id(one.message): one for one in sent}
         # What a rank has itself is combined in its turn, as if it arrived.
-        steps = [ExchangeStep(one.key, one.order, copies=one.copies) for one in found.combinations]
+        steps = [ExchangeStep(key, order, copies=copies) for key, order, copies in combinations]
         # Grouped messages are posted with all others of their turn; else each by itself.
         digits = 4 if self._is_grouped else None
-        for key, group in itertools.groupby(found.messages, lambda message: message.key[:digits]):
+        for key, group in itertools.groupby(messages, lambda message: message.key[:digits]):
             prepared = [known.get(id(one)) or StagedMessage(one, nothing, []) for one in group]
             steps.append(ExchangeStep(key, prepared[0].message.order, prepared))
         return sorted(steps, key=lambda step: step.key)
@@ -338,7 +342,7 @@ class MessageExchange:
             step.is_done = False
         self._is_running = True
         self._group.running.add(self)
-        with ExchangeFailure(self, self._group, "a message could not be sent"):
+        with exchange_errors(self, self._group, "a message could not be sent"):
             self._post_what_can_be()
             # Copies run while the first messages travel.
             with span("copy what stays"):
@@ -353,7 +357,7 @@ class MessageExchange:
         """
         if not self._is_running:
             raise RunError("this exchange has not started")
-        with ExchangeFailure(self, self._group, "a message did not arrive"):
+        with exchange_errors(self, self._group, "a message did not arrive"):
             # Some messages wait for memory: complete the steps that have it, the earliest first.
             while waiting := self._post_what_can_be():
                 for before in min(waiting, key=lambda step: step.key).follows:
@@ -489,26 +493,19 @@ class LostMessageError(Exception):
     """A message that cannot be sent, or does not come."""
 
 
-class ExchangeFailure:
-    """Whatever interrupts an exchange leaves it failed; what torch raises becomes a RunError."""
-
-    def __init__(self, exchange: Any, group: RankGroup, what: str) -> None:
-        self._exchange, self._group = exchange, group
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            return
-        self._exchange.fail()
-        group = self._group
+@contextmanager
+def exchange_errors(exchange: Any, group: RankGroup, problem: str) -> Iterator[None]:
+    """Leave an exchange failed if it is interrupted; errors of torch become a RunError."""
+    try:
+        yield
+    except BaseException as error:
+        exchange.fail()
         if isinstance(error, LostMessageError):
-            group.lose(self._what, error)
+            group.lose(problem, error)
         group.break_off(error)
         if isinstance(error, RuntimeError):
-            raise RunError(f"{self._what}: {error}") from error
+            raise RunError(f"{problem}: {error}") from error
+        raise
 
 
 def limit_messages(tensors: Iterable[RankTransfers], extra_bytes: int, peers: int = 1) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
@@ -27,46 +28,6 @@ import torch
 
 from reshard.torch.exchange.agreement import Group, Intent, agree, confirm
 from reshard.torch.exchange.groups import RankGroup, rank_group
-
-
-class BegunMovement:
-    """A movement that runs in a sequence's thread, or is to."""
-
-    __slots__ = ("_ended", "_error", "_move", "_result")
-
-    def __init__(self, move: Callable[[], Any]) -> None:
-        self._move: Callable[[], Any] | None = move
-        self._result: Any = None
-        self._error: BaseException | None = None
-        # Taken until it has ended.
-        self._ended = threading.Lock()
-        self._ended.acquire()
-
-    def run(self) -> BaseException | None:
-        """Carry it out. Returns what it raised."""
-        move, self._move = self._move, None
-        try:
-            if move is not None:
-                self._result = move()
-        except BaseException as error:
-            self._error = error
-        finally:
-            # Its source is freed as soon as nobody else needs it.
-            del move
-            self._ended.release()
-        return self._error
-
-    def give_up(self, error: BaseException) -> None:
-        """It will not run, since one before it failed with this error."""
-        self._move, self._error = None, error
-        self._ended.release()
-
-    def wait(self) -> Any:
-        """What it made. Raises what it raised."""
-        with self._ended:
-            if self._error is not None:
-                raise self._error
-            return self._result
 
 
 class MovementSequence:
@@ -78,11 +39,11 @@ class MovementSequence:
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
-        self._begun: SimpleQueue[BegunMovement | None] = SimpleQueue()
+        self._begun: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: BegunMovement | None = None
+        self._last: Future[Any] | None = None
 
-    def begin(self, move: Callable[[], Any], is_here: bool = False) -> BegunMovement:
+    def begin(self, move: Callable[[], Any], is_here: bool = False) -> Future[Any]:
         """Let a movement run behind those that have begun.
 
         What it reads must not change before it has been waited for, and no movement may run in
@@ -92,11 +53,11 @@ class MovementSequence:
             move: carries it out.
             is_here: whether it has to run in this thread, at once.
         """
-        begun = BegunMovement(move)
+        begun: Future[Any] = Future()
         if is_here:
             if self._last is not None:
-                self._last.wait()
-            begun.run()
+                self._last.result()
+            _fulfil(begun, move)
             return begun
         self._last = begun
         if self._thread is None:
@@ -110,7 +71,7 @@ class MovementSequence:
                 daemon=True,
             )
             self._thread.start()
-        self._begun.put(begun)
+        self._begun.put((move, begun))
         return begun
 
     def close(self) -> None:
@@ -122,11 +83,25 @@ class MovementSequence:
     def _run(self, has_gradients: bool, is_inference: bool) -> None:
         error: BaseException | None = None
         with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
-            while (begun := self._begun.get()) is not None:
+            while (listed := self._begun.get()) is not None:
+                move, begun = listed
+                # A source is freed as soon as no other reference to it is left.
+                del listed
                 if error is None:
-                    error = begun.run()
+                    error = _fulfil(begun, move)
                 else:
-                    begun.give_up(error)
+                    begun.set_exception(error)
+                del move
+
+
+def _fulfil(begun: Future[Any], move: Callable[[], Any]) -> BaseException | None:
+    """Carry a movement out. Return what it raised."""
+    try:
+        begun.set_result(move())
+    except BaseException as error:
+        begun.set_exception(error)
+        return error
+    return None
 
 
 @contextmanager

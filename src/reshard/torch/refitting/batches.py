@@ -34,8 +34,7 @@ from reshard.collectives.program import Program
 from reshard.plans.schedule import align
 from reshard.torch.exchange.agreement import confirm
 from reshard.torch.exchange.changes import ChangedOnly, ChangeExchange, ChangeUnit
-from reshard.torch.exchange.compared import ComparedExchange
-from reshard.torch.exchange.exchange import Cutting, MessageExchange
+from reshard.torch.exchange.exchange import MessageExchange, find_partitioning
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.messages import RankTransfers
 from reshard.torch.exchange.stages import stage_transfers
@@ -65,7 +64,7 @@ class BatchObserver(Protocol):
 class RefitBatch:
     """Exchanges, one after another, and what transforms do before and after them."""
 
-    exchanges: list[MessageExchange | ComparedExchange]
+    exchanges: list[MessageExchange | ChangeExchange]
     before: list[Callable[[], None]]
     after: list[Callable[[], None]]
 
@@ -184,13 +183,13 @@ class RefitBatches:
         kinds, singles = grouped.kinds, grouped.singles
         # What decides the messages to send, beside the part and the source; None where any are
         # staged.
-        self._cutting: Cutting | None = None
+        self._partitioning: tuple[object, ...] | None = None
         if not changed_only and not any(singles):
-            self._cutting = Cutting.of(group, device, extra_bytes)
+            self._partitioning = find_partitioning(group, device, extra_bytes)
         is_like = (
             like is not None
-            and self._cutting is not None
-            and like._cutting == self._cutting
+            and self._partitioning is not None
+            and like._partitioning == self._partitioning
             and like._source is self._source
         )
         known = like if is_like else None
@@ -215,19 +214,21 @@ class RefitBatches:
         for number, found in enumerate(listed):
             others = [] if known is None else known._messages_of(number)
             ends = (group.rank, group, device, extra_bytes)
-            exchanges: list[MessageExchange | ComparedExchange] = [
+            exchanges: list[MessageExchange | ChangeExchange] = [
                 MessageExchange(
                     tensors, *ends, memory=shared, like=others[stage] if others else None
                 )
                 for stage, tensors in enumerate(found.stages)
             ]
             if changed_only:
-                changes = ChangeExchange(found.compared, group, device, unit, extra_bytes, shared)
                 near, staged = (
                     None if of is None else MessageExchange(of, *ends, memory=shared)
                     for of in (found.near, found.staged_whole)
                 )
-                exchanges.insert(0, ComparedExchange(changes, near, staged))
+                changes = ChangeExchange(
+                    found.compared, group, device, unit, extra_bytes, shared, near, staged
+                )
+                exchanges.insert(0, changes)
             self.batches.append(RefitBatch(exchanges, found.before, found.after))
         own_bytes = sum(exchange.extra_bytes for exchange in self._exchanges)
         self.extra_bytes = self._arena.memory.numel() + (
@@ -235,7 +236,7 @@ class RefitBatches:
         )
 
     @property
-    def _exchanges(self) -> Iterator[MessageExchange | ComparedExchange]:
+    def _exchanges(self) -> Iterator[MessageExchange | ChangeExchange]:
         return (exchange for batch in self.batches for exchange in batch.exchanges)
 
     def _messages_of(self, number: int) -> list[MessageExchange]:
@@ -257,8 +258,8 @@ class RefitBatches:
         return sum(one.kept_bytes for one in self._compared)
 
     @property
-    def _compared(self) -> Iterator[ComparedExchange]:
-        return (one for one in self._exchanges if isinstance(one, ComparedExchange))
+    def _compared(self) -> Iterator[ChangeExchange]:
+        return (one for one in self._exchanges if isinstance(one, ChangeExchange))
 
     def seems_changed(self) -> bool:
         """Whether a run had better send everything, as most of what this rank sends has changed.
@@ -397,7 +398,7 @@ class RefitBatches:
             name = "bucket" if number < self._buckets else "batch"
             with span(name, partial(dict, number=number)):
                 for exchange in batch.exchanges:
-                    if isinstance(exchange, ComparedExchange):
+                    if isinstance(exchange, ChangeExchange):
                         with span("send changes"):
                             exchange.run(is_whole)
                     else:

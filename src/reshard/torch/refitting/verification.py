@@ -21,7 +21,12 @@ import torch
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.packing.messages import RankPieces, RankTransfers
+from reshard.torch.exchange.packing.messages import (
+    LocalCopy,
+    PiecesByPair,
+    RankTransfers,
+    list_pieces,
+)
 from reshard.torch.exchange.packing.pieces import Piece
 from reshard.torch.refitting.plan import PartItem, RefitPart
 
@@ -62,13 +67,13 @@ def verify_part(
         if not _is_comparable(item):
             left_out.append(name)
             continue
-        pieces = _list_pieces(item, source, target, group.rank)
-        for (_, peer), of in pieces.sent.items():
+        outgoing, incoming, local = _list_pieces(item, source, target, group.rank)
+        for (_, peer), of in outgoing.items():
             sent.setdefault(peer, []).append(_digest(of))
-        for (_, peer), of in pieces.received.items():
+        for (_, peer), of in incoming.items():
             received.setdefault(peer, []).append((name, _digest(of)))
             compared_bytes += sum(piece.size_bytes for piece in of)
-        for copy in pieces.local.get(0, ()):
+        for copy in local.get(0, ()):
             compared_bytes += copy.target.nbytes
             if not _has_same_bits(copy.target, copy.source.to(copy.target.dtype)):
                 differences.append(f"{name} (of this rank's own source)")
@@ -90,7 +95,7 @@ def _list_pieces(
     source: Mapping[str, torch.Tensor],
     target: Mapping[str, torch.Tensor],
     rank: int,
-) -> RankPieces:
+) -> tuple[PiecesByPair, PiecesByPair, dict[int, list[LocalCopy]]]:
     match, travels = item.match, getattr(torch, as_dtype(item.match.dtype).name)
     before, after = match.source_view(source, rank), match.target_view(target, rank)
     stages = []
@@ -98,7 +103,7 @@ def _list_pieces(
     for change, rows in item.stages:
         stages.append(RankTransfers.of(change, rows, rank, before, after, travels))
         before = after
-    return RankPieces(stages, rank)
+    return list_pieces(stages, rank)
 
 
 def _digest(pieces: Iterable[Piece]) -> bytes:

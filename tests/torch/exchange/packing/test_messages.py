@@ -53,13 +53,11 @@ def test_transfers_of_some_ranks_and_of_others(
     ends = (local(plan.source, rank, torch.int16), local(plan.target, rank, torch.int16))
     whole = RankTransfers.of(plan.change, plan.for_rank(rank), rank, *ends)
     halves = whole.split(peers)
-    found = [
-        list_messages([half] if half else [], rank, RANKS, 1 << 21).messages for half in halves
-    ]
+    found = [list_messages([half] if half else [], rank, RANKS, 1 << 21)[0] for half in halves]
     assert all(message.peer in peers for message in found[0])
     assert not any(message.peer in peers for message in found[1])
     sizes = sorted((message.key, message.size_bytes) for of in found for message in of)
-    every = list_messages([whole], rank, RANKS, 1 << 21).messages
+    every = list_messages([whole], rank, RANKS, 1 << 21)[0]
     assert sizes == [(message.key, message.size_bytes) for message in every]
     rows = [len(half.received) + len(half.sent) for half in halves if half]
     assert 0 not in rows and sum(rows) == len(whole.received) + len(whole.sent)
@@ -86,9 +84,9 @@ def test_tensors_of_one_kind_are_listed_as_they_are_one_by_one(
         first = alone[numbers[0]]
         together.append(first._replace(sources=sources, targets=targets, numbers=numbers))
     one, other = (list_messages(given, rank, RANKS, 48) for given in (alone, together))
-    assert [m.key for m in one.messages] == [m.key for m in other.messages]
-    assert [m.contents for m in one.messages] == [m.contents for m in other.messages]
-    for own, its in zip(one.copies, other.copies, strict=True):
+    assert [m.key for m in one[0]] == [m.key for m in other[0]]
+    assert [m.contents for m in one[0]] == [m.contents for m in other[0]]
+    for own, its in zip(one[1], other[1], strict=True):
         assert own.target.data_ptr() == its.target.data_ptr()
         assert own.source.data_ptr() == its.source.data_ptr()
 
@@ -115,11 +113,11 @@ def test_both_ends_of_every_message_agree(
             )
             for plan in of
         ]
-        found = list_messages(movements, rank, RANKS, message_bytes, in_a_turn)
-        keys = [message.key for message in found.messages]
+        messages, _, _ = list_messages(movements, rank, RANKS, message_bytes, in_a_turn)
+        keys = [message.key for message in messages]
         assert keys == sorted(keys)
         assert len(set(keys)) == len(keys)
-        for message in found.messages:
+        for message in messages:
             assert message.peer != rank
             assert message.offsets[-1] <= message_bytes
             assert all(offset % ALIGNMENT_BYTES == 0 for offset in message.offsets[:-1])

@@ -41,6 +41,7 @@ from reshard.torch.exchange.packing.pieces import (
 _Lists = list[list[int]]
 # By cell, that of each of several tensors that are alike.
 _Cells = Mapping[int, Sequence[torch.Tensor]]
+PiecesByPair = dict[tuple[int, int], MessagePieces]
 # A step of a pipeline, and a stage in it.
 Place = tuple[int, int]
 FIRST_PLACE: Place = (0, 0)
@@ -170,42 +171,16 @@ class RankMessage:
         return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
 
 
+# Contributions of an order that a rank has itself: their key among all messages, the order, copies.
+LocalCombination = tuple[tuple[int, ...], int, "tuple[LocalCopy, ...]"]
+
+
 class LocalCopy(NamedTuple):
     """What a rank has already: `source` is copied, or combined by `reduction`, into `target`."""
 
     target: torch.Tensor
     source: torch.Tensor
     reduction: str | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LocalCombination:
-    """Contributions of one order that a rank has itself, at their place in the order of all."""
-
-    key: tuple[int, ...]
-    order: int
-    copies: tuple[LocalCopy, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankMessages:
-    """All that one rank has to do: messages in their order, what is copied, what is combined."""
-
-    messages: tuple[RankMessage, ...]
-    copies: tuple[LocalCopy, ...]
-    combinations: tuple[LocalCombination, ...]
-
-
-class _Row(NamedTuple):
-    """A transfer of a tensor on one rank: with whom, and where its box is here.
-
-    Where it stays, `kept_from` is its box in the source.
-    """
-
-    order: int
-    peer: int
-    place: _Place
-    kept_from: _Place | None = None
 
 
 class _Place(NamedTuple):
@@ -246,63 +221,56 @@ class _CopyColumn(NamedTuple):
     reduction: str | None
 
 
-class RankPieces:
-    """What a rank sends, receives and has itself: pieces by order of contributions, and by peer.
+def list_pieces(
+    tensors: Sequence[RankTransfers], rank: int, *, with_sent: bool = True
+) -> tuple[PiecesByPair, PiecesByPair, dict[int, list[LocalCopy]]]:
+    """List the pieces that a rank sends and receives, and its copies.
 
-    What is to be done is found for one of each kind; only views are made for each.
+    Work is done once for tensors of a kind; only views are made for each.
 
     Args:
         tensors: in the same order on every rank.
         rank: this one.
         with_sent: whether to list what is sent.
+
+    Returns:
+        Pieces sent, and received, by order of contributions and peer; copies, by order.
     """
-
-    def __init__(
-        self, tensors: Sequence[RankTransfers], rank: int, *, with_sent: bool = True
-    ) -> None:
-        self._rank = rank
-        self._sent: defaultdict[tuple[int, int], list[_Column]] = defaultdict(list)
-        self._received: defaultdict[tuple[int, int], list[_Column]] = defaultdict(list)
-        self._local: defaultdict[int, list[_CopyColumn]] = defaultdict(list)
-        kinds = _join_kinds(tensors)
-        # The rows of one tensor lie one behind the other.
-        rows = max((len(one.received) + len(one.sent) for one in kinds), default=0)
-        for one in kinds:
-            self._add(one, np.array(one.numbers) * rows, with_sent)
-        self.sent, self.received = (
-            {pair: _merge_pieces(columns) for pair, columns in by_pair.items()}
-            for by_pair in (self._sent, self._received)
-        )
-        self.local = {order: _merge_copies(columns) for order, columns in self._local.items()}
-
-    def _add(self, tensors: RankTransfers, places: IntArray, with_sent: bool) -> None:
-        """List the pieces of tensors, the first of each at these places."""
-        change = tensors.change
-        sources = _list_cells(change.source, self._rank, tensors.sources)
-        targets = _list_cells(change.target, self._rank, tensors.targets)
-        for row in _list_received(tensors.received, sources, targets):
+    sent: defaultdict[tuple[int, int], list[_Column]] = defaultdict(list)
+    received: defaultdict[tuple[int, int], list[_Column]] = defaultdict(list)
+    local: defaultdict[int, list[_CopyColumn]] = defaultdict(list)
+    kinds = _join_kinds(tensors)
+    # The rows of one tensor are adjacent.
+    rows = max((len(one.received) + len(one.sent) for one in kinds), default=0)
+    for kind in kinds:
+        places = np.array(kind.numbers) * rows
+        change = kind.change
+        sources = _list_cells(change.source, rank, kind.sources)
+        targets = _list_cells(change.target, rank, kind.targets)
+        for order, peer, place, kept_from in _list_received(kind.received, sources, targets):
             # The first contribution is copied into the target, later ones are combined with it.
-            reduction = (change.source.reduction or "sum") if row.order else None
-            views = row.place.views(targets)
-            if row.kept_from is not None:
-                copies = _CopyColumn(places, views, row.kept_from.views(sources), reduction)
-                self._local[row.order].append(copies)
+            reduction = (change.source.reduction or "sum") if order else None
+            views = place.views(targets)
+            if kept_from is not None:
+                copies = _CopyColumn(places, views, kept_from.views(sources), reduction)
+                local[order].append(copies)
             else:
-                travels = tensors.dtype or views[0].dtype
-                form = PieceForm.of(row.place.shape, travels, reduction)
-                self._received[row.order, row.peer].append(_Column(places, views, form))
+                form = PieceForm.of(place.shape, kind.dtype or views[0].dtype, reduction)
+                received[order, peer].append(_Column(places, views, form))
             places = places + 1
-        if not with_sent:
-            return
         # What is sent to several ranks is one view.
         known: dict[_Place, tuple[Sequence[torch.Tensor], PieceForm]] = {}
-        for row in _list_sent(tensors.sent, sources):
-            if row.place not in known:
-                views = row.place.views(sources)
-                form = PieceForm.of(row.place.shape, tensors.dtype or views[0].dtype)
-                known[row.place] = views, form
-            self._sent[row.order, row.peer].append(_Column(places, *known[row.place]))
+        for order, peer, place in _list_sent(kind.sent, sources) if with_sent else ():
+            if place not in known:
+                views = place.views(sources)
+                known[place] = views, PieceForm.of(place.shape, kind.dtype or views[0].dtype)
+            sent[order, peer].append(_Column(places, *known[place]))
             places = places + 1
+    merged = (
+        {pair: _merge_pieces(columns) for pair, columns in by_pair.items()}
+        for by_pair in (sent, received)
+    )
+    return *merged, {order: _merge_copies(columns) for order, columns in local.items()}  # type: ignore[return-value]
 
 
 def _join_kinds(tensors: Iterable[RankTransfers]) -> list[RankTransfers]:
@@ -360,7 +328,10 @@ def _sort_places(columns: Sequence[_Column | _CopyColumn]) -> list[int]:
     return order
 
 
-def _list_received(rows: Transfers, sources: _Cells, targets: _Cells) -> Iterator[_Row]:
+def _list_received(
+    rows: Transfers, sources: _Cells, targets: _Cells
+) -> Iterator[tuple[int, int, _Place, _Place | None]]:
+    """List orders, senders and boxes in the target; and in the source, of what stays."""
     # As lists at once: of small tensors, to take numbers out of columns is most of the work.
     orders, stays, senders = rows.order.tolist(), rows.stays.tolist(), rows.source_slot.tolist()
     shapes = rows.shape.tolist()
@@ -368,14 +339,15 @@ def _list_received(rows: Transfers, sources: _Cells, targets: _Cells) -> Iterato
     out = rows.source_cell.tolist(), rows.source_start.tolist(), shapes
     for row in order_transfers(rows):
         kept_from = _find_place(sources, out, row) if stays[row] else None
-        yield _Row(orders[row], senders[row], _find_place(targets, into, row), kept_from)
+        yield orders[row], senders[row], _find_place(targets, into, row), kept_from
 
 
-def _list_sent(rows: Transfers, sources: _Cells) -> Iterator[_Row]:
+def _list_sent(rows: Transfers, sources: _Cells) -> Iterator[tuple[int, int, _Place]]:
+    """List orders, receivers and boxes in the source."""
     orders, receivers = rows.order.tolist(), rows.target_slot.tolist()
     out = rows.source_cell.tolist(), rows.source_start.tolist(), rows.shape.tolist()
     for row in order_transfers(rows) if len(rows) else ():
-        yield _Row(orders[row], receivers[row], _find_place(sources, out, row))
+        yield orders[row], receivers[row], _find_place(sources, out, row)
 
 
 def list_messages(
@@ -386,8 +358,10 @@ def list_messages(
     in_a_turn: int = 1,
     by_region: bool = False,
     sent: Sequence[RankMessage] | None = None,
-) -> RankMessages:
-    """What one rank has to do for tensors that every rank lists in the same order.
+) -> tuple[list[RankMessage], list[LocalCopy], list[LocalCombination]]:
+    """List the messages of one rank in order, its copies, and what it combines itself.
+
+    Every rank lists the same tensors in the same order.
 
     Args:
         tensors: with this rank's transfers and local tensors.
@@ -408,8 +382,8 @@ def list_messages(
     for place, at_place in by_place.items():
         # Views take half the time there, and are none that only this mode may write.
         with torch.inference_mode():
-            pieces = RankPieces(at_place, rank, with_sent=sent is None)
-        for is_sent, by_peer in ((True, pieces.sent), (False, pieces.received)):
+            *both, local = list_pieces(at_place, rank, with_sent=sent is None)
+        for is_sent, by_peer in zip((True, False), both, strict=True):
             for (order, peer), of_pair in by_peer.items():
                 sender, receiver = (rank, peer) if is_sent else (peer, rank)
                 for number, pieces_of in enumerate(pack_messages(of_pair, message_bytes)):
@@ -420,19 +394,19 @@ def list_messages(
                     message = RankMessage((*place, *key), order, peer, is_sent, pieces_of)
                     messages.append(message)
         # Copies wait for nothing; what is combined has its place among the messages.
-        copies += pieces.local.get(0, ())
-        for order, of_order in sorted(pieces.local.items()):
+        copies += local.get(0, ())
+        for order, of_order in sorted(local.items()):
             if not order:
                 continue
             if by_region:
                 for number, of_region in enumerate(_cut_like_messages(of_order, message_bytes)):
                     key = (*place, number, order, -1)
-                    combinations.append(LocalCombination(key, order, of_region))
+                    combinations.append((key, order, of_region))
             else:
                 parts = tuple(part for one in of_order for part in _cut_copy(one, message_bytes))
-                combinations.append(LocalCombination((*place, order, -1), order, parts))
+                combinations.append(((*place, order, -1), order, parts))
     messages.sort(key=lambda message: message.key)
-    return RankMessages(tuple(messages), tuple(copies), tuple(combinations))
+    return messages, copies, combinations
 
 
 def pack_messages(pieces: MessagePieces, message_bytes: int) -> Iterator[MessagePieces]:
