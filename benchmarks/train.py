@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
-from reshard.torch.exchange.background import BackgroundExchange
+from reshard.torch.exchange.exchange import BackgroundExchange
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

@@ -58,12 +58,12 @@ POINTS: Mapping[str, Point] = {
         "connect", "reshard.torch.links.connecting:announce", is_early=True
     ),
     "before its card": Point("connect", f"{_LINK}:meet_at", is_early=True),
-    "after its card": Point("connect", f"{_EXCHANGE}.meeting:RankMeeting.connect"),
+    "after its card": Point("connect", f"{_EXCHANGE}.meeting:Rendezvous.connect"),
     "in gloo's connect": Point(
         "connect", "reshard.torch.links.sealed_store:SealedStore.set", thread="reshard connect"
     ),
     "after gloo's connect": Point(
-        "connect", f"{_EXCHANGE}.meeting:RankMeeting.connect", is_after=True
+        "connect", f"{_EXCHANGE}.meeting:Rendezvous.connect", is_after=True
     ),
     "at another's door": Point("connect", f"{_EXCHANGE}.groups:connect_shared_memory"),
     "before its proof": Point("connect", f"{_LINK}:prove_secret"),
@@ -84,7 +84,7 @@ POINTS: Mapping[str, Point] = {
     ),
     "after an engine's connect with another": Point(
         "prepare",
-        f"{_EXCHANGE}.meeting:RankMeeting.connect",
+        f"{_EXCHANGE}.meeting:Rendezvous.connect",
         is_after=True,
         sides=("engine",),
         needs_hosts=True,

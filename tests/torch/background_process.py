@@ -13,8 +13,7 @@ from refit_models import expect, part, whole
 from reshard.errors import RunError
 from reshard.layout import Layout
 from reshard.torch import redistribute
-from reshard.torch.exchange.background import BackgroundExchange
-from reshard.torch.exchange.exchange import MessageExchange
+from reshard.torch.exchange.exchange import BackgroundExchange, MessageExchange
 
 PATIENCE_S = 60
 SHAPE = (96, 300)

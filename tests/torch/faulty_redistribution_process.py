@@ -30,10 +30,10 @@ from reshard.system import has_ended
 from reshard.topology import Link, Topology
 from reshard.torch import is_usable, redistribute
 from reshard.torch.exchange.agreement import gather
+from reshard.torch.exchange.consistency import mark_unusable
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.one_host.shared_memory import NearMessage
-from reshard.torch.exchange.usability import mark_unusable
 
 TIMEOUT_S = 3
 # Where a rank fails, nobody waits for that long.

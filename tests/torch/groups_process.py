@@ -19,7 +19,7 @@ from reshard.errors import PlanError, ReshardError, RunError, UsageError
 from reshard.torch import Refit, Transform, redistribute
 from reshard.torch.exchange.agreement import device_of
 from reshard.torch.exchange.groups import rank_group
-from reshard.torch.exchange.meeting import timeout_of
+from reshard.torch.exchange.rendezvous import timeout_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MESH = reshard.DeviceMesh.of(x=2)

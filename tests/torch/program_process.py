@@ -29,7 +29,7 @@ from reshard.testing.oracle import contents_of_spec, shards_of
 from reshard.topology import Link, Topology
 from reshard.torch import Redistribution, redistribute, redistribution
 from reshard.torch.programs import run
-from reshard.torch.programs.run import ProgramRun, least_extra_bytes, process_group
+from reshard.torch.programs.run import ProgramRun, min_extra_bytes, process_group
 from selection import choose
 
 ALWAYS = {
@@ -94,7 +94,7 @@ def check(program: Program, dtype: str, limit: int | None = None, is_strided: bo
     expected = (
         program.run(held) if program.target.partial_axes else reshard.plan(*layouts).run(held)
     )
-    least = least_extra_bytes(program, kind.itemsize, dist.get_world_size())
+    least = min_extra_bytes(program, kind.itemsize, dist.get_world_size())
     limit = least if limit is None else max(limit, least)
     own, out = held.get(rank), None
     before = None if own is None else own.clone()
@@ -354,7 +354,7 @@ def check_memory() -> None:
     shape = (64, 64)
     program = find_program(source, target, shape)
     between_bytes = 16 * 64 * 4
-    least = least_extra_bytes(program, 4, 4)
+    least = min_extra_bytes(program, 4, 4)
     assert between_bytes < least < between_bytes + 1024, (program, least)
     own = shards(source, shape, "float32")[dist.get_rank()]
     for limit in (least, least - 1):
@@ -373,7 +373,7 @@ def check_memory() -> None:
     for ends in (sliced, (reshard.spec(mesh, "y, x"), reshard.spec(mesh, "x, -"), shape)):
         program = find_program(*ends)
         assert len(program.steps) > 1
-        assert least_extra_bytes(program, 4, 4) < 1024, program
+        assert min_extra_bytes(program, 4, 4) < 1024, program
 
 
 def check_part_of_the_job() -> None:

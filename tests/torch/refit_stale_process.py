@@ -42,7 +42,7 @@ def maxima() -> None:
         among = rank_group(group)
         for turn in range(20):
             every = [make_numbers(f"{turn} {one}") for one in range(ranks)]
-            found = among.find_maxima(every[rank])
+            found = among.allreduce_max(every[rank])
             expected = [max(every[one][n] for one in order[:count]) for n in range(5)]
             expect(found == expected, f"{found} of {count} ranks, not {expected}")
 

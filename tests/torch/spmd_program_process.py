@@ -38,17 +38,17 @@ FAILING = {"here": False}
 @contextmanager
 def counted_rounds() -> Iterator[list[int]]:
     """How often ranks ask each other inside."""
-    found, plain = [0], RankGroup.find_maxima
+    found, plain = [0], RankGroup.allreduce_max
 
     def counting(self: RankGroup, numbers: Any) -> list[int]:
         found[0] += 1
         return plain(self, numbers)
 
-    RankGroup.find_maxima = counting  # type: ignore[method-assign]
+    RankGroup.allreduce_max = counting  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        RankGroup.find_maxima = plain  # type: ignore[method-assign]
+        RankGroup.allreduce_max = plain  # type: ignore[method-assign]
 
 
 def moves(x: Any, texts: tuple[str, ...]) -> Any:

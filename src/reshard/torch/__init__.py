@@ -6,8 +6,8 @@ torch is imported here, so this package is only for programs that have it.
 from reshard.notation.objects import sharding_of
 from reshard.torch.calibration.host_links import measure_links
 from reshard.torch.distributed_tensor import layout_of, rank_of
+from reshard.torch.exchange.consistency import is_usable
 from reshard.torch.exchange.packing.copies import keep_memory
-from reshard.torch.exchange.usability import is_usable
 from reshard.torch.links.connecting import connect
 from reshard.torch.links.link import WeightLink
 from reshard.torch.links.sync import SyncReport, WeightSync

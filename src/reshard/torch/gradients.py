@@ -21,7 +21,7 @@ from reshard.errors import PlanError, ShardError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.sharding import ShardingSpec
-from reshard.torch.sides import TensorSide
+from reshard.torch.endpoint import TensorEndpoint
 
 
 def apply_with_gradient(
@@ -53,7 +53,9 @@ class _Flow(torch.autograd.Function):  # type: ignore[misc]
         return None, found if ctx.has_source else None, None, None
 
 
-def backward_sides(change: LayoutChange, source: TensorSide) -> tuple[Layout, TensorSide]:
+def backward_endpoints(
+    change: LayoutChange, source: TensorEndpoint
+) -> tuple[Layout, TensorEndpoint]:
     """The layout of the result's gradient, and the side that the tensor's gradient gets.
 
     Raises:
@@ -72,9 +74,9 @@ def backward_sides(change: LayoutChange, source: TensorSide) -> tuple[Layout, Te
         ) from error
     spec = replicated_spec(source.spec)
     if source.mesh is None:
-        return after, TensorSide(before, spec=spec)
+        return after, TensorEndpoint(before, spec=spec)
     placements = [Replicate() if one.is_partial() else one for one in source.placements]
-    return after, TensorSide(before, source.mesh, tuple(placements), spec)
+    return after, TensorEndpoint(before, source.mesh, tuple(placements), spec)
 
 
 def replicated_spec(spec: ShardingSpec | None) -> ShardingSpec | None:

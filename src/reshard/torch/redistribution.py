@@ -28,30 +28,12 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.hierarchical import StagedJob
 from reshard.plans.plan import Plan
 from reshard.plans.plan import plan as create_plan
-from reshard.plans.schedule import limit_message_bytes
+from reshard.plans.schedule import PipelineSpan, limit_message_bytes
 from reshard.topology import Topology
 from reshard.torch.distributed_tensor import sharding_of_dtensor
-from reshard.torch.exchange.agreement import Intent, agree, confirm, device_of, share
-from reshard.torch.exchange.background import BackgroundExchange, next_tag
-from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange, limit_messages
-from reshard.torch.exchange.groups import RankGroup, check_member, check_real, rank_group
-from reshard.torch.exchange.packing.messages import RankTransfers, transfers_of
-from reshard.torch.exchange.stages import prepare_stages, stages_of
-from reshard.torch.exchange.usability import is_usable, mark_unusable, mark_usable
-from reshard.torch.forward_copies import forget_cached
-from reshard.torch.fully_sharded import find_groups, find_storage, free_gathered
-from reshard.torch.gradients import apply_with_gradient, backward_sides, replicated_spec
-from reshard.torch.graph_breaks import break_graph
-from reshard.torch.programs.methods import (
-    Method,
-    choose_way,
-    find_gradient_program,
-    method_digest,
-)
-from reshard.torch.programs.run import ProgramRun
-from reshard.torch.sides import (
+from reshard.torch.endpoint import (
     Description,
-    TensorSide,
+    TensorEndpoint,
     check_local,
     check_ranks,
     find_target_local,
@@ -59,6 +41,28 @@ from reshard.torch.sides import (
     lay_out_array,
     shape_of,
 )
+from reshard.torch.exchange.agreement import CallSignature, agree, confirm, device_of, share
+from reshard.torch.exchange.consistency import is_usable, mark_unusable, mark_usable
+from reshard.torch.exchange.exchange import (
+    DEFAULT_EXTRA_BYTES,
+    BackgroundExchange,
+    MessageExchange,
+    limit_messages,
+    next_tag,
+)
+from reshard.torch.exchange.groups import RankGroup, check_member, check_real, rank_group
+from reshard.torch.exchange.packing.messages import RankTransfers, stage_transfers, transfers_of
+from reshard.torch.forward_copies import forget_cached
+from reshard.torch.fully_sharded import find_groups, find_storage, free_gathered
+from reshard.torch.gradients import apply_with_gradient, backward_endpoints, replicated_spec
+from reshard.torch.graph_breaks import break_graph
+from reshard.torch.programs.methods import (
+    Method,
+    choose_method,
+    find_gradient_program,
+    stages_of,
+)
+from reshard.torch.programs.run import ProgramRun, method_digest
 
 
 class RedistributionOptions(TypedDict, total=False):
@@ -89,7 +93,7 @@ class Redistribution:
         self._prepared, self._group = prepared, group
         # Before all that may fail here only: ranks count alike, whether they wait or go on.
         tag = next_tag(group)
-        with group.told_of_errors():
+        with group.errors_on_all():
             run: MessageExchange | BackgroundExchange | ProgramRun = prepared.run(group)
         if isinstance(run, MessageExchange):
             run.tag = tag
@@ -244,7 +248,7 @@ def redistribute(
 def _with_gradient(
     tensor: torch.Tensor | None, prepared: _PreparedRedistribution, group: RankGroup
 ) -> Any:
-    after, before = backward_sides(prepared.change, prepared.source)
+    after, before = backward_endpoints(prepared.change, prepared.source)
     target: Description = before.layout
     if before.mesh is not None:
         target = (before.mesh, before.placements)
@@ -321,8 +325,8 @@ class _PreparedRedistribution:
     """What one rank will do, agreed upon by all."""
 
     change: LayoutChange
-    source: TensorSide
-    target: TensorSide
+    source: TensorEndpoint
+    target: TensorEndpoint
     own: torch.Tensor | None
     local: torch.Tensor | None
     out: torch.Tensor | None
@@ -348,12 +352,14 @@ class _PreparedRedistribution:
         # No message has padding.
         if self.local is not None and self.change.target.is_padded:
             self.local.zero_()
-        ends = (self.own, self.local)
+        rank, ends = group.rank, (self.own, self.local)
         if self.staged is not None:
-            return prepare_stages(self.staged, group, *ends, self.device, self.extra_bytes)
-        transfers = transfers_of(self.change, as_dtype(self.dtype), group.rank)
-        tensor = RankTransfers.of(self.change, transfers, group.rank, *ends)
-        return MessageExchange([tensor], group.rank, group, self.device, self.extra_bytes)
+            stages, span = stages_of(self.staged, rank), PipelineSpan(0, self.staged.parts)
+            tensors = list(stage_transfers(self.change, stages, span, rank, *ends))
+        else:
+            transfers = transfers_of(self.change, as_dtype(self.dtype), rank)
+            tensors = [RankTransfers.of(self.change, transfers, rank, *ends)]
+        return MessageExchange(tensors, rank, group, self.device, self.extra_bytes)
 
     def result(self) -> Any:
         """What the caller gets."""
@@ -402,7 +408,7 @@ def _try_to_prepare(
 
 def _state_intent(
     prepared: _PreparedRedistribution | None, problem: str | None, request: _Request, rank: int
-) -> Intent:
+) -> CallSignature:
     parts, shown = {}, {}
     if prepared is not None:
         staged = prepared.staged
@@ -422,7 +428,7 @@ def _state_intent(
             "method": request.method if isinstance(request.method, str) else "a program of its own",
         }
     is_open = prepared is None and problem is None
-    return Intent(parts, problem, is_open, request.notes(rank), shown)
+    return CallSignature(parts, problem, is_open, request.notes(rank), shown)
 
 
 def _share_source(
@@ -450,7 +456,7 @@ def _prepare(request: _Request, group: RankGroup) -> _PreparedRedistribution:
     if isinstance(tensor, DTensor):
         if request.source is not None:
             raise UsageError("a DTensor knows its layout; leave out source=")
-        before = TensorSide.of_tensor(tensor, group)
+        before = TensorEndpoint.of_tensor(tensor, group)
     elif request.source is None:
         raise UsageError(
             "a local tensor needs source=, the layout it is a part of: (torch DeviceMesh, "
@@ -460,8 +466,8 @@ def _prepare(request: _Request, group: RankGroup) -> _PreparedRedistribution:
         shape = request.shape
         if shape is None:
             shape = shape_of(request.source, request.target)
-        before = TensorSide.of(request.source, shape, "source", group)
-    after = TensorSide.of(request.target, before.layout.shape, "target", group)
+        before = TensorEndpoint.of(request.source, shape, "source", group)
+    after = TensorEndpoint.of(request.target, before.layout.shape, "target", group)
     if isinstance(tensor, torch.Tensor):
         if not is_usable(tensor):
             raise ShardError(
@@ -481,7 +487,7 @@ def _prepare(request: _Request, group: RankGroup) -> _PreparedRedistribution:
         if reduction != "mean" or before.layout.reduction == "mean":
             check_reduction(str(reduction), as_dtype(dtype))
     if request.wants_gradient:
-        backward_sides(change, before)
+        backward_endpoints(change, before)
     check_ranks(change, group)
     limit_message_bytes(request.extra_bytes)
     # This rank's memory on both sides, and what moves between it and others.
@@ -496,7 +502,7 @@ def _prepare(request: _Request, group: RankGroup) -> _PreparedRedistribution:
     if request.async_op and method == "auto" and request.topology is None:
         method = "exchange"  # A program would run in `wait`, and not in the background.
     out, most_bytes = request.out, request.extra_bytes
-    way = choose_way(method, request.topology, before, after, dtype, group, device, most_bytes)
+    way = choose_method(method, request.topology, before, after, dtype, group, device, most_bytes)
     program = way if isinstance(way, Program) else None
     staged = way if isinstance(way, StagedJob) else None
     # Planned here, where all learn of a rank that cannot.

@@ -21,7 +21,7 @@ import reshard  # noqa: E402
 from reshard import log  # noqa: E402
 from reshard.errors import LinkError  # noqa: E402
 from reshard.torch.exchange.groups import RankGroup  # noqa: E402
-from reshard.torch.exchange.meeting import card_key, meet_at  # noqa: E402
+from reshard.torch.exchange.rendezvous import meet_at, peer_key  # noqa: E402
 from reshard.torch.links.admission import (  # noqa: E402
     PROTOCOL,
     TRAINER,
@@ -75,7 +75,7 @@ def test_engines_of_one_name_are_told_so(store: SealedStore) -> None:
     engines = [announce(store, name, 0, 1, 20) for name in "ab"]
     for one in (engines[0], replace(engines[0], number=7), engines[1]):
         store.set(f"announcement/{one.number}", json.dumps(asdict(one)))
-        store.set(f"{place_of(one.number)}/{card_key(0, 1)}", "")
+        store.set(f"{place_of(one.number)}/{peer_key(0, 1)}", "")
     store.add("sides", 8)
     came = wait_for_engines(store, set(), 2, 5, trainer, Presence())
     assert {one.name for one in came} == {"a", "b"}

@@ -35,7 +35,7 @@ from reshard.errors import ReshardError, RunError
 from reshard.layout import Box, Layout
 from reshard.runs import OWNED
 from reshard.spmd.core.array_type import ArrayType
-from reshard.torch.exchange.agreement import Intent, agree
+from reshard.torch.exchange.agreement import CallSignature, agree
 from reshard.torch.storage.chunks import torch_type
 from reshard.torch.storage.writer import StorageWriter
 
@@ -62,7 +62,10 @@ def agreed_save(
     problem = None if failure is None else f"{type(failure).__name__}: {failure}"
     options = {"the target": target, "the format": format, "overwrite=": overwrite}
     try:
-        agree(Intent({name: str(one).encode() for name, one in options.items()}, problem), group)
+        agree(
+            CallSignature({name: str(one).encode() for name, one in options.items()}, problem),
+            group,
+        )
     except RunError as error:
         raise failure or RunError(f"the save to {target} was not begun: {error}") from error
 

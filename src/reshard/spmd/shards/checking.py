@@ -128,9 +128,9 @@ def check_copies(runner: Runner, shards: Mapping[int, Any], kind: ArrayType) -> 
 
 def _compare(runner: Runner, what: str, text: str) -> None:
     # Processes have torch, which arrays in one process do not need.
-    from reshard.torch.exchange.agreement import Intent, agree
+    from reshard.torch.exchange.agreement import CallSignature, agree
 
-    agree(Intent({what: text.encode()}, shown={what: text}), _group_of(runner))
+    agree(CallSignature({what: text.encode()}, shown={what: text}), _group_of(runner))
 
 
 def _group_of(runner: Runner) -> Any:

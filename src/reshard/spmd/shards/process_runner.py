@@ -29,9 +29,9 @@ from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.spmd.shards.process_gradients import given, refuse_gradient, taken, with_gradient
 from reshard.spmd.shards.runner import Begin, Runner, Travel, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
-from reshard.torch.exchange.agreement import Intent, agree, share
+from reshard.torch.exchange.agreement import CallSignature, agree, share
 from reshard.torch.exchange.groups import RankGroup, rank_group
-from reshard.torch.programs.movement import PreparedMovement
+from reshard.torch.programs.run import PreparedMovement
 from reshard.torch.programs.sequence import agreed_sequence
 from reshard.torch.redistribution import redistribute
 
@@ -156,7 +156,7 @@ class OverProcesses(Runner):
         """Whether a condition holds on any rank: all ask each other."""
         group = rank_group(self.group)
         with group.turn():
-            return bool(agree(Intent({"a condition": b""}, notes=(int(is_so),)), group)[0])
+            return bool(agree(CallSignature({"a condition": b""}, notes=(int(is_so),)), group)[0])
 
     def failure_of_any(self, failure: Exception | None) -> Exception | None:
         """The failure of the first rank that failed, on all ranks."""
@@ -164,7 +164,7 @@ class OverProcesses(Runner):
         with group.turn():
             # The greatest is that of the first rank that failed.
             own = 0 if failure is None else group.slots - group.rank
-            (first,) = agree(Intent({"a failure": b""}, notes=(own,)), group)
+            (first,) = agree(CallSignature({"a failure": b""}, notes=(own,)), group)
             if not first:
                 return None
             # Texts, not the errors themselves: those of libraries may not be picklable.

@@ -29,7 +29,7 @@ from reshard.layout import Box, Layout
 from reshard.topology import Link, Overhead, Topology
 from reshard.torch.exchange.agreement import device_of
 from reshard.torch.exchange.groups import RankGroup, rank_group
-from reshard.torch.programs.hosts import find_hosts
+from reshard.torch.programs.methods import find_hosts
 from reshard.torch.redistribution import redistribute
 
 _SMALLEST_BYTES, _LARGEST_BYTES, _LONG_ENOUGH_S = 1 << 18, 1 << 26, 0.1

@@ -1,7 +1,7 @@
 """What ranks tell each other before anything moves, and after: agreement, metadata, confirmation.
 
 *Agreement.* Every rank plans by itself, so ranks that were given different arguments would wait for
-messages that nobody sends. The maxima of a few numbers find that out (`RankGroup.find_maxima`):
+messages that nobody sends. The maxima of a few numbers find that out (`RankGroup.allreduce_max`):
 
 1. Each rank brings the digest of what it means to do, and whether it can.
 2. The greatest and the least of all digests are found at once, as `max(d)` and `max(-d)`.
@@ -48,7 +48,7 @@ _UNFINISHED = "some rank did not finish"
 
 
 @dataclass(frozen=True, slots=True)
-class Intent:
+class CallSignature:
     """What one rank means to do: the digest of each part, by a name that people know.
 
     Attributes:
@@ -88,7 +88,7 @@ def device_of(group: Group) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def agree(intent: Intent, group: Group = None) -> tuple[int, ...]:
+def agree(intent: CallSignature, group: Group = None) -> tuple[int, ...]:
     """Return where all ranks of `group` mean the same and can do it; raise on all otherwise.
 
     Returns:
@@ -113,11 +113,13 @@ def confirm(group: Group = None, error: Exception | None = None) -> None:
         PlanError: a rank that is at another point, as where its threads call in another order.
     """
     problem = None if error is None else f"{type(error).__name__}: {error}"
-    _compare(Intent({"the end of a run": b""}, problem), rank_group(group), _UNFINISHED, error)
+    _compare(
+        CallSignature({"the end of a run": b""}, problem), rank_group(group), _UNFINISHED, error
+    )
 
 
 def _compare(
-    intent: Intent, group: RankGroup, otherwise: str, cause: Exception | None = None
+    intent: CallSignature, group: RankGroup, otherwise: str, cause: Exception | None = None
 ) -> tuple[int, ...]:
     digest = intent.digest
     low, high = (int.from_bytes(half) for half in (digest[:7], digest[7:]))
@@ -130,7 +132,7 @@ def _compare(
     notes = [*intent.notes, *[0] * (_MOST_NOTES - len(intent.notes))]
     numbers = [int(intent.problem is not None), *digits, *threads, *notes]
     with group.errors(otherwise):
-        most = group.find_maxima(numbers)
+        most = group.allreduce_max(numbers)
         has_problem, *digits = most[:5]
         has_threads, greatest, least = most[5:8]
         # All are alike where the greatest is the least, and where all ranks are open.
@@ -180,7 +182,7 @@ def _raise_threads(name: str, group: RankGroup) -> NoReturn:
     )
 
 
-def _raise_difference(intent: Intent, group: RankGroup) -> NoReturn:
+def _raise_difference(intent: CallSignature, group: RankGroup) -> NoReturn:
     own = [
         (name, (part.hex(), intent.shown.get(name, "")[:_MAX_SHOWN]))
         for name, part in intent.parts.items()

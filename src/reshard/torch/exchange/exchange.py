@@ -18,8 +18,8 @@ Ranks that share memory (`one_host`) have slots for sends only, which receivers 
 3. `finish` posts the others. Where nothing can be posted, the first message in the order of all
    that is not posted yet says whose slot to wait for: what it follows comes before it, so some
    rank can always go on.
-4. What a later stage of a pipeline sends (`stages`) follows what earlier ones bring of the same
-   part, too. So it goes on as soon as that has arrived, beside the parts behind it.
+4. In a staged plan (`packing.messages`), a send may depend on an earlier receive of the same part.
+   It is posted as soon as that receive completes, while later parts are still in flight.
 5. A message that has arrived is unpacked, or combined once all that comes before it is: then all
    contributions of lower order are. At the end means are scaled. What lies in another rank's slot
    keeps that until it is unpacked: where there is any, all that arrives is unpacked in the order
@@ -28,12 +28,24 @@ Ranks that share memory (`one_host`) have slots for sends only, which receivers 
 Packing, sending and unpacking so overlap, and the staging memory stays within a limit whatever
 the size of the tensors. A prepared exchange can run again and again: it keeps its views and its
 slots.
+
+*In the background.* A thread of its own runs an exchange, in the same order and memory, while its
+rank does something else (`BackgroundExchange`)::
+
+    main thread    start()   other work ...   finish()
+    its thread         | messages, a few slots at a time |
+
+Several exchanges of a group can be under way at once. The messages of each carry a tag of its own;
+all ranks begin them in one order, so that tags are equal. On devices, and where messages are
+grouped (NCCL), an exchange stays in the thread that began it: what fits its memory is posted there,
+and the stream waits for it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -535,3 +547,62 @@ def copy_or_combine(target: torch.Tensor, source: torch.Tensor, reduction: str |
 def _is_partial(change: LayoutChange) -> bool:
     """Whether a side is made of contributions."""
     return max(change.source.contributions, change.target.contributions) > 1
+
+
+# Tags begin where those that people choose rarely are, and come again only after as many.
+_FIRST_TAG, _TAGS = 1 << 20, 1 << 20
+
+
+def next_tag(group: Group) -> int:
+    """A tag for the messages of one exchange; the n-th of a group is the same on all its ranks."""
+    return _FIRST_TAG + rank_group(group).next_number() % _TAGS
+
+
+class BackgroundExchange:
+    """An exchange that runs in a thread of its own, once.
+
+    Args:
+        exchange: prepared; its messages get the tag.
+        tag: of `next_tag`.
+    """
+
+    def __init__(self, exchange: MessageExchange, tag: int) -> None:
+        exchange.tag = tag
+        self._exchange = exchange
+        self._error: BaseException | None = None
+        # A thread that waits for a rank that never answers must not keep the process.
+        self._thread = threading.Thread(target=self._run, name="reshard exchange", daemon=True)
+        self.received_bytes = exchange.received_bytes
+        self.sent_bytes = exchange.sent_bytes
+        self.extra_bytes = exchange.extra_bytes
+        self.has_failed = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all has arrived here, or will not."""
+        return self._thread.ident is not None and not self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begin. Sources must not change, nor targets be used, until `finish` has returned.
+
+        Raises RunError where it has begun before.
+        """
+        if self._thread.ident is not None:
+            raise RunError("this exchange runs already, or did; begin another")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until all has arrived. Raises what the thread raised."""
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            self.has_failed = True
+            raise error
+
+    def _run(self) -> None:
+        try:
+            # Which mode a thread is in is its own; an engine's tensors may be inference tensors.
+            with torch.inference_mode():
+                self._exchange.run()
+        except BaseException as error:
+            self._error = error

@@ -37,14 +37,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from reshard.errors import ReshardError, RunError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
+from reshard.torch.exchange.allreduce_max import reduce_far_max, reduce_near_max
 from reshard.torch.exchange.connections import Connections
-from reshard.torch.exchange.maxima import find_far_maxima, find_near_maxima
-from reshard.torch.exchange.meeting import RankMeeting, meet
 from reshard.torch.exchange.one_host.device_memory import NO_DEVICES, DeviceMemory, seen_devices
 from reshard.torch.exchange.one_host.direct_reads import connect_direct_reads
-from reshard.torch.exchange.one_host.doors import connect_shared_memory
-from reshard.torch.exchange.one_host.shared_memory import MOST_TOLD_BYTES, SharedMemory
+from reshard.torch.exchange.one_host.fd_passing import connect_shared_memory
+from reshard.torch.exchange.one_host.shared_memory import MAX_NOTE_BYTES, SharedMemory
 from reshard.torch.exchange.packing.copies import empty_bytes
+from reshard.torch.exchange.rendezvous import Rendezvous, meet
 
 CPU = torch.device("cpu")
 # Threads that nobody gave a name; their numbers differ between ranks that mean the same.
@@ -73,7 +73,7 @@ class RankGroup:
 
     def __init__(
         self,
-        meeting: RankMeeting,
+        meeting: Rendezvous,
         given: dist.ProcessGroup | None,
         *,
         compares_threads: bool = True,
@@ -82,20 +82,20 @@ class RankGroup:
         self._meeting = meeting
         # A group that torch destroys goes, with all that is kept for it.
         self._found_by = None if given is None else weakref.ref(given)
-        cards = meeting.cards
+        peers = meeting.peers
         self.position = meeting.position
-        self.hosts = tuple(card.host for card in cards)
+        self.hosts = tuple(peer.host for peer in peers)
         self.generation = meeting.generation
-        self.is_across_jobs = len({card.job for card in cards}) > 1
+        self.is_across_jobs = len({peer.job for peer in peers}) > 1
         is_numbered = given is not None and not self.is_across_jobs
-        self.ranks = tuple(card.home_rank if is_numbered else n for n, card in enumerate(cards))
+        self.ranks = tuple(peer.home_rank if is_numbered else n for n, peer in enumerate(peers))
         self.rank = self.ranks[self.position]
         self._positions = {rank: position for position, rank in enumerate(self.ranks)}
-        own_job = cards[self.position].job
+        own_job = peers[self.position].job
         self._at_home = {
-            card.home_rank: rank
-            for card, rank in zip(cards, self.ranks, strict=True)
-            if card.job == own_job
+            peer.home_rank: rank
+            for peer, rank in zip(peers, self.ranks, strict=True)
+            if peer.job == own_job
         }
         self._transport: Any = meeting.connect()
         # Segments, and the ranks that map them; None where there is nobody to share memory with.
@@ -110,7 +110,7 @@ class RankGroup:
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._count = 0
         self._known_error: BaseException | None = None
-        if meeting.store is not None and len(cards) > 1:
+        if meeting.store is not None and len(peers) > 1:
             self._share_memory(meeting.timeout.total_seconds())
 
     def _share_memory(self, timeout_s: float) -> None:
@@ -244,7 +244,7 @@ class RankGroup:
         name = threading.current_thread().name
         return self._compares_threads and (self._has_threads or not _UNNAMED.match(name))
 
-    def find_maxima(self, numbers: Sequence[int]) -> list[int]:
+    def allreduce_max(self, numbers: Sequence[int]) -> list[int]:
         """The greatest, of all ranks, of each of a few numbers of 64 bits; as many on every rank.
 
         As `maxima` says.
@@ -252,12 +252,12 @@ class RankGroup:
         # Gloo's own reduction sends seven times as many messages among four ranks, from a thread
         # of its own; to make tensors of so few numbers takes torch as long as a message.
         most = np.array(numbers, dtype=np.int64)
-        near = self._near if most.nbytes <= MOST_TOLD_BYTES and not self.has_failed else None
+        near = self._near if most.nbytes <= MAX_NOTE_BYTES and not self.has_failed else None
         if near is not None:
-            most = find_near_maxima(near, most, self.ranks, self.position)
+            most = reduce_near_max(near, most, self.ranks, self.position)
         else:
             ends = self.position, len(self.ranks), self._find_end_s()
-            most = find_far_maxima(self._connections(), most, *ends)
+            most = reduce_far_max(self._connections(), most, *ends)
         return list(map(int, most))
 
     def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
@@ -312,7 +312,7 @@ class RankGroup:
         received = {
             rank: torch.empty(length, dtype=torch.uint8) for rank, length in expected_bytes.items()
         }
-        # As in `find_maxima`.
+        # As in `allreduce_max`.
         works: list[Any] = []
         try:
             for rank, data in given.items():
@@ -390,7 +390,7 @@ class RankGroup:
         return nullcontext() if watch is None else connections.heeding(watch.find_lost)
 
     @contextmanager
-    def told_of_errors(self) -> Iterator[None]:
+    def errors_on_all(self) -> Iterator[None]:
         """What is raised inside, such as for memory that is not there, is raised on all ranks."""
         try:
             yield

@@ -10,7 +10,7 @@ since a number may be one of ranks that have died::
 The announcement says how many ranks a side has, by which tokens others see that they are there
 (`presence`), and which protocol it speaks. An engine is admitted once all of its ranks wait at the
 place where it and the trainer meet: so the trainer waits for none. Between two sides,
-all ranks meet (`reshard.torch.exchange.meeting`), and each proves to every other, over the
+all ranks meet (`reshard.torch.exchange.rendezvous`), and each proves to every other, over the
 connection that they have, that it knows the secret: it answers a number that nobody used before by
 a code of it.
 
@@ -33,7 +33,7 @@ from reshard import __version__
 from reshard.errors import LinkError, ReshardError
 from reshard.log import LOGGER, WaitNotice
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.meeting import card_key, name_process
+from reshard.torch.exchange.rendezvous import name_process, peer_key
 from reshard.torch.links.presence import Presence
 from reshard.torch.links.sealed_store import SealedStore, code_of
 
@@ -269,7 +269,7 @@ def wait_for_engines(
 
     def waits(one: Announcement) -> bool:
         first = trainer.ranks
-        cards = [card_key(0, first + rank) for rank in range(one.ranks)]
+        cards = [peer_key(0, first + rank) for rank in range(one.ranks)]
         return store.check([f"{place_of(one.number)}/{card}" for card in cards])
 
     awaited = f"engines, {fewest} of which are expected"

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from reshard.errors import LinkError, ReshardError, UsageError
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.meeting import Watch, leave_note, meet_at
+from reshard.torch.exchange.rendezvous import Watch, leave_note, meet_at
 from reshard.torch.links.address import LinkAddress
 from reshard.torch.links.admission import (
     TRAINER,

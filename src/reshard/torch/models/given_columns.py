@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from reshard.layout import Layout
-from reshard.torch.sides import MIN_ADDRESS, WITH_MEMORY, is_freed
+from reshard.torch.endpoint import MIN_ADDRESS, WITH_MEMORY, is_freed
 
 # What a tensor's memory is like: its strides, and all else.
 _STRIDES: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride

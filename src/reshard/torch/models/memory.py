@@ -24,12 +24,12 @@ import torch
 
 from reshard.errors import RunError, ShardError
 from reshard.runs import IntArray
+from reshard.torch.endpoint import check_writable, find_addresses, list_locals
 from reshard.torch.fully_sharded import find_groups, find_storage, list_gathered
 from reshard.torch.loaders.strided_overlap import StridedRegion, find_overlaps
 from reshard.torch.models.given_columns import GivenColumns, HeldMemory
 from reshard.torch.models.naming import tied_root
 from reshard.torch.models.rosters import Roster
-from reshard.torch.sides import check_writable, find_addresses, list_locals
 
 _DTYPE = operator.attrgetter("dtype")
 _IS_DENSE: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous

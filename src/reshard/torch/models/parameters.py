@@ -20,6 +20,7 @@ from reshard.megatron.ranks import MegatronGrids
 from reshard.recipes.naming import Fusion
 from reshard.sharding import ShardingSpec
 from reshard.torch.distributed_tensor import sharding_of_dtensor, sharding_of_placements
+from reshard.torch.endpoint import FREED, WITH_MEMORY, is_freed, local_of, place_sharding
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns, Shape
 from reshard.torch.models.given_columns import GivenColumns, is_marked
@@ -36,7 +37,6 @@ from reshard.torch.models.rosters import Roster, shift_ranks
 from reshard.torch.models.samples import sample_of
 from reshard.torch.models.stacks import member_layout, position_of
 from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
-from reshard.torch.sides import FREED, WITH_MEMORY, is_freed, local_of, place_sharding
 
 _OFFLOADED = (
     " (hooks that offload parameters leave them on meta between forwards; remove the hooks, as "

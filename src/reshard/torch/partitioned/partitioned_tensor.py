@@ -34,7 +34,8 @@ from reshard.cut_rules import ceil_sizes
 from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.notation.partitioned import PartitionedShard
 from reshard.plans.schedule import limit_message_bytes
-from reshard.torch.exchange.agreement import Intent, agree
+from reshard.torch.endpoint import Description
+from reshard.torch.exchange.agreement import CallSignature, agree
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.partitioned.partitions import (
     AxisRanks,
@@ -45,7 +46,6 @@ from reshard.torch.partitioned.partitions import (
     gather_splits,
 )
 from reshard.torch.redistribution import RedistributionOptions, redistribute
-from reshard.torch.sides import Description
 
 Matrix = tuple[tuple[int, ...], ...]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -306,7 +306,7 @@ class PartitionedTensor:
             _known=known,
         )
 
-    def _intent(self, what: str, extra_bytes: int) -> Intent:
+    def _intent(self, what: str, extra_bytes: int) -> CallSignature:
         """What all ranks have to mean alike."""
         others = [size for d, size in enumerate(self.local.shape) if d != self.dim]
         known = "each rank's own" if self._known is None else "both ends"
@@ -328,7 +328,7 @@ class PartitionedTensor:
             name: hashlib.blake2b(text.encode(), digest_size=16).digest()
             for name, text in meant.items()
         }
-        return Intent(digests, problem)
+        return CallSignature(digests, problem)
 
     @property
     def _owners(self) -> PartitionOwners:

@@ -39,13 +39,13 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
 from reshard.runs import IntArray
+from reshard.torch.endpoint import local_of
 from reshard.torch.exchange.agreement import confirm, run_errors
 from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.groups import rank_group
 from reshard.torch.exchange.packing.copies import empty_result
 from reshard.torch.exchange.packing.messages import RankTransfers
 from reshard.torch.gradients import apply_with_gradient
-from reshard.torch.sides import local_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +307,7 @@ def exchange_pieces(
     )
     received, sent = splits.transfers(dim, shape, axis.members, is_aligning)
     group = rank_group(axis.group)
-    with group.told_of_errors():
+    with group.errors_on_all():
         exchange = MessageExchange(
             [RankTransfers(change, received, sent, [source], [target])],
             rank,

@@ -19,7 +19,6 @@ before anything moves.
 
 from __future__ import annotations
 
-import hashlib
 from functools import lru_cache
 
 import torch
@@ -28,27 +27,35 @@ from reshard.collectives.choice import choose
 from reshard.collectives.program import Program
 from reshard.collectives.search.find_program import find_program
 from reshard.collectives.steps import Exchange
+from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, UsageError
 from reshard.geometry.layout_change import LayoutChange
+from reshard.geometry.transfers import Transfers
 from reshard.plans.hierarchical import StagedJob
+from reshard.plans.job import Job, JobItem
 from reshard.sharding import ShardingSpec
 from reshard.topology import Link, Topology
+from reshard.torch.endpoint import TensorEndpoint
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.stages import stage_change
-from reshard.torch.programs.hosts import MESSAGE_COUNTS_BYTES, assume_links, find_hosts
-from reshard.torch.programs.run import least_extra_bytes
-from reshard.torch.sides import TensorSide
+from reshard.torch.programs.run import min_extra_bytes
 
 Method = str | Program
 METHODS = ("auto", "exchange", "program", "stages")
+# For how many bytes a message counts where no topology says so, all that is done for it included.
+# Links of 50 to 450 GB/s carry about a megabyte in its latency; between four ranks of gloo on one
+# host programs are quicker from sizes on that follow from as much.
+MESSAGE_COUNTS_BYTES = 1 << 20
+# How many times as long a byte takes between hosts: as much as between eight and nine of NVLink's
+# and InfiniBand's in machines with a card for each rank, and less than where ranks share one.
+ASSUMED_SLOWER = 8
 
 
-def choose_way(
+def choose_method(
     method: Method,
     topology: Topology | None,
-    source: TensorSide,
-    target: TensorSide,
+    source: TensorEndpoint,
+    target: TensorEndpoint,
     dtype: torch.dtype,
     group: RankGroup,
     device: torch.device,
@@ -92,8 +99,8 @@ def can_be_staged(change: LayoutChange) -> bool:
 def choose_program(
     method: Method,
     topology: Topology | None,
-    source: TensorSide,
-    target: TensorSide,
+    source: TensorEndpoint,
+    target: TensorEndpoint,
     dtype: torch.dtype,
     group: RankGroup,
     device: torch.device,
@@ -151,7 +158,7 @@ def choose_program(
     slots = max(source.layout.slots, target.layout.slots)
     topology = topology or assumed_topology(slots)
     program = _choose_quicker(source.spec, target.spec, shape, dtype, topology, library, is_known)
-    if program is None or least_extra_bytes(program, dtype.itemsize, ranks) > extra_bytes:
+    if program is None or min_extra_bytes(program, dtype.itemsize, ranks) > extra_bytes:
         return None
     return program
 
@@ -187,7 +194,7 @@ def _check_memory(
     """The program, if memory suffices; None where nothing is to do, which the exchange does."""
     if not program.steps:
         return None
-    least = least_extra_bytes(program, dtype.itemsize, ranks)
+    least = min_extra_bytes(program, dtype.itemsize, ranks)
     if least > extra_bytes:
         raise UsageError(
             f"extra_bytes={extra_bytes}: too little for {program!r}; give at least {least}, or "
@@ -241,17 +248,50 @@ def find_gradient_program(
     program = find_program(source, target, shape)
     if not program.steps or any(isinstance(step, Exchange) for step in program.steps):
         return None
-    fits = least_extra_bytes(program, dtype.itemsize, ranks) <= extra_bytes
+    fits = min_extra_bytes(program, dtype.itemsize, ranks) <= extra_bytes
     return program if fits else None
 
 
-@lru_cache(maxsize=1024)
-def method_digest(program: Program | None) -> bytes:
-    """A digest of a method: the steps of a program, with their groups and shards."""
-    if program is None:
-        return b"exchange"
-    hasher = hashlib.blake2b(b"program", digest_size=16)
-    for step in program.steps:
-        hasher.update(step.name.encode() + step.target_layout.fingerprint)
-        hasher.update(repr(step.groups).encode())
-    return hasher.digest()
+@lru_cache(maxsize=256)
+def stage_change(change: LayoutChange, dtype: DType, topology: Topology) -> StagedJob:
+    """One tensor's change of layout, in stages."""
+    job = Job([JobItem.between_ranks("tensor", dtype, change.source, change.target)])
+    return StagedJob(job, topology)
+
+
+@lru_cache(maxsize=256)
+def _find_stages(
+    change: LayoutChange, dtype: DType, topology: Topology, rank: int
+) -> tuple[Transfers, ...]:
+    (stages,) = stage_change(change, dtype, topology).for_rank(rank)
+    return tuple(stages)
+
+
+def stages_of(staged: StagedJob, rank: int) -> tuple[Transfers, ...]:
+    """What a rank receives, keeps and sends of the only tensor of a job, stage by stage."""
+    (item,) = staged.job.items
+    return _find_stages(item.change, item.dtype, staged.topology, rank)
+
+
+def find_hosts(group: RankGroup) -> Topology:
+    """Which ranks of a group share a host, by the names of their hosts; no speeds are known.
+
+    Ranks that are not in the group count as on the host of its first one.
+    """
+    return _place_ranks(group.ranks, group.hosts)
+
+
+@lru_cache(maxsize=64)
+def _place_ranks(ranks: tuple[int, ...], hosts: tuple[str, ...]) -> Topology:
+    names = [hosts[0]] * (max(ranks) + 1)
+    for rank, name in zip(ranks, hosts, strict=True):
+        names[rank] = name
+    return Topology.of_names(names)
+
+
+@lru_cache(maxsize=64)
+def assume_links(hosts: Topology) -> Topology:
+    """Links between hosts of which nothing else is known. Its seconds are none."""
+    near = Link(bandwidth_bytes_per_s=1.0, latency_s=MESSAGE_COUNTS_BYTES)
+    far = Link(1.0 / ASSUMED_SLOWER, MESSAGE_COUNTS_BYTES)
+    return Topology(hosts.rank_host, hosts.host_rack, near, far, far)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from reshard.torch.exchange.agreement import Group, Intent, agree, confirm
+from reshard.torch.exchange.agreement import CallSignature, Group, agree, confirm
 from reshard.torch.exchange.groups import RankGroup, rank_group
 
 
@@ -118,7 +118,7 @@ def agreed_sequence(group: Group, digest: bytes) -> Iterator[MovementSequence]:
     """
     among: RankGroup = rank_group(group)
     with among.sequence():
-        agree(Intent({"the program": digest}), among)
+        agree(CallSignature({"the program": digest}), among)
         sequence = MovementSequence(among)
         try:
             yield sequence

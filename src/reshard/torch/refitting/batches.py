@@ -36,8 +36,7 @@ from reshard.torch.exchange.agreement import confirm
 from reshard.torch.exchange.changes import ChangedOnly, ChangeExchange, ChangeUnit
 from reshard.torch.exchange.exchange import MessageExchange, find_partitioning
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.packing.messages import RankTransfers
-from reshard.torch.exchange.stages import stage_transfers
+from reshard.torch.exchange.packing.messages import RankTransfers, stage_transfers
 from reshard.torch.exchange.timeline import span
 from reshard.torch.models.memory import LocalTensors
 from reshard.torch.programs.phases import ShardBuffers, phases_of

@@ -33,8 +33,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.hierarchical import StagedJob
 from reshard.plans.job import Job, JobItem
 from reshard.topology import Topology
-from reshard.torch.programs.hosts import assume_links
-from reshard.torch.programs.methods import assumed_topology, can_be_staged
+from reshard.torch.programs.methods import assume_links, assumed_topology, can_be_staged
 from reshard.torch.programs.phases import between_bytes
 from reshard.torch.refitting.matching import Match
 

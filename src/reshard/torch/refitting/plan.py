@@ -36,15 +36,15 @@ from reshard.plans.schedule import (
     fill_batches,
 )
 from reshard.topology import Topology
-from reshard.torch.programs.methods import method_digest
 from reshard.torch.programs.phases import between_bytes
+from reshard.torch.programs.run import method_digest
 from reshard.torch.refitting.matching import Match
 from reshard.torch.refitting.methods import BY_EXCHANGE, TensorMethod, job_of
 from reshard.torch.refitting.report import ReportedMethods, report_methods
 from reshard.torch.refitting.tied_sources import DistantPair
 
 # The most buckets, since each has messages of its own.
-_MOST_BUCKETS = 256
+_MAX_BUCKETS = 256
 
 
 class PartItem(NamedTuple):
@@ -219,7 +219,7 @@ class RefitPlan:
         size_bytes: dict[str, int] = {}
         for one in direct:
             size_bytes[one.target_name] = size_bytes.get(one.target_name, 0) + count_bytes(one)
-        limit_bytes = max(self.buckets, -(-sum(size_bytes.values()) // _MOST_BUCKETS))
+        limit_bytes = max(self.buckets, -(-sum(size_bytes.values()) // _MAX_BUCKETS))
         number_of = fill_batches(size_bytes, limit_bytes)
         return {one.name: number_of[one.target_name] for one in direct}
 

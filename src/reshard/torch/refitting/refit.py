@@ -26,12 +26,10 @@ import torch.distributed as dist
 from reshard._contexts import pause_gc
 from reshard.errors import ReshardError, RunError, UsageError
 from reshard.topology import Topology
-from reshard.torch.exchange.agreement import Intent, agree, share
+from reshard.torch.endpoint import is_sharded_array, lay_out_array
+from reshard.torch.exchange.agreement import CallSignature, agree, share
 from reshard.torch.exchange.changes import ChangedOnly
-from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
-from reshard.torch.exchange.groups import RankGroup, check_member, check_real, rank_group
-from reshard.torch.exchange.timeline import span
-from reshard.torch.exchange.usability import (
+from reshard.torch.exchange.consistency import (
     count_runs,
     find_unusable,
     list_uncounted,
@@ -39,6 +37,9 @@ from reshard.torch.exchange.usability import (
     unmark,
     written_states,
 )
+from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
+from reshard.torch.exchange.groups import RankGroup, check_member, check_real, rank_group
+from reshard.torch.exchange.timeline import span
 from reshard.torch.forward_copies import forget_cached
 from reshard.torch.graph_breaks import break_graph
 from reshard.torch.models.given_models import Model
@@ -47,8 +48,7 @@ from reshard.torch.models.model_pairs import GivenNames, ModelPair
 from reshard.torch.models.module_memory import find_written_copies
 from reshard.torch.models.naming import Naming
 from reshard.torch.models.roster_documents import write_roster
-from reshard.torch.programs.hosts import find_hosts
-from reshard.torch.programs.methods import METHODS, topology_problem
+from reshard.torch.programs.methods import METHODS, find_hosts, topology_problem
 from reshard.torch.refitting.batches import BatchObserver, RefitBatches
 from reshard.torch.refitting.matching import CastOption
 from reshard.torch.refitting.methods import RefitMethod, RefitMethods
@@ -82,7 +82,6 @@ from reshard.torch.refitting.tied_sources import (
 )
 from reshard.torch.refitting.transforms import QUANTIZATIONS, Transform
 from reshard.torch.refitting.verification import Verification, verify_part
-from reshard.torch.sides import is_sharded_array, lay_out_array
 
 _SHOWN = 8
 
@@ -308,7 +307,7 @@ class Refit:
         parts = {k: repr(v).encode() for k, v in options.items()}
         # First agreement: on the arguments. The second is on the plan and the memory of each rank.
         shown = {name: repr(value) for name, value in options.items()}
-        notes = agree(Intent(parts, problem, notes=given.notes, shown=shown), group)
+        notes = agree(CallSignature(parts, problem, notes=given.notes, shown=shown), group)
         naming = GivenNames(source_names, target_names, stacks, ties)
         offsets, samples = (source_offset, target_offset), check_replicas is True
         before, after, names = given.list_tensors(notes, group, naming, offsets, samples)
@@ -333,7 +332,7 @@ class Refit:
         kept = report, digest, whole, names, wanted, list_slots(given, part, before, after)
         prepared = PreparedRefit(part, before, after, made_by, extra_bytes, changed_only, *kept)
         batches, problem = prepared.prepare_batches(group)
-        agree(Intent({"refit": digest}, problem), group)
+        agree(CallSignature({"refit": digest}, problem), group)
         if batches is None:
             raise RunError("nothing was moved: no messages could be prepared")
         made = cls(prepared, batches, group)
@@ -400,7 +399,9 @@ class Refit:
         notes = int(is_new), is_like_before
         with span("agree"):
             parts = {"refit": self._prepared.digest}
-            any_new, any_like_before = agree(Intent(parts, problem, notes=notes), self._group)
+            any_new, any_like_before = agree(
+                CallSignature(parts, problem, notes=notes), self._group
+            )
             if self._distant:
                 compare_distant(self._distant, self._prepared.before.locals, self._group)
         # Everything too where most has changed on each rank that sends anything.
@@ -455,14 +456,14 @@ class Refit:
 
     def _verify(self) -> Verification:
         prepared = self._prepared
-        agree(Intent({"refit": prepared.digest}, self._problem()), self._group)
+        agree(CallSignature({"refit": prepared.digest}, self._problem()), self._group)
         locals_of = (prepared.before.locals, prepared.after.locals)
         if self._distant:
             compare_distant(self._distant, locals_of[0], self._group)
         found = verify_part(prepared.part, *locals_of, self._group)
         told, more = ", ".join(found.differences[:_SHOWN]), len(found.differences) - _SHOWN
         problem = f"not the source's: {told}" + (f" and {more} more" if more > 0 else "")
-        agree(Intent({"refit": prepared.digest}, problem if told else None), self._group)
+        agree(CallSignature({"refit": prepared.digest}, problem if told else None), self._group)
         return found
 
     def _problem(self, checks_source: bool = True, computes: bool = False) -> str | None:
@@ -562,7 +563,7 @@ class Refit:
         """
         prepared = self._prepared
         with self._group.turn():
-            agree(Intent({"refit": prepared.digest, "replicas": b""}), self._group)
+            agree(CallSignature({"refit": prepared.digest, "replicas": b""}), self._group)
             locals_of = prepared.before.locals, prepared.after.locals
             compare_replicas(prepared.part.items, *locals_of, self._group)
 
@@ -576,7 +577,7 @@ class Refit:
         among = rank_group(group)
         with among.turn():
             batches, problem = self._prepared.prepare_batches(among)
-            agree(Intent({"refit": self._prepared.digest}, problem), among)
+            agree(CallSignature({"refit": self._prepared.digest}, problem), among)
         if batches is not None:
             self._batches, self._group = batches, among
             self.is_usable = True

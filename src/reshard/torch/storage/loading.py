@@ -30,10 +30,10 @@ from reshard.errors import ShardError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Layout
 from reshard.torch.distributed_tensor import layout_of, rank_of
+from reshard.torch.endpoint import check_writable
 from reshard.torch.forward_copies import find_copies, forget_cached
 from reshard.torch.fully_sharded import find_groups, find_storage, free_gathered
 from reshard.torch.models.module_memory import tensors_of
-from reshard.torch.sides import check_writable
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, StoredTensor

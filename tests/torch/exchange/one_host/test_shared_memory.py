@@ -17,7 +17,7 @@ import torch
 
 from live_processes import expect_all_end_well, run_ranks
 from reshard.torch.exchange.one_host.segments import map_segment
-from reshard.torch.exchange.one_host.shared_memory import _TOLD, MOST_TOLD_BYTES, SharedMemory
+from reshard.torch.exchange.one_host.shared_memory import _TOLD, MAX_NOTE_BYTES, SharedMemory
 
 pytestmark = pytest.mark.linux_only(reason="shared memory between ranks")
 LIMIT_S = 120.0
@@ -68,7 +68,7 @@ def test_messages_of_a_tag_come_in_order_and_those_of_others_apart() -> None:
 
 def test_what_is_told_comes_in_order_beside_messages() -> None:
     zero, one = make_pair()
-    longest = bytes(range(256)) * (MOST_TOLD_BYTES // 256)
+    longest = bytes(range(256)) * (MAX_NOTE_BYTES // 256)
     lent = filled(zero, [1, 2])
     # All that a rank tells and lends comes by one socket.
     one.ranks[0].tell(_TOLD, 0, 0, handle=b"first")

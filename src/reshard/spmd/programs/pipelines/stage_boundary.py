@@ -31,8 +31,7 @@ from reshard.spmd.arrays.sharded_array import from_shards
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.shards.runner import Runner
-from reshard.torch.exchange.background import BackgroundExchange, next_tag
-from reshard.torch.exchange.exchange import MessageExchange
+from reshard.torch.exchange.exchange import BackgroundExchange, MessageExchange, next_tag
 from reshard.torch.exchange.groups import RankGroup, bytes_of, tensor_of
 from reshard.torch.exchange.packing.copies import empty_result
 from reshard.torch.exchange.packing.messages import RankTransfers, transfers_of

@@ -1,5 +1,5 @@
-"""Memory that ranks of one host share: what one packs there, another unpacks from where it lies.
+"""Carriers between ranks of one host: shared memory, and direct reads of a peer's memory.
 
-`shared_memory` is where to start. `doors` finds out who can share memory, `segments` is what they
-share, and `device_memory` is that of CUDA devices.
+`shared_memory` is where to start. `fd_passing` connects the ranks, `segments` are the memory that
+they share, `device_memory` is memory of CUDA devices, and `direct_reads` copy from a peer's tensors.
 """

@@ -34,7 +34,7 @@ from reshard.runs import IntArray
 from reshard.system import find_closing_flag, find_peer_process
 from reshard.torch.exchange.one_host.device_memory import DeviceMemory
 from reshard.torch.exchange.one_host.direct_reads import can_be_read, pays, read_spans
-from reshard.torch.exchange.one_host.doors import limit_waits
+from reshard.torch.exchange.one_host.fd_passing import limit_waits
 from reshard.torch.exchange.one_host.segments import (
     DeviceSegment,
     HostSegment,
@@ -48,7 +48,7 @@ _KEPT_BYTES = 64 << 20
 # what is told.
 _NOTE, _HANDLE_BYTES = struct.Struct("<6q"), 1 << 12
 _LENT, _TAKEN, _SEGMENT, _GONE, _DEVICE_SEGMENT, _MARK, _TOLD, _READABLE = range(8)
-MOST_TOLD_BYTES = _HANDLE_BYTES
+MAX_NOTE_BYTES = _HANDLE_BYTES
 _CLOSED = "Connection closed by peer"
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 AnySegment: TypeAlias = HostSegment | DeviceSegment
@@ -202,7 +202,7 @@ class SharedMemory:
         senders: Iterable[int],
         patience_s: float | None = None,
     ) -> list[bytes]:
-        """Tell some ranks up to `MOST_TOLD_BYTES`, and return what some tell next.
+        """Tell some ranks up to `MAX_NOTE_BYTES`, and return what some tell next.
 
         Args:
             patience_s: how long to wait yet for one rank once another is gone; None where only

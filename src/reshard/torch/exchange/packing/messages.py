@@ -6,6 +6,13 @@ Both ends of a message list its pieces in the same way (`reshard.plans.schedule`
                   | P.. | ---- a large piece, part by part ------> | in place where it is
                                                                    dense in the target
 
+In stages between hosts, each byte travels once to a host and is handed on there, part by part,
+while the next parts arrive (`reshard.plans.hierarchical`). All steps are in one exchange; a message
+that hands on follows those that bring the same part::
+
+    step 0    part 0: source -> target
+    step 1    part 1: source -> target     part 0: target -> target, on another rank of the host
+
 A large piece is cut along its leading dimensions, so that each part is dense wherever the piece
 is.
 """
@@ -27,7 +34,13 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.plan import Plan
-from reshard.plans.schedule import group_pieces, order_message, order_transfers
+from reshard.plans.schedule import (
+    PipelineSpan,
+    group_pieces,
+    list_steps,
+    order_message,
+    order_transfers,
+)
 from reshard.runs import IntArray
 from reshard.torch.exchange.packing.pieces import (
     MessagePieces,
@@ -483,3 +496,23 @@ def _find_place(cells: _Cells, columns: tuple[list[int], _Lists, _Lists], row: i
     strides = whole.stride()
     ahead = sum(map(operator.mul, starts[row], strides))
     return _Place(numbers[row], shape, strides, ahead, shape == whole.shape)
+
+
+def stage_transfers(
+    change: LayoutChange,
+    stages: Sequence[Transfers],
+    span: PipelineSpan,
+    rank: int,
+    source: torch.Tensor | None,
+    target: torch.Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[RankTransfers]:
+    """The transfers of one tensor on one rank, each with its place in the pipeline.
+
+    The first of the stages goes from the source to the target, all others from target to target.
+    """
+    within = LayoutChange(change.target, change.target)
+    for step, stage, rows in list_steps(stages, change.target.shape, span):
+        ends = (change, source) if stage == 0 else (within, target)
+        place = step, stage
+        yield RankTransfers.of(ends[0], rows, rank, ends[1], target, dtype, place)

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from reshard.torch.exchange.usability import _MARKED, is_usable, mark_unusable, mark_usable  # noqa: E402
+from reshard.torch.exchange.consistency import _MARKED, is_usable, mark_unusable, mark_usable  # noqa: E402
 
 
 def test_a_mark_stays_until_the_tensor_is_filled() -> None:

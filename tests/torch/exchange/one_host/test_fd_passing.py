@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from reshard.torch.exchange.one_host import doors
-from reshard.torch.exchange.one_host.doors import connect_shared_memory
+from reshard.torch.exchange.one_host import fd_passing
+from reshard.torch.exchange.one_host.fd_passing import connect_shared_memory
 
 pytestmark = pytest.mark.linux_only(reason="shared memory between ranks")
 LIMIT_S = 120.0
@@ -55,19 +55,19 @@ def connect(count: int) -> dict[int, tuple[dict[int, socket.socket], bool]]:
 
 def test_all_reach_all_and_strangers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RESHARD_SHARED_MEMORY", raising=False)
-    opened = doors._open_door
+    opened = fd_passing._open_listener
     strangers: list[socket.socket] = []
 
     def open_to_strangers(count: int) -> object:
         door = opened(count + 1)
         assert door is not None
         # Somebody who found the name comes first, with any word.
-        stranger = doors._reach(door.name, b"0" * 16, 0, LIMIT_S)
+        stranger = fd_passing._reach(door.name, b"0" * 16, 0, LIMIT_S)
         assert stranger is not None
         strangers.append(stranger)
         return door
 
-    monkeypatch.setattr(doors, "_open_door", open_to_strangers)
+    monkeypatch.setattr(fd_passing, "_open_listener", open_to_strangers)
     found = connect(3)
     for position, (sockets, is_complete) in found.items():
         assert is_complete and set(sockets) == set(range(3)) - {position}
@@ -81,18 +81,18 @@ def test_nobody_shares_where_one_cannot_keep_to_what_it_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RESHARD_SHARED_MEMORY", raising=False)
-    monkeypatch.setattr(doors._Door, "admit", lambda door, expected: {})
+    monkeypatch.setattr(fd_passing._Listener, "admit", lambda door, expected: {})
     assert all(found == ({}, False) for found in connect(3).values())
 
 
 def test_strangers_that_say_nothing_hold_up_nobody() -> None:
-    door = doors._open_door(2)
+    door = fd_passing._open_listener(2)
     assert door is not None
     strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(60)]
     for stranger in strangers:
         stranger.settimeout(5)
-        stranger.connect(doors._address_of(door.name))
-    reached = doors._reach(door.name, door.word, 1, 5)
+        stranger.connect(fd_passing._address_of(door.name))
+    reached = fd_passing._reach(door.name, door.word, 1, 5)
     assert reached is not None
     begun_s = time.monotonic()
     (admitted,) = door.admit({1}).values()

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 from reshard.torch.exchange import maxima
-from reshard.torch.exchange.maxima import MOST_BY_FIRST, find_near_maxima
+from reshard.torch.exchange.allreduce_max import MAX_BY_FIRST, reduce_near_max
 from reshard.torch.exchange.one_host.shared_memory import SharedMemory
 
 pytestmark = pytest.mark.linux_only(reason="shared memory between ranks")
@@ -29,7 +29,7 @@ def connect(ranks: list[int]) -> list[SharedMemory]:
     return [SharedMemory(sockets[rank], 60.0, is_complete=True) for rank in ranks]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, MOST_BY_FIRST, MOST_BY_FIRST + 1, 13])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, MAX_BY_FIRST, MAX_BY_FIRST + 1, 13])
 def test_all_ranks_learn_the_greatest_of_each_number(count: int) -> None:
     choose = random.Random(count)
     # Their numbers are not their places.
@@ -42,7 +42,7 @@ def test_all_ranks_learn_the_greatest_of_each_number(count: int) -> None:
     def run(position: int) -> list[list[int]]:
         # Two in a row: what a quick rank tells of the second waits for a slow one.
         return [
-            find_near_maxima(near[position], of[position], ranks, position).tolist()
+            reduce_near_max(near[position], of[position], ranks, position).tolist()
             for of in numbers
         ]
 
@@ -51,7 +51,7 @@ def test_all_ranks_learn_the_greatest_of_each_number(count: int) -> None:
     assert found == [numbers.max(axis=1).tolist()] * count
 
 
-@pytest.mark.parametrize("count", [3, MOST_BY_FIRST + 1])
+@pytest.mark.parametrize("count", [3, MAX_BY_FIRST + 1])
 def test_who_comes_after_a_rank_has_gone_is_told(count: int) -> None:
     ranks = [*range(count)]
     near = connect(ranks)
@@ -59,7 +59,7 @@ def test_who_comes_after_a_rank_has_gone_is_told(count: int) -> None:
     # Also who would wait for others, which are not there yet.
     for position in (0, count - 1):
         with pytest.raises(RuntimeError, match="closed"):
-            find_near_maxima(near[position], np.zeros(2, np.int64), ranks, position)
+            reduce_near_max(near[position], np.zeros(2, np.int64), ranks, position)
 
 
 def test_who_waits_for_a_rank_that_goes_is_told() -> None:
@@ -68,7 +68,7 @@ def test_who_waits_for_a_rank_that_goes_is_told() -> None:
 
     def wait(position: int) -> None:
         with pytest.raises(RuntimeError, match="closed"):
-            find_near_maxima(near[position], np.zeros(2, np.int64), ranks, position)
+            reduce_near_max(near[position], np.zeros(2, np.int64), ranks, position)
         # Who fails closes its end, and who waits for that one is told in turn.
         near[position].close()
 
@@ -79,7 +79,7 @@ def test_who_waits_for_a_rank_that_goes_is_told() -> None:
             one.result()
 
 
-@pytest.mark.parametrize("count", [3, MOST_BY_FIRST + 1])
+@pytest.mark.parametrize("count", [3, MAX_BY_FIRST + 1])
 def test_who_waits_for_a_late_rank_learns_that_another_has_gone(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +87,7 @@ def test_who_waits_for_a_late_rank_learns_that_another_has_gone(
     ranks = [*range(count)]
     near = connect(ranks)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(find_near_maxima, near[0], np.zeros(3, np.int64), ranks, 0)
+        waiting = pool.submit(reduce_near_max, near[0], np.zeros(3, np.int64), ranks, 0)
         time.sleep(0.2)
         # Rank 0 waits for another, which never comes.
         near[2].close()
@@ -96,15 +96,15 @@ def test_who_waits_for_a_late_rank_learns_that_another_has_gone(
 
 
 def test_a_rank_that_knows_all_may_end_before_others_are_told() -> None:
-    ranks = [*range(MOST_BY_FIRST + 1)]
+    ranks = [*range(MAX_BY_FIRST + 1)]
     near = connect(ranks)
 
     def run(position: int) -> list[int]:
-        found: list[int] = find_near_maxima(
+        found: list[int] = reduce_near_max(
             near[position], np.array([position]), ranks, position
         ).tolist()
         near[position].close()
         return found
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        assert list(pool.map(run, ranks)) == [[MOST_BY_FIRST]] * len(ranks)
+        assert list(pool.map(run, ranks)) == [[MAX_BY_FIRST]] * len(ranks)

@@ -3,10 +3,10 @@
 A store is torch's, with which its process groups are made. A meeting has keys of its own there::
 
     arrivals                  how many have come, so that later meetings get other keys
-    0/card/2                  rank 2 of meeting 0: its job, its rank there, its host and process
+    0/peer/2                  rank 2 of meeting 0: its job, its rank there, its host and process
     0/note/2                  why rank 2 failed; empty where it only lost others
 
-1. Every rank leaves its card, and waits for those of all others. Meanwhile the process group is
+1. Every rank leaves its peer, and waits for those of all others. Meanwhile the process group is
    asked, which knows at once of a process that has ended.
 2. Ranks of one job have one name for it, which the first of them leaves at the job's own store.
 3. Where connections break, ranks leave notes. Who left none within a second has ended, or is stuck.
@@ -63,7 +63,7 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class PeerInfo:
     """What a rank tells of itself. `job` is one name for all ranks of its job."""
 
     job: str
@@ -73,15 +73,15 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class RankMeeting:
+class Rendezvous:
     """A meeting that has all its ranks, as the one at `position` sees it.
 
-    `cards` are in the group's order. `store` is None where the group has none: then the group
+    `peers` are in the group's order. `store` is None where the group has none: then the group
     itself connects its ranks, and nobody leaves notes. `address` is the one of this rank, by which
     others reach it; the one of its host's name when empty. `watch` ends the connecting early.
     """
 
-    cards: tuple[Card, ...]
+    peers: tuple[PeerInfo, ...]
     position: int
     generation: int
     timeout: datetime.timedelta
@@ -124,13 +124,13 @@ class RankMeeting:
         error: list[BaseException] = []
         watch = self.watch
         if watch is None:
-            return dist.ProcessGroupGloo(store, self.position, len(self.cards), options)
+            return dist.ProcessGroupGloo(store, self.position, len(self.peers), options)
 
         def begin() -> None:
             try:
                 with watch.opening():
                     found.append(
-                        dist.ProcessGroupGloo(store, self.position, len(self.cards), options)
+                        dist.ProcessGroupGloo(store, self.position, len(self.peers), options)
                     )
             except BaseException as raised:
                 error.append(raised)
@@ -148,8 +148,8 @@ class RankMeeting:
 
     def _find_note(self) -> str:
         try:
-            if _has_notes(self.store, self.generation, len(self.cards)):
-                return self.find_causes(range(len(self.cards)))
+            if _has_notes(self.store, self.generation, len(self.peers)):
+                return self.find_causes(range(len(self.peers)))
         except RuntimeError as error:
             return f"the store does not answer: {error}"
         return ""
@@ -163,11 +163,11 @@ class RankMeeting:
         """Who of `ranks`, in the group's order, failed and why; empty where nobody knows."""
         if self.store is None or (self.watch and self.watch.is_cut_off()):
             return ""
-        cards = dict(enumerate(self.cards))
-        return _find_causes(self.store, self.generation, self.position, ranks, cards, self.watch)
+        peers = dict(enumerate(self.peers))
+        return _find_causes(self.store, self.generation, self.position, ranks, peers, self.watch)
 
 
-def meet(group: dist.ProcessGroup) -> RankMeeting:
+def meet(group: dist.ProcessGroup) -> Rendezvous:
     """Meet the other ranks of a process group, all of which call this.
 
     Raises RunError where one does not come within the group's timeout, or its process has ended.
@@ -176,8 +176,8 @@ def meet(group: dist.ProcessGroup) -> RankMeeting:
     store = _find_store(group)
     if store is None:
         numbers = dist.get_process_group_ranks(group)
-        cards = tuple(Card("", number, "", 0) for number in numbers)
-        return RankMeeting(cards, position, 0, timeout, group=group)
+        peers = tuple(PeerInfo("", number, "", 0) for number in numbers)
+        return Rendezvous(peers, position, 0, timeout, group=group)
     probe = _Probe(group)
     try:
         generation = (store.add("arrivals", 1) - 1) // group.size()
@@ -198,7 +198,7 @@ def meet_at(
     home_rank: int = 0,
     address: str = "",
     watch: Watch | None = None,
-) -> RankMeeting:
+) -> Rendezvous:
     """Meet at a store: all ranks call this, with one generation. Raises as `meet` does.
 
     Args:
@@ -209,20 +209,20 @@ def meet_at(
     """
     if job is None or dist.is_initialized():
         home_rank = _find_home_rank()
-    own = Card(job or _name_job(), home_rank, socket.gethostname(), os.getpid())
-    cards: dict[int, Card] = {position: own}
-    keys = {number: card_key(generation, number) for number in range(ranks)}
+    own = PeerInfo(job or _name_job(), home_rank, socket.gethostname(), os.getpid())
+    peers: dict[int, PeerInfo] = {position: own}
+    keys = {number: peer_key(generation, number) for number in range(ranks)}
     begun_s, limit_s = time.monotonic(), timeout.total_seconds()
     try:
         store.set(keys[position], json.dumps(asdict(own)))
-        while len(cards) < ranks:
-            here = [n for n, key in keys.items() if n not in cards and store.check([key])]
-            cards |= {number: Card(**json.loads(store.get(keys[number]))) for number in here}
+        while len(peers) < ranks:
+            here = [n for n, key in keys.items() if n not in peers and store.check([key])]
+            peers |= {number: PeerInfo(**json.loads(store.get(keys[number]))) for number in here}
             waited_s = time.monotonic() - begun_s
             lost = (probe.error if probe else "") or (watch.find_lost() if watch else "")
             if not here and (lost or _has_notes(store, generation, ranks) or waited_s > limit_s):
                 leave_note(store, generation, position, "")
-                causes = _find_causes(store, generation, position, range(ranks), cards, watch)
+                causes = _find_causes(store, generation, position, range(ranks), peers, watch)
                 raise RunError(f"nothing was moved: {causes or lost}")
             # Who comes late is waited for at leisure.
             time.sleep(min(waited_s / 8, _LOOK_S))
@@ -234,13 +234,13 @@ def meet_at(
         if isinstance(error, RuntimeError | ValueError | TypeError):
             raise _describe_loss(error) from error
         raise
-    found = tuple(cards[number] for number in range(ranks))
-    return RankMeeting(found, position, generation, timeout, store, None, address, watch)
+    found = tuple(peers[number] for number in range(ranks))
+    return Rendezvous(found, position, generation, timeout, store, None, address, watch)
 
 
-def card_key(generation: int, position: int) -> str:
-    """Where a rank leaves its card, at the store of a meeting."""
-    return f"{generation}/card/{position}"
+def peer_key(generation: int, position: int) -> str:
+    """Where a rank leaves its peer, at the store of a meeting."""
+    return f"{generation}/peer/{position}"
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
@@ -322,7 +322,7 @@ def _find_causes(
     generation: int,
     position: int,
     ranks: Sequence[int],
-    cards: Mapping[int, Card],
+    peers: Mapping[int, PeerInfo],
     watch: Watch | None,
 ) -> str:
     """Wait a while for notes; who failed and why."""
@@ -342,21 +342,21 @@ def _find_causes(
                 break
             time.sleep(_LOOK_S)
         # Who is only late leaves no note either.
-        silent = [n for n in silent if n in cards and _has_ended(cards[n])] or silent
+        silent = [n for n in silent if n in peers and _has_ended(peers[n])] or silent
     except RuntimeError:
         # It ended with the process that had it.
-        silent = [n for n, card in cards.items() if _has_ended(card)]
-    told = [f"{_describe(n, ranks, cards)}: {note}" for n, note in sorted(notes.items()) if note]
+        silent = [n for n, peer in peers.items() if _has_ended(peer)]
+    told = [f"{_describe(n, ranks, peers)}: {note}" for n, note in sorted(notes.items()) if note]
     if told:
         return "; ".join(told)
-    names = ", ".join(_describe(number, ranks, cards) for number in silent[:_SHOWN])
+    names = ", ".join(_describe(number, ranks, peers) for number in silent[:_SHOWN])
     more = f" and {len(silent) - _SHOWN} more" if len(silent) > _SHOWN else ""
     return f"{names}{more} does not answer, or its process has ended" if silent else ""
 
 
-def _describe(number: int, ranks: Sequence[int], cards: Mapping[int, Card]) -> str:
-    card = cards.get(number)
-    where = "" if card is None else f" ({name_process(card.host, card.process)})"
+def _describe(number: int, ranks: Sequence[int], peers: Mapping[int, PeerInfo]) -> str:
+    peer = peers.get(number)
+    where = "" if peer is None else f" ({name_process(peer.host, peer.process)})"
     return f"rank {ranks[number]}{where}"
 
 
@@ -369,11 +369,11 @@ def name_process(host: str, process: int) -> str:
     return f"host {host}, process {process}"
 
 
-def _has_ended(card: Card) -> bool:
+def _has_ended(peer: PeerInfo) -> bool:
     """Whether a process of this host has ended; False where that cannot be seen."""
-    if card.host != socket.gethostname():
+    if peer.host != socket.gethostname():
         return False
-    return has_ended(card.process)
+    return has_ended(peer.process)
 
 
 def _describe_loss(error: Exception) -> RunError:

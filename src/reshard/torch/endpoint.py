@@ -38,7 +38,7 @@ Description = tuple[Any, Sequence[Any]] | ShardingSpec | Layout
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSide:
+class TensorEndpoint:
     """A layout over global ranks; `mesh` and `placements` where its tensors are DTensors.
 
     `spec` is the sharding that it is of; None where it was given as a layout.
@@ -52,7 +52,7 @@ class TensorSide:
     @classmethod
     def of(
         cls, described: Description, shape: Sequence[int] | None, what: str, group: RankGroup
-    ) -> TensorSide:
+    ) -> TensorEndpoint:
         """The side that is described; `what` says which it is.
 
         A torch mesh has the ranks of its own job, all else those of the group.
@@ -80,7 +80,7 @@ class TensorSide:
         )
 
     @classmethod
-    def of_tensor(cls, tensor: DTensor, group: RankGroup) -> TensorSide:
+    def of_tensor(cls, tensor: DTensor, group: RankGroup) -> TensorEndpoint:
         """The side of a DTensor."""
         spec = place_sharding(sharding_of_dtensor(tensor), group)
         layout = spec.layout(tuple(tensor.shape))
@@ -91,7 +91,7 @@ class TensorSide:
 
         >>> from reshard import DeviceMesh, spec
         >>> rows = spec(DeviceMesh.of(tp=2), "tp, -")
-        >>> TensorSide(rows.layout((4, 6)), spec=rows).describe()
+        >>> TensorEndpoint(rows.layout((4, 6)), spec=rows).describe()
         'tp, - over tp=2 of shape [4, 6]'
         """
         shape = f"of shape {list(self.layout.shape)}"
@@ -223,7 +223,7 @@ def _unwrap_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_local(
-    tensor: torch.Tensor | None, side: TensorSide, dtype: DType, rank: int, what: str
+    tensor: torch.Tensor | None, side: TensorEndpoint, dtype: DType, rank: int, what: str
 ) -> torch.Tensor | None:
     """This rank's part of a side, or None where it holds nothing.
 
@@ -321,7 +321,7 @@ def _has_overlap(tensor: torch.Tensor) -> bool:
 
 def find_target_local(
     out: torch.Tensor | None,
-    side: TensorSide,
+    side: TensorEndpoint,
     dtype: torch.dtype,
     own: torch.Tensor | None,
     device: torch.device,
@@ -332,7 +332,7 @@ def find_target_local(
     Raises ShardError for an `out` that the target cannot be written into.
     """
     shape = side.shape_on(group.rank)
-    if isinstance(out, DTensor) and TensorSide.of_tensor(out, group).layout is not side.layout:
+    if isinstance(out, DTensor) and TensorEndpoint.of_tensor(out, group).layout is not side.layout:
         raise ShardError(
             f"out is a DTensor of placements {list(out.placements)}, which is not the target"
         )

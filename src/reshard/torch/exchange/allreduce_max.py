@@ -30,7 +30,7 @@ PATIENCE_S = 4.0
 # Of messages that no exchange has, whose tags count from 0.
 _MAXIMA_TAG = 1 << 30
 # The most ranks of which the first hears and tells all others, one after another.
-MOST_BY_FIRST = 8
+MAX_BY_FIRST = 8
 
 
 def list_distances(ranks: int) -> list[int]:
@@ -42,14 +42,14 @@ def list_distances(ranks: int) -> list[int]:
     return [1 << number for number in range((ranks - 1).bit_length())]
 
 
-def find_near_maxima(
+def reduce_near_max(
     near: SharedMemory, numbers: IntArray, ranks: Sequence[int], position: int
 ) -> IntArray:
     """The greatest of each number, among ranks that all share memory.
 
     Args:
         near: of this rank, which is at `position` of `ranks`.
-        numbers: as many on every rank, of at most `MOST_TOLD_BYTES`.
+        numbers: as many on every rank, of at most `MAX_NOTE_BYTES`.
 
     Raises:
         RuntimeError: a rank is gone.
@@ -57,7 +57,7 @@ def find_near_maxima(
     # Who hears of a few only, which may be late, would not learn of others that have ended.
     near.check_ends()
     count = len(ranks)
-    if count <= MOST_BY_FIRST:
+    if count <= MAX_BY_FIRST:
         return _find_by_first(near, numbers, ranks, position)
 
     def swap(own: IntArray, receiver: int, sender: int) -> IntArray:
@@ -67,7 +67,7 @@ def find_near_maxima(
     return _disseminate(numbers, position, count, swap)
 
 
-def find_far_maxima(
+def reduce_far_max(
     connections: Any, numbers: IntArray, position: int, ranks: int, until_s: float
 ) -> IntArray:
     """The greatest of each number, among ranks that are connected.

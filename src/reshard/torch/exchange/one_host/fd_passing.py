@@ -1,9 +1,9 @@
-"""Who of a host lets whom in: processes that can share memory get a socket between each two.
+"""Unix sockets between ranks of one host, which pass descriptors of memory that they share.
 
-Every rank opens a door: a Unix socket with a random name, which ends with its process. Each tries
-the doors of the others, and shows the secret word that it got from them by the group's own
-connections. The ranks of one network namespace reach each other; no others do. Then all tell all,
-and where anything went wrong for anyone nobody shares memory.
+Every rank listens at a Unix socket with a random abstract name, which ends with its process. Each
+tries to connect to the others, and authenticates with a secret received over the group's own
+connections. All ranks of one network namespace reach each other, and no others do. Then the ranks
+exchange results; if a connection of any rank failed, none of them shares memory.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def connect_shared_memory(
         RunError: a rank that cannot, where `RESHARD_SHARED_MEMORY` says "always".
     """
     mode = os.environ.get(_VARIABLE, "")
-    door = None if mode == "never" else _open_door(count)
-    name = secrets.token_bytes(_WORD_BYTES) if door is None else door.name
-    own = bytes([door is not None]) + name + (door.word if door is not None else name)
+    listener = None if mode == "never" else _open_listener(count)
+    name = secrets.token_bytes(_WORD_BYTES) if listener is None else listener.name
+    own = bytes([listener is not None]) + name + (listener.word if listener is not None else name)
     told = [
         bytes(one.numpy()) for one in gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
     ]
     found: dict[int, socket.socket] = {}
-    if door is not None:
+    if listener is not None:
         for other in range(position + 1, count):
             is_open, name, word = told[other][0], told[other][1:17], told[other][17:]
             if is_open and (reached := _reach(name, word, position, timeout_s)):
@@ -62,11 +62,11 @@ def connect_shared_memory(
     row[list(found)] = 1
     rows = gather(row)
     is_well = True
-    if door is not None:
+    if listener is not None:
         expected = {other for other in range(position) if rows[other][position]}
-        found |= door.admit(expected)
+        found |= listener.admit(expected)
         is_well = expected <= set(found)
-        door.close()
+        listener.close()
     is_well_for_all = all(bool(one) for one in gather(torch.tensor([is_well])))
     if not is_well_for_all:
         for one in found.values():
@@ -82,8 +82,8 @@ def connect_shared_memory(
     return found, is_complete
 
 
-class _Door:
-    """Where other processes of this host come in, who know the word."""
+class _Listener:
+    """A socket that accepts processes of this host that know a secret word."""
 
     def __init__(self, listener: socket.socket, name: bytes) -> None:
         self._listener = listener
@@ -114,7 +114,7 @@ class _Door:
         self._listener.close()
 
 
-def _open_door(count: int) -> _Door | None:
+def _open_listener(count: int) -> _Listener | None:
     """None where this process cannot share memory in this way."""
     if not can_seal_memory():
         return None
@@ -131,7 +131,7 @@ def _open_door(count: int) -> _Door | None:
         if listener is not None:
             listener.close()
         return None
-    return _Door(listener, name)
+    return _Listener(listener, name)
 
 
 def _address_of(name: bytes) -> bytes:
