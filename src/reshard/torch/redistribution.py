@@ -1,6 +1,6 @@
 """Redistribution of one tensor to another layout, between the ranks of a running job.
 
-1. Both sides become layouts over global ranks, whoever describes them (`sides`).
+1. Both sides become layouts over global ranks, whoever describes them (`endpoint`).
 2. Every rank checks its own arguments; all agree that they mean the same (`exchange.agreement`).
    Ranks that hold nothing of the source may leave its description to those that do.
 3. This rank's transfers are exchanged within a limit of memory (`exchange.exchange`), in stages or

@@ -21,7 +21,7 @@ what differs, in the words of a delta of checkpoints (`reshard.checkpoint.deltas
 
 5. *Stages.* Bytes that are sent whole enter each host once (`packing.messages`), and changes go to
    each rank that wants them. So where hosts have replicas, a run in which everything travels takes
-   a second set of messages. All ranks decide alike before a run, by what samples show (`seems_changed`)::
+   a second set of messages. All ranks decide alike before a run, by samples (`seems_changed`)::
 
        first run, or most changed    source -> one rank of a host -> the others     in stages
        any other run                 source -> each rank, what changed

@@ -1,7 +1,7 @@
 """Groups of ranks that move tensors: who they are, and connections of their own between them.
 
 A torch process group says who takes part. The first time that one is used, all of its ranks meet
-at its store (`meeting`), and each learns of all others
+at its store (`rendezvous`), and each learns of all others
 
 1. *its number*. Within one job that is the global rank. A group may also be of several jobs, which
    were started apart and count from 0 each; its ranks have then the numbers that the group gives::
@@ -247,7 +247,7 @@ class RankGroup:
     def allreduce_max(self, numbers: Sequence[int]) -> list[int]:
         """The greatest, of all ranks, of each of a few numbers of 64 bits; as many on every rank.
 
-        As `maxima` says.
+        Raises as `allreduce_max` does.
         """
         # Gloo's own reduction sends seven times as many messages among four ranks, from a thread
         # of its own; to make tensors of so few numbers takes torch as long as a message.

@@ -6,7 +6,7 @@ packs and unpacks it. Ranks that can share memory need only these two::
     sender      pack -> | segment of the sender |        "message 7 lies at 4096"  ->
     receiver            | the same, mapped      | -> unpack      <-  "message 7 is taken"
 
-Notes by sockets (`doors`) say what lies where in which segment (`segments`), and what is taken; who
+Notes by sockets (`fd_passing`) say what lies where in which segment (`segments`), and what is taken; who
 waits for one sleeps. A process that ends closes its sockets, which others see at once. Notes of
 several exchanges may come by one socket. Whoever waits reads for all. A few bytes that one rank
 tells another travel in a note themselves.
