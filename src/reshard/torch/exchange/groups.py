@@ -245,9 +245,9 @@ class RankGroup:
         return self._compares_threads and (self._has_threads or not _UNNAMED.match(name))
 
     def allreduce_max(self, numbers: Sequence[int]) -> list[int]:
-        """The greatest, of all ranks, of each of a few numbers of 64 bits; as many on every rank.
+        """Return the maximum over ranks of each of a few 64-bit integers, as many on every rank.
 
-        Raises as `allreduce_max` does.
+        Raises RuntimeError if a rank is lost.
         """
         # Gloo's own reduction sends seven times as many messages among four ranks, from a thread
         # of its own; to make tensors of so few numbers takes torch as long as a message.

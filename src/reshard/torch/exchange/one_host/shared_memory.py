@@ -6,10 +6,10 @@ packs and unpacks it. Ranks that can share memory need only these two::
     sender      pack -> | segment of the sender |        "message 7 lies at 4096"  ->
     receiver            | the same, mapped      | -> unpack      <-  "message 7 is taken"
 
-Notes by sockets (`fd_passing`) say what lies where in which segment (`segments`), and what is taken; who
-waits for one sleeps. A process that ends closes its sockets, which others see at once. Notes of
-several exchanges may come by one socket. Whoever waits reads for all. A few bytes that one rank
-tells another travel in a note themselves.
+Notes over sockets (`fd_passing`) name the segment (`segments`) and offset of each message, and
+acknowledge it; a rank that waits for a note sleeps. A process that ends closes its sockets, which
+its peers see at once. Notes of several exchanges may share a socket, and any waiting thread reads
+for all of them. Messages of a few bytes travel in the note itself.
 """
 
 from __future__ import annotations
