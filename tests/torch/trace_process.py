@@ -17,7 +17,7 @@ import reshard.spmd as sp
 from reshard import spec
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.shards import process_runner
-from reshard.torch.programs import movement
+from reshard.torch.programs import run
 from reshard.torch.programs.run import ProgramRun
 from selection import choose
 from spmd.traced_functions import FUNCTIONS, MESH, Traced
@@ -107,7 +107,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     process_runner.redistribute = counted
-    movement.ProgramRun = CountedRun
+    run.ProgramRun = CountedRun
     for number, case in list(enumerate(FUNCTIONS))[:: choose(3, 1)]:
         # Starting and agreeing take most of the time: strategies take turns.
         for strategy in ("eager", "basic")[number % 2 :][:1]:

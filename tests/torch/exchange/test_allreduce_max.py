@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from reshard.torch.exchange import maxima
+from reshard.torch.exchange import allreduce_max
 from reshard.torch.exchange.allreduce_max import MAX_BY_FIRST, reduce_near_max
 from reshard.torch.exchange.one_host.shared_memory import SharedMemory
 
@@ -83,7 +83,7 @@ def test_who_waits_for_a_rank_that_goes_is_told() -> None:
 def test_who_waits_for_a_late_rank_learns_that_another_has_gone(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(maxima, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(allreduce_max, "PATIENCE_S", 0.1)
     ranks = [*range(count)]
     near = connect(ranks)
     with ThreadPoolExecutor(1) as pool:
