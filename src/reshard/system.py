@@ -1,4 +1,4 @@
-"""Calls of the operating system that not every system has, each with a fallback.
+"""Calls of the operating system that some systems lack, each with a fallback.
 
 Linux has all of them; macOS has some, under other names. No other module of this package depends on
 the capabilities of the system.
@@ -328,7 +328,7 @@ def read_process_memory(process: int, spans: int, count: int, into: int, into_co
         The number of bytes copied; fewer than asked for if some memory cannot be read.
 
     Raises:
-        OSError: the kernel does not permit it (EPERM), has no such call (ENOSYS), or cannot read
+        OSError: the kernel does not permit it (EPERM), lacks the call (ENOSYS), or cannot read
             the first span.
     """
     import ctypes
