@@ -31,19 +31,29 @@ class Columns(Record, eq=False):
 
 class Labelled(Record):
     size: int = dataclasses.field(default=1, metadata={"unit": "bytes"})
-    labels: dict[str, str] = dataclasses.field(default_factory=dict)
+    labels: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     note: list[str] | None = dataclasses.field(default=None, compare=False)
+    values: list[int] = dataclasses.field(default_factory=list, hash=False)
 
 
 def test_field_specifiers_give_defaults_metadata_and_comparison() -> None:
     first, second = Labelled(), Labelled(note=["not hashable"])
-    assert first == second
+    assert first == second != Labelled(values=[1])
+    assert hash(first) == hash(second) == hash(Labelled(values=[1]))
     assert first.labels == {}
     assert first.labels is not second.labels
     fields = {field.name: field for field in dataclasses.fields(Labelled)}
     assert fields["size"].metadata == {"unit": "bytes"}
     assert fields["size"].default == 1
-    assert not hasattr(Labelled, "labels")
+
+
+def test_dataclasses_derive_from_records() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Derived(Labelled):
+        names: list[str] = dataclasses.field(default_factory=list)
+
+    assert (Derived().labels, Derived(2, names=["a"]).size) == ({}, 2)
+    assert Derived(names=["a"]) == dataclasses.replace(Derived(), names=["a"])
 
 
 def test_the_functions_of_dataclasses_accept_records() -> None:

@@ -13,9 +13,11 @@ checkers treat its subclasses as frozen dataclasses (PEP 681).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn, TypeVar, dataclass_transform
 
 R = TypeVar("R", bound="Record")
@@ -30,11 +32,14 @@ class _LazyFields:
 
 @cache
 def _make_fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
-    template: Any = dataclasses.make_dataclass(cls.__name__, cls.field_names)
-    fields: dict[str, dataclasses.Field[Any]] = dict(template.__dataclass_fields__)
+    # `dataclasses` has no public way to make a field of a given name.
+    template: Any = dataclasses.make_dataclass("_Template", ["field"])
+    (field,) = dataclasses.fields(template)
+    fields = {name: copy.copy(field) for name in cls.field_names}
     for name, field in fields.items():
+        field.name, field.type = name, cls._types[name]
         field.default = cls._defaults.get(name, dataclasses.MISSING)
-        field.type = cls._types[name]
+        field.compare = name in cls._compared_names
         if name in cls._declared:
             field.default_factory = cls._declared[name].default_factory
             field.metadata = cls._declared[name].metadata
@@ -47,18 +52,21 @@ class Record:
 
     Fields are the annotated names of a class, except for ClassVars, after those of its bases. As
     in a dataclass, fields may have defaults, also of `dataclasses.field` (its `default`,
-    `default_factory`, `metadata` and `compare`), and `__post_init__` may validate. Subclasses
-    compare and hash by their fields, or by identity with the class argument `eq=False`. `replace`,
-    `fields`, `asdict` and `astuple` of `dataclasses` accept them.
+    `default_factory`, `metadata`, `compare` and `hash`), and `__post_init__` may validate.
+    Subclasses compare and hash by their fields, or by identity with the class argument `eq=False`.
+    `replace`, `fields`, `asdict` and `astuple` of `dataclasses` accept them.
     """
 
     field_names: ClassVar[tuple[str, ...]] = ()
     _compared_names: ClassVar[tuple[str, ...]] = ()
+    _hashed_names: ClassVar[tuple[str, ...]] = ()
     _defaults: ClassVar[Mapping[str, Any]] = {}
     _factories: ClassVar[Mapping[str, Callable[[], Any]]] = {}
     _types: ClassVar[Mapping[str, Any]] = {}
     _declared: ClassVar[Mapping[str, dataclasses.Field[Any]]] = {}
     __dataclass_fields__: ClassVar[Any] = _LazyFields()
+    # Read by `dataclass` of a base class: plug-ins derive dataclasses from records.
+    __dataclass_params__: ClassVar[Any] = SimpleNamespace(frozen=True)
 
     def __init_subclass__(cls, *, eq: bool = True) -> None:
         annotations = cls.__annotations__
@@ -70,8 +78,6 @@ class Record:
             if field.default is not dataclasses.MISSING:
                 own[name] = field.default
                 setattr(cls, name, field.default)
-            else:
-                delattr(cls, name)
         factories = {
             name: field.default_factory
             for name, field in declared.items()
@@ -79,7 +85,9 @@ class Record:
         }
         compared = [name for name in names if name not in declared or declared[name].compare]
         cls.field_names = (*cls.field_names, *names)
+        hashed = [n for n in compared if n not in declared or declared[n].hash is not False]
         cls._compared_names = (*cls._compared_names, *compared)
+        cls._hashed_names = (*cls._hashed_names, *hashed)
         cls._defaults = {**cls._defaults, **own}
         cls._factories = {**cls._factories, **factories}
         cls._types = {**cls._types, **{name: annotations[name] for name in names}}
@@ -124,20 +132,21 @@ class Record:
 
     def astuple(self) -> tuple[Any, ...]:
         """Return the values of the fields, in their order."""
-        values = self.__dict__
-        return tuple([values[name] for name in self.field_names])
+        return self._values(self.field_names)
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        return self._compared() == other._compared()
+        # As tuples, which compare identical values without calling their `__eq__`.
+        names = self._compared_names
+        return self._values(names) == other._values(names)
 
     def __hash__(self) -> int:
-        return hash(self._compared())
+        return hash(self._values(self._hashed_names))
 
-    def _compared(self) -> tuple[Any, ...]:
+    def _values(self, names: Sequence[str]) -> tuple[Any, ...]:
         values = self.__dict__
-        return tuple([values[name] for name in self._compared_names])
+        return tuple([values[name] for name in names])
 
     def __repr__(self) -> str:
         pairs = zip(self.field_names, self.astuple(), strict=True)

@@ -9,15 +9,15 @@ Nothing here touches a file. `reshard.checkpoint.open` builds these values.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.binding import Binding, FileRange, FileRanges, View
 from reshard.checkpoint.storage.local_files import FileIdentity, SourceFile
 from reshard.checkpoint.storage.remote_paths import join_path
@@ -31,16 +31,14 @@ CHECK_COPIES = ("sample", "all", "none")
 """How parts that several ranks hold are compared: by checksums and samples, whole, or not."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorDigest:
+class TensorDigest(Record):
     """A tensor's digest, and those of its blocks in order (16 bytes each)."""
 
     tensor: bytes
     blocks: tuple[bytes, ...]
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(Record):
     """One named tensor: what it is, and which bytes of which files it lies in.
 
     `spec` is the native text of its sharding, where it has one.
@@ -157,8 +155,7 @@ def _make_whole(shape: tuple[int, ...], slot: int) -> Layout:
     return Layout.whole(shape, [slot], slot + 1)
 
 
-@dataclass(frozen=True)
-class StoredFile:
+class StoredFile(Record):
     """One tensor file of a checkpoint. `rank` is the rank whose shards it has."""
 
     name: str
@@ -166,8 +163,7 @@ class StoredFile:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class StoredItem:
+class StoredItem(Record):
     """Bytes under a name that are no tensor: a step, a learning rate, pickled by who saved it.
 
     They are `size_bytes` of a file at `place`, of the rank `rank`, and are never looked into.
@@ -183,8 +179,7 @@ class StoredItem:
     digest: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StoredChecksum:
+class StoredChecksum(Record):
     """A CRC-32 that a file contains for `size_bytes` of its own: the box `part` of a tensor.
 
     `is_read_once`: whether all of its bytes are elements, each of which is read once; but for
@@ -205,9 +200,7 @@ def read_again(
 ) -> tuple[StoredChecksum, ...]:
     """Return checksums where the tensors `names` are read in part, or more than once."""
     return tuple(
-        dataclasses.replace(
-            checksum, is_read_once=checksum.is_read_once and checksum.tensor not in names
-        )
+        checksum.replace(is_read_once=checksum.is_read_once and checksum.tensor not in names)
         for checksum in checksums
     )
 
@@ -234,8 +227,7 @@ class HeldFile(Protocol):
         """Return the bytes, for reading."""
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Record):
     """A checkpoint on disk, described: `checkpoint["lm_head.weight"].shape`.
 
     Attributes:

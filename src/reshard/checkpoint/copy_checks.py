@@ -25,7 +25,6 @@ shows where a router has more rows than there are experts (`CopyReport.lost`).
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import math
@@ -202,7 +201,7 @@ def expect_equal_copies(
     if not notes:
         passed.update(names)
         return checkpoint
-    return dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *notes))
+    return checkpoint.replace(notes=(*checkpoint.notes, *notes))
 
 
 def compare_copies(

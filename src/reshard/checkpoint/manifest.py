@@ -22,13 +22,14 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid
 from reshard.checkpoint.blocks.tensor_columns import DigestColumns, TensorColumns
 from reshard.checkpoint.contents import StoredFile, StoredTensor, TensorDigest
@@ -59,8 +60,7 @@ _TENSOR = re.compile(
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
-@dataclass(frozen=True)
-class ManifestTensor:
+class ManifestTensor(Record):
     """One tensor of a manifest."""
 
     dtype: DType
@@ -69,8 +69,7 @@ class ManifestTensor:
     digest: TensorDigest | None
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestKind:
+class ManifestKind(Record):
     """The properties that equal tensors of a manifest share."""
 
     dtype: DType
@@ -136,8 +135,7 @@ class ManifestTensors(Mapping[str, ManifestTensor]):
         return np.fromiter(map(self._rows.__getitem__, names), np.int64)
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(Record):
     """The manifest of a checkpoint; `conversion_id` names the run that wrote it.
 
     `items` has the digests of a value that is not a tensor, in formats that have such.
@@ -160,7 +158,7 @@ class Manifest:
             tensors.kind,
             tensors.digests,
         )
-        return replace(self, tensors=renamed)
+        return self.replace(tensors=renamed)
 
     def to_json(self) -> str:
         """Return the text of the manifest file."""

@@ -15,10 +15,10 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
+from reshard._records import Record
 from reshard._validation import MAX_RANKS, check_used
 from reshard.binding import REPLICAS
 from reshard.checkpoint.formats.registry import written_format, written_names
@@ -110,8 +110,7 @@ def _list_training_styles() -> Iterable[str]:
     return STYLES
 
 
-@dataclass(frozen=True)
-class RunOptions:
+class RunOptions(Record):
     """How a planned conversion is run; the keywords of `run_conversion`.
 
     Attributes:
@@ -190,8 +189,7 @@ def check_mapping(name: str, value: object) -> None:
         raise UsageError(f"{name} of {type(value).__name__}; give a dict by tensor name")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
+class LoadOptions(Record):
     """How arrays are loaded; the keywords of `load` other than those of a `ConversionRequest`.
 
     Attributes:
@@ -253,8 +251,7 @@ def split_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     return request, {name: request.pop(name) for name in run if name in arguments}
 
 
-@dataclass(frozen=True)
-class ConversionRequest:
+class ConversionRequest(Record):
     """What a conversion writes: layouts, format, names and elements.
 
     Attributes:

@@ -25,9 +25,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any, Protocol, TypeVar
 
+from reshard._records import Record
 from reshard.errors import MissingExtraError, RunError, UsageError
 from reshard.log import WaitNotice
 from reshard.system import find_process_start, name_process_space
@@ -242,8 +243,7 @@ class GlooProcesses:
             ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessMark:
+class ProcessMark(Record):
     """A process as others of its host can look for it: where it runs, its number, its start.
 
     >>> ProcessMark.of_this_process().is_gone

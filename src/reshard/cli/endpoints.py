@@ -7,7 +7,6 @@ any other option is an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -195,7 +194,7 @@ def _plan_for_vllm(
         return planned
     order = describe_order(derived.mesh, DeviceMesh.parse(to), can_change=False)
     notes = (*planned.source.notes, *order)
-    return replace(planned, source=replace(planned.source, notes=notes))
+    return planned.replace(source=planned.source.replace(notes=notes))
 
 
 # By name: the options that a target takes, why it takes no others, the function that plans it, and

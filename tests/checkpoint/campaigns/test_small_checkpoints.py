@@ -14,7 +14,8 @@ from checkpoint.campaigns.small_checkpoints import (
     Source,
 )
 from reshard.checkpoint import check_digests, open_checkpoint, run_conversion, shipped_formats
-from reshard.checkpoint.formats.registry import written_names
+from reshard.checkpoint.formats.format import Listing
+from reshard.checkpoint.formats.registry import all_formats, detect_format, written_names
 
 
 def test_no_format_is_missing() -> None:
@@ -36,6 +37,9 @@ def test_a_source_is_what_it_says(source: Source, tmp_path: Path) -> None:
     opened = source.open(path)
     assert opened.format == source.format
     assert opened.tensors
+    # The table of formats leaves out no format that detects the path.
+    listing = Listing(path)
+    assert detect_format(listing) == next(one for one in all_formats() if one.detect(listing))
     # As macOS leaves them on disks that keep no attributes, and in every folder that was looked at.
     for folder in [path, *path.rglob("*")] if path.is_dir() else []:
         if folder.is_dir():

@@ -25,11 +25,9 @@ Blocks that are ranges of files in their own order are read and written without 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -37,6 +35,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.binding import View
 from reshard.checkpoint.blocks.grid import BlockGrid, block_digest
 from reshard.checkpoint.blocks.spans import (
@@ -112,8 +111,7 @@ class WorkspacePair(Closing):
         self.second.close()
 
 
-@dataclass(frozen=True, slots=True)
-class WorkspaceSize:
+class WorkspaceSize(Record):
     """The size of a thread's `Workspace`, and of the memory for arithmetic in addition.
 
     A batch of small tensors has at most `batch_bytes`.
@@ -136,8 +134,7 @@ class WorkspaceSize:
         inputs = self.input_bytes
         if has_inputs:
             inputs = (max(batch_bytes, *inputs[:1]), *inputs[1:])
-        return dataclasses.replace(
-            self,
+        return self.replace(
             block_bytes=max(self.block_bytes, batch_bytes),
             span_bytes=max(self.span_bytes, batch_bytes),
             input_bytes=inputs,
@@ -319,7 +316,7 @@ class BlockReader(_BlockAccess):
             (d for d, size in enumerate(box.shape) if size < shape[d]), default=self.grid.dimension
         )
         cut = max(cut, self.grid.dimension)
-        grid = dataclasses.replace(self.grid, dimension=cut, chunk=1, count=0)
+        grid = self.grid.replace(dimension=cut, chunk=1, count=0)
         lead = box.shape[:cut]
         if math.prod(lead) == 1:
             memory = self._read_spans(box, grid, into, over)
@@ -393,8 +390,7 @@ class Section(NamedTuple):
     block: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockMemory:
+class BlockMemory(Record, eq=False):
     """The blocks of a section in memory: `at` has the begin of each, of `size_bytes` bytes."""
 
     memory: memoryview

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from reshard._records import Record
 from reshard.checkpoint.contents import TensorDigest
 from reshard.errors import MissingExtraError
 from reshard.layout import Box
@@ -28,8 +28,7 @@ BLOCK_BYTES = 4 * 1024 * 1024
 DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class BlockGrid:
+class BlockGrid(Record):
     """The blocks of a tensor: chunks of `chunk` indices of `dimension`, `count` blocks in all.
 
     `block_bytes` is the largest size of a block; a single element may be larger.

@@ -35,13 +35,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.binding import View
 from reshard.checkpoint.blocks.grid import BlockGrid
 from reshard.checkpoint.storage.local_files import PAGE_BYTES
@@ -54,8 +54,7 @@ from reshard.runs import PAD, IntArray, ragged_arange
 _MAX_SLICES = 64
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(Record):
     """A contiguous range of a shard's file that belongs to one block.
 
     `shape` is the shape of the range as an array, dense unless it has `strides` (in elements). For
@@ -133,8 +132,7 @@ def _positions(begin: IntArray, length: IntArray) -> IntArray:
     return np.repeat(begin, length) + ragged_arange(length)
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(Record):
     """A shard of `local_shape`, and the pieces of it that are used.
 
     It is cell `number` of `slot`; if the cells of a slot are stored contiguously, it begins
@@ -237,8 +235,7 @@ def _columns(group: list[tuple[int, int, int]]) -> tuple[IntArray, IntArray, Int
     return begin, length, local
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(Record):
     """All tiles of a layout; `low` and `high`, of shape `(tiles, dims)`, are their bounds."""
 
     tiles: tuple[Tile, ...]

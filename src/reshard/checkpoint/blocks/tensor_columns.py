@@ -16,13 +16,14 @@ tensors at once uses the columns.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.binding import Binding, FileRanges, View
 from reshard.checkpoint.contents import StoredTensor, TensorDigest
 from reshard.dtypes import DType
@@ -33,8 +34,7 @@ from reshard.runs import IntArray
 _DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True)
-class TensorKind:
+class TensorKind(Record):
     """The common properties of equal tensors: all but names, digests and offsets in files.
 
     `places` are the stored shards, each `(slot, cell)`; the cell is None if the cells of the slot
@@ -79,8 +79,7 @@ class TensorKind:
         return view[cell] if isinstance(view, tuple) else view
 
 
-@dataclass(frozen=True, eq=False)
-class DigestColumns:
+class DigestColumns(Record, eq=False):
     """The digests of tensors and of their blocks, 16 bytes each.
 
     `tensors` has one for each tensor. `blocks` has those of all blocks; the tensor in row `i` has

@@ -24,7 +24,6 @@ Sources: LoRA (arXiv 2106.09685); DoRA (arXiv 2402.09353); PEFT's `merge_and_unl
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import re
@@ -522,7 +521,7 @@ def merge_adapters(
     for name, tensor in merge.replaced.items():
         base = checkpoint.tensors.get(name)
         if base is None or base.dtype is tensor.dtype:
-            tensors[name] = dataclasses.replace(tensor, name=name, digest=None)
+            tensors[name] = tensor.replace(name=name, digest=None)
         else:
             computed[name] = CastTensor(tensor, base.dtype)
     for name, changes in merge.weights.items():
@@ -531,7 +530,7 @@ def merge_adapters(
         weight = merge.bases.pop(name, checkpoint.tensors[name])
         computed[name] = MergedWeight(weight, tuple(changes))
     for name, tensor in merge.bases.items():
-        tensors[name] = dataclasses.replace(tensor, name=name, digest=None)
+        tensors[name] = tensor.replace(name=name, digest=None)
     for name, sums in merge.biases.items():
         computed[name] = MergedBias(checkpoint.tensors[name], tuple(sums))
     for name, merged in computed.items():
@@ -550,7 +549,7 @@ def _finish(
         for file in adapter.files:
             name = os.fspath(adapter.path(file.name).resolve())
             if name not in identities:
-                files.append(dataclasses.replace(file, name=name, rank=0))
+                files.append(file.replace(name=name, rank=0))
                 identities[name] = adapter.identities[file.name]
     read = {source.name for tensor in computed.values() for source in tensor.sources}
     notes = [
@@ -565,8 +564,7 @@ def _finish(
     if merge.added:
         notes.append(f"not in the base, added from an adapter: {', '.join(merge.added[:5])}")
     checksums = read_again(base.checksums, read)
-    return dataclasses.replace(
-        base,
+    return base.replace(
         tensors=tensors,
         files=tuple(files),
         identities=identities,
@@ -591,9 +589,7 @@ def _in_any_folder(checkpoint: Checkpoint, tensor: StoredTensor) -> StoredTensor
         slot: tuple(map(whole, place)) if isinstance(place, tuple) else whole(place)
         for slot, place in binding.addresses.items()
     }
-    return dataclasses.replace(
-        tensor, binding=Binding(binding.layout, addresses, binding.views), spec=None
-    )
+    return tensor.replace(binding=Binding(binding.layout, addresses, binding.views), spec=None)
 
 
 def _find_orientation(

@@ -15,7 +15,6 @@ all produced in one way::
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -193,13 +192,13 @@ class CastColumns(Mapping[str, ComputedTensor]):
     def tensors(self) -> TensorColumns:
         """Return all of `stored` in their new types; cast tensors have no digests."""
         kinds, kind = list(self.stored.kinds), self.stored.kind.copy()
-        for number in np.unique(kind[self.is_cast]).tolist():
+        for number in np.flatnonzero(np.bincount(kind[self.is_cast])).tolist():
             kind[self.is_cast & (self.stored.kind == number)] = len(kinds)
-            kinds.append(dataclasses.replace(kinds[number], dtype=self.dtype))
+            kinds.append(kinds[number].replace(dtype=self.dtype))
         digests = self.stored.digests
         if digests is not None:
             known = ~self.is_cast if digests.known is None else digests.known & ~self.is_cast
-            digests = dataclasses.replace(digests, known=known)
+            digests = digests.replace(known=known)
         return TensorColumns(self.stored.names, kinds, kind, self.stored.starts, digests)
 
 

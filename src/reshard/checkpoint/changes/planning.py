@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import re
@@ -175,7 +174,7 @@ def note_unscaled(
     if not lacking:
         return checkpoint
     note = f"{describe_missing_scales(lacking, checkpoint.folder)}; they are copied as they are"
-    return dataclasses.replace(checkpoint, notes=(*checkpoint.notes, note))
+    return checkpoint.replace(notes=(*checkpoint.notes, note))
 
 
 class _Change:
@@ -400,8 +399,7 @@ class _Change:
         if config is not None and "quantization_config" not in config and self.weights:
             carried = tuple(name for name in carried if name != _MODELOPT_CONFIG)
         # Boxes of the sources of computed tensors may be read repeatedly, or in part.
-        changed = dataclasses.replace(
-            old,
+        changed = old.replace(
             tensors=tensors,
             checksums=read_again(old.checksums, read),
             carried=carried,
@@ -465,10 +463,10 @@ def add_copies(
             )
         tensor = old.tensors[source]
         copied.add(source)
-        tensors[name] = dataclasses.replace(tensor, name=name, dtype=element, digest=None)
+        tensors[name] = tensor.replace(name=name, dtype=element, digest=None)
         if element is not tensor.dtype:
             computed[name] = CastTensor(tensor, element)
     # Copied tensors are read more than once.
     checksums = read_again(old.checksums, copied)
-    checkpoint = dataclasses.replace(old, tensors=tensors, checksums=checksums)
-    return dataclasses.replace(changed, checkpoint=checkpoint, computed=computed)
+    checkpoint = old.replace(tensors=tensors, checksums=checksums)
+    return changed.replace(checkpoint=checkpoint, computed=computed)

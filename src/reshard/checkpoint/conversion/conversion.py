@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.blocks.block_io import OpenFiles, Workspace, WorkspaceSize
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
@@ -53,8 +54,7 @@ if TYPE_CHECKING:
 _MAX_FILES = 8
 
 
-@dataclass(frozen=True)
-class Conversion:
+class Conversion(Record):
     """A conversion that is planned and not yet run.
 
     Attributes:
@@ -383,8 +383,7 @@ class Conversion:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class ConversionReport:
+class ConversionReport(Record):
     """The outcome of a run. `resumed_bytes` were done before it; `was_complete`: all of them.
 
     `size_bytes` counts each tensor once; `copy_bytes` counts the copies in files of other ranks.

@@ -20,7 +20,6 @@ source tensor is a set of boxes in the ranks' files::
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -126,8 +125,7 @@ def as_model(checkpoint: Checkpoint, layout: EngineLayout) -> Checkpoint:
             f"{count_text(len(others), 'tensor')} of the ranks are none that their loader fills, "
             f"and are left out (first: {others[0]})"
         )
-    return dataclasses.replace(
-        checkpoint,
+    return checkpoint.replace(
         tensors=tensors,
         carried=tuple(name for name in checkpoint.carried if name != LAYOUT_NAME),
         checksums=(),

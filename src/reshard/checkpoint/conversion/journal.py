@@ -24,12 +24,12 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES
 from reshard.checkpoint.storage.filesystem import (
     Closing,
@@ -112,8 +112,7 @@ class FinishedBlocks(Mapping[tuple[int, int], bytes]):
         return f"FinishedBlocks({len(self)} blocks)"
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Record):
     """The commit record: which folder is finished, and whether it may replace a target.
 
     `inode` is the folder's inode number; `replaces` says whether it may take the place of a
@@ -124,8 +123,7 @@ class Commit:
     replaces: bool
 
 
-@dataclass(frozen=True, slots=True)
-class JournalRecord:
+class JournalRecord(Record):
     """The contents of a journal on disk, up to its first invalid frame.
 
     `folder_inode` is the inode number of the folder that the journal was begun in, None if it was

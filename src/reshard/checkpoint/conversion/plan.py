@@ -22,17 +22,17 @@ Each step is a function of the result of the step before:
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import hashlib
 import os
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
+from reshard._records import Record
 from reshard._validation import check_used
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, shapes_of, types_of
 from reshard.checkpoint.changes.planning import (
@@ -140,9 +140,9 @@ def plan_conversion(
         named = named.replaced_by(changed.checkpoint)
     if translated.computed:
         computed = {**translated.computed, **changed.computed}
-        changed = dataclasses.replace(changed, computed=computed)
+        changed = changed.replace(computed=computed)
     changed = add_copies(changed, request.target_format.copies(changed.checkpoint))
-    named = dataclasses.replace(named, checkpoint=changed.checkpoint)
+    named = named.replace(checkpoint=changed.checkpoint)
     placement = place_tensors(request, named)
     release_freed_memory(len(placement.tensors))
     checkpoint = named.checkpoint
@@ -167,7 +167,7 @@ def plan_conversion(
     about_model = _note_model_folder(request, checkpoint)
     noted = (*request.order_notes, *placement.notes, *checked, *about_model)
     return Conversion(
-        dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *noted)),
+        checkpoint.replace(notes=(*checkpoint.notes, *noted)),
         target,
         write_plan,
         request,
@@ -517,7 +517,7 @@ def keep_target_by_default(request: ConversionRequest, checkpoint: Checkpoint) -
     holds_shards = Capability.SHARDS in format.capabilities
     is_whole = checkpoint.ranks == 1 and (checkpoint.mesh is None or not holds_shards)
     if is_whole and Capability.WHOLE in format.capabilities:
-        return dataclasses.replace(request, kept="full", format=name)
+        return request.replace(kept="full", format=name)
     ranks = checkpoint.mesh.text if checkpoint.mesh else f"{checkpoint.ranks} ranks"
     if not holds_shards:
         raise UsageError(
@@ -540,7 +540,7 @@ def keep_target_by_default(request: ConversionRequest, checkpoint: Checkpoint) -
     if replicas is None and Capability.REPLICAS in format.capabilities:
         replicas = find_stored_replicas(checkpoint.tensors)
     kept = checkpoint.mesh or checkpoint.ranks
-    return dataclasses.replace(request, kept=kept, format=name, replicas=replicas)
+    return request.replace(kept=kept, format=name, replicas=replicas)
 
 
 def find_kept_files(request: ConversionRequest, checkpoint: Checkpoint) -> Mapping[str, str]:
@@ -571,7 +571,7 @@ def choose_recipe_by_default(
         return request
     config = read_config(checkpoint)
     if config is not None and choose_recipe(config) is not None:
-        return dataclasses.replace(request, recipe=AUTO)
+        return request.replace(recipe=AUTO)
     axes = [axis for axis in mesh.list_long_axes() if axis not in REPLICA_AXES]
     if request.recipe == AUTO or (axes and IDLE_AXES not in request.allow):
         _refuse_unknown_model(checkpoint, mesh, axes)
@@ -591,8 +591,7 @@ def _refuse_unknown_model(checkpoint: Checkpoint, mesh: DeviceMesh, axes: list[s
     )
 
 
-@dataclass(frozen=True)
-class RenamedSource:
+class RenamedSource(Record):
     """A checkpoint in the names of the target, and what each of them is to a recipe.
 
     Attributes:
@@ -616,11 +615,9 @@ class RenamedSource:
     def replaced_by(self, checkpoint: Checkpoint) -> RenamedSource:
         """Return the same with another checkpoint: other elements, and perhaps other tensors."""
         if self.to_names is not None:
-            return dataclasses.replace(self, checkpoint=checkpoint)
+            return self.replace(checkpoint=checkpoint)
         names = {name: name for name in checkpoint}
-        return dataclasses.replace(
-            self, checkpoint=checkpoint, by_recipe=checkpoint, recipe_names=names
-        )
+        return self.replace(checkpoint=checkpoint, by_recipe=checkpoint, recipe_names=names)
 
 
 def take_source(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoint:
@@ -705,8 +702,7 @@ def _load(recipe: str | os.PathLike[str] | Recipe | None, checkpoint: Checkpoint
     return found
 
 
-@dataclass(frozen=True)
-class PlacedTensors:
+class PlacedTensors(Record):
     """The layout of every tensor of the target, by its name there.
 
     `assignment` is how rules and recipes matched, if they were used; `notes` are for the user.

@@ -23,12 +23,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
+from reshard._records import Record
 from reshard._validation import check_used
 from reshard.checkpoint.blocks.block_io import (
     BatchReader,
@@ -85,8 +85,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint.keywords import RunArguments
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
+class _Done(Record):
     """A batch that is written: the digests of its blocks, and the files that they are in."""
 
     batch: Batch

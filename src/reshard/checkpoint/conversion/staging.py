@@ -43,11 +43,12 @@ import sys
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from reshard._records import Record
 from reshard.checkpoint.conversion.journal import (
     Commit,
     FinishedBlocks,
@@ -56,7 +57,7 @@ from reshard.checkpoint.conversion.journal import (
     read_journal,
 )
 from reshard.checkpoint.formats.opening import OTHER_WEIGHTS, has_checkpoint, open_checkpoint
-from reshard.checkpoint.formats.registry import all_formats, find_format
+from reshard.checkpoint.formats.registry import find_format, is_format_file
 from reshard.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from reshard.checkpoint.processes import Processes
 from reshard.checkpoint.storage.filesystem import (
@@ -556,8 +557,7 @@ def _remove_root(lock: FolderLock) -> None:
     lock.remove_folder()
 
 
-@dataclass(frozen=True, slots=True)
-class SharedStaging:
+class SharedStaging(Record):
     """A staging folder, seen from one process. Only process 0 has the `owner`.
 
     `journal` is this process's own, None when an earlier run had done everything. `finished`
@@ -775,9 +775,7 @@ def is_checkpoint_file(name: str) -> bool:
     (True, False)
     """
     last = name.rpartition("/")[2]
-    return last in (MANIFEST_NAME, ".metadata") or any(
-        format_.has_file(last) for format_ in all_formats()
-    )
+    return last in (MANIFEST_NAME, ".metadata") or is_format_file(last)
 
 
 def _list_by_name(

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.blocks.block_io import (
     BatchReader,
@@ -36,8 +36,7 @@ from reshard.errors import UsageError
 from reshard.runs import IntArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(Record, eq=False):
     """Blocks that are moved together: their numbers, and what is read and written for them.
 
     The numbers are in the order of the sections. What is read is cast where types differ; where
@@ -50,8 +49,7 @@ class Batch:
     size_bytes: int
 
 
-@dataclass(frozen=True, eq=False)
-class WorkItems:
+class WorkItems(Record, eq=False):
     """The blocks that a conversion moves, from tensors of the source to those of the target.
 
     A tensor that has another floating-point type in the source is cast. `computed` names tensors
@@ -166,7 +164,8 @@ class WorkItems:
         reader, writer = BatchReader(self.source, nothing), BatchWriter(self.target, nothing)
         # Kinds of the source that are only read to compute others do not count here.
         moved = self.source.kind[self.source_rows[self.source_rows >= 0]]
-        spans = [reader.span_bytes(kind) for kind in np.unique(moved).tolist()]
+        # Not `np.unique`, which imports `numpy.ma`: a tenth of the start of a command.
+        spans = [reader.span_bytes(kind) for kind in np.flatnonzero(np.bincount(moved)).tolist()]
         spans += [writer.span_bytes(kind) for kind in range(len(self.target.kinds))]
         block = max((grid.largest_bytes for grid in self.grids), default=0)
         return block, max(spans, default=0)
@@ -245,8 +244,7 @@ def _no_file(name: str) -> Any:
     raise UsageError(f"{name} is not read while planning")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HostBlocks:
+class HostBlocks(Record, eq=False):
     """The blocks that one host does.
 
     Attributes:
@@ -317,7 +315,7 @@ class BlockDigests:
 
 def size_workspace(reader: BatchReader, rows: IntArray, batch_bytes: int) -> WorkspaceSize:
     """Return the memory that a thread needs to read the tensors in these rows."""
-    kinds = np.unique(reader.columns.kind[rows]).tolist()
+    kinds = np.flatnonzero(np.bincount(reader.columns.kind[rows])).tolist()
     block = max((reader.grid(kind).largest_bytes for kind in kinds), default=0)
     span = max(map(reader.span_bytes, kinds), default=0)
     return WorkspaceSize(block, span).with_batches(batch_bytes)

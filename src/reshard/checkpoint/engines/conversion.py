@@ -8,7 +8,6 @@ made of (`rank_parameters`). So the run, its journal and its memory are those of
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
@@ -116,7 +115,7 @@ def plan_for_vllm(
             "vLLM computes a float32 model in 16 bits unless it is told otherwise: start it with "
             "--dtype float32 for these files",
         )
-    checkpoint = dataclasses.replace(checkpoint, carried=(*beside, LAYOUT_NAME), notes=notes)
+    checkpoint = checkpoint.replace(carried=(*beside, LAYOUT_NAME), notes=notes)
     resolved: dict[str, Any] = {
         "for": f"vllm {layout.version}",
         "to": layout.mesh.text,

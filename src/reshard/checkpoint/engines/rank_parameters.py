@@ -23,7 +23,6 @@ checkpoint in which file each source is stored. Together, a parameter is boxes i
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -101,8 +100,7 @@ class RankParameters:
     def bound(self) -> Checkpoint:
         """The checkpoint with these tensors in the place of its own."""
         # Several ranks may read the same bytes, so checksums of whole files do not apply.
-        return dataclasses.replace(
-            self.checkpoint,
+        return self.checkpoint.replace(
             tensors=self.tensors,
             checksums=(),
             derived={**self.checkpoint.derived, **self.made},

@@ -20,7 +20,6 @@ digests, journals and names are the same for all formats. To add one, derive a c
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -82,6 +81,11 @@ class Listing:
     def names(self) -> tuple[str, ...]:
         """The names in the folder, sorted; empty for a file."""
         return tuple(sorted(path.name for path in self.path.iterdir())) if self.is_folder else ()
+
+    @cached_property
+    def has_folders(self) -> bool:
+        """Whether there are folders in the folder."""
+        return any((self.path / name).is_dir() for name in self.names)
 
 
 class CheckpointFormat(ABC):
@@ -317,7 +321,7 @@ def check_against_manifest(checkpoint: Checkpoint, manifest: Manifest) -> Checkp
     digests = None if described.digests is None else described.digests.take(rows)
     tensors = tensors.with_digests(digests)
     items = {
-        name: dataclasses.replace(item, digest=manifest.items.get(name))
+        name: item.replace(digest=manifest.items.get(name))
         for name, item in checkpoint.items.items()
     }
-    return dataclasses.replace(checkpoint, tensors=tensors, items=items)
+    return checkpoint.replace(tensors=tensors, items=items)

@@ -12,7 +12,6 @@ followed: a downloaded folder must not determine which of the user's files are c
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import itertools
 import json
@@ -26,7 +25,9 @@ from reshard.checkpoint.formats.format import CheckpointFormat, Listing
 from reshard.checkpoint.formats.registry import (
     all_formats,
     describe_broken_formats,
+    detect_format,
     find_format,
+    is_format_file,
 )
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.checkpoint.storage.local_files import FileIdentity
@@ -98,7 +99,7 @@ def open_checkpoint(
             f"cannot read {where}: {error.strerror}; {remedy}, or give another path"
         ) from error
     release_freed_memory(len(found.tensors))
-    return dataclasses.replace(found, check_copies=check_copies, allowed=allowed)
+    return found.replace(check_copies=check_copies, allowed=allowed)
 
 
 def _source_cut(
@@ -171,16 +172,11 @@ def has_checkpoint(path: Path) -> bool:
     if not path.exists():
         return False
     listing = Listing(path)
-    return MANIFEST_NAME in listing.names or find_detected(listing) is not None
-
-
-def find_detected(listing: Listing) -> CheckpointFormat | None:
-    """Return the first format that detects a path, or None."""
-    return next((format for format in all_formats() if format.detect(listing)), None)
+    return MANIFEST_NAME in listing.names or detect_format(listing) is not None
 
 
 def _detect(path: Path) -> CheckpointFormat:
-    format = find_detected(Listing(path))
+    format = detect_format(Listing(path))
     if format is not None:
         return format
     from reshard.checkpoint.formats.detection_errors import (
@@ -199,7 +195,7 @@ def _detect(path: Path) -> CheckpointFormat:
     within = [
         inner.relative_to(path).as_posix()
         for inner in itertools.islice(folders_within(path), _MAX_INNER_FOLDERS)
-        if find_detected(Listing(inner)) is not None
+        if detect_format(Listing(inner)) is not None
     ]
     hint = f". There are checkpoints in it, name one: {list_some(within)}" if within else ""
     raise CheckpointError(text + hint + describe_broken_formats())
@@ -239,12 +235,12 @@ def _identify(checkpoint: Checkpoint) -> Checkpoint:
                 "moment ago, does another program write here?"
             ) from error
         identities[file.name] = FileIdentity.of(Path(file.name).name, state)
-    return dataclasses.replace(checkpoint, identities=identities)
+    return checkpoint.replace(identities=identities)
 
 
 def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
     """Add the other files of the folder, and those that are left out."""
-    folder, formats = checkpoint.folder, all_formats()
+    folder = checkpoint.folder
     own = {file.name for file in checkpoint.files} | {MANIFEST_NAME}
     known = find_format(checkpoint.format)
     carries_weights = known is not None and known.carries_weights
@@ -261,7 +257,7 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
             relative = path.relative_to(folder).as_posix()
             if relative in own or name.startswith("."):
                 continue
-            if any(format.has_file(name) for format in formats):
+            if is_format_file(name):
                 left_out.append((relative, "not a file of this checkpoint"))
             elif name.endswith(OTHER_WEIGHTS) and not carries_weights:
                 left_out.append((relative, "weights in another format"))
@@ -273,7 +269,7 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
                 left_out.append((relative, f"larger than {MAX_CARRIED_BYTES} bytes"))
             else:
                 carried.append(relative)
-    return dataclasses.replace(checkpoint, carried=tuple(carried), left_out=tuple(left_out))
+    return checkpoint.replace(carried=tuple(carried), left_out=tuple(left_out))
 
 
 def read_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:

@@ -22,11 +22,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.errors import FormatError, LayoutError, RecipeError, ShardError, UsageError
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
@@ -43,8 +44,7 @@ _MAX_ROUNDS = 4
 _MAX_AXES = 5
 
 
-@dataclass(frozen=True)
-class SourceSharding:
+class SourceSharding(Record):
     """A mesh of the source's ranks, and rules or a recipe for its tensors.
 
     Attributes:
@@ -110,8 +110,7 @@ class SourceSharding:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class DescribedPart:
+class DescribedPart(Record):
     """A part of a tensor, as the file of its rank describes it: `box` of a tensor of `shape`.
 
     Parts of one `group`, such as those on one mesh, are parts of the same tensor.
@@ -168,7 +167,7 @@ def find_missing_axes(
     }
     problem = ""
     for mesh in _list_numberings(sharding.mesh):
-        numbered = replace(sharding, mesh=mesh)
+        numbered = sharding.replace(mesh=mesh)
         try:
             result = find_layouts(shapes, mesh, numbered.find_shardings, may_lack=True)
         except ShardError as error:

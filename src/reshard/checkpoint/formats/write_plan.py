@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.binding import REPLICAS
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.contents import StoredFile, StoredItem, StoredTensor
@@ -33,8 +34,7 @@ from reshard.runs import OWNED, IntArray, RunTable
 _Tensor = TypeVar("_Tensor")
 
 
-@dataclass(frozen=True)
-class PlannedTensor:
+class PlannedTensor(Record):
     """A tensor of a new checkpoint: its dtype, its layout, and the text of its sharding, if any."""
 
     dtype: DType
@@ -42,8 +42,7 @@ class PlannedTensor:
     spec: str | None = None
 
 
-@dataclass(frozen=True)
-class NewCheckpoint:
+class NewCheckpoint(Record):
     """The contents of a new checkpoint.
 
     Attributes:
@@ -80,8 +79,7 @@ class NewCheckpoint:
             raise UsageError(f"replicas {self.replicas!r}; expected one of {', '.join(REPLICAS)}")
 
 
-@dataclass(frozen=True)
-class NewFile:
+class NewFile(Record):
     """A file of a new checkpoint, and the bytes with which it begins.
 
     Formats derive from it for files with a larger header or with checksums.
@@ -107,8 +105,7 @@ class NewFile:
         return iter(())
 
 
-@dataclass(frozen=True)
-class WritePlan:
+class WritePlan(Record):
     """The tensors and files of a new checkpoint.
 
     Attributes:

@@ -25,13 +25,14 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, Workspace, open_sources
 from reshard.checkpoint.blocks.shard_reads import (
@@ -113,8 +114,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
     return array.view(tensor.dtype.numpy).reshape(tensor.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _Region:
+class _Region(Record):
     """One box of a shard, and the part of a rank's array that it fills, for all tensors cut alike.
 
     `part` is where the cell begins in the flat array of several, and its shape.
@@ -141,8 +141,7 @@ class _Region:
         return array[(*inside, ...)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
+class _Read(Record):
     """One box of a shard, and the part of an array that it fills."""
 
     tensor: StoredTensor
@@ -176,8 +175,7 @@ class _Read:
         return [(ByteRange(path, start_bytes + start, start_bytes + stop), read_bytes)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Group:
+class _Group(Record, eq=False):
     """Tensors of one kind that are loaded in one layout: their rows, and the rank's arrays.
 
     `shape` is that of an array, None if the rank holds nothing of them; `loaded` is its type.
@@ -504,8 +502,8 @@ def _split(read: _Read, is_large: Callable[[_Read], bool] = _is_large) -> list[_
     half = read.target.shape[d] // 2
     low, high = np.split(read.target, [half], axis=d)
     behind = (*read.local[:d], read.local[d] + half, *read.local[d + 1 :])
-    return _split(replace(read, target=low), is_large) + _split(
-        replace(read, target=high, local=behind), is_large
+    return _split(read.replace(target=low), is_large) + _split(
+        read.replace(target=high, local=behind), is_large
     )
 
 
@@ -513,8 +511,7 @@ def _split(read: _Read, is_large: Callable[[_Read], bool] = _is_large) -> list[_
 _MAX_PIECE_BYTES = 256 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class PieceKind:
+class PieceKind(Record):
     """A box of a shard with a short extent in a file, shared by all pieces of one kind.
 
     `first` is the element of the shard that it begins with, `reach` counts those from there to its
@@ -562,8 +559,7 @@ class PieceKind:
         return rounded.reshape(found.shape)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SharedTask:
+class SharedTask(Record, eq=False):
     """Ranges of files that are read together."""
 
     path: str

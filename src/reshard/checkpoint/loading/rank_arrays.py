@@ -11,17 +11,16 @@ loaded by other ranks and compared as a checkpoint on a disk; converting it writ
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.conversion.plan import find_recipe
@@ -46,8 +45,7 @@ Held = Any
 _FORMAT = "arrays of ranks"
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldPart:
+class _HeldPart(Record):
     """A rank's part of a tensor; without an array, its shape only."""
 
     dtype: DType
@@ -219,7 +217,7 @@ def _read_tensor(rank: int, name: str, held: Any) -> _HeldPart:
         # NumPy has no such type; an integer of the same size has the same bytes.
         same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
         array = own.view(same_size[own.element_size()]).numpy()
-    return dataclasses.replace(found, array=array)
+    return found.replace(array=array)
 
 
 def _hold(

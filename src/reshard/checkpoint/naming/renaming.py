@@ -10,7 +10,6 @@ no digest to compare, which a note reports.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping
 
@@ -113,15 +112,15 @@ def in_recipe_names(checkpoint: Checkpoint, table: Mapping[str, Meaning]) -> Che
             before, after, parameter = new.take_apart(name)
             meaning = find_meaning(parameter, table)
         if isinstance(meaning, str):
-            new.add(dataclasses.replace(tensor, name=f"{before}{meaning}{after}"), name)
+            new.add(tensor.replace(name=f"{before}{meaning}{after}"), name)
         elif new.is_common(name):
             # Every member has the steps of what it is a part of.
             for called in meaning.tensors:
-                new.add(dataclasses.replace(tensor, name=f"{before}{called}{after}"), name)
+                new.add(tensor.replace(name=f"{before}{called}{after}"), name)
         else:
             new.expect_alike(name)
             for member in split_into_members(tensor, meaning):
-                new.add(dataclasses.replace(member, name=f"{before}{member.name}{after}"), name)
+                new.add(member.replace(name=f"{before}{member.name}{after}"), name)
     new.expect_change(table)
     return new.checkpoint()
 
@@ -154,10 +153,10 @@ def in_names_of(
     for name, tensor in checkpoint.tensors.items():
         theirs, fusion = find_foreign_name(name, table) or _find_around(name, new, table)
         if fusion is None:
-            new.add(dataclasses.replace(tensor, name=theirs), name)
+            new.add(tensor.replace(name=theirs), name)
         elif new.is_common(name):
             if theirs not in new.made_of:
-                new.add(dataclasses.replace(tensor, name=theirs), name)
+                new.add(tensor.replace(name=theirs), name)
         elif fused.setdefault(theirs, fusion) != fusion:
             raise RecipeError(
                 f"{theirs!r} would be fused of {list(fused[theirs].members)} and of "
@@ -290,9 +289,7 @@ class _Tensors:
         checksums = read_again(old.checksums, changed)
         kept = {name for name in self.tensors if self.made_of[name] == (name,)} | {*old.items}
         paths = {name: path for name, path in old.paths.items() if name in kept}
-        new = dataclasses.replace(
-            old, tensors=self.tensors, checksums=checksums, paths=paths, notes=notes
-        )
+        new = old.replace(tensors=self.tensors, checksums=checksums, paths=paths, notes=notes)
         members = self._find_new_parameters()
         if self._state is None or all(found == {old: None} for old, found in members.items()):
             return new

@@ -26,7 +26,6 @@ its state, and in the groups of the optimizer, unless another `rename` is for th
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 import re
@@ -205,8 +204,7 @@ def by_new_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> Check
         moved = path if renamed == name else move_path(path, renamed or "")
         if renamed is not None and moved is not None:
             paths[renamed] = moved
-    return dataclasses.replace(
-        checkpoint,
+    return checkpoint.replace(
         tensors=_rename_all(checkpoint.tensors, find),
         unreadable=_rename_keys(checkpoint.unreadable, find),
         unread=tuple((find(name) or name, why) for name, why in kept_unread),
@@ -214,7 +212,7 @@ def by_new_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> Check
         values=_rename_keys(checkpoint.values, find),
         paths=paths,
         checksums=tuple(
-            dataclasses.replace(checksum, tensor=renamed)
+            checksum.replace(tensor=renamed)
             for checksum in checkpoint.checksums
             if (renamed := find(checksum.tensor)) is not None
         ),
@@ -250,7 +248,7 @@ def move_path(path: tuple[str | int, ...], name: str) -> tuple[str | int, ...] |
 def _rename_all(things: Mapping[str, Any], find: Callable[[str], str | None]) -> dict[str, Any]:
     """Return objects that have a `name`, by their new names."""
     return {
-        renamed: thing if renamed == name else dataclasses.replace(thing, name=renamed)
+        renamed: thing if renamed == name else thing.replace(name=renamed)
         for name, thing in things.items()
         if (renamed := find(name)) is not None
     }
@@ -294,7 +292,7 @@ def _expect_matches(
         for glob in globs:
             if not any(fnmatchcase(name, glob) for name in (*names, *others)):
                 raise UsageError(_describe_idle(checkpoint, option, glob, names))
-    globs_only = dataclasses.replace(selection, select=None)
+    globs_only = selection.replace(select=None)
     taken = [name for name in names if globs_only.takes(name)]
     for prefix in selection.strip_prefix:
         stripped = [name.removeprefix(prefix) for name in taken]
@@ -478,7 +476,7 @@ def select_from(
             f"{count_text(len(dropped), 'tensor')} left out by {_name_options(selection)} "
             f"(first: {dropped[0]})",
         )
-    return by_new_names(dataclasses.replace(checkpoint, values=values, notes=notes), new)
+    return by_new_names(checkpoint.replace(values=values, notes=notes), new)
 
 
 def _name_options(selection: TensorSelection) -> str:

@@ -14,7 +14,6 @@ the Hub, and compares what would be written of each, block by block; nothing is 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import re
@@ -173,7 +172,7 @@ def plan_for_pretrained(
         *checked,
     ]
     # Loaders of transformers 4 refuse other frameworks' files, whatever the source was saved by.
-    weights = dataclasses.replace(weights, metadata={**weights.metadata, "format": "pt"})
+    weights = weights.replace(metadata={**weights.metadata, "format": "pt"})
     write_plan = arrange_whole(request, weights)
     companions = {name: path for name, path in files.companions.items() if name != CONFIG}
     resolved = {
@@ -188,7 +187,7 @@ def plan_for_pretrained(
         **request.selection.to_json(),
     }
     return Conversion(
-        dataclasses.replace(weights, carried=(), left_out=(), notes=tuple(notes)),
+        weights.replace(carried=(), left_out=(), notes=tuple(notes)),
         target,
         write_plan,
         request,
@@ -294,8 +293,7 @@ def _cut_padding(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoin
         f"(first: {first}, which has {shape[0]}): the others pad it for ranks"
     )
     cut = {name: slice_rows(tensor, size) for name, tensor in padded.items()}
-    return dataclasses.replace(
-        checkpoint,
+    return checkpoint.replace(
         tensors={**checkpoint.tensors, **cut},
         checksums=read_again(checkpoint.checksums, cut),
         notes=(*checkpoint.notes, note),

@@ -11,7 +11,6 @@ differ, the model was not tied: both are kept, and config.json specifies so.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -209,7 +208,7 @@ def store_tied_once(
     checksums = tuple(
         checksum for checksum in checkpoint.checksums if checksum.tensor not in dropped
     )
-    return dataclasses.replace(checkpoint, tensors=tensors, checksums=checksums), found, notes
+    return checkpoint.replace(tensors=tensors, checksums=checksums), found, notes
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
@@ -266,9 +265,8 @@ def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
     if a.digest is not None and b.digest is not None:
         return a.digest.tensor == b.digest.tensor
     left, right = (
-        dataclasses.replace(
-            checkpoint,
-            tensors={"": dataclasses.replace(tensor, name="")},
+        checkpoint.replace(
+            tensors={"": tensor.replace(name="")},
             items={},
             values={},
             checksums=(),

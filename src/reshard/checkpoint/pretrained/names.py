@@ -40,7 +40,6 @@ Sources: torchtitan's `models/llama3`, `llama/model.py` of Meta, `models/llama` 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections import Counter
@@ -339,7 +338,7 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
     # Unreadable optimizer state is left out as the rest of it is.
     inside = {name for name in checkpoint.unreadable if is_optimizer_state(name)}
     unreadable = {n: why for n, why in checkpoint.unreadable.items() if n not in inside}
-    dataclasses.replace(checkpoint, unreadable=unreadable).expect_readable()
+    checkpoint.replace(unreadable=unreadable).expect_readable()
     new: dict[str, str | None] = dict.fromkeys(
         (*checkpoint.tensors, *checkpoint.items, *checkpoint.values), None
     )
@@ -353,8 +352,7 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
         raise CheckpointError(
             f"{checkpoint.folder} has {what}; name the checkpoint that the weights were saved to"
         )
-    return dataclasses.replace(
-        by_new_names(checkpoint, new),
+    return by_new_names(checkpoint, new).replace(
         attributes={},
         unread=(),
         unreadable={},
@@ -499,7 +497,7 @@ def in_transformers_names(
     checksums = read_again(named.checksums, moved)
     tensors = {**named.tensors, **moved}
     notes = (*named.notes, note)
-    return dataclasses.replace(named, tensors=tensors, checksums=checksums, notes=notes), found
+    return named.replace(tensors=tensors, checksums=checksums, notes=notes), found
 
 
 def describe_plain_rename(old: Mapping[str, str]) -> str | None:

@@ -12,7 +12,6 @@ Elements are read from their files; only casts and steps are computed.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -135,12 +134,11 @@ class _Translation:
                 f"{names[0]}): {why}"
             )
         checksums = (
-            dataclasses.replace(checksum, is_read_once=checksum.is_read_once and times == 1)
+            checksum.replace(is_read_once=checksum.is_read_once and times == 1)
             for checksum in self.old.checksums
             if (times := self.sources[checksum.tensor])
         )
-        changed = dataclasses.replace(
-            self.old,
+        changed = self.old.replace(
             tensors=self.tensors,
             items={name: self.old.items[name] for name in items},
             values=self.values,
@@ -286,13 +284,13 @@ class _Translation:
     ) -> None:
         """Add a tensor of the source by another name."""
         self.sources[tensor.name] += 1
-        self.tensors[name] = dataclasses.replace(tensor, name=name)
+        self.tensors[name] = tensor.replace(name=name)
         if path is not None:
             self.paths[name] = path
 
     def _add_cast(self, name: str, tensor: StoredTensor) -> None:
         self._add(name, tensor)
-        self.tensors[name] = dataclasses.replace(self.tensors[name], dtype=_FLOAT32, digest=None)
+        self.tensors[name] = self.tensors[name].replace(dtype=_FLOAT32, digest=None)
         self.computed[name] = CastTensor(tensor, _FLOAT32)
         # The inputs of a computation may be read several times, or in part.
         self.sources[tensor.name] += 1

@@ -15,7 +15,6 @@ reader, writer  opening and planning checkpoints
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,7 +173,7 @@ class OrbaxFormat(CheckpointFormat):
                     if other not in checkpoint.tensors:
                         tensors.pop(other, None)
                     break
-        return check_against_manifest(checkpoint, dataclasses.replace(manifest, tensors=tensors))
+        return check_against_manifest(checkpoint, manifest.replace(tensors=tensors))
 
     def has_file(self, name: str) -> bool:
         """Return False: names of files are hashes, or indices in a grid."""

@@ -31,13 +31,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.binding import FileRange
 from reshard.checkpoint.formats.orbax import MANIFEST_NAME
 from reshard.checkpoint.manifest import is_plain_name
@@ -528,8 +528,7 @@ MAX_NODE_BYTES = 256 << 20
 MAX_READ_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class StoredValue:
+class StoredValue(Record):
     """The value of a key: `size_bytes` at `place`, or `content` if it is in a node."""
 
     size_bytes: int

@@ -12,7 +12,6 @@ Neither Orbax nor JAX nor TensorStore is imported.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -131,7 +130,7 @@ def read(folder: Path, notes: tuple[str, ...] = ()) -> Checkpoint:
             sharding = shardings.get(name) if mesh is not None else None
             tensor = _bind(leaf, array, chunks, sharding)
             for one in names[leaf.path]:
-                tensors[one] = dataclasses.replace(tensor, name=one)
+                tensors[one] = tensor.replace(name=one)
                 paths[one] = leaf.path
                 if is_narrow(array.stored_type):
                     narrow[one] = array.stored_type
@@ -203,7 +202,7 @@ def _add_aggregate(
             whole[path] = value
         else:
             plain[path] = value
-    return dataclasses.replace(tree, leaves=leaves), whole
+    return tree.replace(leaves=leaves), whole
 
 
 def _bind_whole(name: str, array: PackedArray) -> StoredTensor:

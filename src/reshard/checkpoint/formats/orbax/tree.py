@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from reshard._records import Record
 from reshard.checkpoint.formats.orbax import METADATA_NAME
 from reshard.checkpoint.formats.orbax.ocdbt import MAX_NODE_BYTES, read_range
 from reshard.dtypes import DType
@@ -44,8 +45,7 @@ _EMPTY: dict[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "Na
 TreePath = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(Record):
     """A leaf: its path, and its kind (`jax.Array`, `scalar`, `None`, ...)."""
 
     path: TreePath
@@ -67,8 +67,7 @@ class Leaf:
         return _EMPTY[self.kind]
 
 
-@dataclass(frozen=True)
-class TreeMetadata:
+class TreeMetadata(Record):
     """The leaves of a tree, and how their arrays are stored.
 
     Attributes:

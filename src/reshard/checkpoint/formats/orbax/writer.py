@@ -15,12 +15,12 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredFile, StoredTensor
 from reshard.checkpoint.formats.orbax import FORMAT_NAME, METADATA_NAME, ZARR2_NAME
@@ -66,8 +66,7 @@ _WIDE_TYPES = ("int64", "uint64", "float64", "complex128")
 _NUMBERS = {bool: "bool", int: "int64", float: "float64"}
 
 
-@dataclass(frozen=True)
-class _Grid:
+class _Grid(Record):
     """The chunks of a tensor: their shape, their layout, and whether it is the target's."""
 
     chunk: tuple[int, ...]

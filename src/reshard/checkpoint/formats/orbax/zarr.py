@@ -24,10 +24,10 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reshard._records import Record
 from reshard.binding import FileRange
 from reshard.checkpoint.formats.orbax.ocdbt import KeyValues, StoredValue, crc32c
 from reshard.checkpoint.storage.byte_streams import (
@@ -63,8 +63,7 @@ _NARROW = ("int4", "int2", "uint4", "float4_e2m1fn")
 CODECS = {"zstd": "zstd", "gzip": "deflate", "zlib": "deflate"}
 
 
-@dataclass(frozen=True, slots=True)
-class ShardIndex:
+class ShardIndex(Record):
     """The index of a Zarr 3 shard: the grid of its chunks, and its location."""
 
     counts: tuple[int, ...]
@@ -77,8 +76,7 @@ class ShardIndex:
         return 16 * math.prod(self.counts) + 4 * self.has_checksum
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayMetadata:
+class ArrayMetadata(Record):
     """The description of an array.
 
     Attributes:
@@ -362,8 +360,7 @@ _NOTHING = 2**64 - 1
 _CHECKSUM_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class PackedChunk:
+class PackedChunk(Record):
     """A chunk that must be unpacked.
 
     Attributes:

@@ -38,7 +38,7 @@ import re
 import reprlib
 import stat
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -46,6 +46,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.checkpoint.storage.filesystem import is_attribute_file
 from reshard.dtypes import DType, dtype
 from reshard.errors import CheckpointError, FormatError, UsageError
@@ -82,8 +83,7 @@ def tensor_size_bytes(element: DType, shape: Sequence[int]) -> int:
 HeaderKind = tuple[DType, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorHeader:
+class TensorHeader(Record):
     """A tensor of a file, which takes bytes `start_bytes` to `stop_bytes` of the file.
 
     Raises FormatError if the shape is impossible, or does not have the size of the range.
@@ -201,8 +201,7 @@ class HeaderTensors(Sequence[TensorHeader]):
         return repr(tuple(self))
 
 
-@dataclass(frozen=True, slots=True)
-class FileHeader:
+class FileHeader(Record):
     """The contents of a safetensors file, every data byte of which belongs to a single tensor.
 
     Attributes:

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from json.encoder import encode_basestring, encode_basestring_ascii
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.checkpoint.contents import StoredFile
 from reshard.checkpoint.formats.safetensors.header import (
     LARGEST_HEADER_BYTES,
@@ -70,8 +70,7 @@ _TENSORS_A_PIECE = 8192
 _WRITTEN_BYTES = 1 << 18
 
 
-@dataclass(frozen=True, eq=False)
-class NewHeader:
+class NewHeader(Record, eq=False):
     """The header of a new file of consecutive tensors.
 
     Attributes:
@@ -165,7 +164,6 @@ class NewHeader:
         yield '}"' if len(self.rows) else '"{}"'
 
 
-@dataclass(frozen=True)
 class HeaderFile(NewFile):
     """A file that begins with a header, whose bytes are made on each access."""
 

@@ -15,7 +15,6 @@ other files, a note reports the uncertainty. In our files, equal boxes of severa
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -175,7 +174,7 @@ class ShardedFormat(CheckpointFormat):
         if total > len(ranks) and offsets_key:
             metadata |= {FILES_KEY: str(total)}
             placed = {
-                rank: [dataclasses.replace(header, metadata=metadata) for header in headers]
+                rank: [header.replace(metadata=metadata) for header in headers]
                 for rank, headers in placed.items()
             }
         files, shards = [], []

@@ -33,9 +33,10 @@ its own, `__R.metadata`, which describes only that rank's part. `merge_rank_meta
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from reshard._records import Record
 from reshard.checkpoint.formats.safetensors.header import check_shape
 from reshard.checkpoint.formats.torch_files.pickles import (
     Call,
@@ -73,8 +74,7 @@ _ROOT = Global(_METADATA, "Metadata")
 StatePath = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBytes:
+class StoredBytes(Record):
     """A range of a file; `transforms` are those applied to its bytes, innermost first."""
 
     file: str
@@ -83,16 +83,14 @@ class StoredBytes:
     transforms: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class DcpChunk:
+class DcpChunk(Record):
     """A box of a tensor, and the archive that holds it."""
 
     box: Box
     place: StoredBytes
 
 
-@dataclass(frozen=True, slots=True)
-class DcpTensor:
+class DcpTensor(Record):
     """A tensor, and the chunks in which it is stored."""
 
     dtype: DType
@@ -100,8 +98,7 @@ class DcpTensor:
     chunks: tuple[DcpChunk, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DcpMetadata:
+class DcpMetadata(Record):
     """The contents of a distributed checkpoint.
 
     Attributes:

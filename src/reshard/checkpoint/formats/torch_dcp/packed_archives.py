@@ -24,12 +24,13 @@ archives of a file are unpacked into an unnamed file, at offsets that are known 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
+from reshard._records import Record
 from reshard.binding import FileRange
 from reshard.checkpoint.formats.torch_files.pickles import shortened
 from reshard.checkpoint.formats.torch_files.reading import (
@@ -111,8 +112,7 @@ _MAX_TAIL_BYTES = 64 << 10
 _PIECE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class PackedArchive:
+class PackedArchive(Record):
     """An archive that is stored transformed, such as compressed.
 
     Attributes:
@@ -227,7 +227,7 @@ class UnpackedArchives(ScratchFile):
             return content + tail[rest : rest + size - len(content)]
 
         whole = read_archive(read, 0, size_bytes, archive.label)
-        if replace(whole, crc32=None) != archive.front:
+        if dataclasses.replace(whole, crc32=None) != archive.front:
             raise FormatError(
                 f"{archive.label} is damaged: its beginning and its directory describe different "
                 "tensors; fetch the file again"

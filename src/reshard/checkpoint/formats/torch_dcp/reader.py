@@ -165,7 +165,7 @@ def _shard_tensors(
     """
     if ranks:
         tensors, mesh = shard_lacking_tensors(folder, metadata.tensors, sharding, ranks)
-        return dataclasses.replace(metadata, tensors=tensors), mesh
+        return metadata.replace(tensors=tensors), mesh
     chosen = select_by_rules(metadata.tensors, sharding)
     if not chosen:
         raise UsageError(describe_no_lacking(folder, ()))
@@ -245,15 +245,12 @@ def bind_to_manifest(found: Checkpoint, manifest: Manifest) -> Checkpoint:
         for name, tensor in found.tensors.items()
     }
     items = {
-        name: dataclasses.replace(item, digest=manifest.items.get(name))
-        for name, item in found.items.items()
+        name: item.replace(digest=manifest.items.get(name)) for name, item in found.items.items()
     }
     checksums = tuple(
         checksum for checksum in found.checksums if tensors[checksum.tensor].digest is None
     )
-    return dataclasses.replace(
-        found, tensors=tensors, mesh=manifest.mesh, items=items, checksums=checksums
-    )
+    return found.replace(tensors=tensors, mesh=manifest.mesh, items=items, checksums=checksums)
 
 
 def _bind_as_described(
@@ -269,7 +266,7 @@ def _bind_as_described(
     if (tensor.dtype, tensor.shape) != (described.dtype, layout.shape):
         raise wrong
     if 0 in layout.shape:
-        return dataclasses.replace(tensor, digest=described.digest)
+        return tensor.replace(digest=described.digest)
     addresses: dict[int, tuple[FileRange, ...]] = {}
     for slot in found.holders:
         boxes = layout.boxes(slot) if slot in layout.holders else ()
@@ -366,7 +363,7 @@ def shard_lacking_tensors(
         for chunk in lacking[name].chunks:
             boxes = layout.boxes(rank_of_file(chunk.place.file) or 0)
             box = boxes[0] if boxes else Box((0,) * len(chunk.box.start), chunk.box.shape)
-            chunks.append(dataclasses.replace(chunk, box=box))
+            chunks.append(chunk.replace(box=box))
         changed[name] = DcpTensor(lacking[name].dtype, layout.shape, tuple(chunks))
     return changed, mesh
 

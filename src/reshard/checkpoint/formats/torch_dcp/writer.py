@@ -11,10 +11,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from reshard.binding import Binding, FileRange
@@ -44,7 +42,6 @@ from reshard.layout import Box, Layout
 MAX_CHUNKS = 100_000
 
 
-@dataclass(frozen=True)
 class ArchiveFile(NewFile):
     """A new file of consecutive archives."""
 
@@ -277,8 +274,7 @@ def add_values(
         return write_plan
     content = b"".join(saved_bytes(value) for value in values.values())
     file = NewFile(StoredFile(VALUES_FILE, len(content), 0), content)
-    return dataclasses.replace(
-        write_plan,
+    return write_plan.replace(
         files=(*write_plan.files, file),
         values=dict(values),
         paths={**write_plan.paths, **{name: paths[name] for name in values if name in paths}},
@@ -292,4 +288,4 @@ def with_value_items(write_plan: WritePlan) -> WritePlan:
         size = len(saved_bytes(value))
         items[name] = StoredItem(name, FileRange(VALUES_FILE, start), size)
         start += size
-    return dataclasses.replace(write_plan, items=items)
+    return write_plan.replace(items=items)

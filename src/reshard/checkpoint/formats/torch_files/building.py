@@ -175,7 +175,6 @@ def _record_name(number: int) -> bytes:
     return b"archive/data/%d" % number
 
 
-@dataclass(frozen=True)
 class NewTorchFile(NewFile):
     """A new file of `torch.save`. Made by `new_torch_file`.
 
