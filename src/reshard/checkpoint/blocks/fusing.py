@@ -6,47 +6,33 @@ Nothing is copied: a tensor is bound to byte ranges in the files of other tensor
     q_proj          0:2       4:6           two boxes of rows, each with its own address
     k_proj              2         6
 
-1. A stored tensor is a set of boxes of elements, each taken from one shard (`spans.source_tiles`),
-   with its offset in a file and its strides there.
-2. A member has the boxes inside its intervals. A member of a stack has those at its index, without
-   that dimension; for a transposed one the last two dimensions are swapped, with their strides.
-3. A fused parameter has the boxes of its members, by the inverse steps. So shards may be split
+1. A stored tensor is a list of regions of files (`geometry.regions`), with the rank that stores
+   each. Offsets and strides are in bytes.
+2. A member has the regions inside its intervals. A member of a stack has those at its index,
+   without that dimension; for a transposed one the last two dimensions are swapped.
+3. A fused parameter has the regions of its members, by the inverse steps. So shards may be split
    anywhere, also inside a group or a head.
-4. Members whose indices alternate (gate and up of gpt-oss) are boxes with twice the stride; two
-   such boxes that interleave are merged into one box.
+4. Members whose indices alternate (gate and up of gpt-oss) are regions with twice the stride; two
+   such regions that interleave are merged into one.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.blocks.spans import is_dense, source_tiles
+from reshard.binding import View
+from reshard.checkpoint.blocks.spans import source_tiles
 from reshard.checkpoint.contents import StoredTensor
 from reshard.errors import RecipeError
-from reshard.layout import Box, Layout
+from reshard.geometry.regions import Region, bind_regions, multiply_runs
 from reshard.recipes.naming import Fusion
 
 MAX_BOXES = 100_000
 
-
-class StoredBox(NamedTuple):
-    """A box of a tensor on the rank `slot`, with its first byte `place` and its `strides` there."""
-
-    slot: int
-    box: Box
-    place: FileRange
-    strides: tuple[int, ...]
-
-    def moved(
-        self, box: Box, offset_bytes: int = 0, strides: tuple[int, ...] | None = None
-    ) -> StoredBox:
-        """Return the elements `offset_bytes` further on, as `box`."""
-        place = FileRange(self.place.path, self.place.start_bytes + offset_bytes)
-        return StoredBox(self.slot, box, place, self.strides if strides is None else strides)
+# A part of a tensor that the rank `slot` stores: (slot, region of a file in bytes).
+StoredRegion = tuple[int, Region]
 
 
 class _Share(NamedTuple):
@@ -70,33 +56,63 @@ class _Share(NamedTuple):
         """The length of the member."""
         return self.size * self.groups
 
+    def take_from(self, region: Region, dimension: int) -> Iterator[Region]:
+        """Yield the parts of a fused parameter's region that belong to the member."""
+        if self.alternates:
+            taken = region.step(dimension, self.start, self.period, self.groups)
+            if taken is not None:
+                yield taken
+            return
+        low, high = region.start[dimension], region.stop[dimension]
+        first = max(0, (low - self.start - self.size) // self.period)
+        for group in range(first, self.groups):
+            start = self.start + group * self.period
+            if start >= high:
+                return
+            taken = region.step(dimension, start, 1, self.size, at=group * self.size)
+            if taken is not None:
+                yield taken
+
+    def put_into(self, region: Region, dimension: int) -> Iterator[Region]:
+        """Yield the parts of a member's region at their indices of the fused dimension."""
+        low, high = region.start[dimension], region.stop[dimension]
+        for group in range(low // max(self.size, 1), self.groups):
+            start = group * self.size
+            if start >= high:
+                return
+            at = self.start + group * self.period
+            part = region.step(dimension, start, 1, self.size, at=at)
+            if part is not None:
+                yield part
+
 
 def split_into_members(tensor: StoredTensor, fusion: Fusion) -> Iterator[StoredTensor]:
     """Yield the members of a fused parameter, and for a stack those of each index.
 
     Raises:
-        RecipeError: a shape that cannot be divided among members; more than `MAX_BOXES` boxes.
+        RecipeError: a shape that cannot be divided among members; more than `MAX_BOXES` regions.
     """
     try:
         whole = fusion.shape_of_members(tensor.shape)
     except RecipeError as error:
         raise RecipeError(f"{tensor.name!r} has {error}") from None
-    at, itemsize_bytes = fusion.dimension, tensor.dtype.itemsize_bytes
+    at = fusion.dimension
     shares = _find_shares(tensor.name, fusion, whole[at])
-    boxes = list(list_stored_boxes(tensor))
-    for number, of_number in enumerate(_unstack(boxes, itemsize_bytes, fusion)):
-        own = [swap_last_dimensions(part) for part in of_number] if fusion.transposed else of_number
+    parts = list(list_stored_regions(tensor))
+    stacked = fusion.stacked if isinstance(fusion.stacked, int) else 0
+    for number, of_number in enumerate(split_stack(parts, stacked) if stacked else [parts]):
+        own = list(swap_last_dimensions(of_number)) if fusion.transposed else of_number
         for member, share in zip(fusion.members, shares, strict=True):
             shape = (*whole[:at], share.length, *whole[at + 1 :])
-            moved = (p for part in own for p in _take_share(part, itemsize_bytes, at, share))
-            yield bind_boxes(member.replace("{}", str(number)), tensor, shape, moved)
+            moved = ((slot, taken) for slot, region in own for taken in share.take_from(region, at))
+            yield bind_stored_regions(member.replace("{}", str(number)), tensor, shape, moved)
 
 
 def fuse_members(name: str, fusion: Fusion, members: Sequence[StoredTensor]) -> StoredTensor:
     """Return the fused parameter of members, given in the order of `fusion.tensors`.
 
     Raises:
-        RecipeError: members that do not fit together, or more than `MAX_BOXES` boxes.
+        RecipeError: members that do not fit together, or more than `MAX_BOXES` regions.
     """
     at, first = fusion.dimension, members[0]
     together = len(fusion.members)
@@ -126,31 +142,29 @@ def fuse_members(name: str, fusion: Fusion, members: Sequence[StoredTensor]) -> 
     if fusion.transposed and len(whole) < 2:
         raise RecipeError(f"{name!r} would be {first.name!r} {list(first.shape)} transposed")
 
-    # 3. Each member's boxes move to its indices of the fused dimension; no byte moves.
-    def move_all() -> Iterator[StoredBox]:
+    # 3. Each member's regions move to its indices of the fused dimension; no byte moves.
+    def move_all() -> Iterator[StoredRegion]:
         for number in range(len(members) // together):
             of_number = members[number * together : (number + 1) * together]
-            for part in _put_shares(of_number, at, shares):
-                swapped = swap_last_dimensions(part) if fusion.transposed else part
-                yield _stack(swapped, number) if fusion.stacked else swapped
+            parts = _put_shares(of_number, at, shares)
+            for slot, region in swap_last_dimensions(parts) if fusion.transposed else parts:
+                yield slot, region.insert(0, number) if fusion.stacked else region
 
-    return bind_boxes(name, first, fusion.shape_with(whole), move_all())
+    return bind_stored_regions(name, first, fusion.shape_with(whole), move_all())
 
 
 def slice_rows(tensor: StoredTensor, rows: int) -> StoredTensor:
     """Return the first `rows` of a tensor, bound to the same bytes.
 
     Raises:
-        RecipeError: more than `MAX_BOXES` boxes.
+        RecipeError: more than `MAX_BOXES` regions.
     """
-
-    def clip() -> Iterator[StoredBox]:
-        for part in list_stored_boxes(tensor):
-            low, high = part.box.start[0], min(part.box.stop[0], rows)
-            if low < rows:
-                yield part.moved(_replace(part.box, 0, low, high))
-
-    return bind_boxes(tensor.name, tensor, (rows, *tensor.shape[1:]), clip())
+    clipped = (
+        (slot, region.narrow(0, region.start[0], min(region.stop[0], rows)))
+        for slot, region in list_stored_regions(tensor)
+        if region.start[0] < rows
+    )
+    return bind_stored_regions(tensor.name, tensor, (rows, *tensor.shape[1:]), clipped)
 
 
 def deinterleave_rows(tensor: StoredTensor, heads: int) -> StoredTensor:
@@ -166,7 +180,7 @@ def deinterleave_rows(tensor: StoredTensor, heads: int) -> StoredTensor:
         heads: the number of heads.
 
     Raises:
-        RecipeError: rows that are not so many heads of pairs, or more than `MAX_BOXES` boxes.
+        RecipeError: rows that are not so many heads of pairs, or more than `MAX_BOXES` regions.
     """
     rows = tensor.shape[0] if tensor.shape else 0
     length, rest = divmod(rows, heads)
@@ -175,25 +189,18 @@ def deinterleave_rows(tensor: StoredTensor, heads: int) -> StoredTensor:
             f"{tensor.name!r} has shape {list(tensor.shape)}, whose rows are not {heads} heads of "
             "pairs; correct the number of heads in config.json"
         )
-    half, itemsize_bytes = length // 2, tensor.dtype.itemsize_bytes
+    half = length // 2
 
-    def move() -> Iterator[StoredBox]:
-        for part in list_stored_boxes(tensor):
-            low, high, stride = part.box.start[0], part.box.stop[0], part.strides[0]
-            strides = (2 * stride, *part.strides[1:])
-            for head in range(low // length, -(-high // length)):
+    def move() -> Iterator[StoredRegion]:
+        for slot, region in list_stored_regions(tensor):
+            for head in range(region.start[0] // length, -(-region.stop[0] // length)):
                 for parity in range(2):
-                    # The rows first, first + 2, first + 4 ... of the head that are in the box.
-                    first = head * length + parity
-                    begin = max(0, -(-(low - first) // 2))
-                    end = min(half, -(-(high - first) // 2))
-                    if begin < end:
-                        to = head * length + parity * half
-                        box = _replace(part.box, 0, to + begin, to + end)
-                        offset_bytes = (first + 2 * begin - low) * stride * itemsize_bytes
-                        yield part.moved(box, offset_bytes, strides)
+                    first = head * length
+                    rows = region.step(0, first + parity, 2, half, at=first + parity * half)
+                    if rows is not None:
+                        yield slot, rows
 
-    return bind_boxes(tensor.name, tensor, tensor.shape, move())
+    return bind_stored_regions(tensor.name, tensor, tensor.shape, move())
 
 
 def _drop_dimension(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:
@@ -213,189 +220,98 @@ def _find_shares(name: str, fusion: Fusion, length: int) -> tuple[_Share, ...]:
     )
 
 
-def list_stored_boxes(tensor: StoredTensor) -> Iterator[StoredBox]:
-    """Yield the boxes that a tensor consists of, each element in one of them."""
+def list_stored_regions(tensor: StoredTensor) -> Iterator[StoredRegion]:
+    """Yield the regions that a tensor consists of, each element in one of them."""
+    itemsize_bytes = tensor.dtype.itemsize_bytes
     for tile in source_tiles(tensor.assembly).tiles:
         place = tensor.file_range(tile.slot, tile.number, tile.offset)
         view = tensor.view(tile.slot, tile.number) or View.row_major(tile.local_shape)
-        dimensions = [
-            list(zip(*(column.tolist() for column in columns), strict=True))
+        runs = [
+            [
+                (begin, begin + count, at)
+                for begin, count, at in zip(*(column.tolist() for column in columns), strict=True)
+            ]
             for columns in zip(tile.start, tile.length, tile.local, strict=True)
         ]
-        for pieces in itertools.product(*dimensions):
-            offset = view.offset + sum(
-                local * stride for (_, _, local), stride in zip(pieces, view.strides, strict=True)
-            )
-            start_bytes = place.start_bytes + offset * tensor.dtype.itemsize_bytes
-            start = tuple(begin for begin, _, _ in pieces)
-            stop = tuple(begin + length for begin, length, _ in pieces)
-            here = FileRange(place.path, start_bytes)
-            yield StoredBox(tile.slot, Box(start, stop), here, view.strides)
+        first = place.start_bytes + view.offset * itemsize_bytes
+        strides = tuple(stride * itemsize_bytes for stride in view.strides)
+        for region in multiply_runs(runs, place.path, first, strides):
+            yield tile.slot, region
 
 
-def _unstack(boxes: list[StoredBox], itemsize_bytes: int, fusion: Fusion) -> list[list[StoredBox]]:
-    """Return the boxes of each index of a stack, without its dimension, or all boxes if there is no
-    stack.
-    """
-    if not isinstance(fusion.stacked, int) or not fusion.stacked:
-        return [boxes]
-    return split_stack(boxes, itemsize_bytes, fusion.stacked)
-
-
-def split_stack(
-    boxes: Iterable[StoredBox], itemsize_bytes: int, count: int
-) -> list[list[StoredBox]]:
-    """Return the boxes of each of `count` indices of the first dimension, without it."""
-    by_number: list[list[StoredBox]] = [[] for _ in range(count)]
-    for part in boxes:
-        box, first = Box(part.box.start[1:], part.box.stop[1:]), part.box.start[0]
-        for number in range(first, part.box.stop[0]):
-            offset_bytes = (number - first) * part.strides[0] * itemsize_bytes
-            by_number[number].append(part.moved(box, offset_bytes, part.strides[1:]))
+def split_stack(parts: Iterable[StoredRegion], count: int) -> list[list[StoredRegion]]:
+    """Return the parts of each of `count` indices of the first dimension, without it."""
+    by_number: list[list[StoredRegion]] = [[] for _ in range(count)]
+    for slot, region in parts:
+        for number in range(region.start[0], region.stop[0]):
+            by_number[number].append((slot, region.drop(0, number)))
     return by_number
 
 
-def _stack(part: StoredBox, number: int) -> StoredBox:
-    """Return a box as index `number` of a stack."""
-    box = Box((number, *part.box.start), (number + 1, *part.box.stop))
-    return part.moved(box, strides=(math.prod(part.box.shape), *part.strides))
-
-
-def swap_last_dimensions(part: StoredBox) -> StoredBox:
-    """Return a box with its last two dimensions swapped."""
-    box = Box(_swap_last(part.box.start), _swap_last(part.box.stop))
-    return part.moved(box, strides=_swap_last(part.strides))
-
-
-def _swap_last(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    return (*numbers[:-2], numbers[-1], numbers[-2])
-
-
-def _take_share(
-    part: StoredBox, itemsize_bytes: int, at: int, share: _Share
-) -> Iterator[StoredBox]:
-    """Yield the parts of a fused parameter's box that belong to a member."""
-    low, high, stride = part.box.start[at], part.box.stop[at], part.strides[at]
-    if share.alternates:
-        # The member's indices at or after `low` and before `high`.
-        begin = max(0, -(-(low - share.start) // share.period))
-        end = min(share.groups, -(-(high - share.start) // share.period))
-        if begin < end:
-            further = (share.start + begin * share.period - low) * stride * itemsize_bytes
-            strides = (*part.strides[:at], stride * share.period, *part.strides[at + 1 :])
-            yield part.moved(_replace(part.box, at, begin, end), further, strides)
-        return
-    first = max(0, (low - share.start - share.size) // share.period)
-    for group in range(first, share.groups):
-        start = share.start + group * share.period
-        begin, end = max(low, start), min(high, start + share.size)
-        if start >= high:
-            return
-        if begin < end:
-            ahead = group * share.size - start
-            box = _replace(part.box, at, begin + ahead, end + ahead)
-            yield part.moved(box, (begin - low) * stride * itemsize_bytes)
+def swap_last_dimensions(parts: Iterable[StoredRegion]) -> Iterator[StoredRegion]:
+    """Yield parts with their last two dimensions swapped."""
+    for slot, region in parts:
+        *leading, row, column = range(len(region.start))
+        yield slot, region.permute((*leading, column, row))
 
 
 def _put_shares(
     members: Sequence[StoredTensor], at: int, shares: Sequence[_Share]
-) -> Iterator[StoredBox]:
-    """Yield the boxes of members at their indices of the fused dimension."""
-    itemsize_bytes = members[0].dtype.itemsize_bytes
-    boxes = [list(list_stored_boxes(member)) for member in members]
+) -> Iterator[StoredRegion]:
+    """Yield the parts of members at their indices of the fused dimension."""
+    parts = [list(list_stored_regions(member)) for member in members]
     if all(share.alternates for share in shares) and len(shares) > 1:
-        yield from _alternate(boxes, itemsize_bytes, at)
+        yield from _alternate(parts, at)
         return
-    for own, share in zip(boxes, shares, strict=True):
-        for part in own:
-            low, high, stride = part.box.start[at], part.box.stop[at], part.strides[at]
-            for group in range(low // max(share.size, 1), share.groups):
-                start = group * share.size
-                begin, end = max(low, start), min(high, start + share.size)
-                if start >= high:
-                    break
-                if begin < end:
-                    ahead = share.start + group * share.period - start
-                    box = _replace(part.box, at, begin + ahead, end + ahead)
-                    yield part.moved(box, (begin - low) * stride * itemsize_bytes)
+    for own, share in zip(parts, shares, strict=True):
+        for slot, region in own:
+            for part in share.put_into(region, at):
+                yield slot, part
 
 
-def _alternate(
-    boxes: Sequence[Sequence[StoredBox]], itemsize_bytes: int, at: int
-) -> Iterator[StoredBox]:
-    """Yield the boxes of members whose indices alternate.
+def _alternate(parts: Sequence[Sequence[StoredRegion]], at: int) -> Iterator[StoredRegion]:
+    """Yield the parts of members whose indices alternate.
 
-    Boxes of all members that interleave in one file are merged; otherwise each index is a box.
+    Regions of all members that interleave in one file are merged; otherwise each index is a region.
     """
-    period = len(boxes)
-    alike: dict[tuple[object, ...], dict[int, StoredBox]] = {}
-    for number, own in enumerate(boxes):
-        for part in own:
-            key = (part.slot, part.place.path, part.box, part.strides)
-            alike.setdefault(key, {})[number] = part
-    for of_members in alike.values():
-        part = next(iter(of_members.values()))
-        low, high, stride = part.box.start[at], part.box.stop[at], part.strides[at]
-        starts = [m.place.start_bytes for _, m in sorted(of_members.items())]
-        step, rest = divmod(stride, period)
-        expected = [starts[0] + n * step * itemsize_bytes for n in range(period)]
-        if not rest and starts == expected:
-            strides = (*part.strides[:at], step, *part.strides[at + 1 :])
-            yield of_members[0].moved(
-                _replace(part.box, at, low * period, high * period), 0, strides
-            )
+    period = len(parts)
+    alike: dict[StoredRegion, dict[int, Region]] = {}
+    for number, own in enumerate(parts):
+        for slot, region in own:
+            key = (slot, region._replace(offset=0))
+            alike.setdefault(key, {})[number] = region
+    for (slot, _), of_members in alike.items():
+        region = next(iter(of_members.values()))
+        low, high = region.start[at], region.stop[at]
+        offsets = [member.offset for _, member in sorted(of_members.items())]
+        step, rest = divmod(region.strides[at], period)
+        if not rest and offsets == [offsets[0] + n * step for n in range(period)]:
+            start = (*region.start[:at], low * period, *region.start[at + 1 :])
+            stop = (*region.stop[:at], high * period, *region.stop[at + 1 :])
+            strides = (*region.strides[:at], step, *region.strides[at + 1 :])
+            yield slot, Region(start, stop, region.container, offsets[0], strides)
             continue
         for number, alone in of_members.items():
             for index in range(low, high):
                 place = index * period + number
-                further = (index - low) * stride * itemsize_bytes
-                yield alone.moved(_replace(alone.box, at, place, place + 1), further)
+                yield slot, alone.narrow(at, index, index + 1).shift(at, place - index)
 
 
-def _replace(box: Box, dimension: int, start: int, stop: int) -> Box:
-    """Return a box with other indices of one dimension."""
-    return Box(
-        (*box.start[:dimension], start, *box.start[dimension + 1 :]),
-        (*box.stop[:dimension], stop, *box.stop[dimension + 1 :]),
-    )
-
-
-def bind_boxes(
-    name: str, like: StoredTensor, shape: tuple[int, ...], parts: Iterable[StoredBox]
+def bind_stored_regions(
+    name: str, like: StoredTensor, shape: tuple[int, ...], parts: Iterable[StoredRegion]
 ) -> StoredTensor:
-    """Return a tensor that consists of boxes, with the type and the ranks of `like`."""
-    boxes = []
-    for part in parts:
-        boxes.append(part)
-        if len(boxes) > MAX_BOXES:
-            raise RecipeError(
-                f"{name!r} would consist of more than {MAX_BOXES} ranges of files; convert the "
-                "source to whole tensors first (--to full), and change names then"
-            )
-    if not boxes:
+    """Return a tensor that consists of parts, with the type and the ranks of `like`."""
+    itemsize_bytes = like.dtype.itemsize_bytes
+    listed = list(itertools.islice(parts, MAX_BOXES + 1))
+    if len(listed) > MAX_BOXES:
+        raise RecipeError(
+            f"{name!r} would consist of more than {MAX_BOXES} ranges of files; convert the "
+            "source to whole tensors first (--to full), and change names then"
+        )
+    if not listed:
         # An empty tensor needs an address too: that of a shard it came from.
-        slot, strides = like.stored_slots[0], View.row_major(shape).strides
-        whole = Box((0,) * len(shape), shape)
-        boxes.append(StoredBox(slot, whole, like.file_range(slot), strides))
-    slots = max(like.layout.slots, max(part.slot for part in boxes) + 1)
-    return StoredTensor(name, like.dtype, bind_stored_boxes(shape, boxes, slots))
-
-
-def bind_stored_boxes(shape: tuple[int, ...], boxes: Sequence[StoredBox], slots: int) -> Binding:
-    """Return the binding of boxes over `slots` ranks: their layout, addresses and strides."""
-    addresses: dict[int, list[FileRange]] = {}
-    views: dict[int, list[View]] = {}
-    strided: set[int] = set()
-    for slot, box, place, strides in boxes:
-        view = View(0, strides)
-        if is_dense(view, box.shape):
-            view = View.row_major(box.shape)
-        else:
-            strided.add(slot)
-        addresses.setdefault(slot, []).append(place)
-        views.setdefault(slot, []).append(view)
-    return Binding(
-        Layout.from_boxes(shape, [(part.slot, part.box) for part in boxes], slots),
-        {slot: tuple(places) for slot, places in addresses.items()},
-        {slot: tuple(views[slot]) for slot in strided},
-    )
+        slot = like.stored_slots[0]
+        place = like.file_range(slot)
+        listed.append((slot, Region.dense(shape, place.path, place.start_bytes, itemsize_bytes)))
+    slots = max(like.layout.slots, max(slot for slot, _ in listed) + 1)
+    return StoredTensor(name, like.dtype, bind_regions(shape, listed, slots, itemsize_bytes))

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from reshard._records import Record
 from reshard.binding import View
-from reshard.checkpoint.blocks.fusing import list_stored_boxes
+from reshard.checkpoint.blocks.fusing import list_stored_regions
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.arrays import load_layouts
@@ -165,13 +165,11 @@ class RankParameters:
 def _resolve(name: str, piece: SourcePiece, stored: StoredTensor) -> Iterator[Region]:
     """Yield the regions of files that fill a piece of a parameter."""
     itemsize = stored.dtype.itemsize_bytes
-    cells = [
-        Region(*cell.box, cell.place.path, cell.place.start_bytes, _scale(cell.strides, itemsize))
-        for cell in list_stored_boxes(stored)
-    ]
+    cells = [region for _, region in list_stored_regions(stored)]
     if len(cells) == 1 and cells[0].is_dense(itemsize):
         start = cells[0].offset + piece.view.offset * itemsize
-        yield Region(*piece.box, cells[0].container, start, _scale(piece.view.strides, itemsize))
+        strides = tuple(stride * itemsize for stride in piece.view.strides)
+        yield Region(*piece.box, cells[0].container, start, strides)
         return
     found = find_steps(stored.shape, piece.box.shape, piece.view.offset, piece.view.strides)
     if found is None:
@@ -206,10 +204,6 @@ def _resolve(name: str, piece: SourcePiece, stored: StoredTensor) -> Iterator[Re
             part.offset,
             tuple(stride for _, _, stride in columns),
         )
-
-
-def _scale(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    return tuple(stride * itemsize for stride in strides)
 
 
 def check_sources(layout: EngineLayout, checkpoint: Checkpoint) -> None:

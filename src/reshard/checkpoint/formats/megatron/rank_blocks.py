@@ -33,16 +33,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from reshard.checkpoint.blocks.fusing import StoredRegion
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats.megatron.parameters import is_expert
 from reshard.dtypes import DType
 from reshard.errors import FormatError
-from reshard.geometry.regions import Region, bind_regions, flat_regions
+from reshard.geometry.regions import bind_regions, flat_regions
 from reshard.layout import Box
 
 Shape = tuple[int, ...]
-# A region of a file, in bytes, and the rank that has it.
-StoredRegion = tuple[int, Region]
 
 
 class BlockPlace(NamedTuple):

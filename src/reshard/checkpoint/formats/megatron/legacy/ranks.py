@@ -27,12 +27,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from reshard.binding import View
+from reshard.checkpoint.blocks.fusing import StoredRegion
 from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.formats.megatron.common_state import chain_of, find_groups
 from reshard.checkpoint.formats.megatron.parameters import common_key, split_layer
 from reshard.checkpoint.formats.megatron.rank_blocks import (
     RankParameter,
-    StoredRegion,
     bucket_sizes,
     find_plan,
     flat_block,

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.blocks.fusing import list_stored_boxes
+from reshard.checkpoint.blocks.fusing import StoredRegion, list_stored_regions
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.formats.megatron.common_state import (
     add_optimizer,
@@ -36,7 +36,6 @@ from reshard.checkpoint.formats.megatron.parameters import common_key, is_expert
 from reshard.checkpoint.formats.megatron.rank_blocks import (
     BufferPlan,
     RankParameter,
-    StoredRegion,
     WholeTensors,
     bucket_sizes,
     find_plan,
@@ -56,7 +55,6 @@ from reshard.checkpoint.formats.torch_files.reading import read_storage, region_
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.dtypes import DType
 from reshard.errors import RecipeError
-from reshard.geometry.regions import Region
 from reshard.mesh import DeviceMesh
 
 _PREFIX = r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
@@ -114,7 +112,7 @@ class BucketSpace:
             if match is not None:
                 chain, rank, buffer, bucket = (int(number or 0) for number in match.groups()[:4])
                 own = result.setdefault((chain, rank, buffer), {}).setdefault(match[5], {})
-                own[bucket] = tensor.shape[0], tensor.dtype, _list_regions(tensor)
+                own[bucket] = tensor.shape[0], tensor.dtype, [*list_stored_regions(tensor)]
         for name, item in self._found.items.items():
             match = _OBJECT.match(name)
             if match is None or match[3] != "param_state":
@@ -276,13 +274,3 @@ def _list_blocks(stored: Mapping[str, _Buckets], plan: BufferPlan) -> Iterator[_
         for parameter, bucket, start in plan.places:
             _, dtype, regions = buckets[bucket]
             yield key, dtype, parameter, [*flat_block(regions, start, parameter.shape)]
-
-
-def _list_regions(tensor: StoredTensor) -> list[StoredRegion]:
-    """Return the regions in which a tensor is stored."""
-    itemsize_bytes = tensor.dtype.itemsize_bytes
-    regions = []
-    for slot, box, place, strides in list_stored_boxes(tensor):
-        in_bytes = tuple(stride * itemsize_bytes for stride in strides)
-        regions.append((slot, Region(*box, place.path, place.start_bytes, in_bytes)))
-    return regions

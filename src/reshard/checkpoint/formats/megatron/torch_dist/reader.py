@@ -40,7 +40,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.blocks.fusing import StoredBox, bind_boxes, list_stored_boxes
+from reshard.checkpoint.blocks.fusing import StoredRegion, bind_stored_regions, list_stored_regions
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredTensor
 from reshard.checkpoint.formats.megatron.common_state import add_optimizer, add_state, set_groups
 from reshard.checkpoint.formats.megatron.parameters import split_megatron_name
@@ -67,7 +67,7 @@ from reshard.checkpoint.formats.torch_files.optimizer_states import state_name
 from reshard.checkpoint.formats.torch_files.reading import read_storage, read_torch_file
 from reshard.checkpoint.formats.torch_files.values import as_sizes, explain
 from reshard.errors import CheckpointError, FormatError
-from reshard.layout import Box, flat_range_boxes
+from reshard.geometry.regions import flat_regions
 
 # Keys of `content_metadata` that describe the storage of tensors in this checkpoint only.
 CONTENT_KEYS = (
@@ -212,25 +212,18 @@ def bind_flat_ranges(tensor: StoredTensor, described: object) -> StoredTensor:
             f"tensor {tensor.name!r} is stored as {list(stored)}, blocks and elements of a block; "
             f"they do not form its shape {list(shape)}"
         )
-    return bind_boxes(tensor.name, tensor, shape, _list_boxes(tensor, blocks))
+    return bind_stored_regions(tensor.name, tensor, shape, _list_parts(tensor, blocks))
 
 
-def _list_boxes(tensor: StoredTensor, block: tuple[int, ...]) -> Iterator[StoredBox]:
-    """Yield the boxes in the true shape, block by block."""
-    itemsize_bytes = tensor.dtype.itemsize_bytes
-    for one in list_stored_boxes(tensor):
-        # A chunk is inside a block, but the boxes of a tensor may extend over several.
-        for index in product(*map(range, one.box.start[:-1], one.box.stop[:-1])):
-            steps = zip(index, one.box.start, one.strides, strict=False)
-            ahead = sum((at - start) * stride for at, start, stride in steps)
+def _list_parts(tensor: StoredTensor, block: tuple[int, ...]) -> Iterator[StoredRegion]:
+    """Yield the parts in the true shape, block by block."""
+    for slot, stored in list_stored_regions(tensor):
+        # A chunk is inside a block, but the regions of a tensor may extend over several.
+        for index in product(*map(range, stored.start[:-1], stored.stop[:-1])):
+            flat = stored
+            for at in index:
+                flat = flat.drop(0, at)
+            (low,), (high,), container, offset, (stride,) = flat
             first = [at * size for at, size in zip(index, block, strict=True)]
-            done = 0
-            for box in flat_range_boxes(block, one.box.start[-1], one.box.stop[-1]):
-                start = tuple(map(sum, zip(first, box.start, strict=True)))
-                stop = tuple(map(sum, zip(first, box.stop, strict=True)))
-                further = (ahead + done * one.strides[-1]) * itemsize_bytes
-                strides = tuple(
-                    math.prod(box.shape[d + 1 :]) * one.strides[-1] for d in range(len(block))
-                )
-                yield one.moved(Box(start, stop), further, strides)
-                done += box.elements
+            for region in flat_regions(block, low, high, container, offset, stride):
+                yield slot, region.translate(first)

@@ -22,9 +22,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from reshard.checkpoint.blocks.fusing import (
-    bind_boxes,
+    bind_stored_regions,
     fuse_members,
-    list_stored_boxes,
+    list_stored_regions,
     split_stack,
 )
 from reshard.checkpoint.contents import StoredTensor
@@ -69,12 +69,9 @@ def unstack(tensor: StoredTensor) -> Iterator[StoredTensor]:
         if not tensor.shape[0]:
             continue
         # Not as members of a fusion, which have dimensions: a member may be a scalar.
-        of_numbers = split_stack(
-            list_stored_boxes(tensor), tensor.dtype.itemsize_bytes, tensor.shape[0]
-        )
-        for number, boxes in enumerate(of_numbers):
+        for number, parts in enumerate(split_stack(list_stored_regions(tensor), tensor.shape[0])):
             name = member.replace("{}", str(number))
-            yield from unstack(bind_boxes(name, tensor, tensor.shape[1:], boxes))
+            yield from unstack(bind_stored_regions(name, tensor, tensor.shape[1:], parts))
         return
     yield tensor if key == tensor.name else _rename(tensor, key)
 
