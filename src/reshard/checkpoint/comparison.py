@@ -28,7 +28,6 @@ import numpy as np
 from reshard._records import Record
 from reshard.binding import FileRange
 from reshard.checkpoint.blocks.block_io import (
-    BatchReader,
     BlockMemory,
     BlockReader,
     OpenFiles,
@@ -48,7 +47,7 @@ from reshard.checkpoint.conversion.checksums import (
     source_checksums,
 )
 from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.work_items import Batch, BlockDigests, WorkItems, size_workspace
+from reshard.checkpoint.conversion.work_items import Batch, BlockDigests, WorkItems
 from reshard.checkpoint.copy_checks import compare_copies
 from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.opening import open_checkpoint
@@ -152,7 +151,7 @@ class _Side:
         self.computed = {} if self.conversion is None else self.conversion.computed
         self.files = open_sources(self.checkpoint)
         self.columns = TensorColumns.of(self.checkpoint.tensors)
-        self._reader = BatchReader(self.columns, self.files)
+        self._reader = BlockReader(self.columns, self.files)
         self._computed = lru_cache(maxsize=64)(self._open_computed)
 
     def _open_computed(self, name: str) -> ComputedReader:
@@ -179,7 +178,7 @@ class _Side:
         if self.conversion is not None:
             return self.conversion.new_workspace(0)
         rows = self.columns.rows(names)
-        return size_workspace(self._reader, rows, batch_bytes).new_workspace()
+        return self._reader.workspace_size(rows).with_batches(batch_bytes).new_workspace()
 
 
 def compare(
@@ -411,7 +410,7 @@ def check_digests(
         if checksum.tensor in columns and checksum.tensor not in unreadable
     ]
     seen = source_checksums(own)
-    reader = BatchReader(columns, files, seen.add if own else None)
+    reader = BlockReader(columns, files, seen.add if own else None)
     blocks = BlockDigests(WorkItems(columns, columns))
 
     def work(batch: Batch, memory: Workspace) -> tuple[Batch, bytes]:
@@ -420,7 +419,7 @@ def check_digests(
 
     total, done = int(columns.tensor_bytes[rows].sum()), 0
     batch_bytes = blocks.work_items.batched_bytes
-    size = size_workspace(reader, rows, batch_bytes)
+    size = reader.workspace_size(rows).with_batches(batch_bytes)
     results = run_in_threads(blocks.batches(rows, batch_bytes), work, size.new_workspace, threads)
     try:
         for batch, digests in results:
@@ -457,7 +456,7 @@ def _list_damaged(
     for block, expected in enumerate(tensor.digest.blocks if tensor.digest is not None else ()):
         digest = found[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
         if digest != expected:
-            box = str(reader.grid.box(block))
+            box = str(reader.grid(0).box(block))
             yield DamagedBlock(tensor.name, box, expected.hex(), digest.hex(), reader.places(block))
 
 

@@ -41,12 +41,10 @@ def test_a_workspace_of_the_size_asked_for_is_enough(
         files = open_sources(found)
         for name, expected in whole.items():
             reader = BlockReader(found[name], files)
-            workspace = Workspace(reader.grid.largest_bytes, reader.span_bytes)
-            for index in range(reader.grid.count):
-                for _, span in reader.spans(reader.grid.box(index)):
-                    assert span.size_bytes <= reader.span_bytes
-                memory = reader.read(index, workspace)
-                box = reader.grid.box(index)
+            workspace, grid = reader.workspace_size().new_workspace(), reader.grid(0)
+            for index in range(grid.count):
+                memory = reader.read_block(index, workspace)
+                box = grid.box(index)
                 window = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
                 assert bytes(memory) == expected.bits[window or (...,)].tobytes()
                 del memory
@@ -59,8 +57,8 @@ def test_a_block_that_is_contiguous_in_its_file_is_read_in_place(tmp_path: Path)
     found = checkpoint.open(tmp_path)
     files = open_sources(found)
     reader = BlockReader(found["w"], files)
-    workspace = Workspace(reader.grid.largest_bytes, 0)
-    memory = reader.read(0, workspace)
+    workspace = Workspace(reader.workspace_size().block_bytes, 0)
+    memory = reader.read_block(0, workspace)
     assert np.frombuffer(memory, np.uint32).size == 64 * 64
     del memory
     assert [file.read_bytes for file in files] == [64 * 64 * 4]
@@ -75,7 +73,7 @@ def test_a_checked_block(tmp_path: Path) -> None:
     found = checkpoint.open(tmp_path / "made")
     files = open_sources(found)
     reader = BlockReader(found["w"], files)
-    workspace = Workspace(reader.grid.largest_bytes, reader.span_bytes)
+    workspace = reader.workspace_size().new_workspace()
     memory, digest = reader.read_checked(0, workspace)
     assert found["w"].digest is not None
     assert found["w"].digest.blocks == (digest,)

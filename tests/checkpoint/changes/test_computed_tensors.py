@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import reshard.checkpoint
 from reshard.checkpoint.blocks import grid
-from reshard.checkpoint.blocks.block_io import BatchReader, BatchWriter
+from reshard.checkpoint.blocks.block_io import BlockReader, BlockWriter
 from reshard.checkpoint.blocks.grid import block_digest
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.computed_tensors import ComputedReader
@@ -36,8 +36,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         monkeypatch.setattr(kind, name, called)
 
-    count(BatchReader, "read")
-    count(BatchWriter, "write")
+    count(BlockReader, "read")
+    count(BlockWriter, "write")
     count(ComputedReader, "read_checked")
     return counted
 
@@ -79,7 +79,7 @@ def test_small_tensors_of_several_types_are_cast_together(tmp_path: Path, calls:
     report = reshard.checkpoint.convert(source, tmp_path / "target", to="full", dtype="fp16")
     assert calls["ComputedReader.read_checked"] == 0
     # What is cast and what is not are apart: a few batches, not one for each of 183.
-    assert calls["BatchReader.read"] == calls["BatchWriter.write"] <= 6
+    assert calls["BlockReader.read"] == calls["BlockWriter.write"] <= 6
     expect_cast(load_file(tmp_path / "target" / "model.safetensors"), tensors)
     floats = [one for one in tensors.values() if one.is_floating_point()]
     great = sum(int((one.half().isinf() & one.isfinite()).sum()) for one in floats)
@@ -157,7 +157,7 @@ def test_small_quantised_weights_are_written_together(tmp_path: Path, calls: Cal
     source = write(tmp_path / "source", {**stored, **scales}, **config)
     reshard.checkpoint.convert(source, tmp_path / "target", to="full", dequantize=True)
     assert calls["ComputedReader.read_checked"] == 30
-    assert calls["BatchWriter.write"] <= 2
+    assert calls["BlockWriter.write"] <= 2
     found = load_file(tmp_path / "target" / "model.safetensors")
     for name, one in stored.items():
         assert torch.equal(found[name], (one.float() * 0.5).to(torch.bfloat16))

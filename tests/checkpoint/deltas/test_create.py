@@ -14,7 +14,7 @@ import pytest
 from checkpoint.checkpoint_files import Tensor, tensor, write_file
 from reshard import checkpoint
 from reshard.checkpoint.blocks import grid as blocks
-from reshard.checkpoint.blocks.block_io import BatchReader
+from reshard.checkpoint.blocks.block_io import BlockReader
 from reshard.errors import DigestError, UsageError
 from selection import keep_spread
 
@@ -265,13 +265,13 @@ def test_small_tensors_are_looked_at_together(
     after |= {f"new.{n}": tensor("int16", (9,), n) for n in range(20)}
     a, b = write(tmp_path / "a", before), write(tmp_path / "b", after)
     calls = []
-    read = BatchReader.read
+    read = BlockReader.read
 
-    def count(self: BatchReader, *arguments: Any) -> Any:
+    def count(self: BlockReader, *arguments: Any) -> Any:
         calls.append(len(arguments[0]))
         return read(self, *arguments)
 
-    monkeypatch.setattr(BatchReader, "read", count)
+    monkeypatch.setattr(BlockReader, "read", count)
     report = checkpoint.diff(a, b, tmp_path / "delta")
     # Of 180 tensors afterwards: some batches of each checkpoint, and the blocks of the large one.
     assert len(calls) <= 20

@@ -1,16 +1,12 @@
-"""Reading and writing blocks of tensors: one at a time, and in batches.
+"""Reading and writing blocks of tensors, in batches.
 
-A `BlockReader` gathers a block of one tensor in row-major order. It works in a `Workspace`, the
-memory of one thread, and allocates nothing else::
+A `BlockReader` gathers blocks of tensors in row-major order, a `BlockWriter` spreads them over
+files. They work in a `Workspace`, the memory of one thread, and allocate nothing else.
 
-    files --(one range at a time)--> span buffer --(Span.copy)--> block
-
-A block that is one range of one file, in its own order, is read without the copy.
-
-Many small tensors share reads and writes (`BatchReader`, `BatchWriter`). A *section* is one block
-of each of several tensors of one kind: their shards are alike, so a span of the kind is a span of
-each tensor, and all are rearranged by one copy of arrays with an additional dimension. A batch is a
-list of sections; that of a large tensor is a single block::
+Many small tensors share reads and writes. A *section* is one block of each of several tensors of
+one kind: their shards are alike, so a span of the kind is a span of each tensor, and all are
+rearranged by one copy of arrays with an additional dimension. A batch is a list of sections; that
+of a large tensor is a single block::
 
     reader   files --(ranges)--> span buffer --(a copy for each span)--> blocks
     writer   blocks --(a copy for each span)--> span buffer --(ranges)--> files
@@ -20,6 +16,7 @@ list of sections; that of a large tensor is a single block::
 3. Between a range and the blocks, tensors at equal distances are copied as one array.
 
 Blocks that are ranges of files in their own order are read and written without the span buffer.
+Computed tensors read boxes of their sources that are no blocks (`BlockReader.read_box`).
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -226,151 +223,6 @@ def max_span_bytes(
     return max_bytes
 
 
-class _BlockAccess:
-    """The tiles of one tensor, and the spans of each block in them."""
-
-    def __init__(self, tensor: StoredTensor, tiles: Tiles) -> None:
-        self.tensor = tensor
-        self.grid = BlockGrid.of(tensor.shape, tensor.dtype.itemsize_bytes)
-        self._tiles = tiles
-
-    @property
-    def span_bytes(self) -> int:
-        """The most bytes of a shard in memory at once."""
-        return max_span_bytes(self._tiles, self.tensor.view, self.grid)
-
-    def spans(self, box: Box, grid: BlockGrid | None = None) -> Iterator[tuple[str, Span]]:
-        """Yield the file name and span of every range of a block of the grid."""
-        grid = self.grid if grid is None else grid
-        for tile in self._tiles.intersecting(box):
-            address = self.tensor.file_range(tile.slot, tile.number, tile.offset)
-            view = self.tensor.view(tile.slot, tile.number)
-            for span in list_spans(tile, view, grid, box, address.start_bytes):
-                yield address.path, span
-
-    def array(self, memory: memoryview, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Return memory as an array of the tensor's bare elements."""
-        return np.frombuffer(memory, dtype=self.tensor.dtype.storage).reshape(shape)
-
-
-class BlockReader(_BlockAccess):
-    """Reads the blocks of one stored tensor; `watch` is called with every range that is read.
-
-    Raises:
-        CoverageError: shards that leave part of the tensor out.
-    """
-
-    def __init__(
-        self, tensor: StoredTensor, files: OpenFiles[SourceFile], watch: Watch | None = None
-    ) -> None:
-        super().__init__(tensor, source_tiles(tensor.assembly))
-        self._files = files
-        self._watch = watch
-
-    def read(self, index: int, workspace: Workspace) -> memoryview:
-        """Return the bytes of block `index` in row-major order, valid until the next call.
-
-        Raises:
-            RunError: a file that cannot be read.
-            SourceChangedError: a file that became shorter.
-        """
-        return self._read_spans(self.grid.box(index), self.grid, workspace.block, workspace.span)
-
-    def _read_spans(
-        self, box: Box, grid: BlockGrid, into: AlignedBuffer, over: AlignedBuffer
-    ) -> memoryview:
-        size_bytes = box.elements * grid.itemsize_bytes
-        spans = list(self.spans(box, grid))
-        # The block is one range of one file, in its own order: it is read in place.
-        if len(spans) == 1 and spans[0][1].is_all_of(box):
-            name, span = spans[0]
-            region = into.region(span.start_bytes, size_bytes)
-            self._read(name, region, span)
-            return region.memory
-        # Otherwise each range is read into the second buffer and spread over the block.
-        memory = into.region(0, size_bytes).memory
-        self._spread(spans, self.array(memory, box.shape), over)
-        return memory
-
-    def _spread(
-        self, spans: Iterable[tuple[str, Span]], block: NDArray[Any], over: AlignedBuffer
-    ) -> None:
-        for name, span in spans:
-            region = over.region(span.start_bytes, span.size_bytes)
-            self._read(name, region, span)
-            span.copy(block, span.over(self.array(region.memory, (-1,))), into_block=True)
-
-    def read_box(self, box: Box, into: AlignedBuffer, over: AlignedBuffer) -> NDArray[Any]:
-        """Return the bare elements of a box, in its shape, valid until `into` is used again.
-
-        Args:
-            box: of the tensor.
-            into: a buffer with room for the box.
-            over: a buffer with room for `span_bytes`.
-
-        Raises:
-            RunError: a file that cannot be read.
-        """
-        shape = self.tensor.shape
-        cut = max(
-            (d for d, size in enumerate(box.shape) if size < shape[d]), default=self.grid.dimension
-        )
-        cut = max(cut, self.grid.dimension)
-        grid = self.grid.replace(dimension=cut, chunk=1, count=0)
-        lead = box.shape[:cut]
-        if math.prod(lead) == 1:
-            memory = self._read_spans(box, grid, into, over)
-            return self.array(memory, box.shape)
-        # Spans have single indices of the dimensions before the cut, so these are looped over.
-        array = self.array(into.region(0, box.elements * grid.itemsize_bytes).memory, box.shape)
-        for index in np.ndindex(*lead):
-            start = tuple(a + i for a, i in zip(box.start, index, strict=False))
-            stop = tuple(a + 1 for a in start)
-            inner = Box((*start, *box.start[cut:]), (*stop, *box.stop[cut:]))
-            part = array[tuple(slice(i, i + 1) for i in index)]
-            self._spread(self.spans(inner, grid), part, over)
-        return array
-
-    def _read(self, name: str, region: BufferRegion, span: Span) -> None:
-        self._files[name].read_into(region, span.start_bytes)
-        if self._watch is not None:
-            self._watch(name, span.start_bytes, region.memory)
-
-    def read_checked(self, index: int, workspace: Workspace) -> tuple[memoryview, bytes]:
-        """Return `read(index, workspace)` and its digest, compared with a recorded one if any.
-
-        Raises:
-            DigestError: bytes that differ from those written.
-        """
-        memory = self.read(index, workspace)
-        digest = block_digest(memory)
-        self.verify_digest(index, digest)
-        return memory, digest
-
-    def verify_digest(self, index: int, digest: bytes) -> None:
-        """Compare the digest of block `index` with the recorded one, if any.
-
-        Raises:
-            DigestError: bytes that differ from those written.
-        """
-        recorded = self.tensor.digest
-        if recorded is not None and recorded.blocks[index] != digest:
-            file, _ = next(self.spans(self.grid.box(index)))
-            raise DigestError(
-                f"{self._files[file].path.parent / self.places(index)[0]}, "
-                f"{self.grid.box(index)} of tensor {self.tensor.name!r}, is not what was written: "
-                f"its digest is {digest.hex()}, the manifest has "
-                f"{recorded.blocks[index].hex()}. `reshard inspect --digest` lists all that differ"
-            )
-
-    def places(self, index: int) -> tuple[str, ...]:
-        """Return the byte ranges that block `index` is read from, as text."""
-        return tuple(
-            f"{name} bytes {span.start_bytes}:{span.start_bytes + span.size_bytes}"
-            for name, span in self.spans(self.grid.box(index))
-        )
-
-
 # The largest gap between two pieces that is read with them.
 _MAX_GAP = PAGE_BYTES
 _ALIGNMENT = 64
@@ -429,7 +281,7 @@ class _FilePieces(NamedTuple):
         return coalesce(self.file, self.start, self.size, gap_bytes, max_bytes)
 
 
-class _BatchAccess:
+class _BlockFiles:
     """The spans of the tensors of a source or a target, in their files."""
 
     def __init__(
@@ -463,6 +315,18 @@ class _BatchAccess:
             for span in list_spans(tile, view, grid, box, start_bytes):
                 spans.append((place, span, span.is_all_of(box)))
         return tuple(spans)
+
+    def _list_spans(self, row: int, box: Box, grid: BlockGrid) -> Iterator[tuple[str, Span]]:
+        """Yield the file name and span of every range of a box of one tensor."""
+        number, first = int(self.columns.kind[row]), int(self.columns.first[row])
+        kind = self.columns.kinds[number]
+        for tile in self._tiles(number).intersecting(box):
+            place, is_slot = kind.find_place(tile.slot, tile.number)
+            start_bytes = int(self.columns.starts[first + place])
+            start_bytes += tile.offset * grid.itemsize_bytes if is_slot else 0
+            view = kind.view(tile.slot, tile.number)
+            for span in list_spans(tile, view, grid, box, start_bytes):
+                yield kind.files[place], span
 
     def _find_pieces(self, sections: Sequence[Section]) -> _FilePieces:
         files: list[IntArray] = []
@@ -525,18 +389,66 @@ class _BatchAccess:
                 self._watch(self._file_names[pieces.file[piece]], int(pieces.start[piece]), part)
 
 
-class BatchReader(_BatchAccess):
-    """Reads batches of stored tensors; `watch` is called with every piece that is read.
+class BlockReader(_BlockFiles):
+    """Reads blocks of stored tensors; `watch` is called with every piece that is read.
+
+    Args:
+        tensors: as columns, or a single tensor, which is in row 0.
+        files: of the tensors.
+        watch: called with the file, the first byte and the content of every piece.
 
     Raises:
         CoverageError: shards that leave part of a tensor out.
     """
 
     def __init__(
-        self, columns: TensorColumns, files: OpenFiles[SourceFile], watch: Watch | None = None
+        self,
+        tensors: TensorColumns | StoredTensor,
+        files: OpenFiles[SourceFile],
+        watch: Watch | None = None,
     ) -> None:
-        super().__init__(columns, lambda kind: source_tiles(columns.sample(kind).assembly), watch)
+        if isinstance(tensors, StoredTensor):
+            assembly, columns = tensors.assembly, TensorColumns.of({tensors.name: tensors})
+            super().__init__(columns, lambda _: source_tiles(assembly), watch)
+        else:
+            columns = tensors
+            super().__init__(
+                columns, lambda kind: source_tiles(columns.sample(kind).assembly), watch
+            )
         self._files = files
+
+    def workspace_size(self, rows: IntArray | None = None) -> WorkspaceSize:
+        """Return the memory that a thread needs to read the tensors in these rows, or all."""
+        number = self.columns.kind if rows is None else self.columns.kind[rows]
+        # Not `np.unique`, which imports `numpy.ma`: a tenth of the start of a command.
+        kinds = np.flatnonzero(np.bincount(number)).tolist()
+        return WorkspaceSize(
+            max((self.grid(kind).largest_bytes for kind in kinds), default=0),
+            max(map(self.span_bytes, kinds), default=0),
+        )
+
+    def read_block(self, block: int, workspace: Workspace, row: int = 0) -> memoryview:
+        """Return the bytes of one block in row-major order, valid until the next call.
+
+        Raises:
+            RunError: a file that cannot be read.
+            SourceChangedError: a file that became shorter.
+        """
+        section = Section(int(self.columns.kind[row]), np.array([row]), block)
+        return next(iter(self.read([section], workspace)[0]))
+
+    def read_checked(
+        self, block: int, workspace: Workspace, row: int = 0
+    ) -> tuple[memoryview, bytes]:
+        """Return `read_block` and its digest, compared with a recorded one if any.
+
+        Raises:
+            DigestError: bytes that differ from those written.
+        """
+        memory = self.read_block(block, workspace, row)
+        digest = block_digest(memory)
+        self.verify_digest(block, digest, row)
+        return memory, digest
 
     def read(self, sections: Sequence[Section], workspace: Workspace) -> list[BlockMemory]:
         """Return the blocks of each section in row-major order, valid until the next call.
@@ -594,23 +506,94 @@ class BatchReader(_BatchAccess):
         self._files[self._file_names[joined.file]].read_into(region, joined.start_bytes)
         at[joined.pieces] = pieces.start[joined.pieces] + (region.start - joined.start_bytes)
 
+    def read_box(
+        self, box: Box, into: AlignedBuffer, over: AlignedBuffer, row: int = 0
+    ) -> NDArray[Any]:
+        """Return the bare elements of a box, in its shape, valid until `into` is used again.
+
+        Args:
+            box: of the tensor.
+            into: a buffer with room for the box.
+            over: a buffer with room for `span_bytes`.
+            row: of the tensor.
+
+        Raises:
+            RunError: a file that cannot be read.
+        """
+        kind = int(self.columns.kind[row])
+        grid, storage = self.grid(kind), self.columns.kinds[kind].dtype.storage
+        cut = max(
+            (d for d, size in enumerate(box.shape) if size < grid.shape[d]), default=grid.dimension
+        )
+        cut = max(cut, grid.dimension)
+        grid = grid.replace(dimension=cut, chunk=1, count=0)
+        lead, size_bytes = box.shape[:cut], box.elements * grid.itemsize_bytes
+        if math.prod(lead) == 1:
+            spans = list(self._list_spans(row, box, grid))
+            # The box is one range of one file, in its own order: it is read in place.
+            if len(spans) == 1 and spans[0][1].is_all_of(box):
+                name, span = spans[0]
+                region = into.region(span.start_bytes, size_bytes)
+                self._read_span(name, span, region)
+                return np.frombuffer(region.memory, storage).reshape(box.shape)
+        array = np.frombuffer(into.region(0, size_bytes).memory, storage).reshape(box.shape)
+        # Spans have single indices of the dimensions before the cut, so these are looped over.
+        for index in np.ndindex(*lead):
+            start = tuple(a + i for a, i in zip(box.start, index, strict=False))
+            stop = tuple(a + 1 for a in start)
+            inner = Box((*start, *box.start[cut:]), (*stop, *box.stop[cut:]))
+            part = array[tuple(slice(i, i + 1) for i in index)]
+            for name, span in self._list_spans(row, inner, grid):
+                region = over.region(span.start_bytes, span.size_bytes)
+                self._read_span(name, span, region)
+                elements = np.frombuffer(region.memory, storage)
+                span.copy(part, span.over(elements), into_block=True)
+        return array
+
+    def _read_span(self, name: str, span: Span, region: BufferRegion) -> None:
+        self._files[name].read_into(region, span.start_bytes)
+        if self._watch is not None:
+            self._watch(name, span.start_bytes, region.memory)
+
     def verify_digests(self, section: Section, digests: Sequence[bytes]) -> None:
         """Compare the digests of a section's blocks with the recorded ones, if any.
 
         Raises:
             DigestError: bytes that differ from those written.
         """
+        if self.columns.digests is not None:
+            for row, digest in zip(section.rows.tolist(), digests, strict=True):
+                self.verify_digest(section.block, digest, row)
+
+    def verify_digest(self, block: int, digest: bytes, row: int = 0) -> None:
+        """Compare the digest of one block with the recorded one, if any.
+
+        Raises:
+            DigestError: bytes that differ from those written.
+        """
         recorded = self.columns.digests
-        if recorded is None:
-            return
-        for row, digest in zip(section.rows.tolist(), digests, strict=True):
-            expected = recorded.of_block(row, section.block)
-            if expected is not None and expected != digest:
-                tensor = BlockReader(self.columns.tensor(row), self._files)
-                tensor.verify_digest(section.block, digest)
+        expected = None if recorded is None else recorded.of_block(row, block)
+        if expected is not None and expected != digest:
+            box = self.grid(int(self.columns.kind[row])).box(block)
+            places = self.places(block, row)
+            file = places[0].rpartition(" bytes ")[0]
+            raise DigestError(
+                f"{self._files[file].path.parent / places[0]}, {box} of tensor "
+                f"{self.columns.names[row]!r}, is not what was written: its digest is "
+                f"{digest.hex()}, the manifest has {expected.hex()}. `reshard inspect --digest` "
+                "lists all that differ"
+            )
+
+    def places(self, block: int, row: int = 0) -> tuple[str, ...]:
+        """Return the byte ranges that a block is read from, as text."""
+        grid = self.grid(int(self.columns.kind[row]))
+        return tuple(
+            f"{name} bytes {span.start_bytes}:{span.start_bytes + span.size_bytes}"
+            for name, span in self._list_spans(row, grid.box(block), grid)
+        )
 
 
-class BatchWriter(_BatchAccess):
+class BlockWriter(_BlockFiles):
     """Writes batches into the files that store tensors, and calls `watch` with each piece."""
 
     def __init__(
@@ -721,7 +704,7 @@ class WrittenRanges(NamedTuple):
     A range extends from the first to the last byte that a block writes in a shard, so it may
     contain bytes of other blocks: `size` is the number of bytes that the block writes in it.
     `block` is the position of the block among those requested, `file` an index of
-    `BatchWriter.file_names`.
+    `BlockWriter.file_names`.
     """
 
     block: IntArray
@@ -732,7 +715,7 @@ class WrittenRanges(NamedTuple):
 
 
 def find_written_ranges(
-    writer: BatchWriter, rows: IntArray, blocks: IntArray
+    writer: BlockWriter, rows: IntArray, blocks: IntArray
 ) -> Iterator[WrittenRanges]:
     """Yield the ranges that blocks write, some blocks at a time.
 
@@ -749,7 +732,7 @@ def find_written_ranges(
         yield _find_ranges(writer, rows[part], blocks[part], at)
 
 
-def _find_ranges(writer: BatchWriter, rows: IntArray, blocks: IntArray, at: int) -> WrittenRanges:
+def _find_ranges(writer: BlockWriter, rows: IntArray, blocks: IntArray, at: int) -> WrittenRanges:
     columns = writer.columns
     kinds = columns.kind[rows]
     order = np.lexsort((blocks, kinds))

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from reshard._records import Record
 from reshard.checkpoint.blocks.block_io import (
-    BatchReader,
     BlockMemory,
     BlockReader,
     OpenFiles,
@@ -71,7 +70,7 @@ class ComputedTensor(Protocol):
 
 
 class ComputedReader:
-    """Reads the blocks of a computed tensor, as a `BlockReader` reads those of a stored one."""
+    """Reads the blocks of a computed tensor."""
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class ComputedReader:
     @property
     def span_bytes(self) -> int:
         """The most bytes of a shard in memory at once."""
-        return max((reader.span_bytes for reader in self._readers), default=0)
+        return max((reader.span_bytes(0) for reader in self._readers), default=0)
 
     @property
     def input_bytes(self) -> tuple[int, ...]:
@@ -114,10 +113,10 @@ class ComputedReader:
         out = np.frombuffer(memory, dtype=self.tensor.dtype.storage).reshape(box.shape)
 
         def read(source: int, part: Box) -> NDArray[Any]:
-            reader = self._readers[source]
-            elements = reader.read_box(part, workspace.inputs[source], workspace.span)
+            inputs = workspace.inputs[source]
+            elements = self._readers[source].read_box(part, inputs, workspace.span)
             if self._digests is not None:
-                self._digests.add(reader.tensor, part, elements)
+                self._digests.add(self.tensor.sources[source], part, elements)
             return elements
 
         counts = self.tensor.fill(box, out, read)
@@ -301,7 +300,7 @@ class ChangedReader:
         self._target = target
         self._by_name = computed
         self._files, self._watch, self._note = files, watch, note
-        self._reader = BatchReader(source, files, watch)
+        self._reader = BlockReader(source, files, watch)
         # A reader per computed tensor, cached while its blocks are read.
         self._computed = lru_cache(maxsize=64)(self._open_computed)
 

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard._records import Record
-from reshard.checkpoint.blocks.block_io import BlockReader, Workspace, open_sources
+from reshard.checkpoint.blocks.block_io import BlockReader, open_sources
 from reshard.checkpoint.changes.computed_tensors import ReadBox
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.dtypes import DType, dtype
@@ -365,9 +365,10 @@ def read_flat_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         for tensor in states:
             reader = BlockReader(tensor, files)
             content = b""
-            if reader.grid.count == 1 and reader.grid.largest_bytes <= _MAX_BYTES:
-                workspace = Workspace(reader.grid.largest_bytes, reader.span_bytes)
-                content = bytes(reader.read(0, workspace))
+            size = reader.workspace_size()
+            if reader.grid(0).count == 1 and size.block_bytes <= _MAX_BYTES:
+                workspace = size.new_workspace()
+                content = bytes(reader.read_block(0, workspace))
                 workspace.close()
             try:
                 shape = tuple(int(size) for size in json.loads(content)["shape"])

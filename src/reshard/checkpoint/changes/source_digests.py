@@ -55,12 +55,12 @@ class _Pieces:
 class _TensorBlocks:
     """The blocks of a source: which were read, and which compared."""
 
-    def __init__(self, reader: BlockReader) -> None:
-        self.reader, self.lock = reader, threading.Lock()
-        self.touched = np.zeros(reader.grid.count, dtype=bool)
-        self.compared = np.zeros(reader.grid.count, dtype=bool)
+    def __init__(self, tensor: StoredTensor, files: OpenFiles[SourceFile]) -> None:
+        self.tensor, self.reader, self.lock = tensor, BlockReader(tensor, files), threading.Lock()
+        self.grid = grid = self.reader.grid(0)
+        self.touched = np.zeros(grid.count, dtype=bool)
+        self.compared = np.zeros(grid.count, dtype=bool)
         self.pieces: dict[int, _Pieces] = {}
-        grid = reader.grid
         length = grid.shape[grid.dimension] if grid.shape else 1
         inner = math.prod(grid.shape[grid.dimension + 1 :]) * grid.itemsize_bytes
         # Bytes of an outer index and of a chunk, and the blocks of an outer index.
@@ -116,8 +116,8 @@ class SourceDigests:
 
     def _register(self, tensor: StoredTensor) -> None:
         """Record the ranges of files of a tensor."""
-        blocks = _TensorBlocks(BlockReader(tensor, self._files))
-        size, shape = blocks.reader.grid.itemsize_bytes, tensor.shape
+        blocks = _TensorBlocks(tensor, self._files)
+        size, shape = blocks.grid.itemsize_bytes, tensor.shape
         for tile in source_tiles(tensor.assembly).tiles:
             box = tile.bounds
             start, stop = _flat_range(box, shape)
@@ -179,11 +179,11 @@ class SourceDigests:
             blocks = self._tensors.get(source.name)
             if blocks is None:
                 # A tensor of the same name in another checkpoint, such as an adapter, differs.
-                blocks = _TensorBlocks(BlockReader(source, self._files))
+                blocks = _TensorBlocks(source, self._files)
                 self._tensors[source.name] = blocks
-        if blocks.reader.tensor.digest != source.digest:
+        if blocks.tensor.digest != source.digest:
             return
-        size = blocks.reader.grid.itemsize_bytes
+        size = blocks.grid.itemsize_bytes
         start, stop = _flat_range(box, source.shape)
         if stop - start != box.elements:
             blocks.touch(start * size, stop * size)
@@ -212,8 +212,8 @@ class SourceDigests:
             is_complete = bool(blocks.compared.all())
         if is_complete:
             with self._lock:
-                self._complete.add(blocks.reader.tensor.name)
-                self._tensors.pop(blocks.reader.tensor.name, None)
+                self._complete.add(blocks.tensor.name)
+                self._tensors.pop(blocks.tensor.name, None)
 
     def _add_piece(
         self, blocks: _TensorBlocks, block: int, at: int, piece: memoryview, size_bytes: int
@@ -268,11 +268,10 @@ class SourceDigests:
             reader, block = task
             reader.read_checked(block, memory)
 
-        readers = [blocks.reader for blocks in self._tensors.values()]
-        if readers:
+        sizes = [blocks.reader.workspace_size() for blocks in self._tensors.values()]
+        if sizes:
             size = WorkspaceSize(
-                max(reader.grid.largest_bytes for reader in readers),
-                max(reader.span_bytes for reader in readers),
+                max(size.block_bytes for size in sizes), max(size.span_bytes for size in sizes)
             )
             for _ in run_in_threads(tasks(), work, size.new_workspace, threads):
                 pass

@@ -31,8 +31,8 @@ import numpy as np
 from reshard._records import Record
 from reshard._validation import check_used
 from reshard.checkpoint.blocks.block_io import (
-    BatchReader,
-    BatchWriter,
+    BlockReader,
+    BlockWriter,
     OpenFiles,
     Workspace,
     open_sources,
@@ -140,7 +140,7 @@ class _ConversionRun:
         self.notes: tuple[str, ...] = ()
         self._lock = threading.Lock()
 
-    def _open(self, checksums: ChecksumTracker | None) -> tuple[ChangedReader, BatchWriter]:
+    def _open(self, checksums: ChecksumTracker | None) -> tuple[ChangedReader, BlockWriter]:
         """Return the reader and the writer of blocks, which also update checksums."""
         of, work_items = checksums, self.work_items
         reader = ChangedReader(
@@ -152,7 +152,7 @@ class _ConversionRun:
             self._count,
             self.source_digests,
         )
-        return reader, BatchWriter(work_items.target, self.targets, of.watch_target if of else None)
+        return reader, BlockWriter(work_items.target, self.targets, of.watch_target if of else None)
 
     def _count(self, counts: CastCounts) -> None:
         with self._lock:
@@ -239,7 +239,7 @@ class _ConversionRun:
             return self.conversion.new_workspace(self.extra_bytes)
 
         with contextlib.closing(self.checksums.staged()) as staged:
-            reader = BatchReader(self.work_items.target, staged)
+            reader = BlockReader(self.work_items.target, staged)
             batches = self._batches(numbers)
             changed = [*run_in_threads(batches, find_changed, new_workspace, self.threads)]
         again = np.concatenate(changed)

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.checkpoint.blocks.block_io import BatchWriter, OpenFiles, find_written_ranges
+from reshard.checkpoint.blocks.block_io import BlockWriter, OpenFiles, find_written_ranges
 from reshard.checkpoint.conversion.checksums import item_ranges, late_ranges
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.staging import (
@@ -123,7 +123,7 @@ class ConversionUpload(Closing):
         self,
         staging: SharedStaging,
         work_items: WorkItems,
-        writer: BatchWriter,
+        writer: BlockWriter,
         targets: OpenFiles[TargetFile],
         finished: NDArray[np.bool_],
     ) -> None:
@@ -209,7 +209,7 @@ class ConversionUpload(Closing):
         self,
         staging: SharedStaging,
         work_items: WorkItems,
-        writer: BatchWriter,
+        writer: BlockWriter,
         targets: OpenFiles[TargetFile],
     ) -> None:
         self._content, self._work_items = staging.content, work_items

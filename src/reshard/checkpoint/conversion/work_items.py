@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from reshard._records import Record
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.blocks.block_io import (
-    BatchReader,
-    BatchWriter,
+    BlockReader,
+    BlockWriter,
     OpenFiles,
     Section,
-    WorkspaceSize,
     aligned_bytes,
 )
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest
@@ -161,7 +160,7 @@ class WorkItems(Record, eq=False):
     def largest_bytes(self) -> tuple[int, int]:
         """The largest block, and the largest span of a shard, of tensors that are not computed."""
         nothing: OpenFiles[Any] = OpenFiles(_no_file)
-        reader, writer = BatchReader(self.source, nothing), BatchWriter(self.target, nothing)
+        reader, writer = BlockReader(self.source, nothing), BlockWriter(self.target, nothing)
         # Kinds of the source that are only read to compute others do not count here.
         moved = self.source.kind[self.source_rows[self.source_rows >= 0]]
         # Not `np.unique`, which imports `numpy.ma`: a tenth of the start of a command.
@@ -311,11 +310,3 @@ class BlockDigests:
         """Return the digests of tensors, as text."""
         names = self.work_items.target.names
         return {names[row]: block_digest(self.of(row)).hex() for row in rows}
-
-
-def size_workspace(reader: BatchReader, rows: IntArray, batch_bytes: int) -> WorkspaceSize:
-    """Return the memory that a thread needs to read the tensors in these rows."""
-    kinds = np.flatnonzero(np.bincount(reader.columns.kind[rows])).tolist()
-    block = max((reader.grid(kind).largest_bytes for kind in kinds), default=0)
-    span = max(map(reader.span_bytes, kinds), default=0)
-    return WorkspaceSize(block, span).with_batches(batch_bytes)

@@ -26,7 +26,7 @@ from reshard._records import Record
 from reshard._validation import check_int, check_used
 from reshard.checkpoint.blocks import grid
 from reshard.checkpoint.blocks.block_io import (
-    BatchReader,
+    BlockReader,
     Section,
     Workspace,
     WorkspacePair,
@@ -38,7 +38,7 @@ from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.computed_tensors import SCRATCH_BYTES
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.checksums import item_digest, item_pieces
-from reshard.checkpoint.conversion.work_items import Batch, BlockDigests, WorkItems, size_workspace
+from reshard.checkpoint.conversion.work_items import Batch, BlockDigests, WorkItems
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.deltas.delta_file import RECORD, DeltaWriter, encode_value
 from reshard.checkpoint.deltas.encoding import (
@@ -164,8 +164,8 @@ class _Creation:
         self.kinds = list(_find_kinds(before, after))
         rest = {name for name, kind in zip(after.names, self.kinds, strict=True) if kind != "kept"}
         self._work_items = WorkItems(before, after, rest)
-        self._old = BatchReader(before, self._files_a)
-        self._new = BatchReader(after, self._files_b)
+        self._old = BlockReader(before, self._files_a)
+        self._new = BlockReader(after, self._files_b)
         self._blocks = BlockDigests(self._work_items)
         self._records: list[tuple[Any, ...]] = []
         self._sizes = (WorkspaceSize(0, 0), WorkspaceSize(0, 0))
@@ -175,8 +175,8 @@ class _Creation:
     def _find_sizes(self, batch_bytes: int) -> tuple[WorkspaceSize, WorkspaceSize]:
         rows = self._work_items.source_rows
         return (
-            size_workspace(self._old, rows[rows >= 0], batch_bytes),
-            size_workspace(self._new, np.arange(len(rows)), batch_bytes),
+            self._old.workspace_size(rows[rows >= 0]).with_batches(batch_bytes),
+            self._new.workspace_size().with_batches(batch_bytes),
         )
 
     def threads(self, extra_bytes: int, limit: int | None) -> int:
@@ -473,7 +473,7 @@ def _find_kinds(before: TensorColumns, after: TensorColumns) -> Iterator[str]:
 
 
 def _read(
-    reader: BatchReader, sections: Sequence[Section], workspace: Workspace
+    reader: BlockReader, sections: Sequence[Section], workspace: Workspace
 ) -> tuple[list[memoryview], list[bytes]]:
     """Return the blocks of sections, valid until the next call, and their digests.
 
@@ -491,7 +491,7 @@ def _read(
     return blocks, digests
 
 
-def _list_known(reader: BatchReader, sections: Sequence[Section]) -> list[bytes | None]:
+def _list_known(reader: BlockReader, sections: Sequence[Section]) -> list[bytes | None]:
     """Return the recorded digests of the blocks of sections, None for unknown ones."""
     recorded = reader.columns.digests
     return [

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from reshard._records import Record
 from reshard.binding import View
-from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, Workspace, open_sources
+from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, open_sources
 from reshard.checkpoint.blocks.shard_reads import (
     BUFFER_BYTES,
     MAX_WASTE,
@@ -95,16 +95,16 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
     array = np.empty(math.prod(tensor.shape), dtype=tensor.dtype.storage)
     files = open_sources(checkpoint)
     reader = BlockReader(tensor, files)
-    workspace = Workspace(reader.grid.largest_bytes, reader.span_bytes)
+    workspace = reader.workspace_size().new_workspace()
     try:
         at = 0
-        for block in range(reader.grid.count):
+        for block in range(reader.grid(0).count):
             # Without a recorded digest there is nothing to check, and no hash library needed.
             if tensor.digest is not None:
                 memory, _ = reader.read_checked(block, workspace)
             else:
-                memory = reader.read(block, workspace)
-            elements = reader.array(memory, (-1,))
+                memory = reader.read_block(block, workspace)
+            elements = np.frombuffer(memory, dtype=tensor.dtype.storage)
             array[at : at + len(elements)] = elements
             at += len(elements)
             del memory, elements

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from reshard.binding import Binding
-from reshard.checkpoint.blocks.block_io import BlockReader, Workspace, open_sources
+from reshard.checkpoint.blocks.block_io import BlockReader, open_sources
 from reshard.checkpoint.changes.computed_tensors import CastTensor, ComputedTensor, ConstantTensor
 from reshard.checkpoint.changes.planning import ChangedElements
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
@@ -464,9 +464,9 @@ class _Translation:
     def _read_scalar(self, tensor: StoredTensor) -> float | None:
         """Return the first element, or None for a tensor without elements."""
         reader = BlockReader(tensor, self.files)
-        workspace = Workspace(reader.grid.largest_bytes, reader.span_bytes)
+        workspace = reader.workspace_size().new_workspace()
         try:
-            content = bytes(reader.read(0, workspace))
+            content = bytes(reader.read_block(0, workspace))
         finally:
             workspace.close()
         if not content:
