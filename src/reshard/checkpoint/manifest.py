@@ -21,9 +21,8 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,12 @@ import numpy as np
 
 from reshard._records import Record
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid
-from reshard.checkpoint.blocks.tensor_columns import DigestColumns, TensorColumns
+from reshard.checkpoint.blocks.tensor_columns import DigestColumns, TensorColumns, TensorKind
 from reshard.checkpoint.contents import StoredFile, StoredTensor, TensorDigest
-from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, ReshardError
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
-from reshard.runs import IntArray
 from reshard.sharding import spec
 from reshard.text import first_duplicate, parse_json
 
@@ -60,104 +57,26 @@ _TENSOR = re.compile(
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
-class ManifestTensor(Record):
-    """One tensor of a manifest."""
-
-    dtype: DType
-    layout: Layout
-    spec: str | None
-    digest: TensorDigest | None
-
-
-class ManifestKind(Record):
-    """The properties that equal tensors of a manifest share."""
-
-    dtype: DType
-    layout: Layout
-    spec: str | None
-
-
-class ManifestTensors(Mapping[str, ManifestTensor]):
-    """The tensors of a manifest as columns: of each its name, the number of its kind, its digests.
-
-    >>> from reshard.dtypes import dtype
-    >>> kind = ManifestKind(dtype("int8"), Layout.whole((4,), [0], 1), None)
-    >>> ManifestTensors(["w"], [kind], [0])["w"].layout.shape
-    (4,)
-    """
-
-    def __init__(
-        self,
-        names: Iterable[str],
-        kinds: Sequence[ManifestKind],
-        kind: Sequence[int] | IntArray,
-        digests: DigestColumns | None = None,
-    ) -> None:
-        self.names = tuple(names)
-        self.kinds = tuple(kinds)
-        self.kind: IntArray = np.asarray(kind, dtype=np.int64)
-        self.digests = digests
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, ManifestTensor]) -> ManifestTensors:
-        """Return the same tensors as columns."""
-        if isinstance(tensors, ManifestTensors):
-            return tensors
-        kinds: dict[ManifestKind, int] = {}
-        kind = [
-            kinds.setdefault(ManifestKind(tensor.dtype, tensor.layout, tensor.spec), len(kinds))
-            for tensor in tensors.values()
-        ]
-        digests = DigestColumns.of_each(tensor.digest for tensor in tensors.values())
-        return cls(tensors, tuple(kinds), kind, digests)
-
-    @cached_property
-    def _rows(self) -> dict[str, int]:
-        return {name: row for row, name in enumerate(self.names)}
-
-    def __getitem__(self, name: str) -> ManifestTensor:
-        row = self._rows[name]
-        kind = self.kinds[int(self.kind[row])]
-        digest = None if self.digests is None else self.digests.of(row)
-        return ManifestTensor(kind.dtype, kind.layout, kind.spec, digest)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows
-
-    def rows(self, names: Iterable[str]) -> IntArray:
-        """Return the rows of tensors. Raises KeyError."""
-        return np.fromiter(map(self._rows.__getitem__, names), np.int64)
-
-
 class Manifest(Record):
     """The manifest of a checkpoint; `conversion_id` names the run that wrote it.
 
-    `items` has the digests of a value that is not a tensor, in formats that have such.
+    `tensors` have types, layouts, shardings and digests, and no addresses. `items` has the digests
+    of values that are not tensors, in formats that have such.
     """
 
     format: str
     conversion_id: str
     mesh: DeviceMesh | None
     files: tuple[StoredFile, ...]
-    tensors: Mapping[str, ManifestTensor]
+    tensors: TensorColumns
     carried: tuple[str, ...]
     items: Mapping[str, bytes] = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> Manifest:
         """Return the manifest with other names of its tensors; those not in `names` stay."""
-        tensors = ManifestTensors.of(self.tensors)
-        renamed = ManifestTensors(
-            (names.get(name, name) for name in tensors.names),
-            tensors.kinds,
-            tensors.kind,
-            tensors.digests,
-        )
+        tensors = self.tensors
+        new_names = [names.get(name, name) for name in tensors.names]
+        renamed = TensorColumns(new_names, tensors.kinds, tensors.kind, (), tensors.digests)
         return self.replace(tensors=renamed)
 
     def to_json(self) -> str:
@@ -188,11 +107,11 @@ class Manifest(Record):
             content["items"] = {name: digest.hex() for name, digest in self.items.items()}
         before, after = json.dumps(content, indent=1).split(_TENSORS_PLACE)
         yield before + _TENSORS_PLACE.removesuffix("null") + "{"
-        yield from _describe_tensors(ManifestTensors.of(self.tensors))
+        yield from _describe_tensors(self.tensors)
         yield ("\n }" if len(self.tensors) else "}") + after + "\n"
 
 
-def _describe_tensors(tensors: ManifestTensors) -> Iterator[str]:
+def _describe_tensors(tensors: TensorColumns) -> Iterator[str]:
     """Yield the text of the tensors; that of a kind is made once."""
     kinds = [_describe_kind(kind) for kind in tensors.kinds]
     digests = tensors.digests
@@ -210,7 +129,7 @@ def _describe_tensors(tensors: ManifestTensors) -> Iterator[str]:
         yield f",{text}" if low else text
 
 
-def _describe_kind(kind: ManifestKind) -> str:
+def _describe_kind(kind: TensorKind) -> str:
     layout = kind.layout
     content: dict[str, Any] = {"dtype": kind.dtype.name, "shape": layout.shape}
     if kind.spec is not None:
@@ -265,10 +184,9 @@ def manifest_of(
 ) -> Manifest:
     """Return the manifest of tensors about to be committed, with their digests."""
     columns = TensorColumns.of(tensors)
-    kinds = [ManifestKind(kind.dtype, kind.layout, kind.spec) for kind in columns.kinds]
     if not isinstance(digests, DigestColumns):
         digests = DigestColumns.of_each(map(digests.get, columns.names))
-    described = ManifestTensors(columns.names, kinds, columns.kind, digests)
+    described = columns.with_digests(digests)
     return Manifest(format_name, conversion_id, mesh, files, described, carried, items)
 
 
@@ -389,8 +307,8 @@ def _parse(content: Mapping[str, Any], entries: Iterable[_Entry]) -> Manifest:
 
 def _parse_tensors(
     mesh: DeviceMesh | None, files: list[StoredFile], entries: Iterable[_Entry]
-) -> ManifestTensors:
-    kinds: list[ManifestKind] = []
+) -> TensorColumns:
+    kinds: list[TensorKind] = []
     block_counts: list[int] = []
     numbers: dict[str, int] = {}
     names, kind, known, first = [], [], [], [0]
@@ -421,12 +339,12 @@ def _parse_tensors(
         bytes(whole),
         None if all(known) else np.array(known, dtype=bool),
     )
-    return ManifestTensors(names, kinds, kind, columns if any(known) else None)
+    return TensorColumns(names, kinds, kind, (), columns if any(known) else None)
 
 
 def _parse_kind(
     mesh: DeviceMesh | None, files: list[StoredFile], name: str, item: Mapping[str, Any]
-) -> ManifestKind:
+) -> TensorKind:
     shape = tuple(_expect_numbers(item["shape"], f"the shape of {name!r}"))
     dtype = as_dtype(_expect_text(item["dtype"], f"the dtype of {name!r}"))
     size_bytes = math.prod(shape) * dtype.itemsize_bytes
@@ -459,7 +377,7 @@ def _parse_kind(
         raise FormatError(
             f"tensor {name!r} is partial (`{text}`); a checkpoint holds values, no contributions"
         )
-    return ManifestKind(dtype, layout, text)
+    return TensorKind(dtype, layout, (), (), text)
 
 
 def _expect_text(value: Any, what: str) -> str:

@@ -33,7 +33,7 @@ import numpy as np
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan
-from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensors
+from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.layout import Layout
@@ -302,10 +302,7 @@ def check_against_manifest(checkpoint: Checkpoint, manifest: Manifest) -> Checkp
             f"tensor {name!r} is {'not ' if name not in checkpoint.tensors else ''}in the files of "
             f"{folder}, other than the manifest says"
         )
-    tensors, described = (
-        TensorColumns.of(checkpoint.tensors),
-        ManifestTensors.of(manifest.tensors),
-    )
+    tensors, described = TensorColumns.of(checkpoint.tensors), manifest.tensors
     rows = described.rows(tensors.names)
     pairs, first = np.unique(
         np.stack([tensors.kind, described.kind[rows]]), axis=1, return_index=True

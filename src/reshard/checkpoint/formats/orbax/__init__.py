@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.format import (
     Capability,
@@ -173,7 +174,8 @@ class OrbaxFormat(CheckpointFormat):
                     if other not in checkpoint.tensors:
                         tensors.pop(other, None)
                     break
-        return check_against_manifest(checkpoint, manifest.replace(tensors=tensors))
+        named = manifest.replace(tensors=TensorColumns.of(tensors))
+        return check_against_manifest(checkpoint, named)
 
     def has_file(self, name: str) -> bool:
         """Return False: names of files are hashes, or indices in a grid."""

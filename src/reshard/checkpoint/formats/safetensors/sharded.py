@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from reshard.binding import Binding, FileRange
-from reshard.checkpoint.blocks.tensor_columns import bind_shards
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns, bind_shards
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
 from reshard.checkpoint.formats.safetensors.header import (
@@ -62,8 +62,6 @@ from reshard.checkpoint.formats.write_plan import (
 from reshard.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
-    ManifestTensor,
-    ManifestTensors,
     can_describe,
 )
 from reshard.checkpoint.storage.remote_paths import map_paths
@@ -239,7 +237,7 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
         CheckpointError: a file that is missing, or was not written with this size.
         FormatError: shards that contradict the manifest.
     """
-    described = ManifestTensors.of(manifest.tensors)
+    described = manifest.tensors
     shards = []
     metadata: dict[str, str] = {}
     # 1. Every file must have the size and the rank with which it was written, and contain the
@@ -260,7 +258,7 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
 
 
 def _read_shards(
-    folder: Path, file: StoredFile, header: FileHeader, described: ManifestTensors
+    folder: Path, file: StoredFile, header: FileHeader, described: TensorColumns
 ) -> tuple[IntArray, IntArray, Mapping[str, str]]:
     """Return the rows of the tensors of a file's shards, the offset of each, and the metadata."""
     path = folder / file.name
@@ -289,7 +287,7 @@ def _read_shards(
 def _check_shards(
     path: Path,
     shards: HeaderTensors,
-    described: ManifestTensors,
+    described: TensorColumns,
     rows: IntArray,
     rank: int,
     offsets: Mapping[str, tuple[int, ...]] | None,
@@ -311,7 +309,7 @@ def _check_shards(
 def _check_shard(
     path: Path,
     entry: TensorHeader,
-    described: ManifestTensor,
+    described: StoredTensor,
     rank: int,
     offsets: tuple[int, ...] | None,
 ) -> None:

@@ -62,7 +62,7 @@ from reshard.checkpoint.formats.torch_dcp.packed_archives import (
 )
 from reshard.checkpoint.formats.torch_files.reading import read_archive
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
-from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensor, is_plain_name
+from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, is_plain_name
 from reshard.checkpoint.storage.byte_ranges import ByteRange
 from reshard.checkpoint.storage.filesystem import Closing, read_range, read_up_to
 from reshard.checkpoint.storage.remote_files import PrefetchedRanges
@@ -253,9 +253,7 @@ def bind_to_manifest(found: Checkpoint, manifest: Manifest) -> Checkpoint:
     return found.replace(tensors=tensors, mesh=manifest.mesh, items=items, checksums=checksums)
 
 
-def _bind_as_described(
-    folder: Path, tensor: StoredTensor, described: ManifestTensor
-) -> StoredTensor:
+def _bind_as_described(folder: Path, tensor: StoredTensor, described: StoredTensor) -> StoredTensor:
     """Return a tensor in the layout of the manifest, whose shards must be the ranks' chunks."""
     layout, found = described.layout, tensor.layout
     wrong = FormatError(
