@@ -9,11 +9,11 @@ Nothing here touches a file. `reshard.checkpoint.open` builds these values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from reshard.errors import CheckpointError, CoverageError, PlanError, Unreadable
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.storage.scratch_file import PackedFile
 
 CHECK_COPIES = ("sample", "all", "none")
 """How parts that several ranks hold are compared: by checksums and samples, whole, or not."""
@@ -205,28 +208,6 @@ def read_again(
     )
 
 
-class DerivedFile(Protocol):
-    """A file that is derived from a file of the checkpoint when it is first read.
-
-    Formats that keep elements in a form that cannot be read in place, such as a compressed one,
-    bind their tensors to derived files.
-    """
-
-    @property
-    def source(self) -> str:
-        """The name of the file that it is derived from."""
-
-    def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
-        """Open the file; `path` is its name in errors, `scratch` a folder with free space."""
-
-
-class HeldFile(Protocol):
-    """A file whose bytes are in memory, such as those of arrays."""
-
-    def open(self) -> SourceFile:
-        """Return the bytes, for reading."""
-
-
 class Checkpoint(Record):
     """A checkpoint on disk, described: `checkpoint["lm_head.weight"].shape`.
 
@@ -245,7 +226,7 @@ class Checkpoint(Record):
         paths: where names stood in the nested state dict they were saved from, where known.
         derived: files that are made when they are read, by the name under which tensors find
             them; no file of the folder can have it.
-        held: files that are bytes in memory, by name.
+        held: functions that open files whose bytes are in memory, such as those of arrays, by name.
         attributes: plain values of its metadata that are not tensors or items.
         values: plain values that were saved with the tensors, by name: numbers, text, None, and
             lists, tuples and dicts of such.
@@ -270,13 +251,13 @@ class Checkpoint(Record):
     items: Mapping[str, StoredItem] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     checksums: tuple[StoredChecksum, ...] = ()
-    derived: Mapping[str, DerivedFile] = field(default_factory=dict)
+    derived: Mapping[str, PackedFile] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     said_cut: str | None = None
-    held: Mapping[str, HeldFile] = field(default_factory=dict)
+    held: Mapping[str, Callable[[], SourceFile]] = field(default_factory=dict)
     check_copies: str = CHECK_COPIES[0]
     allowed: frozenset[str] = frozenset()
     unreadable: Mapping[str, str] = field(default_factory=dict)

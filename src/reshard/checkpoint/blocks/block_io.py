@@ -188,7 +188,7 @@ def open_sources(
     def open_file(name: str) -> SourceFile:
         LOGGER.debug("%s: opened for reading", checkpoint.path(name))
         if name in checkpoint.held:
-            return checkpoint.held[name].open()
+            return checkpoint.held[name]()
         derived = checkpoint.derived.get(name)
         if derived is None:
             path, identity = checkpoint.path(name), checkpoint.identities.get(name)

@@ -15,6 +15,7 @@ import math
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -247,7 +248,7 @@ def _hold(
         tensors,
         tuple(StoredFile(_file_name(rank), size, rank) for rank, size in sizes.items()),
         mesh,
-        held={_file_name(rank): ArrayFile(rank, found) for rank, found in held.items()},
+        held={_file_name(rank): partial(_open_arrays, rank, found) for rank, found in held.items()},
     )
 
 
@@ -255,21 +256,15 @@ def _file_name(rank: int) -> str:
     return f"rank {rank}"
 
 
-class ArrayFile:
-    """The concatenated arrays of a rank, as a file."""
-
-    def __init__(self, rank: int, parts: list[tuple[int, _HeldPart]]) -> None:
-        self.rank, self.parts = rank, parts
-
-    def open(self) -> SourceFile:
-        """Return the bytes of the arrays. Raises ShardError where there are shapes alone."""
-        for _, part in self.parts:
-            if part.array is None:
-                raise ShardError(
-                    f"rank {self.rank} was described by shapes alone, such as {list(part.shape)}: "
-                    "there are no elements to read; give arrays"
-                )
-        return _ArraySource(self.rank, self.parts)
+def _open_arrays(rank: int, parts: list[tuple[int, _HeldPart]]) -> SourceFile:
+    """Return the concatenated arrays of a rank as a file, or raise ShardError for shapes alone."""
+    for _, part in parts:
+        if part.array is None:
+            raise ShardError(
+                f"rank {rank} was described by shapes alone, such as {list(part.shape)}: there are "
+                "no elements to read; give arrays"
+            )
+    return _ArraySource(rank, parts)
 
 
 class _ArraySource(SourceFile):
