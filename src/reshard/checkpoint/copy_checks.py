@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from reshard._records import Record
 from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
-from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
+from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_region
 from reshard.checkpoint.blocks.spans import Tile, is_dense, source_tiles, target_tiles
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind, shapes_of
 from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint, StoredChecksum
@@ -788,8 +788,10 @@ def _read_windows(
     copy, (file, start_bytes) = group.copies[member], group.places[member]
     for number, window in read.windows:
         elements = np.empty(window.shape, dtype=group.kind.dtype.storage)
-        view = View(copy.regions[number].offset, copy.regions[number].strides)
-        read_box(files[file], start_bytes, view, window.start, elements, buffer)
+        region = copy.regions[number]
+        for d, (low, high) in enumerate(zip(*window, strict=True)):
+            region = region.narrow(d, region.start[d] + low, region.start[d] + high)
+        read_region(files[file], start_bytes, region, elements, buffer)
         yield elements
 
 

@@ -18,16 +18,14 @@ number of equally long ranges::
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from reshard.binding import View
 from reshard.checkpoint.storage.local_files import AlignedBuffer, SourceFile
+from reshard.geometry.regions import Region
 from reshard.runs import IntArray
 
 # The largest share of bytes read in vain, relative to those needed.
@@ -36,22 +34,20 @@ SECTOR_BYTES = 512
 BUFFER_BYTES = 4 * 1024 * 1024
 
 
-def read_box(
+def read_region(
     file: SourceFile,
     start_bytes: int,
-    view: View,
-    local: tuple[int, ...],
+    region: Region,
     target: NDArray[Any],
     buffer: AlignedBuffer,
 ) -> None:
-    """Fill `target` with a box of a shard.
+    """Fill `target` with a region of a shard.
 
     Args:
-        file: holds the shard.
-        start_bytes: the offset of element 0 of `view` in the file.
-        view: the strides of the shard in the file.
-        local: the begin of the box in the shard; it has the shape of `target`.
-        target: bare elements; it need not be contiguous.
+        file: contains the shard.
+        start_bytes: the offset in the file of element 0 of the shard.
+        region: its offset and strides are in elements of the shard.
+        target: bare elements, of the shape of the region; it need not be contiguous.
         buffer: room for `BUFFER_BYTES` at any file offset.
 
     Raises:
@@ -60,96 +56,94 @@ def read_box(
     if not target.size:
         return
     itemsize = target.dtype.itemsize
-    reach = reach_at_once(view.strides, target.shape, itemsize)
-    needed_bytes = (target.size if reach is None else reach) * itemsize
+    extent = extent_at_once(region, itemsize)
+    needed_bytes = (target.size if extent is None else extent) * itemsize
     if needed_bytes > BUFFER_BYTES and target.size > 1:
         d = next(d for d, n in enumerate(target.shape) if n > 1)
         half = target.shape[d] // 2
-        middle = (*local[:d], local[d] + half, *local[d + 1 :])
+        middle = region.start[d] + half
         low, high = np.split(target, [half], axis=d)
-        read_box(file, start_bytes, view, local, low, buffer)
-        read_box(file, start_bytes, view, middle, high, buffer)
+        lower, upper = (region.start[d], middle), (middle, region.stop[d])
+        read_region(file, start_bytes, region.narrow(d, *lower), low, buffer)
+        read_region(file, start_bytes, region.narrow(d, *upper), high, buffer)
         return
-    first = view.offset + sum(a * s for a, s in zip(local, view.strides, strict=True))
-    at = start_bytes + first * itemsize
-    if reach is not None:
+    at = start_bytes + region.offset * itemsize
+    if extent is not None:
         # One read; the box is a strided view of it.
-        region = buffer.region(at, needed_bytes)
-        file.read_into(region, at)
-        elements = np.frombuffer(region.memory, dtype=target.dtype)
-        strides = [stride * itemsize for stride in view.strides]
+        memory = buffer.region(at, needed_bytes)
+        file.read_into(memory, at)
+        elements = np.frombuffer(memory.memory, dtype=target.dtype)
+        strides = [stride * itemsize for stride in region.strides]
         target[...] = as_strided(elements, target.shape, strides, writeable=False)
         return
     # Range by range, packed: that is the box in row-major order.
-    ranges, length = _ranges(view.strides, target.shape)
-    memory = buffer.region(0, needed_bytes).memory
-    size = length * itemsize
-    file.read_ranges(memory, (at + ranges * itemsize).tolist(), size)
-    target[...] = np.frombuffer(memory, dtype=target.dtype).reshape(target.shape)
+    ranges, length = _ranges(region)
+    packed = buffer.region(0, needed_bytes).memory
+    file.read_ranges(packed, (at + ranges * itemsize).tolist(), length * itemsize)
+    target[...] = np.frombuffer(packed, dtype=target.dtype).reshape(target.shape)
 
 
-def bounding_range(
-    view: View, local: Sequence[int], shape: Sequence[int], itemsize_bytes: int, joined_bytes: int
-) -> tuple[int, int, int]:
-    """Return the first byte and the end of a box of a shard in a file, and the bytes read.
+def bounding_range(region: Region, itemsize_bytes: int, joined_bytes: int) -> tuple[int, int, int]:
+    """Return the first byte and the end of a region of a shard, and the bytes read.
 
     Args:
-        view: the strides of the shard in the file.
-        local: the begin of the box in the shard.
-        shape: of the box.
+        region: its offset and strides are in elements of the shard.
         itemsize_bytes: of an element.
         joined_bytes: the largest gap between ranges that is read with them.
 
-    >>> bounding_range(View(0, (200, 1)), (0, 10), (3, 70), 8, 0)
-    (80, 3840, 1680)
-    >>> bounding_range(View(0, (200, 1)), (0, 10), (3, 70), 8, 2000)
-    (80, 3840, 3760)
+    >>> region = Region.dense((3, 200), "shard").narrow(1, 10, 80)
+    >>> bounding_range(region, 8, 0), bounding_range(region, 8, 2000)
+    ((80, 3840, 1680), (80, 3840, 3760))
     """
-    first = view.offset + sum(a * s for a, s in zip(local, view.strides, strict=True))
-    reach = 1 + sum((n - 1) * s for n, s in zip(shape, view.strides, strict=True))
-    at, size_bytes = first * itemsize_bytes, reach * itemsize_bytes
-    inner, length = _dense_end(view.strides, shape)
-    gap = view.strides[inner - 1] - length if inner else 0
-    if reach_at_once(view.strides, shape, itemsize_bytes) or gap * itemsize_bytes <= joined_bytes:
-        return at, at + size_bytes, size_bytes
-    return at, at + size_bytes, math.prod(shape) * itemsize_bytes
+    low, high = region.bounds
+    start, stop = low * itemsize_bytes, (high + 1) * itemsize_bytes
+    inner, length = _dense_end(region)
+    gap = region.strides[inner - 1] - length if inner else 0
+    if extent_at_once(region, itemsize_bytes) or gap * itemsize_bytes <= joined_bytes:
+        return start, stop, stop - start
+    return start, stop, region.elements * itemsize_bytes
 
 
-def reach_at_once(strides: Sequence[int], shape: Sequence[int], itemsize_bytes: int) -> int | None:
-    """Return the elements from the first to the last of a box, both included, if all are read.
+def extent_at_once(region: Region, itemsize_bytes: int) -> int | None:
+    """Return the elements from the first to the last of a region, if all of them are read.
 
-    Return None if the gaps are so large that the ranges of the box are read one by one.
+    Return None if the gaps are so large that the ranges of the region are read one by one.
 
-    >>> reach_at_once((100, 1), (3, 100), 8), reach_at_once((1000, 1), (3, 100), 8)
+    >>> wide = Region.dense((3, 1000), "shard").narrow(1, 0, 100)
+    >>> extent_at_once(Region.dense((3, 100), "shard"), 8), extent_at_once(wide, 8)
     (300, None)
     """
-    reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    if reach <= math.prod(shape) * (1 + MAX_WASTE):
-        return reach
+    low, high = region.bounds
+    extent = high + 1 - low
+    if extent <= region.elements * (1 + MAX_WASTE):
+        return extent
     # A disk reads whole sectors: shorter ranges cost as much as the bytes between them.
-    _, length = _ranges(strides, shape)
-    return reach if length * itemsize_bytes < SECTOR_BYTES else None
+    _, length = _dense_end(region)
+    return extent if length * itemsize_bytes < SECTOR_BYTES else None
 
 
-def _ranges(strides: Sequence[int], shape: Sequence[int]) -> tuple[IntArray, int]:
-    """Return the begins of the contiguous ranges of a box, in row-major order, and their length.
+def _ranges(region: Region) -> tuple[IntArray, int]:
+    """Return the begins of the contiguous ranges of a region, in row-major order, and their length.
 
-    >>> _ranges((8, 1), (3, 2))
+    They are relative to the region's offset.
+
+    >>> _ranges(Region.dense((3, 8), "shard").narrow(1, 2, 4))
     (array([ 0,  8, 16]), 2)
     """
-    inner, length = _dense_end(strides, shape)
+    # Not `Region.runs`: there may be thousands, which arrays add up faster.
+    inner, length = _dense_end(region)
     begin = np.zeros(1, dtype=np.int64)
-    for size, stride in zip(shape[:inner], strides[:inner], strict=True):
+    for size, stride in zip(region.shape[:inner], region.strides[:inner], strict=True):
         # An outer sum in row-major order of the ranges so far and the indices of this dimension.
         begin = (begin[:, None] + np.arange(size) * stride).reshape(-1)
     return begin, length
 
 
-def _dense_end(strides: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
+def _dense_end(region: Region) -> tuple[int, int]:
     """Return the number of dimensions outside of a contiguous range, and the range's length."""
-    dense, inner = 1, len(shape)
+    shape, dense, inner = region.shape, 1, len(region.start)
     # Trailing dimensions that are dense in the file are part of one range.
-    while inner > 0 and (shape[inner - 1] == 1 or strides[inner - 1] == dense):
+    while inner > 0 and (shape[inner - 1] == 1 or region.strides[inner - 1] == dense):
         inner -= 1
         dense *= shape[inner]
     return inner, dense

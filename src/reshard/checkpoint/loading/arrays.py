@@ -39,10 +39,10 @@ from reshard.checkpoint.blocks.shard_reads import (
     BUFFER_BYTES,
     MAX_WASTE,
     bounding_range,
-    reach_at_once,
-    read_box,
+    extent_at_once,
+    read_region,
 )
-from reshard.checkpoint.blocks.tensor_columns import TensorColumns
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.formats.opening import open_checkpoint
@@ -74,6 +74,7 @@ from reshard.dtypes import DType
 from reshard.elements import cast_elements, is_castable
 from reshard.errors import InterruptedRunError, ShardError, UsageError
 from reshard.geometry.layout_change import LayoutChange
+from reshard.geometry.regions import Region
 from reshard.layout import Layout
 from reshard.log import LOGGER
 from reshard.runs import IntArray
@@ -114,10 +115,11 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
     return array.view(tensor.dtype.numpy).reshape(tensor.shape)
 
 
-class _Region(Record):
-    """One box of a shard, and the part of a rank's array that it fills, for all tensors cut alike.
+class _Source(Record):
+    """A box of a cell of a shard, and the part of a rank's array that it fills.
 
-    `part` is where the cell begins in the flat array of several, and its shape.
+    `shape` is that of the cell, `local` the start of the box in it. `part` is the offset of the
+    rank's cell in the flat array of several, and its shape.
     """
 
     slot: int
@@ -128,6 +130,13 @@ class _Region(Record):
     part: tuple[int, tuple[int, ...]] | None
     begin: tuple[int, ...]
     lengths: tuple[int, ...]
+
+    def region_of(self, kind: TensorKind) -> Region:
+        """Return the box in elements of a shard of a kind, in the indices of the array."""
+        view = kind.view(self.slot, self.number) or View.row_major(self.shape)
+        offset = view.offset + sum(a * s for a, s in zip(self.local, view.strides, strict=True))
+        stop = tuple(a + n for a, n in zip(self.begin, self.lengths, strict=True))
+        return Region(self.begin, stop, self.slot, offset, view.strides)
 
     def part_of(self, array: NDArray[Any]) -> NDArray[Any]:
         """Return the part of a rank's array that it fills."""
@@ -141,38 +150,28 @@ class _Region(Record):
         return array[(*inside, ...)]
 
 
-class _Read(Record):
-    """One box of a shard, and the part of an array that it fills."""
+class _Read(Record, eq=False):
+    """A region of a shard, in elements from `start_bytes` of a file, and the array to fill."""
 
-    tensor: StoredTensor
-    slot: int
-    number: int
-    offset: int
-    shape: tuple[int, ...]
-    local: tuple[int, ...]
+    name: str
+    path: str
+    start_bytes: int
+    region: Region
     target: NDArray[Any]
+    dtype: DType
     cast: DType | None = None
 
     @property
     def place(self) -> tuple[str, int]:
-        """The file, and where in it the cell of the shard begins, in bytes."""
-        address = self.tensor.file_range(self.slot, self.number, self.offset)
-        return address.path, address.start_bytes
-
-    @property
-    def view(self) -> View:
-        """How the shard lies in the file."""
-        return self.tensor.view(self.slot, self.number) or View.row_major(self.shape)
+        """The file, and the offset of the shard in it."""
+        return self.path, self.start_bytes
 
     @property
     def spans(self) -> list[ReadSpan]:
         """The spans to read from an object."""
-        path, start_bytes = self.place
-        itemsize_bytes = self.tensor.dtype.itemsize_bytes
-        start, stop, read_bytes = bounding_range(
-            self.view, self.local, self.target.shape, itemsize_bytes, JOINED_BYTES
-        )
-        return [(ByteRange(path, start_bytes + start, start_bytes + stop), read_bytes)]
+        at = self.start_bytes
+        start, stop, size = bounding_range(self.region, self.dtype.itemsize_bytes, JOINED_BYTES)
+        return [(ByteRange(self.path, at + start, at + stop), size)]
 
 
 class _Group(Record, eq=False):
@@ -201,33 +200,22 @@ class _Group(Record, eq=False):
         kind = columns.kinds[int(columns.kind[self.rows[0]])]
         cast = None if self.loaded is kind.dtype else self.loaded
         first = columns.first[np.array(self.rows)]
-        tensors: list[StoredTensor] = []
         stored = columns.tensor(self.rows[0]).stored_layout
-        for region in _find_regions(stored, self.layout, rank):
-            view = kind.view(region.slot, region.number) or View.row_major(region.shape)
-            piece = PieceKind.of(kind.dtype, cast, view, region.local, region.lengths)
-            targets = map(region.part_of, self.arrays)
+        for source in _find_sources(stored, self.layout, rank):
+            region = source.region_of(kind)
+            place, is_slot = kind.find_place(source.slot, source.number)
+            starts = columns.starts[first + place]
+            if is_slot:
+                starts = starts + source.offset * kind.dtype.itemsize_bytes
+            names = [columns.names[row] for row in self.rows]
+            targets = map(source.part_of, self.arrays)
+            piece = PieceKind.of(kind.dtype, cast, region)
             if piece is not None:
-                place, is_slot = kind.find_place(region.slot, region.number)
-                starts = columns.starts[first + place]
-                if is_slot:
-                    starts = starts + region.offset * kind.dtype.itemsize_bytes
-                names = [columns.names[row] for row in self.rows]
                 shared.add(piece, kind.files[place], starts, names, [*targets])
                 continue
-            tensors = tensors or list(map(columns.tensor, self.rows))
-            for tensor, target in zip(tensors, targets, strict=True):
-                read = _Read(
-                    tensor,
-                    region.slot,
-                    region.number,
-                    region.offset,
-                    region.shape,
-                    region.local,
-                    target,
-                    cast,
-                )
-                yield from _split(read)
+            for name, start, target in zip(names, starts.tolist(), targets, strict=True):
+                path = kind.files[place]
+                yield from _split(_Read(name, path, start, region, target, kind.dtype, cast))
 
 
 def load_layouts(
@@ -310,11 +298,10 @@ def load_layouts(
         return done
 
     def fill(task: _Read, buffer: AlignedBuffer) -> _Read:
-        path, start_bytes = task.place
-        target, kind = task.target, task.tensor.dtype
+        target, kind = task.target, task.dtype
         if task.cast is not None:
             target = np.empty(target.shape, dtype=kind.storage)
-        read_box(opened[path], start_bytes, task.view, task.local, target, buffer)
+        read_region(opened[task.path], task.start_bytes, task.region, target, buffer)
         if task.cast is not None:
             rounded = np.empty(target.size, dtype=task.cast.storage)
             cast_elements(target.reshape(-1), kind, rounded, task.cast)
@@ -326,7 +313,7 @@ def load_layouts(
         check_stop(stop)
         for done in run_in_threads(enumerate(tasks), work, _make_buffer, workers):
             if isinstance(done, _Read):
-                filled: Iterable[tuple[str, int]] = ((done.tensor.name, done.target.nbytes),)
+                filled: Iterable[tuple[str, int]] = ((done.name, done.target.nbytes),)
             elif progress is None:
                 # Names of very many would take a tenth of the time.
                 filled = (("", shared.size_bytes(done)),)
@@ -434,7 +421,7 @@ def _check_given(
 
 
 @lru_cache(maxsize=256)
-def _find_regions(stored: Layout, layout: Layout, rank: int) -> tuple[_Region, ...]:
+def _find_sources(stored: Layout, layout: Layout, rank: int) -> tuple[_Source, ...]:
     """Return the boxes to read to fill a rank's array, from shards of `stored`.
 
     Where the file of that rank has a copy, it is read: ranks of equal jobs read their own files.
@@ -468,7 +455,7 @@ def _find_regions(stored: Layout, layout: Layout, rank: int) -> tuple[_Region, .
             columns.append(list(zip(*(values.tolist() for values in stretches), strict=True)))
         for product in itertools.product(*columns):
             found.append(
-                _Region(
+                _Source(
                     slot,
                     cell - stored.cells_of(slot).start,
                     int(stored.cell_offset[cell]),
@@ -499,12 +486,14 @@ def _split(read: _Read, is_large: Callable[[_Read], bool] = _is_large) -> list[_
         return [read]
     # Halves along the outermost dimension: each is as contiguous in the file as the whole.
     d = long[0]
-    half = read.target.shape[d] // 2
-    low, high = np.split(read.target, [half], axis=d)
-    behind = (*read.local[:d], read.local[d] + half, *read.local[d + 1 :])
-    return _split(read.replace(target=low), is_large) + _split(
-        read.replace(target=high, local=behind), is_large
-    )
+    start, stop = read.region.start[d], read.region.stop[d]
+    middle = (start + stop) // 2
+    parts: list[_Read] = []
+    for low, high in ((start, middle), (middle, stop)):
+        inside = (slice(None),) * d + (slice(low - start, high - start),)
+        region = read.region.narrow(d, low, high)
+        parts += _split(read.replace(target=read.target[inside], region=region), is_large)
+    return parts
 
 
 # A longer piece is read alone.
@@ -514,44 +503,42 @@ _MAX_PIECE_BYTES = 256 * 1024
 class PieceKind(Record):
     """A box of a shard with a short extent in a file, shared by all pieces of one kind.
 
-    `first` is the element of the shard that it begins with, `reach` counts those from there to its
-    last, with what lies between; `strides` are those of its shape.
+    `region` is in elements of the shard; `extent` counts those from its first to its last.
     """
 
     dtype: DType
     cast: DType | None
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    first: int
-    reach: int
+    region: Region
+    extent: int
 
     @classmethod
-    def of(
-        cls, kind: DType, cast: DType | None, view: View, local: Sequence[int], shape: Sequence[int]
-    ) -> PieceKind | None:
-        """Return the box of `shape` at `local` of a shard, or None if it is not a short range.
+    def of(cls, dtype: DType, cast: DType | None, region: Region) -> PieceKind | None:
+        """Return the kind of a region, or None if it is not a short range.
 
         Args:
-            kind: of its elements in the file.
-            cast: what they become, if something else.
-            view: how the shard lies in the file.
-            local, shape: the box.
+            dtype: of its elements in the file.
+            cast: the dtype to which they are cast, if any.
+            region: in elements of the shard.
         """
-        reach = reach_at_once(view.strides, shape, kind.itemsize_bytes)
-        size_bytes = math.prod(shape) * kind.itemsize_bytes
-        if reach is None or not size_bytes or reach * kind.itemsize_bytes > _MAX_PIECE_BYTES:
+        extent = extent_at_once(region, dtype.itemsize_bytes)
+        if (
+            extent is None
+            or not region.elements
+            or extent * dtype.itemsize_bytes > _MAX_PIECE_BYTES
+        ):
             return None
-        first = view.offset + sum(a * s for a, s in zip(local, view.strides, strict=True))
-        return cls(kind, cast, tuple(shape), view.strides, first, reach)
+        return cls(dtype, cast, region, extent)
 
     @property
     def target_bytes(self) -> int:
         """Bytes of the part of an array that a piece fills."""
-        return math.prod(self.shape) * (self.cast or self.dtype).itemsize_bytes
+        return self.region.elements * (self.cast or self.dtype).itemsize_bytes
 
     def arrays(self, memory: memoryview, at: IntArray) -> NDArray[Any]:
         """Return the elements of pieces at equal distances in memory, as the arrays have them."""
-        found = strided_arrays(memory, self.dtype.storage, self.shape, at, self.strides)
+        found = strided_arrays(
+            memory, self.dtype.storage, self.region.shape, at, self.region.strides
+        )
         if self.cast is None:
             return found
         rounded = np.empty(found.size, dtype=self.cast.storage)
@@ -615,7 +602,7 @@ class SharedReads:
         self._kind.append(np.full(count, len(self._kinds)))
         self._kinds.append(kind)
         self._file.append(np.full(count, self._paths.setdefault(path, len(self._paths))))
-        self._start.append(starts + kind.first * kind.dtype.itemsize_bytes)
+        self._start.append(starts + kind.region.offset * kind.dtype.itemsize_bytes)
         self._names += names
         self._targets += targets
 
@@ -627,8 +614,8 @@ class SharedReads:
             [np.concatenate(column)] for column in (self._kind, self._file, self._start)
         )
         (kind,), (file,), (start,) = self._kind, self._file, self._start
-        reaches = [kind.reach * kind.dtype.itemsize_bytes for kind in self._kinds]
-        size = np.array(reaches, dtype=np.int64)[kind]
+        extents = [kind.extent * kind.dtype.itemsize_bytes for kind in self._kinds]
+        size = np.array(extents, dtype=np.int64)[kind]
         # A page holds what lies around a short piece in any case.
         gaps = np.where(size <= PAGE_BYTES, PAGE_BYTES, (size * MAX_WASTE).astype(np.int64))
         paths = list(self._paths)

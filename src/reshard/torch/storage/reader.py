@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from reshard.binding import FileRange, View
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
-from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, bounding_range, read_box
+from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, bounding_range, read_region
 from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.formats.opening import open_checkpoint
@@ -49,6 +49,7 @@ from reshard.checkpoint.storage.shared_read_cache import (
 from reshard.checkpoint.storage.threads import run_in_threads
 from reshard.errors import CheckpointError, ReshardError, ShardError
 from reshard.execution.arrays import TorchTensors
+from reshard.geometry.regions import Region
 from reshard.layout import Box
 from reshard.torch.storage.arguments import count_threads
 from reshard.torch.storage.chunks import ShardPart, describe_contents, list_parts
@@ -89,8 +90,8 @@ class _PartRead:
             return []
         place, view = _place_of(self.read.tensor, self.part)
         itemsize = self.read.tensor.dtype.itemsize_bytes
-        shape = tuple(self.target.shape)
-        start, stop, size = bounding_range(view, self.part.local, shape, itemsize, JOINED_BYTES)
+        region = _region_of(view, self.part, tuple(self.target.shape))
+        start, stop, size = bounding_range(region, itemsize, JOINED_BYTES)
         at = place.start_bytes
         return [(ByteRange(place.path, at + start, at + stop), size)]
 
@@ -427,13 +428,20 @@ def _fill(task: _PartRead, buffer: AlignedBuffer, *, files: OpenFiles[SourceFile
     memory = target if is_in_place else torch.empty(target.shape, dtype=stored)
     array = TorchTensors(memory).writable(memory, tensor.name)
     if not _read_straight(file, place.start_bytes, view, part.local, array):
-        read_box(file, place.start_bytes, view, part.local, array, buffer)
+        region = _region_of(view, part, array.shape)
+        read_region(file, place.start_bytes, region, array, buffer)
     if not is_in_place:
         target.copy_(memory)
     elif not target.is_inference():
         # What reads a file writes behind autograd's back.
         torch.autograd.graph.increment_version(target)
     return task
+
+
+def _region_of(view: View, part: ShardPart, shape: tuple[int, ...]) -> Region:
+    """Return the region of a shard that a part reads, in elements of the shard."""
+    offset = view.offset + sum(a * s for a, s in zip(part.local, view.strides, strict=True))
+    return Region((0,) * len(shape), shape, part.tile, offset, view.strides)
 
 
 def _read_straight(
