@@ -23,8 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.blocks.spans import is_dense
+from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import (
     Checkpoint,
     StoredChecksum,
@@ -74,7 +73,8 @@ from reshard.errors import (
     UnreadableTensorError,
     UsageError,
 )
-from reshard.layout import Box, Layout
+from reshard.geometry.regions import Region, bind_regions
+from reshard.layout import Box
 from reshard.mesh import DeviceMesh
 from reshard.text import rank_text
 
@@ -476,49 +476,34 @@ class ChunkReader(Closing):
             )
         chunks.sort(key=lambda chunk: self._ranks[chunk.place.file])
         itemsize_bytes = described.dtype.itemsize_bytes
-        boxes: list[tuple[int, Box]] = []
-        addresses: dict[int, list[FileRange]] = {}
-        views: dict[int, list[View]] = {}
-        strided: set[int] = set()
+        parts: list[tuple[int, Region]] = []
         for chunk in chunks:
             self.check_inside(name, chunk.place)
             file, archived = self._find_archived(name, described, chunk)
-            rank = self._ranks[chunk.place.file]
-            start_bytes = archived.start_bytes
-            view = archived.view
-            dense = is_dense(view, archived.shape)
+            first = archived.start_bytes + archived.view.offset * itemsize_bytes
+            strides = tuple(stride * itemsize_bytes for stride in archived.view.strides)
+            region = Region(*chunk.box, file, first, strides)
             # The archive's checksum is of the whole storage. It can be computed while the chunk is
             # read only if the chunk is the storage, in order.
             if archived.crc32 is not None and archived.storage_bytes:
-                once = dense and chunk.box.elements * itemsize_bytes == archived.storage_bytes
+                is_all = region.elements * itemsize_bytes == archived.storage_bytes
+                once = is_all and region.is_dense(itemsize_bytes)
                 self.checksums.append(
                     StoredChecksum(
                         name,
                         str(chunk.box),
-                        FileRange(file, start_bytes),
+                        FileRange(file, archived.start_bytes),
                         archived.storage_bytes,
                         archived.crc32,
                         once,
                     )
                 )
-            # The offset of a dense chunk is added to the address, and no view is needed.
-            if dense:
-                start_bytes += view.offset * itemsize_bytes
-                view = View.row_major(archived.shape)
-            else:
-                strided.add(rank)
-            boxes.append((rank, chunk.box))
-            addresses.setdefault(rank, []).append(FileRange(file, start_bytes))
-            views.setdefault(rank, []).append(view)
+            parts.append((self._ranks[chunk.place.file], region))
         # Equal boxes of ranks that saved on their own are copies; others must not overlap.
         distinct = {chunk.box: chunk.place.file for chunk in reversed(chunks)}
         check_disjoint(self._folder, name, [(file, box) for box, file in distinct.items()])
-        layout = Layout.from_boxes(described.shape, boxes, max(self._ranks.values()) + 1)
-        binding = Binding(
-            layout,
-            {rank: tuple(ranges) for rank, ranges in addresses.items()},
-            {rank: tuple(views[rank]) for rank in strided},
-        )
+        slots = max(self._ranks.values()) + 1
+        binding = bind_regions(described.shape, parts, slots, itemsize_bytes)
         tensor = StoredTensor(name, described.dtype, binding)
         _ = tensor.assembly
         return tensor
