@@ -143,13 +143,13 @@ def plan_conversion(
         changed = changed.replace(computed=computed)
     changed = add_copies(changed, request.target_format.copies(changed.checkpoint))
     named = named.replace(checkpoint=changed.checkpoint)
-    placement = place_tensors(request, named)
-    release_freed_memory(len(placement.tensors))
+    tensors, assignment, placement_notes = place_tensors(request, named)
+    release_freed_memory(len(tensors))
     checkpoint = named.checkpoint
     file_name = find_file_name(request, target, checkpoint)
     write_plan = request.target_format.plan_write(
         NewCheckpoint(
-            placement.tensors,
+            tensors,
             request.mesh,
             checkpoint.metadata,
             checkpoint.items,
@@ -165,14 +165,14 @@ def plan_conversion(
     )
     expect_one_file(file_name, target, write_plan)
     about_model = _note_model_folder(request, checkpoint)
-    noted = (*request.order_notes, *placement.notes, *checked, *about_model)
+    noted = (*request.order_notes, *placement_notes, *checked, *about_model)
     return Conversion(
         checkpoint.replace(notes=(*checkpoint.notes, *noted)),
         target,
         write_plan,
         request,
         resolved,
-        placement.assignment,
+        assignment,
         changed.computed,
         changed.rewritten,
         is_single_file=file_name is not None,
@@ -702,19 +702,13 @@ def _load(recipe: str | os.PathLike[str] | Recipe | None, checkpoint: Checkpoint
     return found
 
 
-class PlacedTensors(Record):
-    """The layout of every tensor of the target, by its name there.
-
-    `assignment` is how rules and recipes matched, if they were used; `notes` are for the user.
-    """
-
-    tensors: Mapping[str, PlannedTensor]
-    assignment: Assignment | None = None
-    notes: tuple[str, ...] = ()
+# The tensors of the target in their layouts, how rules and recipes matched if they were used, and
+# notes for the user.
+Placement = tuple[Mapping[str, PlannedTensor], Assignment | None, tuple[str, ...]]
 
 
-def place_tensors(request: ConversionRequest, source: RenamedSource) -> PlacedTensors:
-    """Assign a layout to each tensor of a source.
+def place_tensors(request: ConversionRequest, source: RenamedSource) -> Placement:
+    """Assign a layout to each tensor of a source, by its name in the target.
 
     Raises:
         RecipeError: rules, a recipe or an engine's layout that do not fit.
@@ -725,16 +719,16 @@ def place_tensors(request: ConversionRequest, source: RenamedSource) -> PlacedTe
         _expect_placed_by_format(request)
         if request.keeps_layouts and not request.selection:
             _expect_kept(source.checkpoint, own)
-        return PlacedTensors(_plan_tensors(source.checkpoint, own))
+        return _plan_tensors(source.checkpoint, own), None, ()
     if request.engine_layout is not None:
         layouts, notes = shard_by_engine(source.checkpoint, request.engine_layout)
-        return PlacedTensors(_plan_tensors(source.checkpoint, layouts), notes=notes)
+        return _plan_tensors(source.checkpoint, layouts), None, notes
     if request.keeps_layouts:
         planned = {
             name: PlannedTensor(tensor.dtype, tensor.layout, tensor.spec)
             for name, tensor in source.checkpoint.tensors.items()
         }
-        return PlacedTensors(planned)
+        return planned, None, ()
     if request.mesh is not None and request.is_by_rules:
         return _place_by_rules(request, source, request.mesh)
     _expect_no_options(
@@ -743,7 +737,7 @@ def place_tensors(request: ConversionRequest, source: RenamedSource) -> PlacedTe
         f"and to={request.to_text!r} is none",
     )
     placed, notes = _place_by_strategy(request, source.checkpoint)
-    return PlacedTensors(_plan_tensors(source.checkpoint, placed), notes=notes)
+    return _plan_tensors(source.checkpoint, placed), None, notes
 
 
 def _expect_placed_by_format(request: ConversionRequest) -> None:
@@ -784,7 +778,7 @@ def _plan_tensors(
 
 def _place_by_rules(
     request: ConversionRequest, source: RenamedSource, mesh: DeviceMesh
-) -> PlacedTensors:
+) -> Placement:
     recipe, by_recipe = source.recipe, source.by_recipe
     assignment = assign_tensors(by_recipe, mesh, request.parsed_rules, recipe, request.allow)
     _expect_used_axes(assignment, mesh, recipe, request.allow)
@@ -805,7 +799,7 @@ def _place_by_rules(
             spec = make_fused_spec(name, fusion, assignment.specs, shapes, storage_axes)
             layout = spec.layout(own_shapes[name])
         planned[name] = plan(types[name], layout, write(spec))
-    return PlacedTensors(planned, assignment)
+    return planned, assignment, ()
 
 
 def _expect_used_axes(

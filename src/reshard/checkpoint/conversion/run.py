@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
-from reshard._records import Record
 from reshard._validation import check_used
 from reshard.checkpoint.blocks.block_io import (
     BlockReader,
@@ -85,12 +84,8 @@ if TYPE_CHECKING:
     from reshard.checkpoint.keywords import RunArguments
 
 
-class _Done(Record):
-    """A batch that is written: the digests of its blocks, and the files that they are in."""
-
-    batch: Batch
-    digests: bytes
-    files: set[str]
+# A batch that was written, the digests of its blocks, and the files that they are in.
+_Written = tuple[Batch, bytes, set[str]]
 
 
 class _ConversionRun:
@@ -266,7 +261,7 @@ class _ConversionRun:
         counts = self.blocks.counts[own]
         return itertools.chain(self._batches(own[counts]), self._batches(own[~counts]))
 
-    def work(self, batch: Batch, workspace: Workspace) -> _Done:
+    def work(self, batch: Batch, workspace: Workspace) -> _Written:
         """Read, digest and write the blocks of one batch."""
         counts = self.blocks.counts[batch.numbers[0]]
         reader, writer = (self.reader, self.writer) if counts else self.unseen
@@ -274,14 +269,14 @@ class _ConversionRun:
         files = writer.write(batch.written, blocks, workspace)
         if self.upload is not None:
             self.upload.wrote(batch.numbers)
-        return _Done(batch, b"".join(itertools.chain.from_iterable(digests)), files)
+        return batch, b"".join(itertools.chain.from_iterable(digests)), files
 
     def move_blocks(self, options: RunOptions) -> None:
         """Do all blocks that are left, recording them in the journal as they reach the disk."""
         progress, stop = options.progress, options.stop
         check_stop(stop)
         done_bytes = self.resumed_bytes
-        waiting: list[_Done] = []
+        waiting: list[_Written] = []
         waiting_bytes = 0
 
         def new_workspace() -> Workspace:
@@ -291,12 +286,13 @@ class _ConversionRun:
         try:
             for done in results:
                 self.processes.check()
+                batch = done[0]
                 waiting.append(done)
-                done_bytes += done.batch.size_bytes
-                waiting_bytes += done.batch.size_bytes
+                done_bytes += batch.size_bytes
+                waiting_bytes += batch.size_bytes
                 check_stop(stop)
                 if progress is not None:
-                    name = self.work_items.target.names[int(done.batch.written[-1].rows[-1])]
+                    name = self.work_items.target.names[int(batch.written[-1].rows[-1])]
                     progress(Progress(done_bytes, self.size_bytes, self.resumed_bytes, name))
                 if waiting_bytes >= options.sync_bytes:
                     # Forgotten first: after a sync that failed the next one succeeds, though
@@ -311,14 +307,14 @@ class _ConversionRun:
             raise
         self._record(waiting)
 
-    def _record(self, done: list[_Done]) -> None:
+    def _record(self, done: list[_Written]) -> None:
         if not done:
             return
         # The data before the journal: a block that it lists must be on the disk.
-        for name in sorted(set().union(*(item.files for item in done))):
+        for name in sorted(set().union(*(files for _, _, files in done))):
             self.targets[name].sync()
-        numbers = np.concatenate([item.batch.numbers for item in done])
-        digests = b"".join(item.digests for item in done)
+        numbers = np.concatenate([batch.numbers for batch, _, _ in done])
+        digests = b"".join(digests for _, digests, _ in done)
         tensors, blocks = self.work_items.places(numbers)
         self.staging.own_journal.append_columns(tensors, blocks, digests)
         self._note(numbers, digests)

@@ -108,5 +108,5 @@ def _find_layouts(
     taken.expect_readable()
     request = choose_recipe_by_default(request, taken)
     named = name_source(request, taken)
-    placed = place_tensors(request, named)
-    return named.checkpoint, {name: tensor.layout for name, tensor in placed.tensors.items()}
+    tensors, _, _ = place_tensors(request, named)
+    return named.checkpoint, {name: tensor.layout for name, tensor in tensors.items()}

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from reshard._records import Record
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredFile, StoredTensor
 from reshard.checkpoint.formats.orbax import FORMAT_NAME, METADATA_NAME, ZARR2_NAME
@@ -66,14 +65,6 @@ _WIDE_TYPES = ("int64", "uint64", "float64", "complex128")
 _NUMBERS = {bool: "bool", int: "int64", float: "float64"}
 
 
-class _Grid(Record):
-    """The chunks of a tensor: their shape, their layout, and whether it is the target's."""
-
-    chunk: tuple[int, ...]
-    layout: Layout
-    is_own: bool
-
-
 def plan_files(new: NewCheckpoint) -> WritePlan:
     """Plan a file of chunks for each rank.
 
@@ -92,12 +83,12 @@ def plan_files(new: NewCheckpoint) -> WritePlan:
     stored: dict[str, StoredTensor] = {}
 
     for name, tensor in tensors.items():
-        grid = _find_grid(tensor.layout, storing[name])
-        size = math.prod(grid.chunk) * tensor.dtype.itemsize_bytes
+        chunk, layout, is_own = _find_grid(tensor.layout, storing[name])
+        size = math.prod(chunk) * tensor.dtype.itemsize_bytes
         addresses: dict[int, FileRange | tuple[FileRange, ...]] = {}
-        for slot in sorted(storing[name]) if grid.is_own else grid.layout.holders:
+        for slot in sorted(storing[name]) if is_own else layout.holders:
             ranges = []
-            for _ in grid.layout.cells_of(slot):
+            for _ in layout.cells_of(slot):
                 start = ends.get(slot, 0)
                 if size >= _MIN_ALIGNED_BYTES:
                     start = -(-start // PAGE_BYTES) * PAGE_BYTES
@@ -105,8 +96,8 @@ def plan_files(new: NewCheckpoint) -> WritePlan:
                 ends[slot] = start + size
             if ranges:
                 addresses[slot] = ranges[0] if len(ranges) == 1 else tuple(ranges)
-        binding = Binding(grid.layout, addresses, {})
-        spec = tensor.spec if grid.is_own else None
+        binding = Binding(layout, addresses, {})
+        spec = tensor.spec if is_own else None
         stored[name] = StoredTensor(name, tensor.dtype, binding, spec)
     files = [
         NewFile(StoredFile(name_data_file(slot), end, slot)) for slot, end in sorted(ends.items())
@@ -197,14 +188,14 @@ def _merge_step_counts(
 
 
 @lru_cache(maxsize=4096)
-def _find_grid(layout: Layout, storing: frozenset[int]) -> _Grid:
-    """Return the grid of chunks in which a tensor of a layout is stored."""
+def _find_grid(layout: Layout, storing: frozenset[int]) -> tuple[tuple[int, ...], Layout, bool]:
+    """Return the shape of the chunks of a tensor, their layout, and whether it is the tensor's."""
     chunk = tuple(_find_step(table) for table in layout.tables)
     counts = [-(-n // step) for n, step in zip(layout.shape, chunk, strict=True)]
     if are_boxes(layout, storing):
         shapes = {box.shape for slot in storing for box in layout.boxes(slot)}
         if shapes == {chunk} and len(storing) == math.prod(counts):
-            return _Grid(chunk, layout, True)
+            return chunk, layout, True
     owners = [(box, slot) for slot in sorted(storing) for box in layout.boxes(slot)]
     starts = {box.start: slot for box, slot in owners}
     tables = [_make_table(n, step) for n, step in zip(layout.shape, chunk, strict=True)]
@@ -221,7 +212,7 @@ def _find_grid(layout: Layout, storing: frozenset[int]) -> _Grid:
             )
             slot = next(inside, min(storing))
         slots.append(slot)
-    return _Grid(chunk, Layout(layout.shape, tables, layout.slots, slots, parts), False)
+    return chunk, Layout(layout.shape, tables, layout.slots, slots, parts), False
 
 
 def _find_step(table: RunTable) -> int:
