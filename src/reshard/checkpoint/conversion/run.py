@@ -43,7 +43,7 @@ from reshard.checkpoint.conversion.checksums import ChecksumTracker
 from reshard.checkpoint.conversion.conversion import Conversion, ConversionReport, describe_counts
 from reshard.checkpoint.conversion.journal import FinishedBlocks
 from reshard.checkpoint.conversion.staging import (
-    SharedStaging,
+    Staging,
     check_target,
     expect_nothing_lost,
     open_shared,
@@ -94,7 +94,7 @@ class _ConversionRun:
     def __init__(
         self,
         conversion: Conversion,
-        staging: SharedStaging,
+        staging: Staging,
         sources: OpenFiles[SourceFile],
         conversion_id: str,
         processes: Processes,
@@ -168,7 +168,7 @@ class _ConversionRun:
 
     def begin(self) -> None:
         """Make the files, and share with the other processes which blocks are done already."""
-        if self.staging.owner is not None:
+        if self.staging.is_owner:
             self._make_files()
             if not self.staging.is_untouched and self.finished.any():
                 self._compare_staged()
@@ -187,9 +187,9 @@ class _ConversionRun:
 
     def _make_files(self) -> None:
         """Create every target file at its full size, with its header."""
-        if self.staging.owner is not None:
+        if self.staging.is_owner:
             files = [file.stored.name for file in self.conversion.write_plan.files]
-            self.staging.owner.expect_names_apart([*files, *self.conversion.companions])
+            self.staging.expect_names_apart([*files, *self.conversion.companions])
         for file in self.conversion.write_plan.files:
             path = self.staging.content / file.stored.name
             with translate_os_errors("look at what an earlier run left", path):
@@ -316,7 +316,7 @@ class _ConversionRun:
         numbers = np.concatenate([batch.numbers for batch, _, _ in done])
         digests = b"".join(digests for _, digests, _ in done)
         tensors, blocks = self.work_items.places(numbers)
-        self.staging.own_journal.append_columns(tensors, blocks, digests)
+        self.staging.journal.append_columns(tensors, blocks, digests)
         self._note(numbers, digests)
 
     def _look_at_earlier(self) -> None:
@@ -343,14 +343,14 @@ class _ConversionRun:
         self.by_process = tuple((read, written) for read, written, *_ in done)
         self.buffers_by_process = tuple(buffers for _, _, buffers, *_ in done)
         self.counts = sum((counts for _, _, _, counts, *_ in done), CastCounts())
-        if self.staging.owner is not None:
+        if self.staging.is_owner:
             for record in self.staging.other_records():
                 self._note_journal(record.finished)
             for rank, (*_, state) in enumerate(done):
                 if rank != self.processes.rank:
                     self.checksums.merge(state)
         if self.upload is not None:
-            if self.staging.owner is not None and self.upload.here.host:
+            if self.staging.is_owner and self.upload.here.host:
                 self.checksums.close_targets(self.targets, self.upload.spread)
             own = np.flatnonzero(self.finished)
             found = self.digests.found[own].tobytes()
@@ -368,18 +368,18 @@ class _ConversionRun:
 
     def finish(self) -> None:
         """Write everything but the tensors, the manifest last, and commit; only on process 0."""
-        if self.processes.rank or self.staging.owner is None:
+        if self.processes.rank or not self.staging.is_owner:
             self.processes.share(None)
-            if self.staging.owner is not None:
+            if self.staging.is_owner:
                 # Of another host: all of it is in the store.
-                self.staging.owner.discard()
+                self.staging.discard()
             return
         self._finish()
         # The others wait: on every process, a run that returns has a target in its place.
         if self.upload is not None:
             self.upload.commit(self.staging)
         else:
-            if not self.staging.owner.commit(self.conversion.open_bits):
+            if not self.staging.commit(self.conversion.open_bits):
                 self.notes += (describe_two_renames(self.conversion.target),)
         self.processes.share(True)
 
@@ -508,14 +508,9 @@ def run_conversion(
                 run.finish()
             except ReshardError as error:
                 # Parts of uploads are listed in the folder, for `reshard clean`.
-                if (
-                    _is_final(error)
-                    and upload is None
-                    and staged.owner
-                    and not staged.owner.resumed
-                ):
+                if _is_final(error) and upload is None and staged.is_owner and not staged.resumed:
                     with contextlib.suppress(RunError):
-                        staged.owner.discard()
+                        staged.discard()
                 raise
             finally:
                 # Parts that are under way give space of the targets back.

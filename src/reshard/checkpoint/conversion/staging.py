@@ -43,12 +43,10 @@ import sys
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from reshard._records import Record
 from reshard.checkpoint.conversion.journal import (
     Commit,
     FinishedBlocks,
@@ -87,7 +85,14 @@ class Staging(Closing):
     """A checkpoint folder in the making, owned by this process until it is left.
 
     Used as a context manager: leaving without `commit` keeps what was written, for the next
-    `open` of the same conversion, and releases the lock and the descriptors.
+    `open` of the same conversion, and releases the lock and the descriptors. Where several
+    processes share a folder (`open_shared`), process 0 owns it, and the others have a journal of
+    their own in it.
+
+    Attributes:
+        target: the path that the result gets.
+        content: the folder to write the new checkpoint into.
+        finished: the blocks that earlier runs recorded; known to the owner alone.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as parent:
@@ -105,23 +110,25 @@ class Staging(Closing):
     (['checkpoint'], ['weights'])
     """
 
-    __slots__ = ("_file", "_journal", "_lock", "_overwrite", "_written", "target")
-
     def __init__(
         self,
         target: Path,
-        lock: FolderLock,
+        content: Path,
         journal: Journal | None,
-        overwrite: bool,
+        lock: FolderLock | None = None,
+        *,
+        overwrite: bool = False,
         written: Collection[str] | None = None,
         file: str | None = None,
     ) -> None:
         self._file = file
-        self.target = target
+        self.target, self.content = target, content
         self._lock = lock
         self._journal = journal
         self._overwrite = overwrite
         self._written = written
+        self.finished = FinishedBlocks(b"") if journal is None or lock is None else journal.finished
+        self._are_journals_untouched = True
 
     @classmethod
     def open(
@@ -183,7 +190,7 @@ class Staging(Closing):
                 _finish_commit(target, root, record.commit, overwrite)
                 if record.conversion_id == conversion_id:
                     _remove_root(lock)
-                    return cls(target, lock, None, overwrite)
+                    return cls(target, target, None, lock)
                 record = None
             # No journal that counts: an old target that was moved aside goes back first.
             elif record is None:
@@ -213,12 +220,20 @@ class Staging(Closing):
                 "expected the files of the run that the journal next to it records: "
                 "--restart starts over"
             ) from error
-        return cls(target, lock, journal, overwrite, written, file)
+        return cls(
+            target, root / "content", journal, lock, overwrite=overwrite, written=written, file=file
+        )
 
     @property
-    def content(self) -> Path:
-        """The folder to write the new checkpoint into."""
-        return self._lock.folder / "content"
+    def is_owner(self) -> bool:
+        """Whether this process owns the folder, and commits or discards it."""
+        return self._lock is not None
+
+    @property
+    def _own_lock(self) -> FolderLock:
+        if self._lock is None:
+            raise RunError(f"the staging folder of {self.target} is owned by process 0")
+        return self._lock
 
     @property
     def result(self) -> Path:
@@ -241,7 +256,9 @@ class Staging(Closing):
 
         The folder is the one that the journal was begun in, and this user's alone.
         """
-        return self._lock.is_exclusive and self.journal.folder_inode == self._lock.inode
+        lock = self._own_lock
+        is_same_folder = self.journal.folder_inode == lock.inode
+        return self._are_journals_untouched and lock.is_exclusive and is_same_folder
 
     @property
     def journal(self) -> Journal:
@@ -263,7 +280,7 @@ class Staging(Closing):
         if _find_equal(names, ignores_case=True, ignores_form=True) is None:
             return
         # Left behind by a kill, it is removed like any unfinished journal.
-        probe = self._lock.folder / "journal.\u00e9.new"
+        probe = self.content.parent / "journal.\u00e9.new"
         with translate_os_errors("look whether names differ by case", probe):
             probe.touch()
             ignores_case = os.path.lexists(probe.with_name("JOURNAL.\u00c9.NEW"))
@@ -288,9 +305,10 @@ class Staging(Closing):
         brings it to its end. Raises `RunError` where the target appeared during the run, and
         for what the file system refuses: the staging folder is kept then.
         """
-        journal, root = self.journal, self._lock.folder
+        journal, lock = self.journal, self._own_lock
+        root = lock.folder
         with translate_os_errors("put the new checkpoint in its place", self.target):
-            self._lock.check_in_place()
+            lock.check_in_place()
             if self._file is None:
                 restrict_modes(self.content, bits, self.target)
             else:
@@ -314,10 +332,8 @@ class Staging(Closing):
             journal.append_commit(Commit(self.result.stat().st_ino, self._overwrite))
             journal.close()
             was_never_missing = _put_in_place(self.target, root, self.result)
-        with translate_os_errors(
-            f"delete what is left over ({self.target} is complete)", self._lock.folder
-        ):
-            _remove_root(self._lock)
+        with translate_os_errors(f"delete what is left over ({self.target} is complete)", root):
+            _remove_root(lock)
         self._journal = None
         return was_never_missing
 
@@ -325,16 +341,43 @@ class Staging(Closing):
         """Throw away what was staged; the target stays. Raises `RunError`."""
         if self._journal is not None:
             self._journal.close()
-            with translate_os_errors("delete the staging folder", self._lock.folder):
-                _put_previous_back(self.target, self._lock.folder)
-                _discard(self._lock.folder)
-                _remove_root(self._lock)
+            lock = self._own_lock
+            with translate_os_errors("delete the staging folder", lock.folder):
+                _put_previous_back(self.target, lock.folder)
+                _discard(lock.folder)
+                _remove_root(lock)
 
     def close(self) -> None:
         """Release the lock and the descriptors; what was written stays."""
         if self._journal is not None:
             self._journal.close()
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def other_records(self) -> Iterator[JournalRecord]:
+        """Yield the records of the journals of the processes other than process 0."""
+        root = self.content.parent
+        with translate_os_errors("look for the journals of the processes", root):
+            paths = sorted(root.glob("journal.*"))
+        for path in paths:
+            # A `.new` journal was not renamed: its head may be torn.
+            record = None if path.name.endswith(".new") else read_journal(path)
+            if record is not None:
+                yield record
+
+    def take_over(self, conversion_id: str) -> None:
+        """Append the journals that other processes of an earlier run left to the own journal."""
+        journal, root = self.journal, self.content.parent
+        with translate_os_errors("take over the journals of an earlier run", root):
+            for path in sorted(root.glob("journal.*")):
+                record = None if path.name.endswith(".new") else read_journal(path)
+                if record is not None and record.conversion_id == conversion_id:
+                    journal.append_columns(*record.finished.columns())
+                    self._are_journals_untouched &= record.folder_inode == journal.folder_inode
+                # All that counts of it is durable in process 0's journal by this line.
+                path.unlink()
+        record = read_journal(journal.path)
+        self.finished = record.finished if record is not None else journal.finished
 
 
 def staging_folder(target: Path) -> Path:
@@ -557,44 +600,6 @@ def _remove_root(lock: FolderLock) -> None:
     lock.remove_folder()
 
 
-class SharedStaging(Record):
-    """A staging folder, seen from one process. Only process 0 has the `owner`.
-
-    `journal` is this process's own, None when an earlier run had done everything. `finished`
-    are the blocks that earlier runs recorded, `is_untouched` whether nobody else can have changed
-    them; only process 0 knows these.
-    """
-
-    content: Path
-    journal: Journal | None
-    owner: Staging | None
-    finished: FinishedBlocks = field(default_factory=lambda: FinishedBlocks(b""))
-    is_untouched: bool = True
-
-    @property
-    def already_complete(self) -> bool:
-        """Whether there is nothing left to do."""
-        return self.journal is None
-
-    @property
-    def own_journal(self) -> Journal:
-        """This process's journal. Raises RunError where there is nothing to do."""
-        if self.journal is None:
-            raise RunError(f"the conversion in {self.content.parent} is complete")
-        return self.journal
-
-    def other_records(self) -> Iterator[JournalRecord]:
-        """Yield the records of the journals of the processes other than process 0."""
-        root = self.content.parent
-        with translate_os_errors("look for the journals of the processes", root):
-            paths = sorted(root.glob("journal.*"))
-        for path in paths:
-            # A `.new` journal was not renamed: its head may be torn.
-            record = None if path.name.endswith(".new") else read_journal(path)
-            if record is not None:
-                yield record
-
-
 @contextmanager
 def open_shared(
     processes: Processes,
@@ -606,7 +611,7 @@ def open_shared(
     restart: bool,
     written: Collection[str] | None = None,
     file: str | None = None,
-) -> Iterator[SharedStaging]:
+) -> Iterator[Staging]:
     """Open the staging folder of a conversion in all processes together.
 
     `written` and `file` are as for `Staging.open`. Raises what that raises, on process 0; RunError
@@ -617,13 +622,12 @@ def open_shared(
         message, place, complete = processes.share(None)
         if message is not None:
             raise RunError(f"process 0 could not begin: {message}")
-        content = Path(place)
-        if complete:
-            yield SharedStaging(content, None, None)
-            return
-        path = content.parent / f"journal.{processes.rank}"
-        with Journal.open(path, conversion_id, description) as journal:
-            yield SharedStaging(content, journal, None)
+        content, journal = Path(place), None
+        if not complete:
+            path = content.parent / f"journal.{processes.rank}"
+            journal = Journal.open(path, conversion_id, description)
+        with Staging(target, content, journal) as staging:
+            yield staging
         return
     try:
         staging = Staging.open(
@@ -640,33 +644,10 @@ def open_shared(
         processes.share((str(error), "", False))
         raise
     with staging:
-        if staging.already_complete:
-            processes.share((None, str(staging.target), True))
-            yield SharedStaging(staging.target, None, staging)
-            return
-        finished, is_untouched = _take_over(staging, conversion_id)
-        shared = SharedStaging(staging.content, staging.journal, staging, finished, is_untouched)
-        processes.share((None, str(staging.content), False))
-        yield shared
-
-
-def _take_over(staging: Staging, conversion_id: str) -> tuple[FinishedBlocks, bool]:
-    """Append the journals of other processes to that of process 0.
-
-    Returns all its blocks, and whether they must be as earlier runs left them.
-    """
-    journal, is_untouched = staging.journal, staging.is_untouched
-    root = staging.content.parent
-    with translate_os_errors("take over the journals of an earlier run", root):
-        for path in sorted(root.glob("journal.*")):
-            record = None if path.name.endswith(".new") else read_journal(path)
-            if record is not None and record.conversion_id == conversion_id:
-                journal.append_columns(*record.finished.columns())
-                is_untouched &= record.folder_inode == journal.folder_inode
-            # All that counts of it is durable in process 0's journal by this line.
-            path.unlink()
-    record = read_journal(journal.path)
-    return record.finished if record is not None else journal.finished, is_untouched
+        if not staging.already_complete:
+            staging.take_over(conversion_id)
+        processes.share((None, str(staging.content), staging.already_complete))
+        yield staging
 
 
 _MAX_LISTED = 12

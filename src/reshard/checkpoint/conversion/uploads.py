@@ -33,7 +33,7 @@ from reshard.checkpoint.blocks.block_io import BlockWriter, OpenFiles, find_writ
 from reshard.checkpoint.conversion.checksums import item_ranges, late_ranges
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.staging import (
-    SharedStaging,
+    Staging,
     expect_nothing_lost,
     staging_folder,
 )
@@ -93,18 +93,18 @@ class ConversionUpload(Closing):
         self._is_here: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self._sender = PartSender(self._send, threads)
 
-    def is_complete(self, staging: SharedStaging, options: RunOptions) -> bool:
+    def is_complete(self, staging: Staging, options: RunOptions) -> bool:
         """Return whether an earlier run put all of it in its place; the same on all processes.
 
         Raises as `Upload.find_target`; RunError with its message on the other processes.
         """
-        owner, found = staging.owner, False
+        found = False
         try:
-            if owner is not None and self._processes.rank == 0:
+            if staging.is_owner and self._processes.rank == 0:
                 found = self._upload.find_target(
                     overwrite=options.overwrite,
                     restart=options.restart,
-                    is_resumed=owner.resumed,
+                    is_resumed=staging.resumed,
                 )
                 if options.overwrite and not found and not options.discard_others:
                     expect_nothing_lost(self._upload.target, self._written)
@@ -112,16 +112,16 @@ class ConversionUpload(Closing):
         except (UsageError, RunError) as error:
             # Nothing was begun: a refusal leaves no empty staging folder.
             is_refusal = isinstance(error, UsageError) or self.here.host > 0
-            if owner is not None and is_refusal and not owner.resumed:
-                owner.discard()
+            if staging.is_owner and is_refusal and not staging.resumed:
+                staging.discard()
             raise
-        if is_complete and owner is not None:
-            owner.discard()
+        if is_complete and staging.is_owner:
+            staging.discard()
         return is_complete
 
     def begin(
         self,
-        staging: SharedStaging,
+        staging: Staging,
         work_items: WorkItems,
         writer: BlockWriter,
         targets: OpenFiles[TargetFile],
@@ -137,7 +137,7 @@ class ConversionUpload(Closing):
             self._processes.share(self._upload.state())
         else:
             self._upload.join(self._processes.share(None))
-        if staging.owner is None:
+        if not staging.is_owner:
             return
         lost = self._upload.lost_parts(staging.content)
         numbers = np.flatnonzero(finished) if lost.any() else np.zeros(0, dtype=np.int64)
@@ -207,7 +207,7 @@ class ConversionUpload(Closing):
 
     def _use(
         self,
-        staging: SharedStaging,
+        staging: Staging,
         work_items: WorkItems,
         writer: BlockWriter,
         targets: OpenFiles[TargetFile],
@@ -298,7 +298,7 @@ class ConversionUpload(Closing):
         """
         self._upload.send_rest(self._content, self._is_here)
 
-    def commit(self, staging: SharedStaging) -> None:
+    def commit(self, staging: Staging) -> None:
         """Send the rest and make all of it visible; on process 0. Raises RunError."""
         self._send_rest()
         missing = np.flatnonzero(~self._upload.sent).tolist()
@@ -309,8 +309,8 @@ class ConversionUpload(Closing):
                 "run the same command again, it continues"
             )
         self._upload.commit(self._content)
-        if staging.owner is not None:
-            staging.owner.discard()
+        if staging.is_owner:
+            staging.discard()
 
     def stop(self) -> None:
         """Wait for the parts that are under way; no other is sent while blocks are done."""
