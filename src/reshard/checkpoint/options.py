@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from reshard._records import Record
 from reshard._validation import MAX_RANKS, check_used
@@ -67,18 +67,6 @@ SYNC_BYTES = 512 * 1024 * 1024
 Value = TypeVar("Value")
 
 
-class CommandOption(NamedTuple):
-    """How the command takes an option, as metadata of its field under `command`.
-
-    `choices` are computed when the command needs them if they depend on plug-ins.
-    """
-
-    help: str
-    flag: str | None = None
-    metavar: str | None = None
-    choices: Iterable[str] | Callable[[], Iterable[str]] | None = None
-
-
 def option(
     default: Value,
     help: str,
@@ -88,7 +76,7 @@ def option(
     choices: Iterable[str] | Callable[[], Iterable[str]] | None = None,
     is_loaded: bool = True,
 ) -> Value:
-    """Declare a field that is an option of the command too.
+    """Declare a field that is an option of the command too, which metadata of the field describe.
 
     Args:
         default: the value without the option: () for an option that can be repeated, False for one
@@ -96,11 +84,16 @@ def option(
         help: the text of the command's help.
         flag: the option's name if it is not the field's.
         metavar: the placeholder of its value in the help.
-        choices: all its values.
+        choices: all its values; a function if they depend on plug-ins.
         is_loaded: whether `load` reads it, which returns elements as they are stored.
     """
-    command = CommandOption(help, flag, metavar, choices)
-    metadata = {"command": command, "is_loaded": is_loaded}
+    metadata = {
+        "help": help,
+        "flag": flag,
+        "metavar": metavar,
+        "choices": choices,
+        "is_loaded": is_loaded,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 

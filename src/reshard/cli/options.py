@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -19,9 +19,6 @@ from reshard.checkpoint.formats.registry import describe_broken_formats
 from reshard.elements import CAST_TYPES, cast_type
 from reshard.errors import UsageError
 from reshard.recipes.overrides import FORMER_ALLOWANCES
-
-if TYPE_CHECKING:
-    from reshard.checkpoint.options import CommandOption
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -142,7 +139,7 @@ def options_of(options: type[Any], *names: str) -> Callable[[Command], Command]:
         names: the fields; all that are options of the command if none is given.
     """
     fields = {field.name: field for field in dataclasses.fields(options)}
-    chosen = names or [name for name, field in fields.items() if "command" in field.metadata]
+    chosen = names or [name for name, field in fields.items() if "help" in field.metadata]
 
     def add(command: Command) -> Command:
         # Decorators apply from the last to the first: reversed, the help lists them in order.
@@ -154,14 +151,14 @@ def options_of(options: type[Any], *names: str) -> Callable[[Command], Command]:
 
 
 def _make_option(field: dataclasses.Field[Any]) -> Callable[[Command], Command]:
-    described: CommandOption = field.metadata["command"]
-    choices = described.choices() if callable(described.choices) else described.choices
+    described = field.metadata
+    choices = described["choices"]() if callable(described["choices"]) else described["choices"]
     default: Any = field.default
-    settings: dict[str, Any] = {"help": described.help, "metavar": described.metavar}
+    settings: dict[str, Any] = {"help": described["help"], "metavar": described["metavar"]}
     if choices is not None:
         choice = _CHOICES.get(field.name, Choice)
         settings["type"] = choice(list(choices))
-        settings["help"] = described.help.replace("{choices}", ", ".join(choices))
+        settings["help"] = described["help"].replace("{choices}", ", ".join(choices))
     if default is False:
         settings["is_flag"] = True
     elif default == ():
@@ -172,7 +169,7 @@ def _make_option(field: dataclasses.Field[Any]) -> Callable[[Command], Command]:
             settings |= {"default": f"{default // 1024**2}MiB", "show_default": True}
     elif field.name == "threads":
         settings["type"] = click.IntRange(min=1)
-    flag = described.flag or f"--{field.name.replace('_', '-')}"
+    flag = described["flag"] or f"--{field.name.replace('_', '-')}"
     return click.option(flag, field.name, **settings)
 
 
