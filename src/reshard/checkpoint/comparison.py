@@ -130,7 +130,7 @@ class DamagedBlock(Record):
 class DigestReport(Record):
     """The digests of tensors, the tensors without a recorded digest, and damaged blocks.
 
-    A tensor with a part that cannot be unpacked has no digest.
+    A tensor with a part that cannot be unpacked lacks a digest.
     """
 
     digests: dict[str, str]

@@ -291,7 +291,7 @@ class ConversionRequest(Record):
             None.
         source_layout: of the engine whose ranks hold the source (`vllm-sharded-state`), or the
             file that has it: the target has the model's own tensors. By default the one that is
-            beside the source, where there is one and the target is of another format.
+            next to the source, if there is one and the target is of another format.
         adapters: of PEFT, whose changes are merged into the source's weights, one after another.
         kept: the mesh, number of ranks or `"full"` of the source where `to` is None; it is set
             when the source is known.

@@ -10,7 +10,7 @@ little: what process 0 decided, what each has done at the end, and at intervals 
 3. A process that was killed sends nothing. Others on its host notice at once that it is gone,
    those on other hosts that its sign of life does not change: they stop after `timeout_s`.
 4. At first each waits until all have come, `wait_s` at most, since processes start slowly on
-   clusters, and after 10 s reports which have not.
+   clusters, and after 10 s reports which are missing.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ class BlockMemory(Record, eq=False):
 class _Stretch(NamedTuple):
     """Pieces `low` to `high`: the same span of all tensors of a section.
 
-    `is_whole` tells whether the span is the whole block, in the block's own order.
+    `is_whole` is whether the span is the whole block, in the block's own order.
     """
 
     section: int

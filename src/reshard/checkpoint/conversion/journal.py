@@ -115,7 +115,7 @@ class FinishedBlocks(Mapping[tuple[int, int], bytes]):
 class Commit(Record):
     """The commit record: which folder is finished, and whether it may replace a target.
 
-    `inode` is the folder's inode number; `replaces` says whether it may take the place of a
+    `inode` is the folder's inode number; `replaces` is whether it may take the place of a
     target that is already there.
     """
 

@@ -443,7 +443,7 @@ def run_conversion(
     processes = options.processes or OneProcess()
     expect_staging_read(conversion.target, options.staging)
     LOGGER.info("%s: conversion of %s begins", conversion.target, conversion.source.folder)
-    # 1. What can be refused is refused before anything is written.
+    # 1. Errors of the request are raised before anything is written.
     conversion.expect_runnable(options.extra_bytes, options.threads)
     # 2. Open the sources, and find which conversion this is and how many threads it gets.
     # The target's disk has room for what is unpacked; temporary files may lie in memory.

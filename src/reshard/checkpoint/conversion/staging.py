@@ -32,7 +32,7 @@ The folder is this user's alone, with mode 0700; links, and folders of other use
 (`own_files`). Where an earlier run's folder was open to others, or is a copy of the one that its
 journal was begun in, staged blocks count only if their bytes have the digests in the journal.
 
-What journals of other processes an earlier run left, process 0 takes over into its own, so that a
+Process 0 appends the journals that other processes of an earlier run left to its own, so that a
 run may go on with another number of processes.
 """
 
@@ -151,7 +151,7 @@ class Staging(Closing):
         of the new checkpoint: a target with others is refused; None discards them. `file` is the
         one that becomes the target, where that is not a folder.
 
-        Raises `UsageError` for a target that is there and may not be replaced, that is no
+        Raises `UsageError` for a target that exists and may not be replaced, that is not a
         folder, or whose parent is not a folder. Raises `RunError` where another process works
         on the target, where an earlier run staged another conversion, where its leavings make
         no sense, and for what the file system refuses.
@@ -279,7 +279,7 @@ class Staging(Closing):
         names = list(names)
         if _find_equal(names, ignores_case=True, ignores_form=True) is None:
             return
-        # Left behind by a kill, it is removed like any unfinished journal.
+        # If a kill leaves it, it is removed like any unfinished journal.
         probe = self.content.parent / "journal.\u00e9.new"
         with translate_os_errors("look whether names differ by case", probe):
             probe.touch()

@@ -167,7 +167,7 @@ class ConversionUpload(Closing):
         padded = self._find_padded()
         of_part, of_block = divide_parts(blocks, parts, done, count)
         of_part[padded | self._find_items()] = 0
-        # Padding has no block: all of its file is read back on the first host.
+        # Padding belongs to no block: all of its file is read back on the first host.
         is_needed = (~self._upload.sent | padded)[parts]
         does, is_any = done.copy(), np.zeros(len(finished), dtype=bool)
         does[of_part[parts[is_needed]], blocks[is_needed]] = True

@@ -38,7 +38,7 @@ from reshard.runs import IntArray
 class Batch(Record, eq=False):
     """Blocks that are moved together: their numbers, and what is read and written for them.
 
-    The numbers are in the order of the sections. What is read is cast where types differ; where
+    The numbers are in the order of the sections. Blocks that are read are cast if types differ; if
     blocks are computed nothing is read here.
     """
 

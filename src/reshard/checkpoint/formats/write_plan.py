@@ -235,7 +235,7 @@ def _group_equal_shards(layout: Layout) -> tuple[tuple[tuple[int, ...], int], ..
         for d, table in enumerate(layout.tables)
     ]
     number = _number_rows(np.stack(columns, axis=1)) if columns else layout.cell_slot * 0
-    # An empty shard is not stored, unless the tensor has no others.
+    # An empty shard is stored only if all shards of the tensor are empty.
     is_filled = layout.cell_elements > 0
     groups: dict[int | tuple[int, ...], list[int]] = {}
     if layout.cells == len(layout.holders):

@@ -62,7 +62,7 @@ class BackgroundWork(Generic[Result]):
 
         Raises:
             InterruptedRunError: it was cancelled.
-            RunError: it has not come to its end in `timeout_s`.
+            RunError: it did not end within `timeout_s`.
             Exception: what the work raised.
         """
         try:

@@ -215,7 +215,7 @@ def _read_tensor(rank: int, name: str, held: Any) -> _HeldPart:
     try:
         array = own.numpy()
     except TypeError:
-        # NumPy has no such type; an integer of the same size has the same bytes.
+        # NumPy lacks the type; an integer of the same size has the same bytes.
         same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
         array = own.view(same_size[own.element_size()]).numpy()
     return found.replace(array=array)

@@ -312,7 +312,7 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
         optimizer = [name for name, (_, key) in state.tensors.items() if key]
         optimizer += [name for name, _ in state.unplaced]
         weights = [name for name in checkpoint.tensors if name in placed]
-        # Stage 3 of ZeRO has no other weights than those of 32 bits.
+        # The weights of stage 3 of ZeRO are those of 32 bits alone.
         alone = {
             kept[MASTER]: parameter
             for parameter, kept in state.optimizer.items()

@@ -320,7 +320,7 @@ class _Translation:
                 self._add_cast(own, weight)
                 widened.append(bare)
         for bare, kept in self.state.optimizer.items():
-            # ZeRO-3 has no others.
+            # These are all of ZeRO-3.
             if MASTER in kept and bare not in self.state.weights:
                 name, path = style.weight_name(bare), style.weight_path(bare)
                 self._add(name, self.old.tensors[kept[MASTER]], path)

@@ -474,7 +474,7 @@ class SaveReader:
         if part.stage in (1, 2):
             # The order of the buffers is not that of the model's groups then.
             names = [self._in_own_order(one) for one in names]
-        # An elastic checkpoint has no hyper-parameters.
+        # An elastic checkpoint lacks hyper-parameters.
         hypers = part.hyper or tuple({"params": [number]} for number in range(len(groups)))
         found = []
         at = 0

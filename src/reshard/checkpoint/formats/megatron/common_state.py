@@ -179,7 +179,7 @@ def scaler_state(values: Mapping[str, Any]) -> dict[str, Any]:
     ['growth_tracker']
     """
     if SCALER in values:
-        # A scaler with a constant scale has no state.
+        # A scaler with a constant scale is stateless.
         return {_SCALER: values[SCALER]}
     found = {
         name.removeprefix(f"{SCALER}."): value

@@ -9,7 +9,7 @@ Optax stores states as nested tuples, which contain trees like that of the param
     opt_state.2.acc_grads.dense.kernel  optimizer.state.dense.kernel.acc_grads
 
 1. A node below `opt_state`, or a similar name, whose leaves are those of parameters is the state of
-   these. If the tree has no weights, `mu` and `nu` with equal leaves are recognised.
+   these. In a tree without weights, `mu` and `nu` with equal leaves are recognised.
 2. Nodes with the meaning of a key of PyTorch's optimizers get that key; others keep their names. If
    two states have the same key of a parameter, the second's keys end in `_2`.
 3. A tensor's path in the tree is kept, so that a checkpoint of Orbax is restored as it was.

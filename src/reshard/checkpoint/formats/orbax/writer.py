@@ -249,7 +249,7 @@ def list_final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
     narrow = write_plan.attributes.get(NARROW_TYPES)
     narrow = narrow if isinstance(narrow, Mapping) else {}
     for name, tensor in write_plan.tensors.items():
-        # By default JAX has no dtypes of 64 bits: its arrays would be cast.
+        # By default JAX lacks dtypes of 64 bits: its arrays would be cast.
         is_array = is_cut and tensor.dtype.name not in _WIDE_TYPES
         leaf = Leaf(write_plan.paths[name], ARRAY if is_array else NUMPY)
         layout = tensor.layout

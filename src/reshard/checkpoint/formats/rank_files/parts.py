@@ -436,7 +436,7 @@ def _find_parts(
             continue
         check_tensor(path, name, part.dtype, part.shape)
     for name, value in flat.values.items():
-        # An empty state has no name.
+        # An empty state is unnamed.
         if not name:
             continue
         values.setdefault(name, {})[file.rank] = value

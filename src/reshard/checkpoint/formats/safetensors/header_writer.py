@@ -62,7 +62,7 @@ def write_entries(
     )
 
 
-#: Name, dtype and shape of a tensor that has no offset yet.
+#: Name, dtype and shape of a tensor without an offset.
 NamedTensor = tuple[str, DType, tuple[int, ...]]
 
 _ALIGNMENT_BYTES = 4096
@@ -227,7 +227,7 @@ def place_rows(
     Raises:
         UsageError: a name that a file cannot contain.
     """
-    # Text that UTF-8 cannot encode has no length.
+    # The length of text that UTF-8 cannot encode is undefined.
     _check_names("new file", [names[row] for row in rows.tolist()])
     files = 1
     while True:
