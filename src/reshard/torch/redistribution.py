@@ -1,20 +1,21 @@
 """Redistribution of one tensor to another layout, between the ranks of a running job.
 
-1. Both sides become layouts over global ranks, whoever describes them (`endpoint`).
-2. Every rank checks its own arguments; all agree that they mean the same (`exchange.agreement`).
-   Ranks that hold nothing of the source may leave its description to those that do.
-3. This rank's transfers are exchanged within a limit of memory (`exchange.exchange`), in stages or
-   by a program of collectives where that is asked for, or is quicker (`programs.methods`).
-4. All confirm that they are done: where one rank fails, all raise.
+Phases are methods of `Redistribution`, in the order in which they run:
 
-Gradients flow: the gradient of a redistribution is one from the target to the source.
+1. *Agree.* Every rank plans by itself, and all compare their calls (`exchange.agreement`). Ranks
+   that hold nothing of the source may leave its description to those that do.
+2. *Plan.* Both sides become layouts over global ranks (`endpoint`). Messages are exchanged, in
+   stages or by a program of collectives where that is asked for, or is faster (`programs.methods`).
+3. *Move.* This rank's transfers run within a limit of memory (`exchange.transfer`), and all ranks
+   confirm: if a rank fails, all raise.
+
+Gradients flow: the gradient of a redistribution is redistributed from the target to the source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from reshard.collectives.program import Program
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import PlanError, ReshardError, RunError, ShardError, UsageError
+from reshard.errors import PlanError, RunError, ShardError, UsageError
 from reshard.execution.arrays import check_reduction
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.hierarchical import StagedJob
@@ -41,17 +42,12 @@ from reshard.torch.endpoint import (
     lay_out_array,
     shape_of,
 )
-from reshard.torch.exchange.agreement import CallSignature, agree, confirm, device_of, share
-from reshard.torch.exchange.consistency import is_usable, mark_unusable, mark_usable
-from reshard.torch.exchange.exchange import (
-    DEFAULT_EXTRA_BYTES,
-    BackgroundExchange,
-    MessageExchange,
-    limit_messages,
-    next_tag,
-)
+from reshard.torch.exchange.agreement import CallSignature, agree, device_of, share
+from reshard.torch.exchange.consistency import is_usable
+from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange, limit_messages
 from reshard.torch.exchange.groups import RankGroup, check_member, check_real, rank_group
 from reshard.torch.exchange.packing.messages import RankTransfers, stage_transfers, transfers_of
+from reshard.torch.exchange.transfer import Transfer
 from reshard.torch.forward_copies import forget_cached
 from reshard.torch.fully_sharded import find_groups, find_storage, free_gathered
 from reshard.torch.gradients import apply_with_gradient, backward_endpoints, replicated_spec
@@ -84,53 +80,228 @@ class Redistribution:
     exchanged: in a background thread with gloo, and beyond the memory limit in `wait` on devices.
     """
 
+    # Its phases are methods, in the order in which they run. `_plan` sets these.
+    _before: TensorEndpoint
+    _after: TensorEndpoint
+    _change: LayoutChange
+    _own: torch.Tensor | None
+    _local: torch.Tensor | None
+    _device: torch.device
+    _staged: StagedJob | None
+    _transfer: Transfer
+    program: Program | None
+
     def __init__(
         self,
-        prepared: _PreparedRedistribution,
         group: RankGroup,
-        in_background: bool = False,
+        tensor: torch.Tensor | None,
+        target: Description,
+        source: Description | None,
+        shape: Sequence[int] | None,
+        dtype: torch.dtype | None,
+        *,
+        out: torch.Tensor | None,
+        async_op: bool,
+        extra_bytes: int,
+        method: Method,
+        topology: Topology | None,
     ) -> None:
-        self._prepared, self._group = prepared, group
-        # Before all that may fail here only: ranks count alike, whether they wait or go on.
-        tag = next_tag(group)
-        with group.errors_on_all():
-            run: MessageExchange | BackgroundExchange | ProgramRun = prepared.run(group)
-        if isinstance(run, MessageExchange):
-            run.tag = tag
-            if in_background and run.can_leave_its_thread:
-                run = BackgroundExchange(run, tag)
-        self._run = run
-        self._is_done = False
-        self.program = prepared.program
-        self.received_bytes, self.sent_bytes = run.received_bytes, run.sent_bytes
+        self._group, self._tensor = group, tensor
+        self._given_target, self._given_source = target, source
+        self._shape, self._dtype, self._out = shape, dtype, out
+        self._is_async, self._limit_bytes = async_op, extra_bytes
+        self._method, self._topology = method, topology
+        self._is_planned = self._has_gradient = False
+        # Other ranks have to send the source's description.
+        self._is_open = tensor is None and source is None
+        self._agree()
+
+    def _agree(self) -> None:
+        """Plan, and compare the call with those of all ranks; raise on all if any differs."""
+        problem = None if self._is_open else self._try_to_plan()
+        notes = agree(self._sign(problem), self._group)
+        self._has_gradient, lacks_gradient, cannot, is_any_open, speaker = (
+            bool(notes[0]),
+            *notes[1:],
+        )
+        # A rank without a source of its own receives the description; then all agree again.
+        if is_any_open:
+            if speaker == _NOBODY:
+                raise UsageError("no rank says what the source is; give source=, shape= and dtype=")
+            self._share_source(-speaker)
+            if not self._is_planned:
+                problem = self._try_to_plan()
+            agree(self._sign(problem), self._group)
+        if not self._is_planned:
+            raise RunError("nothing was moved: ranks agreed upon nothing")
+        if self._has_gradient and lacks_gradient:
+            raise PlanError(
+                "some ranks' tensors require gradients and others' do not; give all of them alike, "
+                "or tensor.detach()"
+            )
+        if self._has_gradient and cannot:
+            raise UsageError(
+                "async_op=True or out= with a tensor that requires gradients; give "
+                "tensor.detach(), or leave them out on every rank"
+            )
+
+    @property
+    def _wants_gradient(self) -> bool:
+        tensor = self._tensor
+        return isinstance(tensor, torch.Tensor) and torch.is_grad_enabled() and tensor.requires_grad
+
+    def _sign(self, problem: str | None) -> CallSignature:
+        parts, shown = {}, {}
+        if self._is_planned:
+            staged, layouts = self._staged, self._change
+            method = method_digest(self.program) if staged is None else staged.digest.encode()
+            parts = {
+                "dtype": str(self._dtype).encode(),
+                "source": layouts.source.fingerprint,
+                "target": layouts.target.fingerprint,
+                "extra_bytes": str(self._limit_bytes).encode(),
+                "method": method,
+            }
+            is_named = isinstance(self._method, str)
+            shown = {
+                "dtype": str(self._dtype),
+                "source": self._before.describe(),
+                "target": self._after.describe(),
+                "extra_bytes": str(self._limit_bytes),
+                "method": str(self._method) if is_named else "a program of its own",
+            }
+        lacks_gradient = self._tensor is not None and not self._wants_gradient
+        cannot = self._is_async or self._out is not None
+        # Ranks learn the maximum: minus the lowest rank that knows the source.
+        speaker = _NOBODY if self._is_open else -self._group.rank
+        flags = self._wants_gradient, lacks_gradient, cannot, self._is_open
+        is_open = not self._is_planned and problem is None
+        return CallSignature(parts, problem, is_open, (*map(int, flags), speaker), shown)
+
+    def _share_source(self, speaker: int) -> None:
+        """Receive the description of the source from a rank that has it, or send it."""
+        described: Any = None
+        if self._is_planned:
+            before = self._before
+            described = before.spec or before.layout, before.layout.shape, self._dtype
+        described = share(described, speaker, self._group)
+        if self._is_open:
+            self._given_source, self._shape, self._dtype = described
+            self._is_open = False
+
+    def _try_to_plan(self) -> str | None:
+        """Plan; return the problem if this rank cannot."""
         try:
-            run.start()
-        except BaseException:
-            self._mark_out(False)
-            raise
+            self._plan()
+        except Exception as error:
+            # Also for a lack of memory: the other ranks wait.
+            return f"{type(error).__name__}: {error}"
+        return None
 
-    @property
-    def plan(self) -> Plan:
-        """The transfers between the ranks, as from `reshard.plan`."""
-        change = self._prepared.change
-        return create_plan(change.source, change.target, self._prepared.dtype)
+    def _plan(self) -> None:
+        """Check the arguments, choose a method, and allocate the result."""
+        group, rank = self._group, self._group.rank
+        # Both sides, and the type of the elements.
+        tensor, dtype = self._tensor, self._dtype
+        if isinstance(tensor, DTensor):
+            if self._given_source is not None:
+                raise UsageError("a DTensor knows its layout; leave out source=")
+            before = TensorEndpoint.of_tensor(tensor, group)
+        elif self._given_source is None:
+            raise UsageError(
+                "a local tensor needs source=, the layout it is a part of: (torch DeviceMesh, "
+                "[placements]), a ShardingSpec or a Layout"
+            )
+        else:
+            shape = self._shape
+            if shape is None:
+                shape = shape_of(self._given_source, self._given_target)
+            before = TensorEndpoint.of(self._given_source, shape, "source", group)
+        after = TensorEndpoint.of(self._given_target, before.layout.shape, "target", group)
+        if isinstance(tensor, torch.Tensor):
+            if not is_usable(tensor):
+                raise ShardError(
+                    f"tensor, {tensor.dtype} of shape {list(tensor.shape)}, is partly new and "
+                    "partly old after a run into it that failed; fill it again"
+                )
+            self._check_against_tensor(tensor.dtype, before.layout.shape)
+            dtype = tensor.dtype
+        elif tensor is not None:
+            raise UsageError(f"tensor is a {type(tensor).__name__}; give a torch tensor, or None")
+        if dtype is None:
+            raise UsageError("a rank without a tensor that gives source= needs dtype= as well")
+        change = LayoutChange(before.layout, after.layout)
+        # Here, where the arguments are named, and not when messages are combined.
+        for reduction in {before.layout.reduction, after.layout.reduction} - {None}:
+            # Where only the target is a mean, its contributions are copies: nothing is divided.
+            if reduction != "mean" or before.layout.reduction == "mean":
+                check_reduction(str(reduction), as_dtype(dtype))
+        if self._wants_gradient:
+            backward_endpoints(change, before)
+        check_ranks(change, group)
+        limit_message_bytes(self._limit_bytes)
+        # This rank's memory on both sides, and what moves between it and others.
+        own = check_local(tensor, before, as_dtype(dtype), rank, "tensor")
+        device = own.device if own is not None else device_of(group)
+        local = find_target_local(self._out, after, dtype, own, device, group)
+        if local is not None and self._out is not None:
+            written = {find_storage(local)} - {0}
+            if problem := free_gathered(find_groups(written, are_stale=True)):
+                raise ShardError(f"out is in use: {problem}")
+        method = self._method
+        if self._is_async and method == "auto" and self._topology is None:
+            method = "exchange"  # A program would run in `wait`, and not in the background.
+        limit_bytes = self._limit_bytes
+        chosen = choose_method(
+            method, self._topology, before, after, dtype, group, device, limit_bytes
+        )
+        program = chosen if isinstance(chosen, Program) else None
+        staged = chosen if isinstance(chosen, StagedJob) else None
+        # Planned here, where all learn of a rank that cannot.
+        rows = stages_of(staged, rank)[0] if staged else transfers_of(change, as_dtype(dtype), rank)
+        limit_messages([RankTransfers.of(change, rows, rank, own, local, dtype)], limit_bytes)
+        self._before, self._after, self._change = before, after, change
+        self._own, self._local, self._dtype, self._device = own, local, dtype, device
+        self.program, self._staged, self._is_planned = program, staged, True
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether the result, or `out`, is that of this redistribution: once it is done."""
-        return self._is_done
+    def _check_against_tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Raise UsageError where arguments contradict the tensor."""
+        if self._dtype is not None and as_dtype(self._dtype) is not as_dtype(dtype):
+            raise UsageError(
+                f"dtype={self._dtype}, but the tensor is {dtype}; nothing is cast: tensor.to(dtype)"
+            )
+        if self._shape is not None and tuple(self._shape) != shape:
+            raise UsageError(
+                f"shape={list(self._shape)}, but the source has shape {list(shape)}; leave it out"
+            )
 
-    @property
-    def extra_bytes(self) -> int:
-        """The memory that is used beyond source and target; of a program, until now."""
-        return self._run.extra_bytes
+    def _make_run(self) -> MessageExchange | ProgramRun:
+        """Prepare what moves this rank's tensors."""
+        rank, ends, dtype = self._group.rank, (self._own, self._local), cast(Any, self._dtype)
+        if self.program is not None:
+            return ProgramRun(
+                self.program, *ends, dtype, self._group, self._device, self._limit_bytes
+            )
+        # No message has padding.
+        if self._local is not None and self._change.target.is_padded:
+            self._local.zero_()
+        if self._staged is not None:
+            stages, span = stages_of(self._staged, rank), PipelineSpan(0, self._staged.parts)
+            tensors = list(stage_transfers(self._change, stages, span, rank, *ends))
+        else:
+            transfers = transfers_of(self._change, as_dtype(dtype), rank)
+            tensors = [RankTransfers.of(self._change, transfers, rank, *ends)]
+        return MessageExchange(tensors, rank, self._group, self._device, self._limit_bytes)
 
-    @property
-    def has_arrived(self) -> bool:
-        """Whether this rank has sent and received all, or failed; `wait` then takes no time."""
-        if isinstance(self._run, BackgroundExchange):
-            return self._run.is_done
-        return self._is_done
+    def _start(self) -> Redistribution:
+        written = []
+        if self._out is not None and self._local is not None:
+            written.append((self._out, self._local))
+        self._transfer = Transfer(self._make_run, self._group, written, self._is_async)
+        self.received_bytes = self._transfer.received_bytes
+        self.sent_bytes = self._transfer.sent_bytes
+        self._transfer.start()
+        return self
 
     def wait(self) -> Any:
         """The result, once it is there.
@@ -138,38 +309,80 @@ class Redistribution:
         Raises RunError on every rank where a message does not come, or a rank does not finish;
         an `out` is partly new and partly old then, and not to be used.
         """
-        if not self._is_done:
+        if not self.is_usable:
             with self._group.turn():
-                self._finish()
-        return self._prepared.result()
+                return self._finish()
+        return self._result()
 
     def _finish(self) -> Any:
-        prepared = self._prepared
-        if self._run.has_failed:
-            raise RunError("this redistribution failed; its result is not usable")
         try:
-            self._run.finish()
-            confirm(self._group)
-        except BaseException as error:
-            self._run.has_failed = True
-            self._mark_out(False)
-            self._group.break_off(error)
-            if isinstance(error, ReshardError):
-                what = "the result"
-                if prepared.out is not None:
-                    what = f"out, {prepared.dtype} of shape {list(prepared.out.shape)},"
-                raise RunError(f"{error}; {what} is partly new and not usable") from error
-            raise
-        self._mark_out(True)
-        self._is_done = True
-        return prepared.result()
+            self._transfer.finish()
+        finally:
+            if self._out is not None:
+                forget_cached()
+        return self._result()
 
-    def _mark_out(self, is_usable: bool) -> None:
-        out, local = self._prepared.out, self._prepared.local
-        if out is not None and local is not None:
-            _count_write(local)
-            forget_cached()
-            (mark_usable if is_usable else mark_unusable)(out)
+    def _result(self) -> Any:
+        return self._after.wrap_local(self._local, self._device) if self._out is None else self._out
+
+    @property
+    def plan(self) -> Plan:
+        """The transfers between the ranks, as from `reshard.plan`."""
+        return create_plan(self._change.source, self._change.target, cast(Any, self._dtype))
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the result, or `out`, is that of this redistribution: once it is done."""
+        return self._transfer.is_done
+
+    @property
+    def extra_bytes(self) -> int:
+        """The memory that is used beyond source and target; of a program, until now."""
+        return self._transfer.extra_bytes
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether this rank has sent and received all, or failed; `wait` then takes no time."""
+        return self._transfer.has_arrived
+
+    def _run_with_gradient(self) -> Any:
+        """Return the result, whose gradient is redistributed to the source's layout."""
+        after, before = backward_endpoints(self._change, self._before)
+        group, limit_bytes, dtype = self._group, self._limit_bytes, cast(Any, self._dtype)
+        result_spec, program, holds = self._after.spec, self.program, self._local is not None
+        target: Description = before.layout
+        if before.mesh is not None:
+            target = (before.mesh, before.placements)
+
+        def back(gradient: torch.Tensor) -> Any:
+            source: Description | None = after
+            options: dict[str, Any] = {"group": group, "extra_bytes": limit_bytes}
+            spec = replicated_spec(result_spec)
+            if isinstance(gradient, DTensor):
+                source, spec = None, sharding_of_dtensor(gradient)
+            found = None
+            if program is not None:
+                ends = (spec, before.spec, before.layout.shape)
+                found = find_gradient_program(*ends, dtype, len(group.ranks), limit_bytes)
+            into = target
+            if found is not None:
+                into = target if before.spec is None or before.mesh is not None else before.spec
+                if source is not None:
+                    source, options["shape"] = spec, before.layout.shape
+            return redistribute(
+                gradient if holds or source is None else None,
+                into,
+                source=source,
+                dtype=dtype,
+                method=found or "exchange",
+                **options,
+            )
+
+        return apply_with_gradient(self._tensor, lambda: self._start()._finish(), back)
+
+
+# Less than minus any rank.
+_NOBODY = -(1 << 40)
 
 
 @break_graph
@@ -233,299 +446,22 @@ def redistribute(
             raise UsageError("an array of reshard.spmd knows its layout; leave out source=")
         shape, dtype = tensor.shape, getattr(torch, tensor.dtype.name)
         tensor, source = lay_out_array(tensor)
-    request = _Request(
-        tensor, target, source, shape, dtype, out, extra_bytes, async_op, method, topology
-    )
     among = rank_group(group)
     with among.turn():
-        prepared = _agree_on_request(request, among)
-        if prepared.has_gradient:
-            return _with_gradient(tensor, prepared, among)
-        begun = Redistribution(prepared, among, async_op)
+        begun = Redistribution(
+            among,
+            tensor,
+            target,
+            source,
+            shape,
+            dtype,
+            out=out,
+            async_op=async_op,
+            extra_bytes=extra_bytes,
+            method=method,
+            topology=topology,
+        )
+        if begun._has_gradient:
+            return begun._run_with_gradient()
+        begun._start()
         return begun if async_op else begun._finish()
-
-
-def _with_gradient(
-    tensor: torch.Tensor | None, prepared: _PreparedRedistribution, group: RankGroup
-) -> Any:
-    after, before = backward_endpoints(prepared.change, prepared.source)
-    target: Description = before.layout
-    if before.mesh is not None:
-        target = (before.mesh, before.placements)
-
-    def back(gradient: torch.Tensor) -> Any:
-        source: Description | None = after
-        options: dict[str, Any] = {"group": group, "extra_bytes": prepared.extra_bytes}
-        spec = replicated_spec(prepared.target.spec)
-        if isinstance(gradient, DTensor):
-            source, spec = None, sharding_of_dtensor(gradient)
-        program = None
-        if prepared.program is not None:
-            ranks = len(group.ranks)
-            ends = (spec, before.spec, before.layout.shape)
-            program = find_gradient_program(*ends, prepared.dtype, ranks, prepared.extra_bytes)
-        into = target
-        if program is not None:
-            into = target if before.spec is None or before.mesh is not None else before.spec
-            if source is not None:
-                source, options["shape"] = spec, before.layout.shape
-        return redistribute(
-            gradient if prepared.local is not None or source is None else None,
-            into,
-            source=source,
-            dtype=prepared.dtype,
-            method=program or "exchange",
-            **options,
-        )
-
-    return apply_with_gradient(tensor, lambda: Redistribution(prepared, group)._finish(), back)
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """The arguments of one rank."""
-
-    tensor: torch.Tensor | None
-    target: Description
-    source: Description | None
-    shape: Sequence[int] | None
-    dtype: torch.dtype | None
-    out: torch.Tensor | None
-    extra_bytes: int
-    async_op: bool
-    method: Method
-    topology: Topology | None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether other ranks have to say what the source is."""
-        return self.tensor is None and self.source is None
-
-    @property
-    def wants_gradient(self) -> bool:
-        """Whether this rank's tensor asks for a gradient."""
-        tensor = self.tensor
-        return isinstance(tensor, torch.Tensor) and torch.is_grad_enabled() and tensor.requires_grad
-
-    def notes(self, rank: int) -> tuple[int, ...]:
-        """What all ranks must know of any: see `_agree_on_request`."""
-        has_none = self.tensor is not None and not self.wants_gradient
-        cannot = self.async_op or self.out is not None
-        # The greatest note is learnt: minus the lowest rank that knows the source.
-        speaker = _NOBODY if self.is_open else -rank
-        return int(self.wants_gradient), int(has_none), int(cannot), int(self.is_open), speaker
-
-
-# Less than minus any rank.
-_NOBODY = -(1 << 40)
-
-
-@dataclass(frozen=True, slots=True)
-class _PreparedRedistribution:
-    """What one rank will do, agreed upon by all."""
-
-    change: LayoutChange
-    source: TensorEndpoint
-    target: TensorEndpoint
-    own: torch.Tensor | None
-    local: torch.Tensor | None
-    out: torch.Tensor | None
-    dtype: torch.dtype
-    device: torch.device
-    extra_bytes: int
-    program: Program | None
-    staged: StagedJob | None
-    has_gradient: bool = False
-
-    def run(self, group: RankGroup) -> MessageExchange | ProgramRun:
-        """This rank's part, to start and finish."""
-        if self.program is not None:
-            return ProgramRun(
-                self.program,
-                self.own,
-                self.local,
-                self.dtype,
-                group,
-                self.device,
-                self.extra_bytes,
-            )
-        # No message has padding.
-        if self.local is not None and self.change.target.is_padded:
-            self.local.zero_()
-        rank, ends = group.rank, (self.own, self.local)
-        if self.staged is not None:
-            stages, span = stages_of(self.staged, rank), PipelineSpan(0, self.staged.parts)
-            tensors = list(stage_transfers(self.change, stages, span, rank, *ends))
-        else:
-            transfers = transfers_of(self.change, as_dtype(self.dtype), rank)
-            tensors = [RankTransfers.of(self.change, transfers, rank, *ends)]
-        return MessageExchange(tensors, rank, group, self.device, self.extra_bytes)
-
-    def result(self) -> Any:
-        """What the caller gets."""
-        if self.out is not None:
-            return self.out
-        return self.target.wrap_local(self.local, self.device)
-
-
-def _agree_on_request(request: _Request, group: RankGroup) -> _PreparedRedistribution:
-    """What all ranks mean. Raises on all of them where they differ, or where one cannot."""
-    prepared, problem = (None, None) if request.is_open else _try_to_prepare(request, group)
-    notes = agree(_state_intent(prepared, problem, request, group.rank), group)
-    has_gradient, lacks_gradient, cannot, someone_asks, speaker = notes
-    # A rank without a source of its own learns it from one that has it; then all agree again.
-    if someone_asks:
-        if speaker == _NOBODY:
-            raise UsageError("no rank says what the source is; give source=, shape= and dtype=")
-        request = _share_source(request, prepared, -speaker, group)
-        if prepared is None:
-            prepared, problem = _try_to_prepare(request, group)
-        agree(_state_intent(prepared, problem, request, group.rank), group)
-    if prepared is None:
-        raise RunError("nothing was moved: ranks agreed upon nothing")
-    if has_gradient and lacks_gradient:
-        raise PlanError(
-            "some ranks' tensors require gradients and others' do not; give all of them alike, or "
-            "tensor.detach()"
-        )
-    if has_gradient and cannot:
-        raise UsageError(
-            "async_op=True or out= with a tensor that requires gradients; give tensor.detach(), "
-            "or leave them out on every rank"
-        )
-    return replace(prepared, has_gradient=bool(has_gradient))
-
-
-def _try_to_prepare(
-    request: _Request, group: RankGroup
-) -> tuple[_PreparedRedistribution | None, str | None]:
-    try:
-        return _prepare(request, group), None
-    except Exception as error:
-        # Also what is of no use as an argument, or memory that is not there: the others wait.
-        return None, f"{type(error).__name__}: {error}"
-
-
-def _state_intent(
-    prepared: _PreparedRedistribution | None, problem: str | None, request: _Request, rank: int
-) -> CallSignature:
-    parts, shown = {}, {}
-    if prepared is not None:
-        staged = prepared.staged
-        method = method_digest(prepared.program) if staged is None else staged.digest.encode()
-        parts = {
-            "dtype": str(prepared.dtype).encode(),
-            "source": prepared.change.source.fingerprint,
-            "target": prepared.change.target.fingerprint,
-            "extra_bytes": str(prepared.extra_bytes).encode(),
-            "method": method,
-        }
-        shown = {
-            "dtype": str(prepared.dtype),
-            "source": prepared.source.describe(),
-            "target": prepared.target.describe(),
-            "extra_bytes": str(prepared.extra_bytes),
-            "method": request.method if isinstance(request.method, str) else "a program of its own",
-        }
-    is_open = prepared is None and problem is None
-    return CallSignature(parts, problem, is_open, request.notes(rank), shown)
-
-
-def _share_source(
-    request: _Request,
-    prepared: _PreparedRedistribution | None,
-    speaker: int,
-    group: RankGroup,
-) -> _Request:
-    """The request with the source that one rank tells all others."""
-    message: Any = None
-    if prepared is not None:
-        before = prepared.source
-        message = before.spec or before.layout, before.layout.shape, prepared.dtype
-    message = share(message, speaker, group)
-    if not request.is_open:
-        return request
-    source, shape, dtype = message
-    return replace(request, source=source, shape=shape, dtype=dtype)
-
-
-def _prepare(request: _Request, group: RankGroup) -> _PreparedRedistribution:
-    rank = group.rank
-    # Both sides, and the type of the elements.
-    tensor, dtype = request.tensor, request.dtype
-    if isinstance(tensor, DTensor):
-        if request.source is not None:
-            raise UsageError("a DTensor knows its layout; leave out source=")
-        before = TensorEndpoint.of_tensor(tensor, group)
-    elif request.source is None:
-        raise UsageError(
-            "a local tensor needs source=, the layout it is a part of: (torch DeviceMesh, "
-            "[placements]), a ShardingSpec or a Layout"
-        )
-    else:
-        shape = request.shape
-        if shape is None:
-            shape = shape_of(request.source, request.target)
-        before = TensorEndpoint.of(request.source, shape, "source", group)
-    after = TensorEndpoint.of(request.target, before.layout.shape, "target", group)
-    if isinstance(tensor, torch.Tensor):
-        if not is_usable(tensor):
-            raise ShardError(
-                f"tensor, {tensor.dtype} of shape {list(tensor.shape)}, is partly new and partly "
-                "old after a run into it that failed; fill it again"
-            )
-        _check_against_tensor(request, tensor.dtype, before.layout.shape)
-        dtype = tensor.dtype
-    elif tensor is not None:
-        raise UsageError(f"tensor is a {type(tensor).__name__}; give a torch tensor, or None")
-    if dtype is None:
-        raise UsageError("a rank without a tensor that gives source= needs dtype= as well")
-    change = LayoutChange(before.layout, after.layout)
-    # Here, where the arguments are named, and not when messages are combined.
-    for reduction in {before.layout.reduction, after.layout.reduction} - {None}:
-        # Where only the target is a mean, its contributions are copies: nothing is divided.
-        if reduction != "mean" or before.layout.reduction == "mean":
-            check_reduction(str(reduction), as_dtype(dtype))
-    if request.wants_gradient:
-        backward_endpoints(change, before)
-    check_ranks(change, group)
-    limit_message_bytes(request.extra_bytes)
-    # This rank's memory on both sides, and what moves between it and others.
-    own = check_local(tensor, before, as_dtype(dtype), rank, "tensor")
-    device = own.device if own is not None else device_of(group)
-    local = find_target_local(request.out, after, dtype, own, device, group)
-    if local is not None and request.out is not None:
-        written = {find_storage(local)} - {0}
-        if problem := free_gathered(find_groups(written, are_stale=True)):
-            raise ShardError(f"out is in use: {problem}")
-    method = request.method
-    if request.async_op and method == "auto" and request.topology is None:
-        method = "exchange"  # A program would run in `wait`, and not in the background.
-    out, most_bytes = request.out, request.extra_bytes
-    way = choose_method(method, request.topology, before, after, dtype, group, device, most_bytes)
-    program = way if isinstance(way, Program) else None
-    staged = way if isinstance(way, StagedJob) else None
-    # Planned here, where all learn of a rank that cannot.
-    rows = stages_of(staged, rank)[0] if staged else transfers_of(change, as_dtype(dtype), rank)
-    limit_messages([RankTransfers.of(change, rows, rank, own, local, dtype)], most_bytes)
-    return _PreparedRedistribution(
-        change, before, after, own, local, out, dtype, device, most_bytes, program, staged
-    )
-
-
-def _check_against_tensor(request: _Request, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raise UsageError where arguments contradict the tensor."""
-    if request.dtype is not None and as_dtype(request.dtype) is not as_dtype(dtype):
-        raise UsageError(
-            f"dtype={request.dtype}, but the tensor is {dtype}; nothing is cast: tensor.to(dtype)"
-        )
-    if request.shape is not None and tuple(request.shape) != shape:
-        raise UsageError(
-            f"shape={list(request.shape)}, but the source has shape {list(shape)}; leave it out"
-        )
-
-
-def _count_write(local: torch.Tensor) -> None:
-    """Messages are written behind autograd's back: a graph that saved the tensor must know."""
-    if not local.is_inference():
-        torch.autograd.graph.increment_version(local)

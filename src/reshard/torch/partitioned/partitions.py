@@ -40,11 +40,11 @@ from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
 from reshard.runs import IntArray
 from reshard.torch.endpoint import local_of
-from reshard.torch.exchange.agreement import confirm, run_errors
-from reshard.torch.exchange.exchange import MessageExchange
+from reshard.torch.exchange.agreement import run_errors
 from reshard.torch.exchange.groups import rank_group
 from reshard.torch.exchange.packing.copies import empty_result
 from reshard.torch.exchange.packing.messages import RankTransfers
+from reshard.torch.exchange.transfer import Transfer
 from reshard.torch.gradients import apply_with_gradient
 
 
@@ -307,17 +307,10 @@ def exchange_pieces(
     )
     received, sent = splits.transfers(dim, shape, axis.members, is_aligning)
     group = rank_group(axis.group)
-    with group.errors_on_all():
-        exchange = MessageExchange(
-            [RankTransfers(change, received, sent, [source], [target])],
-            rank,
-            group,
-            source.device,
-            extra_bytes,
-        )
-    exchange.run()
-    confirm(axis.group)
-    return target, exchange.received_bytes
+    tensors = [RankTransfers(change, received, sent, [source], [target])]
+    transfer = Transfer.prepare(tensors, group, source.device, extra_bytes)
+    transfer.run()
+    return target, transfer.received_bytes
 
 
 def _describe_local(bounds: Sequence[int], shape: Sequence[int], rank: int) -> Layout:
