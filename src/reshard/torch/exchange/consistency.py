@@ -8,19 +8,10 @@ into them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
-
-
-class _Mark(NamedTuple):
-    """Where a tensor lay, and which version of it a run left; None for one that counts none."""
-
-    address: int
-    version: int | None
-
 
 # Weak, so that a mark keeps no tensor in memory.
 _MARKED = WeakTensorKeyDictionary()
@@ -113,5 +104,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _make_mark(tensor: torch.Tensor) -> _Mark:
-    return _Mark(tensor.data_ptr(), None if tensor.is_inference() else tensor._version)
+def _make_mark(tensor: torch.Tensor) -> tuple[int, int | None]:
+    """Return a tensor's address, and the version that a run left; None if versions are not kept."""
+    return tensor.data_ptr(), None if tensor.is_inference() else tensor._version

@@ -121,41 +121,31 @@ class Splits:
         """
         owned = np.array(self.owners.owned(self.rank), dtype=np.int64)
         # Unaligned, one piece a partition. Aligned, one a rank for each partition that is owned.
-        apart = _Pieces(np.arange(self.owners.partitions), self.owners.owners(), self.row)
-        together = _Pieces(
-            np.repeat(owned, self.owners.ranks),
-            np.tile(np.arange(self.owners.ranks), len(owned)),
+        ranks = self.owners.ranks
+        apart = np.arange(self.owners.partitions), self.owners.owners(), self.row
+        together = (
+            np.repeat(owned, ranks),
+            np.tile(np.arange(ranks), len(owned)),
             self.columns.ravel(),
         )
         before, after = (apart, together) if is_aligning else (together, apart)
-        # The pieces that stay are in both lists, in the same order.
-        kept_before = before.begin[before.peer == self.rank]
-        stays = after.peer == self.rank
-        source_begin = np.zeros(len(after.peer), dtype=np.int64)
-        source_begin[stays] = kept_before
-        place = np.array(slots, dtype=np.int64)
-        here = np.full(len(after.peer), place[self.rank])
-        received = _make_transfers(
-            after, dim, shape, place[after.peer], here, source_begin, after.begin
+        (_, to, sizes_before), (_, of, sizes_after) = before, after
+        begin_before, begin_after = (
+            np.cumsum(sizes) - sizes for sizes in (sizes_before, sizes_after)
         )
-        here = np.full(len(before.peer), place[self.rank])
-        nowhere = np.zeros_like(before.begin)
-        sent = _make_transfers(before, dim, shape, here, place[before.peer], before.begin, nowhere)
+        # The pieces that stay are in both lists, in the same order.
+        source_begin = np.zeros(len(of), dtype=np.int64)
+        source_begin[of == self.rank] = begin_before[to == self.rank]
+        slot_of = np.array(slots, dtype=np.int64)
+        here = np.full(len(of), slot_of[self.rank])
+        received = _make_transfers(after, dim, shape, slot_of[of], here, source_begin, begin_after)
+        here, nowhere = np.full(len(to), slot_of[self.rank]), np.zeros_like(begin_before)
+        sent = _make_transfers(before, dim, shape, here, slot_of[to], begin_before, nowhere)
         return received, sent.moving
 
 
-class _Pieces:
-    """Pieces one after another in a local tensor, each with the rank at its other end."""
-
-    def __init__(self, partition: IntArray, peer: IntArray, size: IntArray) -> None:
-        self.partition = partition
-        self.peer = peer
-        self.size = size
-        self.begin: IntArray = np.cumsum(size) - size
-
-
 def _make_transfers(
-    pieces: _Pieces,
+    pieces: tuple[IntArray, IntArray, IntArray],
     dim: int,
     shape: Sequence[int],
     source_slot: IntArray,
@@ -163,7 +153,9 @@ def _make_transfers(
     source_begin: IntArray,
     target_begin: IntArray,
 ) -> Transfers:
-    count = len(pieces.size)
+    """Make the transfers of consecutive pieces, given their partitions, peers and sizes."""
+    partitions, _, sizes = pieces
+    count = len(sizes)
     nothing = np.zeros(count, dtype=np.int64)
 
     def along(value: IntArray) -> IntArray:
@@ -172,7 +164,7 @@ def _make_transfers(
         return column
 
     extent = np.tile(np.array(shape, dtype=np.int64), (count, 1))
-    extent[:, dim] = pieces.size
+    extent[:, dim] = sizes
     rows = Transfers(
         source_slot,
         target_slot,
@@ -181,7 +173,7 @@ def _make_transfers(
         nothing,
         source_slot == target_slot,
         # Nobody knows where a piece lies in the whole tensor; its partition orders it as well.
-        along(pieces.partition),
+        along(partitions),
         extent,
         along(source_begin),
         along(target_begin),

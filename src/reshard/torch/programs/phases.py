@@ -77,45 +77,37 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ShardBuffer:
-    """Where the shards before, between or after phases lie.
+class RankPhases:
+    """The phases of one rank, and the buffers before, between and after them.
 
-    Args:
-        layout: what each rank has there. Contributions are not distinguished.
-        inside: the number of the buffer that this one is a view of; its own where of none.
+    Attributes:
+        phases: in order.
+        layouts: of the shards in each buffer. Contributions are not distinguished.
+        inside: for each buffer, the buffer that it is a view of; itself if it is not a view.
     """
 
-    layout: Layout
-    inside: int
-
-    @property
-    def largest_elements(self) -> int:
-        """Elements of the largest shard."""
-        return int(self.layout.cell_shape.prod(axis=1).max(initial=0))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankPhases:
-    """The phases of one rank, and the buffers before, between and after them."""
-
     phases: tuple[Phase, ...]
-    buffers: tuple[ShardBuffer, ...]
+    layouts: tuple[Layout, ...]
+    inside: tuple[int, ...]
 
     def root(self, buffer: int) -> int:
-        """The buffer whose memory a buffer is in."""
-        while self.buffers[buffer].inside != buffer:
-            buffer = self.buffers[buffer].inside
+        """Return the buffer whose memory a buffer is in."""
+        while self.inside[buffer] != buffer:
+            buffer = self.inside[buffer]
         return buffer
 
     def is_view(self, phase: int) -> bool:
-        """Whether what stays in a phase is where it has to be: one shard is a part of the other."""
-        one, other = self.buffers[phase], self.buffers[phase + 1]
-        return one.inside == phase + 1 or other.inside == phase
+        """Return whether what stays in a phase is in place: one shard is a part of the other."""
+        return self.inside[phase] == phase + 1 or self.inside[phase + 1] == phase
+
+    def max_elements(self, buffer: int) -> int:
+        """Return the elements of the largest shard in a buffer."""
+        return int(self.layouts[buffer].cell_shape.prod(axis=1).max(initial=0))
 
     def between_elements(self, phase: int) -> int:
         """Elements of memory that is neither source nor target, the most of any rank."""
         roots = {self.root(phase), self.root(phase + 1)} - {0, len(self.phases)}
-        return sum(self.buffers[root].largest_elements for root in roots)
+        return sum(map(self.max_elements, roots))
 
     @property
     def most_between_elements(self) -> int:
@@ -125,10 +117,8 @@ class RankPhases:
     @property
     def own_elements(self) -> tuple[int, ...]:
         """Elements of each memory that is neither source nor target, the most of any rank."""
-        roots = {self.root(buffer) for buffer in range(len(self.buffers))}
-        return tuple(
-            self.buffers[root].largest_elements for root in sorted(roots - {0, len(self.phases)})
-        )
+        roots = set(map(self.root, self.inside)) - {0, len(self.phases)}
+        return tuple(map(self.max_elements, sorted(roots)))
 
 
 def between_bytes(program: Program, itemsize_bytes: int) -> int:
@@ -146,8 +136,8 @@ def phases_of(program: Program, rank: int) -> RankPhases:
     >>> mesh = DeviceMesh.of(x=2, y=2)
     >>> program = find_program(spec(mesh, "-, - | sum(x)"), spec(mesh, "-, -"), (8, 4))
     >>> found = phases_of(program, rank=3)
-    >>> [(phase.kind, phase.ranks, buffer.inside) for phase, buffer in zip(*[
-    ...     found.phases, found.buffers[1:]])]
+    >>> [(phase.kind, phase.ranks, inside) for phase, inside in zip(*[
+    ...     found.phases, found.inside[1:]])]
     [('exchange', (1, 3), 2), ('all-gather', (1, 3), 2)]
     """
     phases: list[Phase] = []
@@ -170,7 +160,7 @@ def phases_of(program: Program, rank: int) -> RankPhases:
         else:
             phases.append(Phase(_find_kind(step), step, change, ranks))
             layouts.append(step.target_layout)
-    return RankPhases(tuple(phases), _find_buffers(phases, layouts))
+    return RankPhases(tuple(phases), tuple(layouts), _find_views(phases, layouts))
 
 
 def _find_kind(step: Step) -> Kind:
@@ -179,7 +169,7 @@ def _find_kind(step: Step) -> Kind:
     return "all-gather" if isinstance(step, AllGather) else "exchange"
 
 
-def _find_buffers(phases: list[Phase], layouts: list[Layout]) -> tuple[ShardBuffer, ...]:
+def _find_views(phases: list[Phase], layouts: list[Layout]) -> tuple[int, ...]:
     inside = list(range(len(layouts)))
     for number in range(1, len(layouts) - 1):
         before, after = phases[number - 1], phases[number]
@@ -188,7 +178,7 @@ def _find_buffers(phases: list[Phase], layouts: list[Layout]) -> tuple[ShardBuff
             inside[number] = number - 1
         elif after.kind == "all-gather" and _lies_in(layouts[number], layouts[number + 1]):
             inside[number] = number + 1
-    return tuple(map(ShardBuffer, layouts, inside))
+    return tuple(inside)
 
 
 def _lies_in(inner: Layout, outer: Layout) -> bool:
@@ -328,8 +318,7 @@ class ShardBuffers:
         """The shard in a buffer; None where this rank has none."""
         if number in self._ends:
             return self._ends[number]
-        buffer = self._phases.buffers[number]
-        layout = buffer.layout
+        layout, inside = self._phases.layouts[number], self._phases.inside[number]
         shape = layout.local_shape(self._rank) if self._rank < layout.slots else None
         if shape is None:
             return None
@@ -337,9 +326,9 @@ class ShardBuffers:
         if box is None or not box.elements:
             return torch.empty(shape, dtype=self._dtype, device=self._device)
         # A shard within a larger one is a view of it.
-        if buffer.inside != number:
-            outer = self._find_shard(buffer.inside)
-            around = shard_box(self._phases.buffers[buffer.inside].layout, self._rank)
+        if inside != number:
+            outer = self._find_shard(inside)
+            around = shard_box(self._phases.layouts[inside], self._rank)
             if outer is not None and around is not None:
                 corners = zip(around.start, box.start, box.stop, strict=True)
                 return outer[tuple(slice(a - low, b - low) for low, a, b in corners)]
@@ -354,5 +343,5 @@ class ShardBuffers:
 
     def _free_before(self, number: int) -> None:
         """Give back what no buffer from this one on lies in."""
-        later = {self._phases.root(one) for one in range(number, len(self._phases.buffers))}
+        later = {self._phases.root(one) for one in range(number, len(self._phases.inside))}
         self._allocated = {root: one for root, one in self._allocated.items() if root in later}
