@@ -41,45 +41,12 @@ __all__ = [
     "rfftn",
 ]
 
-
-# ---- fft
-
-
 Axes = Sequence[int] | None
-
-
-def _make_along_one(name: str, text: str) -> Callable[..., Any]:
-    def function(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Any:
-        _check_norm(norm)
-        size = None if n is None else whole_number(f"{name} of length", n, least=1)
-        return call(name, (x,), {"axis": axis_of(x.ndim, axis), "n": size}, {"norm": norm})
-
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = text
-    return of_arrays(function)
 
 
 def _check_norm(norm: str) -> None:
     if not isinstance(norm, str) or norm not in ("backward", "ortho", "forward"):
         raise UsageError(f"norm {norm!r}; it is 'backward', 'ortho' or 'forward'")
-
-
-fft = _make_along_one("fft", "The Fourier transform along an axis.")
-
-
-def _register_transform(name: str, kind: str) -> Operator:
-    return register(
-        Operator(
-            name,
-            "Fourier transforms",
-            fourier(kind),
-            "each",
-            local=_fft_kernel,
-            example=([(4, 8)], {}),
-            note="the transformed axes are whole on each device",
-            no_pullback="its numbers are complex, which have no gradients here",
-        )
-    )
 
 
 def fourier(kind: str) -> Infer:
@@ -141,58 +108,34 @@ def _fft_kernel(work: LocalWork) -> Function:
     return transformed
 
 
-_register_transform("fft", "same")
+def _register_transform(name: str, kind: str) -> Operator:
+    return register(
+        Operator(
+            name,
+            "Fourier transforms",
+            fourier(kind),
+            "each",
+            local=_fft_kernel,
+            example=([(4, 8)], {}),
+            note="the transformed axes are whole on each device",
+            no_pullback="its numbers are complex, which have no gradients here",
+        )
+    )
 
 
-# ---- ifft
+def _make_along_one(name: str, text: str, kind: str) -> Callable[..., Any]:
+    def function(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Any:
+        _check_norm(norm)
+        size = None if n is None else whole_number(f"{name} of length", n, least=1)
+        return call(name, (x,), {"axis": axis_of(x.ndim, axis), "n": size}, {"norm": norm})
+
+    _register_transform(name, kind)
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = text
+    return of_arrays(function)
 
 
-ifft = _make_along_one("ifft", "The inverse Fourier transform along an axis.")
-
-
-_register_transform("ifft", "same")
-
-
-# ---- rfft
-
-
-rfft = _make_along_one("rfft", "The Fourier transform of real numbers along an axis.")
-
-
-_register_transform("rfft", "half")
-
-
-# ---- irfft
-
-
-irfft = _make_along_one("irfft", "The inverse of `rfft`.")
-
-
-_register_transform("irfft", "whole")
-
-
-# ---- hfft
-
-
-hfft = _make_along_one("hfft", "The Fourier transform of a Hermitian-symmetric signal.")
-
-
-_register_transform("hfft", "whole")
-
-
-# ---- ihfft
-
-
-ihfft = _make_along_one("ihfft", "The inverse of `hfft`.")
-
-
-_register_transform("ihfft", "half")
-
-
-# ---- fftn
-
-
-def _make_along_many(name: str, text: str) -> Callable[..., Any]:
+def _make_along_many(name: str, text: str, kind: str) -> Callable[..., Any]:
     def function(
         x: Any, /, *, s: Sequence[int] | None = None, axes: Axes = None, norm: str = "backward"
     ) -> Any:
@@ -207,42 +150,26 @@ def _make_along_many(name: str, text: str) -> Callable[..., Any]:
             raise SpecError(f"{name} of {x.type} over no axes; at least one was expected")
         return call(name, (x,), {"axis": places, "n": sizes}, {"norm": norm})
 
+    _register_transform(name, kind)
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text
     return of_arrays(function)
 
 
-fftn = _make_along_many("fftn", "The Fourier transform along several axes; along all when None.")
-
-
-_register_transform("fftn", "same")
-
-
-# ---- ifftn
-
-
-ifftn = _make_along_many("ifftn", "The inverse Fourier transform along several axes.")
-
-
-_register_transform("ifftn", "same")
-
-
-# ---- rfftn
-
-
-rfftn = _make_along_many("rfftn", "The Fourier transform of real numbers along several axes.")
-
-
-_register_transform("rfftn", "half")
-
-
-# ---- irfftn
-
-
-irfftn = _make_along_many("irfftn", "The inverse of `rfftn`.")
-
-
-_register_transform("irfftn", "whole")
+fft = _make_along_one("fft", "The Fourier transform along an axis.", "same")
+ifft = _make_along_one("ifft", "The inverse Fourier transform along an axis.", "same")
+rfft = _make_along_one("rfft", "The Fourier transform of real numbers along an axis.", "half")
+irfft = _make_along_one("irfft", "The inverse of `rfft`.", "whole")
+hfft = _make_along_one("hfft", "The Fourier transform of a Hermitian-symmetric signal.", "whole")
+ihfft = _make_along_one("ihfft", "The inverse of `hfft`.", "half")
+fftn = _make_along_many(
+    "fftn", "The Fourier transform along several axes; along all when None.", "same"
+)
+ifftn = _make_along_many("ifftn", "The inverse Fourier transform along several axes.", "same")
+rfftn = _make_along_many(
+    "rfftn", "The Fourier transform of real numbers along several axes.", "half"
+)
+irfftn = _make_along_many("irfftn", "The inverse of `rfftn`.", "whole")
 
 
 def fftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:

@@ -62,10 +62,7 @@ __all__ = [
     "uniform",
 ]
 
-
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
-
-
 _ANY_PLACE = np.int8(0)
 
 
@@ -249,8 +246,6 @@ def _make_numbers(
 
 
 _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
-
-
 _CHILDREN = 1 << 63
 """In a counter's last word: the stream of the keys that are made of a key, not of its numbers."""
 

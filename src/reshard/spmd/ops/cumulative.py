@@ -209,7 +209,6 @@ register_cumulative(
     pullback=_pull_running_product,
 )
 
-
 _COMBINE = {"cumulative_sum": add, "cumulative_prod": multiply}
 
 

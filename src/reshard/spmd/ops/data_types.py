@@ -21,19 +21,10 @@ from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 
 bool = as_dtype("bool")
-
-
 int8, int16, int32, int64 = (as_dtype(f"int{bits}") for bits in (8, 16, 32, 64))
-
-
 uint8, uint16, uint32, uint64 = (as_dtype(f"uint{bits}") for bits in (8, 16, 32, 64))
-
-
 float32, float64 = as_dtype("float32"), as_dtype("float64")
-
-
 complex64, complex128 = as_dtype("complex64"), as_dtype("complex128")
-
 
 _JOINED = {
     "integral": ("signed integer", "unsigned integer"),

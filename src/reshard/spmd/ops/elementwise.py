@@ -38,6 +38,8 @@ from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recorders
 from reshard.spmd.shards.runner import in_process
 
+# ---- Operands, and functions made of records
+
 
 def whole(x: ArrayValue, array: Any) -> Any:
     """A library's array as one beside `x`: not sharded, or in its own sharding."""
@@ -120,44 +122,9 @@ def make_function(operator: Operator) -> Function:
     return function
 
 
+Derivative = Callable[..., Any]
 _LOG2 = math.log(2)
 _LOG10 = math.log(10)
-
-
-# ---- clip
-
-
-@of_arrays
-def clip(x: Any, /, min: Any = None, max: Any = None) -> Any:
-    """Numbers below `min` become `min`, those above `max` become `max`; None is no bound."""
-    x, min, max = operands(x, min, max)
-    if min is None and max is None:
-        return call("positive", (x,)) if x.dtype.name != "bool" else x
-    bounds = [one for one in (min, max) if one is not None]
-    options = {"bounds": ("min",) * (min is not None) + ("max",) * (max is not None)}
-    return call("clip", (x, *bounds), None, options)
-
-
-def register_elementwise(
-    name: str, infer: Infer, example: Example, doc: str = "", **options: Any
-) -> Operator:
-    return register(
-        Operator(
-            name,
-            "elementwise",
-            infer,
-            operator_class=OperatorClass.ELEMENTWISE,
-            **{"result_types": boolean if name in _TRUTH.split() else None, **options},
-            example=example,
-            doc=doc,
-        )
-    )
-
-
-_TRUTH = (
-    "equal greater greater_equal isfinite isinf isnan less less_equal logical_and logical_not "
-    "logical_or logical_xor not_equal signbit"
-)
 
 
 def _expect_operands(least: int, most: int) -> Infer:
@@ -177,69 +144,66 @@ _ONE, _TWO, _THREE, _UP_TO_THREE = (
     _expect_operands(1, 3),
 )
 
-
+_OF_ONE: Example = ([(4, 8)], {})
+_OF_TWO: Example = ([(4, 8), (8,)], {})
 _OF_THREE: Example = ([(4, 8)] * 3, {})
 
-
-def _clip_kernel(work: LocalWork) -> Function:
-    """Numbers within one bound, or two."""
-    limit = work.library.namespace.clip
-    if work.attributes["bounds"] == ("max",):
-        return lambda x, most: limit(x, None, most)
-    if work.attributes["bounds"] == ("min",):
-        return lambda x, least: limit(x, least, None)
-    return lambda x, least, most: limit(x, least, most)
+_TRUTH = (
+    "equal greater greater_equal isfinite isinf isnan less less_equal logical_and logical_not "
+    "logical_or logical_xor not_equal signbit"
+)
 
 
-def _pull_clip(step: TapeStep, g: Any, number: int) -> Any:
-    x, *bounds = step.operands
-    names = step.attributes["bounds"]
-    least = bounds[names.index("min")] if "min" in names else None
-    most = bounds[names.index("max")] if "max" in names else None
-    if number == 0:
-        inside = equal(x, clip(x, least, most))
-        return where(inside, g, 0.0)
-    # The upper bound is the one that holds where both do.
-    if names[number - 1] == "max":
-        return where(greater(x if least is None else maximum(x, least), most), g, 0.0)
-    below = less(x, least)
-    if most is not None:
-        below = logical_and(below, less_equal(least, most))
-    return where(below, g, 0.0)
+def register_elementwise(
+    name: str, infer: Infer, example: Example, doc: str = "", **options: Any
+) -> Operator:
+    return register(
+        Operator(
+            name,
+            "elementwise",
+            infer,
+            operator_class=OperatorClass.ELEMENTWISE,
+            **{"result_types": boolean if name in _TRUTH.split() else None, **options},
+            example=example,
+            doc=doc,
+        )
+    )
+
+
+def register_unary(name: str, doc: str = "", **options: Any) -> Operator:
+    return register_elementwise(name, _ONE, _OF_ONE, doc, **options)
 
 
 def register_binary(name: str, doc: str = "", **options: Any) -> Operator:
     return register_elementwise(name, _TWO, _OF_TWO, doc, **options)
 
 
-def _binary(name: str, doc: str, **options: Any) -> Function:
-    return make_function(register_binary(name, doc, **options))
+def _unary(name: str, doc: str, slope: Derivative | None = None, **options: Any) -> Function:
+    """Register an operator and return its function; it is constant without a slope."""
+    return make_function(
+        register_unary(name, doc, **_differentiate(slope and _of_one(slope), options))
+    )
 
 
-_OF_TWO: Example = ([(4, 8), (8,)], {})
+def _binary(name: str, doc: str, *slopes: Derivative, **options: Any) -> Function:
+    """Register an operator of two operands and return its function; `slopes` are by operand."""
+    pullback = _of_two(*slopes) if slopes else None
+    return make_function(register_binary(name, doc, **_differentiate(pullback, options)))
 
 
-less: Function = _binary("less", "Whether the first is less.", is_constant=True)
+def _differentiate(pullback: Pullback | None, options: dict[str, Any]) -> dict[str, Any]:
+    if pullback is None and "no_pullback" not in options:
+        return {"is_constant": True, **options}
+    return {"pullback": pullback, **options}
 
 
-equal: Function = _binary("equal", "Whether they are equal.", is_constant=True)
+def _of_one(derivative: Derivative) -> Pullback:
+    """From the cotangent, the operand and the result to the operand's cotangent."""
 
+    def pullback(step: TapeStep, g: Any, number: int) -> Any:
+        return derivative(g, step.operands[0], step.result)
 
-logical_and: Function = _binary(
-    "logical_and",
-    "Logical and.",
-    commutes=("min",),
-    note="of truth values, contributions by min",
-    is_constant=True,
-)
-
-
-greater: Function = _binary("greater", "Whether the first is greater.", is_constant=True)
-
-
-less_equal: Function = _binary(
-    "less_equal", "Whether the first is less or equal.", is_constant=True
-)
+    return pullback
 
 
 def _of_two(*derivatives: Derivative) -> Pullback:
@@ -251,39 +215,276 @@ def _of_two(*derivatives: Derivative) -> Pullback:
     return pullback
 
 
+def _pass(g: Any, *_: Any) -> Any:
+    return g
+
+
+# ---- Operators of one operand
+
+
+abs: Function = _unary("abs", "The absolute value.", lambda g, x, r: g * sign(x))
+acos: Function = _unary("acos", "The inverse cosine.", lambda g, x, r: -g / sqrt(1.0 - x * x))
+
+acosh: Function = _unary(
+    "acosh", "The inverse hyperbolic cosine.", lambda g, x, r: g / (sqrt(x - 1.0) * sqrt(x + 1.0))
+)
+
+asin: Function = _unary("asin", "The inverse sine.", lambda g, x, r: g / sqrt(1.0 - x * x))
+
+asinh: Function = _unary(
+    "asinh", "The inverse hyperbolic sine.", lambda g, x, r: g / sqrt(x * x + 1.0)
+)
+
+atan: Function = _unary("atan", "The inverse tangent.", lambda g, x, r: g / (x * x + 1.0))
+
+atanh: Function = _unary(
+    "atanh", "The inverse hyperbolic tangent.", lambda g, x, r: g / (1.0 - x * x)
+)
+
+bitwise_invert: Function = _unary("bitwise_invert", "Bitwise not.")
+ceil: Function = _unary("ceil", "The number rounded up to an integer.", commutes=("max", "min"))
+conj: Function = _unary("conj", "The complex conjugate.", _pass, linear="each")
+cos: Function = _unary("cos", "The cosine.", lambda g, x, r: -g * sin(x))
+cosh: Function = _unary("cosh", "The hyperbolic cosine.", lambda g, x, r: g * sinh(x))
+register_unary("copy", linear="each", pullback=_of_one(_pass))
+exp: Function = _unary("exp", "The exponential.", lambda g, x, r: g * r)
+expm1: Function = _unary("expm1", "The exponential minus 1.", lambda g, x, r: g * (r + 1.0))
+floor: Function = _unary("floor", "The number rounded down to an integer.", commutes=("max", "min"))
+
+
+def _same_kernel(work: LocalWork) -> Function:
+    """The array itself; without PyTorch's record of it where gradients are to stop."""
+    if work.name == "stop_gradient" and work.library.name == "torch":
+        return lambda x: x.detach()
+    return lambda x: x
+
+
+identity: Function = _unary(
+    "identity",
+    "The same number, in another array.",
+    _pass,
+    linear="each",
+    commutes=("max", "min", "product"),
+    local=_same_kernel,
+    result_types=of_first,
+)
+
+
+def _imag_kernel(work: LocalWork) -> Function:
+    """The imaginary part."""
+    space, (operand,) = work.library.namespace, work.operands
+    is_complex = operand is not None and operand.dtype.name.startswith("complex")
+    # PyTorch has none for real numbers, whose imaginary part is 0.
+    function: Function = space.imag if is_complex else space.zeros_like
+    return function
+
+
+imag: Function = _unary("imag", "The imaginary part.", linear="each", local=_imag_kernel)
+isfinite: Function = _unary("isfinite", "Whether it is finite.")
+isinf: Function = _unary("isinf", "Whether it is infinite.")
+isnan: Function = _unary("isnan", "Whether it is NaN.")
+log: Function = _unary("log", "The natural logarithm.", lambda g, x, r: g / x)
+
+log1p: Function = _unary(
+    "log1p", "The natural logarithm of 1 plus the number.", lambda g, x, r: g / (x + 1.0)
+)
+
+log2: Function = _unary("log2", "The logarithm to base 2.", lambda g, x, r: g / (x * _LOG2))
+log10: Function = _unary("log10", "The logarithm to base 10.", lambda g, x, r: g / (x * _LOG10))
+logical_not: Function = _unary("logical_not", "Logical not.")
+negative: Function = _unary("negative", "The negative.", lambda g, x, r: -g, linear="each")
+positive: Function = _unary("positive", "The same number.", _pass, linear="each")
+real: Function = _unary("real", "The real part.", _pass, linear="each")
+
+reciprocal: Function = _unary(
+    "reciprocal", "1 divided by the number.", lambda g, x, r: -g * (r * r)
+)
+
+round: Function = _unary(
+    "round", "The number rounded to the nearest integer, ties to even.", commutes=("max", "min")
+)
+
+sign: Function = _unary("sign", "The sign of the number.", commutes=("max", "min"))
+signbit: Function = _unary("signbit", "Whether its sign bit is set.")
+sin: Function = _unary("sin", "The sine.", lambda g, x, r: g * cos(x))
+sinh: Function = _unary("sinh", "The hyperbolic sine.", lambda g, x, r: g * cosh(x))
+sqrt: Function = _unary("sqrt", "The square root.", lambda g, x, r: g * 0.5 / r)
+square: Function = _unary("square", "The square.", lambda g, x, r: g * (2.0 * x))
+
+stop_gradient: Function = _unary(
+    "stop_gradient",
+    "The same number, as a constant for gradients.",
+    linear="each",
+    commutes=("max", "min", "product"),
+    local=_same_kernel,
+    result_types=of_first,
+)
+
+tan: Function = _unary("tan", "The tangent.", lambda g, x, r: g * (r * r + 1.0))
+tanh: Function = _unary("tanh", "The hyperbolic tangent.", lambda g, x, r: g * (1.0 - r * r))
+
+trunc: Function = _unary(
+    "trunc", "The number rounded towards 0 to an integer.", commutes=("max", "min")
+)
+
+
+# ---- Operators of two operands
+
+
+add: Function = _binary("add", "The sum.", _pass, _pass, linear="each")
+
+atan2: Function = _binary(
+    "atan2",
+    "The angle of the point `(x2, x1)`.",
+    lambda g, y, x, r: g * (x / (x * x + y * y)),
+    lambda g, y, x, r: -g * (y / (x * x + y * y)),
+)
+
+bitwise_and: Function = _binary("bitwise_and", "Bitwise and.")
+bitwise_left_shift: Function = _binary("bitwise_left_shift", "Bits shifted left.")
+bitwise_or: Function = _binary("bitwise_or", "Bitwise or.")
+bitwise_right_shift: Function = _binary("bitwise_right_shift", "Bits shifted right.")
+bitwise_xor: Function = _binary("bitwise_xor", "Bitwise exclusive or.")
+
+
+def _pull_copysign(g: Any, x: Any, y: Any, r: Any) -> Any:
+    return where(equal(signbit(x), signbit(r)), g, -g)
+
+
+copysign: Function = _binary(
+    "copysign",
+    "The first operand with the sign of the second.",
+    _pull_copysign,
+    lambda g, x, y, r: None,
+)
+
+divide: Function = _binary(
+    "divide",
+    "The quotient.",
+    lambda g, x, y, r: g / y,
+    lambda g, x, y, r: -g * (r / y),
+    note="parts over a divisor of 0 would be inf - inf: reduced first",
+)
+
+equal: Function = _binary("equal", "Whether they are equal.")
+
+floor_divide: Function = _binary(
+    "floor_divide", "The quotient rounded down.", fails="whole numbers"
+)
+
+greater: Function = _binary("greater", "Whether the first is greater.")
+greater_equal: Function = _binary("greater_equal", "Whether the first is greater or equal.")
+
+
+def _pull_hypot(g: Any, x: Any, r: Any) -> Any:
+    return g * where(equal(r, 0), 0.0, x / where(equal(r, 0), 1.0, r))
+
+
+hypot: Function = _binary(
+    "hypot",
+    "The square root of the sum of squares.",
+    lambda g, x, y, r: _pull_hypot(g, x, r),
+    lambda g, x, y, r: _pull_hypot(g, y, r),
+)
+
+less: Function = _binary("less", "Whether the first is less.")
+less_equal: Function = _binary("less_equal", "Whether the first is less or equal.")
+
+
+def _pull_logarithm(g: Any, x: Any, r: Any) -> Any:
+    # Of two numbers of -inf neither counts.
+    return g * exp(x - where(equal(r, -math.inf), 0.0, r))
+
+
+logaddexp: Function = _binary(
+    "logaddexp",
+    "The logarithm of the sum of exponentials.",
+    lambda g, x, y, r: _pull_logarithm(g, x, r),
+    lambda g, x, y, r: _pull_logarithm(g, y, r),
+)
+
+logical_and: Function = _binary(
+    "logical_and", "Logical and.", commutes=("min",), note="of truth values, contributions by min"
+)
+
+logical_or: Function = _binary(
+    "logical_or", "Logical or.", commutes=("max",), note="of truth values, contributions by max"
+)
+
+logical_xor: Function = _binary("logical_xor", "Logical exclusive or.")
+
+
 def _pull_greater(g: Any, x: Any, y: Any, r: Any) -> Any:
     # Where both are equal, each has half.
     return where(equal(x, r), where(equal(x, y), g * 0.5, g), 0.0)
 
 
-Derivative = Callable[..., Any]
-
-
-@of_arrays
-def where(condition: Any, x1: Any, x2: Any, /) -> Any:
-    """`x1` where the condition holds, `x2` elsewhere; all three broadcast."""
-    return call("where", operands(condition, x1, x2))
-
-
 maximum: Function = _binary(
     "maximum",
     "The maximum.",
+    _pull_greater,
+    lambda g, x, y, r: _pull_greater(g, y, x, r),
     commutes=("max",),
-    pullback=_of_two(_pull_greater, lambda g, x, y, r: _pull_greater(g, y, x, r)),
+)
+
+minimum: Function = _binary(
+    "minimum",
+    "The minimum.",
+    _pull_greater,
+    lambda g, x, y, r: _pull_greater(g, y, x, r),
+    commutes=("min",),
+)
+
+multiply: Function = _binary(
+    "multiply",
+    "The product.",
+    lambda g, x, y, r: g * y,
+    lambda g, x, y, r: g * x,
+    linear="one",
+    commutes=("product",),
+)
+
+nextafter: Function = _binary(
+    "nextafter",
+    "The next number from the first towards the second.",
+    no_pullback="the next number is a rounding apart, which has no slope",
+)
+
+not_equal: Function = _binary("not_equal", "Whether they differ.")
+
+
+def _pull_power(g: Any, x: Any, y: Any, r: Any) -> Any:
+    # At 0 to the power of 0 the slope is 0, where 0 * x ** -1 is no number.
+    if not isinstance(y, ArrayValue):
+        return g * 0.0 if y == 0 else g * (y * pow(x, y - 1))
+    is_zero = equal(y, 0)
+    slope = multiply(y, pow(x, where(is_zero, 1.0, subtract(y, 1))))
+    return g * where(is_zero, 0.0, slope)
+
+
+def _pull_exponent(g: Any, x: Any, y: Any, r: Any) -> Any:
+    # 0 to any power above 0 stays 0.
+    if not isinstance(x, ArrayValue):
+        return g * (r * (math.log(x) if x > 0 else 0.0 if x == 0 else math.nan))
+    return g * where(equal(x, 0), 0.0, r * log(where(equal(x, 0), 1.0, x)))
+
+
+pow: Function = _binary("pow", "The first to the power of the second.", _pull_power, _pull_exponent)
+
+remainder: Function = _binary(
+    "remainder",
+    "The remainder of division, with the sign of the second operand.",
+    _pass,
+    lambda g, x, y, r: -g * floor_divide(x, y),
+    fails="whole numbers",
+)
+
+subtract: Function = _binary(
+    "subtract", "The difference.", _pass, lambda g, x, y, r: -g, linear="each"
 )
 
 
-register_elementwise(
-    "clip",
-    _UP_TO_THREE,
-    _OF_THREE,
-    local=_clip_kernel,
-    note="bounds that are arrays broadcast as operands do",
-    pullback=_pull_clip,
-)
-
-
-# ---- relu
+# ---- Activations
 
 
 @of_arrays
@@ -297,17 +498,6 @@ def relu(x: Any, /) -> Any:
     return call("relu", (x,))
 
 
-def register_unary(name: str, doc: str = "", **options: Any) -> Operator:
-    return register_elementwise(name, _ONE, _OF_ONE, doc, **options)
-
-
-def _unary(name: str, doc: str, **options: Any) -> Function:
-    return make_function(register_unary(name, doc, **options))
-
-
-_OF_ONE: Example = ([(4, 8)], {})
-
-
 def _relu_kernel(work: LocalWork) -> Function:
     """The number where it is positive, 0 elsewhere; no number stays one that is none."""
     (operand,) = work.operands
@@ -317,15 +507,6 @@ def _relu_kernel(work: LocalWork) -> Function:
     return lambda x: maximum(x, 0)
 
 
-def _of_one(derivative: Derivative) -> Pullback:
-    """From the cotangent, the operand and the result to the operand's cotangent."""
-
-    def pullback(step: TapeStep, g: Any, number: int) -> Any:
-        return derivative(g, step.operands[0], step.result)
-
-    return pullback
-
-
 register_unary(
     "relu",
     "The number where it is positive, 0 elsewhere.",
@@ -333,9 +514,6 @@ register_unary(
     local=_relu_kernel,
     pullback=_of_one(lambda g, x, r: where(less_equal(r, 0), 0.0, g)),
 )
-
-
-# ---- sigmoid
 
 
 @of_arrays
@@ -361,9 +539,6 @@ register_unary(
 )
 
 
-# ---- silu
-
-
 @of_arrays
 def silu(x: Any, /) -> Any:
     """`x * sigmoid(x)`."""
@@ -383,19 +558,6 @@ def _pull_silu(g: Any, x: Any, r: Any) -> Any:
 
 
 register_unary("silu", local=_silu_kernel, pullback=_of_one(_pull_silu))
-
-
-# ---- copy
-
-
-def _pass(g: Any, *_: Any) -> Any:
-    return g
-
-
-register_unary("copy", linear="each", pullback=_of_one(_pass))
-
-
-# ---- silu_gradient
 
 
 def _silu_gradient_kernel(work: LocalWork) -> Function:
@@ -429,7 +591,61 @@ register_binary(
 )
 
 
-# ---- where
+# ---- clip, where and astype
+
+
+@of_arrays
+def clip(x: Any, /, min: Any = None, max: Any = None) -> Any:
+    """Numbers below `min` become `min`, those above `max` become `max`; None is no bound."""
+    x, min, max = operands(x, min, max)
+    if min is None and max is None:
+        return call("positive", (x,)) if x.dtype.name != "bool" else x
+    bounds = [one for one in (min, max) if one is not None]
+    options = {"bounds": ("min",) * (min is not None) + ("max",) * (max is not None)}
+    return call("clip", (x, *bounds), None, options)
+
+
+def _clip_kernel(work: LocalWork) -> Function:
+    """Numbers within one bound, or two."""
+    limit = work.library.namespace.clip
+    if work.attributes["bounds"] == ("max",):
+        return lambda x, most: limit(x, None, most)
+    if work.attributes["bounds"] == ("min",):
+        return lambda x, least: limit(x, least, None)
+    return lambda x, least, most: limit(x, least, most)
+
+
+def _pull_clip(step: TapeStep, g: Any, number: int) -> Any:
+    x, *bounds = step.operands
+    names = step.attributes["bounds"]
+    least = bounds[names.index("min")] if "min" in names else None
+    most = bounds[names.index("max")] if "max" in names else None
+    if number == 0:
+        inside = equal(x, clip(x, least, most))
+        return where(inside, g, 0.0)
+    # The upper bound is the one that holds where both do.
+    if names[number - 1] == "max":
+        return where(greater(x if least is None else maximum(x, least), most), g, 0.0)
+    below = less(x, least)
+    if most is not None:
+        below = logical_and(below, less_equal(least, most))
+    return where(below, g, 0.0)
+
+
+register_elementwise(
+    "clip",
+    _UP_TO_THREE,
+    _OF_THREE,
+    local=_clip_kernel,
+    note="bounds that are arrays broadcast as operands do",
+    pullback=_pull_clip,
+)
+
+
+@of_arrays
+def where(condition: Any, x1: Any, x2: Any, /) -> Any:
+    """`x1` where the condition holds, `x2` elsewhere; all three broadcast."""
+    return call("where", operands(condition, x1, x2))
 
 
 def _pull_where(step: TapeStep, g: Any, number: int) -> Any:
@@ -446,9 +662,6 @@ register_elementwise(
     note="both branches partial under a whole condition",
     pullback=_pull_where,
 )
-
-
-# ---- astype
 
 
 def _same_type(**attributes: Any) -> bool:
@@ -481,358 +694,7 @@ register(
 )
 
 
-abs: Function = _unary("abs", "The absolute value.", pullback=_of_one(lambda g, x, r: g * sign(x)))
-
-
-acos: Function = _unary(
-    "acos", "The inverse cosine.", pullback=_of_one(lambda g, x, r: -g / sqrt(1.0 - x * x))
-)
-
-
-acosh: Function = _unary(
-    "acosh",
-    "The inverse hyperbolic cosine.",
-    pullback=_of_one(lambda g, x, r: g / (sqrt(x - 1.0) * sqrt(x + 1.0))),
-)
-
-
-asin: Function = _unary(
-    "asin", "The inverse sine.", pullback=_of_one(lambda g, x, r: g / sqrt(1.0 - x * x))
-)
-
-
-asinh: Function = _unary(
-    "asinh", "The inverse hyperbolic sine.", pullback=_of_one(lambda g, x, r: g / sqrt(x * x + 1.0))
-)
-
-
-atan: Function = _unary(
-    "atan", "The inverse tangent.", pullback=_of_one(lambda g, x, r: g / (x * x + 1.0))
-)
-
-
-atanh: Function = _unary(
-    "atanh", "The inverse hyperbolic tangent.", pullback=_of_one(lambda g, x, r: g / (1.0 - x * x))
-)
-
-
-bitwise_invert: Function = _unary("bitwise_invert", "Bitwise not.", is_constant=True)
-
-
-cos: Function = _unary("cos", "The cosine.", pullback=_of_one(lambda g, x, r: -g * sin(x)))
-
-
-cosh: Function = _unary(
-    "cosh", "The hyperbolic cosine.", pullback=_of_one(lambda g, x, r: g * sinh(x))
-)
-
-
-exp: Function = _unary("exp", "The exponential.", pullback=_of_one(lambda g, x, r: g * r))
-
-
-expm1: Function = _unary(
-    "expm1", "The exponential minus 1.", pullback=_of_one(lambda g, x, r: g * (r + 1.0))
-)
-
-
-isfinite: Function = _unary("isfinite", "Whether it is finite.", is_constant=True)
-
-
-isinf: Function = _unary("isinf", "Whether it is infinite.", is_constant=True)
-
-
-isnan: Function = _unary("isnan", "Whether it is NaN.", is_constant=True)
-
-
-log: Function = _unary("log", "The natural logarithm.", pullback=_of_one(lambda g, x, r: g / x))
-
-
-log1p: Function = _unary(
-    "log1p",
-    "The natural logarithm of 1 plus the number.",
-    pullback=_of_one(lambda g, x, r: g / (x + 1.0)),
-)
-
-
-log2: Function = _unary(
-    "log2", "The logarithm to base 2.", pullback=_of_one(lambda g, x, r: g / (x * _LOG2))
-)
-
-
-log10: Function = _unary(
-    "log10", "The logarithm to base 10.", pullback=_of_one(lambda g, x, r: g / (x * _LOG10))
-)
-
-
-logical_not: Function = _unary("logical_not", "Logical not.", is_constant=True)
-
-
-reciprocal: Function = _unary(
-    "reciprocal", "1 divided by the number.", pullback=_of_one(lambda g, x, r: -g * (r * r))
-)
-
-
-signbit: Function = _unary("signbit", "Whether its sign bit is set.", is_constant=True)
-
-
-sin: Function = _unary("sin", "The sine.", pullback=_of_one(lambda g, x, r: g * cos(x)))
-
-
-sinh: Function = _unary(
-    "sinh", "The hyperbolic sine.", pullback=_of_one(lambda g, x, r: g * cosh(x))
-)
-
-
-sqrt: Function = _unary("sqrt", "The square root.", pullback=_of_one(lambda g, x, r: g * 0.5 / r))
-
-
-square: Function = _unary("square", "The square.", pullback=_of_one(lambda g, x, r: g * (2.0 * x)))
-
-
-tan: Function = _unary("tan", "The tangent.", pullback=_of_one(lambda g, x, r: g * (r * r + 1.0)))
-
-
-tanh: Function = _unary(
-    "tanh", "The hyperbolic tangent.", pullback=_of_one(lambda g, x, r: g * (1.0 - r * r))
-)
-
-
-negative: Function = _unary(
-    "negative", "The negative.", linear="each", pullback=_of_one(lambda g, x, r: -g)
-)
-
-
-real: Function = _unary("real", "The real part.", linear="each", pullback=_of_one(_pass))
-
-
-def _imag_kernel(work: LocalWork) -> Function:
-    """The imaginary part."""
-    space, (operand,) = work.library.namespace, work.operands
-    is_complex = operand is not None and operand.dtype.name.startswith("complex")
-    # PyTorch has none for real numbers, whose imaginary part is 0.
-    function: Function = space.imag if is_complex else space.zeros_like
-    return function
-
-
-imag: Function = _unary(
-    "imag", "The imaginary part.", linear="each", local=_imag_kernel, is_constant=True
-)
-
-
-conj: Function = _unary("conj", "The complex conjugate.", linear="each", pullback=_of_one(_pass))
-
-
-positive: Function = _unary("positive", "The same number.", linear="each", pullback=_of_one(_pass))
-
-
-def _same_kernel(work: LocalWork) -> Function:
-    """The array itself; without PyTorch's record of it where gradients are to stop."""
-    if work.name == "stop_gradient" and work.library.name == "torch":
-        return lambda x: x.detach()
-    return lambda x: x
-
-
-identity: Function = _unary(
-    "identity",
-    "The same number, in another array.",
-    linear="each",
-    commutes=("max", "min", "product"),
-    local=_same_kernel,
-    result_types=of_first,
-    pullback=_of_one(_pass),
-)
-
-
-stop_gradient: Function = _unary(
-    "stop_gradient",
-    "The same number, as a constant for gradients.",
-    linear="each",
-    commutes=("max", "min", "product"),
-    local=_same_kernel,
-    result_types=of_first,
-    is_constant=True,
-)
-
-
-ceil: Function = _unary(
-    "ceil", "The number rounded up to an integer.", commutes=("max", "min"), is_constant=True
-)
-
-
-floor: Function = _unary(
-    "floor", "The number rounded down to an integer.", commutes=("max", "min"), is_constant=True
-)
-
-
-round: Function = _unary(
-    "round",
-    "The number rounded to the nearest integer, ties to even.",
-    commutes=("max", "min"),
-    is_constant=True,
-)
-
-
-sign: Function = _unary(
-    "sign", "The sign of the number.", commutes=("max", "min"), is_constant=True
-)
-
-
-trunc: Function = _unary(
-    "trunc",
-    "The number rounded towards 0 to an integer.",
-    commutes=("max", "min"),
-    is_constant=True,
-)
-
-
-atan2: Function = _binary(
-    "atan2",
-    "The angle of the point `(x2, x1)`.",
-    pullback=_of_two(
-        lambda g, y, x, r: g * (x / (x * x + y * y)),
-        lambda g, y, x, r: -g * (y / (x * x + y * y)),
-    ),
-)
-
-
-bitwise_left_shift: Function = _binary("bitwise_left_shift", "Bits shifted left.", is_constant=True)
-
-
-bitwise_right_shift: Function = _binary(
-    "bitwise_right_shift", "Bits shifted right.", is_constant=True
-)
-
-
-bitwise_xor: Function = _binary("bitwise_xor", "Bitwise exclusive or.", is_constant=True)
-
-
-def _pull_copysign(g: Any, x: Any, y: Any, r: Any) -> Any:
-    return where(equal(signbit(x), signbit(r)), g, -g)
-
-
-copysign: Function = _binary(
-    "copysign",
-    "The first operand with the sign of the second.",
-    pullback=_of_two(_pull_copysign, lambda g, x, y, r: None),
-)
-
-
-floor_divide: Function = _binary(
-    "floor_divide", "The quotient rounded down.", fails="whole numbers", is_constant=True
-)
-
-
-greater_equal: Function = _binary(
-    "greater_equal", "Whether the first is greater or equal.", is_constant=True
-)
-
-
-hypot: Function = _binary(
-    "hypot",
-    "The square root of the sum of squares.",
-    pullback=_of_two(
-        lambda g, x, y, r: _pull_hypot(g, x, r), lambda g, x, y, r: _pull_hypot(g, y, r)
-    ),
-)
-
-
-logaddexp: Function = _binary(
-    "logaddexp",
-    "The logarithm of the sum of exponentials.",
-    pullback=_of_two(
-        lambda g, x, y, r: _pull_logarithm(g, x, r), lambda g, x, y, r: _pull_logarithm(g, y, r)
-    ),
-)
-
-
-logical_xor: Function = _binary("logical_xor", "Logical exclusive or.", is_constant=True)
-
-
-nextafter: Function = _binary(
-    "nextafter",
-    "The next number from the first towards the second.",
-    no_pullback="the next number is a rounding apart, which has no slope",
-)
-
-
-not_equal: Function = _binary("not_equal", "Whether they differ.", is_constant=True)
-
-
-def _pull_power(g: Any, x: Any, y: Any, r: Any) -> Any:
-    # At 0 to the power of 0 the slope is 0, where 0 * x ** -1 is no number.
-    if not isinstance(y, ArrayValue):
-        return g * 0.0 if y == 0 else g * (y * pow(x, y - 1))
-    is_zero = equal(y, 0)
-    slope = multiply(y, pow(x, where(is_zero, 1.0, subtract(y, 1))))
-    return g * where(is_zero, 0.0, slope)
-
-
-def _pull_exponent(g: Any, x: Any, y: Any, r: Any) -> Any:
-    # 0 to any power above 0 stays 0.
-    if not isinstance(x, ArrayValue):
-        return g * (r * (math.log(x) if x > 0 else 0.0 if x == 0 else math.nan))
-    return g * where(equal(x, 0), 0.0, r * log(where(equal(x, 0), 1.0, x)))
-
-
-pow: Function = _binary(
-    "pow", "The first to the power of the second.", pullback=_of_two(_pull_power, _pull_exponent)
-)
-
-
-remainder: Function = _binary(
-    "remainder",
-    "The remainder of division, with the sign of the second operand.",
-    fails="whole numbers",
-    pullback=_of_two(_pass, lambda g, x, y, r: -g * floor_divide(x, y)),
-)
-
-
-add: Function = _binary("add", "The sum.", linear="each", pullback=_of_two(_pass, _pass))
-
-
-subtract: Function = _binary(
-    "subtract", "The difference.", linear="each", pullback=_of_two(_pass, lambda g, x, y, r: -g)
-)
-
-
-multiply: Function = _binary(
-    "multiply",
-    "The product.",
-    linear="one",
-    commutes=("product",),
-    pullback=_of_two(lambda g, x, y, r: g * y, lambda g, x, y, r: g * x),
-)
-
-
-divide: Function = _binary(
-    "divide",
-    "The quotient.",
-    note="parts over a divisor of 0 would be inf - inf: reduced first",
-    pullback=_of_two(lambda g, x, y, r: g / y, lambda g, x, y, r: -g * (r / y)),
-)
-
-
-minimum: Function = _binary(
-    "minimum",
-    "The minimum.",
-    commutes=("min",),
-    pullback=_of_two(_pull_greater, lambda g, x, y, r: _pull_greater(g, y, x, r)),
-)
-
-
-logical_or: Function = _binary(
-    "logical_or",
-    "Logical or.",
-    commutes=("max",),
-    note="of truth values, contributions by max",
-    is_constant=True,
-)
-
-
-bitwise_or: Function = _binary("bitwise_or", "Bitwise or.", is_constant=True)
-
-
-bitwise_and: Function = _binary("bitwise_and", "Bitwise and.", is_constant=True)
+# ---- Results written into existing memory
 
 
 _TORCH_NAMES = """
@@ -843,7 +705,6 @@ log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical
 minimum multiply negative nextafter not_equal pow reciprocal rsqrt sigmoid sin sinc sinh sqrt
 square subtract tan tanh
 """
-
 
 _ATEN_NAMES = "relu silu"
 
@@ -888,12 +749,3 @@ def _write(function: Function, write: Callable[..., Any], *operands: Any, out: A
     if is_recorded or type(out) is not torch.Tensor or not isinstance(operands[0], torch.Tensor):
         return function(*operands)
     return write(*operands, out=out)
-
-
-def _pull_logarithm(g: Any, x: Any, r: Any) -> Any:
-    # Of two numbers of -inf neither counts.
-    return g * exp(x - where(equal(r, -math.inf), 0.0, r))
-
-
-def _pull_hypot(g: Any, x: Any, r: Any) -> Any:
-    return g * where(equal(r, 0), 0.0, x / where(equal(r, 0), 1.0, r))

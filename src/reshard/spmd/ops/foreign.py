@@ -65,7 +65,6 @@ from reshard.spmd.rules.rule_builder import (
 
 OF_GRAPHS = "it stands in other programs' graphs, and no rank computes it"
 COMPOSED = "sp composes it of other operators, which have derivatives"
-
 _UNARY = "angle cbrt degrees radians erf rsqrt softplus exp2 sinc i0 spacing"
 _BINARY = "heaviside gcd lcm ldexp fmod float_power logaddexp2 fmax fmin"
 for _name in _UNARY.split():
@@ -74,14 +73,7 @@ for _name in _BINARY.split():
     register_binary(_name, no_pullback=OF_GRAPHS)
 
 
-# ---- gelu
-
-
 register_unary("gelu", no_pullback=COMPOSED)
-
-
-# ---- clamp
-
 
 register_elementwise(
     "clamp",
@@ -90,10 +82,6 @@ register_elementwise(
     note="operands are the lower bound, the array, the upper bound",
     no_pullback=OF_GRAPHS,
 )
-
-
-# ---- select
-
 
 register_elementwise(
     "select",
@@ -414,14 +402,7 @@ def triangle_rule(shapes: Sequence[Shape], k: int = 0) -> Inferred:
 
 
 _TRIANGLE = "the diagonal lies elsewhere in a part"
-
-
 register_movement("tril", triangle_rule, (_ROWS, {}), note=_TRIANGLE, no_pullback=COMPOSED)
-
-
-# ---- triu
-
-
 register_movement("triu", triangle_rule, (_ROWS, {}), note=_TRIANGLE, no_pullback=COMPOSED)
 
 
@@ -520,10 +501,6 @@ def isin_rule(shapes: Sequence[Shape], invert: bool = False) -> Inferred:
 
 register_indexing("isin", isin_rule, ([(4, 8), (3,)], {}), result_types=boolean, is_constant=True)
 
-
-# ---- mean
-
-
 register_reduction(
     "mean",
     # A part that divided by its own count would give a mean of means; `sp.mean` divides a sum.
@@ -532,10 +509,6 @@ register_reduction(
     note="each part divides its sum by the whole count; contributions are summed",
     no_pullback=COMPOSED,
 )
-
-
-# ---- count_nonzero
-
 
 register_reduction(
     "count_nonzero", _make_reduction("sum"), note="contributions are counts", is_constant=True
@@ -552,20 +525,8 @@ def _infer_spread(
 
 
 _SPREAD = "needs the mean first: made of sums, or of whole axes"
-
-
 register_reduction("var", _infer_spread, note=_SPREAD, no_pullback=COMPOSED)
-
-
-# ---- std
-
-
 register_reduction("std", _infer_spread, note=_SPREAD, no_pullback=COMPOSED)
-
-
-# ---- logsumexp
-
-
 register_reduction("logsumexp", whole_axes, note="needs the maximum first", no_pullback=COMPOSED)
 
 
@@ -629,10 +590,6 @@ def outer_rule(shapes: Sequence[Shape]) -> Inferred:
 
 register_product("outer", outer_rule, ([(4,), (8,)], {}), no_pullback=COMPOSED)
 
-
-# ---- matrix_power
-
-
 register_factorisation(
     "matrix_power",
     lambda shapes, n=1: same_matrix(shapes),
@@ -641,10 +598,6 @@ register_factorisation(
     no_pullback=COMPOSED,
 )
 
-
-# ---- eig
-
-
 register_factorisation(
     "eig",
     matrix_rule(lambda m, n: ((m,), (m, m)), square=True),
@@ -652,10 +605,6 @@ register_factorisation(
     lambda m, n: 25 * n**3,
     no_pullback=OF_GRAPHS,
 )
-
-
-# ---- eigvals
-
 
 register_factorisation(
     "eigvals",
@@ -845,16 +794,7 @@ def shifted(shapes: Sequence[Shape], axes: Axes = None) -> Inferred:
 
 
 _register_shift("fftshift")
-
-
-# ---- ifftshift
-
-
 _register_shift("ifftshift")
-
-
-# ---- cumulative_max
-
 
 register_cumulative(
     "cumulative_max",
@@ -864,10 +804,6 @@ register_cumulative(
     note=_TOTALS,
     no_pullback=OF_GRAPHS,
 )
-
-
-# ---- cumulative_min
-
 
 register_cumulative(
     "cumulative_min",
@@ -893,10 +829,6 @@ def softmax_rule(shapes: Sequence[Shape], axis: int | Sequence[int] = -1) -> Inf
 
 
 register_layer("softmax", softmax_rule, ([(4, 8)], {"axis": 1}), note=_WHOLE, no_pullback=COMPOSED)
-
-
-# ---- log_softmax
-
 
 register_layer(
     "log_softmax", softmax_rule, ([(4, 8)], {"axis": 1}), note=_WHOLE, no_pullback=COMPOSED
@@ -993,54 +925,16 @@ def filled(
 
 
 _FILLED: Example = ([], {"shape": (4, 8)})
-
-
-register_creation("zeros", constant_rule, _FILLED, "")
-
-
-# ---- ones
-
-
-register_creation("ones", constant_rule, _FILLED, "")
-
-
-# ---- empty
-
-
-register_creation("empty", constant_rule, _FILLED, "")
-
-
-# ---- full
-
-
-register_creation("full", constant_rule, _FILLED, "")
+for _name in ("zeros", "ones", "empty", "full"):
+    register_creation(_name, constant_rule, _FILLED, "")
 
 
 # ---- zeros_like
 
 
 _BESIDE: Example = ([(4, 8)], {})
-
-
-register_creation("zeros_like", elementwise_rule, _BESIDE, "")
-
-
-# ---- ones_like
-
-
-register_creation("ones_like", elementwise_rule, _BESIDE, "")
-
-
-# ---- empty_like
-
-
-register_creation("empty_like", elementwise_rule, _BESIDE, "")
-
-
-# ---- full_like
-
-
-register_creation("full_like", elementwise_rule, _BESIDE, "")
+for _name in ("zeros_like", "ones_like", "empty_like", "full_like"):
+    register_creation(_name, elementwise_rule, _BESIDE, "")
 
 
 # ---- arange
@@ -1112,11 +1006,6 @@ def frequencies(halves: bool) -> Any:
 
 
 register_creation("fftfreq", frequencies(False), ([], {"n": 8}))
-
-
-# ---- rfftfreq
-
-
 register_creation("rfftfreq", frequencies(True), ([], {"n": 8}))
 
 

@@ -28,11 +28,7 @@ from reshard.spmd.rules.alignment import aligned
 from reshard.spmd.rules.rule_builder import Inferred, Shape
 
 Padded = Sequence[tuple[int, int]]
-
-
 NOTE = "of space that is cut, the edges that windows reach over move"
-
-
 Specs = tuple[ShardingSpec, ...]
 
 

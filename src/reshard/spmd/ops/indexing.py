@@ -297,7 +297,6 @@ def add_along(x: Any, indices: Any, g: Any, axis: int) -> Any:
 _FEW = 16
 """Indices along an axis up to which each is compared with all places."""
 
-
 _register_lookup(
     "take_along_axis",
     take_along_axis_rule,
@@ -927,6 +926,5 @@ register_indexing(
     note="how many there are depends on the values",
     no_pullback="how many results there are depends on the elements, which are read",
 )
-
 
 _VALUES = "how many results there are depends on the elements, which are read"

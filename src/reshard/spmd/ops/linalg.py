@@ -202,7 +202,6 @@ def matrix_rule(trailing: Trailing, *, square: bool = False) -> Infer:
 Trailing = Callable[..., tuple[Shape, ...]]
 """From rows, columns and attributes to the trailing dimensions of each result."""
 
-
 _STACK: Example = ([(2, 4, 8)], {})
 
 

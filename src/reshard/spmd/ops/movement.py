@@ -51,8 +51,6 @@ from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 
 Axis = int | Sequence[int]
-
-
 Range = tuple[int, int, int]
 """Start, stop and step along a dimension."""
 
@@ -367,7 +365,6 @@ def flip_rule(shapes: Sequence[Shape], axis: Axes = None) -> Inferred:
 
 
 _ROWS: Sequence[Shape] = [(4, 8)]
-
 
 register_movement(
     "flip",

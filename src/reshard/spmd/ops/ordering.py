@@ -314,7 +314,6 @@ register_ordering(
 
 _COUNTS = "how many there are depends on the values"
 
-
 register_ordering(
     "unique_all",
     None,

@@ -415,10 +415,7 @@ def _is_product(rows: str, stacked: str, summed: str, kept: str, matrix: str) ->
 _MATRIX_ELEMENTS = 16_384
 """From which on a product with one matrix takes far longer than its call."""
 
-
 _OVER_ALL = re.compile(r"(\w+)(\w)(\w),\2(\w\w)->\1(\w)")
-
-
 _FEW_ELEMENTS = 256
 
 

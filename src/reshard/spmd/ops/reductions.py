@@ -372,8 +372,6 @@ def whole_axes(shapes: Sequence[Shape], axis: Axes = None, keepdims: bool = Fals
 
 
 _PLACE = "an index says nothing without its value"
-
-
 register_reduction("argmax", whole_axes, result_types=index, note=_PLACE, is_constant=True)
 
 

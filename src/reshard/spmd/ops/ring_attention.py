@@ -76,10 +76,7 @@ def attention_turn_rule(
 
 
 _EVEN: list[Shape] = [(2, 8, 6, 16), (2, 4, 6, 16), (2, 4, 6, 32)]
-
-
 _PARTS: tuple[tuple[Stretch, ...], ...] = (((0, 3),), ((3, 6),))
-
 
 _TURN = {
     "is_causal": True,

@@ -52,8 +52,6 @@ _SAMPLED = {"int8", "int16", "int32", "int64", "uint8", "float16", "float32", "f
 
 # Samples of each part for each boundary, over the number of parts. A round leaves a seventh.
 _SAMPLES = 16
-
-
 _LEFT = 7
 
 

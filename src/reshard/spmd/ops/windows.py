@@ -47,35 +47,16 @@ from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, counte
 from reshard.spmd.shards.operation_call import call
 
 Sizes = int | Sequence[int]
-
-
 Padding = int | Sequence[Sequence[int]]
-
-
 Pads = Sequence[Sequence[int]]
-
-
 GivenSpecs = Sequence[ShardingSpec]
-
-
 Shapes = Sequence[Shape]
-
-
 Attributes = Mapping[str, Any]
-
-
 Placed = tuple[Specs, Specs] | None
-
-
 _POOLED: Example = ([(2, 3, 8)], {"window": (2,)})
-
-
 _POOL_BACK = {"window": (2,), "strides": (2,), "padding": ((0, 0),)}
-
-
 FindReaches = Callable[[Sequence[int], Sequence[int]], tuple[WindowReach, ...]]
 """From the sizes of space and of the window to the windows over each dimension."""
-
 
 Ranges = list[tuple[int, int, int]]
 
@@ -337,7 +318,6 @@ _register_product(
     note=NOTE,
     pullback=_pull_convolution,
 )
-
 
 _BACK = {"strides": (1, 1), "padding": ((1, 1), (0, 0)), "dilation": (1, 1), "groups": 2}
 
@@ -774,7 +754,6 @@ _register(
     pullback=_pull_max_pool,
 )
 
-
 _register(
     "avg_pool",
     _pooling_rule,
@@ -785,7 +764,6 @@ _register(
     note=NOTE,
     pullback=_pull_avg_pool,
 )
-
 
 _register(
     "sum_pool",

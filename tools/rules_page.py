@@ -1,12 +1,14 @@
-"""The page of rules: what the table of operators says of each, as Markdown.
+"""Write docs/rules.md: each operator with its rule for small shapes and its partial operands.
 
-`rules_document()` writes docs/rules.md: each operator with its rule for small shapes, and what it
-does to partial operands. Operators whose rows are equal share one.
+Operators with equal rows share a row. Run it after a change of an operator's record:
+
+    python tools/rules_page.py
 """
 
 from __future__ import annotations
 
 from itertools import groupby
+from pathlib import Path
 
 from reshard.spmd.core.operator import SHIPPED, Operator, operators
 
@@ -52,7 +54,7 @@ _FAMILIES = (
 _HEAD = """# The table of rules
 
 What every operator of `reshard.spmd` does to cut operands. This page is written from the table
-(`reshard.spmd.rules_page`), and a test holds that it says what the table says.
+(`tools/rules_page.py`), and a test holds that it says what the table says.
 
 A rule names factors, as einsum does: a factor that is cut may be cut so in each dimension it is in.
 `reduction` factors are summed (or combined by the operator named) over the devices that have parts;
@@ -70,11 +72,7 @@ names it once. Give one to an operator of your own with `@reshard.spmd.rule`.
 
 
 def rules_document() -> str:
-    """The page, as Markdown.
-
-    >>> rules_document().startswith("# The table of rules")
-    True
-    """
+    """Return the page as Markdown."""
     lines = [_HEAD]
     shipped = [operator for name, operator in operators.items() if name in SHIPPED]
     families = list(dict.fromkeys([*_FAMILIES, *(operator.family for operator in shipped)]))
@@ -90,3 +88,7 @@ def rules_document() -> str:
             lines.append(f"| {operators_text} | {' | '.join(row)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    (Path(__file__).parents[1] / "docs" / "rules.md").write_text(rules_document())
