@@ -20,9 +20,9 @@ from reshard import DeviceMesh, spec
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.operator import operator_of
 from reshard.spmd.graph import Graph, Operation, Value
-from reshard.spmd.placement.pending_values import keep_pending
-from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost
+from reshard.spmd.propagation.partial_sums import keep_pending
+from reshard.spmd.propagation.reshards import explicit_reshards
 from reshard.spmd.propagation.strategies import propagate_graph
 
 BATCH, LENGTH, HEADS, WIDTH = 8, 1024, 16, 64

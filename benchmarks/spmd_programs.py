@@ -33,7 +33,7 @@ import numpy as np
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
-from reshard.spmd.programs.steps import reused_memory
+from reshard.spmd.programs import steps as reused_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "spmd"))
 

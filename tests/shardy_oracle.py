@@ -23,10 +23,9 @@ from reshard.mesh import Axis, DeviceMesh
 from reshard.notation.shardy import parse_shardy
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.graph import Graph, Operation, Value
-from reshard.spmd.placement.placement import PlacedGraph, explicit_reshards
-from reshard.spmd.propagation.axis_parts import AxisTable
-from reshard.spmd.propagation.factor_shardings import collected
+from reshard.spmd.propagation.axes import AxisTable, collected
 from reshard.spmd.propagation.propagation import PropagatedGraph
+from reshard.spmd.propagation.reshards import PlacedGraph, explicit_reshards
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.rules.rule_builder import replicated_rule
 from reshard.spmd.rules.sharding_rule import OpShardingRule

@@ -351,7 +351,7 @@ class Padded(CutRule):
 class Halo(CutRule):
     """The parts of `rule`, each surrounded by copies of its neighbours' elements.
 
-    An empty part has no halo. At the ends of the dimension a halo is truncated, or with
+    The halo of an empty part is empty. At the ends of the dimension a halo is truncated, or with
     `padded_edges` replaced by padding, as in MLIR, where all halos have equal width. A halo is
     filled in a target, and is a source only if `fresh`.
 
@@ -388,7 +388,7 @@ class Halo(CutRule):
                 )
             start, stop = runs[0][:2]
             left, right = max(0, start - self.before), min(length, stop + self.after)
-            # At the ends of the tensor there is no neighbour: padding replaces the halo.
+            # At the ends of the tensor, padding replaces the halo.
             spare_left = self.before - (start - left) if self.padded_edges else 0
             spare_right = self.after - (right - stop) if self.padded_edges else 0
             local = 0

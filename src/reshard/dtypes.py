@@ -217,7 +217,7 @@ _SUB_BYTE_SPELLINGS = frozenset(
 
 _NUMPY_NAMES = frozenset(name for name, _, _ in _NUMPY_TYPES)
 
-# NumPy has no 16-byte integer; a void of that width copies and compares as bytes too.
+# NumPy lacks a 16-byte integer; a void of that width copies and compares as bytes too.
 _STORAGE = {width: np.dtype(f"u{width}") for width in (1, 2, 4, 8)} | {16: np.dtype("V16")}
 
 #: Every type that reshard can move, NumPy's types first.

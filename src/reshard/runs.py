@@ -269,7 +269,7 @@ class RunTable(Interned):
                 for field in fields(SingleRuns)
             )
         )
-        # Padding has no indices, so outer runs do not divide it.
+        # Padding is without indices, so outer runs do not divide it.
         pad = runs.role == PAD
         begin, end = base[owner] + runs.start, base[owner] + runs.stop
         # Inner run `i` has a piece in each of the outer runs `first[i]` to `last[i] - 1`.

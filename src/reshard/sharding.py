@@ -253,9 +253,9 @@ class ShardingSpec(Interned):
             raise SpecError(f"dimensions {dim_specs!r}; give a list with a DimSpec for each")
         self.dim_specs = tuple(map(_as_dim_spec, dim_specs))
         self.partial_axes = self._without_full_parts(_as_axes(partial_axes))
-        # Without partial axes there is no reduction, so that equal shardings are interned.
+        # Without partial axes the reduction is None, so that equal shardings are interned.
         self.reduction = reduction if self.partial_axes else None
-        # In mesh order, since the order of replicated axes has no meaning.
+        # In mesh order, since the order of replicated axes is irrelevant.
         replicated = sorted(
             _as_axes(replicated_axes), key=lambda axis: (self._position(axis), axis.pre)
         )

@@ -12,8 +12,8 @@ from reshard.cost import load_preset
 from reshard.errors import LayoutError, NotationError, ReshardError, SpecError, UsageError
 from reshard.spmd.core import operator as table
 from reshard.spmd.graph import Graph
-from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation.propagation import propagate
+from reshard.spmd.propagation.reshards import explicit_reshards
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.topology import Device, Link, Topology

@@ -51,7 +51,7 @@ _NAMES_OF = {
     ),
     "ops.networks": ("cross_entropy gelu layer_norm log_softmax logsumexp rms_norm softmax"),
     "shards.operation_call": "Recorder recording",
-    "placement.placement": "PlacedGraph explicit_reshards",
+    "propagation.reshards": "PlacedGraph explicit_reshards",
     "shards.checking": "checking",
     "shards.process_runner": "over_processes",
     "propagation.propagation": "PropagatedGraph propagate",
@@ -76,15 +76,15 @@ _NAMES_OF = {
     "gradients.optimizers": "AdamW SGD specs_over",
     "gradients.rematerialization": "rematerialized",
     "gradients.transforms": "grad value_and_grad vjp",
-    "programs.automatic.auto": "AutoPlacement auto",
+    "programs.auto": "AutoPlacement auto",
     "programs.control_flow": "cond scan while_loop",
     "programs.eager_operations": "eagerly",
     "programs.jit": "jit",
-    "programs.own_operators": "operator",
-    "programs.pipelines.orders": "pipeline_schedule",
+    "programs.custom_ops": "operator",
     "programs.pipelines.pipeline": "Pipeline",
-    "programs.pipelines.schedule": "PipelineSchedule PipelineTask Work",
-    "programs.pipelines.timetable": "StageCosts Timetable",
+    "programs.pipelines.schedule": (
+        "PipelineSchedule PipelineTask StageCosts Timetable Work pipeline_schedule"
+    ),
     "ops.windows": "avg_pool convolution max_pool",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}

@@ -17,7 +17,7 @@ from reshard.spmd.core import operator as table
 from reshard.spmd.core.local_work import Function, LocalWork
 from reshard.spmd.core.operator import Operator, of_product
 from reshard.spmd.core.result_types import promoted
-from reshard.spmd.propagation.operator_work import operations_of
+from reshard.spmd.propagation.by_cost.cost_model import operations_of
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 
 MESH = DeviceMesh.of(x=2, y=2)

@@ -12,7 +12,7 @@ import pytest
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import UsageError
-from reshard.spmd.programs.steps import reused_memory
+from reshard.spmd.programs import steps as reused_memory
 
 MESH = DeviceMesh.of(x=2)
 SIZE = 1 << 17

@@ -14,9 +14,9 @@ from reshard import DeviceMesh, spec
 from reshard.errors import SpecError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.graph import Graph
-from reshard.spmd.placement.placement import explicit_reshards
 from reshard.spmd.propagation.merging import Direction
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate
+from reshard.spmd.propagation.reshards import explicit_reshards
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 

@@ -14,7 +14,7 @@ from reshard import DeviceMesh, spec
 from reshard.errors import NotationError, SpecError
 from reshard.layout import REDUCTIONS
 from reshard.spmd.graph import Graph
-from reshard.spmd.placement.placement import explicit_reshards
+from reshard.spmd.propagation.reshards import explicit_reshards
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.rules.alignment import aligned
 from reshard.spmd.rules.sharding_rule import OpShardingRule, factor_names

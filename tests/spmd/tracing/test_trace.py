@@ -33,7 +33,7 @@ from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.spmd.shards.runner import InProcess, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
-from reshard.spmd.tracing.traced_operation import InsertedReshard
+from reshard.spmd.tracing.estimates import InsertedReshard
 from reshard.topology import Link, Topology
 from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, specs
 from spmd.traced_functions import FUNCTIONS, MESH, Traced

@@ -18,14 +18,7 @@ from reshard.errors import ArrayIndexError, ShardError, SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.backend import library_of
 from reshard.spmd.core.local_work import Function, LocalWork, has_plain_parts
-from reshard.spmd.core.operator import (
-    Example,
-    Infer,
-    Operator,
-    OperatorClass,
-    TapeStep,
-    register,
-)
+from reshard.spmd.core.operator import Example, Infer, Operator, OperatorClass, TapeStep, register
 from reshard.spmd.core.result_types import index, kind_of, of_first
 from reshard.spmd.ops import data_types, elementwise
 from reshard.spmd.ops import elementwise as e

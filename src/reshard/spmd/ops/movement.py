@@ -16,14 +16,7 @@ import numpy as np
 from reshard.errors import ArrayIndexError, SpecError, UsageError
 from reshard.spmd.core.backend import Library
 from reshard.spmd.core.local_work import Function, LocalWork, find_function
-from reshard.spmd.core.operator import (
-    Example,
-    Infer,
-    Operator,
-    OperatorClass,
-    TapeStep,
-    register,
-)
+from reshard.spmd.core.operator import Example, Infer, Operator, OperatorClass, TapeStep, register
 from reshard.spmd.core.result_types import promoted
 from reshard.spmd.ops import data_types
 from reshard.spmd.ops.arguments import as_whole, of_arrays, whole_number, whole_pairs

@@ -20,14 +20,7 @@ from reshard.errors import SpecError, UsageError
 from reshard.spmd import namespace
 from reshard.spmd.core.backend import records_gradient
 from reshard.spmd.core.local_work import Function, LocalWork
-from reshard.spmd.core.operator import (
-    Example,
-    Infer,
-    Operator,
-    TapeStep,
-    of_product,
-    register,
-)
+from reshard.spmd.core.operator import Example, Infer, Operator, TapeStep, of_product, register
 from reshard.spmd.ops import elementwise
 from reshard.spmd.ops.arguments import of_arrays
 from reshard.spmd.ops.elementwise import make_function, operands

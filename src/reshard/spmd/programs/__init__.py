@@ -1,7 +1,9 @@
 """Programs: functions of sharded arrays that are traced once and executed many times.
 
-`jit.py` is the entry point. `simplification.py` removes duplicate and unused operations from a
-recorded function. `prepared_program.py` turns the rest into calls of local kernels and movements.
-`control_flow.py` has loops and branches, whose bodies are `traced_function.py`s. `own_operators.py`
-creates custom operators from local functions. `pipelines/` has pipeline schedules.
+`jit.py` is the entry point, `auto.py` chooses the shardings of arguments as well
+(`input_search.py`). `simplification.py`, `recomputation.py` and `overlap.py` are passes over
+graphs. `program.py` compiles a graph into steps (`steps.py`, `compiled_work.py`). `control_flow.py`
+has loops and branches, whose bodies are `traced_function.py`s, and `eager_operations.py`
+data-dependent functions. `custom_ops.py` creates operators from local functions. `pipelines/` has
+pipeline schedules.
 """

@@ -26,12 +26,8 @@ from reshard.spmd.core.operator import JointPullback, TapeStep
 from reshard.spmd.gradients.tape import add_step, is_real_floating
 from reshard.spmd.gradients.transforms import vjp
 from reshard.spmd.graph import Body, BodyCosts, Value
-from reshard.spmd.programs.traced_function import (
-    arrays_of,
-    as_abstract,
-    bring,
-    costs_within,
-)
+from reshard.spmd.programs.traced_function import arrays_of, as_abstract, bring, costs_within
+from reshard.spmd.propagation.strategies import assign_shardings
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.pending_sums import settled
@@ -46,7 +42,7 @@ from reshard.spmd.tracing.graph_recording import (
     listening_recorder,
     record,
 )
-from reshard.spmd.tracing.trace import assign_shardings, find_runner, trace_graph
+from reshard.spmd.tracing.trace import find_runner, trace_graph
 
 Function = Callable[..., Any]
 Kinds = tuple[tuple[ArrayType, ...], BodyCosts]

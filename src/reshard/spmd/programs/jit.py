@@ -5,7 +5,15 @@
 
 The first call with arguments of new shapes, element types or shardings records the function,
 simplifies it (`simplification.py`), places it by a strategy, carries it out and prepares a program
-(`prepared_program.py`). Calls with such arguments run the program.
+(`program.py`). Calls with such arguments run the program.
+
+A memory limit is satisfied by the first of these that does, or an error:
+
+1. the strategy that was requested;
+2. the other strategies; among those that satisfy the limit, the one that moves the fewest bytes;
+3. rematerialization: with the requested strategy, then with the others, in the order of their
+   peaks;
+4. a PlanError, with the operation at the peak and a limit that can be satisfied.
 """
 
 from __future__ import annotations
@@ -17,28 +25,103 @@ from dataclasses import replace
 from threading import RLock
 from typing import Any
 
-from reshard.errors import UsageError
+from reshard.errors import PlanError, UsageError
 from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.graph import Graph, Shardings
-from reshard.spmd.programs.memory_limit import check_limit, trace_within
-from reshard.spmd.programs.overlap.decomposed_products import overlapped
-from reshard.spmd.programs.overlap.overlapped_trace import check_overlap
-from reshard.spmd.programs.recorded_program import RecordedProgram
+from reshard.spmd.programs.overlap import check_overlap, overlapped
+from reshard.spmd.programs.program import Program
+from reshard.spmd.programs.recomputation import recomputed
 from reshard.spmd.programs.simplification import simplified
+from reshard.spmd.propagation.strategies import assign_shardings
 from reshard.spmd.shards.operation_call import recorders, unrecorded
 from reshard.spmd.shards.runner import runner_for
+from reshard.spmd.tracing.estimates import with_memory
 from reshard.spmd.tracing.graph_recording import listening_recorder, type_of
-from reshard.spmd.tracing.memory import with_memory
 from reshard.spmd.tracing.trace import (
+    STRATEGIES,
     Trace,
-    assign_shardings,
     check_trace_options,
     record_for,
     trace_graph,
 )
 from reshard.topology import Topology
+
+
+def check_limit(live_bytes: Any) -> None:
+    """Raises UsageError for what is no limit."""
+    is_count = isinstance(live_bytes, int) and not isinstance(live_bytes, bool)
+    if live_bytes is not None and not (is_count and live_bytes > 0):
+        raise UsageError(
+            f"live_bytes={live_bytes!r}; give the most bytes that each rank may hold, a whole "
+            "number above 0, such as live_bytes=8 << 30, or None for no limit"
+        )
+
+
+def trace_within(
+    trace_by: Callable[[str], Trace],
+    finish: Callable[[Trace], Trace],
+    name: str,
+    strategy: str,
+    limit: int,
+    library: str,
+) -> Trace:
+    """The trace of a function in a placement that keeps a limit on every rank.
+
+    Args:
+        trace_by: gives the function's trace by a strategy.
+        finish: counts what the program holds beyond that, beside what it computes.
+        name: of the function, for errors.
+        strategy: that was asked for.
+        limit: the most bytes of `Trace.peak_bytes` on any rank.
+        library: whose collectives take the time.
+
+    Raises PlanError where nothing that is found keeps it.
+    """
+    first = trace_by(strategy)
+    asked = finish(first)
+    if _peak(asked) <= limit:
+        return asked
+    # Without shardings all strategies are equal, and without priorities "prioritized" is "basic".
+    names = [one for one in STRATEGIES if one not in (strategy, "prioritized") and first.mesh]
+    others = [trace_by(one) for one in names]
+    placed = [finish(one) for one in others]
+    fitting = [one for one in placed if _peak(one) <= limit]
+    if fitting:
+        return min(fitting, key=lambda one: one.moved_bytes)
+    for one in (first, *sorted(others, key=_peak)):
+        again = recomputed(one, limit, library)
+        if again is not None and _peak(finished := finish(again)) <= limit:
+            return finished
+    raise PlanError(_describe(name, asked, placed, limit))
+
+
+def _peak(traced: Trace) -> int:
+    return max(traced.peak_bytes.values())
+
+
+def _describe(name: str, asked: Trace, others: list[Trace], limit: int) -> str:
+    peak = _peak(asked)
+    rank = next(rank for rank, size in asked.peak_bytes.items() if size == peak)
+    place = asked.ranks.index(rank)
+    at = next((one for one in asked.operations if one.live_bytes[place] == peak), None)
+    where = (
+        "with its arguments alone"
+        if at is None
+        else f"at %{at.operation.results[0]} = {at.operation}"
+    )
+    tried = "; ".join(f"{one.strategy!r} holds {_peak(one):,}" for one in others)
+    least = min(map(_peak, (asked, *others)))
+    return (
+        f"{name} with strategy {asked.strategy!r} holds {peak:,} bytes on rank {rank} {where}, "
+        f"more than live_bytes={limit:,}"
+        + (f" ({tried})" if tried else "")
+        + ", and no values that could be computed again were found that would keep it. Give "
+        f"live_bytes={least:,}, cut arguments over more axes, take a smaller batch or overlap, or "
+        "put layers that are differentiated under @sp.rematerialized"
+    )
+
 
 Function = Callable[..., Any]
 
@@ -162,7 +245,7 @@ class JittedFunction:
         self._donate = donate
         self._backend = backend
         self._known = known
-        self._programs: dict[Any, RecordedProgram] = {}
+        self._programs: dict[Any, Program] = {}
         self._traced_count = 0
         self._lock = RLock()
 
@@ -283,9 +366,7 @@ class JittedFunction:
             return graph.with_shardings(*self._known)
         return assign_shardings(graph, strategy, self._topology, self._library)
 
-    def _trace(
-        self, key: Any, arguments: Sequence[Any], options: dict[str, Any]
-    ) -> RecordedProgram:
+    def _trace(self, key: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Program:
         with self._lock:
             found = self._programs.get(key)
             if found is not None:
@@ -307,7 +388,7 @@ class JittedFunction:
                 )
             while len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            found = self._programs[key] = RecordedProgram(graph, self._overlap, self._backend)
+            found = self._programs[key] = Program(graph, self._overlap, self._backend)
             return found
 
     def __repr__(self) -> str:

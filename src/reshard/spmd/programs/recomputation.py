@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from reshard.spmd.tracing.memory import held_bytes
+from reshard.spmd.tracing.estimates import held_bytes
 from reshard.spmd.tracing.trace import Trace, trace_graph
 
 _MOST_CHAIN = 12

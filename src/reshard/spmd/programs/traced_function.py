@@ -16,16 +16,17 @@ from reshard.spmd.arrays.argument_tree import leaves
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.graph import BodyCosts, Graph, Spec
-from reshard.spmd.programs.recorded_program import RecordedProgram
+from reshard.spmd.programs.program import Program
 from reshard.spmd.programs.simplification import simplified
+from reshard.spmd.propagation.strategies import assign_shardings
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import unrecorded
 from reshard.spmd.shards.pending_sums import settled
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
+from reshard.spmd.tracing.estimates import held_bytes
 from reshard.spmd.tracing.graph_recording import GraphRecorder, record
-from reshard.spmd.tracing.memory import held_bytes
-from reshard.spmd.tracing.trace import Trace, assign_shardings, trace_graph
+from reshard.spmd.tracing.trace import Trace, trace_graph
 
 Function = Callable[..., Any]
 
@@ -52,7 +53,7 @@ class TracedFunction:
         self._graph = replace(found, constants=MappingProxyType(numbers))
         self.results = found.returned
         self.meshes = found.meshes
-        self._programs: dict[Any, RecordedProgram] = {}
+        self._programs: dict[Any, Program] = {}
         self._kinds: dict[Any, tuple[ArrayType, ...]] = {}
         self._within: dict[Any, BodyCosts] = {}
 
@@ -64,12 +65,12 @@ class TracedFunction:
         """As `run`, operation by operation, for whoever listens."""
         return self._program(arrays, runner).interpret(arrays, runner)
 
-    def _program(self, arrays: Sequence[Any], runner: Runner) -> RecordedProgram:
+    def _program(self, arrays: Sequence[Any], runner: Runner) -> Program:
         types = tuple(one.type for one in arrays)
         key = (types, runner)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = RecordedProgram(self._with_types(types))
+            program = self._programs[key] = Program(self._with_types(types))
         return program
 
     def _with_types(self, types: Sequence[ArrayType]) -> Graph:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -32,10 +32,17 @@ from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.operator import OperatorClass
 from reshard.spmd.graph import Graph, Operation
-from reshard.spmd.propagation.axis_parts import AxisTable, Parts, Sharding
-from reshard.spmd.propagation.factor_shardings import collected, updated
-from reshard.spmd.propagation.merging import STRATEGIES, Direction, OperatorTensors, Strategy
-from reshard.spmd.propagation.operator_stages import ANY_STAGE, STAGES, class_of, directions
+from reshard.spmd.propagation.axes import AxisTable, Parts, Sharding, collected, updated
+from reshard.spmd.propagation.merging import (
+    ANY_STAGE,
+    STAGES,
+    STRATEGIES,
+    Direction,
+    OperatorTensors,
+    Strategy,
+    class_of,
+    directions,
+)
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 Known = Sequence[ShardingSpec | None]
@@ -58,6 +65,11 @@ class PropagatedGraph:
         runs: for each operation, the shardings of its operands while it runs, and those of its
             results right after it; None if the strategy leaves that to `explicit_reshards`.
         annotated: the values whose shardings were given.
+        seconds_s: by cost, the estimated time of all operations and movements, one after another.
+        is_exact: by cost, whether no choice among the candidates takes less time, each movement
+            priced by its program.
+        others_s: by cost, the time with the shardings of other strategies, each operation run in
+            the way that suits these best.
     """
 
     graph: Graph
@@ -66,6 +78,14 @@ class PropagatedGraph:
     outputs: tuple[ShardingSpec | None, ...]
     runs: tuple[OperationShardings, ...] | None = None
     annotated: frozenset[int] = frozenset()
+    seconds_s: float | None = None
+    is_exact: bool = False
+    others_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def propagated(self) -> PropagatedGraph:
+        """The same graph, as other strategies return it."""
+        return self
 
     def __str__(self) -> str:
         names = [str(value) for value in self.graph.values]

@@ -1,13 +1,32 @@
-"""Propagation over a graph by any strategy: by rules (`merging`), or by cost."""
+"""Propagation over a graph by any strategy, and over graphs of several meshes.
+
+Only `x.shard(spec)` brings an array to another mesh, so a function splits into one part for each
+mesh, to which a strategy assigns shardings separately:
+
+    over x=2     %2 = matmul(%0, %1)              inputs %0, %1       returns %2
+    between      %3 = with_sharding(%2)           over y=4 from here on
+    over y=4     %5 = matmul(%3, %4)              inputs %3, %4       returns %5
+
+An array without a mesh is replicated everywhere: it is an input of each part that reads it. A loop
+or a branch may read arrays of several meshes, so it is between parts, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
+from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.spmd.graph import Graph
+from reshard.spmd.arrays.sharded_array import plain_spec
+from reshard.spmd.graph import Graph, Shardings, Spec
+from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost
+from reshard.spmd.propagation.partial_sums import keep_pending
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
+from reshard.spmd.propagation.reshards import explicit_reshards
+from reshard.spmd.shards.runner import replicated
+from reshard.topology import Topology
 
 
 def propagate_graph(
@@ -48,7 +67,7 @@ def propagate_graph(
     return  a ?, b ?
     """
     if strategy == "cost":
-        return propagate_by_cost(graph, annotations, outputs=outputs).propagated
+        return propagate_by_cost(graph, annotations, outputs=outputs)
     return propagate_by_rules(
         graph,
         annotations,
@@ -57,3 +76,149 @@ def propagate_graph(
         operator_priorities=operator_priorities,
         user_priorities=user_priorities,
     )
+
+
+Place = Callable[[Graph, DeviceMesh], Shardings]
+"""Chooses the shardings of a graph over one mesh."""
+
+
+class MeshPart(NamedTuple):
+    """The operations of a graph over one mesh.
+
+    Args:
+        mesh: the mesh.
+        graph: a graph of these operations; its inputs have the requested shardings.
+        numbers: the number in the whole graph of each of its values.
+        places: the place in the whole graph of each of its operations.
+    """
+
+    mesh: DeviceMesh
+    graph: Graph
+    numbers: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+def ranks_of(meshes: Sequence[DeviceMesh]) -> tuple[int, ...]:
+    """Return the ranks of meshes in their order, without duplicates; only 0 if there is no mesh.
+
+    >>> ranks_of([DeviceMesh.of(x=2), DeviceMesh.of(y=3)])
+    (0, 1, 2)
+    """
+    return tuple(dict.fromkeys(rank for mesh in meshes for rank in mesh.devices)) or (0,)
+
+
+def place_parts(graph: Graph, place: Place) -> Graph:
+    """Assign shardings to all values and operands, for each mesh separately.
+
+    Over several meshes, a value without a mesh stays replicated, and each part reads it as it
+    chooses.
+    """
+    if len(graph.meshes) == 1:
+        return graph.with_shardings(*place(graph, graph.meshes[0]))
+    values: list[Spec] = [None] * len(graph.values)
+    reads: list[tuple[Spec, ...]] = [(None,) * len(one.operands) for one in graph.operations]
+    for operation in graph.operations:
+        if operation.target is not None:
+            values[operation.results[0]] = operation.target
+    mesh_of = _find_meshes(graph)
+    for part in mesh_parts(graph):
+        found, wanted = place(part.graph, part.mesh)
+        whole = {n for n, number in enumerate(part.numbers) if mesh_of[number] is None}
+        for n, number in enumerate(part.numbers):
+            if n not in whole:
+                values[number] = found[n]
+        for at, operation, specs in zip(part.places, part.graph.operations, wanted, strict=True):
+            reads[at] = tuple(
+                found[n] if spec is None and n in whole else spec
+                for n, spec in zip(operation.operands, specs, strict=True)
+            )
+    return graph.with_shardings(values, reads)
+
+
+def mesh_parts(graph: Graph) -> list[MeshPart]:
+    """Split a graph into one part for each of its meshes."""
+    mesh_of = _find_meshes(graph)
+    # An operation that crosses to another mesh belongs to neither: its operand is an output of one
+    # part, its result an input of another.
+    crosses = [
+        one.body is not None
+        or (one.target is not None and mesh_of[one.operands[0]] not in (None, one.target.mesh))
+        for one in graph.operations
+    ]
+    parts = (_make_part(graph, mesh, mesh_of, crosses) for mesh in graph.meshes)
+    # A mesh that only the body of a loop or branch uses has nothing to place.
+    return [part for part in parts if part.numbers]
+
+
+def _find_meshes(graph: Graph) -> list[DeviceMesh | None]:
+    """Return the mesh of each value, or None if it is replicated on every device."""
+    mesh_of: list[DeviceMesh | None] = [None] * len(graph.values)
+    for number in graph.inputs:
+        spec = graph.values[number].sharding
+        mesh_of[number] = None if spec is None else spec.mesh
+    for one in graph.operations:
+        # Two meshes in one operator are refused when it is recorded.
+        mesh = next((mesh_of[n] for n in one.operands if mesh_of[n] is not None), None)
+        if one.target is not None:
+            mesh = one.target.mesh
+        meshes = (mesh,) * len(one.results) if one.body is None else one.body.result_meshes
+        for number, own in zip(one.results, meshes, strict=True):
+            mesh_of[number] = own
+    return mesh_of
+
+
+def _make_part(
+    graph: Graph,
+    mesh: DeviceMesh,
+    mesh_of: Sequence[DeviceMesh | None],
+    crosses: Sequence[bool],
+) -> MeshPart:
+    own = [
+        (place, one)
+        for place, one in enumerate(graph.operations)
+        if mesh_of[one.results[0]] is mesh and not crosses[place]
+    ]
+    made = {number for _, one in own for number in one.results}
+    read = {number for _, one in own for number in one.operands}
+    inputs = sorted((read - made) | {n for n in graph.inputs if mesh_of[n] is mesh})
+    left = {n for place, one in enumerate(graph.operations) if crosses[place] for n in one.operands}
+    outputs = [n for n in (*graph.outputs, *sorted(left)) if n in made or n in inputs]
+    numbers = tuple(sorted({*inputs, *made}))
+    requested = graph.requested
+    part = graph.selected(inputs, [one for _, one in own], list(dict.fromkeys(outputs)))
+    part = part.with_shardings([requested.get(number) for number in numbers])
+    return MeshPart(mesh, part, numbers, tuple(place for place, _ in own))
+
+
+def assign_shardings(
+    graph: Graph, strategy: str, topology: Topology | None = None, library: str = "nccl"
+) -> Graph:
+    """Assign the shardings that a strategy chooses to all values of a recorded graph.
+
+    With "eager", inputs keep their shardings, and operations decide about all other values.
+    """
+    if strategy == "eager" or not graph.meshes:
+        shardings: list[Spec] = [None] * len(graph.values)
+        for number in graph.inputs:
+            spec = graph.values[number].sharding
+            shardings[number] = None if spec is None else plain_spec(spec)
+        return graph.with_shardings(shardings)
+    machine = Machine(topology, library)
+
+    def place(part: Graph, mesh: DeviceMesh) -> Shardings:
+        if strategy == "cost":
+            found = propagate_by_cost(part, part.requested, machine=machine)
+        else:
+            found = keep_pending(propagate_graph(part, part.requested, strategy=strategy))
+        return shardings_from(found, mesh)
+
+    return place_parts(graph, place)
+
+
+def shardings_from(found: PropagatedGraph, mesh: DeviceMesh) -> Shardings:
+    """Return the shardings of a propagated graph; values that were not reached are replicated."""
+    values = tuple(
+        replicated(mesh, len(value.shape)) if spec is None else plain_spec(spec)
+        for value, spec in zip(found.graph.values, found.values, strict=True)
+    )
+    return values, tuple(map(tuple, explicit_reshards(found).operands))

@@ -22,11 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from reshard.errors import (
-    MeshError,
-    ShardError,
-    UsageError,
-)
+from reshard.errors import MeshError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.array_type import ArrayType

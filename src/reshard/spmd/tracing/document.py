@@ -11,9 +11,8 @@ from typing import Any
 
 from reshard.mesh import DeviceMesh
 from reshard.spmd.core.array_type import ArrayType
-from reshard.spmd.tracing.reshard_reasons import reason_of
-from reshard.spmd.tracing.trace_record import TraceRecord
-from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
+from reshard.spmd.tracing.estimates import InsertedReshard, TracedOperation, TraceRecord
+from reshard.spmd.tracing.table import reason_of
 
 
 def trace_document(trace: TraceRecord) -> str:

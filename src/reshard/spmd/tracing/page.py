@@ -23,6 +23,7 @@ from reshard.show.html_report import (
 )
 from reshard.show.svg import element, escaped, rank_colours
 from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.tracing.estimates import InsertedReshard, TracedOperation, TraceRecord
 from reshard.spmd.tracing.table import (
     call_text,
     collectives,
@@ -34,8 +35,6 @@ from reshard.spmd.tracing.table import (
     time_headers,
     time_texts,
 )
-from reshard.spmd.tracing.trace_record import TraceRecord
-from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 from reshard.text import bytes_text, count_text, duration_text, ranks_text, short_rank_text
 
 # Words stand at the left of their columns, numbers at the right.

@@ -19,33 +19,138 @@ from typing import Any, Protocol
 
 from reshard.cost.formulas import check_library
 from reshard.errors import ShardError, UsageError
-from reshard.mesh import DeviceMesh
 from reshard.spmd.arrays.argument_tree import leaves
-from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
-from reshard.spmd.graph import Graph, Operation, Shardings, Spec
-from reshard.spmd.placement.pending_values import keep_pending
-from reshard.spmd.placement.placement import explicit_reshards
-from reshard.spmd.propagation.by_cost.cost_model import Machine
-from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost
-from reshard.spmd.propagation.propagation import PropagatedGraph
-from reshard.spmd.propagation.strategies import propagate_graph
+from reshard.spmd.arrays.sharded_array import ShardedArray, array
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.operator import find_operator
+from reshard.spmd.graph import WITH_SHARDING, BodyCosts, Graph, Operation, Spec
+from reshard.spmd.propagation.strategies import assign_shardings, ranks_of
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.kept_reshards import moves_each_time
-from reshard.spmd.shards.operation_call import Recorder, call, recording
+from reshard.spmd.shards.kept_reshards import may_view, moves_each_time
+from reshard.spmd.shards.operation_call import CompiledCall, Recorder, call, recording
 from reshard.spmd.shards.runner import Runner, replicated, runner_for
 from reshard.spmd.shards.settling import unsettled
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
-from reshard.spmd.tracing.compute import with_compute
 from reshard.spmd.tracing.document import trace_document
+from reshard.spmd.tracing.estimates import (
+    InsertedReshard,
+    TracedOperation,
+    TraceRecord,
+    with_compute,
+    with_memory,
+)
 from reshard.spmd.tracing.graph_recording import filled, library_for, record, type_of
-from reshard.spmd.tracing.memory import with_memory
-from reshard.spmd.tracing.mesh_parts import place_parts, ranks_of
-from reshard.spmd.tracing.operation_watcher import OperationWatcher
 from reshard.spmd.tracing.page import trace_page
-from reshard.spmd.tracing.reshard_reasons import reason_lines
-from reshard.spmd.tracing.table import trace_table
-from reshard.spmd.tracing.trace_record import TraceRecord
+from reshard.spmd.tracing.table import reason_lines, trace_table
 from reshard.topology import Topology
+
+
+class OperationWatcher:
+    """Makes a `TracedOperation` of every operation that it sees.
+
+    Args:
+        topology, library: for times, see `reshard.spmd.tracing.trace.trace`.
+        moves_anew: values that move wherever they are read, by number; others do once.
+    """
+
+    def __init__(
+        self, topology: Topology | None, library: str, moves_anew: Collection[int] = ()
+    ) -> None:
+        self.found: list[TracedOperation] = []
+        self._moves_anew = set(moves_anew)
+        self.topology = topology
+        self.library = library
+        self._call: CompiledCall | None = None
+        # Values that were moved, with the sharding: an array keeps what it was moved to.
+        self._known: set[tuple[int, ArrayType, Spec]] = set()
+        # Values that are an earlier one: `with_sharding` of what lies so gives the array itself.
+        self._same: dict[int, int] = {}
+
+    def record(
+        self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
+    ) -> None:
+        """The call that carries an operation out."""
+        self._call = call
+
+    def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
+        """Reshards are seen by `saw`."""
+
+    def saw(
+        self,
+        operation: Operation,
+        given: Sequence[Any],
+        placed: Sequence[Any],
+        made: Sequence[Any],
+        results: Sequence[Any],
+    ) -> None:
+        """Append an operation; see `Watcher.saw`."""
+        called, self._call = self._call, None
+        # Views of what cannot keep its reshards have the same memory.
+        is_view = operation.operator == WITH_SHARDING or (
+            called is not None and may_view(find_operator(called.name), len(called.operands))
+        )
+        if is_view and not self._moves_anew.isdisjoint(operation.operands):
+            self._moves_anew.update(operation.results)
+        before: list[InsertedReshard] = []
+        after: list[InsertedReshard] = []
+        reused: list[InsertedReshard] = []
+        runs_with = [x.type.spec if isinstance(x, ArrayValue) else None for x in placed]
+        if called is not None:
+            runs_with = list(called.runs_with)
+        for number, x, there, spec in zip(
+            operation.operands, given, placed, runs_with, strict=True
+        ):
+            if isinstance(x, ArrayValue):
+                for source, target in ((x.type, there.type.spec), (there.type, spec)):
+                    inserted = self._find_inserted(number, source, target)
+                    # From the value itself: what was made on the way is not kept.
+                    key = (self._same.get(number, number), source, target)
+                    is_known = source is x.type and key in self._known
+                    is_known = is_known and key[0] not in self._moves_anew
+                    (reused if is_known else before).extend(inserted)
+                    if source is x.type and inserted:
+                        self._known.add(key)
+        within = BodyCosts()
+        if operation.body is not None:
+            within = operation.body.count_costs([x.type for x in placed])
+        computed = [x.type for x in made] if called is None else called.made
+        for number, x, kind, there in zip(operation.results, made, computed, results, strict=True):
+            after += self._find_inserted(number, kind, x.type.spec)
+            # What `with_sharding` moves is its operand, which may have been there.
+            if operation.operator == WITH_SHARDING and x is given[0]:
+                own = self._same.get(operation.operands[0], operation.operands[0])
+                key = (own, x.type, there.type.spec)
+                if there.type is x.type:
+                    self._same[number] = own
+                if key in self._known and own not in self._moves_anew:
+                    reused += self._find_inserted(*key)
+                    continue
+                self._known.add(key)
+            after += self._find_inserted(number, x.type, there.type.spec)
+        self.found.append(
+            TracedOperation(
+                operation,
+                tuple(x.type if isinstance(x, ArrayValue) else None for x in given),
+                tuple(runs_with),
+                tuple(x.type for x in results),
+                tuple(computed),
+                tuple(before),
+                tuple(after),
+                tuple(reused),
+                within=within,
+                may_stop=called is not None and called.looks_at_elements,
+            )
+        )
+
+    def _find_inserted(self, value: int, source: ArrayType, target: Spec) -> list[InsertedReshard]:
+        if target is None or source.spec is target:
+            return []
+        before = source.spec or replicated(target.mesh, source.ndim)
+        # Layouts are interned: different specs of one layout move nothing.
+        if before.layout(source.shape) is target.layout(source.shape):
+            return []
+        return [InsertedReshard(value, source, target, self.topology, self.library)]
+
 
 STRATEGIES = ("eager", "basic", "prioritized", "aggressive", "widest", "cost")
 
@@ -205,40 +310,6 @@ def record_for(
     """Record a function's graph for a strategy; see `record`."""
     with nullcontext() if strategy == "eager" else unsettled():
         return record(function, arguments, has_others, runner)
-
-
-def assign_shardings(
-    graph: Graph, strategy: str, topology: Topology | None = None, library: str = "nccl"
-) -> Graph:
-    """Assign the shardings that a strategy chooses to all values of a recorded graph.
-
-    With "eager", inputs keep their shardings, and operations decide about all other values.
-    """
-    if strategy == "eager" or not graph.meshes:
-        shardings: list[Spec] = [None] * len(graph.values)
-        for number in graph.inputs:
-            spec = graph.values[number].sharding
-            shardings[number] = None if spec is None else plain_spec(spec)
-        return graph.with_shardings(shardings)
-    machine = Machine(topology, library)
-
-    def place(part: Graph, mesh: DeviceMesh) -> Shardings:
-        if strategy == "cost":
-            found = propagate_by_cost(part, part.requested, machine=machine).propagated
-        else:
-            found = keep_pending(propagate_graph(part, part.requested, strategy=strategy))
-        return shardings_from(found, mesh)
-
-    return place_parts(graph, place)
-
-
-def shardings_from(found: PropagatedGraph, mesh: DeviceMesh) -> Shardings:
-    """Return the shardings of a propagated graph; values that were not reached are replicated."""
-    values = tuple(
-        replicated(mesh, len(value.shape)) if spec is None else plain_spec(spec)
-        for value, spec in zip(found.graph.values, found.values, strict=True)
-    )
-    return values, tuple(map(tuple, explicit_reshards(found).operands))
 
 
 def trace_graph(

@@ -14,9 +14,8 @@ from reshard.cost import load_preset
 from reshard.cost.estimate import collective_cost
 from reshard.dtypes import dtype
 from reshard.spmd.core.operator import operators, rule_of
-from reshard.spmd.propagation.axis_parts import AxisTable
-from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine, PartBits
-from reshard.spmd.propagation.operator_work import operations_of
+from reshard.spmd.propagation.axes import AxisTable
+from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine, PartBits, operations_of
 from selection import choose
 
 MESH = DeviceMesh.of(x=2, y=4)

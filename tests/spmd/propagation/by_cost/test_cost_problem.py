@@ -7,10 +7,10 @@ import pytest
 
 from reshard import DeviceMesh, spec
 from reshard.spmd.graph import Graph
-from reshard.spmd.propagation.axis_parts import AxisTable
+from reshard.spmd.propagation.axes import AxisTable
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
 from reshard.spmd.propagation.by_cost.cost_problem import CostProblem
-from reshard.spmd.propagation.by_cost.cost_table import CostTable
+from reshard.spmd.propagation.by_cost.factor_graph import CostTable
 from reshard.spmd.propagation.propagation import propagate_by_rules
 
 

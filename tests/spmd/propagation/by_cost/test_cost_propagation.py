@@ -20,12 +20,12 @@ from reshard.plans.plan import Plan
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.operator import rule_of
 from reshard.spmd.graph import Graph
-from reshard.spmd.placement.placement import explicit_reshards
-from reshard.spmd.propagation.axis_parts import AxisTable
+from reshard.spmd.propagation.axes import AxisTable
 from reshard.spmd.propagation.by_cost import cost_propagation
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
 from reshard.spmd.propagation.by_cost.cost_problem import CostProblem
 from reshard.spmd.propagation.by_cost.cost_propagation import OTHERS, propagate_by_cost
+from reshard.spmd.propagation.reshards import explicit_reshards
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.topology import Device, Link, Overhead, Topology

@@ -15,12 +15,23 @@ contributions that are no longer partial  reduce-scatter where the axes cut a di
 axes that go to another dimension         all-to-all
 axes that cut no more                     all-gather
 ========================================  ====================================================
+
+Two things are counted of the computation of an operator:
+
+operations   additions and multiplications, as the operator's row defines
+bytes        operands read and results written, each once; of an operand of which the operator
+             reads only a part (a slice, rows of a table) as many as it writes
+
+A device takes the longer of operations over its rate and bytes over its memory's speed: the
+roofline (Williams, Waterman, Patterson, 2009). Nominal speeds give a lower bound: starting
+a kernel takes time, and few kernels reach a peak.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -36,20 +47,127 @@ from reshard.errors import LayoutError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.runs import IntArray
 from reshard.spmd.core.array_type import ArrayType
-from reshard.spmd.propagation.axis_parts import (
+from reshard.spmd.core.operator import find_operator
+from reshard.spmd.propagation.axes import (
     MOST_KEPT,
     AxisTable,
+    Part,
     Parts,
     Sharding,
     are_alike,
     size_of,
 )
-from reshard.spmd.propagation.by_cost.cost_table import FloatArray
-from reshard.spmd.propagation.by_cost.part_bits import BitArray, PartBits
-from reshard.spmd.propagation.operator_work import least_s, moved_bytes, operations_of
+from reshard.spmd.propagation.by_cost.factor_graph import FloatArray
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.topology import Device, Topology
+
+
+def operations_of(
+    name: str,
+    rule: OpShardingRule,
+    sizes: Sequence[int] | None = None,
+    attributes: Mapping[str, Any] = MappingProxyType({}),
+) -> float:
+    """Additions and multiplications of an operator on one device; 0 for one that reads and writes.
+
+    Args:
+        name: of the operator.
+        rule: for the shapes of the whole operands.
+        sizes: of the rule's factors on the device; all of them when None.
+        attributes: of the operation, where the work depends on them.
+
+    >>> from reshard.spmd.core.operator import rule_of
+    >>> rule = rule_of("matmul", [(4, 8), (8, 16)])
+    >>> operations_of("matmul", rule), operations_of("matmul", rule, (4, 4, 8))
+    (1024.0, 256.0)
+    >>> operations_of("exp", rule_of("exp", [(4, 8)]))
+    0.0
+    """
+    return find_operator(name).work(rule, rule.sizes if sizes is None else sizes, attributes)
+
+
+def moved_bytes(name: str, operands: Sequence[int], results: Sequence[int]) -> int:
+    """What an operator reads and writes, from the bytes of its operands and results on a device.
+
+    >>> moved_bytes("take", [8000, 16], [64]), moved_bytes("add", [64, 64], [64])
+    (144, 192)
+    """
+    written = sum(results)
+    read = list(operands)
+    if find_operator(name).reads_part and read:
+        # Such an operator (a slice, rows of a table) reads as much of its first operand as it
+        # writes.
+        read[0] = min(read[0], written)
+    return sum(read) + written
+
+
+def least_s(
+    device: Device, operations: float, size_bytes: float, dtypes: Iterable[DType | str]
+) -> float:
+    """The least time in which a device does so many operations and moves so many bytes.
+
+    Args:
+        device: that does it.
+        operations: additions and multiplications.
+        size_bytes: that are read and written.
+        dtypes: of the operands; the slowest counts.
+
+    >>> device = Device(1e12, (("float32", 1e13),))
+    >>> least_s(device, 1e9, 1e6, ["float32"]), least_s(device, 1e6, 1e9, ["float32"])
+    (0.0001, 0.001)
+    """
+    names = {one.name if isinstance(one, DType) else one for one in dtypes}
+    # Sorted, so that equal sets of types ask in one order on every machine.
+    rates = [device.operations_for(name) for name in sorted(names)]
+    slowest = min((rate for rate in rates if rate is not None), default=math.inf)
+    return max(operations / slowest, size_bytes / device.memory_bytes_per_s)
+
+
+BitArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
+"""Sets of parts of axes, see `PartBits`."""
+
+
+class PartBits:
+    """Sets of parts of axes as the bits of integers, for arrays of such sets.
+
+    Parts are told apart by their axis and range alone, not by the level that they belong to.
+
+    >>> whole = Sharding((((0, 1, 2, 0),), ((1, 1, 4, 0),)), (True, True))
+    >>> bits = PartBits([whole])
+    >>> both = bits.of(((0, 1, 2, 0), (1, 1, 4, 0)))
+    >>> bits.parts(both), bits.sizes(np.array([0, both])).tolist()
+    (((0, 1, 2, 0), (1, 1, 4, 0)), [1, 8])
+    """
+
+    def __init__(self, shardings: Iterable[Sharding]) -> None:
+        self._numbers: dict[tuple[int, int, int], int] = {}
+        self._parts: list[Part] = []
+        for sharding in shardings:
+            for part in itertools.chain(*sharding.dims, sharding.partial):
+                if self._numbers.setdefault(part[:3], len(self._parts)) == len(self._parts):
+                    self._parts.append(part)
+        # Python's integers, which are slower, where there are more parts than bits.
+        self.dtype: type = np.int64 if len(self._parts) < 63 else object
+
+    def of(self, parts: Parts) -> int:
+        """The bits of some parts."""
+        return sum(1 << self._numbers[part[:3]] for part in parts)
+
+    def of_partial(self, shardings: Iterable[Sharding]) -> BitArray:
+        """The bits of the axes along which each sharding is partial."""
+        return np.array([self.of(one.partial) for one in shardings], dtype=self.dtype)
+
+    def parts(self, mask: int) -> Parts:
+        """The parts whose bits are set, in the order of the mesh."""
+        return tuple(sorted(p for n, p in enumerate(self._parts) if mask >> n & 1))
+
+    def sizes(self, masks: BitArray) -> IntArray:
+        """Into how many pieces each set of parts cuts."""
+        different, place = np.unique(masks, return_inverse=True)
+        found = [size_of(self.parts(mask)) for mask in different.tolist()]
+        return np.array(found, dtype=np.int64)[place].reshape(masks.shape)
+
 
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 Contributed = tuple[Parts, str | None]

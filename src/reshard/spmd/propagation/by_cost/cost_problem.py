@@ -24,16 +24,9 @@ import numpy as np
 from reshard.dtypes import DType, dtype
 from reshard.sharding import ShardingSpec
 from reshard.spmd.graph import WITH_SHARDING, Graph
-from reshard.spmd.propagation.axis_parts import AxisTable, Sharding
-from reshard.spmd.propagation.axis_parts import Parts as AxisParts
-from reshard.spmd.propagation.by_cost.common_reads import (
-    NOTHING,
-    CommonReads,
-    Decisions,
-    MoveEnds,
-    Parts,
-)
-from reshard.spmd.propagation.by_cost.cost_candidates import (
+from reshard.spmd.propagation.axes import AxisTable, Sharding
+from reshard.spmd.propagation.axes import Parts as AxisParts
+from reshard.spmd.propagation.by_cost.candidates import (
     RunOption,
     cuts_of,
     every_piece,
@@ -42,10 +35,18 @@ from reshard.spmd.propagation.by_cost.cost_candidates import (
     ways_of,
 )
 from reshard.spmd.propagation.by_cost.cost_model import CostModel
-from reshard.spmd.propagation.by_cost.cost_table import CostTable, FloatArray
-from reshard.spmd.propagation.by_cost.edge_moves import EdgeMoves, KnownEdges
-from reshard.spmd.propagation.by_cost.least_sum import CostSum
-from reshard.spmd.propagation.by_cost.movement_tables import Between, Move, ValueMovements
+from reshard.spmd.propagation.by_cost.factor_graph import CostSum, CostTable, FloatArray
+from reshard.spmd.propagation.by_cost.movements import (
+    NOTHING,
+    Between,
+    CommonReads,
+    Decisions,
+    EdgeMoves,
+    Move,
+    MoveEnds,
+    Parts,
+    ValueMovements,
+)
 from reshard.spmd.propagation.propagation import OperationShardings, PropagatedGraph
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
@@ -348,7 +349,6 @@ class CostProblem:
 
         own = list(map(find_numbers, self._kinds, self.values))
         around: dict[tuple[int, ...], list[tuple[int, Between | EdgeMoves]]] = {}
-        edges: dict[int, KnownEdges] = {}
         for number, (operation, ways) in enumerate(
             zip(self.graph.operations, self.ways, strict=True)
         ):
@@ -366,13 +366,8 @@ class CostProblem:
                     numbered.append((position, find_between(moves, own[value], found, is_read)))
                     if not is_read or not ways.are_placed:
                         continue
-                    known_edges = edges.setdefault(
-                        id(moves), KnownEdges(self.model, moves.shape, moves.element)
-                    )
                     placed = [way.placed for way in ways.options]
-                    for edge in EdgeMoves.of(
-                        known_edges, own[value], found, others, placed, position
-                    ):
+                    for edge in EdgeMoves.of(moves, own[value], found, others, placed, position):
                         self._between.append(edge)
                         numbered.append((position, edge))
             for position, between in numbered:

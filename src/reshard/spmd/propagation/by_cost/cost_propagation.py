@@ -19,13 +19,19 @@ Movements are priced by the programs that are run. Those take milliseconds to fi
 choose first; what they choose is priced, and changed where that shows something better. In a small
 graph bounds follow: what could be better by them is priced, until nothing can. Either way the
 answer's seconds are those of its programs. There is no clock in it.
+
+For graphs of any size:
+
+1. Formulas choose, by elimination and by descent, as if each reader moved its operand itself.
+2. The best result descends with shared movements made once, then in windows.
+3. Its movements are priced by their programs, and it descends again if that shows something better.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,12 +39,103 @@ from reshard._contexts import pause_gc
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.graph import Graph
-from reshard.spmd.propagation.axis_parts import AxisTable
-from reshard.spmd.propagation.by_cost.common_reads import NOTHING
+from reshard.spmd.propagation.axes import AxisTable
 from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
 from reshard.spmd.propagation.by_cost.cost_problem import CostProblem
-from reshard.spmd.propagation.by_cost.nearly_least import Choices, solve_nearly
+from reshard.spmd.propagation.by_cost.movements import NOTHING
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
+
+# How often what formulas chose is changed.
+MOST_CHANGES = 4
+# Entries of tables where larger ones than those of an exact answer would be needed.
+LARGEST = 1 << 16
+# Operations of a graph in which elimination is done again as if readers shared what they can.
+MOST_BOUNDED = 512
+
+Choices = tuple[int, ...]
+
+
+def solve_nearly(
+    problem: CostProblem, begun: Sequence[Choices], *, eliminates: bool = True
+) -> tuple[Choices, float]:
+    """Choices of a low sum, each movement priced by its program, and the seconds.
+
+    Args:
+        problem: whose movements are filled.
+        begun: answers to begin with.
+        eliminates: whether to look further than by single changes of these.
+    """
+    if not eliminates:
+        return improved(problem, begun, in_windows=False)
+    # As if each reader moved what it reads, and as if they shared what they can.
+    total = problem.sum()
+    chosen, is_least = total.nearly_eliminated()
+    found = [chosen]
+    if not is_least:
+        sums = total, problem.sum(NOTHING, {})
+        found += [one.nearly_eliminated(LARGEST)[0] for one in sums]
+        return improved(problem, begun, found)
+    if problem.reads.groups and len(problem.graph.operations) <= MOST_BOUNDED:
+        bound = problem.sum(NOTHING, problem.reads.parts(chosen))
+        found += filter(None, [bound.eliminated()])
+    return improved(problem, begun, found, is_least=True, in_windows=False)
+
+
+def improved(
+    problem: CostProblem,
+    begun: Sequence[Choices],
+    found: Sequence[Choices] = (),
+    *,
+    is_least: bool = False,
+    in_windows: bool = True,
+) -> tuple[Choices, float]:
+    """What descent makes of answers, each movement priced by its program, and the seconds.
+
+    Args:
+        problem: whose movements are filled.
+        begun: answers, no worse than which is what comes of them.
+        found: other answers.
+        is_least: whether these are the least where nothing is shared: they descend only with what
+            is.
+        in_windows: whether the best descend in windows, too.
+    """
+    total = problem.sum()
+    ways = range(len(problem.graph.values), len(total.choices))
+    # 1. With what is shared then moved once.
+    if not is_least:
+        found = [total.descended(one, ways) for one in dict.fromkeys((*found, *begun))]
+    chosen = min(found, key=problem.seconds_s)
+    if not is_least:
+        chosen = _descend(problem, chosen, ways, in_windows)
+    # 2. With the prices of programs. Answers whose movements are priced stay as they are.
+    problem.price(begun)
+    seen_s = {one: problem.seconds_s(one) for one in begun}
+    for _ in range(MOST_CHANGES + 1):
+        is_changed = problem.price([chosen])
+        seen_s[chosen] = problem.seconds_s(chosen)
+        best = min(seen_s, key=seen_s.__getitem__)
+        if not is_changed:
+            break
+        chosen = _descend(problem, best, ways, in_windows)
+    return best, seen_s[best]
+
+
+def _descend(problem: CostProblem, start: Choices, ways: range, in_windows: bool) -> Choices:
+    """Descends as long as that helps, with what readers share moved once.
+
+    What is shared is that of the answer before, with which no answer is taken for less than it is.
+    """
+    chosen, seconds_s = start, problem.seconds_s(start)
+    for _ in range(MOST_CHANGES):
+        total = problem.sum(problem.shared(chosen))
+        descended = total.descended_in_windows if in_windows else total.descended
+        found = descended(chosen, ways)
+        found_s = problem.seconds_s(found)
+        if found_s >= seconds_s:
+            break
+        chosen, seconds_s = found, found_s
+    return chosen
+
 
 OTHERS = ("aggressive", "basic")
 # Operations of a graph whose least sum is looked for by prices of programs, and in how many rounds.
@@ -50,25 +147,6 @@ SLACK = 1e-6
 ROUNDING = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class CostedGraph:
-    """A propagated graph and its estimated time.
-
-    Args:
-        propagated: the shardings, and what each operation runs with.
-        seconds_s: estimated time of all operations and movements, one behind the other.
-        is_exact: whether no choice among the candidates takes less, each movement priced by its
-            program.
-        others_s: the same time for the shardings of the other strategies, each operation run in
-            the way that suits those best.
-    """
-
-    propagated: PropagatedGraph
-    seconds_s: float
-    is_exact: bool
-    others_s: Mapping[str, float]
-
-
 @pause_gc()
 def propagate_by_cost(
     graph: Graph,
@@ -77,7 +155,7 @@ def propagate_by_cost(
     outputs: Mapping[int, ShardingSpec] | None = None,
     machine: Machine | None = None,
     exact: bool | None = None,
-) -> CostedGraph:
+) -> PropagatedGraph:
     """Infer the shardings of a graph that minimize its estimated time.
 
     Args:
@@ -98,7 +176,7 @@ def propagate_by_cost(
     >>> graph = Graph.of([(64, 65536), (65536, 64)], [("matmul", [0, 1], rule)], [2])
     >>> given = {0: spec(mesh, "-, x"), 1: spec(mesh, "x, -")}
     >>> found = propagate_by_cost(graph, given)
-    >>> found.is_exact, str(found.propagated.values[2])
+    >>> found.is_exact, str(found.values[2])
     (True, 'x, -')
     """
     machine = Machine() if machine is None else machine
@@ -111,7 +189,8 @@ def propagate_by_cost(
     ]
     mesh = bases[0].mesh
     if mesh is None:
-        return CostedGraph(bases[0], 0.0, True, dict.fromkeys(OTHERS, 0.0))
+        others_s = dict.fromkeys(OTHERS, 0.0)
+        return replace(bases[0], seconds_s=0.0, is_exact=True, others_s=others_s)
     table = AxisTable.of(mesh)
     # 2. Candidates of values and operations.
     problem = CostProblem(graph, table, CostModel.of(table, machine))
@@ -124,18 +203,18 @@ def propagate_by_cost(
     nearest = [problem.start(number) for number in range(len(bases))]
     others = [total.descended(one, ways, sweeps=0) for one in nearest]
     problem.price(others)
-    others_s = {other: problem.seconds_s(other) for other in others}
+    known_s = {other: problem.seconds_s(other) for other in others}
     # 4. What formulas choose, corrected by prices of programs.
     chosen, seconds_s = solve_nearly(problem, others, eliminates=exact is not False)
     # 5. What is better, or the proof that nothing is, where the graph is small enough.
     is_exact = False
     if exact is not False and len(graph.operations) <= MOST_JUDGED:
         chosen, seconds_s, is_exact = _solve_exactly(problem, chosen, seconds_s)
-    return CostedGraph(
+    return replace(
         problem.answer(chosen, bases[0]),
-        seconds_s,
-        is_exact,
-        {name: others_s[other] for name, other in zip(OTHERS, others, strict=True)},
+        seconds_s=seconds_s,
+        is_exact=is_exact,
+        others_s={name: known_s[other] for name, other in zip(OTHERS, others, strict=True)},
     )
 
 

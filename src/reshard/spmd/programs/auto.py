@@ -1,0 +1,468 @@
+"""Auto: shardings of a function's arguments over a mesh, within a memory limit.
+
+    found = sp.auto(step, mesh, weights, batch, live_bytes=8 << 30)
+    weights, batch = found.place(weights, batch)
+    loss, weights = found.program(weights, batch)
+
+1. The function is recorded with replicated arguments. A result that belongs to an argument (a
+   gradient, a new weight) is constrained to the argument's sharding.
+2. Fast shardings are searched for (`input_search`), then alternately those of the values between
+   the arguments, by the strategy "cost", and of all values near them; the search also starts from
+   arguments that are sharded over all axes, as in fully sharded data parallelism.
+3. If the program exceeds the limit, bytes get a price: those of arguments, and all bytes at the
+   peak. The lowest price at which the limit is satisfied is searched for, then the lowest near the
+   fastest program that satisfies it.
+4. In a small graph, all other shardings that might be faster are evaluated as well
+   (`optimal_inputs`).
+
+Every program is evaluated by its trace: its time and its peak memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from reshard.errors import MeshError, PlanError, UsageError
+from reshard.mesh import DeviceMesh
+from reshard.sharding import ShardingSpec
+from reshard.spmd.arrays.argument_tree import leaves, replaced
+from reshard.spmd.arrays.sharded_array import array
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.graph import Graph, Shardings
+from reshard.spmd.programs.input_search import (
+    InputLayout,
+    InputSearch,
+    candidate_layouts,
+    optimal_inputs,
+)
+from reshard.spmd.programs.jit import JittedFunction, check_limit, read_places
+from reshard.spmd.programs.overlap import check_overlap
+from reshard.spmd.programs.simplification import simplified
+from reshard.spmd.propagation.by_cost.cost_model import Machine
+from reshard.spmd.propagation.by_cost.cost_propagation import Choices
+from reshard.spmd.propagation.strategies import shardings_from
+from reshard.spmd.shards.operation_call import unrecorded
+from reshard.spmd.shards.runner import replicated
+from reshard.spmd.tracing.graph_recording import type_of
+from reshard.spmd.tracing.trace import Trace, check_trace_options, record_for
+from reshard.topology import Topology
+
+# Operations of a graph in which the best is proven.
+MOST_PROVEN = 16
+# Prices of a byte, in parts of what the function takes for each byte of its arguments: one that
+# decides between equals, the first that is tried to keep a limit, and the highest; and how many
+# are tried.
+LOWEST_PRICE = 1e-4
+FIRST_PRICE = 0.3
+HIGHEST_PRICE = 100.0
+MOST_PRICES = 6
+# The same near a program that keeps the limit.
+NEAR_PRICE = 1.0
+MOST_NEAR = 4
+# Operations of a graph in which inputs and what is between them are placed in turn, and how often.
+MOST_TURNED = 512
+MOST_TURNS = 3
+# Of usual layouts, those of least time that are judged: without a limit, and to keep one, of which
+# as many do.
+FEW_USUAL = 2
+MOST_USUAL = 8
+ENOUGH_USUAL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class AutoPlacement:
+    """Shardings of a function's arguments, and its program with them. Created by `auto`.
+
+    Args:
+        specs: in the structure of the arguments: a sharding for each array, None for everything
+            else.
+        program: the function as compiled by `sp.jit`, to be called with arrays in these shardings.
+        trace: the trace of the program: its operations, time, bytes and memory.
+        is_exact: whether no other shardings of the arguments within the limit take less time.
+    """
+
+    specs: tuple[Any, ...]
+    program: JittedFunction
+    trace: Trace
+    is_exact: bool
+
+    def place(self, *arguments: Any) -> tuple[Any, ...]:
+        """Return the arguments, with their arrays in these shardings.
+
+        Raises UsageError for arguments in other lists, tuples and dictionaries.
+        """
+        given = [path for path, _ in leaves(list(arguments))]
+        if given != [path for path, _ in leaves(list(self.specs))]:
+            raise UsageError(
+                f"{len(given)} arguments in other places than those that shardings were found for; "
+                "give arguments like those of sp.auto"
+            )
+        specs = iter([spec for _, spec in leaves(list(self.specs))])
+
+        def placed(leaf: Any) -> Any:
+            spec = next(specs)
+            return leaf if spec is None else array(leaf, spec)
+
+        return tuple(replaced(list(arguments), placed))
+
+
+def auto(
+    function: Callable[..., Any],
+    mesh: DeviceMesh,
+    *arguments: Any,
+    live_bytes: int | None = None,
+    topology: Topology | None = None,
+    library: str = "nccl",
+    overlap: int = 0,
+    donate: int | Sequence[int] = (),
+) -> AutoPlacement:
+    """Find shardings of a function's arguments that minimize its estimated time over a mesh.
+
+    Args:
+        function: a function of sharded arrays, as for `sp.jit`.
+        mesh: the mesh; arguments may be sharded over all its axes.
+        arguments: as for `sp.trace`: arrays from `sp.abstract` or with elements, and lists, tuples
+            and dictionaries of them. Arguments that have a sharding keep it.
+        live_bytes: a limit on the memory of each rank, as for `sp.jit`. No limit when None.
+        topology, library: for time estimates, as for `sp.trace`; hosts of eight H100 when None.
+        overlap, donate: options of the program, as for `sp.jit`.
+
+    Returns:
+        The shardings, and the program with the strategy "cost". In a graph of up to 16 operations
+        the shardings are proven optimal if that takes few steps (`is_exact`), among those in which
+        each axis of the mesh shards at most one dimension of an argument and divides it evenly. In
+        larger graphs they are the best that a heuristic search finds.
+
+    Raises:
+        UsageError: an invalid function, mesh, limit or topology; a function that cannot be traced.
+        MeshError: an argument, or the function, uses another mesh.
+        PlanError: no shardings within the limit were found; the message has the lowest peak found.
+
+    >>> import reshard.spmd as sp
+    >>> from reshard import DeviceMesh
+    >>> x, w = sp.abstract((4096, 64)), sp.abstract((64, 64))
+    >>> found = sp.auto(lambda x, w: sp.tanh(x @ w), DeviceMesh.of(x=4), x, w)
+    >>> print(*found.specs, sep="; ")
+    x, -; -, -
+    """
+    if not callable(function):
+        raise UsageError(
+            f"sp.auto of {function!r}, a {type(function).__name__}; a function of arrays in shards "
+            "was expected: sp.auto(f, mesh, x)"
+        )
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(f"sp.auto over {mesh!r}, which is no mesh; give DeviceMesh.of(dp=2, tp=4)")
+    check_trace_options("cost", topology, library)
+    check_limit(live_bytes)
+    check_overlap(overlap)
+    places = read_places(donate)
+    machine = Machine(topology, library)
+    timed = _find_timed(machine, mesh)
+
+    def make_program(limit: int | None, known: Shardings | None) -> JittedFunction:
+        return JittedFunction(function, "cost", timed, library, limit, overlap, places, known=known)
+
+    return _Choosing(function, mesh, arguments, live_bytes, machine, make_program).answer()
+
+
+def _find_timed(machine: Machine, mesh: DeviceMesh) -> Topology:
+    """The topology of a machine with how fast its devices are, so that programs have times."""
+    one = machine.topology_for(mesh)
+    if one.device is not None:
+        return one
+    links = one.within_host, one.between_hosts, one.between_racks
+    return Topology(one.rank_host, one.host_rack, *links, one.overhead, machine.device)
+
+
+class _Program(NamedTuple):
+    """A program with some shardings of its arguments.
+
+    Args:
+        specs: of free inputs.
+        shardings: of all its values; those that "cost" finds when None.
+        trace: of it, without a limit.
+    """
+
+    specs: tuple[ShardingSpec, ...]
+    shardings: Shardings | None
+    trace: Trace
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the fullest rank holds."""
+        return max(self.trace.peak_bytes.values())
+
+    @property
+    def seconds_s(self) -> float:
+        """How long it takes: its topology says how fast devices are."""
+        return self.trace.seconds_s or 0.0
+
+
+class _Choosing:
+    """The choice for one function."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        mesh: DeviceMesh,
+        arguments: Sequence[Any],
+        limit: int | None,
+        machine: Machine,
+        make_program: Callable[[int | None, Shardings | None], JittedFunction],
+    ) -> None:
+        self._name = f"sp.auto of {function!r} over {mesh}"
+        self._mesh = mesh
+        self._arguments = list(arguments)
+        self._limit = limit
+        self._make_program = make_program
+        self._known: dict[object, _Program] = {}
+        kinds = [type_of(leaf) for _, leaf in leaves(self._arguments)]
+        arrays = [kind for kind in kinds if kind is not None]
+        self._check_meshes(kind.spec.mesh for kind in arrays if kind.spec is not None)
+        self._is_free = [kind.spec is None for kind in arrays]
+        whole = self._fill(replicated(mesh, kind.ndim) for kind in arrays if kind.spec is None)
+        with unrecorded():
+            graph = simplified(record_for("cost", function, whole, has_others=True))
+        self._check_meshes(graph.meshes)
+        self._graph = graph
+        self._search = self._begin(graph, machine)
+        self._is_small = len(self._graph.operations) <= MOST_PROVEN
+
+    def _check_meshes(self, meshes: Iterable[DeviceMesh]) -> None:
+        other = next((one for one in meshes if one is not self._mesh), None)
+        if other is not None:
+            raise MeshError(
+                f"{self._name}, with arrays over {other}; give arrays over the one mesh, or without"
+                " a sharding, and a function that shards over no other"
+            )
+
+    def _fill(self, specs: Iterable[ShardingSpec]) -> list[Any]:
+        """The arguments as types, free ones in some shardings."""
+        left = iter(specs)
+
+        def typed(leaf: Any) -> Any:
+            kind = type_of(leaf)
+            if kind is None:
+                return leaf
+            return kind if kind.spec is not None else kind.with_spec(next(left))
+
+        filled: list[Any] = replaced(self._arguments, typed)
+        return filled
+
+    def _begin(self, graph: Graph, machine: Machine) -> InputSearch:
+        pairs = zip(graph.arguments, self._is_free, strict=True)
+        free = [number for number, is_free in pairs if is_free]
+        known = {n: graph.values[n].sharding for n in graph.inputs if n not in free}
+        ties: dict[int, int] = {}
+        for operation in graph.operations:
+            if operation.like in free:
+                ties[operation.results[0]] = operation.like
+            elif operation.target is not None:
+                known[operation.results[0]] = operation.target
+        annotations = {number: spec for number, spec in known.items() if spec is not None}
+        return InputSearch(graph, annotations, free, ties, self._mesh, machine)
+
+    def _judge(
+        self, specs: tuple[ShardingSpec, ...], shardings: Shardings | None = None
+    ) -> _Program:
+        found = self._known.get((specs, shardings))
+        if found is None:
+            trace = self._make_program(None, shardings).trace(*self._fill(specs))
+            found = self._known[specs, shardings] = _Program(specs, shardings, trace)
+        return found
+
+    def _keeps_limit(self, one: _Program) -> bool:
+        return self._limit is None or one.peak_bytes <= self._limit
+
+    def answer(self) -> AutoPlacement:
+        """The best that was found."""
+        is_exact = self._find()
+        fitting = self._find_best()
+        best = self._find_within() if fitting is None else fitting
+        program = self._make_program(self._limit, best.shardings)
+        specs = replaced(
+            self._fill(best.specs), lambda leaf: leaf.spec if isinstance(leaf, ArrayType) else None
+        )
+        return AutoPlacement(tuple(specs), program, best.trace, is_exact and fitting is not None)
+
+    def _find_within(self) -> _Program:
+        """The best that keeps the limit by other strategies, or computing again."""
+        least = sorted(self._known.values(), key=lambda one: one.peak_bytes)
+        found, refused = [], []
+        # Each sharding of the inputs once, as it holds the least.
+        for specs, one in {one.specs: one for one in reversed(least[:MOST_USUAL])}.items():
+            try:
+                trace = self._make_program(self._limit, one.shardings).trace(*self._fill(specs))
+                found.append(one._replace(trace=trace))
+            except PlanError as error:
+                refused.append(error)
+        if found:
+            return min(found, key=_by_time)
+        raise PlanError(
+            f"{self._name}: no shardings of its arguments were found with which each rank "
+            f"holds at most live_bytes={self._limit:,}; the least that was found is "
+            f"{least[0].peak_bytes:,}. Give live_bytes={least[0].peak_bytes:,}, a mesh of more "
+            "devices, a smaller batch, or put layers that are differentiated under "
+            "@sp.rematerialized"
+        ) from refused[-1]
+
+    def _find(self) -> bool:
+        """Judge what may be the best. Whether it is for sure."""
+        search = self._search
+        if not search.free:
+            self._judge(())
+            return True
+        # 1. What takes least time, and of equals has the least memory.
+        inputs = frozenset(search.free)
+        first = self._judge_price(LOWEST_PRICE, inputs)
+        if not self._is_small and self._keeps_limit(first):
+            begun = [self._judge(one.specs) for one in self._candidates[:FEW_USUAL]]
+            self._improve([first, *begun], LOWEST_PRICE, inputs)
+        # 2. The lowest price of memory at which the limit is kept.
+        if not self._keeps_limit(min(self._known.values(), key=_by_time)):
+            self._find_price(inputs | held_at_peak(first.trace))
+        # 3. All others that may be better.
+        if not self._is_small:
+            return False
+        search.problem.charge([])
+        table, values = search.table, search.problem.values
+
+        def judge(chosen: tuple[int, ...]) -> float:
+            pairs = zip(search.free, chosen, strict=True)
+            one = self._judge(tuple(table.decoded(values[n][choice]) for n, choice in pairs))
+            return one.seconds_s if self._keeps_limit(one) else math.inf
+
+        known_s = [one.seconds_s for one in self._known.values() if self._keeps_limit(one)]
+        limit = math.inf if self._limit is None else self._limit
+        return optimal_inputs(search, judge, min(known_s, default=math.inf), limit)
+
+    @cached_property
+    def _candidates(self) -> list[InputLayout]:
+        """Usual layouts whose inputs keep the limit."""
+        limit = math.inf if self._limit is None else self._limit
+        return [one for one in candidate_layouts(self._search) if one.size_bytes <= limit]
+
+    def _find_price(self, held: frozenset[int]) -> None:
+        """Judge what is found for prices, up to near the lowest one at which the limit is kept.
+
+        Bytes have the price of what some program holds at its peak, `held` to begin with. In a
+        large graph usual layouts are judged before, and what is near the best behind it.
+        """
+        if not self._is_small:
+            self._judge_candidates(held)
+        low, high, price = LOWEST_PRICE, HIGHEST_PRICE, FIRST_PRICE
+        for _ in range(MOST_PRICES):
+            found, best = self._judge_price(price, held), self._find_best()
+            if self._keeps_limit(found):
+                high = price
+            elif best is not None and best.seconds_s <= found.seconds_s:
+                # Higher prices take longer.
+                break
+            else:
+                low = price
+                if self._has_same_values(found.trace):
+                    held |= held_at_peak(found.trace)
+            # The middle of the orders of magnitude.
+            price = math.sqrt(low * high)
+        if not self._is_small:
+            self._approach_limit()
+
+    def _find_best(self) -> _Program | None:
+        """The best that keeps the limit so far."""
+        fitting = [one for one in self._known.values() if self._keeps_limit(one)]
+        return min(fitting, key=_by_time, default=None)
+
+    def _approach_limit(self) -> None:
+        """Judge what is found for prices near the best that keeps the limit, as long as that helps.
+
+        There bytes have the price of what that holds at its peak.
+        """
+        for _ in range(MOST_TURNS):
+            best = self._find_best()
+            if best is None or not self._has_same_values(best.trace):
+                return
+            held = frozenset(self._search.free) | held_at_peak(best.trace)
+            low, high, price = LOWEST_PRICE, HIGHEST_PRICE, NEAR_PRICE
+            for _ in range(MOST_NEAR):
+                found = self._judge_price(price, held, best)
+                low, high = (low, price) if self._keeps_limit(found) else (price, high)
+                price = math.sqrt(low * high)
+            if self._find_best() is best:
+                break
+
+    def _judge_candidates(self, held: frozenset[int]) -> None:
+        """Judge usual layouts until a few keep the limit.
+
+        Those come first that seem to keep it, then those that hold the least; of the first of these
+        the ones of least time, when what is between their inputs has descended.
+        """
+        search, limit = self._search, self._limit or 0
+
+        def find_need(chosen: Choices, seconds_s: float) -> tuple[float, float]:
+            return max(search.held_bytes(chosen, held), limit), seconds_s
+
+        first = sorted(self._candidates, key=lambda one: find_need(one.chosen, one.seconds_s))
+        descended = [(search.descended(one.chosen), one.specs) for one in first[:MOST_USUAL]]
+        fitting = 0
+        for _, specs in sorted(descended, key=lambda one: find_need(*one[0])):
+            fitting += self._keeps_limit(self._judge(specs))
+            if fitting == ENOUGH_USUAL:
+                break
+
+    def _improve(self, begun: Sequence[_Program], price: float, held: frozenset[int]) -> None:
+        """Place in turn what is between inputs, and inputs as well, as long as that helps."""
+        best_s = math.inf
+        if len(self._graph.operations) > MOST_TURNED:
+            return
+        for _ in range(MOST_TURNS):
+            anew = [self._judge(one.specs) for one in begun]
+            found = [self._judge_price(price, held, one) for one in anew]
+            best = min(found, key=_by_time)
+            if best.seconds_s >= best_s:
+                break
+            begun, best_s = [best], best.seconds_s
+
+    def _has_same_values(self, traced: Trace) -> bool:
+        """Whether values have the same numbers: not with movements beside computing."""
+        return _list_operands(traced.graph) == _list_operands(self._graph)
+
+    def _judge_price(
+        self, price: float, held: frozenset[int], near: _Program | None = None
+    ) -> _Program:
+        """The program that is found for a price, near another one."""
+        search = self._search
+        known = []
+        if near is not None and self._has_same_values(near.trace):
+            known = [near.trace.graph.shardings[0]]
+        placed = search.placed(search.least(price * search.byte_s, held, known))
+        known_specs = [placed.values[number] for number in search.free]
+        specs = tuple([spec for spec in known_specs if spec is not None])
+        # Small graphs are placed by "cost" anew, which proves what is best.
+        return self._judge(specs, None if self._is_small else shardings_from(placed, self._mesh))
+
+
+def _by_time(one: _Program) -> tuple[float, int]:
+    return one.seconds_s, one.peak_bytes
+
+
+def _list_operands(graph: Graph) -> list[tuple[str, tuple[int, ...]]]:
+    return [(one.operator, tuple(one.operands)) for one in graph.operations]
+
+
+def held_at_peak(traced: Trace) -> frozenset[int]:
+    """What is held where the fullest rank holds the most: values, and the operation there.
+
+    An operation has its number behind those of the values.
+    """
+    graph, frees = traced.graph, traced.graph.last_uses()
+    peaks = [max(one.live_bytes) for one in traced.operations]
+    at = max(range(len(peaks)), key=peaks.__getitem__, default=0)
+    held = {*graph.inputs, len(graph.values) + at} if peaks else {*graph.inputs}
+    for place, one in enumerate(graph.operations[: at + 1]):
+        held.update(one.results)
+        held.difference_update(frees[place] if place < at else ())
+    return frozenset(held)

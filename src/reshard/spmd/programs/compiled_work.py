@@ -1,0 +1,212 @@
+"""Compiled work: the computation between two movements, as one `torch.compile` function.
+
+    r4 = matmul(r3, r1)             def work(r3, r1, r7):
+    r5 = tanh(r4)                       r4 = matmul(r3, r1)
+    r6 = add(r5, r7)                    r5 = tanh(r4)
+    free r3, r4, r5                     return (add(r5, r7),)
+
+1. Consecutive steps that each rank executes by itself are one function.
+2. It is compiled when it first runs, once for all ranks whose shards have the same shapes.
+3. If that fails, it is halved, down to the operators that cannot be compiled: these run without
+   compilation, and a warning names them.
+4. If it fails because of elements, the steps run one by one, so that the error names the operator.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from reshard.errors import UsageError
+from reshard.spmd.programs.steps import Action, ProgramStep, Registers, Run
+from reshard.spmd.shards.runner import Runner
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def compiler(backend: bool | str, runner: Runner) -> Compile:
+    """What compiles a function, by a backend of `torch.compile`; True is its default.
+
+    Raises UsageError for shards of NumPy, and for an unknown backend.
+    """
+    if runner.library.name != "torch":
+        raise UsageError(
+            f"sp.jit(compile={backend!r}) of arrays of {runner!r}; torch.compile takes PyTorch's "
+            "shards: make them with sp.running(sp.in_process('torch')), or leave compile away"
+        )
+    name = backend if isinstance(backend, str) else "inductor"
+    known = torch.compiler.list_backends(())
+    if name not in known:
+        raise UsageError(f"compile={backend!r} is no backend; it is True or one of {known}")
+
+    def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
+        found: Callable[..., Any] = torch.compile(
+            function, backend=name, fullgraph=True, dynamic=False
+        )
+        return found
+
+    return compile_whole
+
+
+def compiled_runs(
+    order: Sequence[Action],
+    steps: Sequence[ProgramStep],
+    constants: dict[int, Any],
+    runs: Sequence[tuple[Run, tuple[int, ...]]],
+    compile_whole: Compile,
+) -> Iterator[tuple[Run, tuple[int, ...]]]:
+    """What a program does, with what ranks compute by themselves compiled.
+
+    Args:
+        order: what is done of the steps.
+        steps: all of them.
+        constants: numbers for all ranks, by register.
+        runs: what each action does, and the registers that nobody reads after it.
+        compile_whole: compiles a function.
+    """
+    number = 0
+    while number < len(order):
+        end = number
+        while end < len(order) and _is_work(order[end], steps[order[end].step]):
+            end += 1
+        if end < number + 2:
+            # A call of what is compiled costs more than one of an operator.
+            yield runs[number]
+            number += 1
+            continue
+        own = [steps[one.step] for one in order[number:end]]
+        frees = {register for one in order[number:end] for register in one.frees}
+        made = {register for one in own for register in one.makes}
+        work = _CompiledWork(own, made - frees, constants, compile_whole)
+        yield work, tuple(frees)
+        number = end
+
+
+def _is_work(action: Action, step: ProgramStep) -> bool:
+    # Of a mesh without a rank here nothing is computed.
+    return action.kind == "run" and bool(step.functions) and step.travel == "here"
+
+
+class _CompiledWork:
+    """Steps that follow one another, compiled where they run first.
+
+    Args:
+        steps: in their order.
+        needed: registers that are read after them.
+        constants: numbers for all ranks, by register.
+        compile_whole: compiles a function.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[ProgramStep],
+        needed: Collection[int],
+        constants: dict[int, Any],
+        compile_whole: Compile,
+    ) -> None:
+        self._steps = steps
+        self._constants = constants
+        self._compile = compile_whole
+        made = {register for one in steps for register in one.makes}
+        reads = (register for one in steps for register in one.reads)
+        self._makes = sorted(made.intersection(needed))
+        self._reads = [one for one in dict.fromkeys(reads) if one not in made | set(constants)]
+        self._functions: list[Callable[..., Any]] | None = None
+        self._run: Run = self._run_first
+
+    def __call__(self, values: Registers) -> None:
+        """Does it, on registers."""
+        self._run(values)
+
+    def _run_first(self, values: Registers) -> None:
+        try:
+            with warnings.catch_warnings():
+                # What PyTorch's compiler says of PyTorch.
+                warnings.simplefilter("ignore")
+                self._functions = self._make_functions(values)
+                self._compute(self._functions, values)
+        except Exception as error:
+            # Raises where elements are why it failed.
+            self._run_steps(values)
+            self._give_up(values, error)
+        else:
+            self._run = self._run_compiled
+
+    def _run_compiled(self, values: Registers) -> None:
+        try:
+            self._compute(self._functions or (), values)
+        except Exception:
+            self._run_steps(values)
+
+    def _run_steps(self, values: Registers) -> None:
+        for one in self._steps:
+            one.run(values)
+
+    def _compute(self, functions: Sequence[Callable[..., Any]], values: Registers) -> None:
+        columns = [values[register] for register in self._reads]
+        rows = [function(*row) for function, *row in zip(functions, *columns, strict=True)]
+        for register, shards in zip(self._makes, zip(*rows, strict=True), strict=True):
+            values[register] = shards
+
+    def _give_up(self, values: Registers, error: Exception) -> None:
+        """Halves it; of one step it runs that as it is."""
+        if len(self._steps) == 1:
+            (step,) = self._steps
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            warnings.warn(
+                f"sp.jit(compile=...): {step.name} runs without being compiled: {reason}",
+                UserWarning,
+                stacklevel=2,
+            )
+            self._run = step.run
+            return
+        middle = len(self._steps) // 2
+        first, second = self._steps[:middle], self._steps[middle:]
+        between = {register for one in second for register in one.reads}
+        halves = [
+            _CompiledWork(first, between.union(self._makes), self._constants, self._compile),
+            _CompiledWork(second, self._makes, self._constants, self._compile),
+        ]
+
+        def run(values: Registers) -> None:
+            for one in halves:
+                one(values)
+
+        run(values)
+        self._run = run
+
+    def _make_functions(self, values: Registers) -> list[Callable[..., Any]]:
+        """The function of each rank here, one for all that do the same on shards of one shape."""
+        found: dict[Any, Callable[..., Any]] = {}
+        functions = []
+        for place in range(len(self._steps[0].functions or ())):
+            own = [(step.functions or ())[place] for step in self._steps]
+            shapes = tuple(tuple(values[register][place].shape) for register in self._reads)
+            key = (tuple(map(id, own)), shapes)
+            if key not in found:
+                found[key] = self._compile(self._write_function(own, place))
+            functions.append(found[key])
+        return functions
+
+    def _write_function(self, functions: Sequence[Callable[..., Any]], place: int) -> Any:
+        """The steps of a rank as a function with code of its own, as `torch.compile` counts it."""
+        names: dict[str, Any] = {}
+        lines = [f"def work({', '.join(map(_name, self._reads))}):"]
+        for number, (step, function) in enumerate(zip(self._steps, functions, strict=True)):
+            names[f"f{number}"] = function
+            for register in self._constants.keys() & set(step.reads):
+                names[_name(register)] = self._constants[register][place]
+            made = ", ".join(map(_name, step.makes))
+            if not step.is_single:
+                made += ","
+            lines.append(f"    {made} = f{number}({', '.join(map(_name, step.reads))})")
+        lines.append(f"    return ({''.join(_name(one) + ', ' for one in self._makes)})")
+        exec("\n".join(lines), names)
+        return names["work"]
+
+
+def _name(register: int) -> str:
+    return f"r{register}"

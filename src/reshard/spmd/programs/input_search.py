@@ -1,0 +1,574 @@
+"""Input search: fast shardings of a graph's inputs, for a given price of memory.
+
+The search minimizes the sum of `cost_problem` with all inputs free, in which a value that several
+operations read is moved once, plus the bytes of some values on a rank times a price. If the graph
+permits it, the minimum is found by elimination. Otherwise
+
+1. *seeds* are combined: a seed shards one dimension of inputs of a kind over an axis, the strategy
+   "aggressive" propagates it through the graph, and each operation runs with its best sharding. The
+   best seed is kept, and others are added as long as one improves the result;
+2. the best combinations, or known programs, are improved by *descent*, one value at a time, then in
+   *windows*: neighbouring values and operations, optimized together by elimination.
+
+Inputs of a kind have the same shape, element type and readers, which are between similar
+operations, such as a weight in each layer of a model. Data parallelism is one seed, tensor
+parallelism one for each block of a layer, and sharding that saves memory results from the price.
+
+*Candidate layouts* are the common shardings of inputs, for each axis of the mesh: over an axis a
+model is
+
+- *data parallel*: the axis shards its batch, and weights are replicated;
+- *fully sharded*: weights are sharded as well, and gathered where they are used (FSDP, ZeRO);
+- *tensor parallel*: the axis shards weights, and their operators compute in parts.
+
+The batch is the set of inputs reached by propagation from the one sharded dimension that leaves
+each device the least computation; all other inputs are weights. Weights are sharded one after
+another, the largest first, along the dimension that takes the least time given the earlier choices;
+the largest is tried along each of its dimensions. Small ones, such as those of norms, stay
+replicated.
+
+*Optimal inputs* of a small graph are found with a proof, by best-first branch and bound (Land and
+Doig, 1960). Inputs are chosen one after another. A partial choice has a lower bound: the minimum
+sum, in which every movement has the time of a bound that no program stays below, or of its program
+if that is known, and a value that several operations read is moved once. Choices whose inputs alone
+exceed the limit are discarded::
+
+    x: rows                 w: whole         9 us     evaluated: 11 us
+       17 us                   columns      12 us     discarded
+    x: columns  14 us                                 discarded
+
+The partial choice with the lowest bound is expanded first: its movements are priced with their
+programs, which may raise the bound, then the next input is chosen. A complete choice is traced and
+evaluated. If no remaining bound is below the best program found, that program is optimal.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.dtypes import dtype
+from reshard.mesh import DeviceMesh
+from reshard.sharding import DimSpec, ShardingSpec
+from reshard.spmd.graph import Graph
+from reshard.spmd.propagation.axes import AxisTable, Sharding, size_of
+from reshard.spmd.propagation.by_cost.cost_model import CostModel, Machine
+from reshard.spmd.propagation.by_cost.cost_problem import CostProblem, close
+from reshard.spmd.propagation.by_cost.cost_propagation import Choices, improved
+from reshard.spmd.propagation.by_cost.factor_graph import CostTable, FloatArray
+from reshard.spmd.propagation.by_cost.movements import NOTHING
+from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
+from reshard.spmd.shards.runner import replicated
+
+# Kinds of inputs that are seeds, the largest ones first, and seeds that are laid beside others.
+MOST_KINDS = 24
+MOST_BESIDE = 8
+MOST_SEEDS = 12
+# Of what was seen, how many descend.
+MOST_DESCENTS = 8
+
+
+class Seed(NamedTuple):
+    """A dimension of all inputs of a kind, cut over an axis of the mesh."""
+
+    kind: int
+    dim: int
+    axis: str
+
+
+class InputSearch:
+    """The search for one graph.
+
+    Args:
+        graph: the function.
+        annotations: shardings of some values, by their numbers.
+        free: the inputs whose shardings are looked for.
+        ties: values that are to lie where an input does, by the numbers of both.
+        mesh: over whose axes inputs may be cut.
+        machine: links and devices.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        annotations: Mapping[int, ShardingSpec],
+        free: Sequence[int],
+        ties: Mapping[int, int],
+        mesh: DeviceMesh,
+        machine: Machine,
+    ) -> None:
+        self.graph = graph
+        self.annotations = dict(annotations)
+        self.free = tuple(free)
+        self.mesh = mesh
+        self.table = AxisTable.of(mesh)
+        self.kinds = self._find_kinds()
+        self.problem = CostProblem(graph, self.table, CostModel.of(self.table, machine))
+        self._base = propagate_by_rules(graph, self._annotate(()), strategy="aggressive")
+        self.problem.candidates(annotations, {}, [self._base], self.free, ties)
+        self.problem.fill(bounds=False)
+        self.total = self.problem.sum()
+        self.sizes_bytes = {number: self._count_bytes(number) for number in self.free}
+        self._begun: dict[tuple[Seed, ...], Choices] = {}
+        self._ways = range(len(graph.values), len(self.total.choices))
+
+    @cached_property
+    def byte_s(self) -> float:
+        """About the seconds of the function for each byte of its free inputs: a scale of prices."""
+        found = self.total.eliminated()
+        seconds_s = min(map(self.total.value, self._seeds if found is None else [found]))
+        return seconds_s / max(sum(self._count_whole(number) for number in self.free), 1)
+
+    def least(
+        self,
+        price_s: float,
+        held: Collection[int],
+        near: Sequence[Sequence[ShardingSpec | None]] = (),
+    ) -> Choices:
+        """Choices of little time, with a price of memory.
+
+        Args:
+            price_s: seconds for each byte that the busiest rank has.
+            held: variables of `problem`: values, and operations with all that they read and make.
+            near: shardings of all values, near which to look; near seeds when there are none.
+        """
+        self.problem.charge(self._charge(price_s, held))
+        total = self.problem.sum()
+        chosen = total.eliminated()
+        if chosen is not None:
+            return improved(self.problem, (), [chosen], is_least=True)[0]
+        begun = [
+            total.descended(self._find_nearest(some), self._ways, sweeps=0) for some in near
+        ] or sorted(self._seeds, key=total.value)[:MOST_DESCENTS]
+        return improved(self.problem, begun)[0]
+
+    def descended(self, start: Choices) -> tuple[Choices, float]:
+        """What is between inputs descended from choices, and about the seconds then."""
+        charges = []
+        for number in self.free:
+            # Other choices of the inputs take for ever.
+            seconds_s = np.full(len(self.problem.values[number]), math.inf)
+            seconds_s[start[number]] = 0.0
+            charges.append(CostTable((number,), seconds_s))
+        self.problem.charge(charges)
+        total = self.problem.sum()
+        chosen = total.descended_in_windows(start, self._ways)
+        return chosen, total.value(chosen)
+
+    def _charge(self, price_s: float, held: Collection[int]) -> list[CostTable]:
+        problem, first = self.problem, len(self.graph.values)
+        counts = Counter(problem.variables[one] if one < first else one for one in held)
+        known: dict[object, FloatArray] = {}
+        found = []
+        for variable, count in sorted(counts.items()):
+            if variable >= first:
+                size_bytes = self._count_run_bytes(variable - first)
+                found.append(CostTable((variable,), size_bytes * price_s))
+                continue
+            # Equal ones stay one object, by which layers alike are told.
+            value = self.graph.values[variable]
+            key = (value.shape, value.dtype, id(problem.values[variable]), count)
+            if key not in known:
+                known[key] = self._count_bytes(variable) * (price_s * count)
+            found.append(CostTable((variable,), known[key]))
+        return found
+
+    def held_bytes(self, chosen: Choices, held: Collection[int]) -> float:
+        """The bytes that a rank has of some variables, as of `least`, in choices."""
+        return sum(
+            float(table.seconds_s[chosen[table.variables[0]]]) for table in self._charge(1.0, held)
+        )
+
+    def placed(self, chosen: Choices) -> PropagatedGraph:
+        """The graph with what was chosen."""
+        return self.problem.answer(chosen, self._base)
+
+    def _find_kinds(self) -> list[tuple[int, ...]]:
+        """Inputs that are read alike, the largest first."""
+        # An identity, as of what is differentiated by, is no reader, but those of its result are.
+        inputs = {number: number for number in self.free}
+        readers: dict[int, list[object]] = {number: [] for number in self.free}
+        for operation, alike in zip(self.graph.operations, _find_alike(self.graph), strict=True):
+            for place, operand in enumerate(operation.operands):
+                if operand not in inputs:
+                    continue
+                if operation.operator == "identity":
+                    inputs[operation.results[0]] = inputs[operand]
+                else:
+                    readers[inputs[operand]].append((alike, place))
+        kinds: dict[object, list[int]] = {}
+        for number in self.free:
+            value = self.graph.values[number]
+            key = (value.shape, value.dtype, tuple(readers[number]))
+            kinds.setdefault(key, []).append(number)
+        found = sorted(kinds.values(), key=lambda some: -len(some) * self._count_whole(some[0]))
+        return [tuple(some) for some in found]
+
+    def _count_whole(self, number: int) -> int:
+        value = self.graph.values[number]
+        return math.prod(value.shape) * dtype(value.dtype).itemsize_bytes
+
+    def _count_bytes(self, number: int, shardings: Sequence[Sharding] | None = None) -> FloatArray:
+        """The bytes of a value on a rank, for each of some shardings; for its own when None."""
+        value = self.graph.values[number]
+        found = [
+            math.prod(
+                -(-size // size_of(axes)) for size, axes in zip(value.shape, one.dims, strict=True)
+            )
+            for one in (self.problem.values[number] if shardings is None else shardings)
+        ]
+        return np.array(found, dtype=np.float64) * dtype(value.dtype).itemsize_bytes
+
+    def _count_run_bytes(self, number: int) -> FloatArray:
+        """The bytes of all that an operation reads and makes, for each of its ways."""
+        operation, ways = self.graph.operations[number], self.problem.ways[number]
+        values = (*operation.operands, *operation.results)
+        total = np.zeros(len(ways.options))
+        for value, shardings in zip(values, ways.shardings, strict=True):
+            total += self._count_bytes(value, shardings)
+        return total
+
+    def _annotate(self, seeds: Sequence[Seed]) -> dict[int, ShardingSpec]:
+        """The annotations, with free inputs open and cut by seeds."""
+        cuts: dict[tuple[int, int], list[str]] = {}
+        for kind, dim, axis in seeds:
+            for number in self.kinds[kind]:
+                cuts.setdefault((number, dim), []).append(axis)
+        open_ = {
+            number: ShardingSpec(
+                self.mesh,
+                [
+                    DimSpec(cuts.get((number, dim), []), is_open=True)
+                    for dim in range(len(self.graph.values[number].shape))
+                ],
+            )
+            for number in self.free
+        }
+        return self.annotations | open_
+
+    @cached_property
+    def _seeds(self) -> list[Choices]:
+        """What seeds become, those that help laid beside each other."""
+        laid: list[Seed] = []
+        found: dict[Choices, float] = {}
+
+        def judge(*seeds: Seed) -> float:
+            chosen = self.begin(seeds)
+            if chosen not in found:
+                found[chosen] = self.total.value(chosen)
+            return found[chosen]
+
+        best_s = judge()
+        for axis in self.mesh.axis_names:
+            waiting = self.list_seeds(axis)
+            for _ in range(MOST_SEEDS):
+                if not waiting:
+                    break
+                judged = [(judge(*laid, one), place) for place, one in enumerate(waiting)]
+                least_s, place = min(judged)
+                if least_s >= best_s:
+                    break
+                best_s = least_s
+                laid.append(waiting[place])
+                others = [waiting[at] for _, at in sorted(judged)]
+                waiting = [one for one in others if one.kind != laid[-1].kind][:MOST_BESIDE]
+        return list(found)
+
+    def list_seeds(self, axis: str) -> list[Seed]:
+        """The seeds along an axis, those of the largest inputs first."""
+        size = self.mesh.axis_size(axis)
+        return [
+            Seed(kind, dim, axis)
+            for kind, some in enumerate(self.kinds[:MOST_KINDS])
+            for dim, length in enumerate(self.graph.values[some[0]].shape)
+            if length % size == 0
+        ]
+
+    def begin(self, seeds: Iterable[Seed]) -> Choices:
+        """The choices nearest to what seeds become, operations in the ways that suit it best."""
+        # Axes cut a dimension in the order of the mesh, as candidates have them.
+        laid = tuple(sorted(seeds, key=lambda seed: (self.mesh.axis_names.index(seed.axis), seed)))
+        if laid not in self._begun:
+            found = propagate_by_rules(self.graph, self._annotate(laid), strategy="aggressive")
+            self._begun[laid] = self._choose_ways(self._find_nearest(found.values))
+        return self._begun[laid]
+
+    def with_inputs(self, chosen: Choices, specs: Mapping[int, ShardingSpec]) -> Choices:
+        """Choices with inputs nearest to other shardings, operations in the ways that suit best."""
+        shardings: list[Sharding] = self.problem.shardings(chosen)
+        for number, spec in specs.items():
+            shardings[number] = close(self.table.encoded(spec))
+        return self._choose_ways(self.problem.nearest(shardings))
+
+    def _choose_ways(self, start: Choices) -> Choices:
+        return self.total.descended(start, self._ways, sweeps=0)
+
+    def _find_nearest(self, specs: Sequence[ShardingSpec | None]) -> Choices:
+        """The choices nearest to shardings of all values."""
+        return self.problem.nearest(
+            [
+                Sharding(((),) * len(value.shape), (True,) * len(value.shape))
+                if one is None
+                else close(self.table.encoded(one))
+                for one, value in zip(specs, self.graph.values, strict=True)
+            ]
+        )
+
+
+def _find_alike(graph: Graph) -> list[int]:
+    """A number for each operation: the same where the operations beside it are alike, too."""
+    makers: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    for place, operation in enumerate(graph.operations):
+        makers.update(dict.fromkeys(operation.results, place))
+        for number in operation.operands:
+            readers.setdefault(number, []).append(place)
+    own = _number((one.operator, one.rule) for one in graph.operations)
+    return _number(
+        (
+            own[place],
+            *[own[makers[number]] if number in makers else None for number in one.operands],
+            *[tuple(sorted(own[n] for n in readers.get(number, ()))) for number in one.results],
+        )
+        for place, one in enumerate(graph.operations)
+    )
+
+
+def _number(some: Iterable[object]) -> list[int]:
+    """Equal ones have the same number."""
+    known: dict[object, int] = {}
+    return [known.setdefault(one, len(known)) for one in some]
+
+
+# Axes that are data or tensor parallel in all combinations; axes behind them are as the last one.
+MOST_AXES = 3
+# As much computing as the least, in parts of it, and bytes of weights that may stay whole.
+NEARLY_LEAST = 1.1
+FEW_BYTES = 0.01
+
+
+class InputLayout(NamedTuple):
+    """A sharding of each free input.
+
+    Args:
+        specs: the shardings.
+        chosen: choices of all variables of the search near these.
+        seconds_s: about what the function takes.
+        size_bytes: of all these inputs on a rank.
+    """
+
+    specs: tuple[ShardingSpec, ...]
+    chosen: Choices
+    seconds_s: float
+    size_bytes: float
+
+
+def candidate_layouts(search: InputSearch) -> list[InputLayout]:
+    """Data, fully sharded and tensor parallelism over each axis, those of least time first."""
+    batch = _find_batch(search)
+    weights = _list_weights(search, batch)
+    cut = [number for kind in (*batch, *weights) for number in search.kinds[kind]]
+    found: dict[tuple[ShardingSpec, ...], InputLayout] = {}
+    for data in _list_data_axes(search):
+        begun: list[Seed] = []
+        for axis in data:
+            begun += _cut_batch(search, begun, batch, axis)
+        tensor = [axis for axis in search.mesh.axis_names if axis not in data]
+        for dim in _list_dims(search, weights) if tensor else [0]:
+            seeds = begun
+            for axis in tensor:
+                seeds = _cut_weights(search, seeds, weights, axis, dim)
+            fully = [some for n in range(len(data) + 1) for some in itertools.combinations(data, n)]
+            for axes in (*fully, search.mesh.axis_names):
+                one = _shard_fully(search, seeds, cut, axes)
+                found.setdefault(one.specs, one)
+    return sorted(found.values(), key=lambda one: (one.seconds_s, one.size_bytes))
+
+
+def _list_data_axes(search: InputSearch) -> list[list[str]]:
+    """Which axes may be data parallel, while the others are tensor parallel.
+
+    Of axes of one size the first ones are, as neighbours are tensor parallel.
+    """
+    names, size_of = search.mesh.axis_names, search.mesh.axis_size
+    found = []
+    for is_data in itertools.product((True, False), repeat=min(len(names), MOST_AXES)):
+        last = [is_data[-1]] * (len(names) - len(is_data))
+        own = dict(zip(names, (*is_data, *last), strict=True))
+        pairs = itertools.combinations(names, 2)
+        if all(own[a] or not own[b] or size_of(a) != size_of(b) for a, b in pairs):
+            found.append([axis for axis in names if own[axis]])
+    return found
+
+
+def _list_weights(search: InputSearch, batch: Collection[int]) -> list[int]:
+    """The kinds of inputs that are not the batch, without small ones such as those of norms."""
+    kinds = [kind for kind in range(len(search.kinds)) if kind not in batch]
+    sizes = [sum(float(search.sizes_bytes[n].max()) for n in search.kinds[kind]) for kind in kinds]
+    few_bytes = sum(sizes) * FEW_BYTES
+    return [kind for place, kind in enumerate(kinds) if sum(sizes[place:]) > few_bytes]
+
+
+def _list_dims(search: InputSearch, weights: Sequence[int]) -> Sequence[int]:
+    """The dimensions of the largest weights."""
+    if not weights:
+        return [0]
+    return range(len(search.graph.values[search.kinds[weights[0]][0]].shape))
+
+
+def _find_batch(search: InputSearch) -> list[int]:
+    """The kinds of inputs that are the batch."""
+    axis = max(search.mesh.axis_names, key=search.mesh.axis_size)
+    begun = [search.begin([seed]) for seed in search.list_seeds(axis)]
+    if not begun:
+        return []
+    computing_s = list(map(search.problem.computing_s, begun))
+    most_s = min(computing_s) * NEARLY_LEAST
+    few = [one for one, own_s in zip(begun, computing_s, strict=True) if own_s <= most_s]
+    best = min(few, key=search.total.value)
+    return [kind for kind in range(len(search.kinds)) if _is_cut(search, best, kind, axis)]
+
+
+def _is_cut(search: InputSearch, chosen: Choices, kind: int, axis: str) -> bool:
+    number, place = search.kinds[kind][0], search.mesh.axis_names.index(axis)
+    sharding = search.problem.values[number][chosen[number]]
+    return any(part[0] == place for dim in sharding.dims for part in dim)
+
+
+def _cut_batch(
+    search: InputSearch, seeds: Sequence[Seed], batch: Collection[int], axis: str
+) -> list[Seed]:
+    """The cut of the batch along an axis that takes the least time beside others, if any is."""
+    own = [seed for seed in search.list_seeds(axis) if seed.kind in batch]
+    return sorted(own, key=lambda seed: search.total.value(search.begin([*seeds, seed])))[:1]
+
+
+def _cut_weights(
+    search: InputSearch, seeds: Sequence[Seed], weights: Sequence[int], axis: str, dim: int
+) -> list[Seed]:
+    """Seeds, and cuts of weights along an axis beside them.
+
+    The largest weights are cut along a dimension if they can be, since that decides most of what
+    can be saved by the others.
+    """
+    found = list(seeds)
+    own = search.list_seeds(axis)
+    for place, kind in enumerate(weights):
+        waiting = [seed for seed in own if seed.kind == kind]
+        if place == 0:
+            waiting = [seed for seed in waiting if seed.dim == dim] or waiting
+        if waiting and not _is_cut(search, search.begin(found), kind, axis):
+            best = min(waiting, key=lambda seed: search.total.value(search.begin([*found, seed])))
+            found.append(best)
+    return found
+
+
+def _shard_fully(
+    search: InputSearch, seeds: Sequence[Seed], cut: Collection[int], axes: Sequence[str]
+) -> InputLayout:
+    """The layout of seeds, with inputs cut over axes as well that do not cut them so far.
+
+    Seeds cut those of `cut` alone: small weights are whole, where they are not fully sharded.
+    """
+    begun, values = search.begin(seeds), search.problem.values
+    before = {
+        number: search.table.decoded(values[number][begun[number]])
+        if number in cut
+        else replicated(search.mesh, len(search.graph.values[number].shape))
+        for number in search.free
+    }
+    after = {number: _spread(search, spec, number, axes) for number, spec in before.items()}
+    chosen = search.with_inputs(begun, after)
+    return InputLayout(
+        tuple([search.table.decoded(values[number][chosen[number]]) for number in search.free]),
+        chosen,
+        search.total.value(chosen),
+        sum(float(search.sizes_bytes[number][chosen[number]]) for number in search.free),
+    )
+
+
+def _spread(
+    search: InputSearch, spec: ShardingSpec, number: int, axes: Sequence[str]
+) -> ShardingSpec:
+    """A sharding with each axis, unless it is used, where nothing cuts so far if that can be."""
+    mesh, shape = search.mesh, search.graph.values[number].shape
+    dims = [[str(axis) for axis in dim.axes] for dim in spec.dim_specs]
+    used = {axis.name for dim in spec.dim_specs for axis in dim.axes}
+    for axis in axes:
+        cuts = [math.prod(map(mesh.axis_size, names)) for names in dims]
+        size = mesh.axis_size(axis)
+        fits = [n for n, length in enumerate(shape) if length % (cuts[n] * size) == 0]
+        if axis not in used and fits:
+            dims[min(fits, key=cuts.__getitem__)].append(axis)
+    return ShardingSpec(mesh, [sorted(names, key=mesh.axis_names.index) for names in dims])
+
+
+# How many beginnings are looked at.
+MOST_LOOKS = 2048
+# Sums are compared up to this part of them, far beyond what rounding does.
+SLACK = 1e-9
+
+
+def optimal_inputs(
+    search: InputSearch,
+    judge: Callable[[tuple[int, ...]], float],
+    best_s: float,
+    limit: float,
+) -> bool:
+    """Judges all choices of inputs that may take less than the best. Whether it came to the end.
+
+    Args:
+        search: of the graph.
+        judge: the seconds of the program with choices of all free inputs, infinite where it holds
+            more than the limit.
+        best_s: the seconds of the best program known.
+        limit: the most bytes that all inputs together may have on a rank.
+    """
+    problem, free = search.problem, search.free
+    problem.fill(bounds=True)
+    sizes = [search.sizes_bytes[number] for number in free]
+    # The least that inputs from each place on take.
+    least_bytes = [sum(float(one.min()) for one in sizes[place:]) for place in range(len(free) + 1)]
+    # The bound of each partial choice, its order among equals, and the choices.
+    waiting: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
+    count = 1
+    for _ in range(MOST_LOOKS):
+        if not waiting or waiting[0][0] >= best_s * (1 - SLACK):
+            return True
+        bound_s, place, chosen = heapq.heappop(waiting)
+        kept = [np.arange(choices) for choices in search.total.choices]
+        for number, choice in zip(free, chosen, strict=False):
+            kept[number] = np.array([choice])
+        total = problem.sum(NOTHING, {}).restricted(kept)
+        places = total.eliminated()
+        if places is None:
+            return False
+        answer = tuple(int(own[at]) for own, at in zip(kept, places, strict=True))
+        has_risen = problem.price([answer])
+        least_s = max(bound_s, total.value(places))
+        if has_risen or least_s > bound_s * (1 + SLACK):
+            # With its movements priced it may not be the least any more.
+            heapq.heappush(waiting, (least_s, place, chosen))
+            continue
+        if len(chosen) == len(free):
+            best_s = min(best_s, judge(chosen))
+            continue
+        every_s = total.least_of_choices()
+        if every_s is None:
+            return False
+        held_bytes = sum(float(own[at]) for own, at in zip(sizes, chosen, strict=False))
+        for choice, own_s in enumerate(every_s[free[len(chosen)]]):
+            size_bytes = held_bytes + float(sizes[len(chosen)][choice])
+            if size_bytes + least_bytes[len(chosen) + 1] <= limit:
+                # Sums are found up to rounding.
+                partial = (float(own_s) * (1 - SLACK), count, (*chosen, choice))
+                heapq.heappush(waiting, partial)
+                count += 1
+    return False

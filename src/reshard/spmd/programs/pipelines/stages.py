@@ -1,0 +1,526 @@
+"""Stages of a pipeline: their forward and backward passes, and one step of all stages.
+
+    F     made = begin(parameters, x)           values for the backward pass are stored
+    B     slope, gradients = go_back(...)       both tasks below in one
+    I     slope = go_back_to_input(...)
+    W     gradients = find_gradients(...)       added to those of other microbatches
+
+A stage's function and its backward pass are recorded as one graph, which is split into one graph
+for each pass::
+
+    forward     %4 = matmul(%3, %1)         the output of the stage
+                ----------------------
+    back        %7 = matmul(%6, %5)         from its cotangent to that of the stage's input
+                ----------------------
+    weights     %9 = tensordot(%3, %6)      gradients of the parameters
+
+A pass runs as a program, traced at the first microbatch of a kind. It runs operation by operation
+if a recorder listens, such as a trace of the pipeline, or if the stage reads elements. A stored
+value is freed after the last pass that reads it. Gradients of parameters are accumulated over
+microbatches.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from threading import RLock
+from types import MappingProxyType
+from typing import Any
+
+from reshard.errors import ReshardError, UsageError
+from reshard.sharding import ShardingSpec
+from reshard.spmd.arrays.argument_tree import leaves, replaced
+from reshard.spmd.arrays.sharded_array import ShardedArray
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.operator import operator_of
+from reshard.spmd.gradients.transforms import vjp, vjp_in_two
+from reshard.spmd.graph import Graph, Operation, Value
+from reshard.spmd.ops.filling import full_like
+from reshard.spmd.programs.jit import read_kind
+from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
+from reshard.spmd.programs.program import Program
+from reshard.spmd.programs.simplification import simplified
+from reshard.spmd.programs.traced_function import as_abstract
+from reshard.spmd.propagation.strategies import assign_shardings
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import placed, recorders, unrecorded
+from reshard.spmd.shards.pending_sums import settled, without_pending
+from reshard.spmd.shards.runner import Runner, runner_for
+from reshard.spmd.tracing.graph_recording import GraphRecorder, filled_in_order, record
+
+Back = Callable[[Any], tuple[Any, Callable[[], Any]]]
+"""From a cotangent to that of the stage's array, and what gives the gradients then."""
+
+Differentiated = Callable[..., tuple[Any, Back]]
+"""From a stage's parameters, its array and maybe targets to its output, and the backward pass."""
+
+
+@dataclass(frozen=True)
+class PassPart:
+    """A pass: its operations, and values by number.
+
+    Args:
+        operations: of the whole graph.
+        reads: what it is given of values before it.
+        makes: what it returns, and later parts read.
+        kept: what is needed after it.
+    """
+
+    operations: tuple[Operation, ...]
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    kept: frozenset[int]
+
+
+class RecordedStage:
+    """The graph of a stage and its backward pass for arguments of a kind, and its programs.
+
+    Args:
+        whole: the graph of both.
+        runner: that of the stage's arrays.
+        kinds: types of all values; None for numbers.
+        parts: the passes, in order.
+        cotangent: the input of the backward pass.
+
+    Attributes:
+        made: the output of the stage.
+        slope: the cotangent of the stage's array; None for the first stage.
+        gradients: those of the parameters, as a tree of values.
+    """
+
+    def __init__(
+        self,
+        whole: Graph,
+        runner: Runner,
+        kinds: tuple[ArrayType | None, ...],
+        parts: tuple[PassPart, ...],
+        cotangent: int,
+    ) -> None:
+        self.whole, self.runner, self.kinds, self.parts = whole, runner, kinds, parts
+        made, slope, self.gradients = whole.returned
+        self.made: int = made.index
+        self.slope: int | None = None if slope is None else slope.index
+        self.cotangent = cotangent
+        self._programs: dict[tuple[int, bool], tuple[Program, list[int]]] = {}
+
+    @property
+    def arguments(self) -> list[int]:
+        """The inputs that the stage is given, in their order."""
+        return [number for number in self.whole.arguments if number != self.cotangent]
+
+    @property
+    def returned(self) -> tuple[int | None, ...]:
+        """What each part returns beside gradients. It may be what the part is given."""
+        return self.made, self.slope, None
+
+    @property
+    def gradient_numbers(self) -> list[int]:
+        """The values of the gradients, in the order of the parameters."""
+        return _numbers(self.gradients)
+
+    def graph_of(self, part: PassPart, known: bool) -> Graph:
+        """Return the graph of a pass, from what it reads to what it makes and the gradients.
+
+        With `known` gradients, it takes these as well and returns the sums. Only the last pass
+        returns gradients.
+        """
+        values = [
+            replace(value, sharding=None if kind is None else kind.spec)
+            for value, kind in zip(self.whole.values, self.kinds, strict=True)
+        ]
+        operations, inputs = list(part.operations), list(part.reads)
+        returned = self.gradient_numbers if part is self.parts[-1] else []
+        if known:
+            for place, number in enumerate(returned):
+                before, total = len(values), len(values) + 1
+                values += [replace(values[number], index=n) for n in (before, total)]
+                shape = values[number].shape
+                rule = operator_of("add").rule([shape, shape])
+                add = Operation("add", (before, number), (total,), rule)
+                # As soon as it is there, so that it is not kept beside all others.
+                ready = [n + 1 for n, one in enumerate(operations) if number in one.results]
+                operations.insert(max(ready, default=0), add)
+                inputs.append(before)
+                returned[place] = total
+        read = {number for one in operations for number in one.operands}
+        constants = {n: x for n, x in self.whole.constants.items() if n in read}
+        inputs += constants
+        outputs = (*part.makes, *returned)
+        return Graph(
+            tuple(values),
+            tuple(inputs),
+            tuple(operations),
+            outputs,
+            tuple(f"%{number}" for number in inputs),
+            MappingProxyType(constants),
+            [values[number] for number in outputs],
+            self.whole.library,
+        )
+
+    def program(self, place: int, known: bool) -> tuple[Program, list[int]]:
+        """Return the program of a pass, and the places of its arguments that are donated.
+
+        With `known` gradients, it adds its own to these.
+        """
+        found = self._programs.get((place, known))
+        if found is None:
+            part = self.parts[place]
+            # Values of other passes and of the caller are kept: passes get objects of their own.
+            passed = {number for one in self.parts for number in one.makes} | {self.cotangent}
+            passed -= {*part.kept, self.returned[place]}
+            donated = [n for n, number in enumerate(part.reads) if number in passed]
+            if known:
+                count = len(self.gradient_numbers)
+                donated += range(len(part.reads), len(part.reads) + count)
+            graph = assign_shardings(simplified(self.graph_of(part, known)), "eager")
+            found = self._programs[place, known] = Program(graph), donated
+        return found
+
+
+def record_stage(
+    function: Differentiated, own: Any, given: Sequence[Any], is_split: bool, runner: Runner
+) -> RecordedStage:
+    """Record a stage for its parameters, its array and, for the last stage, targets.
+
+    Its backward pass is one part, or two if it `is_split`.
+
+    Raises what the function raises, and UsageError for a function that reads elements, or that
+    returns an array that it was given.
+    """
+    ends: list[int] = []
+    cotangents: list[int] = []
+    found: list[GraphRecorder] = []
+
+    def run(own: Any, *given: Any) -> Any:
+        recorder = next(one for one in recorders if isinstance(one, GraphRecorder))
+        found.append(recorder)
+        made, back = function(own, *given)
+        if not isinstance(made, ArrayValue):
+            raise UsageError(f"a stage returned a {type(made).__name__}; one array was expected")
+        ends.append(len(recorder.operations))
+        kind = settled(made.type)
+        cotangent = as_abstract(recorder.runner, kind)
+        cotangents.append(recorder.input(cotangent, kind, "cotangent").index)
+        slope, rest = back(cotangent)
+        if is_split:
+            ends.append(len(recorder.operations))
+        return made, slope, rest()
+
+    with unrecorded():
+        whole = record(run, [own, *given], has_others=True)
+    made, slope, gradients = whole.returned
+    returned = [_numbers(made), _numbers(slope), []][: len(ends) + 1]
+    wanted = {number for tree in whole.returned for number in _numbers(tree)}
+    if not wanted.isdisjoint(whole.constants):
+        raise UsageError("a stage returned an array that it was not given")
+    parts = _split(whole, ends, returned, _numbers(gradients))
+    return RecordedStage(whole, runner, found[0].types, parts, cotangents[0])
+
+
+def _numbers(tree: Any) -> list[int]:
+    return [leaf.index for _, leaf in leaves([tree]) if isinstance(leaf, Value)]
+
+
+def _split(
+    whole: Graph,
+    ends: Sequence[int],
+    returned: Sequence[Sequence[int]],
+    gradients: Sequence[int],
+) -> tuple[PassPart, ...]:
+    """Split a graph into passes that end after given numbers of operations.
+
+    Each pass returns some values, and the last one the gradients, too.
+    """
+    own: list[list[Operation]] = [[] for _ in returned]
+    needed = {number for some in (*returned, gradients) for number in some}
+    for place, operation in reversed(list(enumerate(whole.operations))):
+        if needed.intersection(operation.results):
+            needed.update(operation.operands)
+            own[bisect_right(ends, place)].insert(0, operation)
+    parts: list[PassPart] = []
+    after: set[int] = set()
+    ending = {*gradients}
+    for operations, some in zip(reversed(own), reversed(returned), strict=True):
+        made = {number for one in operations for number in one.results}
+        read = {number for one in operations for number in one.operands}
+        reads = (read | ending | {*some}) - made - whole.constants.keys()
+        makes = tuple(sorted(made & (after | {*some})))
+        parts.insert(0, PassPart(tuple(operations), tuple(sorted(reads)), makes, frozenset(after)))
+        after |= {*reads, *some}
+        ending = set()
+    return tuple(parts)
+
+
+class ProgramPass:
+    """The result of a forward pass by a program, and its backward pass, which runs once."""
+
+    def __init__(self, stage: RecordedStage, arrays: Sequence[Any]) -> None:
+        self._stage = stage
+        self._values = dict(zip(self._stage.arguments, arrays, strict=True))
+        self._run(0)
+        self.made = self._take(0, self._stage.made)
+
+    def go_back(self, cotangent: Any, known: Any) -> tuple[Any, Any]:
+        """The cotangent of the stage's array, and gradients added to those that are `known`."""
+        self._enter(cotangent)
+        found = self._run(1, known)
+        return self._slope(), self._in_places(found)
+
+    def go_back_to_input(self, cotangent: Any) -> Any:
+        """The cotangent of the stage's array; None for the first stage's."""
+        self._enter(cotangent)
+        self._run(1)
+        return self._slope()
+
+    def find_gradients(self, known: Any) -> Any:
+        """After `go_back_to_input`: gradients of the parameters, added to those `known`."""
+        return self._in_places(self._run(2, known))
+
+    def _enter(self, cotangent: Any) -> None:
+        self.made = None
+        self._values[self._stage.cotangent] = _another(cotangent)
+
+    def _slope(self) -> Any:
+        number = self._stage.slope
+        return None if number is None else self._take(1, number)
+
+    def _take(self, place: int, number: int) -> Any:
+        """A value for others."""
+        is_kept = number in self._stage.parts[place].kept
+        return _another(self._values[number]) if is_kept else self._values.pop(number)
+
+    def _in_places(self, gradients: Sequence[Any]) -> Any:
+        return filled_in_order([self._stage.gradients], gradients)[0]
+
+    def _run(self, place: int, known: Any = None) -> Sequence[Any]:
+        """The gradients, of the last pass; of others nothing."""
+        part, values = self._stage.parts[place], self._values
+        program, donated = self._stage.program(place, known is not None)
+        given = [values[number] for number in part.reads]
+        given += [_another(leaf) for _, leaf in leaves([known]) if leaf is not None]
+        # What is returned may be an argument.
+        for number in values.keys() - part.kept - {self._stage.returned[place]}:
+            del values[number]
+        made = program.run(given, self._stage.runner, donated)
+        values.update(zip(part.makes, made, strict=False))
+        gradients: Sequence[Any] = made[len(part.makes) :]
+        return gradients
+
+
+def _another(x: Any) -> Any:
+    """The same array as another object, which may be given up by itself."""
+    if not isinstance(x, ShardedArray):
+        return x
+    make = ShardedArray.given if x.is_given else ShardedArray.of_shards
+    return make(x.type, x._shards, x.runner)
+
+
+Stage = Callable[..., Any]
+
+
+class StagePasses:
+    """The passes of one stage.
+
+    Args:
+        function: of the stage's parameters, its array, and maybe targets.
+        has_gradient: whether the cotangent of its array is asked for: not of the first stage.
+        specs: shardings for the gradients, in the places of the parameters; their own when None.
+    """
+
+    def __init__(self, function: Stage, has_gradient: bool, specs: Any = None) -> None:
+        self._function, self._has_gradient, self._specs = function, has_gradient, specs
+        # None where a stage cannot be traced.
+        self._programs: dict[Any, RecordedStage | None] = {}
+        self._lock = RLock()
+
+    def begin(self, own: Any, given: Sequence[Any], is_split: bool) -> ProgramPass | _EagerPass:
+        """A forward pass.
+
+        Args:
+            own: the stage's parameters.
+            given: its array, and the targets where it takes them.
+            is_split: whether the backward pass is two tasks.
+
+        Raises what the function does.
+        """
+        arrays: list[Any] = []
+        stage = None if recorders else self._find_programs(own, given, is_split, arrays)
+        if stage is None:
+            return _EagerPass(*self._differentiate(is_split)(own, *given))
+        return ProgramPass(stage, arrays)
+
+    def _find_programs(
+        self, own: Any, given: Sequence[Any], is_split: bool, arrays: list[Any]
+    ) -> RecordedStage | None:
+        """Return the stage recorded for arguments of a kind, and append the arrays among them."""
+        key: list[Any] = [is_split]
+        try:
+            read_kind([own, *given], key, arrays)
+        except ReshardError:
+            return None
+        runners = [one.runner for one in arrays if isinstance(one, ShardedArray)]
+        if any(one.is_abstract for one in runners):
+            return None
+        runner = runners[0] if runners else runner_for(*arrays[:1])
+        whole = (*key, runner)
+        with self._lock:
+            if whole not in self._programs:
+                try:
+                    function = self._differentiate(is_split)
+                    self._programs[whole] = record_stage(function, own, given, is_split, runner)
+                except ReshardError:
+                    # Where that is no wonder, it is raised again operation by operation.
+                    self._programs[whole] = None
+            return self._programs[whole]
+
+    def _differentiate(self, is_split: bool) -> Differentiated:
+        """The stage and its backward pass, as a function of its parameters and what it is given."""
+        function, specs = self._function, self._specs
+
+        def differentiated(own: Any, x: Any, *more: Any) -> tuple[Any, Back]:
+            # Tokens have no gradients, and nobody asks for those of others.
+            if is_split and self._has_gradient:
+                return vjp_in_two(lambda p, x: function(p, x, *more), own, x, specs)
+            if is_split:
+                return vjp_in_two(lambda p: function(p, x, *more), own, None, specs)
+            if self._has_gradient:
+                made, pullback = vjp(lambda p, x: function(p, x, *more), own, x)
+            else:
+                made, pullback = vjp(lambda p: function(p, x, *more), own)
+            wanted = None if specs is None else (specs, None)[: 1 + self._has_gradient]
+
+            def back(cotangent: Any) -> tuple[Any, Callable[[], Any]]:
+                gradients, *slopes = pullback(cotangent, specs=wanted)
+                return (slopes[0] if slopes else None), lambda: gradients
+
+            return made, back
+
+        return differentiated
+
+
+@dataclass
+class _EagerPass:
+    """The same, operation by operation."""
+
+    made: Any
+    _back: Back
+    _rest: Callable[[], Any] = lambda: None
+
+    def go_back(self, cotangent: Any, known: Any) -> tuple[Any, Any]:
+        return self.go_back_to_input(cotangent), self.find_gradients(known)
+
+    def go_back_to_input(self, cotangent: Any) -> Any:
+        slope, self._rest = self._back(cotangent)
+        return slope
+
+    def find_gradients(self, known: Any) -> Any:
+        found = self._rest()
+        if known is None:
+            return found
+        before = iter([leaf for _, leaf in leaves([known])])
+        return replaced([found], lambda leaf: _sum(next(before), leaf))[0]
+
+
+def _sum(one: Any, other: Any) -> Any:
+    return other if one is None else one if other is None else one + other
+
+
+@dataclass
+class PipelineRun:
+    """One step: what tasks have made that later ones take, by stage and microbatch.
+
+    `held` are passes whose backward pass has not run yet, and `origins` the original shardings of
+    inputs.
+    """
+
+    stages: Sequence[StagePasses]
+    schedule: PipelineSchedule
+    specs: Sequence[ShardingSpec | None]
+    parameters: Sequence[Any]
+    microbatches: Sequence[tuple[Any, Any]]
+    held: dict[tuple[int, int], ProgramPass | _EagerPass] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], Any] = field(default_factory=dict)
+    origins: dict[tuple[int, int], ShardingSpec | None] = field(default_factory=dict)
+    cotangents: dict[tuple[int, int], Any] = field(default_factory=dict)
+    losses: list[Any] = field(default_factory=list)
+    gradients: dict[int, Any] = field(default_factory=dict)
+
+    def do(self, task: PipelineTask) -> None:
+        """Run one task, and bring what it made to the stage that takes it."""
+        stage, microbatch = task.stage, task.microbatch
+        if task.work is Work.FORWARD:
+            made = self._go_forward(stage, microbatch)
+            if stage < len(self.stages) - 1:
+                self.bring_forward(stage, microbatch, made)
+            return
+        known = self.gradients.pop(stage, None) if task.work is not Work.BACKWARD_INPUT else None
+        if task.work is Work.BACKWARD_WEIGHTS:
+            self.gradients[stage] = self.held.pop((stage, microbatch)).find_gradients(known)
+            return
+        cotangent = self.take_cotangent(stage, microbatch)
+        if task.work is Work.BACKWARD:
+            slope, found = self.held.pop((stage, microbatch)).go_back(cotangent, known)
+            self.gradients[stage] = found
+        else:
+            slope = self.held[stage, microbatch].go_back_to_input(cotangent)
+        if stage:
+            self.bring_back(stage, microbatch, slope)
+
+    def _go_forward(self, stage: int, microbatch: int) -> Any:
+        """What the stage makes of the microbatch; the last one's is kept as its loss."""
+        x, targets = self.microbatches[microbatch]
+        is_last = stage == len(self.stages) - 1
+        if stage:
+            x = self.take_input(stage, microbatch)
+        given = (x, targets) if is_last else (x,)
+        is_split = (stage, microbatch) in self.schedule.splits_backward
+        begun = self.stages[stage].begin(self.parameters[stage], given, is_split)
+        made = begun.made
+        if not isinstance(made, ArrayValue) or (is_last and made.type.shape != ()):
+            expected = "the loss, an array without dimensions" if is_last else "one array"
+            raise UsageError(
+                f"stage {stage} returned {getattr(made, 'type', type(made).__name__)}; {expected}, "
+                "was expected"
+            )
+        self.held[stage, microbatch] = begun
+        if is_last:
+            self.losses.append(made)
+            self.cotangents[stage, microbatch] = full_like(made, 1 / len(self.microbatches))
+        return made
+
+    def bring_forward(self, stage: int, microbatch: int, made: Any) -> None:
+        """Bring what a stage made to the next one's mesh."""
+        spec = self.specs[stage + 1]
+        self.origins[stage + 1, microbatch] = made.type.spec
+        self.inputs[stage + 1, microbatch] = made if spec is None else placed(made, spec)
+
+    def take_input(self, stage: int, microbatch: int) -> Any:
+        """What the stage before made."""
+        return self.inputs.pop((stage, microbatch))
+
+    def bring_back(self, stage: int, microbatch: int, slope: Any) -> None:
+        """Bring the cotangent of a stage's input to where that was made."""
+        origin = self.origins.pop((stage, microbatch))
+        back = slope if origin is None else placed(slope, without_pending(origin))
+        self.cotangents[stage - 1, microbatch] = back
+
+    def take_cotangent(self, stage: int, microbatch: int) -> Any:
+        """The cotangent of what a stage made."""
+        return self.cotangents.pop((stage, microbatch))
+
+    def result(self) -> tuple[Any, list[Any]]:
+        """Run all tasks, in an order in which each comes after those it needs."""
+        for task in self.schedule.run_order:
+            self.do(task)
+        return self.found()
+
+    def found(self) -> tuple[Any, list[Any]]:
+        """The mean loss, and the gradients of each stage; None for what is elsewhere."""
+        total = None
+        for one in self.losses:
+            total = one if total is None else total + one
+        loss = None if total is None else total / len(self.losses)
+        stages = range(len(self.stages))
+        return loss, [self.gradients.get(stage) for stage in stages]

@@ -1,0 +1,258 @@
+"""Steps of a program: their order, where reshards start and are waited for, and reused memory.
+
+In the blocking order each step ends before the next begins. In the overlapped order, a reshard
+starts as soon as its source is computed, and is waited for where its result is first read::
+
+    blocking      kernel a | move x | kernel b | move y | kernel c(x, y)
+    overlapped    kernel a | kernel b | kernel c(x, y)
+                           | move x | move y |
+
+1. A reshard that does not enlarge its value, such as the reduce-scatter of a gradient, starts when
+   its source is computed: the source can be freed the sooner.
+2. A reshard that enlarges its value, such as the all-gather of a weight, occupies memory from its
+   start. It starts when the result of an earlier one, as many before as may be in flight, is read.
+3. At most so many of both kinds are in flight. They run one after another, in the order in which
+   they start, which is the same on every rank.
+4. A step that ranks execute together (a loop, a check) waits for all reshards in flight, and no
+   later reshard starts before it.
+5. A reshard that would be waited for immediately is an ordinary step.
+
+An elementwise step writes its result into an operand that is not read again::
+
+    r5 = multiply(r4, r1)               r5 = multiply(r4, r1, out=r4)
+    free r4
+
+New memory of a megabyte comes from the system page by page, which takes longer than a sum of as
+many numbers. The operand must
+
+1. have the same shape, element type and sharding as the result, and not be read later;
+2. be the result of an operator that never returns a view, so that no caller has its memory;
+3. be read by such operators only, so that no other value is a view of it;
+4. be large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from reshard.sharding import ShardingSpec
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.core.local_work import Function
+from reshard.spmd.shards.runner import Travel
+from reshard.spmd.shards.shard_copies import Movement
+from reshard.spmd.tracing.estimates import held_bytes
+
+Registers = list[Any]
+Run = Callable[[Registers], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProgramStep:
+    """One call of a program: the registers that it reads and makes, and what it does.
+
+    Args:
+        run: does it, on registers.
+        reads, makes: registers.
+        travel: "here" where this rank does it alone.
+        operation: the number of the operation that it belongs to.
+        move: of a movement.
+        moved: of a movement: the array before, and the sharding after it.
+        grows: whether the result of a movement is larger than its source, on the fullest ranks.
+        name: of the operator, of what ranks compute.
+        functions: what each rank here computes, of its shards; None of what is no operator.
+        is_single: whether these return one result, not a tuple of them.
+        may_view: whether its results may have the memory of what it reads, or of others.
+        write_into: does it with the result in a register's memory, where that can be.
+    """
+
+    run: Run
+    reads: Sequence[int]
+    makes: Sequence[int]
+    travel: Travel = "here"
+    operation: int = 0
+    move: Movement | None = None
+    moved: tuple[ArrayType, ShardingSpec] | None = None
+    grows: bool = False
+    name: str = ""
+    functions: Sequence[Function] | None = None
+    is_single: bool = True
+    may_view: bool = True
+    write_into: Callable[[int], Run] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What is done of a step, and the registers that nobody reads after it."""
+
+    kind: Literal["run", "begin", "wait"]
+    step: int
+    frees: tuple[int, ...] = ()
+
+
+def blocking_order(steps: Sequence[ProgramStep], kept: Iterable[int]) -> tuple[Action, ...]:
+    """All steps, one after the other. Registers in `kept` are never freed."""
+    return _with_frees([Action("run", number) for number in range(len(steps))], steps, kept)
+
+
+def overlapped_order(
+    steps: Sequence[ProgramStep], kept: Iterable[int], ahead: int
+) -> tuple[Action, ...]:
+    """All steps, with `ahead` movements of each kind under way at most; 0 is the blocking order.
+
+    >>> def step(reads, makes, travel="here"):
+    ...     return ProgramStep(lambda values: None, reads, makes, travel)
+    >>> steps = [step([0], [1]), step([1], [2], "messages"), step([1], [3]), step([2, 3], [4])]
+    >>> [(one.kind, one.step, one.frees) for one in overlapped_order(steps, {4}, 1)]
+    ... # doctest: +NORMALIZE_WHITESPACE
+    [('run', 0, (0,)), ('begin', 1, ()), ('run', 2, ()), ('wait', 1, (1,)), ('run', 3, (2, 3))]
+    """
+    if not ahead:
+        return blocking_order(steps, kept)
+    maker = {made: number for number, one in enumerate(steps) for made in one.makes}
+    begins = _find_begins(steps, maker, ahead)
+    actions: list[Action] = []
+    pending: list[int] = []
+
+    def wait(number: int) -> None:
+        if number in pending:
+            pending.remove(number)
+            actions.append(Action("wait", number))
+
+    for place in range(len(steps) + 1):
+        for number in begins.get(place, ()):
+            for register in steps[number].reads:
+                wait(maker.get(register, -1))
+            alike = [one for one in pending if steps[one].grows is steps[number].grows]
+            if len(alike) >= ahead:
+                wait(alike[0])
+            pending.append(number)
+            actions.append(Action("begin", number))
+        if place == len(steps):
+            break
+        one = steps[place]
+        if one.travel == "messages":
+            continue
+        for number in list(pending) if one.travel == "together" else map(_get(maker), one.reads):
+            wait(number)
+        actions.append(Action("run", place))
+    for number in list(pending):
+        wait(number)
+    return _with_frees(_join(actions), steps, kept)
+
+
+def _get(maker: dict[int, int]) -> Callable[[int], int]:
+    return lambda register: maker.get(register, -1)
+
+
+def _find_begins(
+    steps: Sequence[ProgramStep], maker: dict[int, int], ahead: int
+) -> dict[int, list[int]]:
+    """Before which step each movement begins: movements by the numbers of steps."""
+    readers: dict[int, int] = {}
+    for number, one in enumerate(steps):
+        for register in one.reads:
+            readers.setdefault(register, number)
+    found: dict[int, list[int]] = {}
+    earliest = 0
+    # Of those that grow.
+    read_at: list[int] = []
+    for number, one in enumerate(steps):
+        if one.travel == "together":
+            earliest = number + 1
+        if one.travel != "messages":
+            continue
+        made_at = [maker.get(register, -1) for register in one.reads]
+        at = max(earliest, *(place + 1 for place in made_at))
+        if one.grows:
+            if len(read_at) >= ahead:
+                at = max(at, read_at[-ahead])
+            read_at.append(min(readers.get(register, len(steps)) for register in one.makes))
+        # The result of another movement is there when that was waited for: nothing is won.
+        if any(place >= 0 and steps[place].travel == "messages" for place in made_at):
+            at = number
+        found.setdefault(min(at, number), []).append(number)
+    return found
+
+
+def _join(actions: Sequence[Action]) -> list[Action]:
+    """Movements that are waited for at once become steps as others, behind all that have begun."""
+    found: list[Action] = []
+    pending: list[int] = []
+    number = 0
+    while number < len(actions):
+        one = actions[number]
+        if one.kind == "begin":
+            if number + 1 < len(actions) and actions[number + 1] == Action("wait", one.step):
+                found += [Action("wait", step) for step in pending]
+                found.append(Action("run", one.step))
+                pending.clear()
+                number += 2
+                continue
+            pending.append(one.step)
+        elif one.kind == "wait":
+            if one.step not in pending:
+                number += 1
+                continue
+            pending.remove(one.step)
+        found.append(one)
+        number += 1
+    return found
+
+
+def _with_frees(
+    actions: Sequence[Action], steps: Sequence[ProgramStep], kept: Iterable[int]
+) -> tuple[Action, ...]:
+    seen = set(kept)
+    found = []
+    for one in reversed(actions):
+        step = steps[one.step]
+        # A movement reads its source until it has been waited for.
+        used = () if one.kind == "begin" else (*step.reads, *step.makes)
+        frees = tuple(dict.fromkeys(register for register in used if register not in seen))
+        seen.update(frees)
+        found.append(replace(one, frees=frees))
+    return tuple(found[::-1])
+
+
+LEAST_BYTES = 1 << 16
+"""Of a shard: below it an allocator has memory at hand."""
+
+
+def find_reused(
+    order: Sequence[Action], steps: Sequence[ProgramStep], kinds: Mapping[int, ArrayType]
+) -> dict[int, int]:
+    """Into which register's memory actions may write their results.
+
+    Args:
+        order: what is done of the steps.
+        steps: all of them.
+        kinds: types of what is in registers.
+
+    Returns:
+        registers by the place of the action in the order.
+    """
+    # Several results of one operator may be views of one array.
+    own = (one for one in steps if not one.may_view and one.is_single)
+    fresh = {register for one in own for register in one.makes}
+    for one in steps:
+        if one.may_view:
+            fresh.difference_update(one.reads)
+    found = {}
+    for place, action in enumerate(order):
+        step = steps[action.step]
+        if action.kind != "run" or step.write_into is None:
+            continue
+        (made,) = step.makes
+        for register in step.reads:
+            is_last = register in fresh and register in action.frees
+            if is_last and kinds[register] is kinds[made] and _is_large(kinds[made]):
+                found[place] = register
+                break
+    return found
+
+
+def _is_large(kind: ArrayType) -> bool:
+    ranks = (0,) if kind.spec is None else kind.spec.mesh.devices
+    return kind.ndim > 0 and max(held_bytes([kind], ranks)) >= LEAST_BYTES

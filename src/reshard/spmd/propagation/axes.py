@@ -1,0 +1,442 @@
+"""Axes and factors as integers: overlaps of sub-axes, and the shardings of factors.
+
+Propagation compares axes thousands of times, so it works with integers: a `Part` is the number of a
+mesh axis and a range of it, as in `mesh.Axis`::
+
+    x of size 8 on DeviceMesh.of(y=3, x=8)    (1, 1, 8, 0)
+    x:(2)4                                    (1, 2, 4, 0)
+
+The last number identifies a level. 0 is the flat sharding in blocks of equal size, rounded up, any
+prefix of which is a sharding as well. Parts of a level with another rule, or of a level below
+another, have its number and stay together: such a level is propagated whole or not at all.
+`AxisTable` translates the shardings of a mesh to integers and back.
+
+`collected` distributes the axes of a dimension over its factors, from the major one on. A factor
+that is not the last takes axes while they divide it, and a part of an axis if only a part does::
+
+    [ij] of 8 = 2 x 4, sharded over a of size 4     i takes a:(1)2, j takes a:(2)2
+    [ij] of 8 = 2 x 4, sharded over a of size 3     3 divides neither: it overflows i
+
+Axes that overflow shard the dimension but no factor: they are not propagated, and are restored when
+the dimension is put together. The last factor takes all remaining axes, whether or not they divide
+it. `updated` joins the axes of the factors, up to the first factor that is not sharded to single
+indices: beyond it a shard would have holes. A level with another rule stays with a factor that is a
+whole dimension, and overflows elsewhere.
+
+Source: the sharding projections of Shardy (OpenXLA, `docs/propagation.md`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from reshard.mesh import Axis, DeviceMesh
+from reshard.sharding import DimSpec, Level, ShardingSpec
+from reshard.spmd.rules.sharding_rule import Mapping
+
+# Beyond any program's number of different shardings; a bound all the same.
+MOST_KEPT = 1 << 16
+
+Part = tuple[int, int, int, int]
+Parts = tuple[Part, ...]
+
+
+def are_apart(one: Part, other: Part) -> bool:
+    """Whether one tensor can be cut along both: they share no coordinates, and one axis has both.
+
+    `x:(1)2` and `x:(3)2` of an axis of 6 do not: there is no way to split 6 that has them.
+
+    >>> are_apart((0, 1, 2, 0), (0, 2, 2, 0)), are_apart((0, 1, 4, 0), (0, 2, 2, 0))
+    (True, False)
+    >>> are_apart((0, 1, 2, 0), (0, 3, 2, 0))
+    False
+    """
+    if one[0] != other[0]:
+        return True
+    low, high = (one, other) if one[1] < other[1] else (other, one)
+    return low[1] != high[1] and high[1] % (low[1] * low[2]) == 0
+
+
+def covers(one: Part, other: Part) -> bool:
+    """Whether `other` is a part of `one`, or all of it."""
+    return one == other or (
+        one[0] == other[0]
+        and one[3] == other[3] == 0
+        and one[1] <= other[1]
+        and other[1] * other[2] <= one[1] * one[2]
+    )
+
+
+def begins(one: Part, other: Part) -> bool:
+    """Whether `one` is the major part of `other`, or all of it.
+
+    >>> begins((0, 2, 2, 0), (0, 2, 4, 0)), begins((0, 1, 2, 0), (0, 2, 4, 0))
+    (True, False)
+    """
+    return one == other or (
+        one[0] == other[0]
+        and one[1] == other[1]
+        and one[3] == other[3] == 0
+        and other[2] % one[2] == 0
+    )
+
+
+def without(part: Part, used: Parts) -> Part | None:
+    """The longest beginning of `part` that is apart from all of `used`; None where there is none.
+
+    >>> without((0, 1, 8, 0), ((0, 2, 2, 0), (1, 1, 3, 0)))
+    (0, 1, 2, 0)
+    """
+    for other in used:
+        if other[0] == part[0] and not are_apart(part, other):
+            # Nothing is left before `other` begins, or what is left would be part of a level that
+            # must stay together.
+            if part[1] >= other[1] or other[1] % part[1] or part[3]:
+                return None
+            size = math.gcd(part[2], other[1] // part[1])
+            if size == 1:
+                return None
+            part = (part[0], part[1], size, 0)
+    return part
+
+
+def joined(parts: Parts, part: Part) -> Parts:
+    """`parts` and then `part`, as one where it follows the last.
+
+    >>> joined(((0, 1, 2, 0),), (0, 2, 4, 0))
+    ((0, 1, 8, 0),)
+    """
+    if parts:
+        last = parts[-1]
+        if last[0] == part[0] and last[1] * last[2] == part[1] and last[3] == part[3] == 0:
+            return (*parts[:-1], (part[0], last[1], last[2] * part[2], 0))
+    return (*parts, part)
+
+
+def begins_strictly(first: Parts, second: Parts) -> bool:
+    """Whether a sequence of parts begins another and is shorter.
+
+    >>> begins_strictly((), ((0, 1, 2, 0),)), begins_strictly(((0, 1, 2, 0),), ((0, 1, 4, 0),))
+    (True, True)
+    """
+    if first == second or len(first) > len(second):
+        return False
+    if not first:
+        return True
+    return first[:-1] == second[: len(first) - 1] and begins(first[-1], second[len(first) - 1])
+
+
+def size_of(parts: Parts) -> int:
+    """Into how many pieces the parts cut."""
+    size = 1
+    for part in parts:
+        size *= part[2]
+    return size
+
+
+class Sharding(NamedTuple):
+    """A `ShardingSpec` in integers: parts of axes for each dimension, and its other fields."""
+
+    dims: tuple[Parts, ...]
+    is_closed: tuple[bool, ...]
+    replicated: Parts = ()
+    partial: Parts = ()
+    reduction: str | None = None
+    only: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    # Dimensions of a weaker user priority, which join later: meanwhile they are closed.
+    waiting: tuple[int, ...] = ()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether any dimension is."""
+        return any(self.dims)
+
+
+def are_alike(one: Sharding, other: Sharding) -> bool:
+    """Whether a tensor lies the same in both: cut alike, and with contributions of one kind.
+
+    >>> part = ((0, 1, 2, 0),)
+    >>> one = Sharding(((),), (True,), (), part, "sum")
+    >>> opened, highest = one._replace(is_closed=(False,)), one._replace(reduction="max")
+    >>> are_alike(one, opened), are_alike(one, highest)
+    (True, False)
+    """
+    is_other_sum = bool(one.partial) and one.reduction != other.reduction
+    return one.dims == other.dims and one.partial == other.partial and not is_other_sum
+
+
+class AxisTable:
+    """The shardings of one mesh in integers. `AxisTable.of(mesh)` is the table of a mesh.
+
+    >>> from reshard import spec
+    >>> mesh = DeviceMesh.of(y=3, x=8)
+    >>> table = AxisTable.of(mesh)
+    >>> sharding = table.encoded(spec(mesh, "x:(2)4 y, - ? | replicated(x:(1)2)"))
+    >>> sharding.dims, sharding.is_closed
+    ((((1, 2, 4, 0), (0, 1, 3, 0)), ()), (True, False))
+    >>> print(table.decoded(sharding))
+    x:(2)4 y, ? | replicated(x:(1)2)
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._number = {name: number for number, name in enumerate(mesh.axis_names)}
+        self._level_numbers: dict[tuple[int, Level], int] = {}
+        self.levels: list[Level | None] = [None]
+        self._encoded: dict[ShardingSpec, Sharding] = {}
+        self._decoded: dict[tuple[Sharding, tuple[int, ...]], ShardingSpec] = {}
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(mesh: DeviceMesh) -> AxisTable:
+        """The table of a mesh, kept from one propagation to the next."""
+        return AxisTable(mesh)
+
+    def part(self, axis: Axis, level: int = 0) -> Part:
+        """An axis in integers."""
+        return (self._number[axis.name], axis.pre, self.mesh.axis_size(axis), level)
+
+    def axis(self, part: Part) -> Axis:
+        """An axis from its integers."""
+        name = self.mesh.axis_names[part[0]]
+        # A whole axis is written by its name alone.
+        is_full = part[2] == self.mesh.shape[part[0]]
+        return Axis(name) if is_full else Axis(name, part[1], part[2])
+
+    def encoded(self, spec: ShardingSpec) -> Sharding:
+        """A sharding of the mesh in integers, without its priorities."""
+        found = self._encoded.get(spec)
+        if found is None:
+            if len(self._encoded) >= MOST_KEPT:
+                self._encoded.clear()
+            found = self._encoded[spec] = Sharding(
+                tuple(self._encode_dim(dim) for dim in spec.dim_specs),
+                tuple(not dim.is_open for dim in spec.dim_specs),
+                tuple(map(self.part, spec.replicated_axes)),
+                tuple(map(self.part, spec.partial_axes)),
+                spec.reduction,
+                spec.only,
+            )
+        return found
+
+    def _encode_dim(self, dim: DimSpec) -> Parts:
+        found: list[Part] = []
+        for depth, level in enumerate(dim.levels):
+            number = 0
+            # A level below another is a cut of each part of that one, even by the default rule.
+            if depth or not level.rule.is_default:
+                number = self._level_numbers.setdefault((depth, level), len(self.levels))
+                if number == len(self.levels):
+                    self.levels.append(level)
+            found += [self.part(axis, number) for axis in level.axes]
+        return tuple(found)
+
+    def decoded(self, sharding: Sharding, priorities: tuple[int, ...] = ()) -> ShardingSpec:
+        """The sharding of these integers."""
+        found = self._decoded.get((sharding, priorities))
+        if found is None:
+            if len(self._decoded) >= MOST_KEPT:
+                self._decoded.clear()
+            dims = [
+                DimSpec(self._decode_levels(parts), not closed, priority)
+                for parts, closed, priority in zip(
+                    sharding.dims,
+                    sharding.is_closed,
+                    priorities or (0,) * len(sharding.dims),
+                    strict=True,
+                )
+            ]
+            found = self._decoded[sharding, priorities] = ShardingSpec(
+                self.mesh,
+                dims,
+                map(self.axis, sharding.replicated),
+                map(self.axis, sharding.partial),
+                sharding.reduction or "sum",
+                sharding.only,
+            )
+        return found
+
+    def _decode_levels(self, parts: Parts) -> list[Level]:
+        # Parts numbered 0 are the flat level, which comes first; the others are looked up whole.
+        flat = [self.axis(part) for part in parts if not part[3]]
+        numbers = dict.fromkeys(part[3] for part in parts if part[3])
+        own = [level for number in numbers if (level := self.levels[number]) is not None]
+        return ([Level(flat)] if flat else []) + own
+
+    def whole_levels(self, parts: Parts) -> Parts:
+        """`parts` without a level at the end of which axes are missing."""
+        if not parts or not parts[-1][3]:
+            return parts
+        level = self.levels[parts[-1][3]]
+        count = sum(part[3] == parts[-1][3] for part in parts)
+        if level is not None and count < len(level.axes):
+            return parts[: len(parts) - count]
+        return parts
+
+
+@dataclass(slots=True)
+class FactorSharding:
+    """The cut of one factor of one tensor.
+
+    Args:
+        axes: that cut it, major to minor.
+        overflow: axes of its dimension that follow and cut no factor.
+        is_closed: whether it may not be cut further.
+        is_last: whether it is the minor-most factor of its dimension.
+        is_waiting: whether its dimension joins later, by a weaker user priority.
+    """
+
+    axes: Parts = ()
+    overflow: Parts = ()
+    is_closed: bool = False
+    is_last: bool = True
+    is_waiting: bool = False
+
+
+FactorShardings = dict[int, FactorSharding]
+"""The factors of one tensor."""
+
+
+def collected(
+    mapping: Mapping,
+    sizes: Sequence[int],
+    sharding: Sharding | None,
+    carriers: frozenset[int],
+    *,
+    closed_if_missing: bool = False,
+) -> FactorShardings:
+    """The cuts of a tensor's factors under its sharding.
+
+    Args:
+        mapping: the tensor's dimensions in factors.
+        sizes: of the factors.
+        sharding: of the tensor; None where it has none.
+        carriers: factors that carry levels with a rule of their own.
+        closed_if_missing: whether a tensor without a sharding may not be cut.
+
+    >>> dims = (((0, 1, 4, 0),),)
+    >>> found = collected(((0, 1),), (2, 4), Sharding(dims, (True,)), frozenset())
+    >>> found[0].axes, found[1].axes
+    (((0, 1, 2, 0),), ((0, 2, 2, 0),))
+    """
+    found: FactorShardings = {}
+    for dim, factors in enumerate(mapping):
+        axes: Parts = () if sharding is None else sharding.dims[dim]
+        is_closed = closed_if_missing if sharding is None else sharding.is_closed[dim]
+        if len(factors) == 1:
+            factor = factors[0]
+            if factor not in carriers and any(part[3] for part in axes):
+                found[factor] = FactorSharding((), axes, is_closed)
+            else:
+                found[factor] = FactorSharding(axes, (), is_closed)
+        elif factors:
+            _collect_compound(found, factors, sizes, axes, is_closed)
+        if sharding is not None and dim in sharding.waiting:
+            for factor in factors:
+                if factor in found:
+                    found[factor].is_waiting = True
+    return found
+
+
+def _collect_compound(
+    found: FactorShardings,
+    factors: Sequence[int],
+    sizes: Sequence[int],
+    axes: Parts,
+    is_closed: bool,
+) -> None:
+    waiting = list(axes)
+    has_levels = any(part[3] for part in axes)
+    has_overflow = False
+    for place, factor in enumerate(factors):
+        is_last = place == len(factors) - 1
+        cut = found[factor] = FactorSharding((), (), is_closed or has_overflow, is_last)
+        if has_overflow:
+            # This one may not be cut. Those behind it are as if they were not in the tensor.
+            return
+        if has_levels:
+            cut.overflow = axes
+            has_overflow = True
+            continue
+        if is_last:
+            for part in waiting:
+                cut.axes = joined(cut.axes, part)
+            continue
+        # Take axes while they divide what is left of the factor; of one that is too large, the part
+        # that divides it, and leave the rest to the next factor.
+        left, taken = sizes[factor], []
+        while waiting:
+            part = waiting[0]
+            common = math.gcd(left, part[2])
+            # The axis and what is left have no divisor in common: it overflows here.
+            if part[2] != 1 and common == 1:
+                break
+            if part[2] > common:
+                taken.append((part[0], part[1], common, 0))
+                waiting[0] = (part[0], part[1] * common, part[2] // common, 0)
+            else:
+                taken.append(waiting.pop(0))
+            left //= common
+        cut.axes = tuple(taken)
+        if left > 1 and waiting:
+            has_overflow = True
+            for part in waiting:
+                cut.overflow = joined(cut.overflow, part)
+
+
+def updated(
+    mapping: Mapping,
+    sizes: Sequence[int],
+    factors: FactorShardings,
+    sharding: Sharding | None,
+) -> Sharding:
+    """A tensor's sharding from the cuts of its factors.
+
+    Args:
+        mapping: the tensor's dimensions in factors.
+        sizes: of the factors.
+        factors: their cuts.
+        sharding: of the tensor before, whose replicated and partial axes stay.
+
+    >>> cuts = {0: FactorSharding(((0, 1, 2, 0),)), 1: FactorSharding(((0, 2, 4, 0),))}
+    >>> updated(((0, 1),), (2, 4), cuts, None).dims
+    (((0, 1, 8, 0),),)
+    """
+    dims: list[Parts] = []
+    closed: list[bool] = []
+    for dim, indices in enumerate(mapping):
+        if not indices:
+            dims.append(sharding.dims[dim] if sharding else ())
+            closed.append(sharding.is_closed[dim] if sharding else False)
+            continue
+        if len(indices) == 1:
+            cut = factors[indices[0]]
+            dims.append(cut.axes + cut.overflow if cut.overflow else cut.axes)
+            closed.append(cut.is_closed)
+            continue
+        axes: Parts = ()
+        is_closed = False
+        for factor in indices:
+            cut = factors[factor]
+            is_closed |= cut.is_closed
+            size = 1
+            for place, part in enumerate(cut.axes):
+                size *= part[2]
+                # An axis that was split between two factors is one again.
+                axes = (*axes, part) if place else joined(axes, part)
+            if cut.overflow:
+                for place, part in enumerate(cut.overflow):
+                    axes = (*axes, part) if place else joined(axes, part)
+                break
+            # Not cut to single indices: a cut of the next factor would leave holes in the shards.
+            if size < sizes[factor]:
+                break
+        dims.append(axes)
+        closed.append(is_closed)
+    if sharding is None:
+        return Sharding(tuple(dims), tuple(closed))
+    return sharding._replace(dims=tuple(dims), is_closed=tuple(closed))

@@ -1,0 +1,385 @@
+"""Candidates of the cost strategy: shardings of a value, and shardings of an operator.
+
+The third strategy of propagation chooses among these. The mesh's axes are taken in the pieces in
+which annotations use them. An operator may run with each piece
+
+- cutting one of its factors, where each device can then compute its part by itself;
+- carrying contributions through, where the operator is linear in the operands that have them;
+- unused, the devices along it doing the same;
+- cutting space that windows reach over, where the operator says which edges each device needs.
+
+A value may have every sharding that an operator around it would read or make, and those that the
+other strategies give it. An annotated value has the sharding it was given; where that is open,
+those that extend it as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from reshard.mesh import DeviceMesh
+from reshard.spmd.core.operator import operators
+from reshard.spmd.graph import Operation
+from reshard.spmd.propagation.axes import (
+    AxisTable,
+    FactorSharding,
+    Part,
+    Parts,
+    Sharding,
+    collected,
+    joined,
+    size_of,
+    updated,
+)
+from reshard.spmd.propagation.reshards import common_axes
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+
+# Ways of an operator, and shardings of a value; those of the other strategies come first.
+MOST_WAYS = 256
+MOST_SHARDINGS = 96
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRun:
+    """Shardings of an operator that says by itself what its ranks need: see `Operator.placed`.
+
+    Args:
+        reads: of the operands as they come.
+        runs_with: of the operands while it runs, such as with the edges of other parts.
+        makes: of the results.
+    """
+
+    reads: tuple[Sharding, ...]
+    runs_with: tuple[Sharding, ...]
+    makes: tuple[Sharding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOption:
+    """One way in which an operator may run.
+
+    Args:
+        cuts: axes of each factor.
+        kept: axes along which contributions are carried through.
+        partial: positions of the operands that have those.
+        reduction: how those combine.
+        placed: shardings that the rule cannot say; as the rule says when None.
+    """
+
+    cuts: tuple[Parts, ...]
+    kept: Parts = ()
+    partial: tuple[int, ...] = ()
+    reduction: str = "sum"
+    placed: PlacedRun | None = None
+
+    def reads(self, rule: OpShardingRule) -> tuple[Sharding, ...]:
+        """The shardings of the operands."""
+        if self.placed is not None:
+            return self.placed.reads
+        return tuple(
+            self._make_sharding(
+                rule, place, self.kept if place in self.partial else (), self.reduction
+            )
+            for place in range(len(rule.operands))
+        )
+
+    def makes(self, rule: OpShardingRule) -> tuple[Sharding, ...]:
+        """The shardings of the results, contributions included."""
+        if self.placed is not None:
+            return self.placed.makes
+        found = []
+        for place, contributed in enumerate(rule.contributed, len(rule.operands)):
+            reduced = tuple(part for factor in contributed for part in self.cuts[factor])
+            axes: Parts = ()
+            for part in sorted((*self.kept, *reduced)):
+                axes = joined(axes, part)
+            operator = rule.reduction_operator if reduced else self.reduction
+            found.append(self._make_sharding(rule, place, axes, operator))
+        return tuple(found)
+
+    def _make_sharding(
+        self, rule: OpShardingRule, place: int, partial: Parts, reduction: str
+    ) -> Sharding:
+        dims = tuple(
+            self.cuts[dim[0]]
+            if len(dim) == 1
+            else _join_cuts(tuple((rule.sizes[f], self.cuts[f]) for f in dim))
+            for dim in rule.tensors[place]
+        )
+        reduced = reduction if partial else None
+        return Sharding(dims, (True,) * len(dims), (), partial, reduced)
+
+
+@lru_cache(maxsize=4096)
+def _join_cuts(factors: tuple[tuple[int, Parts], ...]) -> Parts:
+    """The cut of a dimension of several factors, or none, from their sizes and cuts."""
+    sizes = [size for size, _ in factors]
+    cuts = {place: FactorSharding(axes) for place, (_, axes) in enumerate(factors)}
+    return updated((tuple(range(len(factors))),), sizes, cuts, None).dims[0]
+
+
+def pieces_of(shardings: Iterable[Sharding]) -> Parts:
+    """The mesh's axes in the pieces in which shardings use them, in mesh order.
+
+    >>> used = Sharding((((0, 1, 2, 0),), ((1, 1, 3, 0),)), (True, True))
+    >>> whole = Sharding((((0, 1, 8, 0),),), (True,))
+    >>> pieces_of([used, whole])
+    ((0, 1, 2, 0), (0, 2, 4, 0), (1, 1, 3, 0))
+    """
+    bounds: dict[int, set[int]] = {}
+    for sharding in shardings:
+        for part in (*itertools.chain.from_iterable(sharding.dims), *sharding.partial):
+            bounds.setdefault(part[0], set()).update((part[1], part[1] * part[2]))
+    found: list[Part] = []
+    for axis, numbers in sorted(bounds.items()):
+        ordered = sorted(numbers)
+        if any(high % low for low, high in itertools.pairwise(ordered)):
+            # There is no split that has them all: the axis as a whole.
+            ordered = [ordered[0], ordered[-1]]
+        found += [(axis, low, high // low, 0) for low, high in itertools.pairwise(ordered)]
+    return tuple(found)
+
+
+def every_piece(pieces: Parts, mesh: DeviceMesh) -> Parts:
+    """Pieces, and as a whole each axis of the mesh of which there is none.
+
+    >>> every_piece(((1, 1, 2, 0), (1, 2, 2, 0)), DeviceMesh.of(x=2, y=4))
+    ((0, 1, 2, 0), (1, 1, 2, 0), (1, 2, 2, 0))
+    """
+    used = {part[0] for part in pieces}
+    whole = [(axis, 1, size, 0) for axis, size in enumerate(mesh.shape) if size > 1]
+    return tuple(sorted((*pieces, *(part for part in whole if part[0] not in used))))
+
+
+def cuts_of(shape: Sequence[int], pieces: Parts) -> Iterator[Sharding]:
+    """Every way to cut an array by some pieces of axes, each one dimension or none.
+
+    >>> [one.dims for one in cuts_of((4, 3), ((0, 1, 2, 0),))]
+    [((), ()), (((0, 1, 2, 0),), ())]
+    """
+    for chosen in itertools.product((None, *range(len(shape))), repeat=len(pieces)):
+        dims: list[Parts] = [()] * len(shape)
+        for piece, dim in zip(pieces, chosen, strict=True):
+            if dim is not None:
+                dims[dim] = joined(dims[dim], piece)
+        if all(size % size_of(axes) == 0 for size, axes in zip(shape, dims, strict=True)):
+            yield Sharding(tuple(dims), (True,) * len(dims))
+
+
+def ways_of(
+    operation: Operation,
+    shapes: Sequence[tuple[int, ...]],
+    pieces: Parts,
+    known: Sequence[Sequence[Sharding]],
+    mesh: DeviceMesh,
+    reductions: Sequence[str] = ("sum",),
+    in_any_order: bool = False,
+) -> list[RunOption]:
+    """The ways in which an operation may run.
+
+    Args:
+        operation: of the graph.
+        shapes: of its operands, then of its results.
+        pieces: of the mesh's axes.
+        known: the shardings of its tensors, as other strategies have them: one list a strategy.
+        mesh: whose axes they are.
+        reductions: how contributions that may be carried through combine.
+        in_any_order: whether pieces cut a factor in any order, not in that of the mesh alone.
+    """
+    rule = operation.rule
+    # First the operator on whole operands, which is always possible, then as other strategies run
+    # it: neither is lost where the list is cut off at MOST_WAYS.
+    found: dict[RunOption, None] = {RunOption(((),) * len(rule.sizes)): None}
+    elements = [_count_parts(shape) for shape in shapes]
+    for shardings in known:
+        tensors = [
+            collected(mapping, rule.sizes, sharding, frozenset(), closed_if_missing=True)
+            for mapping, sharding in zip(rule.tensors, shardings, strict=True)
+        ]
+        cuts = tuple(common_axes(rule, tensors, elements, mesh))
+        if _may_run(rule, cuts, _find_cuttable(rule, tuple(shapes))):
+            found[RunOption(cuts)] = None
+    for way in _list_placed(operation, tuple(shapes), pieces, mesh):
+        found.setdefault(way)
+    carried = _find_carried(operation, len(rule.operands), reductions)
+    for way in _list_ways(rule, tuple(shapes), pieces, carried, in_any_order):
+        found.setdefault(way)
+        if len(found) >= MOST_WAYS:
+            break
+    return list(found)
+
+
+def _list_placed(
+    operation: Operation, shapes: tuple[tuple[int, ...], ...], pieces: Parts, mesh: DeviceMesh
+) -> Iterator[RunOption]:
+    """The ways in which dimensions are cut along which edges of other parts are needed."""
+    known, rule = operators.get(operation.operator), operation.rule
+    if known is None or known.placed is None:
+        return
+    table, count = AxisTable.of(mesh), len(rule.operands)
+    cuttable = _find_cuttable(rule, shapes)
+    moving = frozenset(rule.permutation)
+    for chosen in itertools.product([None, *sorted(cuttable | moving)], repeat=len(pieces)):
+        cuts: list[Parts] = [()] * len(rule.sizes)
+        for piece, factor in zip(pieces, chosen, strict=True):
+            if factor is not None:
+                cuts[factor] = joined(cuts[factor], piece)
+        if moving.isdisjoint(chosen) or not _may_run(rule, cuts, cuttable | moving):
+            continue
+        way = RunOption(tuple(cuts))
+        reads = way.reads(rule)
+        placed = known.placed([*map(table.decoded, reads)], shapes[:count], operation.attributes)
+        if placed is not None:
+            runs_with, makes = (tuple(map(table.encoded, some)) for some in placed)
+            yield replace(way, placed=PlacedRun(reads, runs_with, makes))
+
+
+def _count_parts(shape: Sequence[int]) -> int:
+    found = 1
+    for size in shape:
+        found *= size
+    return found
+
+
+Carried = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def _find_carried(operation: Operation, count: int, reductions: Sequence[str]) -> Carried:
+    """Reductions, and sets of operands that may have such contributions together."""
+    known = operators.get(operation.operator)
+    if known is None:
+        return ()
+    return tuple(
+        (reduction, operands)
+        for reduction in reductions
+        for operands in known.partial_operands(count, reduction, **operation.attributes)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _find_cuttable(rule: OpShardingRule, shapes: tuple[tuple[int, ...], ...]) -> frozenset[int]:
+    """Factors along which each device can compute its part by itself."""
+    whole = {*rule.need_replication, *rule.permutation, *rule.blocked}
+    for mapping, shape in zip(rule.tensors, shapes, strict=True):
+        for dim, size in zip(mapping, shape, strict=True):
+            if _count_parts([rule.sizes[factor] for factor in dim]) != size:
+                whole.update(dim)
+    # Cut along a factor that it lacks and that is not reduced, a result would be incomplete.
+    of_results = [{factor for dim in mapping for factor in dim} for mapping in rule.results]
+    of_operands = {factor for mapping in rule.operands for dim in mapping for factor in dim}
+    for factor in range(len(rule.sizes)):
+        if factor not in rule.reduction and not all(factor in one for one in of_results):
+            whole.add(factor)
+        # What a device makes follows from what it is given: of a factor that only results have, as
+        # of a broadcast, it makes all, which is cut then.
+        if factor not in of_operands:
+            whole.add(factor)
+    return frozenset(range(len(rule.sizes))) - whole
+
+
+def _may_run(rule: OpShardingRule, cuts: Sequence[Parts], cuttable: frozenset[int]) -> bool:
+    """Whether each device has what its part of the results needs, uneven parts included."""
+    for factor, axes in enumerate(cuts):
+        shards, size = size_of(axes), rule.sizes[factor]
+        if shards == 1:
+            continue
+        if factor not in cuttable or shards > size:
+            return False
+        # A mean of means, and a maximum of nothing, are not the whole's.
+        is_exact = factor in rule.reduction and rule.reduction_operator != "sum"
+        if size % shards and (is_exact or _is_compound(rule, factor)):
+            return False
+    # Within a dimension, a factor may be cut where all before it are cut to single indices.
+    for mapping in rule.tensors:
+        for dim in mapping:
+            is_open = True
+            for factor in dim:
+                shards = size_of(cuts[factor])
+                if shards > 1 and not is_open:
+                    return False
+                is_open = is_open and shards == rule.sizes[factor]
+    return True
+
+
+def _is_compound(rule: OpShardingRule, factor: int) -> bool:
+    return any(factor in dim and len(dim) > 1 for mapping in rule.tensors for dim in mapping)
+
+
+@lru_cache(maxsize=4096)
+def _list_ways(
+    rule: OpShardingRule,
+    shapes: tuple[tuple[int, ...], ...],
+    pieces: Parts,
+    carried: Carried,
+    in_any_order: bool,
+) -> tuple[RunOption, ...]:
+    cuttable = _find_cuttable(rule, shapes)
+    places: list[tuple[str, int]] = [("unused", 0)]
+    places += [("factor", factor) for factor in sorted(cuttable)]
+    # What is carried and what is reduced here is one sum, or one maximum.
+    places += [
+        ("carried", number)
+        for number, (reduction, _) in enumerate(carried)
+        if not rule.reduction or rule.reduction_operator == reduction
+    ]
+    found: dict[RunOption, None] = {}
+    for ordered in itertools.permutations(pieces) if in_any_order else [pieces]:
+        # Each piece of the axes has one place: unused, a factor, or contributions of some operands.
+        for chosen in itertools.product(places, repeat=len(ordered)):
+            cuts: list[Parts] = [()] * len(rule.sizes)
+            kept: dict[int, Parts] = {}
+            for piece, (kind, number) in zip(ordered, chosen, strict=True):
+                if kind == "factor":
+                    cuts[number] = joined(cuts[number], piece)
+                elif kind == "carried":
+                    kept[number] = joined(kept.get(number, ()), piece)
+            if len(kept) > 1 or not _may_run(rule, cuts, cuttable):
+                continue
+            number, axes = next(iter(kept.items()), (0, ()))
+            reduction, operands = carried[number] if axes else ("sum", ())
+            found[RunOption(tuple(cuts), tuple(sorted(axes)), operands, reduction)] = None
+            if len(found) >= MOST_WAYS:
+                return tuple(found)
+    return tuple(found)
+
+
+def shardings_of(
+    given: Sharding | None, around: Iterable[Sharding], known: Iterable[Sharding], is_output: bool
+) -> list[Sharding]:
+    """The shardings that a value may have.
+
+    Args:
+        given: its annotation.
+        around: what operators around it would read or make.
+        known: what other strategies give it.
+        is_output: whether the function returns it: no contributions then.
+    """
+    found: dict[Sharding, None] = {}
+    if given is not None:
+        found[given] = None
+        if all(given.is_closed):
+            return list(found)
+    for sharding in itertools.chain(known, around):
+        closed = sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
+        # An open annotation may be extended, a closed one has been returned above.
+        if given is not None and not _extends(closed, given):
+            continue
+        if is_output and closed.partial:
+            continue
+        found.setdefault(closed)
+        if len(found) >= MOST_SHARDINGS:
+            break
+    return list(found)
+
+
+def _extends(sharding: Sharding, given: Sharding) -> bool:
+    """Whether a sharding keeps an annotation, and cuts further only where that is open."""
+    taken = (*given.replicated, *given.partial)
+    return sharding.partial == given.partial and all(
+        (new == old if is_closed else new[: len(old)] == old)
+        and all(part[0] not in {other[0] for other in taken} for part in new[len(old) :])
+        for new, old, is_closed in zip(sharding.dims, given.dims, given.is_closed, strict=True)
+    )

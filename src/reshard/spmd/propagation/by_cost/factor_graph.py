@@ -1,0 +1,898 @@
+"""Factor graphs: the minimum of a sum of tables, by elimination or descent.
+
+Each variable has a number of choices, each table gives seconds for the choices of a few of them.
+
+*Elimination* is exact. A variable is eliminated by adding the tables that have it and keeping, for
+each choice of the others, the minimum; backwards, the choices are read off. Variables whose tables
+stay small are eliminated first (Dechter, "Bucket elimination", 1999)::
+
+    f(a, b) + g(b, c)       c out: h(b) = min over c of g(b, c)
+    f(a, b) + h(b)          b out: k(a) = min over b of f(a, b) + h(b)
+    k(a)                    a is where k is minimal; then b where f(a, b) + h(b) is, then c
+
+The order, and the size of tables, depend on which variables each table has, not on its values: an
+order is found once for all sums of such tables. If a table would become too large, elimination
+stops, or goes on with the tables split, and then gives a lower bound. Forwards again, each joined
+table gets the sum of the tables outside of it, and then has the minimum for every single choice: a
+choice whose minimum is above a known sum can be excluded.
+
+*Descent* starts from given choices and changes one variable at a time, with the inner ones next to
+it, as long as that helps. In *windows*, all variables but a few are chosen at once: the others keep
+their choices, and are such that elimination of the rest makes no large table. Each window leaves
+out other variables.
+
+Both give the same answer on every machine: sums are computed in one order, and among equals the
+first choice is taken.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Collection, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+# Entries that are added at once: larger tables would come from memory each time.
+LARGEST_BLOCK = 1 << 15
+
+
+class CostTable(NamedTuple):
+    """Seconds for the choices of some variables, one axis a variable, in rising order."""
+
+    variables: tuple[int, ...]
+    seconds_s: FloatArray
+
+
+TableView = tuple[int, tuple[int, ...] | None, tuple[int, ...]]
+"""How to broadcast a table to a scope: its number, its axes with several choices in the order of
+the scope (None if they are in that order), and its shape, with an axis of length 1 for each
+variable of the scope that it lacks."""
+
+
+Places = tuple[int, ...]
+"""The variables of a table that have several choices, by their places in a scope."""
+
+
+@lru_cache(maxsize=1 << 14)
+def _find_views(tables: tuple[Places, ...], sizes: tuple[int, ...]) -> tuple[TableView, ...]:
+    """Views of tables, small ones first: the sum of those that have few of the variables is small.
+
+    Args:
+        tables: their variables, which are in rising order but for the first of the scope.
+        sizes: choices of each variable of the scope.
+    """
+    found: list[TableView] = []
+    for number, places in enumerate(tables):
+        at = places.index(0) if 0 in places else 0
+        axes = (at, *[axis for axis in range(len(places)) if axis != at]) if at else None
+        shape = tuple([size if place in places else 1 for place, size in enumerate(sizes)])
+        found.append((number, axes, shape))
+    return tuple(sorted(found, key=lambda view: math.prod(view[2])))
+
+
+def _view(tables: Sequence[CostTable], views: Sequence[TableView]) -> list[FloatArray]:
+    parts = []
+    for number, axes, shape in views:
+        seconds_s = tables[number].seconds_s
+        if axes is not None:
+            if seconds_s.ndim > len(axes):
+                # Axes of variables that have one choice.
+                seconds_s = seconds_s.squeeze()
+            seconds_s = seconds_s.transpose(axes)
+        parts.append(seconds_s.reshape(shape))
+    return parts
+
+
+def joined_table(
+    tables: Sequence[CostTable], scope: Sequence[int], choices: Sequence[int]
+) -> FloatArray:
+    """The sum of tables, an array of its own with an axis for each variable of a scope.
+
+    Args:
+        tables: of these variables, and others that have one choice.
+        scope: all that have several choices; the first is any, the others are in rising order.
+        choices: how many each variable has.
+    """
+    sizes = tuple([choices[v] for v in scope])
+    places = [tuple([scope.index(v) for v in one.variables if v in scope]) for one in tables]
+    parts = _view(tables, _find_views(tuple(places), sizes))
+    return _add(parts, np.empty(sizes)) if parts else np.zeros(sizes)
+
+
+def _add(parts: Sequence[FloatArray], total: FloatArray) -> FloatArray:
+    """The sum of parts, into a total that has all of their axes."""
+    if len(parts) == 1:
+        np.copyto(total, parts[0])
+        return total
+    # In rows of the scope, whatever order the tables are in.
+    found = parts[0]
+    for part in parts[1:-1]:
+        found = np.add(found, part, order="C")
+    return np.add(found, parts[-1], out=total)
+
+
+def least_joined(
+    tables: Sequence[CostTable], places: tuple[Places, ...], sizes: tuple[int, ...]
+) -> FloatArray:
+    """The least of the sum of tables over the first variable of their scope.
+
+    Args:
+        tables: as for `joined_table`.
+        places: the variables of each by their places in the scope.
+        sizes: choices of each variable of the scope.
+
+    >>> one = CostTable((0, 1), np.array([[5.0, 6.0], [0.0, 9.0]]))
+    >>> least_joined([one], ((0, 1),), (2, 2)).tolist()
+    [0.0, 6.0]
+    """
+    if not tables:
+        return np.zeros(sizes[1:])
+    parts = _view(tables, _find_views(places, sizes))
+    rest = math.prod(sizes[1:])
+    rows = max(LARGEST_BLOCK // rest, 1)
+    if rows >= sizes[0]:
+        total = parts[0]
+        for part in parts[1:]:
+            total = np.add(total, part, order="C")
+        return np.asarray(np.minimum.reduce(total))
+    # In blocks of rows, whose memory is used again.
+    block, least_s = np.empty((rows, *sizes[1:])), np.full(sizes[1:], math.inf)
+    for first in range(0, sizes[0], rows):
+        some = [part[first : first + rows] if len(part) > 1 else part for part in parts]
+        own_s = _add(some, block[: sizes[0] - first])
+        np.minimum(np.minimum.reduce(own_s), least_s, out=least_s)
+    return least_s
+
+
+def find_operator(table: CostTable, variable: int, chosen: Sequence[int]) -> FloatArray:
+    """A table for each choice of a variable, with the others at theirs.
+
+    >>> find_operator(CostTable((0, 2), np.array([[1.0, 2.0], [3.0, 4.0]])), 0, (0, 0, 1)).tolist()
+    [2.0, 4.0]
+    """
+    variables, seconds_s = table
+    if len(variables) == 1:
+        return seconds_s
+    if len(variables) == 2:
+        one, other = variables
+        return seconds_s[:, chosen[other]] if one == variable else seconds_s[chosen[one]]
+    return seconds_s[tuple([slice(None) if v == variable else chosen[v] for v in variables])]
+
+
+def sliced(table: CostTable, free: tuple[int, ...], chosen: Sequence[int]) -> FloatArray:
+    """A table with all but the free variables at their choices, in the order of `free`.
+
+    >>> sliced(CostTable((0, 2), np.array([[1.0, 2.0], [3.0, 4.0]])), (0,), (0, 0, 1)).tolist()
+    [2.0, 4.0]
+    """
+    variables, seconds_s = table
+    found: FloatArray = seconds_s[
+        tuple([slice(None) if v in free else chosen[v] for v in variables])
+    ]
+    kept = [v for v in variables if v in free]
+    # Tables have their variables in rising order, which need not be the order of `free`.
+    return found.T if len(kept) == 2 and kept != list(free) else found
+
+
+def least_over(seconds_s: FloatArray, scope: Sequence[int], variables: Sequence[int]) -> FloatArray:
+    """The least over the axes of a scope that are not those of some variables."""
+    axes = tuple(place for place, v in enumerate(scope) if v not in variables)
+    return np.asarray(seconds_s.min(axis=axes))
+
+
+def grouped(
+    scopes: Sequence[tuple[int, ...]], choices: Sequence[int], largest: int
+) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Return groups of tables that are not too large together, the largest tables first.
+
+    A group is its variables in ascending order, and the places of its tables.
+
+    Args:
+        scopes: the variables of each table.
+        choices: how many each variable has; those that have one are left out.
+        largest: entries of a group's table, unless one table alone is larger.
+
+    >>> grouped([(0, 1), (0, 2), (0,)], (2, 2, 2), 4)
+    [((0, 1), [0, 2]), ((0, 2), [1])]
+    """
+    sizes = [math.prod([choices[v] for v in scope]) for scope in scopes]
+    groups: list[tuple[set[int], list[int]]] = []
+    for place in sorted(range(len(scopes)), key=lambda one: -sizes[one]):
+        own = {v for v in scopes[place] if choices[v] > 1}
+        for joined, places in groups:
+            if math.prod([choices[v] for v in joined | own]) <= largest:
+                joined |= own
+                places.append(place)
+                break
+        else:
+            groups.append((own, [place]))
+    return [(tuple(sorted(own)), places) for own, places in groups]
+
+
+def taken_apart(
+    variable: int,
+    tables: Sequence[CostTable],
+    choices: Sequence[int],
+    largest: int,
+) -> list[CostTable]:
+    """A lower bound of the least over a variable, where its tables are too large together.
+
+    They are joined in groups, each of which has its least for itself. What groups say of the
+    variable's choices is evened out before, which makes the bound a closer one (Dechter and Rish,
+    "Mini-buckets", 2003; Ihler et al., "Join-graph based cost-shifting schemes", 2012).
+
+    Args:
+        variable: that is taken out.
+        tables: all that have it.
+        choices: how many each variable has.
+        largest: entries of a group's table.
+
+    >>> one, two = (CostTable((0, v), np.array([[1.0, 5.0], [3.0, 0.0]])) for v in (1, 2))
+    >>> apart = taken_apart(0, [one, two], (2, 2, 2), 4)
+    >>> [(table.variables, table.seconds_s.tolist()) for table in apart]
+    [((1,), [1.0, 0.0]), ((2,), [1.0, 0.0])]
+    """
+    # The variable first, whose axis is that of rows.
+    totals = []
+    for scope, places in grouped([one.variables for one in tables], choices, largest):
+        rest = tuple([v for v in scope if v != variable])
+        joined = [tables[place] for place in places]
+        totals.append((rest, joined_table(joined, (variable, *rest), choices)))
+    own_s = [total.reshape(choices[variable], -1).min(axis=1) for _, total in totals]
+    mean_s = sum(own_s) / len(own_s)
+    left = []
+    for (rest, total), least_s in zip(totals, own_s, strict=True):
+        total += (mean_s - least_s).reshape(-1, *[1] * len(rest))
+        left.append(CostTable(rest, np.asarray(np.minimum.reduce(total))))
+    return left
+
+
+# Entries of the largest joined table of which is kept what came of it.
+MOST_KEPT = 1 << 16
+
+
+class EliminationStep(NamedTuple):
+    """A variable that is to be taken out.
+
+    Args:
+        scope: the variables of its tables, itself first.
+        joined: its tables by their numbers; what steps leave has numbers behind those of the sum.
+        pattern: how many choices the variable has, and for each table -1 and the places of its
+            variables in the scope.
+        size: entries of all its tables together.
+        largest: entries of a table, where they are too large together and are taken apart.
+    """
+
+    scope: tuple[int, ...]
+    joined: tuple[int, ...]
+    pattern: tuple[int, ...]
+    size: int
+    largest: int | None
+
+
+class Elimination(NamedTuple):
+    """A variable taken out of some tables.
+
+    Args:
+        variable: that is taken out.
+        scope: the variables of the tables, this one first.
+        joined: the tables.
+        left: the least seconds then, a table of the rest, or several that come to no more.
+        best: the variable's choice, for choices of the rest that have been asked for; None where
+            the tables are too large together.
+    """
+
+    variable: int
+    scope: tuple[int, ...]
+    joined: list[CostTable]
+    left: list[CostTable]
+    best: dict[tuple[int, ...], int] | None
+
+
+KnownTables = dict[object, tuple[list[CostTable], FloatArray, dict[tuple[int, ...], int]]]
+"""Results of eliminations by the pattern and the identities of their tables: the tables, which are
+kept so that their identities stay unique, and `left` and `best` of `Elimination`."""
+
+
+def find_order(
+    choices: Sequence[int],
+    scopes: Sequence[tuple[int, ...]],
+    largest: int,
+    *,
+    apart: bool = False,
+) -> list[EliminationStep] | None:
+    """In which order variables are taken out; None where a table would be larger than `largest`.
+
+    If `apart`, such tables are not made: see `taken_apart`.
+
+    Args:
+        choices: how many each variable has.
+        scopes: the variables of each table.
+        largest: entries of a table.
+
+    >>> [step.scope for step in find_order((2, 2, 2), [(0, 1), (1, 2)], 4) or ()]
+    [(0, 1), (1, 2), (2,)]
+    """
+    # 1. The tables left of each variable by their numbers, the variables beside it, and a heap of
+    # variables by the size of their joined table. Variables with one choice stay: without them,
+    # scopes are as few axes as they can be.
+    of: list[dict[int, tuple[int, ...]]] = [{} for _ in choices]
+    beside = [{variable} for variable in range(len(choices))]
+    for number, scope in enumerate(scopes):
+        open_ = tuple([v for v in scope if choices[v] > 1])
+        for variable in open_:
+            of[variable][number] = open_
+            beside[variable].update(open_)
+    sizes = [math.prod([choices[v] for v in some]) for some in beside]
+    waiting = [(size, variable) for variable, size in enumerate(sizes) if size > 1]
+    heapq.heapify(waiting)
+    order: list[EliminationStep] = []
+    next_number = len(scopes)
+    while waiting:
+        size, variable = heapq.heappop(waiting)
+        # Sizes change as others are taken out; an entry that is out of date has a newer one.
+        if size != sizes[variable]:
+            continue
+        if size > largest and not apart:
+            return None
+        # 2. The variable's tables, which become one with an axis a variable, or several.
+        tables = of[variable]
+        is_apart = size > largest
+        rest = tuple(sorted(beside[variable] - {variable}))
+        scope = (variable, *rest)
+        pattern = [choices[variable]]
+        for table in tables.values():
+            pattern += [-1, *map(scope.index, table)]
+        numbers = tuple(tables)
+        order.append(
+            EliminationStep(scope, numbers, tuple(pattern), size, largest if is_apart else None)
+        )
+        left = [rest]
+        if is_apart:
+            groups = grouped(list(tables.values()), choices, largest)
+            left = [tuple([v for v in some if v != variable]) for some, _ in groups]
+        # 3. What is left is beside the rest.
+        sizes[variable] = 0
+        for other in rest:
+            own_tables = of[other]
+            for number in tables:
+                own_tables.pop(number, None)
+            for number, one in enumerate(left, next_number):
+                if other in one:
+                    own_tables[number] = one
+            own = beside[other]
+            if is_apart:
+                own = beside[other] = {other, *itertools.chain.from_iterable(own_tables.values())}
+                now = math.prod([choices[v] for v in own])
+            else:
+                added = [v for v in rest if v not in own]
+                own.update(added)
+                own.discard(variable)
+                now = sizes[other] // choices[variable] * math.prod([choices[v] for v in added])
+            if now != sizes[other]:
+                sizes[other] = now
+                heapq.heappush(waiting, (now, other))
+        next_number += len(left)
+    return order
+
+
+def find_cut_set(
+    choices: Sequence[int],
+    scopes: Sequence[tuple[int, ...]],
+    largest: int,
+    free: Collection[int] = (),
+) -> set[int]:
+    """Variables with whose choices known no table becomes larger than `largest`, or few do.
+
+    Variables are taken out as by `find_order`. Where the smallest table would be too large, the
+    variable in it that most others are beside is one of those found.
+
+    Args:
+        choices: how many each variable has.
+        scopes: the variables of each table.
+        largest: entries of a table.
+        free: variables that are found only where there are no others.
+
+    >>> sorted(find_cut_set((2, 2, 2, 2), [(0, 1), (1, 2), (2, 3), (0, 3)], 4))
+    [0]
+    """
+    beside = [{variable} for variable in range(len(choices))]
+    for scope in scopes:
+        open_ = [v for v in scope if choices[v] > 1]
+        for variable in open_:
+            beside[variable].update(open_)
+    sizes = [math.prod([choices[v] for v in some]) for some in beside]
+    waiting = [(size, variable) for variable, size in enumerate(sizes) if size > 1]
+    heapq.heapify(waiting)
+    found: set[int] = set()
+    while waiting:
+        size, variable = heapq.heappop(waiting)
+        if size != sizes[variable]:
+            continue
+        own = beside[variable]
+        is_cut = size > largest
+        if is_cut:
+            variable = max(own, key=lambda v: (v not in free, len(beside[v]), choices[v], -v))
+            found.add(variable)
+            own = beside[variable]
+        sizes[variable] = 0
+        for other in own - {variable}:
+            if not is_cut:
+                beside[other] |= own
+            beside[other].discard(variable)
+            now = math.prod([choices[v] for v in beside[other]])
+            if now != sizes[other]:
+                sizes[other] = now
+                heapq.heappush(waiting, (now, other))
+    return found
+
+
+def take_out(
+    order: Sequence[EliminationStep],
+    tables: Sequence[CostTable],
+    choices: Sequence[int],
+    known: KnownTables,
+) -> list[Elimination]:
+    """The variables of a sum taken out one by one.
+
+    What the same tables give in the same places is found once: graphs repeat their layers.
+
+    Args:
+        order: in which they are, from `find_order`.
+        tables: of the sum.
+        choices: how many each variable has.
+        known: what came of tables before, and comes of small ones here. They are told apart by the
+            memory they are in, so that those of `tables` must be kept as long as this is.
+    """
+    numbered = list(tables)
+    taken: list[Elimination] = []
+    of_large: KnownTables = {}
+    for scope, numbers, pattern, size, largest in order:
+        variable, rest = scope[0], scope[1:]
+        joined = [numbered[number] for number in numbers]
+        if largest is not None:
+            left = taken_apart(variable, joined, choices, largest)
+            taken.append(Elimination(variable, scope, joined, left, None))
+        else:
+            # The least over the variable's axis, for choices of the rest.
+            own = known if size <= MOST_KEPT else of_large
+            key = (pattern, *[id(seconds_s) for _, seconds_s in joined])
+            found = own.get(key)
+            if found is None:
+                sizes = tuple([choices[v] for v in scope])
+                least_s = least_joined(joined, _read_places(pattern), sizes)
+                found = own[key] = joined, least_s, {}
+            left = [CostTable(rest, found[1])]
+            taken.append(Elimination(variable, scope, joined, left, found[2]))
+        numbered += left
+    return taken
+
+
+def _read_places(pattern: Sequence[int]) -> tuple[Places, ...]:
+    """The places of each table's variables.
+
+    >>> _read_places((7, -1, 0, 2, -1, 1))
+    ((0, 2), (1,))
+    """
+    found: list[list[int]] = []
+    for place in pattern[1:]:
+        if place < 0:
+            found.append([])
+        else:
+            found[-1].append(place)
+    return tuple(map(tuple, found))
+
+
+def read_off(taken: Sequence[Elimination], choices: Sequence[int]) -> tuple[int, ...]:
+    """The choices where the sum is least, or near that if tables were taken apart.
+
+    >>> tables = [CostTable((0, 1), np.array([[5.0, 6.0], [0.0, 9.0]]))]
+    >>> order = find_order((2, 2), [(0, 1)], 4) or []
+    >>> read_off(take_out(order, tables, (2, 2), {}), (2, 2))
+    (1, 0)
+    """
+    # Backwards: when a variable is read off, the rest of its tables is chosen already.
+    chosen = [0] * len(choices)
+    for variable, scope, joined, _, best in reversed(taken):
+        known = {} if best is None else best
+        at = tuple([chosen[v] for v in scope[1:]])
+        found = known.get(at)
+        if found is None:
+            costs = np.zeros(choices[variable])
+            for table in joined:
+                costs += find_operator(table, variable, chosen)
+            found = known[at] = int(costs.argmin())
+        chosen[variable] = found
+    return tuple(chosen)
+
+
+# Entries of the largest table that elimination makes, of all variables and of a window's.
+LARGEST_TABLE = 1 << 19
+LARGEST_OF_WINDOW = 1 << 16
+# Windows of all variables but a few, and how often they are looked at.
+WINDOWS = 2
+MOST_PASSES = 3
+
+
+class _Window(NamedTuple):
+    """Variables that are chosen at once.
+
+    Args:
+        variables: in rising order.
+        numbers: of the tables that have any of them.
+        scopes: which of them each of these has, by their places.
+        axes: of each of these, which belong to other variables.
+        order: in which they are taken out.
+    """
+
+    variables: tuple[int, ...]
+    numbers: list[int]
+    scopes: tuple[tuple[int, ...], ...]
+    axes: list[tuple[int, ...]]
+    order: list[EliminationStep]
+
+
+@dataclass(slots=True)
+class _Known:
+    """What was found in a sum, and in those with some other tables, for the same tables in each.
+
+    Tables are told apart by the memory they are in, so all of them are kept.
+    """
+
+    costs: dict[object, FloatArray] = field(default_factory=dict)
+    least: dict[object, int] = field(default_factory=dict)
+    windows: dict[object, tuple[int, ...]] = field(default_factory=dict)
+    joined: KnownTables = field(default_factory=dict)
+    orders: dict[tuple[int, bool], list[EliminationStep] | None] = field(default_factory=dict)
+    fitting: dict[int, list[_Window]] = field(default_factory=dict)
+    slices: dict[object, FloatArray] = field(default_factory=dict)
+    beside: dict[tuple[int, ...], dict[int, list[int]]] = field(default_factory=dict)
+    # Where descent ended, and inner variables of it: with which tables.
+    ends: dict[tuple[tuple[int, ...], tuple[int, ...]], list[CostTable]] = field(
+        default_factory=dict
+    )
+    _kept: dict[int, FloatArray] = field(default_factory=dict)
+
+    def keep(self, tables: Iterable[CostTable]) -> None:
+        """Tables by which something may be known."""
+        self._kept.update((id(one.seconds_s), one.seconds_s) for one in tables)
+
+
+@dataclass(slots=True)
+class CostSum:
+    """A sum of tables.
+
+    Args:
+        choices: how many each variable has.
+        tables: what is added.
+
+    >>> one, two = np.array([0.0, 1.0]), np.array([[5.0, 6.0], [0.0, 9.0]])
+    >>> tables = [CostTable((0,), one), CostTable((0, 1), two)]
+    >>> one = CostSum((2, 2), tables)
+    >>> one.eliminated(), one.value((1, 0))
+    ((1, 0), 1.0)
+    """
+
+    choices: tuple[int, ...]
+    tables: list[CostTable]
+    _of: list[list[int]] = field(init=False)
+    _known: _Known = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._known = _Known()
+        self._known.keep(self.tables)
+        self._of = [[] for _ in self.choices]
+        for number, table in enumerate(self.tables):
+            for variable in table.variables:
+                self._of[variable].append(number)
+
+    def replaced(self, tables: list[CostTable]) -> CostSum:
+        """The sum of as many other tables, in each place one of the same variables."""
+        found = copy(self)
+        found.tables = tables
+        self._known.keep(tables)
+        return found
+
+    def value(self, chosen: Sequence[int]) -> float:
+        """The sum for choices of all variables."""
+        return _add_up(self.tables, chosen)
+
+    def eliminated(self, largest: int = LARGEST_TABLE) -> tuple[int, ...] | None:
+        """The choices of the least sum; None where a table would be larger than `largest`."""
+        taken = self._take_out(largest)
+        return None if taken is None else read_off(taken, self.choices)
+
+    def nearly_eliminated(self, largest: int = LARGEST_TABLE) -> tuple[tuple[int, ...], bool]:
+        """Choices of a low sum, and whether it is the least for sure.
+
+        Tables that would be larger than `largest` are taken apart: see `taken_apart`.
+        """
+        taken = self._take_out(largest, apart=True) or []
+        return read_off(taken, self.choices), all(one.best is not None for one in taken)
+
+    def least_of_choices(self, largest: int = LARGEST_TABLE) -> list[FloatArray] | None:
+        """The least sum with each choice of each variable, up to rounding; None as `eliminated`.
+
+        >>> one, two = np.array([0.0, 1.0]), np.array([[5.0, 6.0], [0.0, 9.0]])
+        >>> tables = [CostTable((0,), one), CostTable((0, 1), two)]
+        >>> [least_s.tolist() for least_s in CostSum((2, 2), tables).least_of_choices()]
+        [[5.0, 1.0], [1.0, 6.0]]
+        """
+        taken = self._take_out(largest)
+        if taken is None:
+            return None
+        # Variables that share no table, directly or by others, are sums of their own.
+        # None is taken apart here, so that each leaves one table.
+        lefts = [one.left[0] for one in taken]
+        parts_s = [float(left.seconds_s) for left in lefts if not left.variables]
+        # Tables of variables that have one choice alone are in none of those.
+        parts_s += [one.seconds_s.item() for one in self.tables if one.seconds_s.size == 1]
+        whole_s = math.fsum(parts_s)
+        made = set(map(id, lefts))
+        outside_s: dict[int, FloatArray] = {}
+        found: list[FloatArray] = [np.full(1, whole_s)] * len(self.choices)
+        for one, left in zip(reversed(taken), reversed(lefts), strict=True):
+            # All tables of the sum, for choices of these variables: those below, and those outside.
+            total = joined_table(one.joined, one.scope, self.choices)
+            if left.variables:
+                total += outside_s.pop(id(left))
+            else:
+                total += whole_s - float(left.seconds_s)
+            found[one.variable] = least_over(total, one.scope, (one.variable,))
+            for table in one.joined:
+                if id(table) in made:
+                    least_s = least_over(total, one.scope, table.variables)
+                    least_s = np.moveaxis(least_s, 0, table.variables.index(one.variable))
+                    outside_s[id(table)] = least_s - table.seconds_s
+        return found
+
+    def restricted(self, kept: Sequence[IntArray]) -> CostSum:
+        """The sum with some choices of each variable, by their numbers."""
+        tables = [
+            CostTable(one.variables, one.seconds_s[np.ix_(*(kept[v] for v in one.variables))])
+            for one in self.tables
+        ]
+        return CostSum(tuple(map(len, kept)), tables)
+
+    def _take_out(self, largest: int, *, apart: bool = False) -> list[Elimination] | None:
+        """The variables taken out one by one; None where a table would be larger than `largest`.
+
+        If `apart`, such tables are not made: see `taken_apart`.
+
+        """
+        key = largest, apart
+        if key not in self._known.orders:
+            scopes = [one.variables for one in self.tables]
+            self._known.orders[key] = find_order(self.choices, scopes, largest, apart=apart)
+        order = self._known.orders[key]
+        if order is None:
+            return None
+        return take_out(order, self.tables, self.choices, self._known.joined)
+
+    def descended(
+        self, start: Sequence[int], inner: Sequence[int] = (), sweeps: int = 12
+    ) -> tuple[int, ...]:
+        """Choices where changing one variable, and the inner ones beside it, helps no more.
+
+        Args:
+            start: the choices to begin with; those of inner variables do not count.
+            inner: variables that are never in one table: given all others, the best choice of
+                each is found by itself, and a variable beside them is judged by that.
+            sweeps: the most times that all variables are looked at.
+        """
+        chosen = list(start)
+        # Where another sum with most of these tables ended, only what the others change is new.
+        ended = self._known.ends.get((tuple(start), tuple(inner))) if sweeps else None
+        near: Collection[int] = range(len(chosen))
+        if ended is not None:
+            pairs = zip(self.tables, ended, strict=True)
+            near = {v for one, other in pairs if one[1] is not other[1] for v in one[0]}
+        for variable in inner:
+            if variable in near:
+                chosen[variable] = self._find_least(variable, chosen)
+        if not sweeps:
+            return tuple(chosen)
+        beside = self._find_beside(tuple(inner))
+        # All are looked at once, then those near which something has changed since.
+        waiting = set(beside) if ended is None else self._find_near(near) & beside.keys()
+        for _ in range(sweeps):
+            for variable in sorted(waiting):
+                waiting.discard(variable)
+                costs = self._sum_costs(variable, chosen, beside[variable])
+                best = int(costs.argmin())
+                if costs[best] < costs[chosen[variable]]:
+                    chosen[variable] = best
+                    for other in beside[variable]:
+                        chosen[other] = self._find_least(other, chosen)
+                    waiting.update(self._find_near((variable, *beside[variable])) & beside.keys())
+                    waiting.discard(variable)
+            if not waiting:
+                self._known.ends[tuple(chosen), tuple(inner)] = self.tables
+                break
+        return tuple(chosen)
+
+    def descended_in_windows(
+        self, start: Sequence[int], inner: Sequence[int] = (), largest: int = LARGEST_OF_WINDOW
+    ) -> tuple[int, ...]:
+        """Choices where changing all variables of a window at once helps no more.
+
+        Args:
+            start: the choices to begin with, which descend by single variables first.
+            inner: as for `descended`.
+            largest: entries of a window's tables.
+        """
+        chosen = self.descended(start, inner)
+        windows = self._find_windows(largest)
+        # In turns, until none of the others has changed anything since one was looked at.
+        unchanged = 0
+        for one in windows * MOST_PASSES:
+            found = self._solve_window(one, chosen)
+            unchanged = unchanged + 1 if found == chosen else 1
+            chosen = found
+            if unchanged == len(windows):
+                break
+        return chosen
+
+    def _find_windows(self, largest: int) -> list[_Window]:
+        """Windows of all variables but a few, others in each."""
+        found = self._known.fitting.get(largest)
+        if found is None:
+            found = self._known.fitting[largest] = []
+            outside: set[int] = set()
+            for _ in range(WINDOWS):
+                window = self._find_window(largest, outside)
+                outside.update(set(range(len(self.choices))).difference(window.variables))
+                found.append(window)
+                if len(outside) == self.choices.count(1):
+                    # All variables that have a choice are in it.
+                    break
+        return found
+
+    def _find_window(self, largest: int, inside: Collection[int]) -> _Window:
+        """All variables but those with whose choices given the others can be taken out.
+
+        Args:
+            largest: entries of a table.
+            inside: variables that are rather in it than others.
+        """
+        order = None
+        while order is None:
+            scopes = [one.variables for one in self.tables]
+            outside = find_cut_set(self.choices, scopes, largest, inside)
+            variables = tuple(
+                [v for v, count in enumerate(self.choices) if count > 1 and v not in outside]
+            )
+            places = {variable: place for place, variable in enumerate(variables)}
+            numbers = list(dict.fromkeys(n for v in variables for n in self._of[v]))
+            tables = [scopes[number] for number in numbers]
+            own = tuple([tuple([places[v] for v in some if v in places]) for some in tables])
+            order = find_order([self.choices[v] for v in variables], own, LARGEST_TABLE)
+            # Another order than that in which the variables outside were found.
+            largest //= 4
+        axes = [tuple([n for n, v in enumerate(some) if v not in places]) for some in tables]
+        return _Window(variables, numbers, own, axes, order)
+
+    def _solve_window(self, window: _Window, chosen: tuple[int, ...]) -> tuple[int, ...]:
+        """The best choices of a window's variables, all others being chosen."""
+        tables = []
+        slices = self._known.slices
+        for number, own, axes in zip(window.numbers, window.scopes, window.axes, strict=True):
+            variables, seconds_s = self.tables[number]
+            if axes:
+                # The same object each time.
+                key = (id(seconds_s), axes, *[chosen[variables[axis]] for axis in axes])
+                found_s = slices.get(key)
+                if found_s is None:
+                    place = tuple(
+                        [
+                            chosen[v] if axis in axes else slice(None)
+                            for axis, v in enumerate(variables)
+                        ]
+                    )
+                    found_s = slices[key] = seconds_s[place]
+                seconds_s = found_s
+            tables.append(CostTable(own, seconds_s))
+        before = tuple([chosen[v] for v in window.variables])
+        key = (window.variables, *[id(seconds_s) for _, seconds_s in tables])
+        found = self._known.windows.get(key)
+        if found is None:
+            choices = [self.choices[v] for v in window.variables]
+            taken = take_out(window.order, tables, choices, self._known.joined)
+            found = self._known.windows[key] = read_off(taken, choices)
+        if found == before or _add_up(tables, found) >= _add_up(tables, before):
+            return chosen
+        changed = list(chosen)
+        for variable, choice in zip(window.variables, found, strict=True):
+            changed[variable] = choice
+        return tuple(changed)
+
+    def _find_near(self, some: Iterable[int]) -> set[int]:
+        """The variables that some share a table with, and those themselves."""
+        numbers = {number for variable in some for number in self._of[variable]}
+        return {variable for number in numbers for variable in self.tables[number].variables}
+
+    def _find_beside(self, inner: tuple[int, ...]) -> dict[int, list[int]]:
+        """The inner variables that each of the others shares a table with."""
+        found = self._known.beside.get(inner)
+        if found is None:
+            known = set(inner)
+            outer = [v for v, count in enumerate(self.choices) if count > 1 and v not in known]
+            found = {v: sorted(self._find_near((v,)) & known) for v in outer}
+            self._known.beside[inner] = found
+        return found
+
+    def _find_least(self, variable: int, chosen: Sequence[int]) -> int:
+        """The best choice of a variable, all others being chosen."""
+        key = (self.choices[variable], *self._read_keys(variable, (variable,), chosen))
+        found = self._known.least.get(key)
+        if found is None:
+            found = self._known.least[key] = int(self._sum_costs(variable, chosen).argmin())
+        return found
+
+    def _sum_costs(
+        self, variable: int, chosen: Sequence[int], inner: Sequence[int] = ()
+    ) -> FloatArray:
+        """The sum of a variable's tables for each choice of it, inner variables at their best.
+
+        Args:
+            variable: that is free.
+            chosen: the choices of the others.
+            inner: those beside it that take their best choice each time.
+        """
+        known = self._known.costs
+        keys = [tuple(self._read_keys(variable, (variable, *inner), chosen))]
+        keys += [tuple(self._read_keys(other, (variable, other), chosen)) for other in inner]
+        key = (self.choices[variable], *keys)
+        costs = known.get(key)
+        if costs is not None:
+            return costs
+        costs = np.zeros(self.choices[variable])
+        for number in self._of[variable]:
+            table = self.tables[number]
+            if not any(other in inner for other in table.variables):
+                costs += find_operator(table, variable, chosen)
+        for other, own in zip(inner, keys[1:], strict=True):
+            least_s = known.get(own)
+            if least_s is None:
+                # A row for each choice of the variable, a column for each of the inner one.
+                both = np.zeros((self.choices[variable], self.choices[other]))
+                for number in self._of[other]:
+                    table = self.tables[number]
+                    if variable in table.variables:
+                        both += sliced(table, (variable, other), chosen)
+                    else:
+                        both += find_operator(table, other, chosen)
+                least_s = known[own] = both.min(axis=1)
+            costs += least_s
+        known[key] = costs
+        return costs
+
+    def _read_keys(self, variable: int, free: tuple[int, ...], chosen: Sequence[int]) -> list[int]:
+        """Of a variable's tables: which is read at which choices, or for all of a free variable."""
+        tables, keys = self.tables, []
+        for number in self._of[variable]:
+            variables, seconds_s = tables[number]
+            keys.append(id(seconds_s))
+            # The places of free variables tell a table from its transpose.
+            for other in variables:
+                keys.append(-1 if other == variable else -2 if other in free else chosen[other])
+        return keys
+
+
+def _add_up(tables: Sequence[CostTable], chosen: Sequence[int]) -> float:
+    # fsum rounds once, so that the sum does not depend on the order of the tables.
+    return math.fsum(
+        [
+            seconds_s.item(*[chosen[variable] for variable in variables])
+            for variables, seconds_s in tables
+        ]
+    )

@@ -1,0 +1,603 @@
+"""Placement: the reshards of a graph in which every value has a sharding.
+
+Operations run on tensors that are cut alike along each factor (`common_axes`). So each operand
+that is not is resharded before, each result after, contributions are combined where they are not
+wanted, and outputs become what was asked for::
+
+    x : [-, y]   w : [y, -]                    x moves to [x, y]
+    r = x @ w : [x, y] wanted                  the product is [x, -] and a sum over y
+                                               it is reduced over y, and moves to [x, y]
+
+How a movement is done is decided elsewhere: by `reshard.plan` and `find_program`.
+
+`reduction` of a `Movement` names axes whose contributions are combined; the other movements keep
+what they hold.
+
+An operator runs with the same axes for a factor in all of its tensors. `common_axes` chooses them:
+
+1. If the tensors agree, that is the answer.
+2. Of two tensors (an elementwise or a moving operator) one keeps its sharding: the one without cuts
+   along which elements move, else the larger, else the more sharded.
+3. Of more tensors, each sharding of a factor in some tensor, and each prefix of it, is a candidate.
+   The candidate that is supported by the most elements (those of all tensors that are sharded so,
+   or further) is chosen first; then passed-through factors before reduced and moved ones; then more
+   shards. Candidates that overlap it are shortened, and the next one is chosen.
+4. Axes of factors that must be replicated are moved to factors that all tensors have, if they
+   divide them.
+
+A factor of a dimension of several is a candidate only if the one before it is sharded to single
+indices. The choice is that of Shardy (OpenXLA, explicit reshards of the export pipeline).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from reshard.errors import SpecError
+from reshard.mesh import Axis, DeviceMesh
+from reshard.sharding import ShardingSpec
+from reshard.spmd.core.operator import operators
+from reshard.spmd.graph import Operation
+from reshard.spmd.propagation.axes import (
+    AxisTable,
+    FactorSharding,
+    FactorShardings,
+    Part,
+    Parts,
+    Sharding,
+    are_alike,
+    are_apart,
+    begins_strictly,
+    collected,
+    joined,
+    size_of,
+    updated,
+    without,
+)
+from reshard.spmd.propagation.propagation import OperationShardings, PropagatedGraph, carriers_of
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+
+Axes = list[Parts]
+"""The axes that cut each factor, by its index."""
+
+
+def common_axes(
+    rule: OpShardingRule,
+    factors: Sequence[FactorShardings],
+    sizes: Sequence[int],
+    mesh: DeviceMesh,
+) -> Axes:
+    """The axes that cut each factor while the operator runs.
+
+    Args:
+        rule: of the operator.
+        factors: of its tensors, operands first.
+        sizes: elements of each tensor.
+        mesh: whose axes they are cut along.
+    """
+    found = _find_agreed(rule, factors)
+    if found is not None:
+        return found
+    # Scalars have nothing to cut.
+    arrays = [number for number, mapping in enumerate(rule.tensors) if mapping]
+    has_compound = any(len(dim) > 1 for mapping in rule.tensors for dim in mapping)
+    if len(arrays) == 2 and not rule.need_replication and not has_compound:
+        return _follow_one(rule, factors, sizes, arrays, AxisTable.of(mesh))
+    found = _Vote(rule, factors, sizes, mesh).axes()
+    # The vote may have cut these as well; their axes go elsewhere, or are unused.
+    for factor in rule.need_replication:
+        axes, found[factor] = found[factor], ()
+        if axes and _is_everywhere(rule, factor):
+            _distribute(rule, axes, found)
+    return found
+
+
+def _find_agreed(rule: OpShardingRule, factors: Sequence[FactorShardings]) -> Axes | None:
+    """The axes that cut each factor in all tensors; None where they disagree."""
+    found: list[Parts | None] = [None] * len(rule.sizes)
+    used: Parts = ()
+    for tensor in factors:
+        for factor, cut in tensor.items():
+            if factor in rule.need_replication and cut.axes:
+                return None
+            known = found[factor]
+            if known is None:
+                if not all(are_apart(a, b) for a in cut.axes for b in used):
+                    return None
+                found[factor] = cut.axes
+                used += cut.axes
+            elif known != cut.axes:
+                return None
+    return [axes or () for axes in found]
+
+
+def _follow_one(
+    rule: OpShardingRule,
+    factors: Sequence[FactorShardings],
+    sizes: Sequence[int],
+    arrays: Sequence[int],
+    table: AxisTable,
+) -> Axes:
+    """The cuts of the preferred one of two tensors, and of the other what is apart from them."""
+
+    def preference(number: int) -> tuple[bool, int, int]:
+        cuts = factors[number]
+        moves = any(factor in rule.permutation and cut.axes for factor, cut in cuts.items())
+        shards = 1
+        for cut in cuts.values():
+            shards *= size_of(cut.axes)
+        return (not moves, sizes[number], shards)
+
+    first, second = arrays
+    # Of equals the first tensor is followed.
+    if preference(first) < preference(second):
+        first, second = second, first
+    found: Axes = [()] * len(rule.sizes)
+    used: Parts = ()
+    for factor, cut in factors[first].items():
+        found[factor] = cut.axes
+        used += cut.axes
+    for factor, cut in factors[second].items():
+        if factor not in factors[first]:
+            found[factor] = _shorten(cut.axes, used, table)
+    return found
+
+
+def _shorten(axes: Parts, used: Parts, table: AxisTable) -> Parts:
+    """The longest beginning of `axes` that is apart from `used`; of whole levels."""
+    for place, part in enumerate(axes):
+        found = without(part, used)
+        if found != part:
+            left = axes[:place] if found is None else (*axes[:place], found)
+            return table.whole_levels(left)
+    return axes
+
+
+def _is_everywhere(rule: OpShardingRule, factor: int) -> bool:
+    """Whether all tensors but scalars have a factor."""
+    return all(any(factor in dim for dim in mapping) for mapping in rule.tensors if mapping)
+
+
+def _distribute(rule: OpShardingRule, axes: Parts, found: Axes) -> None:
+    """Cut factors that all tensors have along axes that are free, where they divide them."""
+    special = {*rule.reduction, *rule.need_replication, *rule.permutation}
+    # A level with a rule of its own stays where it is, and nothing cuts its parts further here.
+    waiting = [part for part in axes if not part[3]]
+    for factor, size in enumerate(rule.sizes):
+        if factor in special or not size or not _is_everywhere(rule, factor):
+            continue
+        if any(part[3] for part in found[factor]):
+            continue
+        shards = size_of(found[factor])
+        if size % shards:
+            continue
+        room = size // shards
+        while waiting and room % waiting[0][2] == 0:
+            room //= waiting[0][2]
+            found[factor] = joined(found[factor], waiting.pop(0))
+
+
+@dataclass(slots=True)
+class _Candidate:
+    factor: int
+    axes: Parts
+    elements: int
+    shards: int
+
+
+class _Vote:
+    """The third step: candidates, and who goes first."""
+
+    def __init__(
+        self,
+        rule: OpShardingRule,
+        factors: Sequence[FactorShardings],
+        sizes: Sequence[int],
+        mesh: DeviceMesh,
+    ) -> None:
+        self.rule = rule
+        # Ties go by the axes' names, not by their places in the mesh.
+        order = sorted(range(len(mesh.axis_names)), key=lambda axis: mesh.axis_names[axis])
+        self.rank = {axis: place for place, axis in enumerate(order)}
+        self.full = mesh.shape
+        self.table = AxisTable.of(mesh)
+        # For each factor of a dimension of several, those right before it that are not single
+        # indices yet.
+        self.needs: dict[int, set[int]] = {}
+        for mapping in rule.tensors:
+            for dim in mapping:
+                for before, factor in itertools.pairwise(dim):
+                    self.needs.setdefault(factor, set()).add(before)
+        proposed: dict[tuple[int, Parts], None] = {}
+        for tensor in factors:
+            for factor, cut in tensor.items():
+                # Every beginning of a cut is a candidate, so that what is too long may be taken in
+                # part.
+                for count in range(len(cut.axes), 0, -1):
+                    if self.table.whole_levels(cut.axes[:count]) == cut.axes[:count]:
+                        proposed[factor, cut.axes[:count]] = None
+        self.candidates = []
+        for factor, axes in proposed:
+            elements = sum(
+                size
+                for tensor, size in zip(factors, sizes, strict=True)
+                if factor in tensor
+                and (tensor[factor].axes == axes or begins_strictly(axes, tensor[factor].axes))
+            )
+            self.candidates.append(_Candidate(factor, axes, elements, size_of(axes)))
+
+    def axes(self) -> Axes:
+        """The axes that cut each factor."""
+        found: Axes = [()] * len(self.rule.sizes)
+        while True:
+            valid = [one for one in self.candidates if not self.needs.get(one.factor)]
+            if not valid:
+                return found
+            best = max(valid, key=self._key)
+            factor, axes = best.factor, best.axes
+            found[factor] = axes
+            if size_of(axes) == self.rule.sizes[factor]:
+                for needed in self.needs.values():
+                    needed.discard(factor)
+            self.candidates = [one for one in self.candidates if self._remains(one, best, found)]
+
+    def _remains(self, one: _Candidate, best: _Candidate, found: Axes) -> bool:
+        if one.factor == best.factor:
+            # A longer cut of the same factor remains, counted by what it adds.
+            one.shards = size_of(one.axes) // size_of(best.axes)
+            return one is not best and begins_strictly(best.axes, one.axes)
+        axes = _shorten(one.axes, best.axes, self.table)
+        one.shards = size_of(axes)
+        if axes != one.axes:
+            one.axes = axes
+            one.shards //= size_of(found[one.factor])
+            return axes != found[one.factor]
+        return True
+
+    def _key(self, one: _Candidate) -> tuple[object, ...]:
+        kind = 3
+        if one.factor in self.rule.reduction:
+            kind = 2
+        elif one.factor in self.rule.permutation:
+            kind = 1
+        elif one.factor in self.rule.need_replication:
+            kind = 0
+        # The largest key goes first. Names decide last, so that an answer does not depend on the
+        # places of axes in the mesh.
+        names = tuple(
+            (self.rank[part[0]], part[2] != self.full[part[0]], part[1], part[2])
+            for part in one.axes
+        )
+        return (one.elements, kind, one.shards, one.factor, len(one.axes), names)
+
+
+Side = Literal["operand", "result", "output"]
+Place = tuple[int | None, Side, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """One value that changes its sharding, at one place.
+
+    Args:
+        value: its number.
+        operation: the number of the operation that reads or makes it; None for an output.
+        side: where it moves: before the operation, behind it, or behind the whole function.
+        position: of the operand, result or output.
+        source, target: shardings.
+        reduced: axes along which contributions are combined; none for a reshard.
+    """
+
+    value: int
+    operation: int | None
+    side: Side
+    position: int
+    source: ShardingSpec
+    target: ShardingSpec
+    reduced: tuple[Axis, ...] = ()
+
+    def __str__(self) -> str:
+        where = f"{self.side} {self.position}"
+        where += "" if self.operation is None else f" of operation {self.operation}"
+        verb = f"reduced over {' '.join(map(str, self.reduced))}" if self.reduced else "resharded"
+        return f"%{self.value}, {where}: {verb} from `{self.source}` to `{self.target}`"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedGraph:
+    """A propagated graph with the shardings of its operations, and its reshards.
+
+    Args:
+        propagated: the graph and the shardings of its values.
+        operands: for each operation, the shardings of its operands while it runs.
+        results: for each operation, the shardings of its results right after it, including pending
+            sums.
+        moved: all reshards, in order.
+    """
+
+    propagated: PropagatedGraph
+    operands: tuple[tuple[ShardingSpec, ...], ...]
+    results: tuple[tuple[ShardingSpec, ...], ...]
+    moved: tuple[Movement, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.moved)) or "nothing moves"
+
+
+def explicit_reshards(propagated: PropagatedGraph) -> PlacedGraph:
+    """Find the reshards of a graph whose values have shardings.
+
+    Values without a sharding are replicated. Without any sharding nothing moves. Axes that do not
+    fit a factor, and levels with a cut rule of their own that an operator does not propagate, are
+    removed by a reshard before the operation and restored after it.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> from reshard.spmd.graph import Graph
+    >>> from reshard.spmd.propagation.strategies import propagate_graph
+    >>> mesh = DeviceMesh.of(x=2, y=2)
+    >>> graph = Graph.of(
+    ...     [(8, 8), (8, 8)],
+    ...     [("matmul", [0, 1], "([i, k], [k, j]) -> ([i, j]) {i=8, j=8, k=8} reduction={k}")],
+    ...     [2],
+    ... )
+    >>> given = {0: spec(mesh, "-, y"), 1: spec(mesh, "y, -"), 2: spec(mesh, "x, -")}
+    >>> print(explicit_reshards(propagate_graph(graph, given)))
+    %0, operand 0 of operation 0: resharded from `-, y` to `x, y`
+    %2, result 0 of operation 0: reduced over y from `x, - | sum(y)` to `x, -`
+    """
+    if not isinstance(propagated, PropagatedGraph):
+        raise SpecError(f"{propagated!r} is not propagated; give what propagate_graph returns")
+    if propagated.mesh is None:
+        count = len(propagated.graph.operations)
+        return PlacedGraph(propagated, ((),) * count, ((),) * count, ())
+    run = _Placing(propagated, AxisTable.of(propagated.mesh))
+    for number, operation in enumerate(propagated.graph.operations):
+        if propagated.runs is None:
+            run.place(number, operation)
+        else:
+            run.follow(number, operation, propagated.runs[number])
+    run.deliver()
+    return PlacedGraph(propagated, tuple(run.operands), tuple(run.results), tuple(run.moved))
+
+
+class _Placing:
+    """The walk over a graph's operations."""
+
+    def __init__(self, propagated: PropagatedGraph, table: AxisTable) -> None:
+        self.graph = propagated.graph
+        self.asked = propagated.outputs
+        self.table = table
+        self.state = [
+            _make_whole(len(value.shape))
+            if spec is None
+            else table.encoded(spec)._replace(replicated=())
+            for value, spec in zip(self.graph.values, propagated.values, strict=True)
+        ]
+        self.operands: list[tuple[ShardingSpec, ...]] = []
+        self.results: list[tuple[ShardingSpec, ...]] = []
+        self.moved: list[Movement] = []
+
+    def spec(self, sharding: Sharding) -> ShardingSpec:
+        """A sharding as users see it: closed, since propagation is over."""
+        closed = (True,) * len(sharding.dims)
+        return self.table.decoded(sharding._replace(is_closed=closed))
+
+    def move(
+        self,
+        value: int,
+        place: Place,
+        source: Sharding,
+        target: Sharding,
+        reduced: Parts = (),
+    ) -> None:
+        """Write a movement down."""
+        axes = tuple(map(self.table.axis, reduced))
+        self.moved.append(Movement(value, *place, self.spec(source), self.spec(target), axes))
+
+    def place(self, number: int, operation: Operation) -> None:
+        """Decide what one operation runs with, and what moves for it."""
+        rule = operation.rule
+        # 1. Contributions that pass through, and what cuts each factor beside them.
+        wanted = self.state[operation.results[0]].partial if operation.results else ()
+        kept = self._keep_partial(operation, wanted)
+        shardings = self._add_partial(operation, kept)
+        chosen = self._choose(operation, shardings)
+        if not all(are_apart(part, other) for axes in chosen for part in axes for other in kept):
+            # Axes with contributions are needed to cut: the contributions are combined first.
+            kept = ()
+            shardings = self._add_partial(operation, kept)
+            chosen = self._choose(operation, shardings)
+        # 2. The shardings of all tensors under those cuts, and the axes along which results are
+        # partial.
+        cut = [
+            updated(
+                mapping,
+                rule.sizes,
+                {
+                    factor: FactorSharding(chosen[factor], (), True, place == len(dim) - 1)
+                    for dim in mapping
+                    for place, factor in enumerate(dim)
+                },
+                sharding,
+            )
+            for mapping, sharding in zip(rule.tensors, shardings, strict=True)
+        ]
+        # 3. Operands: combine contributions that do not pass through, then reshard.
+        count = len(operation.operands)
+        for position, value in enumerate(operation.operands):
+            at: Place = (number, "operand", position)
+            less = self._find_reduced(value, at, self.state[value], kept)
+            if less.dims != cut[position].dims:
+                self.move(value, at, less, cut[position])
+        # 4. Results: the same, from what the operation makes to what the value is to be.
+        made = []
+        for position, value in enumerate(operation.results):
+            target = self.state[value]
+            reduced = rule.contributed[position]
+            contributed = ordered((*kept, *(part for f in reduced for part in chosen[f])))
+            found = cut[count + position]._replace(
+                partial=contributed,
+                reduction=self._find_combining(operation, kept) if contributed else None,
+            )
+            made.append(self.spec(found))
+            at = (number, "result", position)
+            less = self._find_reduced(value, at, found, _find_staying(found, target))
+            if not are_alike(less, target):
+                self.move(value, at, less, target)
+        self.operands.append(tuple(map(self.spec, cut[:count])))
+        self.results.append(tuple(made))
+
+    def _add_partial(self, operation: Operation, kept: Parts) -> list[Sharding]:
+        """The shardings of an operation's tensors, its operands' contributions combined."""
+        operands = [
+            _subtract(self.state[value], difference(self.state[value].partial, kept))
+            for value in operation.operands
+        ]
+        # What a result has of contributions follows from how the operation runs.
+        return operands + [
+            _subtract(self.state[v], self.state[v].partial) for v in operation.results
+        ]
+
+    def _choose(self, operation: Operation, shardings: Sequence[Sharding]) -> Axes:
+        """The axes that cut each factor. Axes that overflow a factor cut none."""
+        rule = operation.rule
+        carriers = carriers_of(rule)
+        factors = [
+            collected(mapping, rule.sizes, sharding, carriers, closed_if_missing=True)
+            for mapping, sharding in zip(rule.tensors, shardings, strict=True)
+        ]
+        for cuts in factors:
+            for cut in cuts.values():
+                # They cut no factor, so that no other tensor can be cut alike: the reshard leaves
+                # them.
+                cut.overflow = ()
+        places = (*operation.operands, *operation.results)
+        sizes = [math.prod(self.graph.values[value].shape) for value in places]
+        return common_axes(rule, factors, sizes, self.table.mesh)
+
+    def _find_reduced(self, value: int, place: Place, source: Sharding, kept: Parts) -> Sharding:
+        """Combine contributions that are not kept, and write that down."""
+        combined = difference(source.partial, kept)
+        if not combined:
+            return source
+        target = _subtract(source, combined)
+        self.move(value, place, source, target, combined)
+        return target
+
+    def follow(self, number: int, operation: Operation, run: OperationShardings) -> None:
+        """Write down what moves for an operation of which it is decided how it runs."""
+        reads, makes = run
+        for position, (value, target) in enumerate(zip(operation.operands, reads, strict=True)):
+            self.bring(value, (number, "operand", position), self.state[value], target)
+        for position, (value, source) in enumerate(zip(operation.results, makes, strict=True)):
+            self.bring(value, (number, "result", position), source, self.state[value])
+        self.operands.append(tuple(map(self.spec, reads)))
+        self.results.append(tuple(map(self.spec, makes)))
+
+    def bring(self, value: int, place: Place, source: Sharding, target: Sharding) -> None:
+        """Write a movement down, if there is one: contributions and cuts at once."""
+        if not are_alike(source, target):
+            combined = difference(source.partial, _find_staying(source, target))
+            self.move(value, place, source, target, combined)
+
+    def _find_combining(self, operation: Operation, kept: Parts) -> str:
+        """The reduction of the contributions that an operation makes, or carries."""
+        carried = [self.state[value] for value in operation.operands] if kept else []
+        found = [one.reduction for one in carried if one.partial and one.reduction]
+        return found[0] if found else operation.rule.reduction_operator
+
+    def _keep_partial(self, operation: Operation, wanted: Parts) -> Parts:
+        """Partial axes that operands keep, since the operator passes contributions on.
+
+        The result asks for them, and the operands that have them are such a set as the operator
+        may be applied to contribution by contribution.
+        """
+        known = operators.get(operation.operator)
+        if not wanted or known is None:
+            return ()
+        partial = [self.state[value].partial for value in operation.operands]
+        having = tuple(position for position, axes in enumerate(partial) if axes)
+        reductions = {self.state[operation.operands[position]].reduction for position in having}
+        if not having or len({partial[position] for position in having}) > 1:
+            return ()
+        if len(reductions) > 1:
+            return ()
+        # The operands that may have contributions together: (0, 1) of subtract, (0,) or (1,) of
+        # multiply.
+        sets = known.partial_operands(
+            len(partial), reductions.pop() or "sum", **operation.attributes
+        )
+        # The intersection: wanted without what of it the operands have not.
+        both = difference(wanted, difference(wanted, partial[having[0]]))
+        return both if having in sets else ()
+
+    def deliver(self) -> None:
+        """Make outputs what they are asked to be."""
+        for position, (value, spec) in enumerate(zip(self.graph.outputs, self.asked, strict=True)):
+            source = self.state[value]
+            ndim = len(self.graph.values[value].shape)
+            target = _make_whole(ndim) if spec is None else self.table.encoded(spec)
+            target = target._replace(replicated=())
+            at: Place = (None, "output", position)
+            source = self._find_reduced(value, at, source, target.partial)
+            if source.dims != target.dims or source.partial != target.partial:
+                self.move(value, at, source, target)
+
+
+def _make_whole(ndim: int) -> Sharding:
+    return Sharding(((),) * ndim, (True,) * ndim)
+
+
+def _find_staying(source: Sharding, target: Sharding) -> Parts:
+    """The contributions of a sharding that another has as well: of one kind, along these axes."""
+    return target.partial if source.reduction == target.reduction else ()
+
+
+def _subtract(sharding: Sharding, combined: Parts) -> Sharding:
+    """A sharding without contributions along some axes."""
+    left = difference(sharding.partial, combined)
+    return sharding._replace(partial=left, reduction=sharding.reduction if left else None)
+
+
+def ordered(parts: Sequence[Part]) -> Parts:
+    """Parts in the order of the mesh, those that follow one another joined.
+
+    >>> ordered([(1, 1, 2, 0), (0, 2, 2, 0), (0, 1, 2, 0)])
+    ((0, 1, 4, 0), (1, 1, 2, 0))
+    """
+    found: Parts = ()
+    for part in sorted(parts):
+        found = joined(found, part)
+    return found
+
+
+def difference(parts: Parts, other: Parts) -> Parts:
+    """The first parts without the second ones, in the order of the mesh.
+
+    >>> difference(((0, 1, 8, 0),), ((0, 2, 2, 0),))
+    ((0, 1, 2, 0), (0, 4, 2, 0))
+    """
+    if not other:
+        return ordered(parts)
+    left = list(parts)
+    for taken in other:
+        kept: list[Part] = []
+        for axis, pre, size, level in left:
+            # An axis part covers the strides from `pre` to `pre * size`; what is left of it lies
+            # before `low` or behind `high`.
+            low, high = max(pre, taken[1]), min(pre * size, taken[1] * taken[2])
+            if (axis, pre, size) == taken[:3]:  # Of an axis of size 1 too, which has no strides.
+                continue
+            if axis != taken[0] or low >= high:
+                kept.append((axis, pre, size, level))
+                continue
+            if pre < low:
+                kept.append((axis, pre, low // pre, 0))
+            if high < pre * size:
+                kept.append((axis, high, pre * size // high, 0))
+        left = kept
+    return ordered(left)

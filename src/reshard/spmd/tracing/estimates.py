@@ -1,0 +1,592 @@
+"""Estimates of operations: their shardings, reshards, memory and time.
+
+*Memory*. A value occupies memory from the operation that computes it to the last one that reads it.
+Arguments belong to the caller and are held throughout, except donated ones; results are held to the
+end. Around an operation:
+
+    operand reshards   the value, the reshards so far, the new shards, what the program needs
+    the operator       all operands as it runs with them, and its results
+    a loop, a branch   the operands, and what it holds within
+    result reshards    those, the new shards, what the program needs
+
+`with_sharding` computes nothing: its operand is its result before it is resharded. Where nothing
+moves, or an operation before moved it there, its result is memory that is held already.
+
+*Time*. An operation runs on shards, which may differ between ranks: of 5 rows over 2 ranks, rank 0
+computes 3. The shards of its operands and results on a rank determine the size of each factor of
+its rule there, and these its operations, and the bytes that it reads and writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from reshard.collectives.program import Program
+from reshard.collectives.steps import Permute
+from reshard.cost.estimate import Estimate
+from reshard.dtypes import DType
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
+from reshard.runs import IntArray
+from reshard.sharding import ShardingSpec
+from reshard.spmd.core.array_type import ArrayType
+from reshard.spmd.graph import WITH_SHARDING, BodyCosts, Graph, Operation
+from reshard.spmd.propagation.by_cost.cost_model import least_s, moved_bytes, operations_of
+from reshard.spmd.propagation.strategies import ranks_of
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+from reshard.spmd.shards.chosen_program import chosen_program
+from reshard.topology import Device, Topology
+
+
+@dataclass(frozen=True)
+class InsertedReshard:
+    """A value that gets another sharding.
+
+    Args:
+        value: its number in the graph.
+        source: the array before.
+        target: the sharding after.
+        topology: by which the time is estimated; None for no times.
+        library: whose collectives take it.
+    """
+
+    value: int
+    source: ArrayType
+    target: ShardingSpec
+    topology: Topology | None = None
+    library: str = "nccl"
+
+    @cached_property
+    def program(self) -> Program:
+        """The collectives, or the direct exchange."""
+        # Cached, since the table, the page and the memory ask for it, and a search takes
+        # milliseconds.
+        return chosen_program(self.source, self.target)
+
+    @property
+    def result(self) -> ArrayType:
+        """The array after."""
+        return self.source.with_spec(self.target)
+
+    @property
+    def moved_elements(self) -> int:
+        """Elements that ranks receive from others, summed over ranks."""
+        return self.program.moved_elements
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that ranks receive from others, summed over ranks."""
+        return self.moved_elements * self.source.dtype.itemsize_bytes
+
+    @cached_property
+    def estimate(self) -> Estimate | None:
+        """How long the collectives take; None without a topology."""
+        if self.topology is None:
+            return None
+        return self.program.estimate(self.source.dtype, self.topology, self.library)
+
+    @property
+    def seconds_s(self) -> float:
+        """How long the collectives take; 0 without a topology."""
+        return 0.0 if self.estimate is None else self.estimate.seconds_s
+
+    def __str__(self) -> str:
+        steps = " ".join(map(str, self.program.steps)) or "nothing"
+        return f"%{self.value} {steps} to `{self.target}`"
+
+
+@dataclass(frozen=True)
+class TracedOperation:
+    """An operation and what goes on around it.
+
+    Args:
+        operation: of the graph.
+        operands: types as they are made; None for a number.
+        runs_with: shardings that the operator runs with; None for what is not sharded.
+        results: types of the results, as the operations that follow find them.
+        computed: types of the results as the operator makes them.
+        before: operands that are resharded, in the order of the operands.
+        after: results that are resharded.
+        reused: operands that lie in another sharding since an operation before moved them there.
+        live_bytes: the most memory that each rank holds meanwhile, in the order of the mesh's
+            devices: arguments, values still to be used, and what reshards need beside them.
+        held_bytes: what each rank holds when the operation begins.
+        compute_s: seconds that each rank computes; empty where no device is known.
+        within: what an operation that is a function moves and holds within: all turns of a `scan`,
+            one of a `while_loop`, and of the branches of a `cond` the greater of both.
+        may_stop: whether a program looks at elements before it, and may have to be carried out
+            from its arguments again, operation by operation.
+    """
+
+    operation: Operation
+    operands: tuple[ArrayType | None, ...]
+    runs_with: tuple[ShardingSpec | None, ...]
+    results: tuple[ArrayType, ...]
+    computed: tuple[ArrayType, ...]
+    before: tuple[InsertedReshard, ...] = ()
+    after: tuple[InsertedReshard, ...] = ()
+    reused: tuple[InsertedReshard, ...] = ()
+    live_bytes: tuple[int, ...] = field(default=())
+    held_bytes: tuple[int, ...] = field(default=())
+    compute_s: tuple[float, ...] = field(default=())
+    within: BodyCosts = field(default_factory=BodyCosts)
+    may_stop: bool = False
+
+    @property
+    def reshards(self) -> Iterator[InsertedReshard]:
+        """All that is resharded, in order."""
+        yield from self.before
+        yield from self.after
+
+    @property
+    def moved_elements(self) -> int:
+        """Elements that ranks receive from others, summed over ranks."""
+        return sum(one.moved_elements for one in self.reshards)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that ranks receive from others, summed over ranks."""
+        return self.within.moved_bytes + sum(one.moved_bytes for one in self.reshards)
+
+    @property
+    def inserted_s(self) -> float:
+        """How long what is inserted takes; 0 without a topology."""
+        return sum(one.seconds_s for one in self.reshards)
+
+    @property
+    def busiest_s(self) -> float:
+        """How long the rank computes that computes longest; 0 where no device is known."""
+        return max(self.compute_s, default=0.0)
+
+    @property
+    def seconds_s(self) -> float:
+        """How long all of it takes: what is inserted, and the rank that computes longest."""
+        # One after the other: collectives wait for the slowest rank, and none of them overlaps
+        # computing.
+        return self.inserted_s + self.busiest_s
+
+
+Ranks = tuple[int, ...]
+Shape = tuple[int, ...]
+
+
+def with_compute(
+    operations: Sequence[TracedOperation], ranks: Ranks, device: Device
+) -> tuple[TracedOperation, ...]:
+    """The operations with the seconds that each rank computes at each.
+
+    Args:
+        operations: of the function.
+        ranks: of the mesh, in its order.
+        device: of each rank.
+    """
+    return tuple(
+        replace(one, compute_s=_estimate_seconds(one, ranks, device)) for one in operations
+    )
+
+
+def _estimate_seconds(one: TracedOperation, ranks: Ranks, device: Device) -> tuple[float, ...]:
+    if one.operation.operator == WITH_SHARDING:
+        return (0.0,) * len(ranks)
+    read = [
+        None if kind is None else kind.with_spec(spec)
+        for kind, spec in zip(one.operands, one.runs_with, strict=True)
+    ]
+    kinds = (*read, *one.computed)
+    shapes = [((),) * len(ranks) if kind is None else shapes_of(kind, ranks) for kind in kinds]
+    widths = [0 if kind is None else kind.dtype.itemsize_bytes for kind in kinds]
+    given = tuple(kind.dtype for kind in read if kind is not None and kind.ndim)
+    dtypes = given or tuple(kind.dtype for kind in one.computed)
+    # Most ranks have shards of the same shapes: each set of shapes is estimated once.
+    found: dict[tuple[Shape, ...], float] = {}
+    for here in zip(*shapes, strict=True):
+        if here not in found:
+            sizes_bytes = [math.prod(s) * width for s, width in zip(here, widths, strict=True)]
+            found[here] = _estimate_shapes(one, here, sizes_bytes, dtypes, device)
+    mesh = None if one.results[0].spec is None else one.results[0].spec.mesh
+    return tuple(
+        found[here] if mesh is None or rank in mesh.devices else 0.0
+        for rank, here in zip(ranks, zip(*shapes, strict=True), strict=True)
+    )
+
+
+def _estimate_shapes(
+    one: TracedOperation,
+    shapes: tuple[Shape, ...],
+    sizes_bytes: Sequence[int],
+    dtypes: tuple[DType, ...],
+    device: Device,
+) -> float:
+    """Seconds of a rank whose operands and results have these shapes."""
+    name, rule = one.operation.operator, one.operation.rule
+    count = len(one.operands)
+    moved = moved_bytes(name, sizes_bytes[:count], sizes_bytes[count:])
+    operations = operations_of(name, rule, local_sizes(rule, shapes), one.operation.attributes)
+    return least_s(device, operations, moved, dtypes)
+
+
+def local_sizes(rule: OpShardingRule, shapes: Sequence[Shape]) -> tuple[int, ...]:
+    """The sizes of a rule's factors on a rank, from the shapes of its operands and results there.
+
+    A factor is as large as in the smallest of its dimensions. Of several factors of a dimension
+    the major one is the one that is cut.
+
+    >>> rule = OpShardingRule.parse("([ij], [ij, k]) -> ([i, j, k]) {i=4, j=3, k=8}")
+    >>> local_sizes(rule, [(6,), (6, 8), (2, 3, 8)])
+    (2, 3, 8)
+    """
+    found = list(rule.sizes)
+    for mapping, shape in zip(rule.tensors, shapes, strict=True):
+        for dim, length in zip(mapping, shape, strict=True):
+            left = length
+            # From the minor factor on each has what fits of the local length; the major one has the
+            # rest.
+            for factor in reversed(dim):
+                here = min(rule.sizes[factor], left)
+                found[factor] = min(found[factor], here)
+                left = -(-left // here) if here else 0
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def shapes_of(kind: ArrayType, ranks: Ranks) -> tuple[Shape, ...]:
+    """The shape of an array's shard on each rank; of nothing where there is none.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> from reshard.dtypes import dtype
+    >>> rows = ArrayType((5, 4), dtype("float32"), spec(DeviceMesh.of(x=3), "x, -"))
+    >>> shapes_of(rows, (0, 1, 2))
+    ((2, 4), (2, 4), (1, 4))
+    """
+    if kind.spec is None:
+        return (kind.shape,) * len(ranks)
+    return tuple(_find_shape(kind, rank) for rank in ranks)
+
+
+def _find_shape(kind: ArrayType, rank: int) -> Shape:
+    layout = kind.layout
+    # Ranks of other meshes may lie beyond those of this one.
+    here = layout.local_shape(rank) if rank < layout.slots else None
+    if here is None:
+        return (0,) * kind.ndim
+    if len(here) == kind.ndim:
+        return here
+    # Parts in several pieces: as many whole rows as they come to.
+    row = math.prod(kind.shape[1:])
+    return (-(-math.prod(here) // max(row, 1)), *kind.shape[1:])
+
+
+def with_memory(
+    graph: Graph,
+    inputs: Iterable[ArrayType | None],
+    operations: Sequence[TracedOperation],
+    ranks: Ranks,
+    given_up: Iterable[int] = (),
+) -> tuple[TracedOperation, ...]:
+    """The operations with the memory that is live at each.
+
+    Args:
+        graph: of the function.
+        inputs: types of its arguments and constants; None for numbers.
+        operations: one for each of the graph's.
+        ranks: of the mesh, in its order.
+        given_up: inputs that the caller does not keep, by number.
+    """
+    inputs = list(inputs)
+    frees = graph.last_uses()
+    for place, number in _find_last_reads(graph, given_up):
+        frees[place].append(number)
+    memory = _LiveMemory(operations, ranks)
+    for number, kind in zip(graph.inputs, inputs, strict=True):
+        if kind is not None:
+            memory.hold(number, _count_held(kind, ranks))
+    found = []
+    for place, one in enumerate(operations):
+        meanwhile, after = _count_around(one, ranks)
+        live = memory.live_bytes
+        found.append(
+            replace(
+                one,
+                live_bytes=tuple((live + meanwhile).tolist()),
+                held_bytes=tuple(live.tolist()),
+            )
+        )
+        memory.carry_out(place, one, after)
+        for value in frees[place]:
+            memory.free(value)
+    return tuple(found)
+
+
+Kept = tuple[int, ArrayType | None, ShardingSpec]
+"""A value that was moved, its type then, and where it was moved to."""
+
+
+class _LiveMemory:
+    """What is live between two operations: memory, and who holds it.
+
+    Values and what they were moved to may be one memory: `with_sharding` of an array that lies so,
+    or was moved there before, gives what is there.
+    """
+
+    def __init__(self, operations: Sequence[TracedOperation], ranks: Ranks) -> None:
+        self._ranks = ranks
+        # A row of bytes, one a rank.
+        self.live_bytes: IntArray = np.zeros(len(ranks), dtype=np.int64)
+        self._holders: list[int] = []
+        self._sizes: list[IntArray] = []
+        self._of: dict[int | Kept, int] = {}
+        # Values that are an earlier one, as watchers of operations have them.
+        self._same: dict[int, int] = {}
+        for one in operations:
+            if one.operation.operator == WITH_SHARDING and one.operands[0] is one.results[0]:
+                (operand,), (result,) = one.operation.operands, one.operation.results
+                self._same[result] = self._same.get(operand, operand)
+        self._last = {
+            self._find_kept(moved, moved.value): place
+            for place, one in enumerate(operations)
+            for moved in one.reused
+        }
+        self._ends: dict[int, list[Kept]] = {}
+        for kept, place in self._last.items():
+            self._ends.setdefault(place, []).append(kept)
+
+    def hold(self, name: int | Kept, size: IntArray) -> None:
+        """New memory, which a value or a moved one has."""
+        self._of[name] = len(self._sizes)
+        self._sizes.append(size)
+        self._holders.append(1)
+        self.live_bytes = self.live_bytes + size
+
+    def free(self, name: int | Kept) -> None:
+        """A value or a moved one is gone, and its memory where no other has it."""
+        memory = self._of.pop(name)
+        self._holders[memory] -= 1
+        if not self._holders[memory]:
+            self.live_bytes = self.live_bytes - self._sizes[memory]
+
+    def carry_out(self, place: int, one: TracedOperation, after: Sequence[IntArray]) -> None:
+        """What an operation leaves: its results, and what was moved and is read there again."""
+        lays_out = one.operation.operator == WITH_SHARDING
+        moved = list(one.reshards if lays_out else one.before)
+        for each in moved:
+            kept = self._find_kept(each, one.operation.operands[0] if lays_out else each.value)
+            if self._last.get(kept, place) > place:
+                self.hold(kept, _count_held(each.result, self._ranks))
+        if lays_out:
+            self._lay_out(one, moved)
+        else:
+            for value, size in zip(one.operation.results, after, strict=True):
+                self.hold(value, size)
+        for kept in self._ends.get(place, ()):
+            if kept in self._of:
+                self.free(kept)
+
+    def _lay_out(self, one: TracedOperation, moved: Sequence[InsertedReshard]) -> None:
+        """The result of `with_sharding`: new memory where something moves, else what is there."""
+        (operand,), (result,) = one.operation.operands, one.operation.results
+        # What was moved last is the result, and may be kept for other operations as well.
+        there = [self._find_kept(each, operand) for each in (*one.reused, *moved)]
+        if moved and there[-1] not in self._of:
+            self.hold(result, _count_held(moved[-1].result, self._ranks))
+            return
+        self._of[result] = memory = self._of[there[-1] if there else operand]
+        self._holders[memory] += 1
+
+    def _find_kept(self, moved: InsertedReshard, value: int) -> Kept:
+        return self._same.get(value, value), moved.source, moved.target
+
+
+def _find_last_reads(graph: Graph, inputs: Iterable[int]) -> list[tuple[int, int]]:
+    """Where some inputs are read last: operations and inputs. Those that are returned are kept."""
+    wanted = {*inputs} - {*graph.outputs}
+    last = {
+        number: place
+        for place, one in enumerate(graph.operations)
+        for number in one.operands
+        if number in wanted
+    }
+    return [(place, number) for number, place in last.items()]
+
+
+def held_bytes(kinds: Iterable[ArrayType | None], ranks: Ranks) -> tuple[int, ...]:
+    """The bytes of arrays of these types on each rank; None is a number, which takes nothing."""
+    nothing = np.zeros(len(ranks), dtype=np.int64)
+    held = sum((_count_held(kind, ranks) for kind in kinds if kind is not None), nothing)
+    return tuple(held.tolist())
+
+
+def _count_around(one: TracedOperation, ranks: Ranks) -> tuple[IntArray, list[IntArray]]:
+    """The most that an operation holds beyond what is live, and what each result then is."""
+    # `beside` grows with every array that stays until the operation is done; `most` is its peak.
+    most = beside = np.zeros(len(ranks), dtype=np.int64)
+    for reshard in one.before:
+        beside = beside + _count_held(reshard.result, ranks)
+        most = np.maximum(most, beside + _count_extra_bytes(reshard, ranks))
+    made = [_count_held(kind, ranks) for kind in one.computed]
+    if one.operation.operator != WITH_SHARDING:
+        beside = beside + sum(made)
+        most = np.maximum(most, beside)
+    for reshard in one.after:
+        beside = beside + _count_held(reshard.result, ranks)
+        most = np.maximum(most, beside + _count_extra_bytes(reshard, ranks))
+    after = [_count_held(kind, ranks) for kind in one.results]
+    # A function has its operands, as they were moved, beside what it holds.
+    within = np.array([one.within.held_by(rank) for rank in ranks], dtype=np.int64)
+    for reshard in one.before:
+        within = within + _count_held(reshard.result, ranks)
+    most = np.maximum(most, within)
+    if one.operation.operator == WITH_SHARDING:
+        return most, after
+    # Results that are not resharded are what is computed; they are counted at least once.
+    return np.maximum(most, sum(after, np.zeros_like(most))), after
+
+
+@lru_cache(maxsize=4096)
+def _count_held(kind: ArrayType, ranks: Ranks) -> IntArray:
+    """Bytes of an array's shard on each rank."""
+    if kind.spec is None:
+        size_bytes = math.prod(kind.shape) * kind.dtype.itemsize_bytes
+        return np.full(len(ranks), size_bytes, dtype=np.int64)
+    return _count_elements(kind.layout, ranks) * kind.dtype.itemsize_bytes
+
+
+def _count_elements(layout: Layout, ranks: Ranks) -> IntArray:
+    total = np.zeros(max(layout.slots, *ranks) + 1, dtype=np.int64)
+    # A slot may hold several cells; indexing with += would count one of them.
+    np.add.at(total, layout.cell_slot, layout.cell_shape.prod(axis=1))
+    return total[list(ranks)]
+
+
+def extra_bytes_of(reshard: InsertedReshard, ranks: Ranks) -> tuple[int, ...]:
+    """The bytes that a movement needs on each rank beyond its source and target."""
+    return tuple(_count_extra_bytes(reshard, ranks).tolist())
+
+
+def _count_extra_bytes(reshard: InsertedReshard, ranks: Ranks) -> IntArray:
+    return _count_extra(reshard.program, ranks) * reshard.source.dtype.itemsize_bytes
+
+
+@lru_cache(maxsize=4096)
+def _count_extra(program: Program, ranks: Ranks) -> IntArray:
+    """The most elements each rank holds beyond its source and target: shards on the way, buffers.
+
+    See `Program.extra_bytes`, which is that of the fullest rank.
+    """
+    most = np.zeros(len(ranks), dtype=np.int64)
+    for number, step in enumerate(program.steps):
+        here = np.zeros(len(ranks), dtype=np.int64)
+        # The program's first source and last target are values, which the caller counts.
+        if number:
+            here += _count_elements(step.source_layout, ranks)
+        if number < len(program.steps) - 1:
+            here += _count_elements(step.target_layout, ranks)
+        # A buffer for what is sent and one for what is received; a permutation sends whole shards.
+        if not isinstance(step, Permute):
+            passing = np.zeros(max(ranks) + 1 + len(step.sent_elements), dtype=np.int64)
+            # Ranks of other meshes may lie beyond those of this step.
+            passing[: len(step.sent_elements)] = step.sent_elements + step.received_elements
+            here += passing[list(ranks)]
+        most = np.maximum(most, here)
+    return most
+
+
+@dataclass(frozen=True)
+class TraceRecord:
+    """A traced function, as tables, pages and documents read it.
+
+    Args:
+        graph: the function, with the shardings of the strategy.
+        strategy: the strategy that chose the shardings.
+        operations: an estimate of each operation of the graph.
+        outputs: types of the results.
+        topology: the topology that times are estimated for; None without times.
+        overlapped_s: the time with overlap of communication and computation; None without overlap
+            or without a topology.
+    """
+
+    graph: Graph
+    strategy: str
+    operations: tuple[TracedOperation, ...]
+    outputs: tuple[ArrayType, ...]
+    topology: Topology | None
+    overlapped_s: float | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the inputs, in the order of `graph.inputs`."""
+        return self.graph.names
+
+    @cached_property
+    def inputs(self) -> tuple[ArrayType | None, ...]:
+        """The types of the inputs; None for a Python number."""
+        return self.graph.input_types
+
+    @cached_property
+    def meshes(self) -> tuple[DeviceMesh, ...]:
+        """The meshes of all shardings; empty if nothing is sharded."""
+        return self.graph.meshes
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of all shardings, the first of several; None if nothing is sharded."""
+        return self.meshes[0] if self.meshes else None
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the meshes, in their order; only rank 0 if there is no mesh."""
+        return ranks_of(self.meshes)
+
+    @property
+    def moved_elements(self) -> int:
+        """Elements that ranks receive from others, summed over ranks and operations."""
+        return sum(one.moved_elements for one in self.operations)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that ranks receive from others, summed over ranks and operations."""
+        return sum(one.moved_bytes for one in self.operations)
+
+    @property
+    def counts_compute(self) -> bool:
+        """Whether times include computation: whether the topology describes devices."""
+        return self.topology is not None and self.topology.device is not None
+
+    @property
+    def inserted_s(self) -> float | None:
+        """The time of all inserted reshards; None without a topology."""
+        if self.topology is None:
+            return None
+        return sum(one.inserted_s for one in self.operations)
+
+    @cached_property
+    def compute_s(self) -> Mapping[int, float] | None:
+        """The compute time of each rank; None without a topology that describes devices."""
+        if not self.counts_compute:
+            return None
+        # A row an operation, a column a rank; the row of zeros stands for a function without
+        # operations.
+        rows = [(0.0,) * len(self.ranks), *(one.compute_s for one in self.operations)]
+        return {rank: math.fsum(own) for rank, *own in zip(self.ranks, *rows, strict=True)}
+
+    @property
+    def seconds_s(self) -> float | None:
+        """The time of the function; None without a topology.
+
+        The sum over operations of the time on the slowest rank, because collectives wait for all
+        ranks; or the overlapped time of a program with overlap. If the topology does not describe
+        devices, only the time of the reshards.
+        """
+        if self.topology is None or self.overlapped_s is not None:
+            return self.overlapped_s
+        return sum(one.seconds_s for one in self.operations)
+
+    @cached_property
+    def peak_bytes(self) -> Mapping[int, int]:
+        """The peak memory of each rank, including arguments."""
+        rows = [held_bytes(self.inputs, self.ranks), *(one.live_bytes for one in self.operations)]
+        return {rank: max(sizes) for rank, *sizes in zip(self.ranks, *rows, strict=True)}
