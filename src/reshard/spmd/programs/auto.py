@@ -193,17 +193,17 @@ class _Program(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """What the fullest rank holds."""
+        """The maximum peak memory of a rank."""
         return max(self.trace.peak_bytes.values())
 
     @property
     def seconds_s(self) -> float:
-        """How long it takes: its topology says how fast devices are."""
+        """The estimated time; its topology always describes devices."""
         return self.trace.seconds_s or 0.0
 
 
 class _Choosing:
-    """The choice for one function."""
+    """The choice of shardings for a function."""
 
     def __init__(
         self,
@@ -316,7 +316,7 @@ class _Choosing:
         if not search.free:
             self._judge(())
             return True
-        # 1. What takes least time, and of equals has the least memory.
+        # 1. The fastest program; among equals the one with the least memory.
         inputs = frozenset(search.free)
         first = self._judge_price(LOWEST_PRICE, inputs)
         if not self._is_small and self._keeps_limit(first):
@@ -347,10 +347,10 @@ class _Choosing:
         return [one for one in candidate_layouts(self._search) if one.size_bytes <= limit]
 
     def _find_price(self, held: frozenset[int]) -> None:
-        """Judge what is found for prices, up to near the lowest one at which the limit is kept.
+        """Evaluate the results for several prices, down to the lowest that satisfies the limit.
 
         Bytes have the price of what some program holds at its peak, `held` to begin with. In a
-        large graph usual layouts are judged before, and what is near the best behind it.
+        large graph candidate layouts are evaluated first, and neighbours of the best at the end.
         """
         if not self._is_small:
             self._judge_candidates(held)
@@ -427,13 +427,13 @@ class _Choosing:
             begun, best_s = [best], best.seconds_s
 
     def _has_same_values(self, traced: Trace) -> bool:
-        """Whether values have the same numbers: not with movements beside computing."""
+        """Return whether values have the same numbers, which overlap changes."""
         return _list_operands(traced.graph) == _list_operands(self._graph)
 
     def _judge_price(
         self, price: float, held: frozenset[int], near: _Program | None = None
     ) -> _Program:
-        """The program that is found for a price, near another one."""
+        """Evaluate the program that is found for a price, starting from another program."""
         search = self._search
         known = []
         if near is not None and self._has_same_values(near.trace):
@@ -454,9 +454,9 @@ def _list_operands(graph: Graph) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def held_at_peak(traced: Trace) -> frozenset[int]:
-    """What is held where the fullest rank holds the most: values, and the operation there.
+    """Return the values that are live at the peak of the fullest rank, and its operation.
 
-    An operation has its number behind those of the values.
+    Operations are numbered after the values.
     """
     graph, frees = traced.graph, traced.graph.last_uses()
     peaks = [max(one.live_bytes) for one in traced.operations]

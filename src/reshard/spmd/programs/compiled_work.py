@@ -1,15 +1,15 @@
-"""Compiled work: the computation between two movements, as one `torch.compile` function.
+"""Compiled work: the computation between two movements, as a `torch.compile` function.
 
     r4 = matmul(r3, r1)             def work(r3, r1, r7):
     r5 = tanh(r4)                       r4 = matmul(r3, r1)
     r6 = add(r5, r7)                    r5 = tanh(r4)
     free r3, r4, r5                     return (add(r5, r7),)
 
-1. Consecutive steps that each rank executes by itself are one function.
+1. Consecutive local steps are joined into a function.
 2. It is compiled when it first runs, once for all ranks whose shards have the same shapes.
 3. If that fails, it is halved, down to the operators that cannot be compiled: these run without
    compilation, and a warning names them.
-4. If it fails because of elements, the steps run one by one, so that the error names the operator.
+4. If it fails because of elements, the steps run separately, so that the error names the operator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def compiler(backend: bool | str, runner: Runner) -> Compile:
-    """What compiles a function, by a backend of `torch.compile`; True is its default.
+    """Return a function that compiles another, by a backend of `torch.compile`.
 
     Raises UsageError for shards of NumPy, and for an unknown backend.
     """
@@ -58,7 +58,7 @@ def compiled_runs(
     runs: Sequence[tuple[Run, tuple[int, ...]]],
     compile_whole: Compile,
 ) -> Iterator[tuple[Run, tuple[int, ...]]]:
-    """What a program does, with what ranks compute by themselves compiled.
+    """Yield the steps of a program, with consecutive local computation compiled.
 
     Args:
         order: what is done of the steps.
@@ -73,7 +73,7 @@ def compiled_runs(
         while end < len(order) and _is_work(order[end], steps[order[end].step]):
             end += 1
         if end < number + 2:
-            # A call of what is compiled costs more than one of an operator.
+            # A call of a compiled function costs more than a call of an operator.
             yield runs[number]
             number += 1
             continue
@@ -124,7 +124,7 @@ class _CompiledWork:
     def _run_first(self, values: Registers) -> None:
         try:
             with warnings.catch_warnings():
-                # What PyTorch's compiler says of PyTorch.
+                # Warnings of PyTorch's compiler about PyTorch.
                 warnings.simplefilter("ignore")
                 self._functions = self._make_functions(values)
                 self._compute(self._functions, values)
@@ -152,7 +152,7 @@ class _CompiledWork:
             values[register] = shards
 
     def _give_up(self, values: Registers, error: Exception) -> None:
-        """Halves it; of one step it runs that as it is."""
+        """Split it into halves; a single step runs without compilation."""
         if len(self._steps) == 1:
             (step,) = self._steps
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -179,7 +179,7 @@ class _CompiledWork:
         self._run = run
 
     def _make_functions(self, values: Registers) -> list[Callable[..., Any]]:
-        """The function of each rank here, one for all that do the same on shards of one shape."""
+        """Return the function of each local rank; equal functions on equal shapes are shared."""
         found: dict[Any, Callable[..., Any]] = {}
         functions = []
         for place in range(len(self._steps[0].functions or ())):

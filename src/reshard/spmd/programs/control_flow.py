@@ -37,7 +37,7 @@ from reshard.spmd.tracing.trace import find_runner
 
 
 def check_functions(name: str, *functions: object) -> None:
-    """Raises UsageError for what is no function."""
+    """Raise UsageError for arguments that are not functions."""
     for one in functions:
         if not callable(one):
             raise UsageError(
@@ -69,7 +69,7 @@ def types_of(tree: Any) -> Any:
 
 
 def check_predicate(name: str, value: Any) -> None:
-    """Raises UsageError for what is not one truth value."""
+    """Raise UsageError unless a predicate is a single boolean."""
     if isinstance(value, bool):
         return
     is_array = isinstance(value, ShardedArray)
@@ -82,13 +82,13 @@ def check_predicate(name: str, value: Any) -> None:
 
 
 def read_predicate(name: str, value: Any) -> bool:
-    """What a predicate says. Raises UsageError for what is none."""
+    """Return a predicate as a bool. Raises UsageError if it is invalid."""
     check_predicate(name, value)
     return bool(value if isinstance(value, bool) else value.to_dense())
 
 
 def split_pair(name: str, returned: Any) -> tuple[Any, Any]:
-    """What a body carries on, and what it collects. Raises UsageError for no such pair."""
+    """Split the result of a body into carried and collected values, or raise UsageError."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise UsageError(
             f"sp.{name} of a body that returned a {type(returned).__name__}; a pair of what is "
@@ -98,7 +98,7 @@ def split_pair(name: str, returned: Any) -> tuple[Any, Any]:
 
 
 def read_like(name: str, what: str, like: Any, given: Any) -> Any:
-    """A tree as arrays, arranged as another one of arrays. Raises UsageError unless they are alike.
+    """Return a tree as arrays in the order of another tree; raise UsageError if they differ.
 
     Args:
         what: the trees are, for the message.
@@ -130,7 +130,7 @@ def check_same(
 
 
 def _types_at_leaves(tree: Any, types: Sequence[ArrayType]) -> list[str]:
-    """What is at each leaf: the next one of the arrays' types, or None."""
+    """Return the type at each leaf as text, or None."""
     left = iter(types)
     return ["None" if leaf is None else str(next(left)) for _, leaf in leaves(tree)]
 
@@ -242,7 +242,7 @@ def _run_scan(
 
 
 def _collect_nothing(body: Function, carried: Any, parts: Any) -> Any:
-    """What a loop of no places collects: no rows of what the body makes of zeros."""
+    """Return the collected values of a loop without iterations, which are empty."""
     first = replaced(
         parts, lambda x: x if x is None else pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))[0]
     )
@@ -292,7 +292,7 @@ def _record_scan(
     def count_within(types: Sequence[ArrayType]) -> BodyCosts:
         rest = [*map(_without_first, types[lead:rest_from]), *types[rest_from:]]
         kinds, of_ys = find_kinds(types)
-        # In a turn, what is carried and all that was collected; behind the last, that is stacked.
+        # An iteration has the carried and all collected values; at the end these are stacked.
         once = traced.count_within([*kinds, *rest]).plus([*kinds, *of_ys])
         found = once.maximum(BodyCosts().plus([*kinds, *of_ys, *of_ys]))
         return replace(found, moved_bytes=count * once.moved_bytes)
@@ -556,6 +556,6 @@ def _refuse_gradients(found: Sequence[Any]) -> None:
 
 
 def _keep_lying(after: Any, before: Any) -> Any:
-    """What is carried, in the shardings that it had."""
+    """Return carried values in their original shardings."""
     kinds = iter([settled(one.type) for one in arrays_of(before)])
     return replaced(after, lambda x: x if x is None else bring(x, next(kinds)))

@@ -1,7 +1,7 @@
 """Custom operators: functions that every rank applies to its shards.
 
-`operator` creates one from a sharding rule and a local function, and registers it in the tables of
-operators and of derivatives.
+`operator` creates an operator from a sharding rule and a local function, and registers it in the
+tables of operators and of derivatives.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class OwnOperator:
 
         Raises:
             UsageError: no array in shards; an attribute that is not a plain value; what the local
-                function raises or returns, if that is no array.
+                function raises or returns, if that is not an array.
             SpecError: shapes that the rule does not fit.
             ShardError: a local function whose parts do not have the shapes of the rule.
         """
@@ -117,12 +117,12 @@ def operator(
         operations: the cost: a function from the shapes of a rank's shards of the operands to the
             number of additions and multiplications, for time estimates and the strategy "cost"; 0
             when not given.
-        result_dtype: the element type of the results, or a tuple of one for each; the promoted type
-            of the operands when not given.
+        result_dtype: the element type of the results, or a tuple with a type for each; the promoted
+            type of the operands when not given.
         linear: which operands may be pending sums, see `reshard.spmd.core.operator.Linear`.
         fails: the element types for which the operator may fail on one rank because of its
-            elements: "never", "any" or "whole numbers". Ranks then check one another, which over
-            processes takes an all-reduce of one number per call.
+            elements: "never", "any" or "whole numbers". Ranks then check each other, which over
+            processes takes an all-reduce of a number per call.
 
     Raises:
         NotationError, SpecError: an invalid rule, a rule with a factor that no result has and that
@@ -171,7 +171,7 @@ def operator(
         note=(local_function.__doc__ or "").strip().partition("\n")[0],
     )
     register(row)
-    # What was compiled, and differentiated, for an operator of that name is not this one's.
+    # Compiled calls and derivatives of an earlier operator of that name are discarded.
     forget_calls(known)
     remove_gradient(known)
     if gradient is not None:
@@ -190,7 +190,7 @@ def _read_name(name: object, function: Function) -> str:
 
 
 def _check_attribute(operator: str, name: str, value: object) -> None:
-    # Attributes are told apart by their text, which is that of the whole value for these only.
+    # Attributes are compared by their text, which is complete for these types only.
     if isinstance(value, tuple | list):
         for one in value:
             _check_attribute(operator, name, one)

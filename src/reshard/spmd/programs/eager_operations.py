@@ -1,15 +1,15 @@
-"""Eager operations: data-dependent functions, as one operation of a traced function.
+"""Eager operations: data-dependent functions as operations of a traced function.
 
 A traced function has no elements, so operations that depend on them (the number of rows of an
 expert, the ranks between which elements of a sort move) cannot be traced. A data-dependent function
-is one operation of the traced function, and is executed eagerly when that runs::
+is an operation of the traced function, and is executed eagerly when that runs::
 
     traced     x -> matmul -> [experts] -> add -> y
     it runs    x -> matmul -> counts, send, multiply, back -> add -> y
 
 The types of its results are found without elements, as if the data were evenly distributed, and its
-data movement is estimated likewise. Its gradient is such an operation too, which recomputes the
-function.
+data movement is estimated in the same way. Its gradient is such an operation too, which
+recomputes the function.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Kinds = tuple[tuple[ArrayType, ...], BodyCosts]
 def eagerly(function: Function) -> Function:
     """Run a data-dependent function eagerly inside traced functions, as a decorator.
 
-    Within `sp.trace` and `sp.jit`, the function is one operation that is executed eagerly, with
+    Within `sp.trace` and `sp.jit`, the function is an operation that is executed eagerly, with
     element values. So is its gradient, which recomputes the function. In eager mode the decorator
     has no effect.
 
@@ -101,7 +101,7 @@ def eager_operation(
     moved_bytes: int,
     held: Sequence[ArrayType],
 ) -> Any:
-    """The result of a function of one array, whose result's type is known, in a traced function.
+    """Record a function of an array whose result type is known.
 
     Args:
         name: of the function.
@@ -109,7 +109,7 @@ def eager_operation(
         x: an array of a traced function.
         kind: of the result.
         moved_bytes: that ranks receive of others meanwhile.
-        held: types of the arrays that there are meanwhile, beside `x`.
+        held: types of the temporary arrays, in addition to `x`.
     """
     recorder = listening_recorder()
     if recorder is None:
@@ -126,7 +126,7 @@ def eager_operation(
 
 
 class _EagerOperation:
-    """A function as one operation, for a list of its arguments and those given by name."""
+    """A function as an operation, for positional and keyword arguments."""
 
     def __init__(self, function: Function, arguments: list[Any]) -> None:
         self._function = function
@@ -167,7 +167,7 @@ class _EagerOperation:
             with unrecorded(), supposed_elements():
                 recorded = record(lambda *arrays: self._call(*arrays), key, True, runner)
                 for x in recorded.constants.values():
-                    # What the function makes of numbers has elements.
+                    # Arrays that the function makes of numbers have elements.
                     if isinstance(x, ArrayValue) and isinstance(x._shards[0], AbstractShard):
                         raise UsageError(
                             f"{self._name}, an sp.eagerly function, reads {x.type} of the function "

@@ -6,13 +6,13 @@ permits it, the minimum is found by elimination. Otherwise
 
 1. *seeds* are combined: a seed shards one dimension of inputs of a kind over an axis, the strategy
    "aggressive" propagates it through the graph, and each operation runs with its best sharding. The
-   best seed is kept, and others are added as long as one improves the result;
+   best seed is kept, and others are added as long as they improve the result;
 2. the best combinations, or known programs, are improved by *descent*, one value at a time, then in
    *windows*: neighbouring values and operations, optimized together by elimination.
 
 Inputs of a kind have the same shape, element type and readers, which are between similar
-operations, such as a weight in each layer of a model. Data parallelism is one seed, tensor
-parallelism one for each block of a layer, and sharding that saves memory results from the price.
+operations, such as a weight in each layer of a model. Data parallelism is a seed, tensor
+parallelism a seed for each block of a layer, and sharding that saves memory results from the price.
 
 *Candidate layouts* are the common shardings of inputs, for each axis of the mesh: over an axis a
 model is
@@ -67,7 +67,7 @@ from reshard.spmd.propagation.by_cost.movements import NOTHING
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
 from reshard.spmd.shards.runner import replicated
 
-# Kinds of inputs that are seeds, the largest ones first, and seeds that are laid beside others.
+# Kinds of inputs that are seeds, the largest first, and seeds that are combined with others.
 MOST_KINDS = 24
 MOST_BESIDE = 8
 MOST_SEEDS = 12
@@ -84,7 +84,7 @@ class Seed(NamedTuple):
 
 
 class InputSearch:
-    """The search for one graph.
+    """The search for a graph.
 
     Args:
         graph: the function.
@@ -150,7 +150,7 @@ class InputSearch:
         return improved(self.problem, begun)[0]
 
     def descended(self, start: Choices) -> tuple[Choices, float]:
-        """What is between inputs descended from choices, and about the seconds then."""
+        """Descend from choices with the inputs fixed; return the result and its time."""
         charges = []
         for number in self.free:
             # Other choices of the inputs take for ever.
@@ -172,7 +172,7 @@ class InputSearch:
                 size_bytes = self._count_run_bytes(variable - first)
                 found.append(CostTable((variable,), size_bytes * price_s))
                 continue
-            # Equal ones stay one object, by which layers alike are told.
+            # Equal tables stay one object, by which equal layers are recognized.
             value = self.graph.values[variable]
             key = (value.shape, value.dtype, id(problem.values[variable]), count)
             if key not in known:
@@ -192,7 +192,7 @@ class InputSearch:
 
     def _find_kinds(self) -> list[tuple[int, ...]]:
         """Inputs that are read alike, the largest first."""
-        # An identity, as of what is differentiated by, is no reader, but those of its result are.
+        # The readers of an identity's result count as readers of its operand.
         inputs = {number: number for number in self.free}
         readers: dict[int, list[object]] = {number: [] for number in self.free}
         for operation, alike in zip(self.graph.operations, _find_alike(self.graph), strict=True):
@@ -255,7 +255,7 @@ class InputSearch:
 
     @cached_property
     def _seeds(self) -> list[Choices]:
-        """What seeds become, those that help laid beside each other."""
+        """The choices of seeds and of combinations of seeds that help."""
         laid: list[Seed] = []
         found: dict[Choices, float] = {}
 
@@ -323,7 +323,7 @@ class InputSearch:
 
 
 def _find_alike(graph: Graph) -> list[int]:
-    """A number for each operation: the same where the operations beside it are alike, too."""
+    """Number the operations; equal ones between equal neighbours have the same number."""
     makers: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     for place, operation in enumerate(graph.operations):
@@ -347,7 +347,7 @@ def _number(some: Iterable[object]) -> list[int]:
     return [known.setdefault(one, len(known)) for one in some]
 
 
-# Axes that are data or tensor parallel in all combinations; axes behind them are as the last one.
+# Axes that are data or tensor parallel in all combinations; the others are like the last of them.
 MOST_AXES = 3
 # As much computing as the least, in parts of it, and bytes of weights that may stay whole.
 NEARLY_LEAST = 1.1
@@ -395,7 +395,7 @@ def candidate_layouts(search: InputSearch) -> list[InputLayout]:
 def _list_data_axes(search: InputSearch) -> list[list[str]]:
     """Which axes may be data parallel, while the others are tensor parallel.
 
-    Of axes of one size the first ones are, as neighbours are tensor parallel.
+    Among axes of equal size the first are, because neighbours are tensor parallel.
     """
     names, size_of = search.mesh.axis_names, search.mesh.axis_size
     found = []
@@ -445,7 +445,7 @@ def _is_cut(search: InputSearch, chosen: Choices, kind: int, axis: str) -> bool:
 def _cut_batch(
     search: InputSearch, seeds: Sequence[Seed], batch: Collection[int], axis: str
 ) -> list[Seed]:
-    """The cut of the batch along an axis that takes the least time beside others, if any is."""
+    """Return the fastest sharding of the batch along an axis in addition to others, if any."""
     own = [seed for seed in search.list_seeds(axis) if seed.kind in batch]
     return sorted(own, key=lambda seed: search.total.value(search.begin([*seeds, seed])))[:1]
 
@@ -453,7 +453,7 @@ def _cut_batch(
 def _cut_weights(
     search: InputSearch, seeds: Sequence[Seed], weights: Sequence[int], axis: str, dim: int
 ) -> list[Seed]:
-    """Seeds, and cuts of weights along an axis beside them.
+    """Add shardings of weights along an axis to seeds.
 
     The largest weights are cut along a dimension if they can be, since that decides most of what
     can be saved by the others.

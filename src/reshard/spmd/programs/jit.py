@@ -50,7 +50,7 @@ from reshard.topology import Topology
 
 
 def check_limit(live_bytes: Any) -> None:
-    """Raises UsageError for what is no limit."""
+    """Raise UsageError for an invalid limit."""
     is_count = isinstance(live_bytes, int) and not isinstance(live_bytes, bool)
     if live_bytes is not None and not (is_count and live_bytes > 0):
         raise UsageError(
@@ -71,7 +71,7 @@ def trace_within(
 
     Args:
         trace_by: gives the function's trace by a strategy.
-        finish: counts what the program holds beyond that, beside what it computes.
+        finish: adds the memory and time of overlap and donation to a trace.
         name: of the function, for errors.
         strategy: that was asked for.
         limit: the most bytes of `Trace.peak_bytes` on any rank.
@@ -129,7 +129,7 @@ MOST_PROGRAMS = 256
 """Of one function; the oldest goes first."""
 
 MANY_PROGRAMS = 16
-"""With so many, a warning tells that a function is traced again and again."""
+"""With so many, a warning is raised that a function is traced again and again."""
 
 
 def jit(
@@ -250,11 +250,11 @@ class JittedFunction:
         self._lock = RLock()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        # A method's first argument is part of the kind, as all that is no array.
+        # A method's first argument is static, like all arguments that are not arrays.
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """What the function returns."""
+        """Call the function, as a program."""
         arrays: list[Any] = []
         key: list[Any] = []
         read_kind(arguments, key, arrays)
@@ -274,7 +274,7 @@ class JittedFunction:
         if found is None:
             found = self._trace(whole, arguments, options)
         if not self._donate or recorders:
-            # Whoever listens, a gradient's tape for one, keeps the arguments.
+            # A recorder, such as a gradient's tape, keeps the arguments.
             return found.run(arrays, runner)
         donated = [arrays[n] for n in self._find_donated(arguments)]
         # One that is given twice is given up once, in all its places.
@@ -318,7 +318,7 @@ class JittedFunction:
     def _trace_program(
         self, arguments: Sequence[Any], options: dict[str, Any], moves_beside: bool = True
     ) -> Trace:
-        """As `trace`; in one process nothing moves beside computing."""
+        """Trace as `trace` does; in one process nothing overlaps."""
 
         def trace_by(strategy: str) -> Trace:
             graph = self._place(self._record(strategy, arguments, options), strategy)
@@ -352,7 +352,7 @@ class JittedFunction:
         function: Function = self._function
         given: Sequence[Any] = arguments
         if options:
-            # As one more argument, since graphs have their inputs in an order.
+            # As a last argument, because the inputs of graphs are ordered.
             def function(*most: Any) -> Any:
                 return self._function(*most[:-1], **most[-1])
 

@@ -57,7 +57,7 @@ from reshard.spmd.tracing.trace import Trace, interpret, trace_graph
 
 
 def check_overlap(overlap: Any) -> None:
-    """Raises UsageError for what is no count of movements."""
+    """Raise UsageError for an invalid number of reshards."""
     if not isinstance(overlap, int) or isinstance(overlap, bool) or overlap < 0:
         raise UsageError(
             f"overlap={overlap!r}; give how many movements may be under way beside what is "
@@ -66,7 +66,7 @@ def check_overlap(overlap: Any) -> None:
 
 
 def with_overlap(traced: Trace, overlap: int, library: str, given_up: Sequence[int] = ()) -> Trace:
-    """A trace with the memory and the time of its program, with movements beside computing.
+    """Estimate the memory and the time of a trace with overlap.
 
     Args:
         traced: of the function.
@@ -135,7 +135,7 @@ def _with_memory(
     operations = []
     last = np.array(held_bytes(traced.inputs, ranks))
     for operation, counted in zip(traced.operations, found, strict=True):
-        # Those of which a program has no step hold what is there.
+        # An operation without a step has the memory of the previous operation.
         before, most = (last, last) if counted is None else counted
         last = before if counted is None else last
         operations.append(
@@ -182,7 +182,7 @@ def overlapped(
     given_up: Sequence[int] = (),
     live_bytes: int | None = None,
 ) -> Trace:
-    """A trace with movements beside computing, its products in pieces where that is quicker.
+    """Estimate a trace with overlap, and its products in pieces if that is faster.
 
     Args: those of `with_overlap`, and the most that a rank may hold.
     """
@@ -197,10 +197,10 @@ def overlapped(
 
 
 def decomposed(traced: Trace, library: str) -> Trace | None:
-    """The trace of the function with products in pieces; None where that is not quicker.
+    """Trace the function with products in pieces; None if that is not faster.
 
-    What is quicker is decided for each movement by itself, by the trace's topology and its devices;
-    without these nothing is.
+    This is decided for each reshard separately, by the trace's topology and its devices. Without
+    these nothing is split.
     """
     if traced.topology is None or traced.topology.device is None:
         return None
@@ -231,7 +231,7 @@ class _Decomposition:
     Args:
         products: their places.
         target: the sharding to which the value moves.
-        factors: of each product's rule, the one along which it is cut.
+        factors: for each product, the factor of its rule along which it is split.
         dim: of the value that moves.
         parts: a piece has as much of each of so many parts of the dimension.
         count: of pieces.
@@ -292,7 +292,7 @@ class _MovedFunction:
                 at, kind = self._move(at, step), step.result
             operands.append(at)
         results = one.operation.results
-        # What `with_sharding` moves is a movement already.
+        # A `with_sharding` is a reshard already.
         after = () if one.operation.target is not None else one.after
         makes = {
             r.value: self.new_value(r.source, r.source.shape, r.source.dtype.name) for r in after
@@ -329,7 +329,7 @@ class _MovedFunction:
     def readers_of(self, place: int) -> tuple[int, ...]:
         """The products that read what a movement makes, if all they need is there for the first.
 
-        None where something else reads it before them: it would need the pieces together.
+        Empty if another operation reads it first: it would need all pieces.
         """
         (made,) = self.steps[place].results
         readers = self.readers.get(made, [])
@@ -349,7 +349,7 @@ class _MovedFunction:
         return one.operator in PRODUCTS and len(set(one.operands)) == len(one.operands)
 
     def choose(self, place: int, products: tuple[int, ...], library: str) -> _Decomposition | None:
-        """The pieces that take the least time; None where the whole takes less."""
+        """Return the fastest pieces, or None if the whole is faster."""
         moving = self.steps[place]
         source, target = (self.kinds[n] for n in (*moving.operands, *moving.results))
         if source is None or target is None or source.spec is None or target.spec is None:
@@ -405,7 +405,7 @@ class _MovedFunction:
                 yield dim, (tuple(factors), parts)
 
     def _parts(self, number: int, dim: int) -> int | None:
-        """In how many equal parts a dimension is over the ranks; None where they are not equal."""
+        """Return the number of equal shards of a dimension, or None if they are not equal."""
         kind = self.kinds[number]
         if kind is None or kind.spec is None:
             return None
@@ -489,7 +489,7 @@ class _PieceWriter:
         dim, parts, count = pieces.dim, pieces.parts, pieces.count
         is_before = all(moved in self._placed.steps[n].operands for n in pieces.products)
         made: dict[int, list[int]] = {moved: []}
-        # All of them at first, so that each can travel before the product of the one before.
+        # All pieces first, so that each can be in flight during the previous product.
         sources = [self._piece(source, dim, pieces, n) for n in range(count)] if is_before else []
         for number in range(count):
             if is_before:

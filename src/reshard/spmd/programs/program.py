@@ -75,7 +75,7 @@ class Preparation:
         self._call: CompiledCall | None = None
         self._count = 0
         self._constants: dict[int, Any] = {}
-        # The register of each value, and numbers, which have one for each count of ranks.
+        # The register of each value, and of numbers, for each count of ranks.
         self._register_of: dict[int, int] = {}
         self._numbers: dict[tuple[str, int], int] = {}
         self._moved: dict[tuple[int, ShardingSpec], int] = {}
@@ -273,7 +273,7 @@ class Preparation:
         return [self._register_of[number] for number in numbers]
 
     def order(self, outputs: Iterable[int], overlap: int) -> tuple[Action, ...]:
-        """In which order steps are carried out, with so many movements beside others."""
+        """Return the order of steps, with a maximum number of reshards in flight."""
         kept = {*self._constants, *self.registers(outputs)}
         return overlapped_order(self.steps, kept, overlap)
 
@@ -292,7 +292,7 @@ class Preparation:
         returned = self.registers(outputs)
         order = self.order(outputs, overlap)
         for action in order:
-            # Ranks that begin or wait otherwise would wait for one another.
+            # Ranks with other orders would deadlock.
             if self.steps[action.step].travel != "here":
                 self._meant.update(f"{action.kind} {action.step} ".encode())
         reused = find_reused(order, self.steps, self.kinds)
@@ -335,7 +335,7 @@ class Preparation:
 
 
 def _make_run(action: Action, step: ProgramStep, into: int | None = None) -> Run:
-    """What an action does on registers, of which the last has what begins movements.
+    """Return the function of an action; the last register has the function that starts movements.
 
     `into` is a register whose memory the result is written to.
     """
@@ -369,7 +369,7 @@ def _make_writing(
     makes: Sequence[int],
     runner: Runner,
 ) -> Callable[[int], Run] | None:
-    """What an operation does with its result in a register's memory; None where it cannot be."""
+    """Return a function that writes the result into a register's memory, or None."""
     # A mesh may have no rank here.
     function = next(iter(called.functions), None)
     if function is None or called.shares_failure or not called.is_single:
@@ -404,7 +404,7 @@ def _make_call(
     makes: Sequence[int],
     runner: Runner,
 ) -> Run:
-    """What an operation does on registers; common cases have short functions of their own."""
+    """Return the function of an operation on registers; common cases have short ones."""
     name, functions = called.name, called.functions
     # Without shards here there are no functions.
     is_same = len({id(one) for one in functions}) == 1
@@ -447,8 +447,8 @@ def _make_call(
 class Program:
     """A recorded function with its shardings, and its program once it was carried out.
 
-    `overlap` movements at most are under way beside others, and `backend` of `torch.compile`
-    compiles what ranks compute: True for its default, False for none.
+    At most `overlap` reshards are in flight, and a `backend` of `torch.compile` compiles local
+    computation: True for the default, False for none.
     """
 
     def __init__(
@@ -490,7 +490,7 @@ class Program:
             for number, x in zip(self._arguments, given, strict=True)
         }
         if recorders or runner.is_abstract:
-            # Whoever listens, a gradient's tape for one, is to see operations.
+            # Recorders, such as a gradient's tape, observe operations.
             return self._interpret(arrays, runner, None)
         program = self._program
         if program is None:
@@ -556,7 +556,7 @@ class Program:
         return filled(self._graph.returned, values)
 
     def _find_compiling(self, runner: Runner) -> ChangeRuns | None:
-        """What compiles the program's runs, if something does."""
+        """Return the function that compiles steps, if there is a backend."""
         if self._backend is False:
             return None
         # With PyTorch, which programs of NumPy do without.

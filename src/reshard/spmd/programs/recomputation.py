@@ -45,7 +45,7 @@ def recomputed(traced: Trace, limit: int, library: str) -> Trace | None:
         library: whose collectives take the time.
 
     Returns:
-        None where nothing that is found keeps it.
+        None if no solution is found.
     """
     # Twice, since moved operands may live otherwise than was foreseen.
     for goal in (limit, limit - limit // 16):
@@ -67,7 +67,7 @@ class _RecomputationSearch:
         place = traced.ranks.index(rank)
         # These stay, whoever reads them.
         self._kept = {*graph.inputs, *graph.outputs}
-        # Of values that are made again, the one that they are again.
+        # The original value of each recomputed one.
         self._first: dict[int, int] = {}
         self._next = len(graph.values)
         self._base = held_bytes(traced.inputs, traced.ranks)[place]
@@ -86,7 +86,7 @@ class _RecomputationSearch:
         self._uses = [_PlacedUse(n, o.operands, o.results) for n, o in enumerate(graph.operations)]
 
     def run(self) -> list[_PlacedUse] | None:
-        """The operations that keep the limit, in their order; None where none were found."""
+        """Return operations that satisfy the limit, in their order, or None."""
         uses = self._uses
         live = self._count(uses)
         if not live:
@@ -113,7 +113,7 @@ class _RecomputationSearch:
         return sum(max(0, one - self._limit) for one in live)
 
     def _count(self, uses: Sequence[_PlacedUse]) -> list[int]:
-        """What is held at each place."""
+        """Return the memory at each place."""
         last: dict[int, int] = {}
         for place, one in enumerate(uses):
             for value in (*one.results, *one.operands):
@@ -129,7 +129,7 @@ class _RecomputationSearch:
         return found
 
     def _candidates(self, uses: Sequence[_PlacedUse], peak: int) -> list[tuple[int, int]]:
-        """Values that are there at the peak and not read, and where they are read behind it."""
+        """Return values that are live but not read at the peak, and their next readers."""
         before: dict[int, int] = {}
         behind: dict[int, int] = {}
         for place, one in enumerate(uses):
@@ -154,8 +154,8 @@ class _RecomputationSearch:
         last: dict[int, int] = {}
         for place, one in enumerate(uses):
             last.update(dict.fromkeys(one.operands, place))
-        # What is there behind the peak is read as it is, and kept until then; of values that were
-        # made again, any of them.
+        # Values that are live after the peak are read as they are, and kept until then; of a value
+        # that was computed several times, any of the copies.
         there = {
             self._first.get(made, made): made
             for made in maker

@@ -10,7 +10,8 @@ starts as soon as its source is computed, and is waited for where its result is 
 1. A reshard that does not enlarge its value, such as the reduce-scatter of a gradient, starts when
    its source is computed: the source can be freed the sooner.
 2. A reshard that enlarges its value, such as the all-gather of a weight, occupies memory from its
-   start. It starts when the result of an earlier one, as many before as may be in flight, is read.
+   start. It starts when the result of an earlier reshard, as many before as may be in flight, is
+   read.
 3. At most so many of both kinds are in flight. They run one after another, in the order in which
    they start, which is the same on every rank.
 4. A step that ranks execute together (a loop, a check) waits for all reshards in flight, and no
@@ -61,7 +62,7 @@ class ProgramStep:
         moved: of a movement: the array before, and the sharding after it.
         grows: whether the result of a movement is larger than its source, on the fullest ranks.
         name: of the operator, of what ranks compute.
-        functions: what each rank here computes, of its shards; None of what is no operator.
+        functions: the kernel of each local rank; None if the step is not an operator.
         is_single: whether these return one result, not a tuple of them.
         may_view: whether its results may have the memory of what it reads, or of others.
         write_into: does it with the result in a register's memory, where that can be.
@@ -84,7 +85,7 @@ class ProgramStep:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What is done of a step, and the registers that nobody reads after it."""
+    """The execution, start or completion of a step, and the registers that are freed after it."""
 
     kind: Literal["run", "begin", "wait"]
     step: int
@@ -177,7 +178,7 @@ def _find_begins(
 
 
 def _join(actions: Sequence[Action]) -> list[Action]:
-    """Movements that are waited for at once become steps as others, behind all that have begun."""
+    """Turn reshards that are waited for immediately into steps, after all that are in flight."""
     found: list[Action] = []
     pending: list[int] = []
     number = 0

@@ -1,8 +1,8 @@
 """Traced functions: bodies of loops and branches, executed depending on element values.
 
 The branches of a `cond` and the bodies of loops are recorded once, by themselves, when the function
-around them is. What they read of that function beside their arguments is lifted: it becomes
-arguments of the operation that they belong to.
+around them is. Arrays of that function that they read in addition to their arguments are lifted:
+they become operands of the operation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TracedFunction:
         arguments: types of its arguments, in trees.
         recorder: of the function around it.
 
-    `captured` are the arrays that it reads beside its arguments, `results` what it returned, with
+    `captured` are other arrays that it reads than its arguments, `results` the returned tree, with
     the places of arrays, and `meshes` those of its arrays.
     """
 
@@ -58,7 +58,7 @@ class TracedFunction:
         self._within: dict[Any, BodyCosts] = {}
 
     def run(self, arrays: Sequence[Any], runner: Runner) -> Any:
-        """What it returns, for arrays among the arguments and then those that it captured."""
+        """Run it as a program on its arguments followed by the captured arrays."""
         return self._program(arrays, runner).run(arrays, runner)
 
     def inline(self, arrays: Sequence[Any], runner: Runner) -> Any:
@@ -81,7 +81,7 @@ class TracedFunction:
         return assign_shardings(graph.with_shardings(shardings), "eager")
 
     def count_within(self, types: Sequence[ArrayType]) -> BodyCosts:
-        """What it moves, and holds beside its arguments, for arguments of these types."""
+        """Return its data movement, and its memory beyond the arguments, for these types."""
         key = tuple(types)
         if key not in self._within:
             self._within[key] = costs_within(trace_graph(self._with_types(key)), key)
@@ -99,7 +99,7 @@ class TracedFunction:
 
 
 def costs_within(traced: Trace, arguments: Sequence[ArrayType]) -> BodyCosts:
-    """What a traced function moves, and holds beside its arguments."""
+    """Return the data movement of a trace, and its memory beyond the arguments."""
     given = held_bytes(arguments, traced.ranks)
     pairs = zip(traced.peak_bytes.items(), given, strict=True)
     held: dict[int | None, int] = {rank: peak - own for (rank, peak), own in pairs}
@@ -114,7 +114,7 @@ def arrays_of(tree: Any) -> list[Any]:
 
 
 def bring(x: Any, kind: ArrayType) -> Any:
-    """An array as it lies in a type; one that is not sharded is whole on every device."""
+    """Reshard an array to the sharding of a type; reduce it if the type has none."""
     spec = kind.spec
     if x.type.spec is spec:
         return x

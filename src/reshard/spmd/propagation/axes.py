@@ -11,7 +11,7 @@ prefix of which is a sharding as well. Parts of a level with another rule, or of
 another, have its number and stay together: such a level is propagated whole or not at all.
 `AxisTable` translates the shardings of a mesh to integers and back.
 
-`collected` distributes the axes of a dimension over its factors, from the major one on. A factor
+`collected` distributes the axes of a dimension over its factors, from major to minor. A factor
 that is not the last takes axes while they divide it, and a part of an axis if only a part does::
 
     [ij] of 8 = 2 x 4, sharded over a of size 4     i takes a:(1)2, j takes a:(2)2
@@ -46,7 +46,7 @@ Parts = tuple[Part, ...]
 
 
 def are_apart(one: Part, other: Part) -> bool:
-    """Whether one tensor can be cut along both: they share no coordinates, and one axis has both.
+    """Return whether a tensor can be sharded along both: they are disjoint parts of a split.
 
     `x:(1)2` and `x:(3)2` of an axis of 6 do not: there is no way to split 6 that has them.
 
@@ -62,7 +62,7 @@ def are_apart(one: Part, other: Part) -> bool:
 
 
 def covers(one: Part, other: Part) -> bool:
-    """Whether `other` is a part of `one`, or all of it."""
+    """Return whether the first part contains the second."""
     return one == other or (
         one[0] == other[0]
         and one[3] == other[3] == 0
@@ -72,7 +72,7 @@ def covers(one: Part, other: Part) -> bool:
 
 
 def begins(one: Part, other: Part) -> bool:
-    """Whether `one` is the major part of `other`, or all of it.
+    """Return whether the first part is a prefix of the second.
 
     >>> begins((0, 2, 2, 0), (0, 2, 4, 0)), begins((0, 1, 2, 0), (0, 2, 4, 0))
     (True, False)
@@ -86,7 +86,7 @@ def begins(one: Part, other: Part) -> bool:
 
 
 def without(part: Part, used: Parts) -> Part | None:
-    """The longest beginning of `part` that is apart from all of `used`; None where there is none.
+    """Return the longest prefix of `part` that is disjoint from `used`, or None.
 
     >>> without((0, 1, 8, 0), ((0, 2, 2, 0), (1, 1, 3, 0)))
     (0, 1, 2, 0)
@@ -105,7 +105,7 @@ def without(part: Part, used: Parts) -> Part | None:
 
 
 def joined(parts: Parts, part: Part) -> Parts:
-    """`parts` and then `part`, as one where it follows the last.
+    """Append a part to parts, joined with the last if it follows it.
 
     >>> joined(((0, 1, 2, 0),), (0, 2, 4, 0))
     ((0, 1, 8, 0),)
@@ -157,7 +157,7 @@ class Sharding(NamedTuple):
 
 
 def are_alike(one: Sharding, other: Sharding) -> bool:
-    """Whether a tensor lies the same in both: cut alike, and with contributions of one kind.
+    """Return whether two shardings place a tensor equally, with equal contributions.
 
     >>> part = ((0, 1, 2, 0),)
     >>> one = Sharding(((),), (True,), (), part, "sum")
@@ -170,7 +170,7 @@ def are_alike(one: Sharding, other: Sharding) -> bool:
 
 
 class AxisTable:
-    """The shardings of one mesh in integers. `AxisTable.of(mesh)` is the table of a mesh.
+    """The shardings of a mesh in integers. `AxisTable.of(mesh)` is the table of a mesh.
 
     >>> from reshard import spec
     >>> mesh = DeviceMesh.of(y=3, x=8)
@@ -193,7 +193,7 @@ class AxisTable:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(mesh: DeviceMesh) -> AxisTable:
-        """The table of a mesh, kept from one propagation to the next."""
+        """Return the table of a mesh, cached between propagations."""
         return AxisTable(mesh)
 
     def part(self, axis: Axis, level: int = 0) -> Part:
@@ -227,7 +227,7 @@ class AxisTable:
         found: list[Part] = []
         for depth, level in enumerate(dim.levels):
             number = 0
-            # A level below another is a cut of each part of that one, even by the default rule.
+            # A level below another shards each of its parts, even by the default rule.
             if depth or not level.rule.is_default:
                 number = self._level_numbers.setdefault((depth, level), len(self.levels))
                 if number == len(self.levels):
@@ -280,7 +280,7 @@ class AxisTable:
 
 @dataclass(slots=True)
 class FactorSharding:
-    """The cut of one factor of one tensor.
+    """The sharding of a factor of a tensor.
 
     Args:
         axes: that cut it, major to minor.
@@ -314,7 +314,7 @@ def collected(
     Args:
         mapping: the tensor's dimensions in factors.
         sizes: of the factors.
-        sharding: of the tensor; None where it has none.
+        sharding: of the tensor; None if unknown.
         carriers: factors that carry levels with a rule of their own.
         closed_if_missing: whether a tensor without a sharding may not be cut.
 
@@ -356,7 +356,7 @@ def _collect_compound(
         is_last = place == len(factors) - 1
         cut = found[factor] = FactorSharding((), (), is_closed or has_overflow, is_last)
         if has_overflow:
-            # This one may not be cut. Those behind it are as if they were not in the tensor.
+            # This factor may not be sharded, and the following ones are ignored.
             return
         if has_levels:
             cut.overflow = axes
@@ -366,7 +366,7 @@ def _collect_compound(
             for part in waiting:
                 cut.axes = joined(cut.axes, part)
             continue
-        # Take axes while they divide what is left of the factor; of one that is too large, the part
+        # Take axes while they divide the rest of the factor; of an axis that is too large, the part
         # that divides it, and leave the rest to the next factor.
         left, taken = sizes[factor], []
         while waiting:
@@ -426,7 +426,7 @@ def updated(
             size = 1
             for place, part in enumerate(cut.axes):
                 size *= part[2]
-                # An axis that was split between two factors is one again.
+                # Join an axis that was split between two factors.
                 axes = (*axes, part) if place else joined(axes, part)
             if cut.overflow:
                 for place, part in enumerate(cut.overflow):

@@ -3,14 +3,14 @@
 Each tensor of an operator has a sharding for each of its factors. A strategy decides which axes
 propagate along a factor, from all tensors that have it to all others:
 
-BASIC takes the longest common prefix of all tensors, up to the first axis that conflicts, which is
-one that another factor uses in any tensor. All tensors get the same::
+BASIC takes the longest common prefix of all tensors, up to the first axis that conflicts, because
+another factor uses it in any tensor. All tensors get the same::
 
     i: a b | a | (none)       a b to all three
     i: a b | a c | (none)     a to the third, nothing to the others
 
 PRIORITIZED takes the same prefix, of the tensors that have joined: a dimension of a weaker user
-priority does not hinder a stronger one, which wins a conflict. In Shardy, and so in BASIC, a
+priority does not hinder a stronger dimension, which wins a conflict. In Shardy, and so in BASIC, a
 dimension that waits is closed, and the weaker sharding still blocks the stronger one::
 
     i: a (priority 0) | b (priority 1) | (none)     a to the third; in BASIC nothing
@@ -18,11 +18,11 @@ dimension that waits is closed, and the weaker sharding still blocks the stronge
 AGGRESSIVE considers conflicts within each tensor only, so that more is sharded, at the cost of
 reshards. If two factors conflict over an axis of a tensor, the factor with the larger source (the
 largest tensor that has the agreed axes already) has precedence; for elementwise operators then the
-one with more shards; then the one whose source comes first; then the first factor.
+factor with more shards; then the factor whose source comes first; then the first factor.
 
 WIDEST is for tensors that disagree: it takes the sharding with the most parts that have elements,
 of equals that of the larger tensor, then that of the first. If two factors conflict over an axis
-of a tensor, the one with more parts has precedence::
+of a tensor, the factor with more parts has precedence::
 
     i: a (2) | b (4) | (none)     b to the third
 
@@ -86,7 +86,7 @@ class OperatorTensors:
     Args:
         rule: of the operator.
         table: of the mesh's axes.
-        factors: one a tensor, operands first. They are extended in place.
+        factors: those of each tensor, operands first. They are extended in place.
         replicated: axes that each tensor may not be cut along: its replicated and partial ones.
         is_elementwise: whether the operator is.
     """
@@ -161,7 +161,7 @@ def merge_widest(tensors: OperatorTensors, directions: Sequence[Direction]) -> N
     """Extend each tensor by the cut into the most parts, as far as it fits there."""
     widest = [_find_widest(tensors, factor, way) for factor, way in enumerate(directions)]
     if any(widest):
-        # The sort is stable: of factors in as many parts the preferred one goes first.
+        # The sort is stable: among factors with equal parts the preferred is first.
         preferred = _sort_by_preference(tensors, widest)
         by_parts = sorted(preferred, key=lambda f: -_count_parts(tensors, f, widest[f]))
         _extend_each(tensors, widest, by_parts)
@@ -292,7 +292,7 @@ def _fit_all(tensors: OperatorTensors, factor: int, axes: Parts, numbers: Sequen
 
 
 def _fit_one(tensors: OperatorTensors, tensor: int, factor: int, axes: Parts) -> Parts:
-    """The beginning of the agreed axes that one tensor can take along a factor."""
+    """Return the prefix of the agreed axes that a tensor can take along a factor."""
     factors = tensors.factors[tensor]
     cut = factors.get(factor)
     if cut is None or not axes:
@@ -389,7 +389,7 @@ ANY_STAGE = STAGES - 1
 
 @lru_cache(maxsize=4096)
 def class_of(name: str, rule: OpShardingRule) -> OperatorClass:
-    """The class of an operator: that of its row, or its rule's where the row says none.
+    """Return the class of an operator: that of its record, or the class that its rule implies.
 
     >>> class_of("add", OpShardingRule.parse("([i], [i]) -> ([i]) {i=4}")).name
     'ELEMENTWISE'

@@ -5,10 +5,10 @@ operators that can be applied to each contribution separately::
 
     x @ u + y @ v     x, y : [-, k]  u, v : [k, -]
 
-    combined at once      two all-reduces, one behind each product
+    combined at once      two all-reduces, one after each product
     combined later        the addition works on contributions, and one all-reduce follows
 
-An operation *waits* if it runs on contributions. Then all operations that read one of these
+An operation *waits* if it runs on contributions. Then all operations that read any of these
 operands wait, too, so that a value is reduced in one place: after the last waiting operation.
 Operations that wait together are a *group*. A group saves the reduction of its operands, and
 requires that of its results; it depends on the groups that compute its operands. The set of waiting
@@ -76,7 +76,7 @@ def largest_closure(gains: Sequence[int], needs: Sequence[Iterable[int]]) -> set
     while True:
         before = _find_paths(room, source)
         if sink not in before:
-            # What can be reached is the smallest of the closed sets with the greatest gain.
+            # The reachable items are the smallest closed set with the maximum gain.
             return {thing for thing in before if thing < source}
         path, end = [], sink
         while end != source:
@@ -89,7 +89,7 @@ def largest_closure(gains: Sequence[int], needs: Sequence[Iterable[int]]) -> set
 
 
 def _find_paths(room: Sequence[dict[int, int]], source: int) -> dict[int, int]:
-    """What can be reached, each with the one before it on a shortest path."""
+    """Return each reachable node with its predecessor on a shortest path."""
     before = {source: source}
     waiting = deque([source])
     while waiting:
@@ -104,8 +104,8 @@ def _find_paths(room: Sequence[dict[int, int]], source: int) -> dict[int, int]:
 def keep_pending(propagated: PropagatedGraph) -> PropagatedGraph:
     """The same shardings, but that sums wait where that makes fewer bytes cross.
 
-    What each operation runs with is said as well. A graph of which that is decided, as by the
-    strategy "cost", stays as it is.
+    The shardings of each operation are recorded as well. A graph that has them already, as from
+    the strategy "cost", is returned unchanged.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.spmd.graph import Graph
@@ -148,7 +148,7 @@ class _PendingRun:
 
 
 class _Waiting:
-    """The decision for one graph."""
+    """The decision for a graph."""
 
     def __init__(self, propagated: PropagatedGraph, mesh: DeviceMesh) -> None:
         self.propagated = propagated
@@ -217,7 +217,7 @@ class _Waiting:
         if operator is None or not operator.has_rule:
             return None
         places = [n for n, value in enumerate(operation.operands) if value in self.pending]
-        # All together as addition does, or one alone as multiplication does.
+        # All together, as for addition, or a single operand, as for multiplication.
         for chosen in [places, *([place] for place in places if len(places) > 1)]:
             kinds = {_kind(self.pending[operation.operands[place]]) for place in chosen}
             if len(kinds) == 1:
@@ -277,7 +277,7 @@ class _Waiting:
             values = self._pending_operands(number)
             if all(map(self._stays_pending, values)):
                 continue
-            # What was held back by the others is asked again.
+            # Operations that depend on it are checked again.
             for value in (*values, *self.graph.operations[number].results):
                 waiting += [reader for reader, _ in self.readers[value]]
             del self.runs[number]
@@ -299,7 +299,7 @@ class _Waiting:
 
     def _choose(self) -> frozenset[int]:
         """The operations that wait."""
-        # 1. Groups: operations that read a value are in one.
+        # 1. Groups: all operations that read a value are in the same group.
         group = {number: number for number in self.runs}
 
         def find(number: int) -> int:
@@ -313,7 +313,7 @@ class _Waiting:
                     group[find(reader)] = find(number)
         names = sorted({find(number) for number in self.runs})
         place_of = {name: place for place, name in enumerate(names)}
-        # 2. What they spare, and what they need.
+        # 2. The bytes that they save, and the groups that they depend on.
         gains = [0] * len(names)
         needs: list[set[int]] = [set() for _ in names]
         for number in self.runs:
@@ -331,7 +331,7 @@ class _Waiting:
         return frozenset(number for number in self.runs if place_of[find(number)] in chosen)
 
     def _count_bytes(self, value: int, made: ShardingSpec) -> int:
-        """What each device has of a value, as often as it crosses to combine contributions."""
+        """Return the bytes that each device moves to reduce the contributions of a value."""
         wanted = self.propagated.values[value]
         partial = self.table.encoded(made).partial
         if wanted is not None and self.table.encoded(wanted).partial == partial:

@@ -46,11 +46,11 @@ from reshard.spmd.propagation.merging import (
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 Known = Sequence[ShardingSpec | None]
-"""Shardings by the number of their value; None where nothing is known."""
+"""Shardings by the number of their value; None if unknown."""
 
 
 OperationShardings = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]
-"""What an operation runs with: the shardings of its operands, and of its results."""
+"""The shardings of an operation's operands and results while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ def propagate_by_rules(
 
 
 def merge_of(strategy: str) -> Strategy:
-    """The strategy of a name. Raises SpecError for an unknown one."""
+    """Return the strategy of a name. Raises SpecError if it is unknown."""
     if strategy not in STRATEGIES:
         raise SpecError(
             f"unknown strategy {strategy!r}; it is one of {', '.join(STRATEGIES)}, and cost for a "
@@ -315,7 +315,7 @@ def carried(
     for number in sorted(tensors.changed):
         old = shardings[number]
         new = updated(mappings[number], rule.sizes, factors[number], old)
-        # A tensor without a sharding stays without one as long as nothing cuts it.
+        # A tensor without a sharding stays so as long as no axis shards it.
         if new != old and (old is not None or new.is_cut):
             found.append((number, new))
     return tuple(found)
@@ -384,9 +384,9 @@ def _check_rank(spec: ShardingSpec, graph: Graph, number: int) -> None:
 class _Propagation:
     """One propagation over a graph.
 
-    Shardings have numbers here, so that a question asked before is answered by one look-up: a
+    Shardings have numbers here, so that repeated updates are looked up: a
     model is a few layers, many times. `state` has the number of each value's sharding, and under
-    -1, -2 and so on those of the outputs; None where a value has none.
+    -1, -2 and so on those of the outputs; None if a value is not sharded yet.
     """
 
     def __init__(self, graph: Graph, table: AxisTable, merge: Strategy) -> None:
@@ -397,7 +397,7 @@ class _Propagation:
         self.state |= dict.fromkeys(range(len(graph.values)))
         self.shardings: list[Sharding] = []
         self._numbers: dict[Sharding, int] = {}
-        # What changes, by how the operation carries and the numbers of its tensors' shardings.
+        # The changes, by how the operation propagates and the numbers of its tensors' shardings.
         self._answers: dict[tuple[int | None, ...], tuple[tuple[int, int], ...]] = {}
         self._carrying: dict[Carrying, int] = {}
         self._kinds: dict[tuple[OpShardingRule, OperatorClass, bool], int] = {}
@@ -418,7 +418,7 @@ class _Propagation:
         self._kind_of = [self._number_kind(one, uses) for one in graph.operations]
         self._kind_list = list(self._kinds)
         # The order in which a change puts operators on the stack of `_sweep`, from which the last
-        # one is taken first: the maker, then users from the last on.
+        # operator is taken first: the maker, then users from the last on.
         self._neighbours = [
             ([self._maker[value]] if value in self._maker else []) + self._users[value][::-1]
             for value in range(len(graph.values))
@@ -451,10 +451,10 @@ class _Propagation:
             self.state[place] = self.number(joined(now, user, priorities, level))
 
     def settle(self, stage: int) -> None:
-        """Ask operators, each again when a value of it changed, with one stage's directions.
+        """Update operators with the directions of a stage, again when a value of theirs changes.
 
         An operator that changed a value itself is not asked again for that: an answer leaves
-        nothing to add, but where one value is two of its operands.
+        nothing to add, except if two of its operands are the same value.
         """
         self._meet_outputs()
         self._sweep(stage)

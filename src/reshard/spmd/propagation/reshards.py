@@ -16,16 +16,16 @@ what they hold.
 An operator runs with the same axes for a factor in all of its tensors. `common_axes` chooses them:
 
 1. If the tensors agree, that is the answer.
-2. Of two tensors (an elementwise or a moving operator) one keeps its sharding: the one without cuts
+2. Of two tensors (an elementwise or a moving operator) keep the sharding of the tensor without cuts
    along which elements move, else the larger, else the more sharded.
 3. Of more tensors, each sharding of a factor in some tensor, and each prefix of it, is a candidate.
    The candidate that is supported by the most elements (those of all tensors that are sharded so,
    or further) is chosen first; then passed-through factors before reduced and moved ones; then more
-   shards. Candidates that overlap it are shortened, and the next one is chosen.
+   shards. Candidates that overlap it are shortened, and the next is chosen.
 4. Axes of factors that must be replicated are moved to factors that all tensors have, if they
    divide them.
 
-A factor of a dimension of several is a candidate only if the one before it is sharded to single
+A factor of a dimension of several is a candidate only if the previous factor is sharded to single
 indices. The choice is that of Shardy (OpenXLA, explicit reshards of the export pipeline).
 """
 
@@ -97,7 +97,7 @@ def common_axes(
 
 
 def _find_agreed(rule: OpShardingRule, factors: Sequence[FactorShardings]) -> Axes | None:
-    """The axes that cut each factor in all tensors; None where they disagree."""
+    """Return the axes of each factor, or None if tensors disagree."""
     found: list[Parts | None] = [None] * len(rule.sizes)
     used: Parts = ()
     for tensor in factors:
@@ -122,7 +122,7 @@ def _follow_one(
     arrays: Sequence[int],
     table: AxisTable,
 ) -> Axes:
-    """The cuts of the preferred one of two tensors, and of the other what is apart from them."""
+    """Return the axes of the preferred of two tensors, and disjoint axes of the other."""
 
     def preference(number: int) -> tuple[bool, int, int]:
         cuts = factors[number]
@@ -281,12 +281,12 @@ Place = tuple[int | None, Side, int]
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """One value that changes its sharding, at one place.
+    """A change of the sharding of a value.
 
     Args:
         value: its number.
         operation: the number of the operation that reads or makes it; None for an output.
-        side: where it moves: before the operation, behind it, or behind the whole function.
+        side: where it moves: before the operation, after it, or after the whole function.
         position: of the operand, result or output.
         source, target: shardings.
         reduced: axes along which contributions are combined; none for a reshard.
@@ -399,9 +399,9 @@ class _Placing:
         self.moved.append(Movement(value, *place, self.spec(source), self.spec(target), axes))
 
     def place(self, number: int, operation: Operation) -> None:
-        """Decide what one operation runs with, and what moves for it."""
+        """Choose the shardings of an operation, and append its movements."""
         rule = operation.rule
-        # 1. Contributions that pass through, and what cuts each factor beside them.
+        # 1. Contributions that pass through, and the other axes of each factor.
         wanted = self.state[operation.results[0]].partial if operation.results else ()
         kept = self._keep_partial(operation, wanted)
         shardings = self._add_partial(operation, kept)
@@ -457,7 +457,7 @@ class _Placing:
             _subtract(self.state[value], difference(self.state[value].partial, kept))
             for value in operation.operands
         ]
-        # What a result has of contributions follows from how the operation runs.
+        # The contributions of a result follow from how the operation runs.
         return operands + [
             _subtract(self.state[v], self.state[v].partial) for v in operation.results
         ]
@@ -499,7 +499,7 @@ class _Placing:
         self.results.append(tuple(map(self.spec, makes)))
 
     def bring(self, value: int, place: Place, source: Sharding, target: Sharding) -> None:
-        """Write a movement down, if there is one: contributions and cuts at once."""
+        """Append a movement, if needed: contributions and axes together."""
         if not are_alike(source, target):
             combined = difference(source.partial, _find_staying(source, target))
             self.move(value, place, source, target, combined)
@@ -531,7 +531,7 @@ class _Placing:
         sets = known.partial_operands(
             len(partial), reductions.pop() or "sum", **operation.attributes
         )
-        # The intersection: wanted without what of it the operands have not.
+        # The intersection: wanted without the parts that the operands lack.
         both = difference(wanted, difference(wanted, partial[having[0]]))
         return both if having in sets else ()
 
@@ -553,7 +553,7 @@ def _make_whole(ndim: int) -> Sharding:
 
 
 def _find_staying(source: Sharding, target: Sharding) -> Parts:
-    """The contributions of a sharding that another has as well: of one kind, along these axes."""
+    """Return the contributions that are kept between two shardings."""
     return target.partial if source.reduction == target.reduction else ()
 
 
@@ -564,7 +564,7 @@ def _subtract(sharding: Sharding, combined: Parts) -> Sharding:
 
 
 def ordered(parts: Sequence[Part]) -> Parts:
-    """Parts in the order of the mesh, those that follow one another joined.
+    """Return parts in the order of the mesh, with consecutive parts joined.
 
     >>> ordered([(1, 1, 2, 0), (0, 2, 2, 0), (0, 1, 2, 0)])
     ((0, 1, 4, 0), (1, 1, 2, 0))
@@ -588,9 +588,9 @@ def difference(parts: Parts, other: Parts) -> Parts:
         kept: list[Part] = []
         for axis, pre, size, level in left:
             # An axis part covers the strides from `pre` to `pre * size`; what is left of it lies
-            # before `low` or behind `high`.
+            # before `low` or after `high`.
             low, high = max(pre, taken[1]), min(pre * size, taken[1] * taken[2])
-            if (axis, pre, size) == taken[:3]:  # Of an axis of size 1 too, which has no strides.
+            if (axis, pre, size) == taken[:3]:  # An axis of size 1, too, which lacks strides.
                 continue
             if axis != taken[0] or low >= high:
                 kept.append((axis, pre, size, level))

@@ -45,7 +45,7 @@ class AbstractLibrary(Library):
         return array.dtype if isinstance(array, AbstractShard) else super().dtype_of(array)
 
     def filled(self, shape: Sequence[int], value: Any, beside: Any) -> Any:
-        """An array of one number, of the element type of another array or abstract shard."""
+        """Return an array filled with a number, of the element type of another array."""
         return np.full(shape, value, dtype=self.dtype_of(beside).numpy)
 
 
@@ -82,7 +82,7 @@ class AbstractRunner(Runner):
     def functions(self, operator: Operator, work: LocalWork) -> list[Function]:
         """The functions that make the results' abstract shards on each rank.
 
-        Raises UsageError for an operator whose results' shapes no rule tells.
+        Raises UsageError for an operator without a rule for its results' shapes.
         """
         if not operator.has_rule:
             raise UsageError(
@@ -115,7 +115,7 @@ class AbstractRunner(Runner):
         return [partial(function, place) for place in range(len(work.ranks))]
 
     def travel(self, source: ArrayType, spec: ShardingSpec) -> Travel:
-        """How the shards of an array come to another sharding, over processes of one host."""
+        """Return how an array is resharded over the processes of a host."""
         before = source.spec or replicated(spec.mesh, source.ndim)
         plan = LayoutChange(before.layout(source.shape), spec.layout(source.shape))
         is_here = not plan.moved_elements and plan.target.reduction is None

@@ -26,7 +26,7 @@ def trace_document(trace: TraceRecord) -> str:
     >>> found["operations"][0]["before"][0]["steps"], found["moved_bytes"]
     (['all-gather(x)'], 64)
     """
-    # Of one mesh, which most programs have.
+    # Most programs have a single mesh.
     axes = _write_mesh(trace.mesh)["axes"] if len(trace.meshes) == 1 and trace.mesh else {}
     inputs = zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
     is_timed = trace.topology is not None

@@ -114,7 +114,7 @@ class TracedOperation:
         after: results that are resharded.
         reused: operands that lie in another sharding since an operation before moved them there.
         live_bytes: the most memory that each rank holds meanwhile, in the order of the mesh's
-            devices: arguments, values still to be used, and what reshards need beside them.
+            devices: arguments, values still to be used, and the buffers of reshards.
         held_bytes: what each rank holds when the operation begins.
         compute_s: seconds that each rank computes; empty where no device is known.
         within: what an operation that is a function moves and holds within: all turns of a `scan`,
@@ -234,7 +234,7 @@ def local_sizes(rule: OpShardingRule, shapes: Sequence[Shape]) -> tuple[int, ...
     """The sizes of a rule's factors on a rank, from the shapes of its operands and results there.
 
     A factor is as large as in the smallest of its dimensions. Of several factors of a dimension
-    the major one is the one that is cut.
+    the major factor is sharded.
 
     >>> rule = OpShardingRule.parse("([ij], [ij, k]) -> ([i, j, k]) {i=4, j=3, k=8}")
     >>> local_sizes(rule, [(6,), (6, 8), (2, 3, 8)])
@@ -270,7 +270,7 @@ def shapes_of(kind: ArrayType, ranks: Ranks) -> tuple[Shape, ...]:
 
 def _find_shape(kind: ArrayType, rank: int) -> Shape:
     layout = kind.layout
-    # Ranks of other meshes may lie beyond those of this one.
+    # Ranks of other meshes may exceed those of this mesh.
     here = layout.local_shape(rank) if rank < layout.slots else None
     if here is None:
         return (0,) * kind.ndim
@@ -327,7 +327,7 @@ Kept = tuple[int, ArrayType | None, ShardingSpec]
 
 
 class _LiveMemory:
-    """What is live between two operations: memory, and who holds it.
+    """The live memory between two operations, and the values that hold it.
 
     Values and what they were moved to may be one memory: `with_sharding` of an array that lies so,
     or was moved there before, gives what is there.
@@ -335,12 +335,12 @@ class _LiveMemory:
 
     def __init__(self, operations: Sequence[TracedOperation], ranks: Ranks) -> None:
         self._ranks = ranks
-        # A row of bytes, one a rank.
+        # The bytes of each rank.
         self.live_bytes: IntArray = np.zeros(len(ranks), dtype=np.int64)
         self._holders: list[int] = []
         self._sizes: list[IntArray] = []
         self._of: dict[int | Kept, int] = {}
-        # Values that are an earlier one, as watchers of operations have them.
+        # Values that are the same array as an earlier value.
         self._same: dict[int, int] = {}
         for one in operations:
             if one.operation.operator == WITH_SHARDING and one.operands[0] is one.results[0]:
@@ -356,21 +356,21 @@ class _LiveMemory:
             self._ends.setdefault(place, []).append(kept)
 
     def hold(self, name: int | Kept, size: IntArray) -> None:
-        """New memory, which a value or a moved one has."""
+        """Add new memory of a value, or of a moved value."""
         self._of[name] = len(self._sizes)
         self._sizes.append(size)
         self._holders.append(1)
         self.live_bytes = self.live_bytes + size
 
     def free(self, name: int | Kept) -> None:
-        """A value or a moved one is gone, and its memory where no other has it."""
+        """Remove a value or a moved value, and its memory if no other value has it."""
         memory = self._of.pop(name)
         self._holders[memory] -= 1
         if not self._holders[memory]:
             self.live_bytes = self.live_bytes - self._sizes[memory]
 
     def carry_out(self, place: int, one: TracedOperation, after: Sequence[IntArray]) -> None:
-        """What an operation leaves: its results, and what was moved and is read there again."""
+        """Add the results of an operation, and moved operands that are read again."""
         lays_out = one.operation.operator == WITH_SHARDING
         moved = list(one.reshards if lays_out else one.before)
         for each in moved:
@@ -389,7 +389,7 @@ class _LiveMemory:
     def _lay_out(self, one: TracedOperation, moved: Sequence[InsertedReshard]) -> None:
         """The result of `with_sharding`: new memory where something moves, else what is there."""
         (operand,), (result,) = one.operation.operands, one.operation.results
-        # What was moved last is the result, and may be kept for other operations as well.
+        # The last move is the result, and may be kept for other operations as well.
         there = [self._find_kept(each, operand) for each in (*one.reused, *moved)]
         if moved and there[-1] not in self._of:
             self.hold(result, _count_held(moved[-1].result, self._ranks))
@@ -422,20 +422,20 @@ def held_bytes(kinds: Iterable[ArrayType | None], ranks: Ranks) -> tuple[int, ..
 
 def _count_around(one: TracedOperation, ranks: Ranks) -> tuple[IntArray, list[IntArray]]:
     """The most that an operation holds beyond what is live, and what each result then is."""
-    # `beside` grows with every array that stays until the operation is done; `most` is its peak.
-    most = beside = np.zeros(len(ranks), dtype=np.int64)
+    # `extra` grows with every array that stays until the operation is done; `most` is its peak.
+    most = extra = np.zeros(len(ranks), dtype=np.int64)
     for reshard in one.before:
-        beside = beside + _count_held(reshard.result, ranks)
-        most = np.maximum(most, beside + _count_extra_bytes(reshard, ranks))
+        extra = extra + _count_held(reshard.result, ranks)
+        most = np.maximum(most, extra + _count_extra_bytes(reshard, ranks))
     made = [_count_held(kind, ranks) for kind in one.computed]
     if one.operation.operator != WITH_SHARDING:
-        beside = beside + sum(made)
-        most = np.maximum(most, beside)
+        extra = extra + sum(made)
+        most = np.maximum(most, extra)
     for reshard in one.after:
-        beside = beside + _count_held(reshard.result, ranks)
-        most = np.maximum(most, beside + _count_extra_bytes(reshard, ranks))
+        extra = extra + _count_held(reshard.result, ranks)
+        most = np.maximum(most, extra + _count_extra_bytes(reshard, ranks))
     after = [_count_held(kind, ranks) for kind in one.results]
-    # A function has its operands, as they were moved, beside what it holds.
+    # A body needs its moved operands in addition to its own memory.
     within = np.array([one.within.held_by(rank) for rank in ranks], dtype=np.int64)
     for reshard in one.before:
         within = within + _count_held(reshard.result, ranks)
@@ -485,7 +485,7 @@ def _count_extra(program: Program, ranks: Ranks) -> IntArray:
             here += _count_elements(step.source_layout, ranks)
         if number < len(program.steps) - 1:
             here += _count_elements(step.target_layout, ranks)
-        # A buffer for what is sent and one for what is received; a permutation sends whole shards.
+        # A send and a receive buffer; a permutation sends whole shards.
         if not isinstance(step, Permute):
             passing = np.zeros(max(ranks) + 1 + len(step.sent_elements), dtype=np.int64)
             # Ranks of other meshes may lie beyond those of this step.

@@ -137,7 +137,7 @@ def _draw_operations(trace: TraceRecord) -> str:
         for number, name, kind in zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
         if kind is not None
     ]
-    # 2. A row for each result; the first one of an operation has all that is known of it.
+    # 2. A row for each result; the first row of an operation describes it.
     for place, one in enumerate(trace.operations, 1):
         texts = [
             inserted_text(one),
@@ -196,7 +196,7 @@ def _draw_row(
 
 
 def _draw_ranks(trace: TraceRecord) -> list[str]:
-    """What each rank sends, receives and holds; those alike in one row."""
+    """Draw the data movement and memory of each rank; equal ranks share a row."""
     span = max(trace.ranks) + 1
     sent, received = np.zeros(span, dtype=np.int64), np.zeros(span, dtype=np.int64)
     for one in trace.operations:

@@ -68,7 +68,7 @@ def trace_table(trace: TraceRecord) -> str:
 
 
 def _write_rows(one: TracedOperation, numbers: Mapping[int, str]) -> list[list[str]]:
-    """A row a result, the first of which says all of the operation."""
+    """Return a row for each result; the first row describes the operation."""
     rows = []
     for number, kind in zip(one.operation.results, one.results, strict=True):
         rows.append([f"%{number}", "", str(kind), sharding_text(kind), "", "", ""])
@@ -80,14 +80,14 @@ def _write_rows(one: TracedOperation, numbers: Mapping[int, str]) -> list[list[s
 
 
 def time_headers(trace: TraceRecord) -> tuple[str, ...]:
-    """The columns of times: none without a topology, one where it knows of no devices."""
+    """Return the columns of times; empty without a topology."""
     if trace.topology is None:
         return ()
     return ("compute", "collectives", "time") if trace.counts_compute else ("collectives",)
 
 
 def time_texts(trace: TraceRecord, one: TracedOperation) -> list[str]:
-    """The times of an operation, one for each of `time_headers`."""
+    """Return the times of an operation, for each of `time_headers`."""
     times = {"compute": one.busiest_s, "collectives": one.inserted_s, "time": one.seconds_s}
     return [duration_text(times[name]) if times[name] else "-" for name in time_headers(trace)]
 
@@ -99,7 +99,7 @@ def number_texts(trace: TraceRecord) -> dict[int, str]:
 
 
 def sharding_text(kind: ArrayType | None) -> str:
-    """How an array is sharded; nothing for one that is not."""
+    """Return the sharding of an array as text; empty if it is not sharded."""
     return "" if kind is None or kind.spec is None else str(kind.spec)
 
 
@@ -117,7 +117,7 @@ def call_text(operation: Operation, numbers: Mapping[int, str]) -> str:
     words += [
         f"{name}={value if isinstance(value, str) else repr(value)}"
         for name, value in operation.text_attributes.items()
-        # False is the default of flags; the column of shardings says what `with_sharding` asks for.
+        # False is the default of flags; the column of shardings has the target of `with_sharding`.
         if value is not False and operation.operator != WITH_SHARDING
     ]
     return f"{operation.operator}({', '.join(words)})"
@@ -233,7 +233,7 @@ def reason_of(one: TracedOperation, reshard: InsertedReshard) -> str:
 
 
 def _explain_result(one: TracedOperation, reshard: InsertedReshard) -> str:
-    """As which operand a result is cut behind an operation that ran otherwise; else empty."""
+    """Return the operand that a result is resharded like, as text, or an empty string."""
     rule = one.operation.rule
     before = reshard.source.spec
     for dim, factors in enumerate(rule.results[one.operation.results.index(reshard.value)]):
@@ -323,7 +323,7 @@ def _explain_lost(
 
 
 def _find_operand(one: TracedOperation, place: int, factors: Sequence[int]) -> int | None:
-    """Another operand whose own cut of the factors is the one that the operator runs with."""
+    """Return another operand whose sharding of the factors the operator uses."""
     for number, mapping in enumerate(one.operation.rule.operands):
         kind, spec = one.operands[number], one.runs_with[number]
         if number == place or kind is None or kind.spec is None or spec is None:
@@ -336,7 +336,7 @@ def _find_operand(one: TracedOperation, place: int, factors: Sequence[int]) -> i
 
 
 def _find_taken(one: TracedOperation, axes: Sequence[Axis]) -> tuple[int, int] | None:
-    """An operand and its dimension that one of the axes cuts."""
+    """Return an operand and its dimension that any of the axes shards."""
     for number, spec in enumerate(one.runs_with):
         if spec is None:
             continue

@@ -63,7 +63,7 @@ class OperationWatcher:
         self._call: CompiledCall | None = None
         # Values that were moved, with the sharding: an array keeps what it was moved to.
         self._known: set[tuple[int, ArrayType, Spec]] = set()
-        # Values that are an earlier one: `with_sharding` of what lies so gives the array itself.
+        # Values that are the same array as an earlier value: a `with_sharding` that moves nothing.
         self._same: dict[int, int] = {}
 
     def record(
@@ -116,7 +116,7 @@ class OperationWatcher:
         computed = [x.type for x in made] if called is None else called.made
         for number, x, kind, there in zip(operation.results, made, computed, results, strict=True):
             after += self._find_inserted(number, kind, x.type.spec)
-            # What `with_sharding` moves is its operand, which may have been there.
+            # A `with_sharding` moves its operand, which may have been moved there already.
             if operation.operator == WITH_SHARDING and x is given[0]:
                 own = self._same.get(operation.operands[0], operation.operands[0])
                 key = (own, x.type, there.type.spec)
@@ -289,7 +289,7 @@ def _find_moved_again(graph: Graph, arguments: Sequence[Any]) -> list[int]:
 
 
 def check_trace_options(strategy: str, topology: Topology | None, library: str) -> None:
-    """Raises UsageError for an unknown strategy or library, and for what is no topology."""
+    """Raise UsageError for an unknown strategy or library, or an invalid topology."""
     if topology is not None and not isinstance(topology, Topology):
         raise UsageError(
             f"{topology!r} is no Topology; give one, such as "

@@ -79,7 +79,7 @@ def _costs_of(
     topology: Topology,
     library: str,
 ) -> StageCosts:
-    """Those of one stage, but for what it sends.
+    """Estimate the costs of a stage, except for sending.
 
     `given` are its array and the targets, `specs` the shardings of its gradients.
     """
@@ -137,16 +137,16 @@ class Pipeline:
     all stages need a spec.
 
     Args:
-        stages: functions of parameters and an array, which return an array. The last one also takes
-            the targets of the micro-batch, and returns its loss, a zero-dimensional array.
+        stages: functions of parameters and an array, which return an array. The last stage also
+            takes the targets of the micro-batch, and returns its loss, a zero-dimensional array.
         schedule: a schedule with the same number of stages.
         specs: the sharding in which each stage takes its array. That of the first stage is the
             sharding of the micro-batches, which are not moved, and may be None. Each mesh must be
             that of the stage's parameters.
         gradient_specs: for each stage, shardings of its gradients, in the structure of its
             parameters: sharded over data parallel ranks, for instance, as in ZeRO 2. The gradients
-            of each micro-batch are reduced to them before those of the next one are computed. The
-            shardings of the parameters when None, for all stages or for one.
+            of each micro-batch are reduced to them before those of the next are computed. The
+            shardings of the parameters if None, for all stages or for a single stage.
 
     Raises:
         UsageError: stages that are not functions, or not as many as the schedule has.
@@ -219,10 +219,10 @@ class Pipeline:
 
         Raises:
             UsageError: other numbers of parameters or microbatches than the schedule has, a loss
-                that is no real number, or what `sp.vjp` refuses; over processes microbatches of
+                that is not a real number, or an error of `sp.vjp`; over processes microbatches of
                 different shapes, or a stage's array that is not over its mesh.
             SpecError: over processes, a first stage without a sharding.
-            RunError: over processes, a stage beside this one that failed.
+            RunError: over processes, a neighbouring stage that failed.
         """
         self._check_parameters(parameters)
         if len(microbatches) != self.schedule.n_microbatches:
@@ -260,7 +260,7 @@ class Pipeline:
 
         Args:
             parameters: a tree for each stage, of arrays or of results of `sp.abstract`.
-            microbatch: the input of the first stage and the targets of the last one, likewise.
+            microbatch: the input of the first stage and the targets of the last, in the same form.
             topology: of the ranks of all meshes, which describes their devices.
             library: whose collectives are assumed, a key of `reshard.cost.LIBRARIES`.
 

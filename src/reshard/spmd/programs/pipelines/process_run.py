@@ -9,11 +9,11 @@ same for all ranks. So the sender of each message has already started to send it
 waiting for the receiver.
 
 Each array is an exchange in a thread of its own, with a tag that both ends know. Before the first
-one, the ranks of the earlier stage send the type of their output (shape, element type, sharding)
-and a digest of the step; the ranks of the next stage raise an error if these differ from their own.
-There is no barrier between neighbours at the beginning or the end of a step, so a rank may be a
-step ahead. On devices, messages run in the main thread, in the order of the program, and sender and
-receiver wait for each other.
+exchange, the ranks of the earlier stage send the type of their output (shape, element type,
+sharding) and a digest of the step; the ranks of the next stage raise an error if these differ from
+their own. There is no barrier between neighbours at the beginning or the end of a step, so a rank
+may be a step ahead. On devices, messages run in the main thread, in the order of the program, and
+sender and receiver wait for each other.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Crossing = tuple[int, bool]
 
 @dataclass(frozen=True)
 class _Begun:
-    """A crossing under way: `made` is what arrives here, None where nothing does."""
+    """A transfer in flight: `made` is the array that arrives here, or None."""
 
     exchange: BackgroundExchange | None
     made: torch.Tensor | None
@@ -66,13 +66,13 @@ class _Begun:
 
 
 class StageBoundary:
-    """Between two stages in one step, as a rank of either sees it. All of them make one.
+    """The boundary between two stages in a step. All ranks of both stages create it.
 
     Args:
         stage: the first of both.
         group: of the ranks of both.
         mesh: of the first stage.
-        target: the sharding in which the second one takes its array.
+        target: the sharding in which the second stage takes its array.
         n_microbatches: of the step.
         digest: of the step, as all ranks have to mean it.
         keeper: the runner of this process's arrays.
@@ -100,7 +100,7 @@ class StageBoundary:
             for microbatch in range(n_microbatches)
             for is_back in (False, True)
         }
-        # What the first stage makes, and its sharding.
+        # The type of the first stage's output, and its sharding.
         self._kind: tuple[ArrayType, ShardingSpec] | None = None
         self._told: list[Any] = []
         self._begun: dict[Crossing, _Begun] = {}
@@ -114,11 +114,11 @@ class StageBoundary:
         """Begin to bring an array to the other stage's mesh.
 
         Args:
-            crossing: which; one that has begun is left as it is.
+            crossing: which; no effect if it has started.
             array: on ranks of the stage that made it.
 
         Raises:
-            UsageError: an array of another shape, element type or sharding than the first one, or
+            UsageError: an array of another shape, element type or sharding than the first, or
                 over another mesh than its stage's.
             PlanError: ranks of the first stage that mean another step.
             RunError: a stage that failed.
@@ -185,7 +185,7 @@ class StageBoundary:
                 self._told.pop().wait()
 
     def _tell_kind(self, kind: ArrayType) -> tuple[ArrayType, ShardingSpec]:
-        """Tell the next stage's ranks what this one makes, without waiting for them."""
+        """Send the type of this stage's output to the next stage, without waiting for it."""
         if kind.spec is None or kind.spec.mesh is not self._mesh:
             raise UsageError(
                 f"stage {self._stage} returned {kind}, which is not over its mesh {self._mesh!r}; "
@@ -201,7 +201,7 @@ class StageBoundary:
         return kind, kind.spec
 
     def _learn_kind(self) -> tuple[ArrayType, ShardingSpec]:
-        """What the first stage makes, as it tells."""
+        """Receive the type of the first stage's output."""
         first = self._mesh.devices[0]
         with self._group.errors("nothing was moved"):
             length = torch.zeros(1, dtype=torch.int64)
@@ -251,14 +251,14 @@ def run_over_processes(
         The mean loss, None but on the last stage's ranks, and the gradients of the stages here.
 
     Raises as `Pipeline`, PlanError where the stage before means another step, and RunError on
-    processes that wait for one that failed.
+    processes that wait for a failed process.
     """
     run = _ProcessRun(stages, schedule, specs, parameters, microbatches)
     run.prepare(keeper)
     try:
         return run.result()
     except BaseException as error:
-        # Ranks of the stages beside this one wait for it.
+        # Ranks of the neighbouring stages wait for it.
         for among in run.among:
             among.break_off(error)
         raise
@@ -267,12 +267,12 @@ def run_over_processes(
 class _ProcessRun(PipelineRun):
     """One process's part of a step.
 
-    `boundaries` are those between an own stage and one beside it on other ranks, by the first of
+    `boundaries` are those between an own stage and a neighbour on other ranks, by the first of
     both, and `among` the ranks of each.
     """
 
     def prepare(self, keeper: Runner) -> None:
-        """Find the stages that are here, and the boundaries to those beside them."""
+        """Find the local stages, and the boundaries to their neighbours."""
         rank = dist.get_rank()
         taken = [one for one in self.specs if one is not None]
         if len(taken) < len(self.stages):
@@ -349,14 +349,14 @@ class _ProcessRun(PipelineRun):
         return True
 
     def bring_forward(self, stage: int, microbatch: int, made: Any) -> None:
-        """Begin to bring what a stage made to the next one's mesh."""
+        """Start to move the output of a stage to the mesh of the next."""
         if stage in self.boundaries:
             self.boundaries[stage].begin((microbatch, False), made)
         else:
             super().bring_forward(stage, microbatch, made)
 
     def take_input(self, stage: int, microbatch: int) -> Any:
-        """What the stage before made, once it is there."""
+        """Wait for the output of the previous stage and return it."""
         if stage - 1 in self.boundaries:
             return self.boundaries[stage - 1].take((microbatch, False))
         return super().take_input(stage, microbatch)
@@ -384,14 +384,14 @@ def _device_of(parameters: Sequence[Any]) -> torch.device:
     )
 
 
-# By the group of all processes: one that is made anew has other groups.
+# By the group of all processes: a new one has other groups.
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of some ranks, made once: all processes of the job come here, in one order."""
+    """Return the group of some ranks, created once by all processes in the same order."""
     made = _MADE.setdefault(dist.group.WORLD, {})
     if ranks not in made:
         made[ranks] = dist.new_group(list(ranks))

@@ -1,6 +1,6 @@
 """Pipeline schedules: the tasks of each rank, named orders of them, and when each task runs.
 
-Each stage of a function is on one rank, the one that has its tasks. A backward pass is one task, or
+Each stage of a function is on the rank that has its tasks. A backward pass is one task, or
 two: the gradient of a stage's input, for which the stage before it waits, and the gradients of its
 weights, for which no task waits (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
 
@@ -152,7 +152,7 @@ class PipelineSchedule:
     def peak_activations(self) -> tuple[int, ...]:
         """For each rank, the maximum number of stored activations of one stage and micro-batch.
 
-        They are stored from the forward task to the backward one, or to that of the weights.
+        They are stored from the forward task to the backward task, or to that of the weights.
         """
         peaks = []
         for line in self.tasks:
@@ -199,7 +199,7 @@ def _check_tasks(schedule: PipelineSchedule) -> None:
 
 
 def _works(schedule: PipelineSchedule, stage: int, microbatch: int) -> tuple[Work, ...]:
-    """What a stage must do for a microbatch."""
+    """Return the tasks of a stage for a microbatch."""
     if (stage, microbatch) in schedule.splits_backward:
         return Work.FORWARD, Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHTS
     return Work.FORWARD, Work.BACKWARD
@@ -274,7 +274,7 @@ def pipeline_schedule(
 def _list_tasks(
     order: str, rank: int, n_ranks: int, n_microbatches: int, per_rank: int
 ) -> Iterator[PipelineTask]:
-    """One rank's tasks: forward ones to warm up, then one forward, one backward, then the rest."""
+    """Yield a rank's tasks: a forward warm-up, alternating forward and backward, then the rest."""
     n_tasks = n_microbatches * per_rank
     forward = [_place(k, rank, n_ranks, per_rank) for k in range(n_tasks)]
     backward = [
@@ -282,7 +282,7 @@ def _list_tasks(
         for stage, microbatch in forward
     ]
     split = order in ("zb-h1", "zb-h2")
-    # Weights wait for as many microbatches as make the rank hold what the first one does.
+    # Weights wait for as many microbatches as make the rank hold as much as the first rank.
     waiting = {"zb-h1": rank, "zb-h2": 2 * rank}.get(order, 0)
     warm = min(n_tasks, _warm_up(order, rank, n_ranks, n_tasks, per_rank))
     for place in forward[:warm]:
@@ -323,10 +323,10 @@ def _place(k: int, rank: int, n_ranks: int, per_rank: int) -> tuple[int, int]:
 
 
 def _list_there_and_back(rank: int, n_ranks: int, n_microbatches: int) -> list[PipelineTask]:
-    """One rank's tasks under `zb-v`, on the stage there and the one back.
+    """Return a rank's tasks under `zb-v`, on its stages forth and back.
 
     1. Forward tasks, until the first microbatch is back at this rank's second stage.
-    2. Rounds of all three works on the second stage, until its gradient is at the first one.
+    2. Rounds of all three works on the second stage, until its gradient is at the first.
     3. Rounds on both stages in turn, while there are forward tasks.
     4. Gradients of inputs, for which other ranks wait, before those of weights.
     """
@@ -335,7 +335,7 @@ def _list_there_and_back(rank: int, n_ranks: int, n_microbatches: int) -> list[P
     counts: Counter[tuple[Work, int]] = Counter()
 
     def add(stage: int, *works: Work, times: int = 1) -> None:
-        """Each work on the next microbatch that it can be done for, if there is one."""
+        """Add each work on the next microbatch that it can be done for, if any."""
         for work in works * times:
             before = _BEFORE.get(work)
             most = n_microbatches if before is None else counts[before, stage]
@@ -362,7 +362,7 @@ def _list_there_and_back(rank: int, n_ranks: int, n_microbatches: int) -> list[P
 
 
 _ROUND = (Work.FORWARD, Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHTS)
-# What a stage does before, for the same microbatch.
+# The previous task of a stage for the same microbatch.
 _BEFORE = {
     Work.BACKWARD_INPUT: Work.FORWARD,
     Work.BACKWARD_WEIGHTS: Work.BACKWARD_INPUT,
@@ -493,15 +493,14 @@ class Timetable:
 
     @property
     def length(self) -> float:
-        """The time from the start of the first task to the end of the last one."""
+        """The time from the start of the first task to the end of the last."""
         return max(self._end(task) for task in self.starts)
 
     @property
     def period(self) -> float:
-        """The time per step of many steps, where ranks begin the next one as soon as they finish.
+        """The time per step of many steps, if ranks start the next step as soon as they finish.
 
-        It is the longest time of one rank from the start of its first task to the end of its last
-        one.
+        It is the longest time of a rank from the start of its first task to the end of its last.
         """
         return max(self._end(line[-1]) - self.starts[line[0]] for line in self.schedule.tasks)
 
@@ -515,7 +514,7 @@ class Timetable:
     def peak_bytes(self) -> tuple[float, ...]:
         """For each rank, the peak memory of activations in bytes.
 
-        They are stored from the forward task to the backward one, or to that of the weights.
+        They are stored from the forward task to the backward task, or to that of the weights.
         """
         peaks = []
         for line in self.schedule.tasks:
@@ -536,7 +535,7 @@ class Timetable:
     def __str__(self) -> str:
         """A line a rank, a column a unit of time; `F3` is microbatch 3, `F3'` on its second stage.
 
-        At the end, where costs say what activations take, is the most that the rank holds of them.
+        A line ends with the rank's peak memory of activations, if the costs define it.
 
         Raises:
             UsageError: times that are not whole numbers.

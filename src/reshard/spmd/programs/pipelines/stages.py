@@ -112,7 +112,7 @@ class RecordedStage:
 
     @property
     def returned(self) -> tuple[int | None, ...]:
-        """What each part returns beside gradients. It may be what the part is given."""
+        """The value that each pass returns in addition to gradients; it may be an argument."""
         return self.made, self.slope, None
 
     @property
@@ -139,7 +139,7 @@ class RecordedStage:
                 shape = values[number].shape
                 rule = operator_of("add").rule([shape, shape])
                 add = Operation("add", (before, number), (total,), rule)
-                # As soon as it is there, so that it is not kept beside all others.
+                # As soon as the gradient is computed, so that it is freed early.
                 ready = [n + 1 for n, one in enumerate(operations) if number in one.results]
                 operations.insert(max(ready, default=0), add)
                 inputs.append(before)
@@ -231,7 +231,7 @@ def _split(
 ) -> tuple[PassPart, ...]:
     """Split a graph into passes that end after given numbers of operations.
 
-    Each pass returns some values, and the last one the gradients, too.
+    Each pass returns some values, and the last pass the gradients, too.
     """
     own: list[list[Operation]] = [[] for _ in returned]
     needed = {number for some in (*returned, gradients) for number in some}
@@ -300,7 +300,7 @@ class ProgramPass:
         program, donated = self._stage.program(place, known is not None)
         given = [values[number] for number in part.reads]
         given += [_another(leaf) for _, leaf in leaves([known]) if leaf is not None]
-        # What is returned may be an argument.
+        # A returned value may be an argument.
         for number in values.keys() - part.kept - {self._stage.returned[place]}:
             del values[number]
         made = program.run(given, self._stage.runner, donated)
@@ -331,7 +331,7 @@ class StagePasses:
 
     def __init__(self, function: Stage, has_gradient: bool, specs: Any = None) -> None:
         self._function, self._has_gradient, self._specs = function, has_gradient, specs
-        # None where a stage cannot be traced.
+        # None if a stage cannot be traced.
         self._programs: dict[Any, RecordedStage | None] = {}
         self._lock = RLock()
 
@@ -371,7 +371,7 @@ class StagePasses:
                     function = self._differentiate(is_split)
                     self._programs[whole] = record_stage(function, own, given, is_split, runner)
                 except ReshardError:
-                    # Where that is no wonder, it is raised again operation by operation.
+                    # An error of the function is raised again operation by operation.
                     self._programs[whole] = None
             return self._programs[whole]
 
@@ -431,7 +431,7 @@ def _sum(one: Any, other: Any) -> Any:
 class PipelineRun:
     """One step: what tasks have made that later ones take, by stage and microbatch.
 
-    `held` are passes whose backward pass has not run yet, and `origins` the original shardings of
+    `held` are passes whose backward pass is still to run, and `origins` the original shardings of
     inputs.
     """
 
@@ -448,7 +448,7 @@ class PipelineRun:
     gradients: dict[int, Any] = field(default_factory=dict)
 
     def do(self, task: PipelineTask) -> None:
-        """Run one task, and bring what it made to the stage that takes it."""
+        """Run a task, and move its result to the stage that takes it."""
         stage, microbatch = task.stage, task.microbatch
         if task.work is Work.FORWARD:
             made = self._go_forward(stage, microbatch)
@@ -469,7 +469,7 @@ class PipelineRun:
             self.bring_back(stage, microbatch, slope)
 
     def _go_forward(self, stage: int, microbatch: int) -> Any:
-        """What the stage makes of the microbatch; the last one's is kept as its loss."""
+        """Run a forward pass and return its output; that of the last stage is a loss."""
         x, targets = self.microbatches[microbatch]
         is_last = stage == len(self.stages) - 1
         if stage:
@@ -491,13 +491,13 @@ class PipelineRun:
         return made
 
     def bring_forward(self, stage: int, microbatch: int, made: Any) -> None:
-        """Bring what a stage made to the next one's mesh."""
+        """Move the output of a stage to the mesh of the next."""
         spec = self.specs[stage + 1]
         self.origins[stage + 1, microbatch] = made.type.spec
         self.inputs[stage + 1, microbatch] = made if spec is None else placed(made, spec)
 
     def take_input(self, stage: int, microbatch: int) -> Any:
-        """What the stage before made."""
+        """Return the output of the previous stage."""
         return self.inputs.pop((stage, microbatch))
 
     def bring_back(self, stage: int, microbatch: int, slope: Any) -> None:

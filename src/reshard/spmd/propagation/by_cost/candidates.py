@@ -6,7 +6,7 @@ which annotations use them. An operator may run with each piece
 - cutting one of its factors, where each device can then compute its part by itself;
 - carrying contributions through, where the operator is linear in the operands that have them;
 - unused, the devices along it doing the same;
-- cutting space that windows reach over, where the operator says which edges each device needs.
+- sharding space that windows reach over, if the operator defines which halos it needs.
 
 A value may have every sharding that an operator around it would read or make, and those that the
 other strategies give it. An annotated value has the sharding it was given; where that is open,
@@ -44,7 +44,7 @@ MOST_SHARDINGS = 96
 
 @dataclass(frozen=True, slots=True)
 class PlacedRun:
-    """Shardings of an operator that says by itself what its ranks need: see `Operator.placed`.
+    """Shardings of an operator that computes them itself: see `Operator.placed`.
 
     Args:
         reads: of the operands as they come.
@@ -66,7 +66,7 @@ class RunOption:
         kept: axes along which contributions are carried through.
         partial: positions of the operands that have those.
         reduction: how those combine.
-        placed: shardings that the rule cannot say; as the rule says when None.
+        placed: shardings that the rule cannot express; those of the rule if None.
     """
 
     cuts: tuple[Parts, ...]
@@ -137,7 +137,7 @@ def pieces_of(shardings: Iterable[Sharding]) -> Parts:
     for axis, numbers in sorted(bounds.items()):
         ordered = sorted(numbers)
         if any(high % low for low, high in itertools.pairwise(ordered)):
-            # There is no split that has them all: the axis as a whole.
+            # No split has them all, so the axis is used as a whole.
             ordered = [ordered[0], ordered[-1]]
         found += [(axis, low, high // low, 0) for low, high in itertools.pairwise(ordered)]
     return tuple(found)
@@ -155,7 +155,7 @@ def every_piece(pieces: Parts, mesh: DeviceMesh) -> Parts:
 
 
 def cuts_of(shape: Sequence[int], pieces: Parts) -> Iterator[Sharding]:
-    """Every way to cut an array by some pieces of axes, each one dimension or none.
+    """Yield every sharding of an array by pieces of axes, each along a dimension or none.
 
     >>> [one.dims for one in cuts_of((4, 3), ((0, 1, 2, 0),))]
     [((), ()), (((0, 1, 2, 0),), ())]
@@ -184,7 +184,7 @@ def ways_of(
         operation: of the graph.
         shapes: of its operands, then of its results.
         pieces: of the mesh's axes.
-        known: the shardings of its tensors, as other strategies have them: one list a strategy.
+        known: the shardings of its tensors, by other strategies: a list for each strategy.
         mesh: whose axes they are.
         reductions: how contributions that may be carried through combine.
         in_any_order: whether pieces cut a factor in any order, not in that of the mesh alone.
@@ -273,8 +273,8 @@ def _find_cuttable(rule: OpShardingRule, shapes: tuple[tuple[int, ...], ...]) ->
     for factor in range(len(rule.sizes)):
         if factor not in rule.reduction and not all(factor in one for one in of_results):
             whole.add(factor)
-        # What a device makes follows from what it is given: of a factor that only results have, as
-        # of a broadcast, it makes all, which is cut then.
+        # A device computes all of a factor that only results have, as of a broadcast, and slices
+        # it afterwards.
         if factor not in of_operands:
             whole.add(factor)
     return frozenset(range(len(rule.sizes))) - whole
@@ -319,7 +319,7 @@ def _list_ways(
     cuttable = _find_cuttable(rule, shapes)
     places: list[tuple[str, int]] = [("unused", 0)]
     places += [("factor", factor) for factor in sorted(cuttable)]
-    # What is carried and what is reduced here is one sum, or one maximum.
+    # The carried and the reduced contributions are one sum, or one maximum.
     places += [
         ("carried", number)
         for number, (reduction, _) in enumerate(carried)
@@ -364,7 +364,7 @@ def shardings_of(
             return list(found)
     for sharding in itertools.chain(known, around):
         closed = sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
-        # An open annotation may be extended, a closed one has been returned above.
+        # An open annotation may be extended; a closed annotation was returned above.
         if given is not None and not _extends(closed, given):
             continue
         if is_output and closed.partial:

@@ -69,7 +69,7 @@ def operations_of(
     sizes: Sequence[int] | None = None,
     attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> float:
-    """Additions and multiplications of an operator on one device; 0 for one that reads and writes.
+    """Return the additions and multiplications of an operator on a device.
 
     Args:
         name: of the operator.
@@ -88,7 +88,7 @@ def operations_of(
 
 
 def moved_bytes(name: str, operands: Sequence[int], results: Sequence[int]) -> int:
-    """What an operator reads and writes, from the bytes of its operands and results on a device.
+    """Return the bytes that an operator reads and writes on a device.
 
     >>> moved_bytes("take", [8000, 16], [64]), moved_bytes("add", [64, 64], [64])
     (144, 192)
@@ -118,7 +118,7 @@ def least_s(
     (0.0001, 0.001)
     """
     names = {one.name if isinstance(one, DType) else one for one in dtypes}
-    # Sorted, so that equal sets of types ask in one order on every machine.
+    # Sorted, so that the order is the same on every machine.
     rates = [device.operations_for(name) for name in sorted(names)]
     slowest = min((rate for rate in rates if rate is not None), default=math.inf)
     return max(operations / slowest, size_bytes / device.memory_bytes_per_s)
@@ -131,7 +131,7 @@ BitArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
 class PartBits:
     """Sets of parts of axes as the bits of integers, for arrays of such sets.
 
-    Parts are told apart by their axis and range alone, not by the level that they belong to.
+    Parts are identified by their axis and range, not by their level.
 
     >>> whole = Sharding((((0, 1, 2, 0),), ((1, 1, 4, 0),)), (True, True))
     >>> bits = PartBits([whole])
@@ -183,7 +183,7 @@ class Machine:
         library: whose collectives are assumed, a key of `reshard.cost.LIBRARIES`.
         operations_per_s: additions and multiplications of a device per second, for any type; as in
             the topology when None, or as of an H100 if the topology does not specify it.
-        memory_bytes_per_s: memory bandwidth of a device; likewise.
+        memory_bytes_per_s: memory bandwidth of a device; also of the topology or an H100 if None.
 
     Raises UsageError for an invalid topology, library or speed.
 
@@ -235,7 +235,7 @@ class Machine:
 
 @dataclass
 class CostModel:
-    """Seconds, over the axes of one mesh.
+    """Estimates of seconds, over the axes of a mesh.
 
     >>> from reshard import spec
     >>> mesh = DeviceMesh.of(x=4)
@@ -258,13 +258,13 @@ class CostModel:
     @staticmethod
     @lru_cache(maxsize=16)
     def of(table: AxisTable, machine: Machine) -> CostModel:
-        """The model of a mesh's axes and a machine, kept from one propagation to the next."""
+        """Return the model of a mesh's axes and a machine, cached between propagations."""
         return CostModel(table, machine)
 
     def movement_s(
         self, source: Sharding, target: Sharding, shape: Sequence[int], itemsize_bytes: int
     ) -> float:
-        """The time in which a tensor of `shape` goes from one sharding to another, by formulas."""
+        """Estimate the time to move a tensor of `shape` to another sharding, by formulas."""
         return float(self.movements_s([source], [target], shape, itemsize_bytes)[0, 0])
 
     def movements_s(
@@ -299,7 +299,7 @@ class CostModel:
         # Axes that nothing else uses cut at once, and all that follows is of what is left.
         held_bytes = _local_bytes(shape, sources, itemsize_bytes)[:, None]
         held_bytes = -(-held_bytes // bits.sizes(coming & ~(reduced | leaving)))
-        # 3. Reduce-scatter, all-reduce, all-to-all, all-gather, each on what the one before leaves.
+        # 3. Reduce-scatter, all-reduce, all-to-all, all-gather, each on the result of the previous.
         scattered = reduced & coming
         total = self._collectives_s("reduce-scatter", bits, scattered, held_bytes)
         held_bytes = -(-held_bytes // bits.sizes(scattered))
@@ -314,7 +314,7 @@ class CostModel:
     def bound_s(
         self, source: Sharding, target: Sharding, shape: Sequence[int], itemsize_bytes: int
     ) -> float:
-        """A lower bound for all programs: what some rank lacks comes in one message at least.
+        """Return a lower bound for all programs: a rank receives missing data in a message.
 
         Where contributions are combined, a rank lacks others' for all of its part.
         """
@@ -354,7 +354,7 @@ class CostModel:
         return found
 
     def _find_needs(self, source: Contributed, target: Contributed) -> tuple[BoolArray, BoolArray]:
-        """Whether each device needs any contribution, and whether its own one alone."""
+        """Return whether each device needs any contribution, and whether only its own."""
         (axes, reduction), (wanted_axes, wanted_reduction) = source, target
         # As `contribution_sources` has it: which contributions become which.
         own, _ = self._find_ranges(axes, size_of(axes))
@@ -456,7 +456,7 @@ class CostModel:
             if groups is None:
                 groups = self.table.mesh.groups([self.table.axis(part) for part in axes])
                 self._groups[axes] = groups
-            # All groups work at once: the slowest one decides.
+            # All groups work at the same time, so the slowest decides.
             found = max(
                 collective_cost(kind, ranks, size_bytes, topology, self.machine.library).seconds_s
                 for ranks in groups
@@ -534,7 +534,7 @@ def _key(sharding: Sharding) -> object:
 
 
 def _count_same(old: Parts, new: Parts) -> int:
-    """How many axes two cuts of a dimension have in common, from the major one on."""
+    """Return the length of the common prefix of two shardings of a dimension."""
     count = 0
     for one, other in zip(old, new, strict=False):
         if one != other:

@@ -2,7 +2,7 @@
 
 Variables are the values, which choose among shardings, and the operations, which choose among ways
 of running. Each operation has a table of what it computes in each way, and with each of its
-values one of what moves between them::
+values a table of the movements between them::
 
     value %0 --- reads --- operation 0 --- makes --- value %2
                            computes
@@ -73,8 +73,8 @@ class _Ways:
     @staticmethod
     @lru_cache(maxsize=4096)
     def of(rule: OpShardingRule, options: tuple[RunOption, ...]) -> _Ways:
-        """Those of a rule, kept from one propagation to the next."""
-        # From rows, one a way, to columns, one a tensor.
+        """Return those of a rule, cached between propagations."""
+        # Transpose rows, one for each way, to columns, one for each tensor.
         rows = [(*way.reads(rule), *way.makes(rule)) for way in options]
         columns = tuple(zip(*rows, strict=True))
         different = tuple(tuple(dict.fromkeys(one)) for one in columns)
@@ -86,13 +86,13 @@ class _Ways:
         return any(way.placed is not None for way in self.options)
 
     def run(self, place: int, count: int) -> OperationShardings:
-        """What an operation of `count` operands reads and makes in the way at a place."""
+        """Return the shardings of an operation's `count` operands and its results in a way."""
         found = tuple(column[place] for column in self.shardings)
         return found[:count], found[count:]
 
 
 class CostProblem:
-    """Candidates and tables of one graph. Variables: values first, then operations."""
+    """The candidates and tables of a graph. Variables: values first, then operations."""
 
     def __init__(self, graph: Graph, table: AxisTable, model: CostModel) -> None:
         self.graph = graph
@@ -129,7 +129,7 @@ class CostProblem:
         Args:
             annotations: shardings of some values, by their numbers.
             asked: those of outputs, by their position.
-            bases: what other strategies say.
+            bases: the results of other strategies.
             free: inputs that may be cut over all axes of the mesh, whatever else is.
             ties: values that have the sharding of an input, by the numbers of both.
         """
@@ -141,7 +141,7 @@ class CostProblem:
         # The axes in the pieces that annotations use, others as a whole.
         used = pieces_of([*given.values(), *self.asked.values()])
         pieces = every_piece(used, table.mesh)
-        # Equal ones are one object, by which they are told apart below.
+        # Equal shardings are one object, so they are compared by identity below.
         alike: dict[object, Sharding] = {}
 
         def find_known(spec: ShardingSpec | None, shape: Sequence[int]) -> Sharding:
@@ -182,7 +182,7 @@ class CostProblem:
                 )
                 ways = known_ways[key] = _Ways.of(operation.rule, tuple(options))
             self.ways.append(ways)
-            # What a way reads and makes becomes a candidate of the values around it.
+            # The shardings that a way reads and computes become candidates of the values around it.
             for value, shardings in zip(places, ways.different, strict=True):
                 around[self.variables[value]].append(shardings)
         outputs = set(graph.outputs)
@@ -217,7 +217,7 @@ class CostProblem:
         self._is_changed = True
 
     def charge(self, charges: Sequence[CostTable]) -> None:
-        """Add seconds to choices, for what they take beside time; others than before."""
+        """Replace the penalties that are added to choices, such as prices of memory."""
         before, self._charges = self._charges, list(charges)
         self._is_changed = True
         if [one.variables for one in before] != [one.variables for one in charges]:
@@ -272,7 +272,7 @@ class CostProblem:
         return Decisions(frozenset(self.reads.shared(chosen)))
 
     def seconds_s(self, chosen: Sequence[int]) -> float:
-        """What an answer takes, with each movement that readers share made once."""
+        """Return the time of an answer, with each movement that readers share made once."""
         total = self.sum()
         key = tuple(chosen)
         found = self._answers_s.get(key)
@@ -281,7 +281,7 @@ class CostProblem:
         return found
 
     def computing_s(self, chosen: Sequence[int]) -> float:
-        """What the operations of an answer compute."""
+        """Return the computation time of an answer."""
         return math.fsum([one.seconds_s.item(chosen[one.variables[0]]) for one in self._computing])
 
     def price(self, answers: Iterable[Sequence[int]]) -> bool:
@@ -339,7 +339,7 @@ class CostProblem:
         def find_between(
             moves: ValueMovements, own: tuple[int, ...], others: tuple[int, ...], is_read: bool
         ) -> Between:
-            # Lists are those of `numbers`, each of one kind of values.
+            # Lists are those of `numbers`, so their identity includes the kind of values.
             key = (id(own), id(others), is_read)
             found = known.get(key)
             if found is None:
@@ -380,7 +380,7 @@ class CostProblem:
             yield MoveEnds(self.variables[value], None, between, value)
 
     def start(self, base: int) -> tuple[int, ...]:
-        """The choices nearest to what another strategy says."""
+        """Return the choices nearest to the result of another strategy."""
         return self.nearest(self.known[base])
 
     def nearest(self, wanted_shardings: Sequence[Sharding]) -> tuple[int, ...]:
@@ -424,7 +424,7 @@ def close(sharding: Sharding) -> Sharding:
 
 
 def _find_nearest(wanted: Sequence[AxisParts], some: Sequence[Sequence[AxisParts]]) -> int:
-    """Which of some cuts is a wanted one; if none is, the first that cuts most dimensions so."""
+    """Return the place of the requested sharding, or of the first with the most equal dims."""
     if wanted in some:
         return some.index(wanted)
     return max(range(len(some)), key=lambda place: sum(map(eq, wanted, some[place])))

@@ -12,8 +12,8 @@ of a value and those in which operations read and make it (`cost_model`)::
             + sum over outputs      movement(value's sharding -> what was asked for)
 
 The least sum is found exactly where the graph lets it be (`least_sum`: chains, trees, and
-graphs in which few values are alive at once), else by descent from what the other strategies
-say.
+graphs in which few values are alive at once), else by descent from the results of the other
+strategies.
 
 Movements are priced by the programs that are run. Those take milliseconds to find, so formulas
 choose first; what they choose is priced, and changed where that shows something better. In a small
@@ -89,7 +89,7 @@ def improved(
     is_least: bool = False,
     in_windows: bool = True,
 ) -> tuple[Choices, float]:
-    """What descent makes of answers, each movement priced by its program, and the seconds.
+    """Improve answers by descent, with each movement priced by its program; also the seconds.
 
     Args:
         problem: whose movements are filled.
@@ -123,7 +123,7 @@ def improved(
 def _descend(problem: CostProblem, start: Choices, ways: range, in_windows: bool) -> Choices:
     """Descends as long as that helps, with what readers share moved once.
 
-    What is shared is that of the answer before, with which no answer is taken for less than it is.
+    The shared movements are those of the previous answer, so no answer is underestimated.
     """
     chosen, seconds_s = start, problem.seconds_s(start)
     for _ in range(MOST_CHANGES):
@@ -182,7 +182,7 @@ def propagate_by_cost(
     machine = Machine() if machine is None else machine
     if not isinstance(machine, Machine):
         raise UsageError(f"{machine!r} is no Machine; give sp.Machine(topology)")
-    # 1. What the other strategies say: candidates, starting points, and figures to compare with.
+    # 1. The results of the other strategies: candidates, starting points, and a comparison.
     bases = [
         propagate_by_rules(graph, annotations, outputs=outputs, strategy=strategy)
         for strategy in OTHERS
@@ -204,9 +204,9 @@ def propagate_by_cost(
     others = [total.descended(one, ways, sweeps=0) for one in nearest]
     problem.price(others)
     known_s = {other: problem.seconds_s(other) for other in others}
-    # 4. What formulas choose, corrected by prices of programs.
+    # 4. The choice by formulas, corrected by prices of programs.
     chosen, seconds_s = solve_nearly(problem, others, eliminates=exact is not False)
-    # 5. What is better, or the proof that nothing is, where the graph is small enough.
+    # 5. A better choice, or the proof that there is none, if the graph is small enough.
     is_exact = False
     if exact is not False and len(graph.operations) <= MOST_JUDGED:
         chosen, seconds_s, is_exact = _solve_exactly(problem, chosen, seconds_s)
@@ -226,9 +226,9 @@ def _solve_exactly(
     Prices begin as bounds that no program stays below, and movements that readers may share are
     paid in parts, which come to no more than is moved. The least sum of those is found, the
     movements in it get the price of their programs, and so on until it is no less than the best
-    answer seen: then every other choice takes as long even by its bounds. Where parts say less than
-    what is moved, it is decided of a movement whether it is made once or paid by each reader, and
-    both are looked at (branch and bound). Choices that take longer than the best answer by their
+    answer seen: then every other choice takes as long even by its bounds. If parts of a movement
+    come to less than the movement, the search branches on whether it is made once or paid by each
+    reader (branch and bound). Choices that take longer than the best answer by their
     bounds are left out on the way.
 
     Args:

@@ -46,7 +46,7 @@ LARGEST_BLOCK = 1 << 15
 
 
 class CostTable(NamedTuple):
-    """Seconds for the choices of some variables, one axis a variable, in rising order."""
+    """Seconds for the choices of some variables, with an axis for each in ascending order."""
 
     variables: tuple[int, ...]
     seconds_s: FloatArray
@@ -198,7 +198,7 @@ def grouped(
 
     Args:
         scopes: the variables of each table.
-        choices: how many each variable has; those that have one are left out.
+        choices: how many each variable has; variables with a single choice are omitted.
         largest: entries of a group's table, unless one table alone is larger.
 
     >>> grouped([(0, 1), (0, 2), (0,)], (2, 2, 2), 4)
@@ -226,8 +226,8 @@ def taken_apart(
 ) -> list[CostTable]:
     """A lower bound of the least over a variable, where its tables are too large together.
 
-    They are joined in groups, each of which has its least for itself. What groups say of the
-    variable's choices is evened out before, which makes the bound a closer one (Dechter and Rish,
+    They are joined in groups, each of which is minimized separately. The minima of the groups
+    for the variable's choices are balanced before, which tightens the bound (Dechter and Rish,
     "Mini-buckets", 2003; Ihler et al., "Join-graph based cost-shifting schemes", 2012).
 
     Args:
@@ -265,7 +265,7 @@ class EliminationStep(NamedTuple):
 
     Args:
         scope: the variables of its tables, itself first.
-        joined: its tables by their numbers; what steps leave has numbers behind those of the sum.
+        joined: its tables by number; those that steps leave are numbered after those of the sum.
         pattern: how many choices the variable has, and for each table -1 and the places of its
             variables in the scope.
         size: entries of all its tables together.
@@ -284,10 +284,10 @@ class Elimination(NamedTuple):
 
     Args:
         variable: that is taken out.
-        scope: the variables of the tables, this one first.
+        scope: the variables of the tables, the eliminated variable first.
         joined: the tables.
         left: the least seconds then, a table of the rest, or several that come to no more.
-        best: the variable's choice, for choices of the rest that have been asked for; None where
+        best: the variable's choice, for choices of the rest that have been requested; None if
             the tables are too large together.
     """
 
@@ -310,7 +310,7 @@ def find_order(
     *,
     apart: bool = False,
 ) -> list[EliminationStep] | None:
-    """In which order variables are taken out; None where a table would be larger than `largest`.
+    """Return the elimination order, or None if a table would be larger than `largest`.
 
     If `apart`, such tables are not made: see `taken_apart`.
 
@@ -322,7 +322,7 @@ def find_order(
     >>> [step.scope for step in find_order((2, 2, 2), [(0, 1), (1, 2)], 4) or ()]
     [(0, 1), (1, 2), (2,)]
     """
-    # 1. The tables left of each variable by their numbers, the variables beside it, and a heap of
+    # 1. The tables left of each variable by their numbers, the adjacent variables, and a heap of
     # variables by the size of their joined table. Variables with one choice stay: without them,
     # scopes are as few axes as they can be.
     of: list[dict[int, tuple[int, ...]]] = [{} for _ in choices]
@@ -339,12 +339,12 @@ def find_order(
     next_number = len(scopes)
     while waiting:
         size, variable = heapq.heappop(waiting)
-        # Sizes change as others are taken out; an entry that is out of date has a newer one.
+        # Sizes change as others are eliminated; an outdated entry has a newer copy.
         if size != sizes[variable]:
             continue
         if size > largest and not apart:
             return None
-        # 2. The variable's tables, which become one with an axis a variable, or several.
+        # 2. The variable's tables, which are joined into a table, or several.
         tables = of[variable]
         is_apart = size > largest
         rest = tuple(sorted(beside[variable] - {variable}))
@@ -360,7 +360,7 @@ def find_order(
         if is_apart:
             groups = grouped(list(tables.values()), choices, largest)
             left = [tuple([v for v in some if v != variable]) for some, _ in groups]
-        # 3. What is left is beside the rest.
+        # 3. The tables that are left belong to the rest.
         sizes[variable] = 0
         for other in rest:
             own_tables = of[other]
@@ -394,7 +394,7 @@ def find_cut_set(
     """Variables with whose choices known no table becomes larger than `largest`, or few do.
 
     Variables are taken out as by `find_order`. Where the smallest table would be too large, the
-    variable in it that most others are beside is one of those found.
+    variable in it with the most adjacent variables is in the set.
 
     Args:
         choices: how many each variable has.
@@ -442,16 +442,16 @@ def take_out(
     choices: Sequence[int],
     known: KnownTables,
 ) -> list[Elimination]:
-    """The variables of a sum taken out one by one.
+    """Eliminate the variables of a sum.
 
-    What the same tables give in the same places is found once: graphs repeat their layers.
+    Equal tables in equal places are joined once, because graphs repeat their layers.
 
     Args:
         order: in which they are, from `find_order`.
         tables: of the sum.
         choices: how many each variable has.
-        known: what came of tables before, and comes of small ones here. They are told apart by the
-            memory they are in, so that those of `tables` must be kept as long as this is.
+        known: a cache of the results of small tables. Tables are identified by their arrays, so
+            those of `tables` must be kept as long as the cache.
     """
     numbered = list(tables)
     taken: list[Elimination] = []
@@ -543,9 +543,9 @@ class _Window(NamedTuple):
 
 @dataclass(slots=True)
 class _Known:
-    """What was found in a sum, and in those with some other tables, for the same tables in each.
+    """Caches of a sum, shared with sums in which some of the tables are replaced.
 
-    Tables are told apart by the memory they are in, so all of them are kept.
+    Tables are identified by their arrays, so all of them are kept.
     """
 
     costs: dict[object, FloatArray] = field(default_factory=dict)
@@ -596,7 +596,7 @@ class CostSum:
                 self._of[variable].append(number)
 
     def replaced(self, tables: list[CostTable]) -> CostSum:
-        """The sum of as many other tables, in each place one of the same variables."""
+        """Return the sum with other tables of the same variables."""
         found = copy(self)
         found.tables = tables
         self._known.keep(tables)
@@ -607,7 +607,7 @@ class CostSum:
         return _add_up(self.tables, chosen)
 
     def eliminated(self, largest: int = LARGEST_TABLE) -> tuple[int, ...] | None:
-        """The choices of the least sum; None where a table would be larger than `largest`."""
+        """Return the choices of the minimum, or None if a table would be larger than `largest`."""
         taken = self._take_out(largest)
         return None if taken is None else read_off(taken, self.choices)
 
@@ -631,7 +631,7 @@ class CostSum:
         if taken is None:
             return None
         # Variables that share no table, directly or by others, are sums of their own.
-        # None is taken apart here, so that each leaves one table.
+        # No table is split here, so each step leaves a single table.
         lefts = [one.left[0] for one in taken]
         parts_s = [float(left.seconds_s) for left in lefts if not left.variables]
         # Tables of variables that have one choice alone are in none of those.
@@ -664,7 +664,7 @@ class CostSum:
         return CostSum(tuple(map(len, kept)), tables)
 
     def _take_out(self, largest: int, *, apart: bool = False) -> list[Elimination] | None:
-        """The variables taken out one by one; None where a table would be larger than `largest`.
+        """Eliminate the variables; None if a table would be larger than `largest`.
 
         If `apart`, such tables are not made: see `taken_apart`.
 
@@ -681,12 +681,12 @@ class CostSum:
     def descended(
         self, start: Sequence[int], inner: Sequence[int] = (), sweeps: int = 12
     ) -> tuple[int, ...]:
-        """Choices where changing one variable, and the inner ones beside it, helps no more.
+        """Descend to choices that changing one variable, with its inner ones, does not improve.
 
         Args:
             start: the choices to begin with; those of inner variables do not count.
             inner: variables that are never in one table: given all others, the best choice of
-                each is found by itself, and a variable beside them is judged by that.
+                each is found separately, and an adjacent variable is evaluated with it.
             sweeps: the most times that all variables are looked at.
         """
         chosen = list(start)
@@ -732,7 +732,7 @@ class CostSum:
         """
         chosen = self.descended(start, inner)
         windows = self._find_windows(largest)
-        # In turns, until none of the others has changed anything since one was looked at.
+        # In turns, until all others are unchanged since a window was solved.
         unchanged = 0
         for one in windows * MOST_PASSES:
             found = self._solve_window(one, chosen)
@@ -846,7 +846,7 @@ class CostSum:
         Args:
             variable: that is free.
             chosen: the choices of the others.
-            inner: those beside it that take their best choice each time.
+            inner: adjacent ones that take their best choice each time.
         """
         known = self._known.costs
         keys = [tuple(self._read_keys(variable, (variable, *inner), chosen))]
@@ -863,7 +863,7 @@ class CostSum:
         for other, own in zip(inner, keys[1:], strict=True):
             least_s = known.get(own)
             if least_s is None:
-                # A row for each choice of the variable, a column for each of the inner one.
+                # A row for each choice of the variable, a column for each of the inner variable.
                 both = np.zeros((self.choices[variable], self.choices[other]))
                 for number in self._of[other]:
                     table = self.tables[number]
@@ -882,7 +882,7 @@ class CostSum:
         for number in self._of[variable]:
             variables, seconds_s = tables[number]
             keys.append(id(seconds_s))
-            # The places of free variables tell a table from its transpose.
+            # The places of free variables distinguish a table from its transpose.
             for other in variables:
                 keys.append(-1 if other == variable else -2 if other in free else chosen[other])
         return keys

@@ -11,8 +11,8 @@ Seconds are estimates or bounds at first, and are replaced by those of programs 
 priced.
 
 *Halos* are data that operators such as convolutions need from other shards. An operand moves to the
-sharding that its operator reads, and from there to the one with halos. A value that is in the first
-sharding already keeps the second, for all operators with the same halos::
+sharding that its operator reads, and from there to the sharding with halos. A value that is in the
+first sharding already keeps the second, for all operators with the same halos::
 
     value x: y --- halos ---> convolution          moved once
                          ---> its gradient
@@ -85,7 +85,7 @@ class ValueMovements:
     edges_s: list[float] = field(default_factory=list)
 
     def numbers(self, shardings: Iterable[Sharding]) -> tuple[int, ...]:
-        """The number of each sharding; shardings that are new get one."""
+        """Return the number of each sharding; new shardings are numbered."""
         known = self._shardings
         return tuple([known.setdefault(one, len(known)) for one in shardings])
 
@@ -102,8 +102,8 @@ class ValueMovements:
         """Return the seconds between shardings at their current prices.
 
         Args:
-            own: the shardings of a value by number, one for each row.
-            others: those of the ways of an operation, one for each column.
+            own: the shardings of a value by number, for each row.
+            others: those of the ways of an operation, for each column.
             is_read: whether the value moves to the others, not from them.
         """
         seconds_s = self._tables.get((own, others, is_read))
@@ -185,7 +185,7 @@ class Between:
         return self.moves.table(self.own, targets, True)
 
     def target(self, row: int, column: int) -> int | None:
-        """The other end of the movement at a place; None where nothing moves."""
+        """Return the other end of the movement at a place, or None if nothing moves."""
         other = self.others[column]
         return None if other == self.own[row] else other
 
@@ -224,7 +224,7 @@ class EdgeMoves:
         Args:
             moves, own, reads: those of the value.
             shardings: that each way reads.
-            placed: what each way runs with, as its rule says when None.
+            placed: the shardings of each way; those of its rule if None.
             position: of the operand.
         """
         others = tuple(
@@ -252,7 +252,7 @@ class EdgeMoves:
         return np.where(np.equal(np.array(self.own)[:, None], reads), every_s, 0.0)
 
     def target(self, row: int, column: int) -> int | None:
-        """The edges that are moved in a way; None where there are none."""
+        """Return the halos that are moved in a way, or None if there are none."""
         other = self.others[column]
         lies_so = self.own[row] == self.reads[column]
         return other if other != NO_EDGES and lies_so == self.is_read else None
@@ -284,7 +284,7 @@ class MoveEnds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What is decided of movements that may be shared.
+    """Decisions about movements that may be shared.
 
     Args:
         once: those that the first reader pays, whatever is read.
@@ -295,7 +295,7 @@ class Decisions:
     apart: frozenset[SharedMove] = frozenset()
 
     def both(self, move: SharedMove) -> tuple[Decisions, Decisions]:
-        """What else may be decided of a movement: the two together leave nothing out."""
+        """Return the two decisions about a movement, which together exclude nothing."""
         return (
             Decisions(self.once | {move}, self.apart),
             Decisions(self.once, self.apart | {move}),
@@ -311,8 +311,8 @@ class CommonReads:
 
     Args:
         ends: all movements around operations and to what was asked for.
-        groups: of each value that is read more than once, the places of its reads in `ends`, and
-            likewise of its edges.
+        groups: for each value that is read more than once, the places of its reads in `ends`, and
+            of its halos.
     """
 
     ends: Sequence[MoveEnds]
@@ -329,7 +329,7 @@ class CommonReads:
         self.groups = [places for places in of.values() if len(places) > 1]
 
     def targets(self, chosen: Sequence[int]) -> Iterable[tuple[int, list[int | None]]]:
-        """What each reader of each group needs in an answer, None where it lies so."""
+        """Yield the target of each reader of each group in an answer; None if nothing moves."""
         for number, places in enumerate(self.groups):
             ends = [self.ends[place] for place in places]
             yield number, [one.between.target(*one.places(chosen)) for one in ends]
@@ -344,7 +344,7 @@ class CommonReads:
         }
 
     def parts(self, chosen: Sequence[int]) -> dict[SharedMove, tuple[float, ...]]:
-        """Parts with which tables in parts say as much of an answer as is moved in it."""
+        """Return parts with which the tables in parts are exact for an answer."""
         found = {}
         for number, targets in self.targets(chosen):
             for target, count in Counter(targets).items():
@@ -355,7 +355,7 @@ class CommonReads:
         return found
 
     def saved_s(self, chosen: Sequence[int]) -> float:
-        """By how much tables say more of an answer than is moved where each reader pays for it."""
+        """Return the overestimate of an answer if each reader pays for its movement."""
         shared = self.shared(chosen)
         return math.fsum(
             [(count - 1) * self._move_s(move, chosen) for move, count in shared.items()]
@@ -370,7 +370,7 @@ class CommonReads:
     def gaps_s(
         self, chosen: Sequence[int], parts: Parts, decided: Decisions
     ) -> dict[SharedMove, float]:
-        """By how much tables in parts say less than what is moved, for what is not decided."""
+        """Return the underestimate of tables in parts, for each undecided movement."""
         found = {}
         for number, targets in self.targets(chosen):
             for target in dict.fromkeys(targets):
@@ -394,7 +394,7 @@ class CommonReads:
         """Change the tables of reads, in which each reader pays each movement wholly.
 
         Args:
-            tables: one for each of the ends.
+            tables: those of the ends.
             decided: movements that are made once, or are not shared.
             parts: of the others, even ones of those that are not in it; whole when None.
         """
@@ -431,7 +431,7 @@ class CommonReads:
         paid_s = between.seconds_to(paid) if paid else None
         if paid_s is None and columns.count(1.0) == len(columns):
             return table
-        # Equal ones stay one object, by which layers alike are told. What they were made of is
+        # Equal tables stay one object, by which equal layers are recognized. Their sources are
         # kept, so that no other array gets their identities.
         key = (id(before_s), id(paid_s), columns)
         known = self._changed.get(key)
