@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard._records import Record
 from reshard.checkpoint.formats.safetensors.header import check_shape
@@ -74,7 +74,7 @@ _ROOT = Global(_METADATA, "Metadata")
 StatePath = tuple[str | int, ...]
 
 
-class StoredBytes(Record):
+class StoredBytes(NamedTuple):
     """A range of a file; `transforms` are those applied to its bytes, innermost first."""
 
     file: str
@@ -83,14 +83,14 @@ class StoredBytes(Record):
     transforms: tuple[str, ...] = ()
 
 
-class DcpChunk(Record):
+class DcpChunk(NamedTuple):
     """A box of a tensor, and the archive that holds it."""
 
     box: Box
     place: StoredBytes
 
 
-class DcpTensor(Record):
+class DcpTensor(NamedTuple):
     """A tensor, and the chunks in which it is stored."""
 
     dtype: DType
