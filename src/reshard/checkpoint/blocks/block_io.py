@@ -27,7 +27,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,12 +62,14 @@ from reshard.checkpoint.storage.local_files import (
 )
 from reshard.checkpoint.storage.remote_files import open_source
 from reshard.checkpoint.storage.remote_paths import RemotePath
-from reshard.checkpoint.storage.shared_read_cache import CachedRemoteFile, SharedReadCache
 from reshard.errors import DigestError
 from reshard.layout import Box
 from reshard.log import LOGGER
 from reshard.runs import IntArray
 from reshard.system import raise_open_file_limit
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.storage.shared_read_cache import SharedReadCache
 
 
 class Workspace(Closing):
@@ -193,6 +195,8 @@ def open_sources(
         if derived is None:
             path, identity = checkpoint.path(name), checkpoint.identities.get(name)
             if shared is not None and isinstance(path, RemotePath):
+                from reshard.checkpoint.storage.shared_read_cache import CachedRemoteFile
+
                 return CachedRemoteFile(path, identity, shared, name)
             return open_source(path, identity)
         return derived.open(checkpoint.path(name), files[derived.source], scratch)

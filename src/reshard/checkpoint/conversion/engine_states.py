@@ -23,48 +23,35 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.binding import Binding, FileRange, View
+from reshard.binding import View
 from reshard.checkpoint.contents import Checkpoint, StoredTensor, missing_box
-from reshard.checkpoint.formats.vllm_sharded_state import NAME, rank_prefix
 from reshard.errors import CoverageError, RecipeError
+from reshard.geometry.regions import Region, bind_regions
 from reshard.layout import Box, Layout
 from reshard.text import count_text
 
 if TYPE_CHECKING:
     from reshard.recipes.engine_layouts import EngineLayout, RankLayout, SourcePiece, SourceTensor
 
+# Of `vllm_sharded_state`, which is imported for such a state alone: all conversions look for one.
+_FORMAT_NAME = "vllm-sharded-state"
 #: The file with the layout of the ranks, in a state that reshard wrote.
 LAYOUT_NAME = "reshard.engine-layout.json"
 # Steps of a region that takes every second index: each is a box of its own.
 _MAX_BOXES = 100_000
 
 
-@dataclass
-class _Source:
-    """Where the parts of one source are: boxes of each rank, and their places and strides there."""
-
-    boxes: dict[int, list[Box]] = field(default_factory=dict)
-    places: dict[int, list[FileRange]] = field(default_factory=dict)
-    views: dict[int, list[View]] = field(default_factory=dict)
-    seen: set[Box] = field(default_factory=set)
-
-    def add(self, rank: int, box: Box, place: FileRange, view: View) -> None:
-        """Add a part, if no rank has it yet."""
-        if box not in self.seen:
-            self.seen.add(box)
-            self.boxes.setdefault(rank, []).append(box)
-            self.places.setdefault(rank, []).append(place)
-            self.views.setdefault(rank, []).append(view)
+# The parts of a source that ranks hold: the rank and the region of its file by the box.
+_Parts = dict[Box, tuple[int, Region]]
 
 
 def find_layout(checkpoint: Checkpoint) -> EngineLayout | None:
     """Return the layout that reshard wrote with a state, or None."""
     path: Path = checkpoint.folder / LAYOUT_NAME
-    if checkpoint.format != NAME or not path.is_file():
+    if checkpoint.format != _FORMAT_NAME or not path.is_file():
         return None
     from reshard.recipes.engine_layouts.document import read_layout_file
 
@@ -82,11 +69,13 @@ def as_model(checkpoint: Checkpoint, layout: EngineLayout) -> Checkpoint:
         RecipeError: another layout than that of these ranks; parameters that are not copies.
         CoverageError: a tensor of which the ranks have a part only.
     """
-    if checkpoint.format != NAME:
+    if checkpoint.format != _FORMAT_NAME:
         raise RecipeError(
             f"a layout of ranks for {checkpoint.folder}, which is of the format "
-            f"{checkpoint.format}; it is for what an engine's ranks hold ({NAME})"
+            f"{checkpoint.format}; it is for what an engine's ranks hold ({_FORMAT_NAME})"
         )
+    from reshard.checkpoint.formats.vllm_sharded_state import rank_prefix
+
     sizes = dict(zip(layout.mesh.axis_names, layout.mesh.shape, strict=True))
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
     prefixes = {rank.rank: f"{rank_prefix(rank.rank, tp, pp)}/" for rank in layout.ranks}
@@ -97,7 +86,7 @@ def as_model(checkpoint: Checkpoint, layout: EngineLayout) -> Checkpoint:
             f"the layout is for {layout.mesh.text}, {count_text(len(expected), 'rank')}; "
             f"{checkpoint.folder} has the files of {', '.join(sorted(there))}"
         )
-    sources: dict[str, _Source] = {name: _Source() for name in layout.sources}
+    sources: dict[str, _Parts] = {name: {} for name in layout.sources}
     computed: dict[str, str] = {}
     used: set[str] = set()
     for rank in layout.ranks:
@@ -107,7 +96,7 @@ def as_model(checkpoint: Checkpoint, layout: EngineLayout) -> Checkpoint:
     tensors: dict[str, StoredTensor] = {}
     missing: list[str] = []
     for name, found in sources.items():
-        if not found.boxes:
+        if not found:
             if name in computed:
                 raise _explain_computed(name, computed[name])
             missing.append(name)
@@ -167,15 +156,15 @@ def _add_rank(
     rank: RankLayout,
     stored: Mapping[str, StoredTensor],
     known: Mapping[str, SourceTensor],
-    sources: Mapping[str, _Source],
+    sources: Mapping[str, _Parts],
     computed: dict[str, str],
 ) -> None:
     """Add the parts of sources that a rank's parameters are copies of."""
     for name, parameter in rank.parameters.items():
         tensor = stored[name]
         (slot,) = tensor.stored_slots
-        place = tensor.file_range(slot)
-        strides = View.row_major(tensor.shape).strides
+        place, itemsize = tensor.file_range(slot), tensor.dtype.itemsize_bytes
+        whole = Region.dense(tensor.shape, place.path, place.start_bytes, itemsize)
         for part in parameter.computed:
             how = f"{name!r} is made of it by {', '.join(part.operations)}"
             computed |= {source: how for source in part.sources if source not in computed}
@@ -187,23 +176,25 @@ def _add_rank(
             elif source.dtype.itemsize_bytes != parameter.dtype.itemsize_bytes:
                 computed.setdefault(piece.source, f"{name!r} has its bits in other elements")
             else:
-                for box, offset, view in _list_boxes(name, piece, source.shape, strides):
-                    start = place.start_bytes + offset * tensor.dtype.itemsize_bytes
-                    at = FileRange(place.path, start)
-                    sources[piece.source].add(rank.rank, box, at, view)
+                for region in _list_regions(name, piece, source.shape, whole):
+                    # Of several ranks with a copy, the first is read.
+                    sources[piece.source].setdefault(region.box, (rank.rank, region))
 
 
-def _list_boxes(
-    name: str, piece: SourcePiece, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> Iterator[tuple[Box, int, View]]:
-    """Yield the boxes of a source that a piece covers, with the offset of each in the parameter,
-    and its strides there."""
+def _list_regions(
+    name: str, piece: SourcePiece, shape: tuple[int, ...], parameter: Region
+) -> Iterator[Region]:
+    """Yield the regions of a source of a shape that a piece of a parameter stores."""
     steps = View.row_major(shape).strides
     first = [piece.view.offset // s % n for s, n in zip(steps, shape, strict=True)]
-    origin = sum(a * stride for a, stride in zip(piece.box.start, strides, strict=True))
+    own = parameter.intersect(*piece.box)
+    if own is None:
+        return
     # For each dimension of the source: how many indices, every how many, and how far apart.
     along: dict[int, tuple[int, int, int]] = {}
-    for size, stride, own in zip(piece.box.shape, piece.view.strides, strides, strict=True):
+    for size, stride, apart in zip(
+        piece.box.shape, piece.view.strides, parameter.strides, strict=True
+    ):
         if size == 1:
             continue
         at = next((d for d, n in enumerate(shape) if n > 1 and 0 < steps[d] <= stride), None)
@@ -213,38 +204,34 @@ def _list_boxes(
                 f"{name!r} takes elements of {piece.source!r} across its dimensions; that is not "
                 "taken apart here"
             )
-        along[at] = (size, by, own)
+        along[at] = (size, by, apart)
     # Dimensions of which every second index is taken are gone through one by one.
     single = [d for d, (_, by, _) in along.items() if by > 1]
     if math.prod(along[d][0] for d in single) > _MAX_BOXES:
         raise RecipeError(f"{name!r} takes {piece.source!r} in more than {_MAX_BOXES} pieces")
     for indices in itertools.product(*(range(along[d][0]) for d in single)):
-        start, stop, view = list(first), [a + 1 for a in first], [0] * len(shape)
-        offset = origin
+        start, stop, strides = list(first), [a + 1 for a in first], [0] * len(shape)
+        offset = own.offset
         for d, index in zip(single, indices, strict=True):
-            _, by, own = along[d]
+            _, by, apart = along[d]
             start[d] += index * by
             stop[d] = start[d] + 1
-            offset += index * own
-        for d, (size, by, own) in along.items():
+            offset += index * apart
+        for d, (size, by, apart) in along.items():
             if by == 1:
                 stop[d] = start[d] + size
-                view[d] = own
-        yield Box(tuple(start), tuple(stop)), offset, View(0, tuple(view))
+                strides[d] = apart
+        yield Region(tuple(start), tuple(stop), own.container, offset, tuple(strides))
 
 
 def _bind(
-    name: str, layout: EngineLayout, found: _Source, computed: Mapping[str, str]
+    name: str, layout: EngineLayout, found: _Parts, computed: Mapping[str, str]
 ) -> StoredTensor:
     """Return a tensor of the model. Raises where the ranks do not have all of it."""
     source = layout.sources[name]
-    boxes = [(rank, box) for rank, parts in sorted(found.boxes.items()) for box in parts]
-    whole = Layout.from_boxes(source.shape, boxes, max(layout.mesh.devices) + 1)
-    binding = Binding(
-        whole,
-        {rank: tuple(places) for rank, places in found.places.items()},
-        {rank: tuple(views) for rank, views in found.views.items()},
-    )
+    parts = sorted(found.values(), key=lambda part: part[0])
+    slots = max(layout.mesh.devices) + 1
+    binding = bind_regions(source.shape, parts, slots, source.dtype.itemsize_bytes)
     tensor = StoredTensor(name, source.dtype, binding)
     try:
         _ = tensor.assembly
