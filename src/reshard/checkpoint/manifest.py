@@ -105,6 +105,7 @@ class Manifest(Record):
         }
         if self.items:
             content["items"] = {name: digest.hex() for name, digest in self.items.items()}
+        # The tensors are written piece by piece: as JSON objects, 100,000 would take 100 MB.
         before, after = json.dumps(content, indent=1).split(_TENSORS_PLACE)
         yield before + _TENSORS_PLACE.removesuffix("null") + "{"
         yield from _describe_tensors(self.tensors)

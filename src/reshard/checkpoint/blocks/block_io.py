@@ -88,6 +88,7 @@ class Workspace(Closing):
 
     def for_inputs(self) -> Workspace:
         """Return the same memory for reading sources of other blocks, into the first input."""
+        # A shallow copy: the buffers are the same memory.
         workspace = copy.copy(self)
         workspace.block = self.inputs[0]
         return workspace
@@ -295,6 +296,7 @@ class _BlockFiles:
         self._watch = watch
         self._file_names = list(dict.fromkeys(f for kind in columns.kinds for f in kind.files))
         self._file_numbers = {name: number for number, name in enumerate(self._file_names)}
+        # Caches of the object, which are released with it: threads ask for few kinds many times.
         self._tiles = lru_cache(maxsize=4096)(tiles)
         self._spans = lru_cache(maxsize=1024)(self._find_spans)
         self.grid = lru_cache(maxsize=4096)(self._make_grid)
@@ -412,6 +414,7 @@ class BlockReader(_BlockFiles):
         watch: Watch | None = None,
     ) -> None:
         if isinstance(tensors, StoredTensor):
+            # The assembly is cached by the tensor; columns make a new object of it.
             assembly, columns = tensors.assembly, TensorColumns.of({tensors.name: tensors})
             super().__init__(columns, lambda _: source_tiles(assembly), watch)
         else:
@@ -462,6 +465,7 @@ class BlockReader(_BlockFiles):
             SourceChangedError: a file that became shorter.
         """
         pieces = self._find_pieces(sections)
+        # Most checkpoints are read whole and in order: no copy is needed then.
         in_place = self._read_in_place(sections, pieces, workspace.block)
         if in_place is not None:
             return in_place
@@ -681,6 +685,7 @@ class BlockWriter(_BlockFiles):
     def show_written(self, sections: Sequence[Section], files: OpenFiles[SourceFile]) -> None:
         """Call `watch` as `write` does, with blocks already in the files. Raises RunError."""
         pieces = self._find_pieces(sections)
+        # One buffer for all pieces, whose content is used by `watch` at once.
         memory = memoryview(bytearray(int(pieces.size.max(initial=0))))
         at = np.zeros(len(pieces.start), dtype=np.int64)
         for piece in range(len(at)):

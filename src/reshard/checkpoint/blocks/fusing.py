@@ -278,6 +278,7 @@ def _alternate(parts: Sequence[Sequence[StoredRegion]], at: int) -> Iterator[Sto
     alike: dict[StoredRegion, dict[int, Region]] = {}
     for number, own in enumerate(parts):
         for slot, region in own:
+            # Members that interleave differ in their offsets alone.
             key = (slot, region._replace(offset=0))
             alike.setdefault(key, {})[number] = region
     for (slot, _), of_members in alike.items():
@@ -302,6 +303,7 @@ def bind_stored_regions(
 ) -> StoredTensor:
     """Return a tensor that consists of parts, with the type and the ranks of `like`."""
     itemsize_bytes = like.dtype.itemsize_bytes
+    # Not all of them: interleaved members may be as many regions as elements.
     listed = list(itertools.islice(parts, MAX_BOXES + 1))
     if len(listed) > MAX_BOXES:
         raise RecipeError(

@@ -210,6 +210,7 @@ class TensorColumns(Mapping[str, StoredTensor]):
                     files.append(shard.path)
                     starts.append(shard.start_bytes)
             views = tuple(binding.views.items())
+            # Views are compared as a tuple, since a dict cannot be a part of a key.
             key = (tensor.dtype, binding.layout, tuple(places), tuple(files), tensor.spec, views)
             number = kinds.setdefault(key, len(listed))
             if number == len(listed):
@@ -244,6 +245,7 @@ class TensorColumns(Mapping[str, StoredTensor]):
 
     def rows(self, names: Iterable[str]) -> IntArray:
         """Return the rows of tensors. Raises KeyError."""
+        # The usual case needs no dict of the names.
         if names == self.names:
             return np.arange(len(self.names), dtype=np.int64)
         return np.fromiter(map(self._rows.__getitem__, names), np.int64)

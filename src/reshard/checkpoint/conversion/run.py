@@ -448,6 +448,7 @@ def run_conversion(
     # 2. Open the sources, and find which conversion this is and how many threads it gets.
     # The target's disk has room for what is unpacked; temporary files may lie in memory.
     target, here = conversion.target, processes
+    # Hosts are told apart by their names, which all processes exchange once.
     machine = socket.gethostname()
     machines = processes.collect(machine)
     address = target if isinstance(target, RemotePath) else None

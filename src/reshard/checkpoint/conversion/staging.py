@@ -626,6 +626,7 @@ def open_shared(
         if not complete:
             path = content.parent / f"journal.{processes.rank}"
             journal = Journal.open(path, conversion_id, description)
+        # Without a lock: the folder is owned by process 0, which holds its lock for all.
         with Staging(target, content, journal) as staging:
             yield staging
         return
@@ -644,6 +645,7 @@ def open_shared(
         processes.share((str(error), "", False))
         raise
     with staging:
+        # Before the others begin their journals, which have the same names.
         if not staging.already_complete:
             staging.take_over(conversion_id)
         processes.share((None, str(staging.content), staging.already_complete))

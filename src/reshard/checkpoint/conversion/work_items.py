@@ -172,6 +172,7 @@ class WorkItems(Record, eq=False):
     @cached_property
     def batched_bytes(self) -> int:
         """The bytes of all small tensors in batches, up to the maximum of a batch."""
+        # A single small tensor is read as a block of its own.
         if np.count_nonzero(self.is_small) < 2:
             return 0
         sizes = self._room[self.is_small]

@@ -97,6 +97,7 @@ def _load(name: str) -> CheckpointFormat:
 
 def detect_format(listing: Listing) -> CheckpointFormat | None:
     """Return the first format that detects a path, or None."""
+    # Added formats come first: they may be more specific than ours.
     for format in _added_formats():
         if format.detect(listing):
             return format

@@ -281,6 +281,7 @@ def load_layouts(
     tasks.sort(key=lambda task: task.place)
     together: SharedReadCache | None = None
     workers = choose_threads(options.threads, checkpoint.folder)
+    # The page cache shares files of this machine, not what comes from a store.
     if options.readers_on_host > 1 and isinstance(checkpoint.folder, RemotePath):
         workers = min(workers, MAX_THREADS)
         together, tasks = _share(checkpoint, options.readers_on_host, tasks)
@@ -599,6 +600,7 @@ class SharedReads:
             targets: the part of an array that each piece fills.
         """
         count = len(starts)
+        # Columns, joined once in `tasks`: there may be 100,000 pieces.
         self._kind.append(np.full(count, len(self._kinds)))
         self._kinds.append(kind)
         self._file.append(np.full(count, self._paths.setdefault(path, len(self._paths))))
