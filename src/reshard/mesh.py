@@ -278,6 +278,19 @@ class DeviceMesh(Interned):
                 left.append(Axis(name, pre, full // pre))
         return tuple(left)
 
+    def axis_boundaries(self, used: Iterable[Axis]) -> dict[str, list[int]]:
+        """Return the positions in each axis at which sub-axes of `used` begin and end, ascending.
+
+        The first is 1, the last the size of the axis.
+
+        >>> DeviceMesh.of(x=8, y=2).axis_boundaries([Axis("x", 2, 2)])
+        {'x': [1, 2, 4, 8], 'y': [1, 2]}
+        """
+        bounds = {name: {1, size} for name, size in zip(self.axis_names, self.shape, strict=True)}
+        for axis in used:
+            bounds[axis.name] |= {axis.pre, axis.pre * self.axis_size(axis)}
+        return {name: sorted(ends) for name, ends in bounds.items()}
+
     def list_long_axes(self) -> tuple[str, ...]:
         """Return the names of the axes with more than one device.
 

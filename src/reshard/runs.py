@@ -307,6 +307,15 @@ class RunTable(Interned):
         return f"<RunTable of length {self.dimension_length} in {self.parts} parts>"
 
 
+def concatenate(columns: Iterable[IntArray]) -> IntArray:
+    """Concatenate columns of integers, of which there may be none.
+
+    >>> concatenate([]).tolist(), concatenate([np.array([1]), np.array([3, 2])]).tolist()
+    ([], [1, 3, 2])
+    """
+    return np.concatenate([np.zeros(0, dtype=np.int64), *columns])
+
+
 def ragged_arange(counts: IntArray) -> IntArray:
     """Return `0..c-1` for every `c` of `counts`, concatenated.
 
@@ -350,6 +359,17 @@ def ragged_ranges(low: IntArray, counts: IntArray) -> tuple[IntArray | slice, In
     return np.repeat(np.arange(len(counts)), counts), numbers
 
 
+def ragged_numbers(low: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Return every number `low[i]..low[i] + counts[i] - 1`, preceded by the `i` of each.
+
+    >>> of, numbers = ragged_numbers(np.array([7, 0, 4]), np.array([2, 0, 1]))
+    >>> of.tolist(), numbers.tolist()
+    ([0, 0, 2], [7, 8, 4])
+    """
+    of = np.repeat(np.arange(len(counts)), counts)
+    return of, np.repeat(low, counts) + ragged_arange(counts)
+
+
 def ragged_rows(begin: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
     """Return the entries of `rows` of a ragged array, and the index in `rows` of each.
 
@@ -360,8 +380,7 @@ def ragged_rows(begin: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
     ([0, 0, 0, 1, 1], [2, 3, 4, 0, 1])
     """
     low = begin[rows]
-    counts = begin[rows + 1] - low
-    return np.repeat(np.arange(len(rows)), counts), np.repeat(low, counts) + ragged_arange(counts)
+    return ragged_numbers(low, begin[rows + 1] - low)
 
 
 def _check_magnitudes(matrix: IntArray) -> None:

@@ -47,8 +47,12 @@ from reshard.mesh import Axis, DeviceMesh
 from reshard.runs import IntArray, RunTable
 
 
-def _as_axes(axes: Iterable[str | Axis]) -> tuple[Axis, ...]:
-    """Return axes with adjacent parts of an axis joined: `x:(1)2 x:(2)2` is `x:(1)4`."""
+def join_axes(axes: Iterable[str | Axis]) -> tuple[Axis, ...]:
+    """Return axes with adjacent parts of an axis joined.
+
+    >>> join_axes([Axis("x", 1, 2), Axis("x", 2, 2), "y"])
+    (x:(1)4, y)
+    """
     if isinstance(axes, str) or not isinstance(axes, Iterable):
         raise SpecError(f"axes {axes!r}; give a list of mesh axes, such as ['dp', 'tp']")
     joined: list[Axis] = []
@@ -88,7 +92,7 @@ class Level(Interned):
     """
 
     def __init__(self, axes: Iterable[str | Axis], rule: CutRule | None = None) -> None:
-        self.axes = _as_axes(axes)
+        self.axes = join_axes(axes)
         self.rule = Ceil() if rule is None else rule
         expect_rule(self.rule)
         if not self.axes:
@@ -252,14 +256,14 @@ class ShardingSpec(Interned):
         if not isinstance(dim_specs, Iterable):
             raise SpecError(f"dimensions {dim_specs!r}; give a list with a DimSpec for each")
         self.dim_specs = tuple(map(_as_dim_spec, dim_specs))
-        self.partial_axes = self._without_full_parts(_as_axes(partial_axes))
+        self.partial_axes = self._without_full_parts(join_axes(partial_axes))
         # Without partial axes the reduction is None, so that equal shardings are interned.
         self.reduction = reduction if self.partial_axes else None
         # In mesh order, since the order of replicated axes is irrelevant.
         replicated = sorted(
-            _as_axes(replicated_axes), key=lambda axis: (self._position(axis), axis.pre)
+            join_axes(replicated_axes), key=lambda axis: (self._position(axis), axis.pre)
         )
-        self.replicated_axes = self._without_full_parts(_as_axes(replicated))
+        self.replicated_axes = self._without_full_parts(join_axes(replicated))
         self.dim_specs = tuple(map(self._dim_without_full_parts, self.dim_specs))
         self.only = self._restrictions(only)
         self._check_disjoint()
@@ -354,6 +358,11 @@ class ShardingSpec(Interned):
         reduction = self.reduction or "sum"
         axes = (self.replicated_axes, self.partial_axes)
         return (ShardingSpec, (self.mesh, self.dim_specs, *axes, reduction, self.only))
+
+    @property
+    def used_axes(self) -> tuple[Axis, ...]:
+        """The axes that shard a dimension, and the partial axes."""
+        return (*(axis for dim in self.dim_specs for axis in dim.axes), *self.partial_axes)
 
     @property
     def ndim(self) -> int:

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard._records import Record
-from reshard.runs import IntArray, distinct, ragged_arange, ragged_ranges
+from reshard.runs import IntArray, distinct, ragged_arange, ragged_numbers, ragged_ranges
 
 # Number of candidates that are compared at a time: columns of 8 MiB.
 _BLOCK = 1 << 20
@@ -212,9 +212,9 @@ def _cut_into_bands(
         return None
     line = []
     for boxes, low, count in sides:
-        owner = np.repeat(np.arange(boxes.count), count)
+        owner, band = ragged_numbers(low, count)
         # Band `k` is the section `k * size:(k + 1) * size` of the line, so bands do not intersect.
-        base = (np.repeat(low, count) + ragged_arange(count)) * size
+        base = band * size
         line.append(Intervals(base + boxes.start[b][owner], base + boxes.stop[b][owner], owner))
     return line[0], line[1]
 

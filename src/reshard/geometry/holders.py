@@ -34,7 +34,16 @@ from numpy.typing import NDArray
 from reshard._records import Record
 from reshard.geometry.boxes import Boxes, PartRuns, intersect_boxes, share_an_index
 from reshard.layout import Layout, Placement
-from reshard.runs import FRESH_HALO, OWNED, IntArray, RunTable, distinct, ragged_arange
+from reshard.runs import (
+    FRESH_HALO,
+    OWNED,
+    IntArray,
+    RunTable,
+    concatenate,
+    distinct,
+    ragged_arange,
+    ragged_numbers,
+)
 
 BoolArray = NDArray[np.bool_]
 
@@ -339,8 +348,7 @@ def _split_stretches(dimension: DimensionHolders) -> DimensionHolders:
     edges = np.unique(np.concatenate((dimension.start, dimension.stop)))
     low = np.searchsorted(edges, dimension.start)
     count = np.searchsorted(edges, dimension.stop) - low
-    run = np.repeat(np.arange(len(count)), count)
-    piece = np.repeat(low, count) + ragged_arange(count)
+    run, piece = ragged_numbers(low, count)
     key = piece * dimension.parts + dimension.holder_set[run]
     # A part that has a piece twice holds it once, at its first offset.
     key, first = np.unique(key, return_index=True)
@@ -361,7 +369,7 @@ def _split_stretches(dimension: DimensionHolders) -> DimensionHolders:
         edges[held + 1] if len(held) else edges[:0],
         np.array(holder_set, dtype=np.int64),
         np.cumsum([0, *(len(group) for group in sets)]),
-        np.concatenate(sets) if sets else np.zeros(0, dtype=np.int64),
+        concatenate(sets),
         stretch_of_piece * dimension.parts + key % dimension.parts,
         local,
         is_single=False,

@@ -38,7 +38,16 @@ from reshard.geometry.holders import (
     find_replicas,
 )
 from reshard.layout import Layout
-from reshard.runs import PAD, IntArray, RunTable, SingleRuns, distinct, ragged_arange
+from reshard.runs import (
+    PAD,
+    IntArray,
+    RunTable,
+    SingleRuns,
+    distinct,
+    ragged_arange,
+    ragged_numbers,
+    ragged_rows,
+)
 
 
 class RoutePieces(Record, eq=False):
@@ -135,11 +144,9 @@ class Overlap(Record):
         pair = np.repeat(pairs, np.diff(begin))
         # Each piece with each part that holds it; the rows of the next piece follow in the same
         # order.
-        sets = self.pair_set[pair]
-        first = self.holders.set_begin[sets]
-        count = self.holders.set_begin[sets + 1] - first
-        piece = np.repeat(np.arange(len(pair)), count)
-        part = self.holders.set_part[np.repeat(first, count) + ragged_arange(count)]
+        count = np.diff(self.holders.set_begin)[self.pair_set[pair]]
+        piece, member = ragged_rows(self.holders.set_begin, self.pair_set[pair])
+        part = self.holders.set_part[member]
         local = self.source_local(piece, part)
         row = np.flatnonzero(np.append(np.diff(pair) == 0, False)[piece])
         following = row + count[piece[row]]
@@ -171,11 +178,8 @@ class Overlap(Record):
         return self.holders.local_start(stretch, source_part) + inside
 
     def _join_pieces(self, pair: IntArray, source_part: IntArray) -> RoutePieces:
-        low = self.piece_begin[pair]
-        count = self.piece_begin[pair + 1] - low
         # A row for each piece of each given pair: the numbers of the pair and of the piece.
-        unit = np.repeat(np.arange(len(pair)), count)
-        piece = np.repeat(low, count) + ragged_arange(count)
+        unit, piece = ragged_rows(self.piece_begin, pair)
         start, length = self.start[piece], self.length[piece]
         target_local, stretch = self.target_local[piece], self.stretch[piece]
         source_local = self.holders.local_start(stretch, source_part[unit])
@@ -206,8 +210,7 @@ def find_overlap(holders: DimensionHolders, target: RunTable) -> Overlap:
     reach = np.maximum.accumulate(holders.stop) if len(holders.stop) else holders.stop
     low = np.searchsorted(reach, runs.start, side="right")
     count = np.maximum(np.searchsorted(holders.start, runs.stop, side="left") - low, 0)
-    run = np.repeat(np.arange(len(count)), count)
-    stretch = np.repeat(low, count) + ragged_arange(count)
+    run, stretch = ragged_numbers(low, count)
     return _build_overlap(holders, target.parts, runs, run, stretch)
 
 

@@ -53,7 +53,7 @@ from reshard.geometry.overlap import (
     list_combined,
 )
 from reshard.layout import Layout
-from reshard.runs import PAD, IntArray, distinct, ragged_arange, ragged_ranges
+from reshard.runs import PAD, IntArray, distinct, ragged_numbers, ragged_ranges, ragged_rows
 
 
 def contribution_sources(source: Layout, target: Layout) -> tuple[tuple[int, ...], ...]:
@@ -279,10 +279,7 @@ class RouteFinder(Record, eq=False):
             if overlap.holders.is_single:
                 parts.append(sets)
                 continue
-            begin = overlap.holders.set_begin
-            count = begin[sets + 1] - begin[sets]
-            row = np.repeat(np.arange(len(need)), count)
-            member = np.repeat(begin[sets], count) + ragged_arange(count)
+            row, member = ragged_rows(overlap.holders.set_begin, sets)
             parts = [column[row] for column in parts] + [overlap.holders.set_part[member]]
             need = need[row]
         # Not every product of parts has a cell.
@@ -407,9 +404,8 @@ class Needs(Record, eq=False):
         count = self.key_begin[need + 1] - begin
         if (count == 1).all():
             return self.source_copies.cell_on_slot(self.key[begin], slot)
-        row = np.repeat(np.arange(len(need)), count)
-        key = self.key[np.repeat(begin, count) + ragged_arange(count)]
-        cell = self.source_copies.cell_on_slot(key, slot[row])
+        row, at = ragged_numbers(begin, count)
+        cell = self.source_copies.cell_on_slot(self.key[at], slot[row])
         cells = np.full(len(need), -1, dtype=np.int64)
         # Written in reverse, so that the first of several keys on a slot is kept.
         holds = np.flatnonzero(cell >= 0)[::-1]
@@ -489,11 +485,9 @@ def _number_holder_sets(
     groups = (key[a:b].tobytes() for a, b in pairwise(key_begin.tolist()))
     holder_set = np.array([numbers.setdefault(group, len(numbers)) for group in groups])
     members = [np.frombuffer(group, dtype=np.int64) for group in numbers]
-    keys = np.concatenate(members)
-    count = copies.begin[keys + 1] - copies.begin[keys]
-    slot = copies.slot[np.repeat(copies.begin[keys], count) + ragged_arange(count)]
+    row, entry = ragged_rows(copies.begin, np.concatenate(members))
     of_key = np.repeat(np.arange(len(members)), [len(group) for group in members])
     # A slot with two keys of a set is in the set once.
-    pairs = distinct(np.repeat(of_key, count) * copies.slots + slot)
+    pairs = distinct(of_key[row] * copies.slots + copies.slot[entry])
     of_set, slot = np.divmod(pairs, copies.slots)
     return holder_set, np.searchsorted(of_set, np.arange(len(members) + 1)), slot

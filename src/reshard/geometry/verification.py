@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from reshard.errors import PlanError
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
-from reshard.runs import FRESH_HALO, HALO, OWNED, IntArray, RunTable, joined, ragged_arange
+from reshard.runs import FRESH_HALO, HALO, OWNED, IntArray, RunTable, joined, ragged_numbers
 
 BoolArray = NDArray[np.bool_]
 # A larger grid is counted only if comparing all pairs of boxes takes longer.
@@ -118,8 +118,8 @@ def _check_stays(source: Layout, transfers: Transfers) -> None:
     slot = transfers.target_slot[moving]
     first = np.searchsorted(source.cell_slot, slot)
     count = np.searchsorted(source.cell_slot, slot, side="right") - first
-    row = np.repeat(moving, count)
-    cell = np.repeat(first, count) + ragged_arange(count)
+    at, cell = ragged_numbers(first, count)
+    row = moving[at]
     held = source.cell_contribution[transfers.source_cell[row]] == source.cell_contribution[cell]
     for d, table in enumerate(source.tables):
         start = transfers.start[row, d]

@@ -30,7 +30,7 @@ import numpy as np
 from reshard.geometry.holders import Holders
 from reshard.geometry.overlap import Overlap
 from reshard.layout import Layout
-from reshard.runs import FRESH_HALO, OWNED, PAD, IntArray, RunTable, distinct, ragged_arange
+from reshard.runs import FRESH_HALO, OWNED, PAD, IntArray, RunTable, distinct, ragged_rows
 
 
 def lower_bound_elements(
@@ -238,10 +238,7 @@ def overlap_elements(
 def _count_shared_indices(overlap: Overlap, target_parts: int) -> IntArray:
     """Count the indices each source part shares with each target part: `(parts, target_parts)`."""
     sets = overlap.holders
-    begin = sets.set_begin[overlap.pair_set]
-    count = sets.set_begin[overlap.pair_set + 1] - begin
-    pair = np.repeat(np.arange(len(count)), count)
-    member = np.repeat(begin, count) + ragged_arange(count)
+    pair, member = ragged_rows(sets.set_begin, overlap.pair_set)
     shared = np.zeros((sets.parts, target_parts), dtype=np.int64)
     where = (sets.set_part[member], overlap.pair_part[pair])
     np.add.at(shared, where, overlap.pair_length[pair])

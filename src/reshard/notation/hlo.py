@@ -288,15 +288,11 @@ def _bounds(mesh: DeviceMesh, axis: Axis) -> list[tuple[str, int, int]]:
 
 def _split_axes(mesh: DeviceMesh, used: Sequence[Axis]) -> list[tuple[str, int, int]]:
     """Return all parts of the mesh's axes, in its order, of which the used ones are some."""
-    parts = []
-    for name, length in zip(mesh.axis_names, mesh.shape, strict=True):
-        cuts = {1, length}
-        for axis in used:
-            if axis.name == name:
-                cuts |= {axis.pre, axis.pre * mesh.axis_size(axis)}
-        bounds = sorted(cuts)
-        parts += [(name, low, high // low) for low, high in itertools.pairwise(bounds)]
-    return parts
+    return [
+        (name, low, high // low)
+        for name, bounds in mesh.axis_boundaries(used).items()
+        for low, high in itertools.pairwise(bounds)
+    ]
 
 
 def _merge_lengths(lengths: Sequence[int], order: Sequence[int]) -> tuple[list[int], list[int]]:

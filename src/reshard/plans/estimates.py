@@ -18,7 +18,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.schedule import LARGE_PIECE_BYTES
-from reshard.runs import IntArray
+from reshard.runs import IntArray, concatenate
 from reshard.topology import Topology
 
 
@@ -137,8 +137,14 @@ def estimate_exchanges(
     Raises LayoutError for a rank outside the topology, or a link of unknown speed.
     """
     # Routes suffice for messages. Boxes are written out only if the topology counts copies.
-    nothing = np.zeros(0, dtype=np.int64)
-    routes = [(plan, plan.routes) for plan in plans]
+    pieces = [
+        (
+            plan.source.cell_slot[plan.routes.source_cell],
+            plan.target.cell_slot[plan.routes.target_cell],
+            plan.routes.elements * itemsize_bytes,
+        )
+        for plan in plans
+    ]
     copies = None
     if topology.overhead.counts_copies:
         copies = LocalCopies.joined(
@@ -152,14 +158,18 @@ def estimate_exchanges(
             )
             for plan in plans
         )
-    return message_cost(
-        np.concatenate([nothing, *(p.source.cell_slot[r.source_cell] for p, r in routes)]),
-        np.concatenate([nothing, *(p.target.cell_slot[r.target_cell] for p, r in routes)]),
-        np.concatenate([nothing, *(r.elements * itemsize_bytes for _, r in routes)]),
-        topology,
-        name,
-        copies,
-    )
+    return _estimate_pieces(pieces, topology, name, copies)
+
+
+def _estimate_pieces(
+    pieces: Sequence[tuple[IntArray, IntArray, IntArray]],
+    topology: Topology,
+    name: str,
+    copies: LocalCopies | None,
+) -> Part:
+    """Estimate the messages of pieces, in columns of senders, receivers and bytes."""
+    sender, receiver, size_bytes = (concatenate(piece[i] for piece in pieces) for i in range(3))
+    return message_cost(sender, receiver, size_bytes, topology, name, copies)
 
 
 def estimate_change(change: LayoutChange, itemsize_bytes: int, topology: Topology) -> Estimate:
@@ -189,12 +199,7 @@ def estimate_transfers(
     copies: LocalCopies | None = None,
 ) -> Part:
     """Estimate the messages of transfers, each given with the bytes of its elements."""
-    nothing = np.zeros(0, dtype=np.int64)
-    return message_cost(
-        np.concatenate([nothing, *(rows.source_slot for rows, _ in sized_transfers)]),
-        np.concatenate([nothing, *(rows.target_slot for rows, _ in sized_transfers)]),
-        np.concatenate([nothing, *(rows.elements * size for rows, size in sized_transfers)]),
-        topology,
-        name,
-        copies,
-    )
+    pieces = [
+        (rows.source_slot, rows.target_slot, rows.elements * size) for rows, size in sized_transfers
+    ]
+    return _estimate_pieces(pieces, topology, name, copies)

@@ -63,7 +63,7 @@ from reshard.plans.schedule import (
     pipeline_s,
 )
 from reshard.plans.source_selection import split_boxes
-from reshard.runs import IntArray, ragged_arange
+from reshard.runs import IntArray, ragged_numbers
 from reshard.topology import Topology
 
 
@@ -85,8 +85,7 @@ def find_boxes(
     base = np.append(before, 0)[np.searchsorted(boxes.group, group)]
     low = np.searchsorted(before, base + first, side="right") - 1
     count = np.searchsorted(before, base + stop, side="left") - low
-    of = np.repeat(np.arange(len(group)), count)
-    box = np.repeat(low, count) + ragged_arange(count)
+    of, box = ragged_numbers(low, count)
     chosen = boxes.take(box)
     inside, size = before[box] - base[of], chosen.shape.prod(axis=1)
     begin, end = np.maximum(first[of] - inside, 0), np.minimum(stop[of] - inside, size)
@@ -233,8 +232,8 @@ def _match_equal(left: IntArray, right: IntArray) -> tuple[IntArray, IntArray]:
     order = np.argsort(right, kind="stable")
     low = np.searchsorted(right[order], left, side="left")
     count = np.searchsorted(right[order], left, side="right") - low
-    at = np.repeat(np.arange(len(left)), count)
-    return at, order[np.repeat(low, count) + ragged_arange(count)]
+    at, entry = ragged_numbers(low, count)
+    return at, order[entry]
 
 
 Array = TypeVar("Array")

@@ -61,7 +61,15 @@ from reshard.plans.load_balancing import (
     divide_among_members,
     group_ranks,
 )
-from reshard.runs import IntArray, distinct, ragged_arange, ragged_ranges, ragged_rows
+from reshard.runs import (
+    IntArray,
+    concatenate,
+    distinct,
+    ragged_arange,
+    ragged_numbers,
+    ragged_ranges,
+    ragged_rows,
+)
 
 # Rounding cuts to whole boxes and rows may add a 64th to the maximum load.
 _ROUNDING = 64
@@ -151,11 +159,11 @@ def assign_senders(tensor_groups: Sequence[TensorGroup], slots: int) -> SenderAs
     of_needs = (
         np.repeat(np.arange(len(tensor_groups)), counts),
         ragged_arange(counts),
-        _concatenate([b.needs.elements * b.dtype.itemsize_bytes for b in tensor_groups]),
-        _concatenate(holder_set),
+        concatenate([b.needs.elements * b.dtype.itemsize_bytes for b in tensor_groups]),
+        concatenate(holder_set),
     )
     # Step 3: every need with every rank group of its target key's slots.
-    needed = _concatenate(target_set)
+    needed = concatenate(target_set)
     row, entry = ragged_rows(rank_groups.set_begin, needed)
     tensor_group, need, size_bytes, holder_set_of_row = (column[row] for column in of_needs)
     rank_group = rank_groups.set_group[entry]
@@ -221,7 +229,7 @@ def _number_sets(
             begins.append(begin[1:] + (total - begin[0]))
             slots.append(slot)
             count, total = count + len(begin) - 1, total + len(slot)
-    return numbers, np.concatenate(begins), _concatenate(slots)
+    return numbers, np.concatenate(begins), concatenate(slots)
 
 
 def _find_classes(
@@ -241,7 +249,7 @@ def _find_classes(
         of_used[i] = numbers.setdefault(held, len(numbers))
     members = [np.frombuffer(held, dtype=np.int64) for held in numbers]
     begin = np.cumsum([0, *map(len, members)])
-    return of_used[np.searchsorted(used, holder_set)], begin, _concatenate(members)
+    return of_used[np.searchsorted(used, holder_set)], begin, concatenate(members)
 
 
 def _order_demand(
@@ -314,10 +322,6 @@ def _divide(
     return sender, np.cumsum(parts), rounding
 
 
-def _concatenate(columns: list[IntArray]) -> IntArray:
-    return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int64)
-
-
 FindSenders = Callable[[SenderAssignment, IntArray, IntArray], IntArray]
 """A function that returns the holder that sends each row to each receiver."""
 
@@ -346,8 +350,8 @@ def select_sent(assignment: SenderAssignment, rank: int) -> Selection:
     # Every interval of the sender with every range that it intersects, then with its receivers.
     low = np.searchsorted(ranges.stop, begin, side="right")
     count = np.searchsorted(ranges.begin, stop, side="left") - low
-    number = np.repeat(low, count) + ragged_arange(count)
-    begin, stop = np.repeat(begin, count), np.repeat(stop, count)
+    at, number = ragged_numbers(low, count)
+    begin, stop = begin[at], stop[at]
     each = ranges.receiver_bytes[number]
     low = np.maximum(begin - ranges.begin[number], 0) // each
     # Rounded up: the last receiver whose bytes are in the interval.
@@ -355,9 +359,8 @@ def select_sent(assignment: SenderAssignment, rank: int) -> Selection:
         -((ranges.begin[number] - stop) // each),
         assignment.rank_groups.size[ranges.rank_group[number]],
     )
-    count -= low
-    receiver = np.repeat(low, count) + ragged_arange(count)
-    number, begin, stop = (np.repeat(column, count) for column in (number, begin, stop))
+    at, receiver = ragged_numbers(low, count - low)
+    number, begin, stop = (column[at] for column in (number, begin, stop))
     # Then with every row, and the tensors whose bytes are in the interval.
     at, entry = ragged_rows(ranges.row_begin, number)
     row = ranges.row[entry]

@@ -20,7 +20,7 @@ from reshard.geometry.transfers import Transfers
 from reshard.geometry.volumes import gather_elements
 from reshard.layout import Layout
 from reshard.plans.traffic import Traffic
-from reshard.runs import PAD, IntArray, RunTable, distinct
+from reshard.runs import PAD, IntArray, RunTable, concatenate, distinct
 from reshard.text import bytes_text, count_text, ranks_text, short_rank_text, shortened, table
 
 # The maximum number of part sizes listed, and the widths to which ranks are truncated.
@@ -338,9 +338,7 @@ def format_job(kinds: Sequence[TensorKind], sent_bytes: IntArray, received_bytes
         _busiest_row("receiver", received_bytes, tuple(sorted(receivers))),
     ]
     sizes = [(name, bytes_text(size_bytes), remark) for name, size_bytes, remark in rows]
-    # `nothing` comes first because a job without tensors has no columns to concatenate.
     moving = [kind.transfers.moving for kind in kinds]
-    nothing = np.zeros(0, dtype=np.int64)
     tensors = sum(len(kind.names) for kind in kinds)
     lines = [
         f"Job of {count_text(tensors, 'tensor')} in {count_text(len(kinds), 'plan')} from "
@@ -350,8 +348,8 @@ def format_job(kinds: Sequence[TensorKind], sent_bytes: IntArray, received_bytes
         "",
         format_message_count(
             sum(map(len, moving)),
-            np.concatenate([nothing, *(transfers.source_slot for transfers in moving)]),
-            np.concatenate([nothing, *(transfers.target_slot for transfers in moving)]),
+            concatenate(transfers.source_slot for transfers in moving),
+            concatenate(transfers.target_slot for transfers in moving),
         ),
     ]
     if kinds:

@@ -15,7 +15,7 @@ import numpy as np
 
 from reshard.geometry.transfers import Transfers
 from reshard.plans.source_selection import GroupTransfers
-from reshard.runs import IntArray
+from reshard.runs import IntArray, concatenate
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,16 +62,13 @@ class Traffic:
     @classmethod
     def of_groups(cls, groups: Iterable[GroupTransfers], ranks: int) -> Traffic:
         """Return the bytes that transfers of tensors move between `ranks` ranks."""
-        nothing = np.zeros(0, dtype=np.int64)
-        # Empty columns come first because there may be no groups to concatenate.
-        columns = [(nothing, nothing, nothing)]
+        columns = []
         for group in groups:
             moving = group.transfers.moving
             size_bytes = moving.elements * group.tensors.dtype.itemsize_bytes
             columns.append((moving.source_slot, moving.target_slot, size_bytes))
-        sender, receiver, amount = zip(*columns, strict=True)
         return cls.gathered(
-            ranks, np.concatenate(sender), np.concatenate(receiver), np.concatenate(amount)
+            ranks, *(concatenate(column[i] for column in columns) for i in range(3))
         )
 
     def times(self, factor: int) -> Traffic:

@@ -160,16 +160,11 @@ class WholeAxes:
 
     def __init__(self, mesh: DeviceMesh, specs: Iterable[ShardingSpec], system: str) -> None:
         # Each axis is split at the begin and the end of every sub-axis in use.
-        cuts = {name: {1, size} for name, size in zip(mesh.axis_names, mesh.shape, strict=True)}
-        for spec in specs:
-            used = [axis for dim in spec.dim_specs for axis in dim.axes]
-            for axis in (*used, *spec.partial_axes):
-                cuts[axis.name] |= {axis.pre, axis.pre * mesh.axis_size(axis)}
+        cuts = mesh.axis_boundaries(axis for spec in specs for axis in spec.used_axes)
         self._given = mesh
         self._parts: list[Axis] = []
         self._names: dict[tuple[str, int], str] = {}
-        for name, boundaries in cuts.items():
-            ends = sorted(boundaries)
+        for name, ends in cuts.items():
             parts = list(itertools.pairwise(ends)) or [(1, 1)]
             if any(high % low for low, high in parts):
                 raise NotationError(

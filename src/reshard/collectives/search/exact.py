@@ -48,7 +48,7 @@ from reshard.collectives.search.transitions import (
     path_cost,
     step_cost,
 )
-from reshard.runs import IntArray
+from reshard.runs import IntArray, concatenate
 
 # Rank boxes that are compared at a time, to limit memory.
 AT_A_TIME = 1 << 18
@@ -126,7 +126,7 @@ class StateTable:
             for column, chosen in zip(columns[1:], ids[1:], strict=True):
                 product = product * column[chosen]
             parts.append(product.sum(axis=1))
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        return concatenate(parts)
 
     def state(self, number: int, partial: frozenset[int]) -> State:
         """Return a sharding of the table as a state."""

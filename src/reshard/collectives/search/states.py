@@ -43,7 +43,7 @@ from reshard.cut_rules import Ceil
 from reshard.errors import PlanError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.runs import IntArray
-from reshard.sharding import DimSpec, Level, ShardingSpec
+from reshard.sharding import DimSpec, Level, ShardingSpec, join_axes
 
 
 def prime_factors(number: int) -> list[int]:
@@ -135,16 +135,7 @@ class PrimeMesh:
     def axes(self, primes: Iterable[int], mesh: DeviceMesh | None = None) -> tuple[Axis, ...]:
         """Return prime axes as axes; adjacent ones are joined, whole axes have their name only."""
         mesh = self.mesh if mesh is None else mesh
-        joined: list[Axis] = []
-        for prime in primes:
-            axis = self.axis(prime, mesh)
-            last = joined[-1] if joined else None
-            if last is not None and last.name == axis.name:
-                width = last.size or 1
-                if axis.pre == last.pre * width:
-                    joined[-1] = Axis(axis.name, last.pre, width * (axis.size or 1))
-                    continue
-            joined.append(axis)
+        joined = join_axes(self.axis(prime, mesh) for prime in primes)
         whole = dict(zip(mesh.axis_names, mesh.shape, strict=True))
         return tuple(Axis(axis.name) if axis.size == whole[axis.name] else axis for axis in joined)
 
@@ -181,12 +172,8 @@ def _find_starts(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def _find_boundaries(mesh: DeviceMesh, axes: Iterable[Axis]) -> set[int]:
-    starts = _find_starts(mesh)
-    boundaries = {*starts.values(), mesh.size, 1}
-    for axis in axes:
-        low = starts[axis.name] * axis.pre
-        boundaries |= {low, low * mesh.axis_size(axis)}
-    return boundaries
+    starts, ends_of = _find_starts(mesh), mesh.axis_boundaries(axes)
+    return {1, *(starts[name] * end for name, ends in ends_of.items() for end in ends)}
 
 
 def find_prime_meshes(source: ShardingSpec, target: ShardingSpec) -> tuple[PrimeMesh, ...]:
@@ -201,8 +188,7 @@ def find_prime_meshes(source: ShardingSpec, target: ShardingSpec) -> tuple[Prime
     """
     sides = []
     for spec in (source, target):
-        used = [axis for dim in spec.dim_specs for axis in dim.axes] + list(spec.partial_axes)
-        sides.append(_find_boundaries(spec.mesh, used))
+        sides.append(_find_boundaries(spec.mesh, spec.used_axes))
     if source.mesh.devices == target.mesh.devices:
         together = sorted(sides[0] | sides[1])
         # A chain of divisors is a grid that refines both meshes.
