@@ -316,6 +316,18 @@ def concatenate(columns: Iterable[IntArray]) -> IntArray:
     return np.concatenate([np.zeros(0, dtype=np.int64), *columns])
 
 
+def sum_by(shape: int | tuple[int, ...], index: Any, values: ArrayLike) -> IntArray:
+    """Return an array of `shape` with the sum of the values at each index, which may repeat.
+
+    >>> sum_by(3, np.array([0, 2, 0]), np.array([1, 5, 2])).tolist()
+    [3, 0, 5]
+    """
+    total = np.zeros(shape, dtype=np.int64)
+    # `total[index] += values` would count repeated indices once.
+    np.add.at(total, index, values)
+    return total
+
+
 def ragged_arange(counts: IntArray) -> IntArray:
     """Return `0..c-1` for every `c` of `counts`, concatenated.
 

@@ -38,7 +38,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from reshard.cost.formulas import fastest_formula
 from reshard.errors import UsageError
-from reshard.runs import IntArray
+from reshard.runs import IntArray, sum_by
 from reshard.topology import LEVELS, Link, Topology, link_levels, link_of, slowest_link
 
 
@@ -265,8 +265,7 @@ def message_cost(
     levels = link_levels(topology, begin, end)
     # All pieces from a rank to another are a message; both ranks are encoded as a number.
     pair, of_piece = np.unique(begin * topology.ranks + end, return_inverse=True)
-    total = np.zeros(len(pair), dtype=np.int64)
-    np.add.at(total, of_piece.reshape(-1), size)
+    total = sum_by(len(pair), of_piece.reshape(-1), size)
     of_pair = np.zeros(len(pair), dtype=np.int64)
     # All pieces of a pair of ranks have the same link.
     of_pair[of_piece.reshape(-1)] = levels
@@ -346,8 +345,7 @@ class _MessageWork:
             if link is None or not crosses.any():
                 continue
             count = np.bincount(box[crosses])
-            total = np.zeros(len(count), dtype=np.int64)
-            np.add.at(total, box[crosses], self.size_bytes[crosses])
+            total = sum_by(len(count), box[crosses], self.size_bytes[crosses])
             latency_s: FloatArray = np.asarray(count * link.latency_s, dtype=np.float64)
             transfer_s = total / link.bandwidth_bytes_per_s
             yield self._find_longest(count, total, latency_s, transfer_s, np.zeros_like(latency_s))

@@ -26,7 +26,7 @@ from reshard.geometry.transfers import Transfers, coalesce, expand
 from reshard.geometry.verification import verify_transfers
 from reshard.geometry.volumes import lower_bound_elements, overlap_elements
 from reshard.layout import Layout
-from reshard.runs import IntArray
+from reshard.runs import IntArray, sum_by
 
 
 class LayoutChange(Interned):
@@ -158,10 +158,7 @@ class LayoutChange(Interned):
 
     def _sum_by(self, layout: Layout, cell: IntArray) -> IntArray:
         moving = ~self.routes.stays
-        total = np.zeros(layout.slots, dtype=np.int64)
-        # Slots repeat, and `total[...] += ...` would count them once.
-        np.add.at(total, layout.cell_slot[cell[moving]], self.routes.elements[moving])
-        return total
+        return sum_by(layout.slots, layout.cell_slot[cell[moving]], self.routes.elements[moving])
 
     @cached_property
     def sent_elements(self) -> IntArray:

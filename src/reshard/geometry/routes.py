@@ -53,7 +53,7 @@ from reshard.geometry.overlap import (
     list_combined,
 )
 from reshard.layout import Layout
-from reshard.runs import PAD, IntArray, distinct, ragged_numbers, ragged_ranges, ragged_rows
+from reshard.runs import PAD, IntArray, distinct, ragged_numbers, ragged_ranges, ragged_rows, sum_by
 
 
 def contribution_sources(source: Layout, target: Layout) -> tuple[tuple[int, ...], ...]:
@@ -245,8 +245,7 @@ class RouteFinder(Record, eq=False):
         holders, slot = self.holders, self.target.cell_slot[cell]
         need, key = self.candidates(contribution, pairs)
         copies = holders.copies.begin[key + 1] - holders.copies.begin[key]
-        total = np.zeros(len(cell), dtype=np.int64)
-        np.add.at(total, need, copies)
+        total = sum_by(len(cell), need, copies)
         # Rows are needs with each key that holds them: `before` counts the copies in all rows
         # before, `base` those before a need's first row.
         before = np.cumsum(copies) - copies
@@ -325,8 +324,7 @@ class RouteFinder(Record, eq=False):
         # Needs are disjoint, so equal volumes mean that no element is missing.
         counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)
         needed = self.target.cell_elements[cells] * counts[self.target.cell_contribution[cells]]
-        total = np.zeros(self.target.cells, dtype=np.int64)
-        np.add.at(total, target_cell, elements)
+        total = sum_by(self.target.cells, target_cell, elements)
         short = np.flatnonzero(total[cells] != needed)
         if len(short):
             cell = int(cells[short[0]])

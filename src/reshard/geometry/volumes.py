@@ -30,7 +30,7 @@ import numpy as np
 from reshard.geometry.holders import Holders
 from reshard.geometry.overlap import Overlap
 from reshard.layout import Layout
-from reshard.runs import FRESH_HALO, OWNED, PAD, IntArray, RunTable, distinct, ragged_rows
+from reshard.runs import FRESH_HALO, OWNED, PAD, IntArray, RunTable, distinct, ragged_rows, sum_by
 
 
 def lower_bound_elements(
@@ -69,8 +69,7 @@ def gather_elements(source: Layout, target: Layout) -> int:
     3
     """
     whole = math.prod(source.shape) * source.contributions
-    held = np.zeros(max(source.slots, target.slots), dtype=np.int64)
-    np.add.at(held, source.cell_slot, source.cell_elements)
+    held = sum_by(max(source.slots, target.slots), source.cell_slot, source.cell_elements)
     # Overlapping cells may add up to more than the whole.
     return sum(whole - min(whole, int(held[slot])) for slot in target.holders)
 
@@ -230,8 +229,7 @@ def overlap_elements(
     if not holders.is_exclusive:
         _count_once(source, target, combines, first, held)
     # Each replica of a target key has its need.
-    held_of_slot = np.zeros((target.slots, source.slots), dtype=np.int64)
-    np.add.at(held_of_slot, target.cell_slot, held.T[target_key])
+    held_of_slot = sum_by((target.slots, source.slots), target.cell_slot, held.T[target_key])
     return held_of_slot.T
 
 

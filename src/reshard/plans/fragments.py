@@ -47,7 +47,7 @@ from reshard.plans.broadcast_tree import Flows, Reach, find_flows
 from reshard.plans.element_groups import find_element_groups
 from reshard.plans.job import JobItem
 from reshard.plans.load_balancing import balanced_shares
-from reshard.runs import IntArray, ragged_arange
+from reshard.runs import IntArray, ragged_arange, sum_by
 from reshard.topology import Topology
 
 BoolArray = NDArray[np.bool_]
@@ -138,9 +138,7 @@ class CopyAssignment(NamedTuple):
 
     def loads(self, ranks: int) -> IntArray:
         """Count the bytes that each of `ranks` ranks sends."""
-        total = np.zeros(ranks, dtype=np.int64)
-        np.add.at(total, self.rank, self.share)
-        return total
+        return sum_by(ranks, self.rank, self.share)
 
 
 def assign_copies(
@@ -324,8 +322,7 @@ def _cut_classes(
     size = np.diff(start)[rows]
     row_class = row_class[rows]
     before = np.cumsum(size) - size
-    total = np.zeros(len(counts), dtype=np.int64)
-    np.add.at(total, row_class, size)
+    total = sum_by(len(counts), row_class, size)
     minimum = np.minimum(counts * _MIN_SHARE_BYTES, _STRETCH_BYTES)
     length = np.clip(total // _MAX_STRETCHES, np.maximum(minimum, 1), _STRETCH_BYTES)
     # A stretch begins with each class, and with the first tensor after each such length of it. The

@@ -63,7 +63,7 @@ from reshard.plans.schedule import (
     pipeline_s,
 )
 from reshard.plans.source_selection import split_boxes
-from reshard.runs import IntArray, ragged_numbers
+from reshard.runs import IntArray, ragged_numbers, sum_by
 from reshard.topology import Topology
 
 
@@ -171,8 +171,7 @@ def _trace_back(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) -> 
     stop = np.minimum(
         fan_out.start[row] + fan_out.shape[row], exchange.start[origin] + exchange.shape[origin]
     )
-    delivered = np.zeros(len(fan_out), dtype=np.int64)
-    np.add.at(delivered, row, (stop - start).prod(axis=1))
+    delivered = sum_by(len(fan_out), row, (stop - start).prod(axis=1))
     counts = np.array([len(sources) for sources in plan.combines], dtype=np.int64)
     expected = fan_out.elements * counts[plan.target.cell_contribution[fan_out.source_cell]]
     short = np.flatnonzero(delivered != expected)
@@ -397,8 +396,7 @@ class StagedJob:
                 )
             )
             pairs, at = np.unique(pairs, return_inverse=True)
-            moved = np.zeros(len(pairs), dtype=np.int64)
-            np.add.at(moved, at.reshape(-1), np.append(size, size[row]))
+            moved = sum_by(len(pairs), at.reshape(-1), np.append(size, size[row]))
             for pair, size_bytes in zip(pairs.tolist(), moved.tolist(), strict=True):
                 total[pair] = total.get(pair, 0) + size_bytes
         pairs = np.array(sorted(total), dtype=np.int64)
@@ -409,9 +407,7 @@ class StagedJob:
     def sent_bytes(self) -> IntArray:
         """Bytes each rank sends to others, in all stages: shape `(topology.ranks,)`."""
         sender, _, size = self._copies
-        total = np.zeros(self.topology.ranks, dtype=np.int64)
-        np.add.at(total, sender, size)
-        return total
+        return sum_by(self.topology.ranks, sender, size)
 
     @cached_property
     def received_bytes(self) -> IntArray:
@@ -433,9 +429,11 @@ class StagedJob:
     def host_bytes(self) -> IntArray:
         """Bytes sent from host to host, within hosts on the diagonal: `(hosts, hosts)`."""
         sender, receiver, size = self._copies
-        total = np.zeros((self.topology.hosts, self.topology.hosts), dtype=np.int64)
-        np.add.at(total, (self.topology.host_of(sender), self.topology.host_of(receiver)), size)
-        return total
+        return sum_by(
+            (self.topology.hosts, self.topology.hosts),
+            (self.topology.host_of(sender), self.topology.host_of(receiver)),
+            size,
+        )
 
     @property
     def across_hosts_bytes(self) -> int:

@@ -69,6 +69,7 @@ from reshard.runs import (
     ragged_numbers,
     ragged_ranges,
     ragged_rows,
+    sum_by,
 )
 
 # Rounding cuts to whole boxes and rows may add a 64th to the maximum load.
@@ -185,8 +186,7 @@ def assign_senders(tensor_groups: Sequence[TensorGroup], slots: int) -> SenderAs
     )
     # Step 5: the bytes of each class are divided in units of whole elements. The unit of a class
     # with several dtypes is the greatest common divisor of their sizes.
-    demand = np.zeros(len(class_begin) - 1, dtype=np.int64)
-    np.add.at(demand, range_class, ranges.stop - ranges.begin)
+    demand = sum_by(len(class_begin) - 1, range_class, ranges.stop - ranges.begin)
     unit = np.zeros(len(demand), dtype=np.int64)
     itemsize = np.array([b.dtype.itemsize_bytes for b in tensor_groups], dtype=np.int64)
     np.gcd.at(unit, class_of_row, itemsize[rows.tensor_group[~stays]])
@@ -315,8 +315,7 @@ def _divide(
     sender, parts = sender[sends], parts[sends]
     if not len(sender):
         return sender, parts, 0
-    load = np.zeros(int(sender.max()) + 1, dtype=np.int64)
-    np.add.at(load, sender, parts)
+    load = sum_by(int(sender.max()) + 1, sender, parts)
     # Each interval of a sender is rounded at both ends, by half of this.
     rounding = int(load.max()) // (_ROUNDING * int(np.bincount(sender).max()))
     return sender, np.cumsum(parts), rounding

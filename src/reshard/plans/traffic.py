@@ -15,7 +15,7 @@ import numpy as np
 
 from reshard.geometry.transfers import Transfers
 from reshard.plans.source_selection import GroupTransfers
-from reshard.runs import IntArray, concatenate
+from reshard.runs import IntArray, concatenate, sum_by
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +42,7 @@ class Traffic:
         """
         # Pairs as single numbers, ordered by sender and then receiver.
         pairs, index = np.unique(sender * ranks + receiver, return_inverse=True)
-        total = np.zeros(len(pairs), dtype=np.int64)
-        np.add.at(total, index.reshape(-1), amount)
+        total = sum_by(len(pairs), index.reshape(-1), amount)
         return cls(ranks, pairs // ranks, pairs % ranks, total)
 
     @classmethod
@@ -115,9 +114,7 @@ class Traffic:
         return sorted(kinds, key=lambda kind: kind.ranks)
 
     def _sum_by(self, rank: IntArray, amount: IntArray) -> IntArray:
-        total = np.zeros(self.ranks, dtype=np.int64)
-        np.add.at(total, rank, amount)
-        return total
+        return sum_by(self.ranks, rank, amount)
 
     def taken_together(self, size: int) -> Traffic:
         """Merge groups of `size` adjacent ranks; traffic within a group is included.
