@@ -40,7 +40,7 @@ from reshard.errors import LayoutError, NotationError, RuleError
 from reshard.layout import Layout
 from reshard.plans.plan import plan
 from reshard.runs import PAD, RunTable
-from reshard.testing.strategies import rules
+from strategies import rules
 
 lengths = st.integers(0, 60)
 counts = st.integers(1, 9)

@@ -154,20 +154,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = reshard.nonsense
 
 
-def test_the_test_package_says_what_its_strategies_need() -> None:
-    found = in_a_new_process(
-        "import sys\n"
-        "sys.modules['hypothesis'] = None\n"
-        "from reshard.errors import MissingExtraError\n"
-        "import reshard.testing\n"
-        "try:\n"
-        "    from reshard.testing import strategies\n"
-        "except MissingExtraError as error:\n"
-        "    print(error)\n"
-    )
-    assert "pip install hypothesis" in found
-
-
 def test_the_version_is_the_projects() -> None:
     project = Path(__file__).parents[1] / "pyproject.toml"
     assert tomllib.loads(project.read_text())["project"]["version"] == reshard.__version__

@@ -21,7 +21,7 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.runs import RunTable
 from reshard.sharding import DimSpec, Level, ShardingSpec
-from reshard.testing.strategies import LayoutAndContents, Shape, movements, specs_with_shapes
+from strategies import LayoutAndContents, Shape, movements, specs_with_shapes
 
 
 @given(specs_with_shapes())

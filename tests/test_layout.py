@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
+from oracle import NO_ELEMENT
 from reshard.binding import Binding, FileRange, RankMemory, TensorName, View
 from reshard.errors import LayoutError
 from reshard.layout import Box, Layout, flat_range_boxes
 from reshard.runs import FRESH_HALO, HALO, RunTable
-from reshard.testing.oracle import NO_ELEMENT
-from reshard.testing.strategies import LayoutAndContents, Shape, layouts_with_contents, shapes
+from strategies import LayoutAndContents, Shape, layouts_with_contents, shapes
 
 
 @st.composite

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oracle import coordinate
 from reshard.errors import MeshError, NotationError
 from reshard.mesh import Axis, DeviceMesh
-from reshard.testing.oracle import coordinate
-from reshard.testing.strategies import axis_parts, meshes
+from strategies import axis_parts, meshes
 
 
 def test_devices_are_numbered_row_major() -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from reshard.cut_rules import Ceil, CutRule, Halo
 from reshard.errors import LayoutError
 from reshard.runs import FRESH_HALO, HALO, OWNED, PAD, Run, RunTable, joined, ragged_arange
-from reshard.testing.rule_definitions import Part, nested_parts, parts_of
-from reshard.testing.strategies import rules
+from rule_definitions import Part, nested_parts, parts_of
+from strategies import rules
 
 ROLES = {OWNED: "owned", HALO: "halo", FRESH_HALO: "fresh halo", PAD: "pad"}
 

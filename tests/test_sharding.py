@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
+from oracle import NO_ELEMENT, contents_of_spec
 from reshard.cut_rules import Balanced, Ceil, Halo, Strided
 from reshard.errors import LayoutError, MeshError, NotationError, RuleError, SpecError, UsageError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.sharding import DimSpec, Level, ShardingSpec, spec
-from reshard.testing.oracle import NO_ELEMENT, contents_of_spec
-from reshard.testing.strategies import Shape, specs_with_shapes
+from strategies import Shape, specs_with_shapes
 
 MESH = DeviceMesh.of(x=8, y=2)
 

@@ -1,6 +1,6 @@
 """Checkpoints written by hand, and read by the safetensors package: without reshard.
 
-What a rank's shard should be comes from `reshard.testing.oracle`, element by element.
+What a rank's shard should be comes from `oracle`, element by element.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import safetensors
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from oracle import Contents, contents_of_spec
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.safetensors.header_writer import build_header
@@ -30,9 +31,8 @@ from reshard.dtypes import ALL_DTYPES, DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.testing.oracle import Contents, contents_of_spec
-from reshard.testing.rule_definitions import NO_ELEMENT
-from reshard.testing.strategies import meshes, shapes, specs
+from rule_definitions import NO_ELEMENT
+from strategies import meshes, shapes, specs
 
 MANIFEST = "reshard.manifest.json"
 TAGGED = [dtype for dtype in ALL_DTYPES if dtype.safetensors_tag is not None]

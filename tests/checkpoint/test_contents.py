@@ -16,7 +16,7 @@ from reshard.checkpoint.contents import Checkpoint, StoredTensor, missing_box
 from reshard.dtypes import dtype
 from reshard.errors import CheckpointError, CoverageError
 from reshard.layout import Box, Layout
-from reshard.testing.strategies import partitions_into_boxes, shapes
+from strategies import partitions_into_boxes, shapes
 
 MESH = reshard.DeviceMesh.of(dp=2, tp=2)
 

@@ -27,8 +27,8 @@ from reshard.errors import CheckpointError, ShardError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.sharding import spec
-from reshard.testing.rule_definitions import NO_ELEMENT
-from reshard.testing.strategies import layouts_with_contents
+from rule_definitions import NO_ELEMENT
+from strategies import layouts_with_contents
 
 
 def expected_bits(whole: Tensor, elements: np.ndarray) -> np.ndarray:

@@ -9,8 +9,8 @@ import numpy as np
 
 import reshard
 from conformance.checked_movement import same
+from oracle import contents_of_spec, shards_of
 from reshard.collectives import Exchange, Program, Slice
-from reshard.testing.oracle import contents_of_spec, shards_of
 
 
 def contributions(spec: reshard.ShardingSpec, shape: tuple[int, ...]) -> list[Any]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import reshard
 from reshard.mesh import Axis
 from reshard.sharding import DimSpec, Level, ShardingSpec
-from reshard.testing.strategies import axis_parts
+from strategies import axis_parts
 
 NAMES = "xyzw"
 Pair = tuple[ShardingSpec, ShardingSpec, tuple[int, ...]]

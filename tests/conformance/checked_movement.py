@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import reshard
-from reshard.testing.oracle import (
+from oracle import (
     Contents,
     contents_of_boxes,
     contents_of_flat_ranges,

@@ -6,11 +6,11 @@ from typing import Any
 
 import reshard
 from conformance.checked_movement import Side, check
+from oracle import contents_of_spec
 from reshard.megatron.parameters import MegatronParameter
 from reshard.megatron.ranks import MegatronRanks
 from reshard.megatron.tensor_pairs import TensorPair
 from reshard.sharding import ShardingSpec
-from reshard.testing.oracle import contents_of_spec
 
 Shape = tuple[int, ...]
 

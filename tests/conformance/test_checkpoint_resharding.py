@@ -13,9 +13,9 @@ import pytest
 
 import reshard
 from conformance.checked_movement import Row, Side, check, rows
+from oracle import contents_of_boxes, contents_of_whole
 from reshard.dtypes import dtype
 from reshard.recipes.strategies import Tensors, strategy
-from reshard.testing.oracle import contents_of_boxes, contents_of_whole
 
 MODEL: Tensors = {
     "embedding": (dtype("bfloat16"), (13, 3)),

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 import reshard
 from conformance.checked_movement import check, same
 from conformance.refits import cut, moved, operations, side, whole
+from oracle import contents_of_spec, shards_of
 from reshard.cut_rules import CutRule
 from reshard.dtypes import dtype
 from reshard.errors import SpecError
@@ -24,7 +25,6 @@ from reshard.megatron.parameters import MegatronParameter
 from reshard.megatron.ranks import MegatronRanks
 from reshard.megatron.tensor_pairs import TensorPair, reconcile, reconcile_all
 from reshard.sharding import DimSpec, Level, ShardingSpec
-from reshard.testing.oracle import contents_of_spec, shards_of
 
 Shape = tuple[int, ...]
 

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 import reshard
 from conformance.checked_movement import Side, check, rows, same
+from oracle import shards_of
 from reshard.notation.mlir import parse_mlir
-from reshard.testing.oracle import shards_of
-from reshard.testing.strategies import sizes_adding_up_to
+from strategies import sizes_adding_up_to
 
 
 @dataclass(frozen=True, slots=True)

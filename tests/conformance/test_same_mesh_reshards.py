@@ -16,6 +16,7 @@ import pytest
 
 import reshard
 from conformance.checked_movement import same
+from oracle import contents_of_spec, shards_of
 from reshard.collectives import (
     STEPS,
     AllGather,
@@ -28,7 +29,6 @@ from reshard.collectives import (
 )
 from reshard.collectives.search.exact import exact_outcome
 from reshard.collectives.search.states import make_problem
-from reshard.testing.oracle import contents_of_spec, shards_of
 
 Case = dict[str, Any]
 CASES: list[Case] = json.loads(Path(__file__).with_name("same_mesh_reshards.json").read_text())

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 import reshard
 from execution.example_arrays import MESH, Shards, plan_of
+from oracle import NO_ELEMENT, Contents, dense_of, reduced, shards_of
 from reshard.collectives import AllReduce, JointAllToAll, Program, find_program
 from reshard.dtypes import dtype
 from reshard.errors import PlanError, ShardError, UsageError
@@ -27,10 +28,9 @@ from reshard.execution.memory import FreshMemory, check_apart
 from reshard.mesh import Axis
 from reshard.notation import parse_ragged
 from reshard.plans.hierarchical import StagedJob
-from reshard.testing.oracle import NO_ELEMENT, Contents, dense_of, reduced, shards_of
-from reshard.testing.strategies import movements
 from reshard.topology import Topology
 from selection import choose
+from strategies import movements
 
 RUBBISH = 77.0
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from oracle import dense_of, least_moved, reduced, shards_of
 from reshard.errors import PlanError
 from reshard.geometry.holders import find_holders
 from reshard.geometry.layout_change import LayoutChange
@@ -19,8 +20,7 @@ from reshard.geometry.transfers import Transfers, expand
 from reshard.layout import Box, Layout
 from reshard.plans.run import run_change
 from reshard.runs import FRESH_HALO, OWNED, RunTable
-from reshard.testing.oracle import dense_of, least_moved, reduced, shards_of
-from reshard.testing.strategies import (
+from strategies import (
     LayoutAndContents,
     box_layouts,
     flat_range_layouts,

@@ -12,7 +12,7 @@ import reshard
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers, coalesce
 from reshard.layout import Box, Layout
-from reshard.testing.strategies import LayoutAndContents, movements
+from strategies import LayoutAndContents, movements
 
 Movement = tuple[LayoutAndContents, LayoutAndContents]
 

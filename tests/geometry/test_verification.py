@@ -23,7 +23,7 @@ from reshard.geometry.transfers import Transfers
 from reshard.geometry.verification import _disjoint_by_pairs
 from reshard.layout import Layout
 from reshard.runs import FRESH_HALO, OWNED, IntArray
-from reshard.testing.strategies import LayoutAndContents, movements
+from strategies import LayoutAndContents, movements
 
 Movement = tuple[LayoutAndContents, LayoutAndContents]
 Mutation = Callable[[LayoutChange, np.random.Generator], Transfers | None]

@@ -7,8 +7,8 @@ from hypothesis import given
 import reshard
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
-from reshard.testing.rule_definitions import NO_ELEMENT
-from reshard.testing.strategies import LayoutAndContents, movements
+from rule_definitions import NO_ELEMENT
+from strategies import LayoutAndContents, movements
 
 Movement = tuple[LayoutAndContents, LayoutAndContents]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from reshard.mesh import Axis
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.testing.strategies import axis_parts, meshes
+from strategies import axis_parts, meshes
 
 
 @st.composite

@@ -36,8 +36,8 @@ from reshard.notation.ragged import parse_ragged
 from reshard.notation.registry import read_sharding
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.sharding import spec as native
-from reshard.testing.strategies import specs_with_shapes
 from selection import choose
+from strategies import specs_with_shapes
 
 torch = pytest.importorskip("torch")
 

@@ -33,7 +33,7 @@ from reshard.notation.jax import (
     to_partition_spec,
 )
 from reshard.sharding import ShardingSpec
-from reshard.testing.strategies import Shape, specs_with_shapes
+from strategies import Shape, specs_with_shapes
 
 MESH = DeviceMesh.of(x=2, y=2, z=4)
 NAMES = ("x", "y", "z")

@@ -14,7 +14,7 @@ from reshard.megatron.parameters import MegatronParameter
 from reshard.megatron.ranks import MegatronRanks
 from reshard.notation.megatron import megatron_text, parse_megatron
 from reshard.sharding import DimSpec, Level, ShardingSpec
-from reshard.testing.strategies import rules
+from strategies import rules
 
 RANKS = MegatronRanks(tp=2, pp=2, dp=2, ep=2)
 READ = [

@@ -22,7 +22,7 @@ from reshard.notation.mlir import (
     parse_mlir_mesh,
 )
 from reshard.sharding import DimSpec, Level, ShardingSpec
-from reshard.testing.strategies import Shape, specs_with_shapes
+from strategies import Shape, specs_with_shapes
 
 MESH = DeviceMesh("grid", (2, 2, 4), ("a", "b", "c"))
 TWO_BY_THREE = DeviceMesh.of(a=2, b=3)

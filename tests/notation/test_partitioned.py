@@ -26,7 +26,7 @@ from reshard.notation.dtensor import (
 from reshard.notation.partitioned import PartitionedShard
 from reshard.sharding import ShardingSpec
 from reshard.sharding import spec as native
-from reshard.testing.strategies import specs_with_shapes
+from strategies import specs_with_shapes
 
 TWO = DeviceMesh.of(ep=2)
 BY_RANK = ((4, 6, 4, 2), (2, 4, 8, 2))

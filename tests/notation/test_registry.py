@@ -12,7 +12,7 @@ import reshard
 from reshard.errors import LayoutError, MeshError, NotationError
 from reshard.layout import Layout
 from reshard.notation.registry import NOTATIONS, read_sharding
-from reshard.testing.strategies import specs_with_shapes
+from strategies import specs_with_shapes
 
 MESH = reshard.DeviceMesh.of(x=2, y=3)
 

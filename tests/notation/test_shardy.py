@@ -20,7 +20,7 @@ from reshard.notation.shardy import (
     shardy_text,
 )
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.testing.strategies import Shape, meshes, specs_with_shapes
+from strategies import Shape, meshes, specs_with_shapes
 
 MESH = DeviceMesh.of(x=8, y=2, z=4, w=2)
 

@@ -9,13 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 import reshard
+from oracle import Contents
 from reshard.dtypes import dtype
 from reshard.plans.hierarchical import StagedJob
 from reshard.plans.job import Job, JobItem
-from reshard.testing.oracle import Contents
-from reshard.testing.rule_definitions import NO_ELEMENT
-from reshard.testing.strategies import LayoutAndContents, movements
 from reshard.topology import Topology
+from rule_definitions import NO_ELEMENT
+from strategies import LayoutAndContents, movements
 
 Movement = tuple[LayoutAndContents, LayoutAndContents]
 EXACT_REDUCTIONS = ("sum", "max", "min", "product")

@@ -15,7 +15,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.plans.element_groups import find_regions
 from reshard.runs import PAD, RunTable
-from reshard.testing.strategies import LayoutAndContents, movements
+from strategies import LayoutAndContents, movements
 
 
 def elements_of(layout: Layout, cell: int) -> list[int]:

@@ -19,7 +19,7 @@ from reshard.layout import Box, Layout
 from reshard.plans.job import JobTransfers
 from reshard.plans.plan import Plan
 from reshard.runs import RunTable
-from reshard.testing.strategies import LayoutAndContents, movements
+from strategies import LayoutAndContents, movements
 
 Movement = tuple[LayoutAndContents, LayoutAndContents]
 

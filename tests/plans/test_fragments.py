@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 import reshard
+from oracle import contents_of_spec
 from plans.staged_jobs import (
     FEWER,
     KINDS,
@@ -25,7 +26,6 @@ from reshard.layout import Layout
 from reshard.plans.broadcast_tree import Reach
 from reshard.plans.hierarchical import StagedJob
 from reshard.plans.job import Job, JobItem
-from reshard.testing.oracle import contents_of_spec
 from reshard.topology import Topology
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import reshard
+from oracle import Contents, dense_of, reduced, shards_of
 from plans.staged_jobs import (
     FEWER,
     HOSTS,
@@ -30,7 +31,6 @@ from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.hierarchical import StagedJob, verify_stages
 from reshard.plans.job import Job, JobItem
-from reshard.testing.oracle import Contents, dense_of, reduced, shards_of
 from reshard.topology import Link, Topology
 
 STAGED = StagedJob(

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import reshard
-from reshard.layout import Layout
-from reshard.plans.plan import Plan
-from reshard.runs import RunTable
-from reshard.testing.oracle import (
+from oracle import (
     Contents,
     dense_of,
     least_moved,
     reduced,
     shards_of,
 )
-from reshard.testing.strategies import LayoutAndContents, movements
+from reshard.layout import Layout
+from reshard.plans.plan import Plan
+from reshard.runs import RunTable
+from strategies import LayoutAndContents, movements
 
 Movement = tuple[LayoutAndContents, LayoutAndContents]
 # What all else rests on gets more examples than the rest.

@@ -19,8 +19,8 @@ from reshard.plans.hierarchical import StagedJob
 from reshard.plans.job import Job, JobItem
 from reshard.plans.rank_permutation import RankPermutation, relabel
 from reshard.sharding import ShardingSpec
-from reshard.testing.strategies import meshes, shapes, specs
 from reshard.topology import Topology
+from strategies import meshes, shapes, specs
 
 FEW = 5
 # Every dealing of the ranks is tried.

@@ -22,15 +22,15 @@ from execution.example_arrays import (
     to_torch,
     torch_bits,
 )
+from oracle import shards_of
 from reshard.dtypes import ALL_DTYPES, DType, dtype
 from reshard.errors import PlanError, ShardError
 from reshard.execution import copies
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.plans.run import run_change, run_rank
-from reshard.testing.oracle import shards_of
-from reshard.testing.strategies import layouts_with_contents, shapes
 from selection import choose
+from strategies import layouts_with_contents, shapes
 
 TORCH_DTYPES = [kind for kind in ALL_DTYPES if hasattr(torch, kind.name)]
 

@@ -20,7 +20,7 @@ from reshard.dtypes import dtype
 from reshard.errors import NotationError, ReshardError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
-from reshard.testing.strategies import LayoutAndContents, layouts, movements, shapes
+from strategies import LayoutAndContents, layouts, movements, shapes
 
 ADDRESSES = st.one_of(
     st.integers(0, 9).map(RankMemory),

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
+from oracle import Contents, shards_of
 from plans.test_load_balancing import Classes, least_largest_load
 from reshard.dtypes import dtype
 from reshard.errors import PlanError, UsageError
@@ -19,8 +20,7 @@ from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.job import Job, JobItem
 from reshard.plans.run import run_stages
-from reshard.testing.oracle import Contents, shards_of
-from reshard.testing.strategies import layouts_with_contents, shapes
+from strategies import layouts_with_contents, shapes
 
 EVERY_KIND = ["balanced", "stable"]
 DTYPES = ["int8", "bfloat16", "int32", "int64"]

@@ -12,7 +12,7 @@ from reshard.layout import Layout
 from reshard.plans.job import Job, JobItem
 from reshard.plans.tables import format_movements
 from reshard.plans.traffic import Traffic, find_top_ranks
-from reshard.testing.strategies import movements
+from strategies import movements
 
 DemandRanges = dict[tuple[int, int], int]
 COLUMNS = st.lists(st.tuples(*[st.integers(0, 6)] * 2, st.integers(1, 99)), max_size=30)

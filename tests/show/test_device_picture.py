@@ -13,7 +13,7 @@ from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.show.device_picture import element_texts, mesh_picture
 from reshard.show.text_picture import picture
-from reshard.testing.strategies import Shape, specs_with_shapes
+from strategies import Shape, specs_with_shapes
 
 # As the notes draw them, with the axes called a, b, c; arrows are letters and dashes in ASCII.
 NOTES = {

@@ -19,9 +19,9 @@ from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.plans.traffic import Traffic
 from reshard.show.html_report import DrawnChange, Report, movement_figures
-from reshard.testing.strategies import movements
 from reshard.text import bytes_text, count_text
 from show.page_parts import local_name, outside, overlapping, parsed, svgs
+from strategies import movements
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "reports" / "transposed_mesh.html"
 EVIL = "</title><script>alert(1)</script>&\"'\x00\x1b[2J\u202e\udc80"

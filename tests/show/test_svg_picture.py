@@ -19,8 +19,8 @@ from reshard.show.charts import across_hosts, heat_map, host_flows, host_traffic
 from reshard.show.regions import drawn_dimensions, origins
 from reshard.show.svg import rank_colours
 from reshard.show.svg_picture import svg_picture
-from reshard.testing.strategies import specs_with_shapes
 from show.page_parts import local_name
+from strategies import specs_with_shapes
 
 NUMBER = r"-?\d+(?:\.\d+)?"
 PIECE = re.compile(rf"M({NUMBER}) ({NUMBER})h({NUMBER})v({NUMBER})h{NUMBER}z")

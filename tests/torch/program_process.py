@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import reshard
 from collectives.sharding_pairs import pairs
+from oracle import contents_of_spec, shards_of
 from reshard.collectives import Exchange, Program, find_program
 from reshard.errors import PlanError
 from reshard.sharding import ShardingSpec
-from reshard.testing.oracle import contents_of_spec, shards_of
 from reshard.topology import Link, Topology
 from reshard.torch import Redistribution, redistribute, redistribution
 from reshard.torch.programs import run

@@ -17,11 +17,15 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import reshard
+from oracle import Contents, shards_of
 from reshard.errors import ReshardError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.testing.oracle import Contents, shards_of
-from reshard.testing.strategies import (
+from reshard.torch import Redistribution, redistribute
+from reshard.torch.exchange.exchange import MessageExchange
+from reshard.torch.exchange.packing.messages import RankTransfers
+from selection import choose
+from strategies import (
     LayoutAndContents,
     box_layouts,
     contents_of_spec,
@@ -32,10 +36,6 @@ from reshard.testing.strategies import (
     specs,
     whole_layouts,
 )
-from reshard.torch import Redistribution, redistribute
-from reshard.torch.exchange.exchange import MessageExchange
-from reshard.torch.exchange.packing.messages import RankTransfers
-from selection import choose
 
 DTYPES = ("float32", "float64", "complex64", "bfloat16", "int16", "uint8")
 ALWAYS = {

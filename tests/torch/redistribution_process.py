@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import reshard
+from oracle import Contents, contents_of_spec, reduced, shards_of
 from redistribution_cases import Case, order_pairs, placement_pairs, plain_cases, strided_cases
 from reshard.layout import Box, Layout
 from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
-from reshard.testing.oracle import Contents, contents_of_spec, reduced, shards_of
 from reshard.torch import Redistribution, redistribute, refit
 from reshard.torch.distributed_tensor import sharding_of_placements
 

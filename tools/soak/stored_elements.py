@@ -1,6 +1,6 @@
 """What a checkpoint on disk holds, read without reshard and compared with the oracle.
 
-`safetensors` and `torch` read the files; `reshard.testing.oracle` says, element by element, what
+`safetensors` and `torch` read the files; `oracle` says, element by element, what
 each rank should have.
 """
 
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from checkpoint.checkpoint_files import Tensor, read_file, read_ranks
+from oracle import contents_of_spec
 from reshard.sharding import ShardingSpec
-from reshard.testing.oracle import contents_of_spec
 from soak.wrong import Wrong
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoint.blocks.grid import BLOCK_BYTES, BlockGrid, block_digest, tensor_digest
-from reshard.testing.strategies import shapes
+from strategies import shapes
 
 
 def elements_of(grid: BlockGrid, index: int, numbers: np.ndarray) -> list[int]:

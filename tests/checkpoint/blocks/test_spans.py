@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
+from oracle import Contents
 from reshard.binding import View
 from reshard.checkpoint.blocks.grid import BlockGrid
 from reshard.checkpoint.blocks.spans import (
@@ -24,9 +25,8 @@ from reshard.checkpoint.blocks.spans import (
 )
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
-from reshard.testing.oracle import Contents
-from reshard.testing.rule_definitions import NO_ELEMENT
-from reshard.testing.strategies import (
+from rule_definitions import NO_ELEMENT
+from strategies import (
     box_layouts,
     flat_range_layouts,
     layouts_with_contents,

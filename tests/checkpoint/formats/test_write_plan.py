@@ -24,8 +24,8 @@ from reshard.checkpoint.formats.write_plan import (
 from reshard.dtypes import dtype
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Box, Layout
-from reshard.testing.strategies import layouts as layouts_of
-from reshard.testing.strategies import shapes
+from strategies import layouts as layouts_of
+from strategies import shapes
 
 F32 = dtype("float32")
 

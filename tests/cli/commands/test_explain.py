@@ -18,9 +18,9 @@ from reshard.collectives import find_program
 from reshard.collectives.lowering.mlir import COLLECTIVES
 from reshard.cost import load_preset
 from reshard.testing import parse_shard_module
-from reshard.testing.strategies import meshes, shapes, specs
 from selection import choose
 from show.page_parts import parsed
+from strategies import meshes, shapes, specs
 
 DOCUMENTS = Path(__file__).parents[3] / "docs"
 SIX = ("--mesh", "x=2,y=3", "--shape", "6x6")

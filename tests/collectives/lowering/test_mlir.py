@@ -13,12 +13,12 @@ from collectives.program_checks import contributions, whole
 from collectives.sharding_pairs import Pair, pairs
 from conformance.checked_movement import same
 from conformance.test_same_mesh_reshards import CASES, Case, name, side
+from oracle import contents_of_spec, shards_of
 from reshard.collectives import Program, find_program
 from reshard.collectives.lowering import mlir_module
 from reshard.errors import NotationError, PlanError
 from reshard.mesh import DeviceMesh
 from reshard.testing import parse_shard_module, run_shard_module
-from reshard.testing.oracle import contents_of_spec, shards_of
 from selection import choose, keep_spread
 
 MESH = DeviceMesh.of(x=2, y=4, w=1)

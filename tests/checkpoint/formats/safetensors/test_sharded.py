@@ -25,7 +25,7 @@ from reshard.checkpoint.formats.safetensors.sharded import rank_of_file, shard_f
 from reshard.checkpoint.formats.write_plan import WritePlan
 from reshard.errors import CheckpointError, CoverageError, UsageError
 from reshard.layout import Box
-from reshard.testing.strategies import partitions_into_boxes, shapes
+from strategies import partitions_into_boxes, shapes
 
 
 def piece(whole: Tensor, box: Box) -> Tensor:

@@ -15,7 +15,6 @@ import reshard
 from reshard.errors import PlanError
 from reshard.layout import Layout
 from reshard.plans.schedule import ALIGNMENT_BYTES
-from reshard.testing.strategies import layouts, shapes
 from reshard.torch.exchange.packing.messages import (
     RankMessage,
     RankTransfers,
@@ -24,6 +23,7 @@ from reshard.torch.exchange.packing.messages import (
 )
 from reshard.torch.exchange.packing.pieces import MessagePieces, Piece
 from selection import choose
+from strategies import layouts, shapes
 
 RANKS = 16
 

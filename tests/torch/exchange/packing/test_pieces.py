@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.testing.strategies import shapes
 from reshard.torch.exchange.packing.pieces import Piece, cut
+from strategies import shapes
 
 
 @given(shapes(min_rank=1), st.integers(4, 200))

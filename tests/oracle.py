@@ -35,7 +35,7 @@ from reshard.errors import ShardError
 from reshard.layout import Box
 from reshard.mesh import Axis, DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.testing.rule_definitions import NO_ELEMENT, Part, nested_parts
+from rule_definitions import NO_ELEMENT, Part, nested_parts
 
 _SOURCE_ROLES = ("owned", "fresh halo")
 

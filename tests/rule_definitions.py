@@ -131,9 +131,7 @@ def parts_of(rule: CutRule, length: int, parts: int) -> list[Part]:
             return [_with_halo(rule, part, length) for part in inner]
         case Nested():
             return nested_parts(rule.levels, length)
-    raise RuleError(
-        f"the oracle has no definition of {rule!r}; add it to `reshard.testing.rule_definitions`"
-    )
+    raise RuleError(f"the oracle has no definition of {rule!r}; add it to `rule_definitions`")
 
 
 def _deal(parts: int, owner: Iterable[int]) -> list[Part]:

@@ -1,7 +1,7 @@
 """Hypothesis strategies for meshes, cut rules, shardings and layouts of every kind.
 
 Values are small, with dimensions of 0 to 9 indices and meshes of at most 12 devices, so that
-`reshard.testing.oracle` can check them element by element, and failing examples are readable.
+`oracle` can check them element by element, and failing examples are readable.
 
 >>> import warnings
 >>> warnings.simplefilter("ignore")
@@ -20,6 +20,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+from hypothesis import strategies as st
+
+from oracle import (
+    Contents,
+    contents_of_boxes,
+    contents_of_flat_ranges,
+    contents_of_spec,
+    contents_of_whole,
+)
 from reshard.cut_rules import (
     Balanced,
     BlockCyclic,
@@ -38,25 +47,9 @@ from reshard.cut_rules import (
     Windows,
     Zigzag,
 )
-from reshard.errors import MissingExtraError
 from reshard.layout import REDUCTIONS, Box, Layout
 from reshard.mesh import Axis, DeviceMesh
 from reshard.sharding import DimSpec, Level, ShardingSpec
-from reshard.testing.oracle import (
-    Contents,
-    contents_of_boxes,
-    contents_of_flat_ranges,
-    contents_of_spec,
-    contents_of_whole,
-)
-
-try:
-    from hypothesis import strategies as st
-except ImportError as error:
-    raise MissingExtraError(
-        "reshard.testing.strategies needs hypothesis, which is not installed; install it with: "
-        "pip install hypothesis"
-    ) from error
 
 Shape = tuple[int, ...]
 
