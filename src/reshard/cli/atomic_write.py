@@ -55,6 +55,7 @@ def write_whole(path: Path, text: str, overwrite: bool, what: str) -> None:
                 file.write(text)
                 file.flush()
                 sync(file.fileno())
+            # A report that replaces a private file stays private.
             restrict_mode(draft, replaced)
             _put_in_place(draft, path, overwrite)
         finally:

@@ -244,6 +244,7 @@ def plan_from_options(
     """
     from reshard.checkpoint.conversion.plan import plan_conversion
 
+    # These describe how the source is read, which does not depend on the target.
     names = ("source_mesh", "source_rules", "source_recipe", "check_copies")
     source_cut = {name: arguments.pop(name) for name in names}
     # Copies belong to the source, whatever the target takes.

@@ -104,6 +104,7 @@ def explanation_of(
             f"times on {machine.name} of elements of no size; give one, such as --dtype bfloat16"
         )
     if shape is None:
+        # Ragged and partitioned notations have layouts, which include the shape.
         found = [s.reading.sharding for s in (before, after)]
         shapes = [sharding.shape for sharding in found if isinstance(sharding, Layout)]
         if not shapes:
@@ -177,6 +178,7 @@ class Explanation:
         """As many hosts of the machine as the ranks need."""
         if self.machine is None:
             return None
+        # Whole hosts, since a preset describes hosts and not single ranks.
         ranks = max(self.plan.source.slots, self.plan.target.slots)
         return self.machine.topology(-(-ranks // self.machine.ranks_per_host))
 

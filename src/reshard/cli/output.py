@@ -131,6 +131,7 @@ def listing(title: str, names: Iterable[str]) -> list[str]:
         line = f"{title}: {', '.join(map(printable, names))}"
         if display_width(line) <= LINE_WIDTH:
             return [line]
+    # Long lists are cut for readers; programs use --json.
     rest = len(names) - MAX_LISTED
     more = [f"  ... and {rest:,} more, --json lists all"] if rest > 0 else []
     return [f"{title}:", *(f"  {name_text(name)}" for name in names[:MAX_LISTED]), *more]

@@ -777,6 +777,7 @@ def placements_of(spec: ShardingSpec, *, partitioned: bool = False) -> DTensorPl
         )
     if spec.reduction is not None:
         found |= dict.fromkeys(partial, Partial(OPERATION_OF_REDUCTION[spec.reduction]))
+    # Axes that neither shard nor carry contributions hold copies.
     placements = tuple(found.get(axis, Replicate()) for axis in mesh.axis_names)
     return DTensorPlacements(placements, tuple(order))
 

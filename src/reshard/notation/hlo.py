@@ -63,6 +63,7 @@ def parse_hlo(
     with reading("HLO", text):
         scanner = Scanner(re.sub(r"^\s*(?:sharding\s*=|(?:\w+\.)*GSPMDSharding\()?", "", text))
         scanner.expect("{")
+        # A second brace begins the shardings of a tuple.
         if scanner.looks_at(r"\{"):
             raise NotationError("shardings of a tuple; give the sharding of one of its tensors")
         if scanner.accept(_REPLICATED):
@@ -119,6 +120,7 @@ def _read_tiles(scanner: Scanner) -> tuple[Devices, list[str]]:
         )
     if len(np.unique(devices)) != devices.size or devices.min() < 0:
         raise NotationError("devices that are negative or repeated; give each device once")
+    # The older form of `last_tile_dims={replicated}`.
     kinds = [_REPLICATED] if scanner.accept("last_tile_dim_replicate") else []
     if not kinds and scanner.accept("last_tile_dims"):
         scanner.expect("=")
@@ -156,6 +158,7 @@ def _over_own_axes(devices: Devices, kinds: Sequence[str]) -> ShardingSpec:
     dims = devices.ndim - len(kinds)
     words = {_UNREDUCED: "sum", _REPLICATED: "copies"}
     names = [f"d{dim}" for dim in range(dims)] + [words[kind] for kind in kinds]
+    # Several last dimensions of a kind, or none of the tensor, would have equal names.
     names = [name if names.count(name) == 1 else f"{name}{i}" for i, name in enumerate(names)]
     axes = [
         [] if length == 1 else [name] for name, length in zip(names, devices.shape, strict=True)
@@ -178,6 +181,8 @@ def _over_mesh(devices: Devices, kinds: Sequence[str], mesh: DeviceMesh) -> Shar
         )
     axes: list[list[Axis] | None] = []
     for dim in range(devices.ndim):
+        # The devices at index 0 of all other dimensions determine the axes; the comparison below
+        # covers the others.
         along = devices[tuple(slice(None) if d == dim else 0 for d in range(devices.ndim))]
         axes.append(_find_axes(along - along[0], mesh))
     known = [own for own in axes if own is not None]
@@ -213,6 +218,7 @@ def _split_stride(stride: int, size: int, mesh: DeviceMesh) -> list[Axis] | None
     """Return the parts of axes, major to minor, that `size` steps of `stride` positions are."""
     found: list[Axis] = []
     below = 1
+    # From the minor axis on: `below` is the product of the sizes of the axes after this axis.
     for name, length in zip(reversed(mesh.axis_names), reversed(mesh.shape), strict=True):
         if size > 1 and below <= stride < below * length:
             inner = stride // below
@@ -247,6 +253,7 @@ def hlo_text(spec: ShardingSpec) -> str:
     """
     _VOCABULARY.check(spec)
     _, lengths, order, tiles, kinds = _assign_tiles(spec)
+    # XLA prints tiles of size 1 as replicated.
     if spec.mesh.size == 1 or (max(tiles[:-1], default=1) == 1 and kinds == [_REPLICATED]):
         return f"{{{_REPLICATED}}}"
     text = f"devices=[{','.join(map(str, tiles))}]"

@@ -181,6 +181,7 @@ def sharding_of_entries(
                 f"{len(entries)} entries for a tensor of shape {list(shape)}; give at most one a "
                 "dimension"
             )
+        # JAX leaves trailing dimensions that are not sharded out of a PartitionSpec.
         entries += [()] * (len(shape) - len(entries))
     return ShardingSpec(
         mesh,
@@ -296,8 +297,11 @@ def _read_tile_assignment(
                 f"{[*mesh.devices]}; give the mesh in the order of the sharding's devices, or none"
             )
         return parse_hlo(text, mesh, shape)
+    # `{replicated}` and `{maximal device=0}` list no devices: all of them become one axis.
     if "devices=" not in text:
         return parse_hlo(text, DeviceMesh("mesh", (len(ids),), ("devices",), ids), shape)
+    # The text numbers positions in the list of devices, so the axes are its own, and their
+    # devices are replaced by ids.
     found = parse_hlo(text, None, shape)
     ranks = [ids[number] for number in found.mesh.devices]
     own = DeviceMesh(found.mesh.name, found.mesh.shape, found.mesh.axis_names, ranks)

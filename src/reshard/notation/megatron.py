@@ -99,6 +99,7 @@ def parse_megatron(
         )
     ndim = _find_ndim(said, shape, text)
     rule = _build_rule(said, mesh.axis_size(axis), text)
+    # Without `partition_dim` there is no rule, and the dimension has no effect.
     dim = _read_number(said, "partition_dim", text) or 0
     if rule is not None and dim >= ndim:
         raise NotationError(f"partition_dim={dim} of a tensor of {ndim} dimensions in {text!r}")
@@ -115,6 +116,7 @@ def _read_words(text: str, known: Sequence[str], whole: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for item in text.split():
         word, equals, value = item.partition("=")
+        # `expert` is the only word without a value.
         if word not in known or word in found or bool(equals and value) == (word == "expert"):
             raise NotationError(
                 f"cannot read {item!r} in {whole!r}; write each of {', '.join(known)} at most "
@@ -262,6 +264,7 @@ def _write_ranks(mesh: DeviceMesh) -> tuple[list[str], bool]:
         )
     is_expert = axes is EXPERT_AXES
     sizes = {axis: mesh.axis_size(axis) for axis in axes}
+    # `edp` marks the experts' grid, so it is written even if it is 1.
     words = [f"{axis}={n}" for axis, n in sizes.items() if n > 1 or axis == "edp"]
     # An order has the fastest axis first, a mesh the slowest; tp and dp stand for etp and edp.
     order = "-".join(reversed(mesh.axis_names)).replace("etp", "tp").replace("edp", "dp")

@@ -79,6 +79,7 @@ def parse_mlir(
         elif grids and grid_name is not None:
             known = ", ".join(map(symbol_text, grids))
             raise NotationError(f"unknown grid @{grid_name}; the text has {known}")
+        # Lists without the name of a grid belong to the only grid of the text.
         elif len(grids) == 1:
             (mesh,) = grids.values()
         if mesh is None:
@@ -163,6 +164,7 @@ def _read_sharding(
     )
     if is_attribute:
         scanner.expect(">")
+    # The type of an operation, `!shard.sharding`, is always the same.
     if scanner.accept(":"):
         scanner.take(r"[!\w.<>]+")
     scanner.expect_end()
@@ -249,6 +251,7 @@ def mlir_text(spec: ShardingSpec) -> str:
     """
     _VOCABULARY.check(spec)
     lists = [[_find_number(axis, spec.mesh) for axis in dim.axes] for dim in spec.dim_specs]
+    # The dialect requires at least one list, even for a scalar.
     words = [str(lists or [[]])]
     if spec.reduction is not None:
         numbers = [_find_number(axis, spec.mesh) for axis in spec.partial_axes]

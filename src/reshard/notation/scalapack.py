@@ -238,6 +238,7 @@ def _make_descriptor(numbers: list[int], named: dict[str, str]) -> Descriptor:
     if wrong or missing:
         problem = f"{wrong[0]} is no number" if wrong else f"{' and '.join(missing)} missing"
         raise NotationError(f"{problem}; give at least the sizes of a block, such as mb=2 nb=2")
+    # The context, `ctxt`, is a number of the process that wrote it, and is not used.
     values = {name: int(value) for name, value in named.items()}
     if values.get("dtype", DENSE) != DENSE:
         raise NotationError(f"dtype={named['dtype']}; only dense matrices, of type 1, are read")

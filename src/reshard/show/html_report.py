@@ -112,6 +112,7 @@ def rank_legend(colours: Mapping[int, str]) -> str:
     """
     ranks = sorted(colours)
     if len(ranks) > _MAX_SEPARATE:
+        # Evenly spaced ranks show the range of colours.
         last, steps = len(ranks) - 1, _MAX_SEPARATE - 1
         ranks = [ranks[last * step // steps] for step in range(_MAX_SEPARATE)]
     items = [

@@ -32,6 +32,7 @@ from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.runs import FRESH_HALO, HALO, PAD, IntArray, RunTable
 
+# Pictures of more rows or columns are not readable on a screen or page.
 MAX_INTERVALS = 64
 
 

@@ -96,6 +96,7 @@ class TypeCheck:
 
     def __init__(self, grids: Iterable[DeviceMesh], argument: str, type_: TensorType) -> None:
         self._grids = {grid.name: grid for grid in grids}
+        # Meshes with other axes may describe the same processes, as source and target do.
         sizes = {math.prod(grid.shape) for grid in self._grids.values()}
         if len(sizes) != 1:
             raise NotationError(
@@ -590,6 +591,7 @@ class _Run:
         # Values that were cast back from a process's own; values with a sharding.
         self._returning: set[str] = set()
         self._annotated: set[str] = set()
+        # The sender and the array of each process's incoming message.
         self._sent: dict[int, tuple[int, Array]] = {}
         missing = [process for process in self._processes if process not in shards]
         if missing:

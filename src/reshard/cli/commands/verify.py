@@ -129,6 +129,7 @@ def verify(
     began_s = time.monotonic()
     first = open_source(left, source_mesh, source_rules, source_recipe, check_copies, allow)
     second = open_source(right, check_copies=check_copies, allow=allow)
+    # With any of these options, the hints about other names would repeat what was given.
     are_named = any(item is not None for item in (left_names, right_names, recipe, target_kind))
     if target_kind is not None:
         if right_names is not None:
@@ -179,6 +180,7 @@ def _select_both(
     if not selection:
         return [left, right]
     first, second = select_from(_open(left), selection), _open(right)
+    # Names that change select from the left side only: the right has the new names already.
     if selection.changes_names:
         return [first, second]
     # A name of one side only is a difference, not a mistake in the pattern.

@@ -74,6 +74,7 @@ def find_program(
     return _find(source, target, check_ints(shape, "shape", SpecError), steps, search, limit)
 
 
+# The layers of a model ask for the same programs again and again.
 @lru_cache(maxsize=4096)
 def _find(
     source: ShardingSpec,
