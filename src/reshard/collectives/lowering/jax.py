@@ -330,14 +330,13 @@ def _write_tables(number: int, step: Step, before: ShardingSpec) -> list[str]:
                 if sender not in held or receiver not in needed or held[sender] in taken:
                     continue
                 box, goal = held[sender], needed[receiver]
-                low = np.maximum(box.start, goal.start)
-                high = np.minimum(box.stop, goal.stop)
-                if (low >= high).any():
+                common = box.intersect(goal)
+                if common is None:
                     continue
                 taken.add(box)
-                send[index[sender], to] = low - box.start
-                receive[index[receiver], group.index(sender)] = low - goal.start
-                sizes[index[receiver], group.index(sender)] = high - low
+                at = index[receiver], group.index(sender)
+                send[index[sender], to] = np.subtract(common.start, box.start)
+                receive[at], sizes[at] = np.subtract(common.start, goal.start), common.shape
     # JAX's all-to-all is dense: all pieces have the size of the largest.
     piece = tuple(sizes.max(axis=(0, 1)).tolist())
     return [
