@@ -19,20 +19,19 @@ functions.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from reshard._interning import Interned
+from reshard._records import Record
 from reshard._validation import MAX_RANKS, check_float, check_int, check_int_array, check_type
 from reshard.errors import LayoutError
 from reshard.runs import IntArray
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(Record):
     """The speed of messages from a rank to another: bandwidth, and latency before the first byte.
 
     Raises LayoutError for an invalid bandwidth or latency.
@@ -55,8 +54,7 @@ class Link:
             object.__setattr__(self, name, value)
 
 
-@dataclass(frozen=True, slots=True)
-class Overhead:
+class Overhead(Record):
     """Time that messages, each alone on its link, do not account for. None is not counted.
 
     Copies are described by links, too: their latency is that of a run of contiguous bytes, so many
@@ -121,8 +119,7 @@ class Overhead:
 NO_OVERHEAD = Overhead()
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(Record):
     """The compute and memory speed of the device of a rank.
 
     Args:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.cli.output import can_draw_boxes, printable
 from reshard.collectives.lowering import LOWERINGS
 from reshard.collectives.program import Program, format_steps
@@ -45,8 +45,7 @@ FEW_RANKS = 64
 MOST_STEP_COLUMNS = 36
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(Record):
     """One of the two shardings: its text, and its meaning."""
 
     text: str
@@ -116,8 +115,7 @@ def explanation_of(
     return Explanation(before, after, direct, steps, machine)
 
 
-@dataclass(frozen=True)
-class Explanation:
+class Explanation(Record):
     """A change of layout, its plan, program and estimates."""
 
     before: Side

@@ -14,8 +14,8 @@ same way on every machine. So all ranks make the same choice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from reshard._records import Record
 from reshard._validation import check_type
 from reshard.collectives.program import Program
 from reshard.collectives.search.find_program import find_program
@@ -31,8 +31,7 @@ from reshard.text import bytes_text, duration_text, table
 from reshard.topology import Topology
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Record):
     """The method that was chosen, and the estimates of both. Made by `choose`.
 
     Args:
@@ -165,8 +164,7 @@ def _decide(
     return method, f"the {method} is quicker: its {saved}"
 
 
-@dataclass(frozen=True, slots=True)
-class Ways:
+class Ways(Record):
     """The estimates of a tensor in the exchange, and by the steps of its program."""
 
     exchange: Part
@@ -188,8 +186,7 @@ class Ways:
         return len(self.program)
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
+class Division(Record):
     """The tensors that are moved by programs, and the seconds of all tensors.
 
     Args:

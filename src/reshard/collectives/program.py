@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from reshard._records import Record
 from reshard.collectives.estimates import estimate_steps
 from reshard.collectives.steps import Step, complete_shards, count_largest_shard
 from reshard.cost.estimate import Estimate
@@ -84,8 +84,7 @@ def format_steps(
     return "\n".join([*("  ".join(row) for row in aligned), summary])
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(Record):
     """The steps from `source` to `target` for a tensor of `shape`, found by `find_program`.
 
     Raises:

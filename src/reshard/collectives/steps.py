@@ -20,12 +20,12 @@ step or counting its elements proves that it is legal.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.errors import PlanError, ShardError
 from reshard.execution.copies import CopyColumns
 from reshard.execution.engine import TensorArrays, TensorCopies, run
@@ -41,8 +41,7 @@ from reshard.sharding import ShardingSpec
 Groups = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(Record):
     """A step from a sharding of a tensor of `shape` to another, within groups of ranks.
 
     Args:

@@ -30,20 +30,20 @@ by a factor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from reshard._records import Record
 from reshard.cost.formulas import fastest_formula
 from reshard.errors import UsageError
 from reshard.runs import IntArray, sum_by
 from reshard.topology import LEVELS, Link, Topology, link_levels, link_of, slowest_link
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Record):
     """A collective, or messages that are all sent at once.
 
     Args:
@@ -75,8 +75,7 @@ class Part:
         return cls(name, "-", 0, 0.0, 0.0, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(Record):
     """The parts of an operation, one after another, and their seconds.
 
     Args:
@@ -155,8 +154,7 @@ FloatArray = NDArray[np.float64]
 _COLUMNS = ("rank", "size_bytes", "runs", "combined_bytes")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LocalCopies:
+class LocalCopies(Record, eq=False):
     """Local copies as columns of shape `(copies,)`.
 
     Args:
@@ -283,8 +281,7 @@ def _sum_seconds(part: Part) -> float:
     return part.seconds_s
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _MessageWork:
+class _MessageWork(Record, eq=False):
     """Messages by their pair of ranks, with the level of the link and bytes, and copies."""
 
     name: str

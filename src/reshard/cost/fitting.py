@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.cost.formulas import FORMULAS
 from reshard.errors import UsageError
 from reshard.topology import Link, Overhead
@@ -52,8 +52,7 @@ _REWEIGHTINGS = 30
 _UNSEEN_SHARE = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(Record):
     """The duration of an operation, and its counts.
 
     Args:
@@ -98,8 +97,7 @@ class Measurement:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Fitted:
+class Fitted(Record):
     """Links and overheads that explain measurements. Make one with `fit`.
 
     Args:

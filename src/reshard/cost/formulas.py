@@ -40,9 +40,9 @@ Reductions and packing take no time here, and links do not contend. If these wer
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 
+from reshard._records import Record
 from reshard.errors import UsageError
 from reshard.topology import Link
 
@@ -52,8 +52,7 @@ def _count_doublings(group: int) -> int:
     return (group - 1).bit_length()
 
 
-@dataclass(frozen=True, slots=True)
-class Formula:
+class Formula(Record):
     """An algorithm of a kind of collective, as the two numbers of its cost.
 
     Args:

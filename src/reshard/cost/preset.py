@@ -58,20 +58,19 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from reshard._records import Record
 from reshard.cost.formulas import check_kind, check_library
 from reshard.dtypes import dtype
 from reshard.errors import LayoutError, UsageError
 from reshard.topology import LEVELS, NO_OVERHEAD, Device, Link, Overhead, Topology
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
+class Preset(Record):
     """The links of a kind of machine. `load_preset` reads one from a file.
 
     Args:

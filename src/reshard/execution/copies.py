@@ -39,11 +39,11 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.errors import UsageError
 from reshard.execution.arrays import Storage
 from reshard.geometry.overlap import RoutePieces
@@ -354,8 +354,7 @@ _MAX_BOXES = 16
 Cells = Mapping[int, Storage]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CopyColumns:
+class CopyColumns(Record, eq=False):
     """Copies from cells to cells, as columns of shape `(copies,)`.
 
     Args:

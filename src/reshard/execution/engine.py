@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.dtypes import DType
 from reshard.execution.arrays import ArrayKind, Storage, identity, kind_of
 from reshard.execution.copies import Copy, CopyColumns, carry_out, check_threads
@@ -112,8 +113,7 @@ def complete_contributions(
             storage[element_positions(layout, cell)] = identity(layout.reduction, kind)[0]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorCopies:
+class TensorCopies(Record, eq=False):
     """The copies of a tensor.
 
     Args:
@@ -132,8 +132,7 @@ class TensorCopies:
     find_stages: Callable[[], Sequence[CopyColumns]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorArrays:
+class TensorArrays(Record, eq=False):
     """The arrays of a tensor.
 
     Args:

@@ -41,12 +41,12 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeGuard, cast
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.cut_rules import Strided
 from reshard.errors import LayoutError, MissingExtraError, NotationError
 from reshard.layout import Layout
@@ -59,8 +59,7 @@ from reshard.sharding import DimSpec, Level, ShardingSpec
 Argument = int | str | tuple["Argument", ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementCall:
+class PlacementCall(Record):
     """A placement as it is written: a name, arguments, and `[order]` where it is given."""
 
     name: str
@@ -310,8 +309,7 @@ REDUCTION_OF_OPERATION = {
 OPERATION_OF_REDUCTION = {name: operation for operation, name in REDUCTION_OF_OPERATION.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Record):
     """The dimension `dim`, cut by ceil as `torch.chunk` does; a negative `dim` counts from the end.
 
     >>> print(Shard(0))
@@ -324,8 +322,7 @@ class Shard:
         return f"Shard({self.dim})"
 
 
-@dataclass(frozen=True, slots=True)
-class StridedShard:
+class StridedShard(Record):
     """`split_factor` blocks of the dimension `dim` by ceil, each cut by ceil; torch's
     `_StridedShard`.
 
@@ -346,8 +343,7 @@ class StridedShard:
         return f"_StridedShard({self.dim}, split_factor={self.split_factor})"
 
 
-@dataclass(frozen=True, slots=True)
-class Replicate:
+class Replicate(Record):
     """Copies along the axis.
 
     >>> print(Replicate())
@@ -358,8 +354,7 @@ class Replicate:
         return "Replicate()"
 
 
-@dataclass(frozen=True, slots=True)
-class Partial:
+class Partial(Record):
     """Contributions along the axis, still to be reduced by torch's `operation`.
 
     >>> print(Partial("avg"), Partial("avg").reduction)
@@ -480,8 +475,7 @@ def as_placement(item: object) -> Placement:
 ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DTensorPlacements:
+class DTensorPlacements(Record):
     """One placement for each mesh axis, and which axis cuts a dimension before which.
 
     Attributes:

@@ -20,9 +20,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from reshard._records import Record
 from reshard._validation import check_int, check_ints
 from reshard.cut_rules import ceil_divide
 from reshard.errors import NotationError
@@ -38,8 +38,7 @@ class BufferPiece(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class FlatBuffer:
+class FlatBuffer(Record):
     """Concatenated tensors in a buffer that is divided evenly over ranks.
 
     Args:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
+from reshard._records import Record
 from reshard.cut_rules import CutRule
 from reshard.errors import LayoutError, NotationError
 from reshard.mesh import Axis, DeviceMesh
@@ -161,8 +161,7 @@ def in_mesh_order(mesh: DeviceMesh, axes: Iterable[Axis]) -> list[Axis]:
     return sorted(axes, key=place)
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
+class Vocabulary(Record):
     """The parts of a sharding that a notation has words for.
 
     Attributes:

@@ -18,9 +18,9 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, cast
 
+from reshard._records import Record
 from reshard.cut_rules import Blocks, CutRule, Pieces, WholeBlocks
 from reshard.errors import NotationError
 
@@ -37,8 +37,7 @@ class _UnalignedRows(tuple[tuple[int, ...], ...]):
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionedShard:
+class PartitionedShard(Record):
     """A dimension of partitions, sharded over a mesh axis.
 
     Args:

@@ -28,12 +28,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 
+from reshard._records import Record
 from reshard._validation import check_ints
 from reshard.errors import LayoutError, NotationError
 from reshard.layout import Box, Layout, flat_range_boxes
@@ -54,8 +54,7 @@ from reshard.sharding import ShardingSpec
 _RAGGED_NAMES = ("RaggedShard", "_StridedRaggedShard")
 
 
-@dataclass(frozen=True, slots=True)
-class RaggedShard:
+class RaggedShard(Record):
     """Flattened leading dimensions, sharded over a mesh axis in proportion to units.
 
     Args:

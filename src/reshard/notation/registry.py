@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, cast
 
+from reshard._records import Record
 from reshard._validation import check_ints, check_type
 from reshard.errors import LayoutError, NotationError
 from reshard.layout import Layout
@@ -30,8 +30,7 @@ from reshard.sharding import ShardingSpec, spec
 NATIVE = "native"
 
 
-@dataclass(frozen=True, slots=True)
-class Notation:
+class Notation(Record):
     """A way to write shardings.
 
     Attributes:
@@ -150,8 +149,7 @@ NOTATIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedSharding:
+class ParsedSharding(Record):
     """The sharding of a text, and its notation."""
 
     notation: Notation

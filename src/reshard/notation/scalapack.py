@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from reshard._records import Record
 from reshard._validation import check_int, check_ints
 from reshard.cut_rules import BlockCyclic
 from reshard.errors import LayoutError, NotationError
@@ -49,8 +49,7 @@ _WORD = re.compile(
 _SIZES = re.compile(r"(\d+)\s*x\s*(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Descriptor:
+class Descriptor(Record):
     """The array descriptor of a dense matrix, without its context.
 
     Args:

@@ -42,12 +42,12 @@ host or rack by at least one part in `_WORTHWHILE`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.geometry.holders import find_in
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.element_groups import find_element_groups
@@ -64,8 +64,7 @@ class Reach(IntEnum):
     EVERYWHERE = 2  # also the receivers in all racks that lack it
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Flows:
+class Flows(Record, eq=False):
     """The flows of a plan as columns of shape `(flows,)`, in the order of groups.
 
     Flow `i` sends `group[i]` to its receivers, the target cells

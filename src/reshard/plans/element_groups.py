@@ -24,12 +24,13 @@ a group can be divided among senders and forwarded among receivers in any way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.errors import PlanError
 from reshard.geometry.holders import DimensionHolders, Holders, find_holders
 from reshard.geometry.layout_change import LayoutChange
@@ -39,8 +40,7 @@ from reshard.layout import Layout
 from reshard.runs import FRESH_HALO, HALO, IntArray, RunTable, ragged_rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Regions:
+class Regions(Record, eq=False):
     """The regions of a target, and the cells that need each.
 
     Region `i` is cell `i` of `layout`; its target cells are `cell[begin[i]:begin[i + 1]]`, in
@@ -215,8 +215,7 @@ class GroupBoxes(NamedTuple):
         return GroupBoxes(*(column[index] for column in self))
 
 
-@dataclass(frozen=True, eq=False)
-class ElementGroups:
+class ElementGroups(Record, eq=False):
     """The groups of a plan, as columns of shape `(groups,)`.
 
     `order` is the index of a group's contribution among those that are combined. Group `i` is held

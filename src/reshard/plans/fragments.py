@@ -36,12 +36,12 @@ copies::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.broadcast_tree import Flows, Reach, find_flows
 from reshard.plans.element_groups import find_element_groups
@@ -59,8 +59,7 @@ _WORTHWHILE = 21
 _DIRECT, _NEAR, _FAR = range(3)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CopyClasses:
+class CopyClasses(Record, eq=False):
     """The classes of the flows of some plans, numbered in the order of flows.
 
     `first[p]` is the class of first copies of each flow of plan `p`, `others[p]` the class of its
@@ -198,8 +197,7 @@ def assign_copies(
 _MAX_STRETCHES, _MIN_SHARE_BYTES, _STRETCH_BYTES = 16, 1 << 17, 1 << 26
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fragments:
+class Fragments(Record, eq=False):
     """Parts of flows as columns of shape `(fragments,)`, in the order of items and flows.
 
     Fragment `i` is elements `first[i]:stop[i]` of `flow[i]` of `item[i]`, in the row-major order of

@@ -28,12 +28,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 
+from reshard._records import Record
 from reshard._validation import check_type
 from reshard.cost.estimate import Estimate, Part
 from reshard.errors import PlanError
@@ -246,8 +246,7 @@ filled, and `source_start` is an offset in it.
 """
 
 
-@dataclass(frozen=True)
-class StagedJob:
+class StagedJob(Record):
     """A job between ranks on hosts, in stages.
 
     Raises:

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard._records import Record
 from reshard._validation import check_int
 from reshard.binding import Binding, RankMemory
 from reshard.cost.estimate import Estimate, LocalCopies
@@ -56,6 +57,7 @@ from reshard.runs import IntArray
 from reshard.topology import Topology
 
 
+# Jobs have tens of thousands of items, which a dataclass builds faster than `Record` does.
 @dataclass(frozen=True, slots=True)
 class JobItem:
     """A tensor of a job: its name, dtype, change of layouts, and the addresses of its shards.
@@ -213,8 +215,7 @@ class JobTransfers(Mapping[str, Transfers]):
         return identities
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(Record):
     """A set of tensors that are moved together. Raises PlanError for duplicate names.
 
     >>> import reshard

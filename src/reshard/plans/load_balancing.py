@@ -31,18 +31,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.errors import PlanError
 from reshard.runs import IntArray, distinct, ragged_arange, ragged_rows
 
 
-@dataclass(frozen=True)
-class RankGroups:
+class RankGroups(Record):
     """A partition of ranks into groups, and sets of ranks as unions of groups.
 
     `group` is the group of each rank, shape `(ranks,)`. The ranks of group `g` are
@@ -314,8 +313,7 @@ def divide_among_members(
     return parts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _DemandClasses:
+class _DemandClasses(Record, eq=False):
     """Classes with a demand, in rows: pairs of a class and a group that holds it."""
 
     demand: IntArray

@@ -21,12 +21,12 @@ ranks can be assigned to positions anew, for all tensors of a job together::
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.binding import Binding, RankMemory
 from reshard.errors import MissingExtraError, PlanError, UsageError
 from reshard.geometry.layout_change import LayoutChange
@@ -43,8 +43,7 @@ from reshard.topology import Topology
 _MAX_EXACT = 2**53
 
 
-@dataclass(frozen=True, slots=True)
-class RankPermutation:
+class RankPermutation(Record):
     """A permutation of the ranks of a target, and the bytes that it saves.
 
     `rank_of` maps old ranks to new ones; ranks missing from it keep their number. Of

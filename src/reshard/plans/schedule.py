@@ -36,11 +36,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
+from reshard._records import Record
 from reshard._validation import check_int
 from reshard.cost.estimate import Estimate, Part
 from reshard.errors import UsageError
@@ -216,8 +217,7 @@ STEPS_BETWEEN_STAGES = 2
 PARTS_LEFT = 1 + STEPS_BETWEEN_STAGES
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineSpan:
+class PipelineSpan(Record):
     """The parts of a tensor in a pipeline: `parts` of them, the first in step `first`.
     >>> list(divide_spans([100, 250, 50], 4))
     [PipelineSpan(first=0, parts=1), PipelineSpan(first=1, parts=3), PipelineSpan(first=3, parts=1)]

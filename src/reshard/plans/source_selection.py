@@ -43,12 +43,12 @@ Then the transfers are written out, of all ranks or of a single rank:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.dtypes import DType
 from reshard.geometry.holders import find_in, replica_turns
 from reshard.geometry.layout_change import LayoutChange
@@ -76,8 +76,7 @@ from reshard.runs import (
 _ROUNDING = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorGroup:
+class TensorGroup(Record, eq=False):
     """The tensors of a job with equal change and dtype; `items` are their numbers in the job."""
 
     change: LayoutChange
@@ -86,8 +85,7 @@ class TensorGroup:
     needs: Needs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DemandRows:
+class DemandRows(Record, eq=False):
     """Needs with the rank groups that have them, as columns of shape `(rows,)`.
 
     Rows are sorted by tensor group. The bytes that receiver `i` of the rank group needs of tensor
@@ -106,8 +104,7 @@ class DemandRows:
     item_step: IntArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DemandRanges:
+class DemandRanges(Record, eq=False):
     """Classes with the rank groups that lack them, as columns in the order of the line.
 
     The rows of range `p` are `row[row_begin[p]:row_begin[p + 1]]`. Each receiver takes
@@ -122,8 +119,7 @@ class DemandRanges:
     stop: IntArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SenderAssignment:
+class SenderAssignment(Record, eq=False):
     """The byte line of a job and its senders: rank `sender[i]` sends the bytes up to `cut[i]`.
 
     Cuts are moved by up to `rounding_bytes` to the end of a box or of a row of a box.
@@ -409,8 +405,7 @@ def find_turns(assignment: SenderAssignment, row: IntArray, receiver: IntArray) 
 POLICIES: dict[str, FindSenders | None] = {"balanced": None, "stable": find_turns}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BoxParts:
+class BoxParts(Record, eq=False):
     """The parts of boxes that are sent by several ranks.
 
     Part `p` is a box within box `of[p]`, with offset `start[p]` and `shape[p]`, sent by
@@ -492,8 +487,7 @@ def find_rounding_elements(shape: IntArray, rounding: int) -> IntArray:
     return unit
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupTransfers:
+class GroupTransfers(Record, eq=False):
     """The transfers of all tensors of a tensor group.
 
     Item `i` has the rows `begin[i]:begin[i + 1]`. Row `r` is part of the unsplit box with offset

@@ -7,19 +7,19 @@ peers each stays small. Ranks can be merged into groups, such as hosts, to be dr
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.geometry.transfers import Transfers
 from reshard.plans.source_selection import GroupTransfers
 from reshard.runs import IntArray, concatenate, sum_by
 
 
-@dataclass(frozen=True, eq=False)
-class Traffic:
+class Traffic(Record, eq=False):
     """Amounts (elements or bytes) sent between ranks, as columns of shape `(pairs,)`.
 
     Pairs are unique, sorted by sender, then receiver.

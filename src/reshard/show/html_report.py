@@ -7,9 +7,10 @@ picture in text is folded below it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
+from reshard._records import Record
 from reshard.geometry.transfers import Transfers
 from reshard.plans.plan import Plan
 from reshard.plans.traffic import Traffic, find_top_ranks
@@ -135,8 +136,7 @@ class Figure(NamedTuple):
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnChange:
+class DrawnChange(Record):
     """A change of layout to draw: its heading, the texts of both shardings, and its transfers."""
 
     heading: str
@@ -146,8 +146,7 @@ class DrawnChange:
     transfers: Transfers
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Record):
     """The contents of a page.
 
     Attributes:

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.runs import FRESH_HALO, HALO, PAD, IntArray, RunTable
@@ -45,8 +45,7 @@ class RankHolding(NamedTuple):
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(Record):
     """Indices `start:stop`; `left_out` is the number of original intervals that are not drawn, or
     0.
     """
@@ -59,8 +58,7 @@ class Interval:
 Holdings = frozenset[RankHolding]
 
 
-@dataclass(frozen=True, slots=True)
-class RegionGrid:
+class RegionGrid(Record):
     """Rectangles and their holders: `holdings[row][column]`.
 
     `row_dimension` and `column_dimension` are the drawn dimensions; None for a line of boxes or a

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from reshard._records import Record
 from reshard.show.regions import Interval, Place, RegionGrid
 from reshard.text import display_width
 
@@ -84,8 +84,7 @@ class Canvas:
 RegionLabel = Callable[[Sequence[Place], int], list[str]]
 
 
-@dataclass(frozen=True, slots=True)
-class SketchRegion:
+class SketchRegion(Record):
     """Rectangles held alike: their places, and the block `rows` x `columns` for the label."""
 
     places: tuple[Place, ...]
@@ -94,8 +93,7 @@ class SketchRegion:
     lines: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Sketch:
+class Sketch(Record):
     """A grid with its regions and the minimum sizes of rows and columns, ready to be drawn."""
 
     grid: RegionGrid

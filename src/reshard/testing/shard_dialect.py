@@ -23,12 +23,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard._records import Record
 from reshard.collectives.lowering.mlir import (
     COLLECTIVES,
     ELEMENTS,
@@ -49,8 +49,7 @@ from reshard.notation.parsing import Scanner, symbol_text
 from reshard.sharding import DimSpec, Level, ShardingSpec
 
 
-@dataclass(frozen=True)
-class _Value:
+class _Value(Record):
     """The known properties of a value.
 
     `is_own` marks a process's tensor; `sharding` is that of a global tensor, or a sharding itself;

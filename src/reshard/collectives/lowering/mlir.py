@@ -46,11 +46,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.collectives.lowering.shardings import (
     WholeAxes,
     axes_dropped,
@@ -153,8 +153,7 @@ REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "product": "product", "m
 Numbers = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class TensorType:
+class TensorType(Record):
     """The shape and the element type of a tensor: `tensor<2x6xf32>`."""
 
     shape: Numbers
@@ -224,8 +223,7 @@ def write_list(values: Iterable[Any]) -> str:
     return f"[{', '.join(words)}]"
 
 
-@dataclass(frozen=True)
-class ShardModule:
+class ShardModule(Record):
     """A module with grids and a function of a tensor.
 
     Args:

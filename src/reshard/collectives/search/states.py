@@ -33,12 +33,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from reshard._records import Record
 from reshard.cut_rules import Ceil
 from reshard.errors import PlanError
 from reshard.mesh import Axis, DeviceMesh
@@ -434,8 +434,7 @@ STEPS = {
 MAX_COUNT = 1 << 62
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(Record):
     """Two states of a tensor, and the limits of a program between them."""
 
     space: Space
