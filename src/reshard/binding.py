@@ -6,7 +6,6 @@ the name of another tensor. A shard that is not dense and row-major has a `View`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,18 @@ from reshard.layout import Layout
 
 REPLICAS = ("once", "every")
 """How replicas are stored: a single copy, or a copy for each rank."""
+
+
+def dense_strides(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
+    """Return the strides of a row-major tensor without gaps.
+
+    >>> dense_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides = [itemsize] * len(shape)
+    for d in range(len(shape) - 1, 0, -1):
+        strides[d - 1] = strides[d] * shape[d]
+    return tuple(strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +56,7 @@ class View:
     def row_major(cls, shape: Sequence[int], offset: int = 0) -> View:
         """Return the dense view of `shape`, last dimension fastest."""
         shape = check_ints(shape, "shape", LayoutError)
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        return cls(offset, tuple(strides))
+        return cls(offset, dense_strides(shape))
 
     def positions(self, shape: Sequence[int]) -> NDArray[np.int64]:
         """Return the position of every element of a shard of `shape`, as an array of that shape.

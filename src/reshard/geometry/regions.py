@@ -32,6 +32,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from reshard.binding import Binding, FileRange, View
+from reshard.binding import dense_strides as dense_strides
 from reshard.layout import Box, Layout, flat_range_boxes
 
 Index = tuple[int, ...]
@@ -285,18 +286,6 @@ class Region(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.box} at {self.offset} of {self.container}"
-
-
-def dense_strides(shape: Sequence[int], itemsize: int = 1) -> Index:
-    """Return the strides of a row-major tensor without gaps.
-
-    >>> dense_strides((2, 3, 4))
-    (12, 4, 1)
-    """
-    strides = [itemsize] * len(shape)
-    for d in range(len(shape) - 1, 0, -1):
-        strides[d - 1] = strides[d] * shape[d]
-    return tuple(strides)
 
 
 def flat_regions(
