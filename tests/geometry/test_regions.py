@@ -94,13 +94,6 @@ def test_parts_of_a_split_cover_the_region_and_keep_the_limits(region, max_exten
         assert part.elements == 1 or high - low + 1 <= max_extent
 
 
-@given(regions(3))
-def test_runs_list_every_element_in_order(region):
-    offsets, length = region.runs()
-    listed = [at + k for at in offsets for k in range(length)]
-    assert listed == [position for _, position in positions(region).values()]
-
-
 @given(st.data(), st.integers(1, 3))
 def test_what_was_split_is_coalesced(data, dims):
     whole = Region.dense((4, 3, 2)[:dims], "file", 5)

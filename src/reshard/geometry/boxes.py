@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,19 +48,6 @@ class Boxes(Record, eq=False):
 
     start: IntArray
     stop: IntArray
-
-    @classmethod
-    def of(cls, boxes: Sequence[tuple[Any, ...]], ndim: int) -> Boxes:
-        """Return the columns of boxes or regions, of which the first two fields are the corners.
-
-        >>> Boxes.of([((0, 2), (4, 5)), ((1, 0), (2, 2))], 2).start.tolist()
-        [[0, 1], [2, 0]]
-        """
-        start, stop = (
-            np.array([box[corner] for box in boxes], dtype=np.int64).reshape(len(boxes), ndim).T
-            for corner in (0, 1)
-        )
-        return cls(start, stop)
 
     @property
     def count(self) -> int:

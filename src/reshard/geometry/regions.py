@@ -20,7 +20,6 @@ regions are split, adjacent ones are merged (`coalesce`). Nothing is copied.
 `flat_regions`              a range of a flattened tensor, dense in its container
 `multiply_runs`             a shard: the product of the runs of each dimension
 `bind_regions`              regions of files as the `Binding` of a tensor
-`boxes.Boxes.of`            many regions as columns, for `boxes.intersect_boxes`
 ==========================  ======================================================================
 """
 
@@ -263,26 +262,6 @@ class Region(NamedTuple):
         for begin in range(self.start[widest], self.stop[widest], rows):
             part = self.narrow(widest, begin, min(begin + rows, self.stop[widest]))
             yield from part.split(max_extent, itemsize, max_gap)
-
-    def runs(self, itemsize: int = 1) -> tuple[Iterator[int], int]:
-        """Return the offsets of the contiguous runs, in row-major order, and the length of each.
-
-        >>> offsets, length = Region.dense((4, 6), "w").narrow(1, 2, 4).runs()
-        >>> list(offsets), length
-        ([2, 8, 14, 20], 2)
-        """
-        shape, outer, length = self.shape, len(self.shape), itemsize
-        if 0 in shape:
-            return iter(()), 0
-        # The last dimensions that are dense together form a run.
-        while outer and (shape[outer - 1] == 1 or self.strides[outer - 1] == length):
-            length *= shape[outer - 1]
-            outer -= 1
-        steps = (
-            range(0, size * stride, stride) if stride else (0,) * size
-            for size, stride in zip(shape[:outer], self.strides[:outer], strict=True)
-        )
-        return (self.offset + sum(at) for at in itertools.product(*steps)), length
 
     def __str__(self) -> str:
         return f"{self.box} at {self.offset} of {self.container}"

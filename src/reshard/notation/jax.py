@@ -297,7 +297,7 @@ def _read_tile_assignment(
                 f"{[*mesh.devices]}; give the mesh in the order of the sharding's devices, or none"
             )
         return parse_hlo(text, mesh, shape)
-    # `{replicated}` and `{maximal device=0}` list no devices: all of them become one axis.
+    # `{replicated}` and `{maximal device=0}` list no devices: all of them form an axis.
     if "devices=" not in text:
         return parse_hlo(text, DeviceMesh("mesh", (len(ids),), ("devices",), ids), shape)
     # The text numbers positions in the list of devices, so the axes are its own, and their
