@@ -307,6 +307,22 @@ class RunTable(Interned):
         return f"<RunTable of length {self.dimension_length} in {self.parts} parts>"
 
 
+def find_distinct(values: NDArray[Number]) -> tuple[NDArray[Number], IntArray, IntArray]:
+    """Return the distinct values, rising, the first index of each, and the number of each value.
+
+    >>> [column.tolist() for column in find_distinct(np.array([3, 1, 3]))]
+    [[1, 3], [1, 0], [1, 0, 1]]
+    """
+    # Stable, so that the first of equal values comes first.
+    order = np.argsort(values, kind="stable")
+    rising = values[order]
+    new = np.ones(len(rising), dtype=bool)
+    np.not_equal(rising[1:], rising[:-1], out=new[1:])
+    number = np.empty(len(rising), dtype=np.int64)
+    number[order] = np.cumsum(new) - 1
+    return rising[new], order[new], number
+
+
 def concatenate(columns: Iterable[IntArray]) -> IntArray:
     """Concatenate columns of integers, of which there may be none.
 

@@ -28,7 +28,7 @@ from reshard._interning import Interned
 from reshard._records import Record
 from reshard._validation import MAX_RANKS, check_float, check_int, check_int_array, check_type
 from reshard.errors import LayoutError
-from reshard.runs import IntArray
+from reshard.runs import IntArray, distinct
 
 
 class Link(Record):
@@ -322,7 +322,7 @@ def _numbers(values: Sequence[int] | IntArray, what: str, of: str) -> IntArray:
         raise LayoutError(
             f"{what}s {values!r}: a whole number for each {of}, and at least one {of}, was expected"
         )
-    present = np.unique(numbers)
+    present = distinct(numbers)
     if present[0] != 0 or present[-1] != len(present) - 1:
         raise LayoutError(
             f"{what}s are numbered {present.tolist()[:8]}; numbers from 0 up, without gaps, were "
@@ -373,10 +373,10 @@ def slowest_link(topology: Topology, ranks: Iterable[int]) -> Link:
     >>> slowest_link(topology, [0, 1]) is fast, slowest_link(topology, [0, 1, 2]) == slow
     (True, True)
     """
-    hosts, counts = np.unique(topology.host_of(list(ranks)), return_counts=True)
-    racks, of_rack = np.unique(topology.host_rack[hosts], return_counts=True)
+    counts = np.bincount(topology.host_of(list(ranks)))
+    of_rack = np.bincount(topology.host_rack[np.flatnonzero(counts)])
     # Whether the group has links within a host, between hosts of a rack, and between racks.
-    in_use = [(counts > 1).any(), (of_rack > 1).any(), len(racks) > 1]
+    in_use = [(counts > 1).any(), (of_rack > 1).any(), np.count_nonzero(of_rack) > 1]
     links = [link_of(topology, level) for level, is_used in enumerate(in_use) if is_used]
     if not links:
         raise LayoutError(f"no link within a group of {int(counts.sum())} ranks; give 2 or more")

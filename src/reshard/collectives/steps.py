@@ -35,7 +35,7 @@ from reshard.layout import Box, Layout
 from reshard.mesh import Axis
 from reshard.plans.plan import plan
 from reshard.plans.run import make_copies
-from reshard.runs import IntArray
+from reshard.runs import IntArray, find_distinct
 from reshard.sharding import ShardingSpec
 
 Groups = tuple[tuple[int, ...], ...]
@@ -178,7 +178,7 @@ class Step(Record):
 def _restrict_to_ranks(layout: Layout, ranks: Sequence[int]) -> Layout:
     """Return the part of a layout on some ranks, with its contributions numbered from 0."""
     chosen = np.isin(layout.cell_slot, ranks)
-    carried, number = np.unique(layout.cell_contribution[chosen], return_inverse=True)
+    carried, _, number = find_distinct(layout.cell_contribution[chosen])
     count = max(len(carried), 1)
     return Layout(
         layout.shape,

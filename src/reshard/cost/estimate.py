@@ -39,7 +39,7 @@ from numpy.typing import ArrayLike, NDArray
 from reshard._records import Record
 from reshard.cost.formulas import fastest_formula
 from reshard.errors import UsageError
-from reshard.runs import IntArray, sum_by
+from reshard.runs import IntArray, distinct, find_distinct, sum_by
 from reshard.topology import LEVELS, Link, Topology, link_levels, link_of, slowest_link
 
 
@@ -262,11 +262,11 @@ def message_cost(
     begin, end, size = (column[moving] for column in columns)
     levels = link_levels(topology, begin, end)
     # All pieces from a rank to another are a message; both ranks are encoded as a number.
-    pair, of_piece = np.unique(begin * topology.ranks + end, return_inverse=True)
-    total = sum_by(len(pair), of_piece.reshape(-1), size)
+    pair, _, of_piece = find_distinct(begin * topology.ranks + end)
+    total = sum_by(len(pair), of_piece, size)
     of_pair = np.zeros(len(pair), dtype=np.int64)
     # All pieces of a pair of ranks have the same link.
-    of_pair[of_piece.reshape(-1)] = levels
+    of_pair[of_piece] = levels
     work = _MessageWork(name, topology, of_pair, total, copies or LocalCopies.none())
     best = Part.nothing(name)
     # The busiest sender, and the busiest receiver.
@@ -300,7 +300,7 @@ class _MessageWork(Record, eq=False):
         np.add.at(total, (self.levels, ranks), self.size_bytes)
         latency_s = np.zeros(topology.ranks)
         transfer_s = np.zeros(topology.ranks)
-        for level in np.unique(self.levels).tolist():
+        for level in distinct(self.levels).tolist():
             link = link_of(topology, level)
             latency_s += count[level] * link.latency_s
             transfer_s += total[level] / link.bandwidth_bytes_per_s

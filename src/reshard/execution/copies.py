@@ -49,7 +49,7 @@ from reshard.execution.arrays import Storage
 from reshard.geometry.overlap import RoutePieces
 from reshard.geometry.routes import Routes
 from reshard.geometry.transfers import Transfers
-from reshard.runs import IntArray, ragged_arange, ragged_ranges
+from reshard.runs import IntArray, find_distinct, ragged_arange, ragged_ranges
 from reshard.system import count_processors
 
 # The longest pattern of pieces that is tried.
@@ -496,7 +496,7 @@ def _view_boxes(
 def _box_addresses(arrays: Cells, cell: IntArray, begin: Sequence[IntArray]) -> list[int]:
     """Return the addresses of the first elements of boxes."""
     # Read the address of each array once, and compute those of all boxes together.
-    cells, position = np.unique(cell, return_inverse=True)
+    cells, _, position = find_distinct(cell)
     used = [arrays[number] for number in cells.tolist()]
     address = np.array([_address(array) for array in used])[position]
     for dimension, low in enumerate(begin):

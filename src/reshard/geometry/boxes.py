@@ -188,7 +188,7 @@ def _cut_into_bands(
     """
     starts = np.sort(np.concatenate((first.start[a], second.start[a])))
     # About as many bands as the square root of the boxes; about as many boxes begin in each.
-    edges = np.unique(starts[:: math.isqrt(len(starts)) + 1])
+    edges = distinct(starts[:: math.isqrt(len(starts)) + 1])
     sides = []
     for boxes in (first, second):
         low = np.searchsorted(edges, boxes.start[a], side="right") - 1

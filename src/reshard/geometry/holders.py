@@ -41,6 +41,7 @@ from reshard.runs import (
     RunTable,
     concatenate,
     distinct,
+    find_distinct,
     ragged_arange,
     ragged_numbers,
 )
@@ -345,13 +346,13 @@ def bounding_boxes(
 def _split_stretches(dimension: DimensionHolders) -> DimensionHolders:
     """Divide the stretches at every boundary, and collect the parts that hold each piece."""
     # A piece is between two adjacent edges. Rows are pieces with a run that contains them.
-    edges = np.unique(np.concatenate((dimension.start, dimension.stop)))
+    edges = distinct(np.concatenate((dimension.start, dimension.stop)))
     low = np.searchsorted(edges, dimension.start)
     count = np.searchsorted(edges, dimension.stop) - low
     run, piece = ragged_numbers(low, count)
     key = piece * dimension.parts + dimension.holder_set[run]
     # A part that has a piece twice holds it once, at its first offset.
-    key, first = np.unique(key, return_index=True)
+    key, first, _ = find_distinct(key)
     piece, run = piece[first], run[first]
     local = dimension.entry_local[run] + edges[piece] - dimension.start[run]
     begin = np.flatnonzero(np.diff(piece, prepend=-1))

@@ -44,6 +44,7 @@ from reshard.runs import (
     RunTable,
     SingleRuns,
     distinct,
+    find_distinct,
     ragged_arange,
     ragged_numbers,
     ragged_rows,
@@ -127,7 +128,7 @@ class Overlap(Record):
             return self._pieces_of_pairs.of(pair)
         parts = self.holders.parts
         # Routes with the same pair and source part share their pieces.
-        units, of_route = np.unique(pair * parts + source_part, return_inverse=True)
+        units, _, of_route = find_distinct(pair * parts + source_part)
         pieces = self._join_pieces(units // parts, units % parts)
         return pieces.of(of_route)
 

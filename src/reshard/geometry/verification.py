@@ -21,7 +21,16 @@ from numpy.typing import NDArray
 from reshard.errors import PlanError
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
-from reshard.runs import FRESH_HALO, HALO, OWNED, IntArray, RunTable, joined, ragged_numbers
+from reshard.runs import (
+    FRESH_HALO,
+    HALO,
+    OWNED,
+    IntArray,
+    RunTable,
+    distinct,
+    joined,
+    ragged_numbers,
+)
 
 BoolArray = NDArray[np.bool_]
 # A larger grid is counted only if comparing all pairs of boxes takes longer.
@@ -188,7 +197,7 @@ def _disjoint(transfers: Transfers) -> bool:
         return len(transfers) <= 1
     low, high = low[:, differ], high[:, differ]
     dims = low.shape[1]
-    edges = [np.unique(np.concatenate((low[:, d], high[:, d]))) for d in range(dims)]
+    edges = [distinct(np.concatenate((low[:, d], high[:, d]))) for d in range(dims)]
     if math.prod(len(edge) + 1 for edge in edges) > max(_MAX_GRID, len(low) ** 2):
         return _disjoint_by_pairs(low, high)
     count = np.zeros([len(edge) + 1 for edge in edges], dtype=np.int64)

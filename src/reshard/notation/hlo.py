@@ -30,6 +30,7 @@ import numpy as np
 from reshard.errors import NotationError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.notation.parsing import Scanner, Vocabulary, reading
+from reshard.runs import distinct
 from reshard.sharding import DimSpec, ShardingSpec
 
 _VOCABULARY = Vocabulary("HLO", reductions=("sum",), has_sub_axes=True)
@@ -118,7 +119,7 @@ def _read_tiles(scanner: Scanner) -> tuple[Devices, list[str]]:
         raise NotationError(
             f"{devices.size} devices for tiles {tiles}; give {math.prod(tiles)}, one for each"
         )
-    if len(np.unique(devices)) != devices.size or devices.min() < 0:
+    if len(distinct(devices)) != devices.size or devices.min() < 0:
         raise NotationError("devices that are negative or repeated; give each device once")
     # The older form of `last_tile_dims={replicated}`.
     kinds = [_REPLICATED] if scanner.accept("last_tile_dim_replicate") else []

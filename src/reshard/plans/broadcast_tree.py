@@ -52,7 +52,7 @@ from reshard.geometry.holders import find_in
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.element_groups import find_element_groups
 from reshard.plans.job import JobItem
-from reshard.runs import IntArray, ragged_arange, ragged_rows
+from reshard.runs import IntArray, distinct, ragged_arange, ragged_rows
 from reshard.topology import Topology
 
 
@@ -128,9 +128,9 @@ def find_flows(plan: LayoutChange, topology: Topology, reach: Reach = Reach.HOST
     rack = topology.host_rack[host]
 
     # The distance of the nearest holder: 0 on the host, 1 in the rack, 2 elsewhere.
-    near = np.unique(holder_group * topology.hosts + holder_host)
+    near = distinct(holder_group * topology.hosts + holder_host)
     _, on_host = find_in(near, group * topology.hosts + host)
-    near = np.unique(holder_group * topology.racks + holder_rack)
+    near = distinct(holder_group * topology.racks + holder_rack)
     _, in_rack = find_in(near, group * topology.racks + rack)
     distance = np.where(on_host, 0, np.where(in_rack, 1, 2))
     # The scope in which receivers share a flow: a host, a rack, or all racks, as a number.
@@ -210,9 +210,7 @@ def across_hosts_bound_elements(plan: LayoutChange, topology: Topology) -> int:
     # it.
     number = np.arange(len(groups))
     wanting, holding = (
-        np.unique(
-            np.repeat(number, np.diff(begin)) * topology.hosts + topology.host_of(slots[cell])
-        )
+        distinct(np.repeat(number, np.diff(begin)) * topology.hosts + topology.host_of(slots[cell]))
         for begin, cell, slots in (
             (groups.wanting_begin, groups.wanting, plan.target.cell_slot),
             (groups.holder_begin, groups.holder, plan.source.cell_slot),

@@ -37,7 +37,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.overlap import Overlap
 from reshard.geometry.routes import RouteFinder, Routes
 from reshard.layout import Layout
-from reshard.runs import FRESH_HALO, HALO, IntArray, RunTable, ragged_rows
+from reshard.runs import FRESH_HALO, HALO, IntArray, RunTable, find_distinct, ragged_rows
 
 
 class Regions(Record, eq=False):
@@ -346,6 +346,6 @@ def _find_holder_cells(
     route, cell = route[row], holders.copies.cells[entry]
     slots = source.slots
     # If a slot holds a group in several cells, the first is taken.
-    _, first_of_slot = np.unique(route * slots + source.cell_slot[cell], return_index=True)
+    _, first_of_slot, _ = find_distinct(route * slots + source.cell_slot[cell])
     route, cell = route[first_of_slot], cell[first_of_slot]
     return np.searchsorted(route, np.arange(len(routes.source_cell) + 1)), cell

@@ -47,7 +47,7 @@ from reshard.plans.broadcast_tree import Flows, Reach, find_flows
 from reshard.plans.element_groups import find_element_groups
 from reshard.plans.job import JobItem
 from reshard.plans.load_balancing import balanced_shares
-from reshard.runs import IntArray, ragged_arange, sum_by
+from reshard.runs import IntArray, distinct, ragged_arange, sum_by
 from reshard.topology import Topology
 
 BoolArray = NDArray[np.bool_]
@@ -260,7 +260,7 @@ def divide_flows(
     )
 
     # Between adjacent cuts of both lines a single rank sends and a single rank forwards.
-    edges = np.unique(np.concatenate((start, sending[-1], forwarding[-1])))
+    edges = distinct(np.concatenate((start, sending[-1], forwarding[-1])))
     begin, end = edges[:-1], edges[1:]
     row = np.searchsorted(start, begin, side="right") - 1
     sender, other_sender = (

@@ -63,7 +63,7 @@ from reshard.plans.schedule import (
     pipeline_s,
 )
 from reshard.plans.source_selection import split_boxes
-from reshard.runs import IntArray, ragged_numbers, sum_by
+from reshard.runs import IntArray, find_distinct, ragged_numbers, sum_by
 from reshard.topology import Topology
 
 
@@ -394,8 +394,8 @@ class StagedJob(Record):
                     sending * ranks + slot[receiver],
                 )
             )
-            pairs, at = np.unique(pairs, return_inverse=True)
-            moved = sum_by(len(pairs), at.reshape(-1), np.append(size, size[row]))
+            pairs, _, at = find_distinct(pairs)
+            moved = sum_by(len(pairs), at, np.append(size, size[row]))
             for pair, size_bytes in zip(pairs.tolist(), moved.tolist(), strict=True):
                 total[pair] = total.get(pair, 0) + size_bytes
         pairs = np.array(sorted(total), dtype=np.int64)

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from reshard._records import Record
 from reshard.errors import PlanError
-from reshard.runs import IntArray, distinct, ragged_arange, ragged_rows
+from reshard.runs import IntArray, distinct, find_distinct, ragged_arange, ragged_rows
 
 
 class RankGroups(Record):
@@ -100,7 +100,8 @@ def group_ranks(begin: IntArray, rank: IntArray, ranks: int) -> RankGroups:
     group = number[group]
     size = np.bincount(group, minlength=len(signatures))
     # A set must contain all ranks of a group or none, unless two signatures collide.
-    pairs, count = np.unique(of_set * len(signatures) + group[rank], return_counts=True)
+    pairs, _, number = find_distinct(of_set * len(signatures) + group[rank])
+    count = np.bincount(number, minlength=len(pairs))
     set_group = pairs % max(len(signatures), 1)
     if (count != size[set_group]).any():
         raise PlanError("two sets of ranks have the same signature; report the layouts as a bug")

@@ -271,7 +271,7 @@ def format_message_count(transfers: int, sender: IntArray, receiver: IntArray) -
         return "no transfers"
     # Pairs of ranks as single numbers.
     span = int(receiver.max()) + 1
-    pairs = np.unique(sender * span + receiver)
+    pairs = distinct(sender * span + receiver)
     max_from, max_to = (int(np.bincount(ranks).max()) for ranks in (pairs // span, pairs % span))
     return (
         f"{count_text(transfers, 'transfer')} in {count_text(len(pairs), 'message')}, at most "

@@ -16,7 +16,7 @@ import numpy as np
 from reshard._records import Record
 from reshard.geometry.transfers import Transfers
 from reshard.plans.source_selection import GroupTransfers
-from reshard.runs import IntArray, concatenate, sum_by
+from reshard.runs import IntArray, concatenate, find_distinct, sum_by
 
 
 class Traffic(Record, eq=False):
@@ -41,8 +41,8 @@ class Traffic(Record, eq=False):
         ([0, 1], [1, 0], [2, 8])
         """
         # Pairs as single numbers, ordered by sender and then receiver.
-        pairs, index = np.unique(sender * ranks + receiver, return_inverse=True)
-        total = sum_by(len(pairs), index.reshape(-1), amount)
+        pairs, _, index = find_distinct(sender * ranks + receiver)
+        total = sum_by(len(pairs), index, amount)
         return cls(ranks, pairs // ranks, pairs % ranks, total)
 
     @classmethod

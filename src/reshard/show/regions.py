@@ -30,7 +30,7 @@ import numpy as np
 from reshard._records import Record
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
-from reshard.runs import FRESH_HALO, HALO, PAD, IntArray, RunTable
+from reshard.runs import FRESH_HALO, HALO, PAD, IntArray, RunTable, distinct
 
 # Pictures of more rows or columns are not readable on a screen or page.
 MAX_INTERVALS = 64
@@ -159,7 +159,7 @@ def _without_own_halos(place: set[RankHolding]) -> Holdings:
 
 
 def _find_used_parts(layout: Layout, dimension: int) -> IntArray:
-    return np.unique(layout.cell_part[:, dimension])
+    return distinct(layout.cell_part[:, dimension])
 
 
 def _edges(layout: Layout, dimension: int) -> IntArray:
@@ -168,7 +168,7 @@ def _edges(layout: Layout, dimension: int) -> IntArray:
     runs = table.single_runs()
     runs = runs.take((runs.role != PAD) & np.isin(runs.part, _find_used_parts(layout, dimension)))
     ends = np.array([0, table.dimension_length])
-    edges: IntArray = np.unique(np.concatenate((ends, runs.start, runs.stop)))
+    edges: IntArray = distinct(np.concatenate((ends, runs.start, runs.stop)))
     return edges if len(edges) > 1 else ends
 
 
@@ -310,7 +310,7 @@ def origins(transfers: Transfers) -> Origins | None:
                 if dimension is not None:
                     overlaps &= moving.start[:, dimension] < interval.stop
                     overlaps &= stop[:, dimension] > interval.start
-            cache[sides] = np.unique(moving.source_slot[overlaps]).tolist()
+            cache[sides] = distinct(moving.source_slot[overlaps]).tolist()
         return cache[sides]
 
     def senders(grid: RegionGrid, places: Sequence[Place]) -> list[int]:

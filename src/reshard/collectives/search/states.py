@@ -42,7 +42,7 @@ from reshard._records import Record
 from reshard.cut_rules import Ceil
 from reshard.errors import PlanError
 from reshard.mesh import Axis, DeviceMesh
-from reshard.runs import IntArray
+from reshard.runs import IntArray, find_distinct
 from reshard.sharding import DimSpec, Level, ShardingSpec, join_axes
 
 
@@ -265,7 +265,7 @@ class GroupIntervals:
         # Groups are concatenated on a line, so that a single search serves all.
         self._begin = group * self._width
         has_any = high > low
-        self._keys, first = np.unique((self._begin + low)[has_any], return_index=True)
+        self._keys, first, _ = find_distinct((self._begin + low)[has_any])
         self._ends = (self._begin + high)[has_any][first]
         # Prefix sums of the lengths, so that a count is a difference of two of them.
         self._before = np.concatenate([[0], np.cumsum(self._ends - self._keys)])
