@@ -70,7 +70,7 @@ class Replicas(Record, eq=False):
         return len(self.first)
 
     def cell_on_slot(self, key: IntArray, slot: IntArray) -> IntArray:
-        """Return the cell of each key on a slot, or -1 if the slot has no replica."""
+        """Return the cell of each key on a slot, or -1 for a slot without replicas."""
         if not len(self.cells):
             return np.full(len(key), -1, dtype=np.int64)
         real = (key >= 0) & (slot < self.slots)

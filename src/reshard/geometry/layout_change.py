@@ -146,7 +146,7 @@ class LayoutChange(Interned):
         """Return the transfers of a rank: to it, within it and from it.
 
         They are computed without those of other ranks. Raises LayoutError for an invalid rank; a
-        rank beyond both layouts has no transfers.
+        rank beyond both layouts takes part in no transfers.
         """
         if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
             raise LayoutError(f"rank {rank!r}; ranks are integers from 0")

@@ -23,7 +23,7 @@ needs of a whole plan with the slots that hold each:
 *Contributions.* A tensor that is not partial has a single contribution. Data stays in place where
 possible: each source contribution goes to the target contribution that most of its holders carry
 themselves, and by default to the first. A target contribution that receives none is the identity of
-the reduction, so a replicated tensor made partial keeps one copy. A mean has no identity:
+the reduction, so a replicated tensor made partial keeps one copy. A mean lacks an identity:
 contributions of a mean are summed and scaled, and a replicated tensor becomes a copy in every
 contribution.
 """
@@ -342,7 +342,7 @@ class RouteFinder(Record, eq=False):
             for start, stop, _, role in table.runs_of(int(self.target.cell_part[cell, d])):
                 at = start
                 for low, high in zip(holders.start.tolist(), holders.stop.tolist(), strict=True):
-                    # Stretches are sorted by start: the first gap after `at` has no holder.
+                    # Stretches are sorted by start: nothing holds the first gap after `at`.
                     if low > at:
                         break
                     at = max(at, high)

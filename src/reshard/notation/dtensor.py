@@ -207,7 +207,7 @@ def split_mesh(text: str, mesh: DeviceMesh | None = None) -> tuple[DeviceMesh | 
 
     Args:
         text: placements, or a mesh and placements, or a printed DTensor.
-        mesh: the result if the text has no mesh, or the same mesh by its sizes.
+        mesh: the result for a text without a mesh, or the same mesh by its sizes.
 
     Raises:
         NotationError: a mesh that cannot be read.
@@ -514,7 +514,7 @@ def parse_dtensor(
             `S(0)[1]S(0)[0]` with the order of the axes on one dimension. A
             `PartitionedShard` may be among them. A mesh may stand in front of them, as in a
             printed DTensor.
-        mesh: the devices, if the text has no mesh; a placement for each of its axes, major to
+        mesh: the devices, for a text without a mesh; a placement for each of its axes, major to
             minor.
         shape: of the tensor, whose rank the placements do not determine.
 

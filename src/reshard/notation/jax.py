@@ -92,7 +92,7 @@ def _read_named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, Devic
                 f"a NamedSharding over the mesh {written.text}, where the mesh {mesh.text} was "
                 "given; give the same axes"
             )
-        # The printed mesh has no devices, so a given mesh with the same axes is preferred.
+        # The printed mesh lacks devices, so a given mesh with the same axes is preferred.
         mesh = mesh or written
     if mesh is None:
         raise NotationError("a NamedSharding whose mesh is not printed; give a mesh")

@@ -48,7 +48,7 @@ def parse_shardy(
 
     Args:
         text: a sharding, after the meshes it may refer to.
-        mesh: the devices, if the text has no mesh; it may have another name there.
+        mesh: the devices, for a text without a mesh; it may have another name there.
         shape: of the tensor. On a mesh without axes, `[]` is for tensors of any shape.
 
     Raises:

@@ -16,7 +16,7 @@ divided among its receivers, and each of them forwards its fragment to the other
    holders. Otherwise the cells of each host that lacks it are a flow, sent from within the rack.
 4. With a wider `Reach`, hosts or racks that would each have a flow share a single flow: the senders
    send it once instead of once for each of them.
-5. Contributions that are reduced are not forwarded, because a receiver has no memory to keep them
+5. Contributions that are reduced are not forwarded, because a receiver lacks memory to keep them
    separately: the senders send them to every receiver, host by host.
 
 A fragment of a flow is forwarded along a tree. The receiver that gets it first, the *entry*, sends

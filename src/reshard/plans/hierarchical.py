@@ -477,7 +477,7 @@ class StagedJob(Record):
 
         Raises:
             PlanError: elements are missing, duplicated, misplaced, sent by a rank that does not
-                hold them, or forwarded by a rank that has not received them.
+                hold them, or forwarded by a rank that did not receive them.
         """
         for number, item in enumerate(self.job.items):
             try:

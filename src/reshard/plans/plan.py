@@ -39,7 +39,7 @@ class Plan(Interned):
 
     Slots with the same number in both layouts are the same rank, which keeps the elements that it
     already holds. If several ranks hold an element, senders are balanced by bytes, or by elements
-    if the plan has no dtype.
+    for a plan without a dtype.
 
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2, y=3)
@@ -81,7 +81,7 @@ class Plan(Interned):
 
     @cached_property
     def transfers(self) -> Transfers:
-        """All boxes, including those that stay. Raises PlanError if an element has no holder."""
+        """All boxes, including those that stay. Raises PlanError if no rank holds an element."""
         # If each element has a single holder, the change determines the senders without a job.
         if self.change.is_determined:
             return self.change.transfers
@@ -90,7 +90,7 @@ class Plan(Interned):
     def for_rank(self, rank: int) -> Transfers:
         """Return the transfers to, within and from a rank, without computing all others.
 
-        A rank beyond both layouts has no transfers. Raises LayoutError for an invalid rank.
+        A rank beyond both layouts has none. Raises LayoutError for an invalid rank.
         """
         rank = check_int(rank, "rank", LayoutError)
         if self.change.is_determined:

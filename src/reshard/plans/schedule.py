@@ -73,7 +73,7 @@ def limit_message_bytes(extra_bytes: int, peers: int = 1, moved_bytes: int = 0) 
     `moved_bytes` are the bytes that a rank sends or receives, as far as known.
 
     Raises:
-        UsageError: a limit that is not an integer, that has no room for the smallest messages, or
+        UsageError: a limit that is not an integer, that is too low for the smallest messages, or
             only for messages so small that latency dominates.
 
     >>> limit_message_bytes(64 << 20) == MESSAGE_BYTES

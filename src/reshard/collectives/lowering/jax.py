@@ -287,7 +287,7 @@ def _write_all_to_all(step: Step, before: ShardingSpec, after: ShardingSpec) -> 
 def _write_all_reduce(before: ShardingSpec, after: ShardingSpec) -> str:
     axes = _list_names(axis for axis in before.partial_axes if axis not in after.partial_axes)
     reduction = before.reduction or "sum"
-    # JAX has no collective for products.
+    # JAX lacks a collective for products.
     if reduction == "product":
         return f"x = jnp.prod(lax.all_gather(x, {axes}), axis=0, dtype=x.dtype)"
     return f"x = lax.{_REDUCTIONS[reduction]}(x, {axes})"

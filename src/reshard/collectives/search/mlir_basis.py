@@ -45,7 +45,7 @@ def mlir_decomposition(problem: Problem) -> tuple[State, ...]:
         )
     target = problem.target
     path = [problem.source]
-    # The basis has no reductions: an all-reduce comes first.
+    # Reductions are not in the basis: an all-reduce comes first.
     if problem.source.partial != target.partial:
         path.append(problem.source._replace(partial=target.partial))
     wanted = _split_units(problem, target.cuts)
