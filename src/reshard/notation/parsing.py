@@ -225,6 +225,7 @@ class Vocabulary(Record):
 
     def _check_dim(self, spec: ShardingSpec, dim: DimSpec) -> None:
         if len(dim.levels) > 1:
+            # If the sizes divide, cutting parts again equals cutting once over all axes.
             flat = " ".join(map(str, dim.axes))
             raise self.refusal(
                 spec,

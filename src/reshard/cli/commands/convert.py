@@ -296,6 +296,7 @@ def _by_process(report: ConversionReport) -> list[tuple[int, int, int]]:
 
 def _bytes_per_s(report: ConversionReport) -> float | None:
     """Return the bytes of tensors this run converted, a second; None if it had nothing to do."""
+    # An earlier run's bytes took none of this run's seconds.
     converted = report.size_bytes - report.resumed_bytes
     return converted / report.seconds_s if converted > 0 and report.seconds_s > 0 else None
 

@@ -235,6 +235,7 @@ def derive(
     from reshard.plans.serialization import to_json
     from reshard.recipes.engine_layouts.engines import derive_layout
 
+    # Before the engine's loader runs, which may take minutes.
     path = Path(file)
     check_place(path, overwrite, "layout file", "layout.json")
     begun = time.perf_counter()
@@ -421,6 +422,7 @@ def find_engine_layout(against: str, checkpoint: str, mesh: DeviceMesh) -> Engin
     derived = against in ENGINES
     engine = derive_layout(against, checkpoint, mesh) if derived else read_layout_file(against)
     ours, theirs = (_size_axes(item) for item in (mesh, engine.mesh))
+    # The same axes in another order number the ranks otherwise; other axes may still agree.
     same_axes = sorted(ours) == sorted(theirs)
     if mesh.size != engine.mesh.size or (same_axes and ours != theirs):
         raise UsageError(
