@@ -41,7 +41,7 @@ Description = tuple[Any, Sequence[Any]] | ShardingSpec | Layout
 class TensorEndpoint:
     """A layout over global ranks; `mesh` and `placements` where its tensors are DTensors.
 
-    `spec` is the sharding that it is of; None where it was given as a layout.
+    `spec` is its sharding, or None if it was given as a layout.
     """
 
     layout: Layout
@@ -53,7 +53,7 @@ class TensorEndpoint:
     def of(
         cls, described: Description, shape: Sequence[int] | None, what: str, group: RankGroup
     ) -> TensorEndpoint:
-        """The side that is described; `what` says which it is.
+        """Return the described side; `what` is its name in errors.
 
         A torch mesh has the ranks of its own job, all else those of the group.
 
@@ -103,7 +103,7 @@ class TensorEndpoint:
         return f"{self.layout} {shape}"
 
     def shape_on(self, rank: int) -> tuple[int, ...] | None:
-        """The local shape on a rank; None where it holds nothing."""
+        """Return the local shape on a rank, or None if it holds nothing."""
         return self.layout.local_shape(rank) if rank < self.layout.slots else None
 
     def wrap_local(self, local: torch.Tensor | None, device: torch.device) -> Any:
@@ -225,10 +225,10 @@ def _unwrap_memory(tensor: torch.Tensor) -> torch.Tensor:
 def check_local(
     tensor: torch.Tensor | None, side: TensorEndpoint, dtype: DType, rank: int, what: str
 ) -> torch.Tensor | None:
-    """This rank's part of a side, or None where it holds nothing.
+    """Return this rank's part of a side, or None if it holds nothing.
 
     Raises:
-        ShardError: a tensor of another shape, dtype or kind than the layout says, or none.
+        ShardError: the tensor is missing, or its shape, dtype or type does not match the layout.
     """
     expected = side.shape_on(rank)
     if expected is None:
@@ -327,7 +327,7 @@ def find_target_local(
     device: torch.device,
     group: RankGroup,
 ) -> torch.Tensor | None:
-    """The local tensor of a target to write into: `out`, or a new one; None where none is held.
+    """Return the local tensor of a target: `out`, or a new tensor, or None if nothing is held.
 
     Raises ShardError for an `out` that the target cannot be written into.
     """
@@ -364,7 +364,7 @@ def check_ranks(change: LayoutChange, group: RankGroup) -> None:
 
 
 def find_addresses(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's memory begins, and where it ends; none of one without elements."""
+    """Return the first address of a tensor's memory and its end; (0, 0) if it has no elements."""
     if not tensor.numel():
         return 0, 0
     if tensor.is_contiguous():
@@ -376,7 +376,7 @@ def find_addresses(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def list_locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What each has on this rank, in few steps of Python: each run asks for all.
+    """Return the local tensor of each, in few steps of Python, since every run asks for all.
 
     >>> here = torch.zeros(4)
     >>> list_locals([here])[0] is here

@@ -80,12 +80,12 @@ def backward_endpoints(
 
 
 def replicated_spec(spec: ShardingSpec | None) -> ShardingSpec | None:
-    """The same with every contribution taken for a copy of the whole; None where it is unknown."""
+    """Return the sharding with contributions as copies of the whole, or None if unknown."""
     if spec is None or spec.only:
         return None
     return ShardingSpec(spec.mesh, spec.dim_specs)
 
 
 def _replicate_contributions(layout: Layout) -> Layout:
-    """The same with every contribution taken for a copy of the whole."""
+    """Return the layout with contributions as copies of the whole."""
     return Layout(layout.shape, layout.tables, layout.slots, layout.cell_slot, layout.cell_part)

@@ -1,24 +1,24 @@
-"""What ranks tell each other before anything moves, and after: agreement, metadata, confirmation.
+"""Agreement of ranks before anything moves, metadata, and confirmation at the end.
 
-*Agreement.* Every rank plans by itself, so ranks that were given different arguments would wait for
-messages that nobody sends. The maxima of a few numbers find that out (`RankGroup.allreduce_max`):
+*Agreement.* Every rank plans by itself, so ranks with different arguments would wait for messages
+that no rank sends. A single all-reduce detects this (`RankGroup.allreduce_max`):
 
-1. Each rank brings the digest of what it means to do, and whether it can.
-2. The greatest and the least of all digests are found at once, as `max(d)` and `max(-d)`.
-3. Where they differ, or a rank cannot, the ranks tell each other why, and all raise.
-4. Where several threads use one group, calls that look alike may be different ones: then they also
-   compare which thread each rank calls from, by name.
+1. Each rank contributes the digest of its call, and whether it can take part.
+2. The maximum and the minimum of all digests follow from `max(d)` and `max(-d)`.
+3. If they differ, or a rank cannot take part, the ranks exchange the reasons, and all raise.
+4. If several threads use a group, equal digests may belong to different calls: the ranks also
+   compare the names of the calling threads.
 
-*Metadata.* What ranks say of their models is much alike: data-parallel copies say the same. Values
-travel as bytes, equal ones once::
+*Metadata.* Descriptions of models are largely equal: data-parallel replicas send the same. Values
+are exchanged as bytes, and equal values are sent once::
 
     rank 0  A          digests of all       A from rank 0 to all, or to the first rank only
     rank 1  A   --->   A A B A B     --->   B from rank 2
     rank 2  B          one all-reduce
 
-What arrives is bytes that the caller reads, as text that it checks. The other way round, the first
-rank gives every rank a value of its own, one after another, so that it has one of them in memory at
-a time; these are pickled, and only ranks of one program are given them.
+Received bytes are text, which the caller checks. In the other direction, the first rank scatters a
+value to each rank in turn, so that a single value is in memory at a time. These are pickled, and
+are sent between ranks of the same program only.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _UNFINISHED = "some rank did not finish"
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """What one rank means to do: the digest of each part, by a name that people know.
+    """The call of a rank: a digest of each part, by a name for error messages.
 
     Attributes:
         parts: digests by name.
-        problem: why this rank cannot take part; None where it can.
-        is_open: whether this rank does not know yet what is meant, and agrees with all others.
-        notes: up to 8 small integers, of which all ranks learn the greatest of any rank.
+        problem: why this rank cannot take part, or None.
+        is_open: whether this rank lacks a description of the call, and agrees with all others.
+        notes: up to 8 small integers; all ranks receive the maximum of each.
         shown: parts as text, for the error where ranks differ.
     """
 
@@ -78,7 +78,7 @@ Group: TypeAlias = "dist.ProcessGroup | RankGroup | None"
 
 
 def device_of(group: Group) -> torch.device:
-    """Where tensors of a group's own collectives have to lie: on the CPU, where it can."""
+    """Return the device of tensors for a group's own collectives: the CPU if supported."""
     if isinstance(group, RankGroup):
         return CPU
     given = group or dist.group.WORLD
@@ -89,28 +89,28 @@ def device_of(group: Group) -> torch.device:
 
 
 def agree(intent: CallSignature, group: Group = None) -> tuple[int, ...]:
-    """Return where all ranks of `group` mean the same and can do it; raise on all otherwise.
+    """Return if the calls of all ranks of `group` match and can be done; raise on all otherwise.
 
     Returns:
-        For each of the notes, the greatest of all ranks.
+        The maximum over ranks of each note.
 
     Raises:
         PlanError: ranks that intend different things; the message names the part and the ranks.
-        RunError: a rank that cannot, and the message says which and why; or one that does not
-            answer within the group's timeout.
+        RunError: a rank cannot take part, and the message names it and the reason; or a rank does
+            not answer within the group's timeout.
     """
     return _compare(intent, rank_group(group), "nothing was moved")
 
 
 def confirm(group: Group = None, error: Exception | None = None) -> None:
-    """Return where all ranks of `group` come to this point, without error; raise on all otherwise.
+    """Return if all ranks of `group` reach this point without error; raise on all otherwise.
 
-    A rank that fails and knows that no other waits for its messages comes here with its error. One
-    that fails otherwise does not come, and breaks the group's connections off.
+    A rank that fails while no other rank waits for its messages passes its error. Other failures
+    break the group's connections off.
 
     Raises:
-        RunError: a rank that did not come, or came with an error; the message says which and why.
-        PlanError: a rank that is at another point, as where its threads call in another order.
+        RunError: a rank failed or was lost; the message names it and the reason.
+        PlanError: a rank is at another point, such as threads that call in another order.
     """
     problem = None if error is None else f"{type(error).__name__}: {error}"
     _compare(
@@ -147,7 +147,7 @@ def _compare(
 
 
 def run_errors(otherwise: str, group: Group = None) -> AbstractContextManager[None]:
-    """What torch raises where ranks do not answer becomes a RunError that begins `otherwise`."""
+    """Convert errors of torch to RunError, with the prefix `otherwise`."""
     return rank_group(group).errors(otherwise)
 
 
@@ -241,9 +241,9 @@ _UNANSWERED = "nothing was moved"
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The bytes of every rank that was asked for, by global rank; how many this rank received.
+    """The bytes of ranks, by global rank, and how many this rank received.
 
-    Ranks that have equal bytes have one object.
+    Equal bytes are the same object.
     """
 
     values: dict[int, bytes]
@@ -253,9 +253,9 @@ class Gathered:
 def gather(
     own: bytes, group: Group, to_first: bool = False, otherwise: str = _UNANSWERED
 ) -> Gathered:
-    """The bytes of all ranks, on every rank; or on the group's first only, others get their own.
+    """Return the bytes of all ranks, on every rank or on the group's first rank only.
 
-    Raises RunError, begun by `otherwise`, where a rank does not answer.
+    Raises RunError, with the prefix `otherwise`, if a rank does not answer.
     """
     among = rank_group(group)
     ranks, me = among.ranks, among.rank
@@ -290,7 +290,7 @@ def gather(
 
 
 def share(value: Any, sender: int, group: Group) -> Any:
-    """The value of one rank, on all. Raises RunError where a rank does not answer."""
+    """Return the value of rank `sender` on all ranks. Raise RunError if a rank does not answer."""
     among = rank_group(group)
     own = pickle.dumps(value) if among.rank == sender else b""
     length = torch.tensor([len(own)])
@@ -302,10 +302,10 @@ def share(value: Any, sender: int, group: Group) -> Any:
 
 
 def scatter(parts: Iterable[Any] | None, group: Group) -> tuple[Any, int]:
-    """This rank's part of what the group's first rank gives, and the bytes that it gave or got.
+    """Return this rank's value from the group's first rank, and the bytes sent or received.
 
     Args:
-        parts: on the first rank, one for each rank of the group in order; taken one at a time.
+        parts: on the first rank, a value for each rank of the group in order; an iterator.
 
     Raises RunError where a rank does not answer.
     """
@@ -333,7 +333,7 @@ def scatter(parts: Iterable[Any] | None, group: Group) -> tuple[Any, int]:
 
 
 def _gather_digests(data: bytes, group: RankGroup) -> list[tuple[int, ...]]:
-    """Length and digest of what every rank has."""
+    """Return the length and digest of the data of every rank."""
     digest = hashlib.blake2b(data, digest_size=8 * _DIGEST_WORDS).digest()
     words = [int.from_bytes(digest[8 * i : 8 * i + 8], signed=True) for i in range(_DIGEST_WORDS)]
     found = group.all_gather(torch.tensor([len(data), *words]))

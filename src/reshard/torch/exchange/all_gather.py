@@ -8,8 +8,8 @@ time. While one round travels the next one is packed, in the other half of the m
     travel           |-- a0 --|-- a1 --|-- a2 --|
     unpack                    |  b0  |  |  b1  |   |  b2  |
 
-What a rank sends is cut into messages (`messages`), and the number of a message is its round. The
-change of the group's layouts tells every rank how many rounds there are, and how large.
+The data of a rank is partitioned into messages (`messages`), and the number of a message is its
+round. Every rank derives the number and sizes of rounds from the change of the group's layouts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def is_all_gather(change: LayoutChange) -> bool:
 
 
 class AllGatherRounds:
-    """The pieces of one tensor within a group of ranks, by one all-gather a round.
+    """The pieces of a tensor within a group of ranks, by an all-gather in each round.
 
     `extra_bytes` is the memory it packs into.
 
@@ -88,7 +88,7 @@ class AllGatherRounds:
         self._group = group
         # In the order of the process group, which is not the mesh's.
         self._members = dist.get_process_group_ranks(group)
-        # One part more than others, for what this rank sends.
+        # A part for each member, and another for the outgoing data.
         most_bytes = limit_message_bytes(extra_bytes, len(self._members))
         sent, received, local = list_pieces([tensor], rank)
         self._local = local.get(0, [])
@@ -151,7 +151,7 @@ def _complete(begun: _Round) -> None:
 def _list_rounds(
     pieces: MessagePieces, peer: int, is_sent: bool, most_bytes: int
 ) -> list[RankMessage]:
-    """What goes to all others, or comes from one, round by round."""
+    """Return the messages to all other ranks, or from a rank, round by round."""
     return [
         RankMessage((number,), 0, peer, is_sent, together)
         for number, together in enumerate(pack_messages(pieces, most_bytes))

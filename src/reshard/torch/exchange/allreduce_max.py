@@ -1,15 +1,15 @@
-"""Maxima over ranks: of a few numbers, by which ranks agree before a run and confirm its end.
+"""All-reduce of maxima of a few integers, by which ranks agree before a run and confirm its end.
 
-After each round a rank knows the numbers of twice as many ranks, and of some twice, which maxima do
-not mind (dissemination, Hensgen, Finkel and Manber, 1988)::
+By dissemination (Hensgen, Finkel and Manber, 1988), a rank has the numbers of twice as many ranks
+after each round. It may receive some numbers twice, which does not change a maximum::
 
-    round 0    each rank tells the next one          knows 2
-    round 1    each rank tells the second next       knows 4
+    round 0    each rank sends to the next           has 2
+    round 1    each rank sends to the second next    has 4
 
-What it takes is mostly that ranks are woken by each other, which each note does. So of few ranks
-that share memory the first hears all others, and tells them::
+Most of the time is spent waking ranks, once for each message. So if a few ranks share memory, the
+first rank receives from all others and sends the result to them::
 
-    1, 2, 3 -> 0 -> 1, 2, 3     6 notes of four ranks, where all tell all others by 12
+    1, 2, 3 -> 0 -> 1, 2, 3     6 messages between four ranks, where dissemination takes 8
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from reshard.runs import IntArray
 from reshard.torch.exchange.connections import Message
 from reshard.torch.exchange.one_host.shared_memory import SharedMemory
 
-# How long a rank waits yet for another once a third has ended: that one may have known all, so
-# that the note which is waited for is on its way.
+# How long a rank waits for another after a third has ended: that rank may have finished, so that
+# the awaited message is already in flight.
 PATIENCE_S = 4.0
-# Of messages that no exchange has, whose tags count from 0.
+# Tags of exchanges count from 0.
 _MAXIMA_TAG = 1 << 30
-# The most ranks of which the first hears and tells all others, one after another.
+# The maximum number of ranks whose first rank reduces for all.
 MAX_BY_FIRST = 8
 
 
 def list_distances(ranks: int) -> list[int]:
-    """How far ahead of itself each rank tells another, round by round.
+    """Return the distance to the receiver of each round.
 
     >>> list_distances(1), list_distances(4), list_distances(5)
     ([], [1, 2], [1, 2, 4])
@@ -45,16 +45,16 @@ def list_distances(ranks: int) -> list[int]:
 def reduce_near_max(
     near: SharedMemory, numbers: IntArray, ranks: Sequence[int], position: int
 ) -> IntArray:
-    """The greatest of each number, among ranks that all share memory.
+    """Return the maximum of each number over ranks that all share memory.
 
     Args:
         near: of this rank, which is at `position` of `ranks`.
         numbers: as many on every rank, of at most `MAX_NOTE_BYTES`.
 
     Raises:
-        RuntimeError: a rank is gone.
+        RuntimeError: a rank is lost.
     """
-    # Who hears of a few only, which may be late, would not learn of others that have ended.
+    # A rank waits for few peers, which may be late, and would not notice that others have ended.
     near.check_ends()
     count = len(ranks)
     if count <= MAX_BY_FIRST:
@@ -70,7 +70,7 @@ def reduce_near_max(
 def reduce_far_max(
     connections: Any, numbers: IntArray, position: int, ranks: int, until_s: float
 ) -> IntArray:
-    """The greatest of each number, among ranks that are connected.
+    """Return the maximum of each number over ranks that are connected.
 
     Args:
         connections: `Connections`, or a process group of torch, whose messages know no time.
@@ -79,7 +79,7 @@ def reduce_far_max(
         until_s: of `time.monotonic`, when the time to wait is up.
 
     Raises:
-        RuntimeError: a rank is gone.
+        RuntimeError: a rank is lost.
     """
     senders = [(position - ahead) % ranks for ahead in list_distances(ranks)]
     # In a list: an error keeps what its frames have, and with a work connections stay open.
@@ -108,7 +108,7 @@ def _disseminate(
     ranks: int,
     swap: Callable[[IntArray, int, int], IntArray],
 ) -> IntArray:
-    """Maxima by rounds, in each of which `swap` tells one rank the numbers and hears another's."""
+    """Reduce in rounds; `swap` sends the numbers to a rank and returns those of another."""
     for ahead in list_distances(ranks):
         told = swap(numbers, (position + ahead) % ranks, (position - ahead) % ranks)
         numbers = np.maximum(numbers, told)
@@ -122,7 +122,7 @@ def _find_by_first(
     if position:
         (told,) = near.swap(numbers.tobytes(), [first], [first])
         return np.frombuffer(told, np.int64)
-    # Nobody knows all before this rank does: who ends now has failed.
+    # No rank has the result before this rank does, so a rank that ends now has failed.
     numbers = _find_greatest(numbers, near.swap(b"", [], others, patience_s=0))
     near.swap(numbers.tobytes(), others, [])
     return numbers

@@ -80,9 +80,9 @@ def can_be_compared(source: Layout, target: Layout, dtype: torch.dtype) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """What one rank sends to one or several others, and what it keeps of it.
+    """A message from this rank to some others, and the copy or digests kept of it.
 
-    `copies` pack it into its slot; there are none where it lies dense in its tensor. `users` are
+    `copies` pack it into its slot; empty if it is dense in its tensor. `users` are
     how many messages carry it, `left` how many of them are still to be sent in a run that found
     `coding`, `words` and `payload`.
     """
@@ -118,7 +118,7 @@ class _Received:
 
 
 class ChangeExchange:
-    """The messages of one rank, of which each run sends what changed.
+    """The messages of a rank, of which each run sends the changes.
 
     `sent_bytes` and `received_bytes` are of the last run, and before any of a whole one;
     `kept_bytes` is what a sender remembers.
@@ -129,7 +129,7 @@ class ChangeExchange:
         group: of all ranks that have a part.
         device: where the tensors are; only the CPU is possible.
         unit: by what changes are found.
-        extra_bytes: the most memory beside what is kept; the same on every rank.
+        extra_bytes: the maximum memory besides what is kept; the same on every rank.
         memory: to stage in; its own when None.
         near: sends the rest of the same tensors, to ranks that share memory; None without any.
         staged: sends all of both in stages; None if no tensor is staged.
@@ -442,7 +442,7 @@ def find_digests(words: NDArray[Any]) -> NDArray[Any]:
 
 
 def _cut_packed(message: RankMessage, packed: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The part of each piece in all that is packed, one behind the other."""
+    """Return the part of each piece in the packed message."""
     begin = 0
     for piece in message.pieces:
         part = packed[begin : begin + piece.size_bytes]

@@ -1,14 +1,14 @@
-"""Gloo's connections between ranks, on which nobody waits for messages that are lost.
+"""Gloo connections between ranks, on which a lost message does not block until the timeout.
 
-Where a connection closes, gloo (as of torch 2.13) tells the messages that wait for their turn, but
-neither the one that is being received, nor those that are being written: whoever waits for one of
-these waits for the group's whole timeout, which may be half an hour, and cannot be interrupted::
+When a connection closes, gloo (as of torch 2.13) reports this to queued messages only. It does not
+report it to the message that is being received, or to those that are being written: their waits
+last until the group's timeout, which may be half an hour, and cannot be interrupted::
 
     sender      [ written | still to write ]   ends here
-    receiver    [ read    | waits for these bytes, and is not told
+    receiver    [ read    | waits for these bytes ]
 
-So another thread waits, which can be left to it. Who needs the message looks now and then whether
-its connection is there still, and gives up where it is not.
+So a separate thread waits, and can be abandoned. The thread that needs the message checks from time
+to time whether its connection is still open, and gives up if it is not.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-# How often who waits looks at its connection. Each look leaves some hundred bytes with gloo.
+# The interval between checks of a connection. Each check leaks a few hundred bytes in gloo.
 _LOOK_S = 0.5
-# Of messages that nobody sends.
+# The tag of messages that are never sent.
 _PROBE_TAG = (1 << 30) + 1
-# Of broadcasts and all-gathers, which follow one another.
+# The tag of broadcasts and all-gathers, which are sequential.
 _TOLD_TAG = (1 << 30) + 2
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -49,7 +49,7 @@ class Connections:
 
     @contextmanager
     def heeding(self, find_loss: Callable[[], str]) -> Iterator[None]:
-        """What else says why nothing more is to be waited for inside."""
+        """Use another function inside that reports why waiting is futile."""
         self.find_loss = find_loss
         try:
             yield
@@ -65,14 +65,14 @@ class Connections:
         return Message(self, self._group.recv(tensors, sender, tag), sender)
 
     def broadcast(self, tensor: torch.Tensor, root: int, until_s: float) -> None:
-        """Give all ranks the tensor of one of them, in place, along a binomial tree.
+        """Broadcast the tensor of rank `root` in place, along a binomial tree.
 
         Raises as `Message.wait` does.
         """
         own, count = self._group.rank(), self._group.size()
         place = (own - root) % count
-        # A rank hears from the one whose place lacks its lowest bit, and tells those that have a
-        # lower one more. The first hears from nobody.
+        # A rank receives from the position without its lowest set bit, and sends to the positions
+        # with a further, lower bit. The first rank only sends.
         ahead = place & -place if place else 1 << (count - 1).bit_length()
         # In a list: an error keeps what its frames have, and with a message connections stay open.
         messages: list[Message] = []
@@ -88,7 +88,7 @@ class Connections:
             messages.clear()
 
     def all_gather(self, tensor: torch.Tensor, until_s: float) -> list[torch.Tensor]:
-        """The tensors of all ranks, of one shape.
+        """Return the tensors of all ranks, which have equal shapes.
 
         After each round a rank has those of twice as many (Bruck and others, 1997). Raises as
         `Message.wait` does.
@@ -171,7 +171,7 @@ def _wait_for_all(messages: list[Message], until_s: float) -> None:
 
 
 class _Waiter:
-    """A thread that waits for one work of torch after another."""
+    """A thread that waits for works of torch in turn."""
 
     def __init__(self) -> None:
         # Both are taken: the one is let go where a work is given, the other where it has ended.
@@ -206,7 +206,7 @@ class _Waiter:
                     problem = "the time to wait for all ranks is up"
         finally:
             if not has_ended:
-                # Given nothing behind this work, the thread ends.
+                # The thread ends if no work follows this.
                 self._given.release()
         if not has_ended:
             raise RuntimeError(problem)

@@ -1,8 +1,7 @@
-"""Usability of tensors after a run that failed: marks on those that it wrote into.
+"""Consistency of tensors after a failed run: marks on those that it wrote into.
 
-A run that fails leaves the tensors that it wrote into partly new and partly old. They are marked,
-so that nobody takes them for either, until a later run has filled them, or the user has written
-into them.
+A run that fails leaves the tensors that it wrote into partly new and partly old. They are marked
+until a later run has filled them, or the user has written into them.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def unmark(tensors: Iterable[torch.Tensor]) -> None:
 def list_uncounted(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those into which torch counts no writes, as this process has them: inference tensors.
 
-    A tensor is one for as long as it lives, so whoever runs again and again asks once.
+    This does not change during a tensor's life, so that callers with many runs ask once.
 
     >>> list_uncounted([torch.zeros(2)])
     []
@@ -80,7 +79,7 @@ def count_runs(uncounted: Iterable[torch.Tensor]) -> None:
 
 
 def written_states(tensors: Iterable[torch.Tensor]) -> tuple[object, ...]:
-    """What differs once somebody wrote into one of the tensors, as far as that is counted.
+    """Return a state that differs after a write into any of the tensors, if writes are counted.
 
     Torch counts no writes into inference tensors, where only those of runs are known, nor any by
     other views of their memory such as NumPy's.

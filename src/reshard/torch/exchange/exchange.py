@@ -87,12 +87,12 @@ DEFAULT_EXTRA_BYTES = 64 << 20
 # How many are under way in each direction. Fewer are packed ahead: then they are still in a cache.
 _MESSAGES_AHEAD = 4
 _PACKED_AHEAD = 2
-# In a pipeline some wait for others to arrive, and those behind them have to be on their way.
+# In a pipeline, messages wait for others to arrive, while later messages are in flight.
 _PIPELINE_AHEAD = 16
 # Smaller messages, those of more pieces, and those of shorter rows are packed.
 _MIN_SPANNED_BYTES, _MAX_SPANNED_PIECES, _MIN_SPAN_BYTES = 1 << 16, 64, 1 << 10
-# As many go to one rank before others do: threads that wait for messages wake up less often. They
-# are still packed when the next rank's turn comes, which may be sent the same.
+# Consecutive messages to a rank before those to the next: waiting threads wake up less often. They
+# are still packed when the next rank, which may be sent the same bytes, has its turn.
 _IN_A_TURN = _PACKED_AHEAD
 
 
@@ -126,7 +126,7 @@ def find_partitioning(
 def _find_shared(
     group: RankGroup, device: torch.device, is_grouped: bool, is_hosted: bool
 ) -> SharedMemory | None:
-    """The memory that messages may travel by; None where they do not."""
+    """Return the shared memory for messages, or None if it is not used."""
     on_host = is_hosted or device.type == "cpu"
     return group.shared_memory if on_host and not is_grouped else None
 
@@ -197,7 +197,7 @@ class MessageExchange:
         self._copies = copiers((one.target, one.source) for one in copies)
         self.sent_bytes = sum(m.size_bytes for m in messages if m.is_sent)
         self.received_bytes = sum(m.size_bytes for m in messages if not m.is_sent)
-        # One exchange of a group runs at a time, so what they send may lie in one place.
+        # Exchanges of a group run one at a time, so that they can share memory to send.
         before = like if like is not None and like._group is among else None
         sent = before.list_sent() if before is not None else ()
         self._steps = self._list_steps(messages, combinations, sent)
@@ -218,7 +218,8 @@ class MessageExchange:
         if self._is_pipeline:
             _follow_arrivals(self._steps)
         self.extra_bytes = sum(one.size_bytes for one in self._slots)
-        # What is grouped is posted in one order on all ranks; else sends and receives go apart.
+        # Grouped messages are posted in the same order on all ranks; else sends and receives are
+        # independent.
         self._lanes: tuple[list[ExchangeStep], list[ExchangeStep]] = ([], [])
         for step in self._steps:
             self._lanes[step.only_sends and not self._is_grouped].append(step)
@@ -278,7 +279,7 @@ class MessageExchange:
         memory: torch.Tensor | None,
         before: MessageExchange | None,
     ) -> MessageSlots:
-        """The slots of one direction, for which half of the memory is."""
+        """Make the slots of a direction, in half of the memory."""
         messages = [
             one.message
             for step in self._steps
@@ -396,7 +397,7 @@ class MessageExchange:
                 one.leave()
 
     def _post_what_can_be(self) -> list[ExchangeStep]:
-        """The first step of each direction that still has to wait for a slot."""
+        """Post steps; return the first step of each direction that has to wait for a slot."""
         waiting = []
         for direction, lane in enumerate(self._lanes):
             # In order, since both ends match messages by the order in which they are posted.
@@ -521,7 +522,7 @@ def exchange_errors(exchange: Any, group: RankGroup, problem: str) -> Iterator[N
 
 
 def limit_messages(tensors: Iterable[RankTransfers], extra_bytes: int, peers: int = 1) -> int:
-    """The most bytes of a message of one rank's tensors: `limit_message_bytes`."""
+    """Return the maximum bytes of a message of a rank's tensors: `limit_message_bytes`."""
     message_bytes = limit_message_bytes(extra_bytes, peers)
     # How much moves only matters where they are small.
     if message_bytes < SMALL_MESSAGE_BYTES:
@@ -554,7 +555,7 @@ _FIRST_TAG, _TAGS = 1 << 20, 1 << 20
 
 
 def next_tag(group: Group) -> int:
-    """A tag for the messages of one exchange; the n-th of a group is the same on all its ranks."""
+    """Return a tag for the messages of an exchange; the n-th of a group is equal on all ranks."""
     return _FIRST_TAG + rank_group(group).next_number() % _TAGS
 
 

@@ -1,23 +1,23 @@
-"""Groups of ranks that move tensors: who they are, and connections of their own between them.
+"""Groups of ranks that move tensors: their members, and private connections between them.
 
-A torch process group says who takes part. The first time that one is used, all of its ranks meet
-at its store (`rendezvous`), and each learns of all others
+A torch process group specifies the members. When it is first used, all of its ranks meet at its
+store (`rendezvous`), and each receives of all others
 
-1. *its number*. Within one job that is the global rank. A group may also be of several jobs, which
-   were started apart and count from 0 each; its ranks have then the numbers that the group gives::
+1. *the number*. Within a job this is the global rank. A group may also span several jobs, which
+   were started separately and number their ranks from 0 each; its ranks then have the numbers that
+   the group gives::
 
        trainer's job      0  1        a rank of each job at home
        engine's job             0  1
-       the group          0  1  2  3  what layouts, plans and errors call them
+       the group          0  1  2  3  the numbers in layouts, plans and errors
 
-2. *its host and process*, so that errors can name them.
+2. *the host and process*, for error messages.
 
-What lies on the CPU travels by connections (gloo) that nobody else has, so nothing of the user's
-own can come between; the messages of exchanges, between ranks that can share memory, by that
-(`one_host`). A rank that fails leaves a note at the store and closes its connections. Who
-waits for it learns that at once, closes its own, and reads the notes: all raise the same cause,
-long before the group's timeout. What lies on devices travels by the backend that the group has for
-them.
+CPU tensors are sent over private gloo connections, so that nothing of the user's program can come
+between; between ranks that can share memory, messages of exchanges use that (`one_host`). A rank
+that fails leaves a note at the store and closes its connections. The ranks that wait for it notice
+that at once, close theirs and read the notes: all raise the same cause, long before the group's
+timeout. Tensors on devices are sent by the group's backend for them.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from reshard.torch.exchange.packing.copies import empty_bytes
 from reshard.torch.exchange.rendezvous import Rendezvous, meet
 
 CPU = torch.device("cpu")
-# Threads that nobody gave a name; their numbers differ between ranks that mean the same.
+# Default names of threads, whose numbers differ between ranks with equal calls.
 _UNNAMED = re.compile(r"MainThread$|(Thread|Dummy|ThreadPoolExecutor)-\d+")
 
 
 class RankGroup:
-    """The ranks of a group, as one of them sees them. Get it by `rank_group`.
+    """The ranks of a group, seen from this rank. Returned by `rank_group`.
 
     Args:
         meeting: of all of them.
-        given: the process group that they are of, where they are of one.
+        given: their process group, or None.
         compares_threads: whether ranks that call from threads of other names may mean another
-            call; not where whoever makes the group puts its calls in one order.
+            call; False if the creator of the group orders its calls.
 
     Attributes:
         ranks: their numbers, in the group's order.
@@ -98,9 +98,9 @@ class RankGroup:
             if peer.job == own_job
         }
         self._transport: Any = meeting.connect()
-        # Segments, and the ranks that map them; None where there is nobody to share memory with.
+        # Segments and the ranks that map them; None if no rank shares memory with this rank.
         self.shared_memory: SharedMemory | None = None
-        # By which all tell each other a few bytes, several times as quickly as by connections.
+        # For messages of a few bytes between all ranks, several times faster than connections.
         self._near: SharedMemory | None = None
         self._turn = threading.RLock()
         self._is_in_turn = False
@@ -125,7 +125,7 @@ class RankGroup:
             sockets = {self.ranks[position]: one for position, one in found.items()}
             devices = DeviceMemory() if len(seen) == 1 and NO_DEVICES not in seen else None
             self.shared_memory = SharedMemory(sockets, timeout_s, is_complete, devices, ratios)
-            # Not where a watch says who is silent: it is asked by those who wait for connections.
+            # A watch of silent peers is consulted by waits for connections only.
             if is_complete and self._meeting.watch is None:
                 self._near = self.shared_memory
 
@@ -143,12 +143,12 @@ class RankGroup:
 
     @property
     def slots(self) -> int:
-        """One more than the greatest number of a rank."""
+        """The largest rank plus 1."""
         return max(self.ranks) + 1
 
     @property
     def is_everyone(self) -> bool:
-        """Whether it is the group of all ranks of one job."""
+        """Whether it is the group of all ranks of a job."""
         return self._given is not None and self._given is dist.group.WORLD
 
     def backend_of(self, device: torch.device) -> str:
@@ -163,11 +163,11 @@ class RankGroup:
 
     @property
     def numbering(self) -> tuple[object, ...]:
-        """What decides the numbers, in this group, of ranks of this process's job."""
+        """A key of the mapping from ranks of this process's job to the group."""
         return self.rank, tuple(self._at_home.items()) if self.is_across_jobs else None
 
     def find_rank(self, home_rank: int) -> int:
-        """The number, in this group, of a rank of this process's job.
+        """Return the number in this group of a rank of this process's job.
 
         Raises ShardError where the group is of several jobs, and that rank is not in it.
         """
@@ -183,7 +183,7 @@ class RankGroup:
     def find_offset(self, home_rank: int) -> int:
         """What to add to ranks of this job, from `home_rank` on, to get their numbers here.
 
-        Raises ShardError where no one number does it.
+        Raises ShardError if the offsets of the ranks differ.
         """
         if not self.is_across_jobs:
             return 0
@@ -197,7 +197,7 @@ class RankGroup:
         return steps.pop()
 
     def place(self, mesh: DeviceMesh) -> DeviceMesh:
-        """A mesh of this process's job, over the numbers of this group. Raises as `find_rank`."""
+        """Return a mesh of this process's job over the group's numbers. Raises as `find_rank`."""
         if not self.is_across_jobs:
             return mesh
         devices = map(self.find_rank, mesh.devices)
@@ -210,7 +210,7 @@ class RankGroup:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """All that one call does: threads of a process that use one group follow one another.
+        """Enter a call: calls of several threads of a process that use the group are sequential.
 
         Raises UsageError inside another call of the thread, such as in a transform.
         """
@@ -228,11 +228,11 @@ class RankGroup:
 
     @contextmanager
     def sequence(self) -> Iterator[None]:
-        """Calls that follow one another: those of other threads come before or after all of them.
+        """Enter a sequence of calls: calls of other threads come before or after all of them.
 
         Each takes its `turn` as ever.
         """
-        # Before its turn: who is in the middle of a run must know that somebody waits.
+        # Before its turn: a thread in the middle of a run must know that another waits.
         self._threads.add(threading.current_thread())
         self._has_threads |= sum(thread.is_alive() for thread in list(self._threads)) > 1
         with self._turn:
@@ -240,7 +240,7 @@ class RankGroup:
 
     @property
     def has_threads(self) -> bool:
-        """Whether who calls matters: several threads use the group, or people gave this a name."""
+        """Whether the calling thread matters: several use the group, or this thread was named."""
         name = threading.current_thread().name
         return self._compares_threads and (self._has_threads or not _UNNAMED.match(name))
 
@@ -261,7 +261,7 @@ class RankGroup:
         return list(map(int, most))
 
     def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
-        """Give all ranks a CPU tensor of one of them, in place."""
+        """Broadcast a CPU tensor of rank `sender` in place."""
         connections, position = self._connections(), self._positions[sender]
         if isinstance(connections, Connections):
             connections.broadcast(tensor, position, self._find_end_s())
@@ -271,7 +271,7 @@ class RankGroup:
         connections.broadcast([tensor], options).wait()
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """A CPU tensor of every rank, of one shape, in the group's order."""
+        """Return the CPU tensors of all ranks, of equal shapes, in the group's order."""
         connections = self._connections()
         if isinstance(connections, Connections):
             return connections.all_gather(tensor, self._find_end_s())
@@ -280,9 +280,9 @@ class RankGroup:
         return found
 
     def _find_end_s(self) -> float:
-        """When the time is up of all that is waited for in what begins here.
+        """Return the deadline of an operation that begins now.
 
-        Rounds have one together, so that a rank that hangs does not hold others for one in each.
+        Its rounds share the deadline, so that a rank that hangs does not cost a timeout in each.
         """
         return time.monotonic() + self._meeting.timeout.total_seconds()
 
@@ -308,7 +308,7 @@ class RankGroup:
     def swap_bytes(
         self, given: Mapping[int, bytes], expected_bytes: Mapping[int, int]
     ) -> dict[int, bytes]:
-        """Give other ranks bytes, and get theirs: as many as are expected of each."""
+        """Send bytes to other ranks, and return the expected number of bytes from each."""
         received = {
             rank: torch.empty(length, dtype=torch.uint8) for rank, length in expected_bytes.items()
         }
@@ -355,15 +355,15 @@ class RankGroup:
 
     @contextmanager
     def errors(self, otherwise: str) -> Iterator[None]:
-        """What torch raises where ranks do not answer becomes a RunError, begun by `otherwise`."""
+        """Convert errors of torch to RunError, with the prefix `otherwise`."""
         try:
             yield
         except RuntimeError as error:
             self.lose(otherwise, error)
 
     def lose(self, otherwise: str, error: BaseException) -> NoReturn:
-        """Raise why a rank does not answer, on this rank and soon on all others."""
-        # Behind the first sentence gloo advises people where to look.
+        """Raise the reason why a rank does not answer, on this rank and soon on all others."""
+        # After the first sentence gloo advises where to look.
         line = (str(error).splitlines() or [type(error).__name__])[0].partition(". This is")[0]
         # The place in gloo's sources is of no use to people, and differs between builds.
         line = re.sub(r"\[/\S+:\d+\] ", "", line)
@@ -373,7 +373,7 @@ class RankGroup:
         raise RunError(f"{otherwise}: {text}") from error
 
     def break_off(self, error: BaseException) -> None:
-        """Tell all ranks that this one cannot go on. Nothing, where they know it already."""
+        """Notify all ranks that this rank cannot go on, unless they have been notified."""
         cause: BaseException | None = error
         while cause is not None and cause is not self._known_error:
             cause = cause.__cause__
@@ -382,16 +382,16 @@ class RankGroup:
             self._close(f"{kind}{error}" or type(error).__name__)
 
     def expecting_all(self) -> AbstractContextManager[None]:
-        """Nothing is waited for inside once any rank is known to be gone.
+        """Stop waiting inside as soon as any rank is lost.
 
-        So it is where nothing can be on its way from the others before all ranks go on.
+        For phases in which no messages of the other ranks can be in flight.
         """
         connections, watch = self._connections(), self._meeting.watch
         return nullcontext() if watch is None else connections.heeding(watch.find_lost)
 
     @contextmanager
     def errors_on_all(self) -> Iterator[None]:
-        """What is raised inside, such as for memory that is not there, is raised on all ranks."""
+        """Raise errors inside, such as for a lack of memory, on all ranks."""
         try:
             yield
         except BaseException as error:
@@ -399,12 +399,12 @@ class RankGroup:
             raise
 
     def raise_on_all(self, error: ReshardError, cause: BaseException | None = None) -> NoReturn:
-        """Raise what all ranks raise: after it the group goes on."""
+        """Raise an error that all ranks raise; the group stays usable."""
         self.note_known(error)
         raise error from cause
 
     def note_known(self, error: BaseException) -> None:
-        """All ranks raise this, each by itself, and nobody has to be told of it."""
+        """Note an error that every rank raises by itself, so that no rank has to be notified."""
         self._known_error = error
 
     def _close(self, note: str) -> None:
@@ -420,12 +420,12 @@ class RankGroup:
 
 
 def tensor_of(data: bytes) -> torch.Tensor:
-    """Bytes as a tensor, which travels."""
+    """Return bytes as a tensor, to send."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def bytes_of(data: torch.Tensor) -> bytes:
-    """The bytes that `tensor_of` made a tensor of."""
+    """Return the bytes of a tensor of `tensor_of`."""
     return bytes(data.numpy())
 
 

@@ -1,4 +1,4 @@
-"""Meetings of ranks at a store: what each tells of itself, and notes of those that fail.
+"""Rendezvous of ranks at a store: information on each peer, and notes of those that fail.
 
 A store is torch's, with which its process groups are made. A meeting has keys of its own there::
 
@@ -8,8 +8,9 @@ A store is torch's, with which its process groups are made. A meeting has keys o
 
 1. Every rank leaves its peer, and waits for those of all others. Meanwhile the process group is
    asked, which knows at once of a process that has ended.
-2. Ranks of one job have one name for it, which the first of them leaves at the job's own store.
-3. Where connections break, ranks leave notes. Who left none within a second has ended, or is stuck.
+2. Ranks of a job share its name, which the first of them sets at the job's own store.
+3. When connections break, ranks leave notes. A rank without a note after a second has ended, or
+   hangs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from reshard.errors import ReshardError, RunError
 from reshard.system import has_ended
 from reshard.torch.exchange.connections import Connections
 
-# How often somebody who waits looks for notes, and how long they are waited for.
+# The interval between looks for notes, and how long to wait for them.
 _LOOK_S, _NOTES_S = 0.05, 1.0
 _PREFIX = "reshard"
 _PATIENCE, _CONNECT = datetime.timedelta(minutes=30), datetime.timedelta(minutes=1)
@@ -43,7 +44,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What ends the waiting of a meeting before its time.
+    """Conditions that end the waiting of a rendezvous early.
 
     Attributes:
         find_lost: why some rank will not come, or not go on; empty where nothing is known.
@@ -64,7 +65,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """What a rank tells of itself. `job` is one name for all ranks of its job."""
+    """A rank's information for its peers. `job` is a name that all ranks of the job share."""
 
     job: str
     home_rank: int
@@ -74,11 +75,11 @@ class PeerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """A meeting that has all its ranks, as the one at `position` sees it.
+    """A completed rendezvous, seen from the rank at `position`.
 
-    `peers` are in the group's order. `store` is None where the group has none: then the group
-    itself connects its ranks, and nobody leaves notes. `address` is the one of this rank, by which
-    others reach it; the one of its host's name when empty. `watch` ends the connecting early.
+    `peers` are in the group's order. `store` is None if the group has none: then the group
+    itself connects its ranks, and no notes are left. `address` is that of this rank for its peers;
+    by its host's name if empty. `watch` ends the connecting early.
     """
 
     peers: tuple[PeerInfo, ...]
@@ -96,7 +97,7 @@ class Rendezvous:
             return self.group
         own = dist.PrefixStore(f"{self.generation}/gloo", self.store)
         options = dist.ProcessGroupGloo._Options()
-        # All ranks are here: who does not answer at once is not reached.
+        # All ranks are here: a rank that does not answer at once cannot be reached.
         limit = datetime.timedelta(seconds=self.watch.connect_s) if self.watch else _CONNECT
         options._timeout = min(self.timeout, limit)
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -155,12 +156,12 @@ class Rendezvous:
         return ""
 
     def leave_note(self, note: str) -> None:
-        """Say why this rank fails; nothing where it only lost others."""
+        """Leave a note with the reason why this rank fails; empty if it only lost others."""
         if self.store is not None and not (self.watch and self.watch.is_cut_off()):
             leave_note(self.store, self.generation, self.position, note)
 
     def find_causes(self, ranks: Sequence[int]) -> str:
-        """Who of `ranks`, in the group's order, failed and why; empty where nobody knows."""
+        """Return which of `ranks`, in the group's order, failed and why; empty if unknown."""
         if self.store is None or (self.watch and self.watch.is_cut_off()):
             return ""
         peers = dict(enumerate(self.peers))
@@ -170,7 +171,7 @@ class Rendezvous:
 def meet(group: dist.ProcessGroup) -> Rendezvous:
     """Meet the other ranks of a process group, all of which call this.
 
-    Raises RunError where one does not come within the group's timeout, or its process has ended.
+    Raises RunError if a rank does not come within the group's timeout, or its process has ended.
     """
     position, timeout = group.rank(), timeout_of(group) or _PATIENCE
     store = _find_store(group)
@@ -199,13 +200,13 @@ def meet_at(
     address: str = "",
     watch: Watch | None = None,
 ) -> Rendezvous:
-    """Meet at a store: all ranks call this, with one generation. Raises as `meet` does.
+    """Meet at a store: all ranks call this with equal generations. Raises as `meet` does.
 
     Args:
-        job, home_rank: one name for all ranks of this process's job, and its rank there, where
+        job, home_rank: a name that all ranks of this process's job share, and its rank there, if
             torch does not know them.
         address: by which other ranks reach this one.
-        watch: what ends the waiting early.
+        watch: ends the waiting early.
     """
     if job is None or dist.is_initialized():
         home_rank = _find_home_rank()
@@ -224,7 +225,7 @@ def meet_at(
                 leave_note(store, generation, position, "")
                 causes = _find_causes(store, generation, position, range(ranks), peers, watch)
                 raise RunError(f"nothing was moved: {causes or lost}")
-            # Who comes late is waited for at leisure.
+            # The interval grows with the time waited.
             time.sleep(min(waited_s / 8, _LOOK_S))
         if probe is not None:
             probe.finish()
@@ -244,8 +245,8 @@ def peer_key(generation: int, position: int) -> str:
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
-    """How long a process group waits for a rank; None where it does not say."""
-    # Of several backends the one for the CPU counts.
+    """Return the timeout of a process group, or None if unknown."""
+    # Among several backends, that of the CPU counts.
     for device in sorted(group._device_types, key=lambda device: device.type != "cpu"):
         try:
             found = group._get_backend(device).options._timeout
@@ -257,7 +258,7 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
 
 
 class _Probe:
-    """Asks a process group, beside what else is done, whether all its processes are there."""
+    """A thread that probes whether all processes of a process group are alive."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.error = ""
@@ -280,7 +281,7 @@ class _Probe:
 
 
 def _find_store(group: dist.ProcessGroup) -> Any:
-    """A process group's store; None for one that was made without, or pretends."""
+    """Return a process group's store, or None if it has none or is fake."""
     try:
         found = group.get_group_store()
         found.check([_PREFIX])
@@ -290,7 +291,7 @@ def _find_store(group: dist.ProcessGroup) -> Any:
 
 
 def _name_job() -> str:
-    """One name for all ranks of this process's job, and of no other."""
+    """Return a unique name that all ranks of this process's job share."""
     own = uuid.uuid4().hex
     if not dist.is_initialized():
         return own
@@ -307,7 +308,7 @@ def _find_home_rank() -> int:
 
 
 def leave_note(store: Any, generation: int, position: int, note: str) -> None:
-    """Say at the store of a meeting why one of its ranks fails. Who waits for it reads that."""
+    """Leave the reason why a rank fails at the store, for the ranks that wait for it."""
     # Where the store is gone with the rank that had it, others see that too.
     with contextlib.suppress(RuntimeError, ReshardError):
         store.set(f"{generation}/note/{position}", json.dumps(note))
@@ -325,7 +326,7 @@ def _find_causes(
     peers: Mapping[int, PeerInfo],
     watch: Watch | None,
 ) -> str:
-    """Wait a while for notes; who failed and why."""
+    """Wait a while for notes. Return which ranks failed and why."""
     notes: dict[int, str] = {position: ""}
     deadline_s = time.monotonic() + _NOTES_S
     silent: Sequence[int] = ()
@@ -341,7 +342,7 @@ def _find_causes(
             if watch is not None and watch.find_silent():
                 break
             time.sleep(_LOOK_S)
-        # Who is only late leaves no note either.
+        # A rank that is only late leaves no note either.
         silent = [n for n in silent if n in peers and _has_ended(peers[n])] or silent
     except RuntimeError:
         # It ended with the process that had it.

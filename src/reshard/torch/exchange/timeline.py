@@ -1,7 +1,7 @@
-"""Timelines of what one rank does: packing, messages, waiting, in each of its threads.
+"""Timelines of a rank: packing, messages and waiting, in each of its threads.
 
-A timeline is recorded where one is current, in a thread and in those that it starts with its
-context; elsewhere a span costs nothing but looking for one. It is written as Chrome's trace events,
+A timeline is recorded if set as current, in a thread and in those that it starts with its context;
+elsewhere a span costs only the lookup. It is written as Chrome's trace events,
 which chrome://tracing and Perfetto show::
 
     thread "reshard engine"   | bucket 0           | bucket 1
@@ -36,10 +36,10 @@ Details = Callable[[], Mapping[str, Any]]
 
 
 class Timeline:
-    """What this process does, as trace events.
+    """The activity of this process, as trace events.
 
     Args:
-        process: what people call it, such as `trainer rank 0`.
+        process: its name, such as `trainer rank 0`.
 
     >>> timeline = Timeline("trainer rank 0")
     >>> with timeline.recording(), span("pack", lambda: {"bytes": 16}):
@@ -58,12 +58,12 @@ class Timeline:
         self._add_name("process_name", process, 0)
 
     def recording(self) -> AbstractContextManager[None]:
-        """What this thread does is recorded."""
+        """Record the activity of this thread inside."""
         return set_context(_CURRENT, self)
 
     @contextmanager
     def span(self, name: str, details: Details | None = None) -> Iterator[None]:
-        """Record what is done within."""
+        """Record the block inside."""
         begun_us = self._now_us()
         try:
             yield
@@ -114,16 +114,16 @@ class Timeline:
 
 
 def current_timeline() -> Timeline | None:
-    """What records this thread; None where nothing does."""
+    """Return the timeline of this thread, or None."""
     return _CURRENT.get()
 
 
 def span(name: str, details: Details | None = None) -> AbstractContextManager[None]:
-    """Record what is done within, where a timeline is current.
+    """Record the block inside, if a timeline is current.
 
     Args:
         name: of the span.
-        details: what to say of it; asked for only where it is recorded.
+        details: of the span; called only if it is recorded.
     """
     timeline = _CURRENT.get()
     return _NO_SPAN if timeline is None else timeline.span(name, details)

@@ -11,12 +11,12 @@ pieces of the partitions that are dealt to it::
     rank 1      P10 P11 P12 P13              P02 P12 P03 P13        4+8, 2+2
 
 1. Partitions are dealt by ceil of their number: rank `b // ceil(partitions / ranks)` owns `b`.
-2. `exchange_splits`, the first all-to-all: each rank tells each other one how large the pieces are
+2. `exchange_splits`, the first all-to-all: each rank sends each other rank the sizes of the pieces
    that it will send there. A rank then knows its row of the splits (what it has, unaligned) and
    the columns of the partitions it owns (what others have of them), and needs no more.
-3. `exchange_pieces`, the second one: an exchange as of any plan, in little memory. Both ends list
-   the pieces between them by partition, so nothing but elements is sent.
-4. `gather_splits`: everybody tells everybody, where the whole tensor is wanted.
+3. `exchange_pieces`, the second: an exchange of messages as for any plan, in little memory. Both
+   ends list the pieces between them by partition, so nothing but elements is sent.
+4. `gather_splits`: all ranks receive all sizes, if the whole tensor is wanted.
 
 A mesh has an order of its own, which its process group's ranks need not have.
 
@@ -76,7 +76,7 @@ class PartitionOwners:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Splits:
-    """What one rank knows of the sizes of pieces.
+    """The sizes of pieces that a rank knows.
 
     Attributes:
         owners: of the partitions.
@@ -94,7 +94,7 @@ class Splits:
     def of_matrix(
         cls, owners: PartitionOwners, rank: int, matrix: Sequence[Sequence[int]]
     ) -> Splits:
-        """The part of a whole matrix, of a row a rank, that one rank needs.
+        """Return the part that a rank needs of a matrix with a row for each rank.
 
         >>> splits = Splits.of_matrix(PartitionOwners(4, 2), 1, [(4, 6, 4, 2), (2, 4, 8, 2)])
         >>> splits.row.tolist(), splits.columns.tolist()
@@ -105,7 +105,7 @@ class Splits:
         return cls(owners, rank, table[rank], table.T[owned.start : owned.stop])
 
     def of_side(self, aligned: bool) -> tuple[int, ...]:
-        """The sizes of the pieces as they lie in the local tensor of one side."""
+        """Return the sizes of the pieces in the order of a side's local tensor."""
         return tuple((self.columns if aligned else self.row).ravel().tolist())
 
     def transfers(
@@ -120,7 +120,7 @@ class Splits:
             is_aligning: from unaligned to aligned, else from aligned to unaligned.
         """
         owned = np.array(self.owners.owned(self.rank), dtype=np.int64)
-        # Unaligned, one piece a partition. Aligned, one a rank for each partition that is owned.
+        # Unaligned: a piece of each partition. Aligned: for each owned partition, one of each rank.
         ranks = self.owners.ranks
         apart = np.arange(self.owners.partitions), self.owners.owners(), self.row
         together = (
@@ -172,7 +172,7 @@ def _make_transfers(
         nothing,
         nothing,
         source_slot == target_slot,
-        # Nobody knows where a piece lies in the whole tensor; its partition orders it as well.
+        # The offset of a piece in the whole tensor is unknown; its partition gives the same order.
         along(partitions),
         extent,
         along(source_begin),
@@ -182,7 +182,7 @@ def _make_transfers(
 
 
 class AxisRanks:
-    """The ranks along a mesh of one axis, in its order, seen from this process.
+    """The ranks along a mesh of a single axis, in its order, seen from this process.
 
     Attributes:
         mesh: the torch mesh.
@@ -292,8 +292,8 @@ def exchange_pieces(
     target = empty_result(shape, source.dtype, source.device)
     rank = axis.members[axis.position]
     bounds = tuple(max(pair) for pair in zip(source.shape, shape, strict=True))
-    # Nobody knows the whole tensor. All that an exchange asks of layouts is how this rank's own
-    # tensors lie, so each has one box of their size.
+    # The whole tensor is unknown. An exchange uses layouts for the strides of this rank's tensors
+    # only, so each has a single box of their size.
     change = LayoutChange(
         _describe_local(bounds, source.shape, rank), _describe_local(bounds, shape, rank)
     )

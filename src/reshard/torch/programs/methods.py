@@ -169,7 +169,7 @@ def _library_of(group: RankGroup, device: torch.device) -> str:
 
 
 def topology_problem(topology: object) -> str | None:
-    """Why something cannot be a topology; None where it can, or none is given."""
+    """Return why a value is not a topology, or None if it is or is absent."""
     if topology is None or isinstance(topology, Topology):
         return None
     return (
@@ -191,7 +191,7 @@ def _require_program(source: ShardingSpec, target: ShardingSpec, shape: tuple[in
 def _check_memory(
     program: Program, dtype: torch.dtype, ranks: int, extra_bytes: int
 ) -> Program | None:
-    """The program, if memory suffices; None where nothing is to do, which the exchange does."""
+    """Return the program if memory suffices, or None if it has no steps."""
     if not program.steps:
         return None
     least = min_extra_bytes(program, dtype.itemsize, ranks)
@@ -213,7 +213,7 @@ def _choose_quicker(
     library: str,
     is_known: bool,
 ) -> Program | None:
-    """The program where it is the quicker one, else None.
+    """Return the program if it is faster, or None.
 
     On a topology that is only assumed, it has to move less than the exchange, too.
     """
@@ -242,7 +242,7 @@ def find_gradient_program(
     ranks: int,
     extra_bytes: int,
 ) -> Program | None:
-    """A program for gradients, where there is one that fits; the exchange always does."""
+    """Return a program for gradients that fits in memory, or None for the exchange."""
     if source is None or target is None:
         return None
     program = find_program(source, target, shape)
@@ -254,7 +254,7 @@ def find_gradient_program(
 
 @lru_cache(maxsize=256)
 def stage_change(change: LayoutChange, dtype: DType, topology: Topology) -> StagedJob:
-    """One tensor's change of layout, in stages."""
+    """Return the change of a tensor's layout in stages."""
     job = Job([JobItem.between_ranks("tensor", dtype, change.source, change.target)])
     return StagedJob(job, topology)
 

@@ -42,13 +42,13 @@ Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Phase:
-    """What one rank does from one buffer to the next.
+    """The work of a rank between two buffers.
 
     Args:
         kind: whether elements stay on the rank, travel as messages, or are gathered.
         step: of the program.
         change: of the group's layouts; of all ranks' for a permutation and an exchange.
-        ranks: of the group, none where this rank has no part.
+        ranks: of the group; empty if this rank has no part.
     """
 
     kind: Kind
@@ -182,7 +182,7 @@ def _find_views(phases: list[Phase], layouts: list[Layout]) -> tuple[int, ...]:
 
 
 def _lies_in(inner: Layout, outer: Layout) -> bool:
-    """Whether each rank's shard is a part of its other one."""
+    """Return whether each rank's inner shard is a part of its outer shard."""
     for rank in inner.holders:
         box, around = shard_box(inner, rank), shard_box(outer, rank)
         if box is not None and box.elements:
@@ -195,13 +195,13 @@ def _lies_in(inner: Layout, outer: Layout) -> bool:
 
 
 def shard_box(layout: Layout, rank: int) -> Box | None:
-    """A rank's one box of a sharding; None where it has none."""
+    """Return a rank's box of a sharding, or None."""
     boxes = layout.boxes(rank) if rank < layout.slots else ()
     return boxes[0] if boxes else None
 
 
 def _cut_shard(step: Step, group: tuple[int, ...]) -> list[tuple[int, Box]]:
-    """A group's shard in one part a rank, along the first dimension that is long enough."""
+    """Split a group's shard into a part for each rank, along the first dimension long enough."""
     whole = shard_box(step.target_layout, group[0]) if group else None
     if whole is None or not whole.elements:
         return []
@@ -264,12 +264,12 @@ def _permute_shards(step: Permute, rank: int) -> Transfers:
 
 
 class ShardBuffers:
-    """The shards of one rank before, between and after the phases.
+    """The shards of a rank before, between and after the phases.
 
     Args:
         phases: of this rank.
         rank: this one.
-        source, target: its local tensors, None where it has none.
+        source, target: its local tensors, or None.
         dtype, device: of what lies in neither.
         allocate: gives memory by shape and dtype; new memory by default.
     """
@@ -315,7 +315,7 @@ class ShardBuffers:
         return sum(tensor.nbytes for tensor in self._allocated.values())
 
     def _find_shard(self, number: int) -> torch.Tensor | None:
-        """The shard in a buffer; None where this rank has none."""
+        """Return the shard in a buffer, or None."""
         if number in self._ends:
             return self._ends[number]
         layout, inside = self._phases.layouts[number], self._phases.inside[number]
@@ -342,6 +342,6 @@ class ShardBuffers:
         return torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
 
     def _free_before(self, number: int) -> None:
-        """Give back what no buffer from this one on lies in."""
+        """Free the memory that no later buffer is in."""
         later = {self._phases.root(one) for one in range(number, len(self._phases.inside))}
         self._allocated = {root: one for root, one in self._allocated.items() if root in later}

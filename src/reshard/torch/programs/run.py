@@ -75,14 +75,14 @@ def min_extra_bytes(program: Program, itemsize_bytes: int, ranks: int) -> int:
 
 
 class ProgramRun:
-    """A program on one rank, prepared to run once. All ranks of `group` make and finish one.
+    """A program on a rank, prepared to run once. All ranks of `group` make and finish it.
 
     `sent_bytes`, `received_bytes` and `extra_bytes`, the memory beyond source and target, are this
     rank's; the last is known when it has run.
 
     Args:
         program: what to do.
-        source, target: this rank's local tensors, None where it has none.
+        source, target: this rank's local tensors, or None.
         dtype: of them.
         group: of all ranks of the program; of all ranks when None.
         device: of the tensors.
@@ -119,7 +119,7 @@ class ProgramRun:
         self.has_failed = False
 
     def start(self) -> None:
-        """Nothing travels yet: steps wait for one another, so `finish` does all of them."""
+        """Do nothing: steps depend on each other, so `finish` runs all of them."""
 
     def finish(self) -> None:
         """Carry the program out.
@@ -145,7 +145,7 @@ class ProgramRun:
             raise
 
     def _find_group(self, phase: Phase) -> dist.ProcessGroup | None:
-        """The process group of a phase; None where it needs none, or none can be made."""
+        """Return the process group of a phase, or None if it needs none, or none can be made."""
         # Making a group takes all ranks of the job, and not only those of another group.
         if not self._by_collectives or phase.kind != "all-gather" or not self._group.is_everyone:
             return None
@@ -158,7 +158,7 @@ class ProgramRun:
         group: dist.ProcessGroup | None,
         transfers: RankTransfers,
     ) -> MessageExchange | AllGatherRounds:
-        """What moves one phase, in the memory that the shards beside it leave."""
+        """Prepare the exchange of a phase, in the memory that its shards leave."""
         between_bytes = self._phases.between_elements(number) * self._dtype.itemsize
         limit_bytes = self._limit_bytes - between_bytes
         if group is not None and is_all_gather(phase.change):
@@ -225,7 +225,7 @@ def _forget_ended() -> None:
 
 
 class PreparedMovement:
-    """A program on one rank, for tensors of one dtype. All ranks of the group run it.
+    """A program on a rank, for tensors of a dtype. All ranks of the group run it.
 
     Args:
         program: from the layout of the tensors to that of the results.
@@ -256,7 +256,7 @@ class PreparedMovement:
     def run(
         self, tensor: torch.Tensor | None, agreed: RankGroup | None = None
     ) -> torch.Tensor | None:
-        """This rank's part of the result, from its part of the source; None where it has none.
+        """Return this rank's part of the result, from its part of the source, or None.
 
         Args:
             tensor: dense, of the dtype, and of the shape that the program's source has here.

@@ -1,17 +1,17 @@
-"""Sequences of movements: ranks that carry out one list in one order agree on it once.
+"""Sequences of movements: ranks that run a list in the same order agree on it once.
 
 They agree on no movement of it::
 
     each alone      agree  move           agree  move           agree  move
     a sequence      agree  move           move                  move           confirm
 
-Movements may also run in a thread of the sequence's own, one after another in the order in which
-they were begun, while the rank computes::
+Movements may also run in a thread of the sequence, in the order in which they were begun, while the
+rank computes::
 
     the rank      begin a   compute   begin b   compute   wait for a   compute   wait for b
     the thread         | a ---------------------- | b ----------------------- |
 
-All ranks begin movements in one order, so there is one message at a time that each waits for.
+All ranks begin movements in the same order, so that each waits for a single message at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from reshard.torch.exchange.groups import RankGroup, rank_group
 
 
 class MovementSequence:
-    """The movements of one run of a program, on which all ranks have agreed.
+    """The movements of a run of a program, on which all ranks have agreed.
 
     Args:
         group: of all ranks.
@@ -44,7 +44,7 @@ class MovementSequence:
         self._last: Future[Any] | None = None
 
     def begin(self, move: Callable[[], Any], is_here: bool = False) -> Future[Any]:
-        """Let a movement run behind those that have begun.
+        """Run a movement after those that have begun.
 
         What it reads must not change before it has been waited for, and no movement may run in
         another thread until all that have begun are waited for.
@@ -67,7 +67,7 @@ class MovementSequence:
                 target=contextvars.copy_context().run,
                 args=(self._run, *modes),
                 name="reshard movements",
-                # One that waits for a rank that never answers must not keep the process.
+                # A thread that waits for a rank that never answers must not keep the process.
                 daemon=True,
             )
             self._thread.start()
@@ -75,7 +75,7 @@ class MovementSequence:
         return begun
 
     def close(self) -> None:
-        """End the thread, behind what has begun."""
+        """End the thread after what has begun."""
         if self._thread is not None:
             self._begun.put(None)
             self._thread.join()
@@ -106,15 +106,14 @@ def _fulfil(begun: Future[Any], move: Callable[[], Any]) -> BaseException | None
 
 @contextmanager
 def agreed_sequence(group: Group, digest: bytes) -> Iterator[MovementSequence]:
-    """Movements that all ranks do in one order, on which they agree here by a digest of them all.
+    """Enter a sequence of movements that all ranks run in the same order, compared by its digest.
 
-    Movements inside run as agreed. All ranks come to the end, or those that do not are told of at
-    once: a rank that raises inside breaks the group's connections off, so that others raise its
-    cause.
+    Movements inside run as agreed. A rank that raises inside breaks the group's connections off, so
+    that the others raise its cause at once.
 
     Raises:
-        PlanError: ranks that mean different sequences.
-        RunError: a rank that does not come, or has not come to the end.
+        PlanError: the sequences of ranks differ.
+        RunError: a rank does not come, or does not come to the end.
     """
     among: RankGroup = rank_group(group)
     with among.sequence():

@@ -1,19 +1,20 @@
-"""Memory of CUDA devices that processes of one host share, by the handles of CUDA's IPC.
+"""Memory of CUDA devices that processes of a host share, by the handles of CUDA's IPC.
 
-What one process packs into memory of its device another one copies from there to its own, by the
-devices' own links; nothing passes through the host. Nobody waits for a device: both mark how far
-their streams are, and a stream waits for the other's mark before it reads or packs again::
+A process packs into memory of its device, and another process copies from there to its own device,
+over the devices' links; nothing passes through the host. The host does not wait for a device: each
+process records events on its stream, and a stream waits for the other's event before it reads or
+packs again::
 
-    sender's stream      pack   mark --- "lies at 4096" --->                     wait   pack again
-    receiver's stream                           wait   copy   mark --- "taken" --->
+    sender's stream      pack   event --- "lies at 4096" --->                     wait   pack again
+    receiver's stream                            wait   copy   event --- "taken" --->
 
-1. *Who can.* Processes that see the same devices, each by its UUID, whatever their numbers are.
-   A process tells which it sees where it has used any (`seen_devices`): to look is to begin to use.
+1. *Availability.* Processes that see the same devices, each by its UUID, whatever their numbers. A
+   process reports its devices only if it has used any (`seen_devices`): listing initializes CUDA.
 2. *Handles* are torch's own, of `torch.multiprocessing`, written as JSON; nothing is unpickled.
-3. *Marks* are events that other processes can wait for. One of a process is enough: who waits for
-   it waits for all that the process had done by then.
+3. *Marks* are interprocess events. A single event per process suffices: a wait for it covers all
+   work of the process until then.
 
-Not run on a device yet: there was none. Tests have memory of the host in its place.
+Not run on a device yet: none was available. Tests use memory of the host instead.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def seen_devices() -> bytes:
 
 
 class DeviceMemory:
-    """What this process does with memory of one device that it shares.
+    """Memory of a device that this process shares.
 
     All processes that it shares memory with see the same devices.
     """
@@ -62,7 +63,7 @@ class DeviceMemory:
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
     def export(self, memory: torch.Tensor) -> bytes:
-        """What another process opens the memory by; one for each that does."""
+        """Return a handle to the memory, for a single other process."""
         # As in `torch.multiprocessing.reductions`, which pickles it.
         storage: Any = memory.untyped_storage()
         number, handle, size, offset, counter, place, event, waits = storage._share_cuda_()
@@ -72,7 +73,7 @@ class DeviceMemory:
         return json.dumps(told).encode()
 
     def open(self, told: bytes) -> torch.Tensor:
-        """Another process's memory. Raises RuntimeError for what is no handle of it."""
+        """Open another process's memory. Raise RuntimeError for an invalid handle."""
         try:
             found = json.loads(told)
             handle, counter, event = (bytes.fromhex(found[name]) for name in _BYTES)
@@ -93,12 +94,12 @@ class DeviceMemory:
             self._event.record()
 
     def export_mark(self) -> bytes:
-        """What another process opens the mark by, whenever it was set."""
+        """Return a handle to the event."""
         (uuid,) = (uuid for uuid, at in _numbers().items() if at == self._device.index)
         return json.dumps({"uuid": uuid, "event": self._event.ipc_handle().hex()}).encode()
 
     def open_mark(self, told: bytes) -> Any:
-        """Another process's mark. Raises RuntimeError for what is no handle of it."""
+        """Open another process's event. Raise RuntimeError for an invalid handle."""
         try:
             found = json.loads(told)
             event, number = bytes.fromhex(found["event"]), _numbers()[found["uuid"]]
@@ -113,7 +114,7 @@ class DeviceMemory:
     def finish(self) -> None:
         """Wait for the device: memory that others may still read must not go.
 
-        Not for long: what it waits for may be a process that is gone.
+        Briefly, since the device may wait for a process that has ended.
         """
         if self._event is None:
             return

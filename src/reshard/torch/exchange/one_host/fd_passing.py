@@ -33,17 +33,17 @@ def connect_shared_memory(
     timeout_s: float,
     gather: Callable[[torch.Tensor], Sequence[torch.Tensor]],
 ) -> tuple[dict[int, socket.socket], bool]:
-    """Sockets to those of `count` ranks that memory can be shared with, and whether all can.
+    """Return sockets to the ranks that can share memory with this rank, and whether all pairs can.
 
-    All ranks call this. No sockets where any rank could not keep to what it had told.
+    All ranks call this. No sockets are returned if a connection of any rank failed.
 
     Args:
         position: this rank's.
-        timeout_s: how long one waits for another.
-        gather: gives all ranks' tensors, of one shape, in their order.
+        timeout_s: how long a rank waits for another.
+        gather: returns the tensors of all ranks, of equal shapes, in their order.
 
     Raises:
-        RunError: a rank that cannot, where `RESHARD_SHARED_MEMORY` says "always".
+        RunError: `RESHARD_SHARED_MEMORY` is "always", but a rank cannot share memory.
     """
     mode = os.environ.get(_VARIABLE, "")
     listener = None if mode == "never" else _open_listener(count)
@@ -91,15 +91,15 @@ class _Listener:
         self.word = secrets.token_bytes(_WORD_BYTES)
 
     def admit(self, expected: set[int]) -> dict[int, socket.socket]:
-        """Those that have come, by position; they all knocked before this is called."""
+        """Return the accepted sockets by position. All peers have connected before."""
         found: dict[int, socket.socket] = {}
         self._listener.settimeout(_GREETING_S)
         with contextlib.suppress(OSError):
             while set(found) != expected:
                 one, _ = self._listener.accept()
                 limit_waits(one, _GREETING_S)
-                # Others of this host may find the name, but not the word. Who knows it has sent it
-                # before this is called, so that nobody is waited for.
+                # Other processes may find the name, but not the word. Peers have sent it before,
+                # so that no wait is needed.
                 with contextlib.suppress(OSError):
                     greeting = one.recv(_WORD_BYTES + 8, socket.MSG_DONTWAIT)
                     other = int.from_bytes(greeting[_WORD_BYTES:])
@@ -115,7 +115,7 @@ class _Listener:
 
 
 def _open_listener(count: int) -> _Listener | None:
-    """None where this process cannot share memory in this way."""
+    """Return None if this process cannot share memory in this way."""
     if not can_seal_memory():
         return None
     listener = None
@@ -125,7 +125,7 @@ def _open_listener(count: int) -> _Listener | None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         name = secrets.token_bytes(_WORD_BYTES)
         listener.bind(_address_of(name))
-        # More than there are ranks: others of this host may knock too, and say nothing.
+        # More than there are ranks: other processes of this host may connect too, and send nothing.
         listener.listen(max(count, socket.SOMAXCONN))
     except (OSError, RuntimeError, ValueError):
         if listener is not None:
@@ -135,7 +135,7 @@ def _open_listener(count: int) -> _Listener | None:
 
 
 def _address_of(name: bytes) -> bytes:
-    # A name that begins with a zero is no file.
+    # Names that begin with a zero byte are abstract, without a file.
     return b"\0reshard-" + name.hex().encode()
 
 
@@ -152,7 +152,7 @@ def _reach(name: bytes, word: bytes, position: int, timeout_s: float) -> socket.
 
 
 def limit_waits(connected: socket.socket, timeout_s: float) -> None:
-    """Let sends and receives fail after a time; unlike by `settimeout` each is one system call."""
+    """Limit sends and receives in time; unlike with `settimeout`, each is a single system call."""
     whole = int(timeout_s)
     limit = struct.pack("@ll", whole, int((timeout_s - whole) * 1e6))
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

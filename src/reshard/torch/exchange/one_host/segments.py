@@ -2,7 +2,7 @@
 
 Segments of the host are files of memory without a name, sealed so that they cannot shrink. Their
 descriptors travel by sockets. Nothing is left behind, however a process ends, and `/dev/shm` may be
-small. Segments of a device are told by a handle (`device_memory`).
+small. Segments of a device are shared by handles (`device_memory`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class HostSegment(Segment):
 
     @classmethod
     def make(cls, number: int, size_bytes: int) -> HostSegment:
-        """A new one, of at least so many bytes. Raises OSError where there cannot be any."""
+        """Make a segment of at least this size. Raise OSError if that fails."""
         size_bytes = -(-max(size_bytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES
         descriptor = make_sealed_memory(size_bytes)
         try:
@@ -74,7 +74,7 @@ class DeviceSegment(Segment):
     def make(
         cls, number: int, size_bytes: int, device: torch.device, of: DeviceMemory
     ) -> DeviceSegment:
-        """A new one. Raises what torch does where the device has no memory."""
+        """Make a segment. Raise as torch does if the device lacks memory."""
         size_bytes = -(-max(size_bytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES
         memory = of.allocate(size_bytes, device)
         return cls(number, size_bytes, memory.data_ptr(), memory, of)
@@ -88,7 +88,7 @@ class DeviceSegment(Segment):
 
 
 def map_segment(descriptor: int, size_bytes: int) -> torch.Tensor:
-    """Another rank's segment. Raises RuntimeError for one that could shrink under a reader."""
+    """Map another rank's segment. Raise RuntimeError if it could shrink during a read."""
     try:
         if not is_sealed_memory(descriptor) or os.fstat(descriptor).st_size != size_bytes:
             raise RuntimeError("another rank's memory is not sealed")

@@ -1,7 +1,7 @@
-"""Memory that ranks of one host share: what one packs there, another unpacks from where it lies.
+"""Shared memory of ranks of a host: the sender packs a message, the receiver unpacks it from there.
 
-By connections of the network a message is copied into the system and out of it again, beside what
-packs and unpacks it. Ranks that can share memory need only these two::
+Over network connections a message is also copied into the kernel and out of it. Shared memory saves
+these two copies::
 
     sender      pack -> | segment of the sender |        "message 7 lies at 4096"  ->
     receiver            | the same, mapped      | -> unpack      <-  "message 7 is taken"
@@ -42,10 +42,10 @@ from reshard.torch.exchange.one_host.segments import (
 )
 
 _CPU = torch.device("cpu")
-# What is kept for the next exchange, once the last one that used it is gone.
+# The memory that is cached for the next exchange.
 _KEPT_BYTES = 64 << 20
-# A kind of note, and five numbers: `tag, number, segment, offset, bytes`; handles come behind, or
-# what is told.
+# The type of a note, and five numbers: `tag, number, segment, offset, bytes`; a handle or the data
+# of a short message follows.
 _NOTE, _HANDLE_BYTES = struct.Struct("<6q"), 1 << 12
 _LENT, _TAKEN, _SEGMENT, _GONE, _DEVICE_SEGMENT, _MARK, _TOLD, _READABLE = range(8)
 MAX_NOTE_BYTES = _HANDLE_BYTES
@@ -112,10 +112,10 @@ class SharedMemory:
     """This rank's segments, and the ranks that it shares memory with, by their numbers.
 
     Args:
-        sockets: connected, one for each.
+        sockets: connected, by rank.
         timeout_s: how long to wait for any note.
         is_complete: whether all ranks of the group share memory with all others.
-        devices: memory of devices; None where they do not all see the same ones.
+        devices: memory of devices; None unless all ranks see the same devices.
         ratios: of direct reads (`connect_direct_reads`); None if any rank cannot read another.
     """
 
@@ -139,7 +139,7 @@ class SharedMemory:
         self.ranks = {
             rank: NearRank(rank, one, timeout_s, self._devices) for rank, one in sockets.items()
         }
-        # Tells of hang-ups, whatever it is asked for.
+        # A poll reports hang-ups, whichever events are requested.
         self._ends = select.poll()
         for one in sockets.values():
             self._ends.register(one, 0)
@@ -167,7 +167,7 @@ class SharedMemory:
         Args:
             data: in a segment of this rank, or spans that the receiver reads directly.
 
-        Raises RuntimeError where the receiver is gone.
+        Raises RuntimeError if the receiver has ended.
         """
         if not isinstance(data, torch.Tensor):
             return self.ranks[receiver].lend_spans(data, tag)
@@ -202,13 +202,13 @@ class SharedMemory:
         senders: Iterable[int],
         patience_s: float | None = None,
     ) -> list[bytes]:
-        """Tell some ranks up to `MAX_NOTE_BYTES`, and return what some tell next.
+        """Send up to `MAX_NOTE_BYTES` to some ranks, and return the next short messages of others.
 
         Args:
-            patience_s: how long to wait yet for one rank once another is gone; None where only
-                the end of the one that is waited for matters.
+            patience_s: how long to wait for a rank after another has ended; None to wait until the
+                awaited rank itself ends.
 
-        Raises RuntimeError where a rank is gone.
+        Raises RuntimeError if a rank has ended.
         """
         for rank in receivers:
             self.ranks[rank].tell(_TOLD, 0, 0, handle=told)
@@ -223,7 +223,7 @@ class SharedMemory:
         return found
 
     def close(self) -> None:
-        """Let others know, who wait or will, and let go of memory that nobody has."""
+        """Close all connections, also for threads that wait, and free unused memory."""
         self._is_closed = True
         if self._devices is not None:
             self._devices.finish()
@@ -276,7 +276,7 @@ class SharedMemory:
 
 
 class NearRank:
-    """A rank that this one shares memory with: messages to and from it, in order, by tag."""
+    """A peer that shares memory with this rank: messages to and from it, in order, by tag."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class NearRank:
         self.told: deque[bytes] = deque()
 
     def lend(self, segment: AnySegment, begin: int, size_bytes: int, tag: int) -> LentMessage:
-        """Say that a message lies in a segment of the own rank."""
+        """Notify the peer of a message in a segment of this rank."""
         with self._changed:
             found = LentMessage(self, segment)
             number = self._count
@@ -328,7 +328,7 @@ class NearRank:
         return found
 
     def lend_spans(self, spans: IntArray, tag: int) -> LentMessage:
-        """Tell where a message lies in tensors of the own rank."""
+        """Notify the peer of a message in tensors of this rank."""
         with self._changed:
             found = LentMessage(self, None, spans)
             number = self._count
@@ -368,7 +368,7 @@ class NearRank:
         """
         own, polled = self._socket.fileno(), select.poll()
         for one in watched:
-            # Tells of hang-ups, whatever it is asked for.
+            # A poll reports hang-ups, whichever events are requested.
             polled.register(one._socket, 0)
         polled.register(own, select.POLLIN)
         events = dict(polled.poll(self._timeout_s * 1000))
@@ -420,7 +420,7 @@ class NearRank:
         descriptor: int | None = None,
         handle: bytes = b"",
     ) -> None:
-        """Send a note. Raises RuntimeError where nobody reads it."""
+        """Send a note. Raise RuntimeError if the peer has ended."""
         data = _NOTE.pack(kind, tag, number, segment, begin, size_bytes) + handle
         try:
             if descriptor is None:
@@ -451,13 +451,13 @@ class NearRank:
         self.mapped.clear()
 
     def _read(self) -> None:
-        """Wait for one note, and see to it."""
+        """Receive and process a note."""
         try:
             data, files, _, _ = socket.recv_fds(
                 self._socket, _NOTE.size + _HANDLE_BYTES, 1, find_closing_flag()
             )
         except ConnectionResetError:
-            # Said once where the other end closed without reading all; what it sent comes behind.
+            # Raised once if the other end closed without reading all; what it sent follows.
             return
         except BlockingIOError as error:
             raise RuntimeError(self._late) from error

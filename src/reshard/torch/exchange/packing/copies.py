@@ -1,15 +1,15 @@
 """Copies and combinations of pieces of tensors, on any device and for any dtype.
 
-1. *Combining contributions.* On the CPU the code is that of one process
+1. *Combining contributions.* On the CPU the code is that of a single process
    (`reshard.execution.arrays`), so both give the same bits; elsewhere torch computes, in the dtype
    itself or, where torch cannot compute in it, in float32.
-2. *Staging memory.* Memory that nobody has used comes page by page, as it is first written: of
+2. *Staging memory.* Fresh memory is mapped page by page, as it is first written: of
    64 MiB, 16,384 times 4 KiB. Where the system has larger pages it is asked for them: 32 times
-   2 MiB. Results come by turns: memory of an earlier one that nobody has any more is used again, as
+   2 MiB. Results come by turns: memory of an earlier result that has been freed is used again, as
    its pages are there (`keep_memory`).
 3. *Copying rows.* Where a copy moves rows and changes no element, a long row is one `memcpy`,
    which NumPy calls for each; torch has a loop of its own, which is quicker for short ones.
-4. *Many small copies.* They are one call, which goes from one to the next outside of Python.
+4. *Many small copies.* They are a single call, whose loop runs outside of Python.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ WORDS = {
 
 
 class KeptMemory:
-    """Memory of results, the latest ones, for others of as many bytes once nobody has it.
+    """A cache of the latest results' memory, for results of equal size after it is freed.
 
     What is kept is held as torch's storage, and counts as free where this is all that has it: no
     tensor, view, array or storage of the user's. So no two tensors in use ever share it.
@@ -187,7 +187,7 @@ class KeptMemory:
 
     def keep(self, storage: torch.UntypedStorage) -> None:
         """Hold a storage for later, and drop the oldest where they are too many bytes."""
-        # Whoever comes while another thread is at it does without.
+        # A thread that finds the lock taken does without the cache.
         can_tell = _COUNT_USERS is not None and _IS_CLONED_ON_WRITE is not None
         if (
             not can_tell
@@ -203,7 +203,7 @@ class KeptMemory:
             self._lock.release()
 
     def find(self, size_bytes: int) -> torch.UntypedStorage | None:
-        """A storage of exactly so many bytes that nobody has; it counts as the latest."""
+        """Return a free storage of exactly this size; it counts as the latest."""
         if not self._storages or not self._lock.acquire(blocking=False):
             return None
         try:

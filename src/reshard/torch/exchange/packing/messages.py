@@ -61,9 +61,9 @@ FIRST_PLACE: Place = (0, 0)
 
 
 class RankTransfers(NamedTuple):
-    """The transfers on one rank of one tensor, or of several that are of one kind.
+    """The transfers on a rank of a tensor, or of several tensors of a kind.
 
-    Tensors that are cut alike, and lie alike in memory, are of one kind. `received` are the
+    Tensors with equal layouts and strides are of a kind. `received` are the
     transfers into this rank, those that stay included, `sent` those to others, of each of them.
     `sources` and `targets` are the local tensors, None where the rank holds nothing. `dtype` is
     that of the elements that travel, None for the local tensors' own. `place` is the step and the
@@ -95,7 +95,7 @@ class RankTransfers(NamedTuple):
         return cls(change, *_part_directions(transfers, rank), [source], [target], dtype, place)
 
     def split(self, peers: Iterable[int]) -> tuple[RankTransfers | None, RankTransfers | None]:
-        """The transfers from and to some ranks, and those of all others; None where none are."""
+        """Return the transfers from and to some ranks, and the others, or None if empty."""
         chosen = np.array(sorted(peers), dtype=np.int64)
         received, sent = (
             np.isin(slots, chosen) for slots in (self.received.source_slot, self.sent.target_slot)
@@ -112,7 +112,7 @@ class RankTransfers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RankMessage:
-    """Pieces that travel together, all of contributions of one `order` of combination.
+    """Pieces that are sent together, all of contributions of the same `order`.
 
     `key` is its place in the order of all messages: first that in a pipeline, then, contributions
     one after another, their order, the turn among its pair's messages, how far its receiver is
@@ -218,7 +218,7 @@ class _Place(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """One piece of each of several tensors that are alike: its place in the order of all."""
+    """A piece of each of several similar tensors, with its place in the order of all."""
 
     places: IntArray
     views: Sequence[torch.Tensor]
@@ -226,7 +226,7 @@ class _Column(NamedTuple):
 
 
 class _CopyColumn(NamedTuple):
-    """What is copied, or combined, of each of several tensors that are alike, likewise."""
+    """A copy, or a combination, of each of several similar tensors, with its place."""
 
     places: IntArray
     targets: Sequence[torch.Tensor]
@@ -380,7 +380,7 @@ def list_messages(
         tensors: with this rank's transfers and local tensors.
         rank: this rank, among `ranks`.
         message_bytes: the most bytes of a message, the same on every rank; a multiple of 16.
-        in_a_turn: how many messages go to one rank before those to another, likewise the same.
+        in_a_turn: the consecutive messages to a rank before the next; the same on every rank.
         by_region: whether all contributions to a region travel before the next region does. One
             tensor only, whose contributions are cut alike.
         sent: the messages that this rank sends, where they are known: `tensors` may then be
@@ -442,7 +442,7 @@ def _cut_copy(copy: LocalCopy, most_bytes: int) -> Iterator[LocalCopy]:
 def _cut_like_messages(
     copies: Sequence[LocalCopy], message_bytes: int
 ) -> Iterator[tuple[LocalCopy, ...]]:
-    """What a rank has itself of one contribution, cut as if it travelled: message by message."""
+    """Partition a rank's own contribution as if it were sent, message by message."""
     sides = ([one.target for one in copies], [one.source for one in copies])
     targets, sources = (
         pack_messages(MessagePieces.of(Piece.of(view, view.dtype) for view in views), message_bytes)
@@ -456,7 +456,7 @@ def _cut_like_messages(
 
 
 def cells_of(layout: Layout, rank: int, local: torch.Tensor | None) -> dict[int, torch.Tensor]:
-    """The tensor of every cell a rank has: its whole local one, or stretches of the flat one."""
+    """Return the tensor of every cell of a rank: its local tensor, or ranges of a flat tensor."""
     if local is None or not 0 <= rank < layout.slots:
         return {}
     # A rank with several boxes has them one after another in a flat tensor.
@@ -507,7 +507,7 @@ def stage_transfers(
     target: torch.Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[RankTransfers]:
-    """The transfers of one tensor on one rank, each with its place in the pipeline.
+    """Return the transfers of a tensor on a rank, each with its place in the pipeline.
 
     The first of the stages goes from the source to the target, all others from target to target.
     """

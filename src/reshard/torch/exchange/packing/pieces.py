@@ -31,7 +31,7 @@ class PieceForm(NamedTuple):
 
     Attributes:
         dtype: as which its elements travel: they are cast while they are packed and unpacked.
-        reduction: by what it is combined with what is there; None where it replaces that.
+        reduction: how it is combined with the target; None if it replaces the target.
         shape: of the view.
         strides: of the same elements where they are packed, in row major order.
         size_bytes: of its elements as they travel.
@@ -100,7 +100,7 @@ class Piece(NamedTuple):
 
 
 class MessagePieces(Sequence[Piece]):
-    """Pieces that travel one behind the other: their `views` and `forms`.
+    """Pieces that are packed consecutively: their `views` and `forms`.
 
     >>> pieces = MessagePieces.of([Piece.of(torch.zeros(3), torch.float32)] * 2)
     >>> pieces[1].size_bytes, pieces.offsets
