@@ -57,6 +57,7 @@ from reshard.checkpoint.training.model_sets import (
     TRAINER_WORDS,
     bare_name,
     expect_one_model,
+    find_common_prefixes,
     find_model_sets,
     is_auxiliary,
 )
@@ -82,7 +83,6 @@ _BASES = {
     **dict.fromkeys(("siglip", "siglip_text_model", "siglip_vision_model"), ""),
     **dict.fromkeys(("siglip2", "siglip2_text_model", "siglip2_vision_model"), ""),
 }
-_MAX_WORDS = 6
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _WORD = re.compile(r"[A-Za-z]\w*")
 
@@ -121,7 +121,9 @@ def find_model_names(
     """
     # Layers and experts repeat: names that differ in numbers only are looked at once.
     kinds = Counter(_NUMBER.sub("0", name) for name in checkpoint.tensors)
-    prefixes = [""] if keeps_prefix else _list_prefixes(kinds)
+    prefixes = [""]
+    if not keeps_prefix:
+        prefixes += find_common_prefixes(kinds, 2)
     if recipe is None:
         return _take_as_saved(kinds, config, containers, keeps_prefix)
     is_own = _matcher_of(recipe)
@@ -173,20 +175,6 @@ def _list_own_words(recipe: Recipe) -> frozenset[str]:
     return (
         frozenset(word for pattern in patterns for word in _WORD.findall(pattern)) - TRAINER_WORDS
     )
-
-
-def _list_prefixes(kinds: Mapping[str, int]) -> list[str]:
-    """Return the prefixes of half of the names, none included."""
-    counts: Counter[str] = Counter()
-    for name, count in kinds.items():
-        at = -1
-        for _ in range(_MAX_WORDS):
-            at = name.find(".", at + 1)
-            if at < 0:
-                break
-            counts[name[: at + 1]] += count
-    total = sum(kinds.values())
-    return ["", *(prefix for prefix, count in counts.items() if 2 * count >= total)]
 
 
 def _find_best(

@@ -17,6 +17,7 @@ both must be models of the recipe's kind under words that the recipe does not ha
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -64,6 +65,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 # Numbers in the first words may be those of models; further ones are of layers and experts.
 _DISTINCT_WORDS = 3
 _MAX_PREFIX_WORDS = 5
+_MAX_COMMON_WORDS = 6
 # Smaller parts of a checkpoint are layers.
 _MAX_MODELS = 12
 _MAX_LISTED = 4
@@ -165,6 +167,26 @@ def find_prefixes(names: Collection[str], stored: Iterable[str]) -> dict[str, in
                 prefix = ".".join(words[:at]) + "." * bool(at)
                 counts[prefix] = counts.get(prefix, 0) + 1
     return {prefix: count for prefix, count in counts.items() if 2 * count > len(names)}
+
+
+def find_common_prefixes(names: Mapping[str, int], share: int) -> list[str]:
+    """Return the prefixes, up to a dot, of at least one in `share` names, the frequent ones first.
+
+    Args:
+        names: with how often each occurs.
+        share: 2 for half of the names.
+
+    >>> find_common_prefixes({"model.up": 1, "model.net.down": 2, "norm": 1}, 2)
+    ['model.', 'model.net.']
+    """
+    counts: Counter[str] = Counter()
+    for name, count in names.items():
+        words = name.split(".")
+        for length in range(1, min(_MAX_COMMON_WORDS + 1, len(words))):
+            counts[".".join(words[:length]) + "."] += count
+    total = sum(names.values())
+    common = [prefix for prefix, count in counts.items() if share * count >= total]
+    return sorted(common, key=lambda prefix: (-counts[prefix], len(prefix)))
 
 
 def expect_one_model(folder: Path, sets: Mapping[str, int]) -> None:

@@ -21,13 +21,14 @@ A rule shards a weight. Its optimizer state is sharded likewise, under any name:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from reshard.checkpoint.blocks.tensor_columns import shapes_of
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.torch_files.optimizer_states import STEP
-from reshard.checkpoint.training.model_sets import bare_name
+from reshard.checkpoint.training.model_sets import bare_name, find_common_prefixes
 from reshard.checkpoint.training.state import TrainingState, find_training_state
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
@@ -267,22 +268,10 @@ def _find_foreign_prefix(names: Sequence[str], rules: Iterable[Rule]) -> str:
     best, most = "", count("")
     if most == len(sample) or not particular:
         return ""
-    for prefix in _list_prefixes(sample):
+    for prefix in find_common_prefixes(Counter(sample), 4):
         if (found := count(prefix)) > most:
             best, most = prefix, found
     return best
-
-
-def _list_prefixes(names: Sequence[str]) -> list[str]:
-    """Return the first one to three words that names have, the frequent ones first."""
-    counts: dict[str, int] = {}
-    for name in names:
-        words = name.split(".")
-        for length in range(1, min(4, len(words))):
-            prefix = ".".join(words[:length]) + "."
-            counts[prefix] = counts.get(prefix, 0) + 1
-    frequent = [prefix for prefix, times in counts.items() if times * 4 >= len(names)]
-    return sorted(frequent, key=lambda prefix: (-counts[prefix], len(prefix)))
 
 
 def _describe(shapes: Mapping[str, Shape], state: TrainingState, apart: Sequence[str]) -> list[str]:
