@@ -368,7 +368,7 @@ def reshard_tensor(
 
     Raises:
         UsageError: what is no array, no sharding or no mesh.
-        SpecError: an array that is not sharded as `from_spec` says.
+        SpecError: an array that is not sharded by `from_spec`.
         MeshError: a sharding over another mesh.
 
     >>> import numpy as np

@@ -15,7 +15,7 @@ from reshard.spmd.ops.reductions import any as any_of
 
 
 class _Absent:
-    """A method of NumPy's arrays that arrays in shards have not; it says what to use instead.
+    """A method of NumPy's arrays that sharded arrays lack; its error names a replacement.
 
     One for each name, since a `__getattr__` makes every look at an array slower.
     """

@@ -43,9 +43,9 @@ Saved = Mapping[str, tuple[ArrayType, dict[int, Any]]]
 def agreed_save(
     target: str | os.PathLike[str], format: str, overwrite: bool, group: Any
 ) -> Iterator[None]:
-    """What a rank raises inside keeps all ranks of a group from the save.
+    """Keep all ranks of a group from the save if a rank raises inside.
 
-    That rank raises it, the others RunError, which says which rank and why.
+    That rank raises it, the others RunError with its rank and reason.
 
     Raises PlanError where ranks save to other targets, or in other ways.
     """
@@ -68,7 +68,7 @@ def agreed_save(
 def prepare_box_save(
     writer: StorageWriter, saved: Saved, group: Any, is_background: bool
 ) -> Callable[..., None]:
-    """What writes this rank's part, with all ranks of a group, or of the job when None."""
+    """Return a function that writes this rank's part, with all ranks of a group or of the job."""
     planner = _BoxPlanner(saved)
     # What ranks say to each other of a save must not meet what they say of the next steps.
     talking = saving_group(group or dist.group.WORLD) if is_background else group

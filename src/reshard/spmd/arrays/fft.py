@@ -140,7 +140,7 @@ def _make_along_many(name: str, text: str, kind: str) -> Callable[..., Any]:
         x: Any, /, *, s: Sequence[int] | None = None, axes: Axes = None, norm: str = "backward"
     ) -> Any:
         _check_norm(norm)
-        # As the standard says: lengths without axes are those of the last ones.
+        # As in the standard: lengths without axes are those of the last axes.
         if axes is None:
             count = len(s) if isinstance(s, Sequence) else 1
             axes = range(x.ndim) if s is None else range(x.ndim - count, x.ndim)

@@ -166,7 +166,7 @@ def by_ufunc(ufunc: Any, method: str, inputs: tuple[Any, ...], options: Mapping[
 def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     """A function of NumPy applied to arrays in shards. Raises UsageError for an unknown one."""
     sp = namespace.module()
-    # 1. What needs no function of its own: questions about values, and about shapes.
+    # 1. Questions about values and about shapes need no function.
     if function.__name__ in _QUESTIONS:
         whole = [np.asarray(one) if isinstance(one, ArrayValue) else one for one in inputs]
         return function(*whole, **options)

@@ -124,7 +124,7 @@ def _draw(
 
 
 def _make_place(key: Any, shape: tuple[int, ...], spec: ShardingSpec | None) -> Any:
-    """An array that says where numbers are wanted: one element in memory, seen at every place."""
+    """An array of the places of the numbers: a single element in memory, broadcast."""
     if spec is not None and spec.partial_axes:
         raise UsageError(
             f"random numbers in `{spec}`, whose sums are pending; give a sharding without"
@@ -166,7 +166,7 @@ def random_numbers_rule(shapes: Sequence[Shape]) -> Inferred:
 def _draw_kernel(work: LocalWork) -> list[Function]:
     """Numbers at the places that a rank has of the second operand, by the key, the first.
 
-    A third operand says how many arrays of the second one's shape come before.
+    A third operand is the number of arrays of the second operand's shape that come before.
 
     Raises UsageError where that is less than none.
     """

@@ -100,7 +100,7 @@ def save_async(
 ) -> BackgroundWork[None]:
     """Save in the background, while the program goes on: `save` with the same arguments.
 
-    What is saved are the arrays of this moment. Programs may free them (`donate=`); their memory
+    The arrays of this moment are saved. Programs may free them (`donate=`); their memory
     stays until they are written. Do not write into their shards meanwhile. Over processes, the
     first call makes a process group for saves, and one save ends before the next one begins: wait
     for `result()` on every process.
@@ -120,7 +120,7 @@ def _prepare(
     group: Any,
     is_background: bool,
 ) -> Callable[..., None]:
-    """What writes the arrays; everything that ranks move for it is moved before this returns."""
+    """Return a function that writes the arrays; ranks have moved all that it needs."""
     if _is_over_processes(arrays):
         # They import torch.
         from reshard.spmd.arrays.box_save import agreed_save, prepare_box_save

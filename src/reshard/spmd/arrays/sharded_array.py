@@ -4,7 +4,8 @@
     B = (A @ W).with_sharding(mesh, [DimSpec([]), DimSpec([])])
 
 An operation runs on the shards; operands whose shardings conflict are resharded first, and the
-result is what the dense computation gives. What is not sharded counts as a copy on every device.
+result is that of the dense computation. An array without a sharding counts as a copy on every
+device.
 """
 
 from __future__ import annotations

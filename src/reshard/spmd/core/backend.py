@@ -117,7 +117,7 @@ class Library:
         return beside.new_full(shape, value)
 
     def state_of(self, arrays: tuple[Any, ...]) -> Any:
-        """What differs once one of its arrays may have been written to, or is differentiated anew.
+        """Return a state that differs once an array may have been written to.
 
         Of PyTorch's, how often each was written to, and whether gradients are recorded. NumPy
         counts no writes: None where a program has got hold of the memory, see `lend`.

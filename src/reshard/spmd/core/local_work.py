@@ -29,7 +29,7 @@ class LocalWork:
         name: of the operator.
         attributes: of the operator, its options among them.
         operands: types with the shardings that the operator runs with; None for a number.
-        result_specs, result_shapes: of the results; empty where only the outcome tells.
+        result_specs, result_shapes: of the results; empty if only the outcome determines them.
         ranks: that are here.
         library: that computes.
         options: names of attributes that the operator's rule does not ask for.
@@ -68,14 +68,14 @@ class LocalWork:
         return [box[0].start[axis] if box else 0 for box in boxes]
 
     def stretches_here(self, operand: int, axis: int) -> list[list[Stretch]]:
-        """What each rank has of an operand's axis, in the order in which it lies there."""
+        """Return the stretches of an operand's axis on each rank, in the order of its memory."""
         one = self.operands[operand]
         if one is None or one.spec is None:
             return [[] if one is None else [(0, one.shape[axis])]] * len(self.ranks)
         return [_find_stretches(one.layout, rank, axis) for rank in self.ranks]
 
     def result_stretches_here(self, result: int, axis: int) -> list[list[Stretch]]:
-        """What each rank has of a result's axis, in the order in which it lies there."""
+        """Return the stretches of a result's axis on each rank, in the order of its memory."""
         if not self.result_specs:
             return [[(0, self.result_shapes[result][axis])]] * len(self.ranks)
         return [_find_stretches(self.result_layouts[result], rank, axis) for rank in self.ranks]
@@ -131,7 +131,7 @@ def parts_of(spec: ShardingSpec, axis: int, size: int) -> tuple[Stretch, ...]:
 
 
 def stretches_of(spec: ShardingSpec, axis: int, size: int) -> tuple[tuple[Stretch, ...], ...]:
-    """What each part of a dimension has of it, in the order in which it lies there.
+    """Return the stretches of each part of a dimension, in the order of its memory.
 
     >>> from reshard import DeviceMesh, spec
     >>> stretches_of(spec(DeviceMesh.of(x=2), "x@zigzag"), 0, 8)

@@ -425,7 +425,7 @@ class ExpertRouting:
         pull_back: Callable[[TapeStep, Any], list[Any]],
         moves: bool = False,
     ) -> Any:
-        """What is computed, or supposed, as one step of the tapes that listen."""
+        """Compute, or suppose, the result, as a single step of the tapes that listen."""
         with without(find_tapes(given)):
             if self.runner.is_abstract:
                 row_bytes = kind.shape[-1] * kind.dtype.itemsize_bytes

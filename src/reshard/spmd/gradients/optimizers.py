@@ -92,7 +92,7 @@ def specs_over(parameters: Any, mesh: DeviceMesh, axis: str) -> Any:
 
 
 class _Optimizer:
-    """What optimizers have in common: states like parameters, updates where states lie."""
+    """The base of optimizers: states like parameters, updates where states are stored."""
 
     _slots: tuple[str, ...] = ()
 

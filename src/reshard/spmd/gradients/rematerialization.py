@@ -85,7 +85,7 @@ class _Outsiders:
 
     @property
     def of_elements(self) -> OfElements:
-        """What listens for it where a function is traced."""
+        """The recorder that listens for it inside a traced function."""
         return OfElements(self)
 
     def record_read(self, array: ArrayValue) -> None:
@@ -111,7 +111,7 @@ def _run_hidden(
     """Calls a function, and puts it on the tapes as one step."""
     everything = [list(arguments), options]
     given = [leaf for _, leaf in leaves(everything) if isinstance(leaf, ArrayValue)]
-    # Arguments go in as other arrays, so that those the function has from elsewhere are told apart.
+    # Arguments go in as other arrays, so that those the function has from elsewhere are distinct.
     outsiders = _Outsiders(tapes)
     with without(tapes):
         entered = replaced(everything, _enter)

@@ -65,7 +65,7 @@ def _in_passing(x: Any) -> Any:
 
 
 def _attend(q: Any, k: Any, v: Any, shared: Attributes, scale: float) -> tuple[Any, Any]:
-    """What is weighed, and the logarithms of the sums."""
+    """Return the weighted values and the logarithms of the sums."""
     k, v = _in_passing(k), _in_passing(v)
     found, sums = None, None
     for attributes in _list_turns(q, k, shared):

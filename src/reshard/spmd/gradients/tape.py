@@ -126,7 +126,7 @@ class Tape:
         self._active: dict[int, ArrayValue] = {}
 
     def watch(self, array: ArrayValue) -> None:
-        """What is computed of this array from now on is kept."""
+        """Keep all that is computed of this array from now on."""
         self._active[id(array)] = array
 
     def is_active(self, operand: object) -> bool:
@@ -156,7 +156,7 @@ class Tape:
 
     @property
     def of_elements(self) -> OfElements:
-        """What listens for it where a function is traced."""
+        """The recorder that listens for it inside a traced function."""
         return OfElements(self)
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
@@ -301,7 +301,7 @@ def add_step(step: TapeStep) -> None:
 
 
 def find_tapes(arrays: Sequence[Any]) -> list[Any]:
-    """What listens for the tapes that a step of some arrays is put on, and not what it does."""
+    """Return the recorders of the tapes on which a step of some arrays is put."""
     return [listening for listening, one in _list_hearing(arrays) if isinstance(one, Tape)]
 
 
@@ -449,7 +449,7 @@ def _settle(cotangent: Any, kind: ArrayType, name: str) -> Any:
 
 
 def ended(x: Any, spec: ShardingSpec, like: Any = None) -> Any:
-    """What a function returns, in the sharding that it is to have.
+    """Return a function's result in its final sharding.
 
     A strategy that places all values hears of that also where `x` lies so by itself.
 

@@ -16,7 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def of_arrays(function: Function) -> Function:
-    """A function that says which of its arguments is no array, where one was expected.
+    """Name, in the error, the argument of a function that is not an array.
 
     Nothing is asked ahead: an argument without an array's attributes is found when it is used.
 

@@ -381,7 +381,7 @@ class Attention:
         return space.where(mask, scores, space.full_like(scores, -math.inf))
 
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        """What is weighed, `[..., g, r, s, e]`, and the logarithms of the sums, `[..., g, r, s]`.
+        """Return weighted values `[..., g, r, s, e]` and logarithms of sums `[..., g, r, s]`.
 
         A query that sees no key has zeros, and -inf.
         """
@@ -459,7 +459,7 @@ class Attention:
             yield (start, stop), (int(first), int(last))
 
     def _level(self, most: Any) -> Any:
-        """What is taken off before exponentials: nothing where no key is seen."""
+        """Return the shift before exponentials: 0 where no key is seen."""
         return self.space.where(self.space.isfinite(most), most, self.space.zeros_like(most))
 
     def _softmax(self, scores: Any) -> Any:
@@ -491,7 +491,7 @@ _LEAST = 32
 
 
 def _sum_heads(space: Any, weights: Any, rows: Any) -> Any:
-    """What weights `[..., r, s, t]` make of rows `[..., r, s, d]`: `[..., 1, t, d]`."""
+    """Sum rows `[..., r, s, d]` by weights `[..., r, s, t]`: `[..., 1, t, d]`."""
     found = space.matmul(space.matrix_transpose(weights), rows)
     return space.sum(found, axis=-3, keepdims=True)
 
@@ -649,7 +649,7 @@ def attend_by_scores(
     scores = multiply(scores, factor)
     if groups != heads:
         scores = reshape(scores, (*lead, heads, length, keys.shape[-2]))
-    # 2. What a query may not see gets -inf, whose exponential is 0.
+    # 2. Keys that a query may not see get -inf, whose exponential is 0.
     if is_causal or window is not None:
         before = np.arange(length)[:, None] - np.arange(scores.shape[-1])
         seen = before >= 0 if is_causal else np.ones_like(before, dtype=bool)

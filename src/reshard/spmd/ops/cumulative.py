@@ -99,7 +99,7 @@ def cumulative_rule(
             raise SpecError(f"parts {tuple(parts)} of {shape[place]}; their sum must be that size")
         builder = RuleBuilder([shape], [shape])
         for dim in range(len(shape)):
-            # `_begins_at_parts` tells whether a rank's part is one of those: only then may the axis
+            # `_begins_at_parts` checks whether a rank's part is among those: only then may the axis
             # be cut.
             builder.factor([dim], [dim], adjusted=dim == place)
         return builder.build()

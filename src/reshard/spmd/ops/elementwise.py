@@ -745,7 +745,7 @@ def _write(function: Function, write: Callable[..., Any], *operands: Any, out: A
     is_recorded = torch.is_grad_enabled() and any(
         getattr(one, "requires_grad", False) for one in operands
     )
-    # A subclass says itself what its functions do, and some functions take no number before `out`.
+    # A subclass defines its own functions, and some functions take no number before `out`.
     if is_recorded or type(out) is not torch.Tensor or not isinstance(operands[0], torch.Tensor):
         return function(*operands)
     return write(*operands, out=out)

@@ -89,7 +89,7 @@ class WindowReach:
         return self.seen_by(self.seeing(elements))
 
     def edge(self, windows: Stretch, held: Stretch) -> tuple[slice, tuple[int, int]]:
-        """What windows see of the elements that are held, and the padding around it."""
+        """Return the slice of the held elements that windows see, and the padding around it."""
         start, stop = self.spanned_by(windows)
         low, high = self.seen_by(windows)
         before = low - start if low < high else stop - start
@@ -118,7 +118,7 @@ def find_reaches(
 
 @dataclass(frozen=True)
 class Edges:
-    """What a rank takes of its elements, and the padding around, in each dimension of space."""
+    """The slice of a rank's elements, and the padding around, in each dimension of space."""
 
     taken: tuple[slice, ...]
     pads: tuple[tuple[int, int], ...]

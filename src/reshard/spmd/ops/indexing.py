@@ -542,7 +542,7 @@ def _take_between(x: Any, items: list[Any], place: int) -> Any:
 
 def _gather(x: Any, items: list[Any]) -> Any:
     """Whole numbers in arrays, for the leading dimensions."""
-    # What takes all of the trailing dimensions says nothing.
+    # Items that take all of the trailing dimensions have no effect.
     while items and items[-1] is Ellipsis:
         items.pop()
     while items and isinstance(items[-1], slice) and items[-1] == slice(None):

@@ -204,7 +204,7 @@ def _norm_by_numpy(work: LocalWork) -> Function:
 
 
 class _Rows:
-    """What is normalised, as rows of floats that are not narrow."""
+    """The normalized dimensions as rows, of floats of 4 bytes or more."""
 
     def __init__(self, work: LocalWork) -> None:
         self.space = work.library.namespace

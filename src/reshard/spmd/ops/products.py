@@ -248,7 +248,7 @@ def _take_diagonals(letters: str, x: Any) -> tuple[str, Any]:
     while letter := _find_repeated(letters):
         before, dots, after = letters.partition("...")
         if len(before) + len(after) > x.ndim or not (dots or len(before) == x.ndim):
-            # The rule says what is wrong with it.
+            # The rule raises the error.
             return letters, x
         axes = [n for n, one in enumerate(before) if one == letter]
         axes += [x.ndim - len(after) + n for n, one in enumerate(after) if one == letter]
@@ -269,7 +269,7 @@ def _find_repeated(letters: str) -> str:
 
 
 def einsum_rule(shapes: Sequence[Shape], subscripts: str) -> Inferred:
-    """What `numpy.einsum` computes; `...` stands for leading dimensions, and `->` may be left out.
+    """Infer as `numpy.einsum`: `...` stands for leading dimensions, and `->` may be left out.
 
     >>> print(einsum_rule([(2, 4, 8), (2, 8, 5)], "...ik,...kj").rule)
     ([i, j, l], [i, l, k]) -> ([i, j, k]) {i=2, j=4, k=5, l=8} reduction={l}

@@ -85,7 +85,7 @@ def _pull_sum(step: TapeStep, g: Any, number: int) -> Any:
 
 
 def _keep_dims(step: TapeStep, reduced: Any) -> Any:
-    """What was reduced, or its cotangent, with dimensions of 1 in the reduced ones' places."""
+    """Return a total, or its cotangent, with dimensions of 1 in place of the reduced."""
     shape = step.operands[0].shape
     axes = axes_of(len(shape), step.attributes["axis"])
     return reshape(reduced, [1 if dim in axes else size for dim, size in enumerate(shape)])

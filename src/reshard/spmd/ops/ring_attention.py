@@ -107,7 +107,7 @@ def seen_keys(options: Any, query_start: int = 0, key_start: int = 0) -> SeenKey
 
 
 def _turn_kernel(work: LocalWork) -> list[Function]:
-    """What is weighed, and the logarithms of the sums: zeros and -inf where no key is seen."""
+    """Make weighted values and the logarithms of sums: zeros and -inf where no key is seen."""
 
     def make(turn: _Turn) -> Function:
         space = turn.space
@@ -199,7 +199,7 @@ def is_reached(options: Any, queries: Part, keys: Part) -> bool:
 
 
 Part = Sequence[Stretch]
-"""What a rank has of a sequence."""
+"""The stretches of a sequence on a rank."""
 
 
 def _list_turns(work: LocalWork) -> list[_Turn]:
@@ -215,7 +215,7 @@ def _make_unseen(space: Any, q: Any, width: int) -> tuple[Any, Any]:
 
 
 def _join(space: Any, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-    """What is weighed, and the logarithms of the sums, of keys in two stretches together."""
+    """Join the weighted values and the logarithms of sums over keys of two stretches."""
     total = space.logaddexp(one[1], other[1])
     # Where nothing is seen yet, both are zeros.
     level = space.where(space.isfinite(total), total, space.zeros_like(total))

@@ -71,7 +71,7 @@ def order_of(space: Any, x: Any, axis: int, descending: bool) -> Any:
 
 
 def sorted_where_cut(name: str, x: Any, axis: int, descending: bool) -> Any:
-    """What `sort` or `argsort` finds, cut as `x` is; None where gathering the axis is the way.
+    """Return `sort` or `argsort` of `x`, sharded as `x` is, or None if the axis is to be gathered.
 
     Gathering is, where it moves no more bytes, and in one dimension where somebody records what is
     done to it, or a strategy is to place it. In a traced function, which has no elements, the sort

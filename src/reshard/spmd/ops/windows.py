@@ -361,7 +361,7 @@ def _place_input_gradient(specs: GivenSpecs, shapes: Shapes, attributes: Attribu
 
 @dataclass(frozen=True)
 class _Span:
-    """What a rank computes of the cotangent of elements.
+    """The part of the cotangent of elements that a rank computes.
 
     Args:
         taken: of the windows that are here, those that see its elements.

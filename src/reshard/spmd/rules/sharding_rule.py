@@ -1,6 +1,6 @@
 """Sharding rules: the common factors of the dimensions of operands and results.
 
-An `OpShardingRule` names *factors*, as einsum does, and says which factors make up each
+An `OpShardingRule` names *factors*, as einsum does, and lists the factors that make up each
 dimension, major to minor. A matrix product, and a reshape that merges two dimensions::
 
     ([i, k], [k, j]) -> ([i, j]) {i=4, k=8, j=16} reduction={k}

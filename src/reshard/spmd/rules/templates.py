@@ -139,7 +139,7 @@ class Template:
                     f"{len(mapping)} dimensions; give a size for each"
                 )
             for dim, factors in enumerate(mapping):
-                # Only a dimension of one factor tells that factor's size. Templates with dimensions
+                # Only a dimension of one factor determines that factor's size. Templates with dimensions
                 # of several, as of reshapes, are made with their sizes.
                 if len(factors) == 1 and sizes[factors[0]] is None:
                     sizes[factors[0]] = shape[dim]

@@ -81,7 +81,7 @@ class ArrayValue:
         return None, {"type": self.type, "runner": self.runner, "_shards": self._shards}
 
     def kept_reshards(self) -> dict[ShardingSpec, Any] | None:
-        """What is kept of it in other shardings, see `kept_reshards`; None where nothing may be."""
+        """Return its cached reshards, see `kept_reshards`, or None if nothing may be cached."""
         # Made when it is first asked for: most arrays are never moved.
         try:
             return self._kept

@@ -57,7 +57,7 @@ def take_column(
 
 
 def given_on(made: ArrayValue, result: ArrayType) -> ArrayValue:
-    """What an operation made, in the sharding in which it gives it on."""
+    """Return an operation's result in its final sharding."""
     if result.spec is None or made.type.spec is result.spec:
         return made
     move = made.runner.movement(made.type, result.spec)
@@ -138,7 +138,7 @@ def make_run(
 
 
 def _give_on(run: RunCall, results: Sequence[ArrayType]) -> RunCall:
-    """What carries out an operation and moves what it made to where it is given on."""
+    """Return a function that runs an operation and moves its results to their final shardings."""
 
     def run_moving(*operands: Any) -> Any:
         made = run(*operands)
@@ -150,7 +150,7 @@ def _give_on(run: RunCall, results: Sequence[ArrayType]) -> RunCall:
 
 
 def _mark_views(run: RunCall) -> RunCall:
-    """What carries out an operation whose results may be views of what a program has given."""
+    """Return a function that runs an operation whose results may be views of given arrays."""
 
     def run_marking(*operands: Any) -> Any:
         results = run(*operands)

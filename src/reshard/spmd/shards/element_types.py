@@ -137,7 +137,7 @@ def find_result_types(
 def compute_few(
     operator: Operator, work: LocalWork, numbers: Sequence[Any]
 ) -> tuple[tuple[Any, ...], bool]:
-    """What the library makes of a few elements, and whether it is one result by itself.
+    """Compute a few elements; return the results, and whether there is a single result.
 
     NumPy computes stand-ins for types that it lacks. Raises what the library does for types that it
     refuses.

@@ -205,7 +205,7 @@ def _cross(
     *,
     enters: bool,
 ) -> Tensor:
-    """What programs have alike, by the sharding `outside`, as an array's shard of `inside`.
+    """Convert a tensor sharded by `outside` between programs to a shard of `inside`.
 
     Or the other way round, where it does not enter: each is the transposed movement of the other.
     """

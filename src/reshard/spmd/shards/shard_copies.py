@@ -1,6 +1,6 @@
 """Copies of shards between layouts within one process, as views where possible.
 
-A change of layouts says which boxes each rank needs. Arrays of `spmd` are immutable, so most
+A change of layouts lists the boxes that each rank needs. Arrays of `spmd` are immutable, so most
 changes need no copy, and work on any device and with the gradients of any library:
 
 1. ranks that need the same box share one array;

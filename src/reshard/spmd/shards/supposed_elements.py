@@ -1,7 +1,7 @@
 """Supposed elements: data-dependent functions, executed without element values.
 
-So are the types of their results found. What only elements decide is supposed even then: each
-expert is chosen as often as another.
+This finds the types of their results. Choices that only elements decide are supposed to be even:
+each expert is chosen as often as another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _is_supposed: ContextVar[bool] = ContextVar("is_supposed", default=False)
 
 
 def supposed_elements() -> AbstractContextManager[None]:
-    """What reads elements supposes them inside, where there are none.
+    """Suppose elements inside, where there are none.
 
     >>> with supposed_elements():
     ...     supposes_elements()
