@@ -139,8 +139,8 @@ class Template:
                     f"{len(mapping)} dimensions; give a size for each"
                 )
             for dim, factors in enumerate(mapping):
-                # Only a dimension of one factor determines that factor's size. Templates with dimensions
-                # of several, as of reshapes, are made with their sizes.
+                # Only a dimension of one factor determines that factor's size. Templates with
+                # dimensions of several, as of reshapes, are made with their sizes.
                 if len(factors) == 1 and sizes[factors[0]] is None:
                     sizes[factors[0]] = shape[dim]
                 expected = math.prod(sizes[factor] or 0 for factor in factors)

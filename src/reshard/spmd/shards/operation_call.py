@@ -6,8 +6,8 @@
    is one look in a dictionary.
 2. Otherwise the operation is compiled: the mesh is found; pending sums that the operator cannot
    work on are marked to be reduced (`pending_sums`); the operator's rule determines the shards
-   on which it runs (`alignment`); each operand whose sharding differs gets its movement (`runner`); each rank
-   gets the function that it computes (its kernel).
+   on which it runs (`alignment`); each operand whose sharding differs gets its movement
+   (`runner`); each rank gets its kernel.
 3. It is run: operands move, every rank that is here computes, the results are wrapped.
 
 A `Recorder` sees every operation that is carried out while it is listening.
