@@ -75,7 +75,7 @@ class ArrayType(Interned):
 
     def with_spec(self, spec: ShardingSpec | None) -> ArrayType:
         """The same array sharded another way."""
-        return ArrayType(self.shape, self.dtype, spec)
+        return self if spec is self.spec else ArrayType(self.shape, self.dtype, spec)
 
     def with_dtype(self, dtype: DType) -> ArrayType:
         """The same array of another element type."""

@@ -141,18 +141,27 @@ def aligned(
     mesh = operands[0].mesh
     blocked = {*whole, *_whole_factors(rule, (*operand_shapes, *result_shapes))}
     cuts = _choose(rule, operands, operand_shapes, blocked, order)
-    placed = [
-        ShardingSpec(mesh, [_find_dim(dim, cuts) for dim in mapping]) for mapping in rule.operands
-    ]
-    results = [
-        ShardingSpec(
-            mesh,
-            [_find_dim(dim, cuts) for dim in mapping],
-            partial_axes=[axis for f in contributed if f in cuts for axis in cuts[f].axes],
-            reduction=rule.reduction_operator,
-        )
-        for mapping, contributed in zip(rule.results, rule.contributed, strict=True)
-    ]
+    # Shardings that are there already are reused: making one takes longer than all else here.
+    known = {
+        spec.dim_specs: spec
+        for spec in operands
+        if not (spec.replicated_axes or spec.partial_axes or spec.only)
+    }
+    placed = []
+    for mapping in rule.operands:
+        dims = tuple([_find_dim(dim, cuts) for dim in mapping])
+        own = known.get(dims)
+        placed.append(ShardingSpec(mesh, dims) if own is None else own)
+    results = []
+    for mapping, contributed in zip(rule.results, rule.contributed, strict=True):
+        dims = tuple([_find_dim(dim, cuts) for dim in mapping])
+        partial_axes = [axis for f in contributed if f in cuts for axis in cuts[f].axes]
+        found = None if partial_axes else known.get(dims)
+        if found is None:
+            found = ShardingSpec(
+                mesh, dims, partial_axes=partial_axes, reduction=rule.reduction_operator
+            )
+        results.append(found)
     return tuple(placed), tuple(results)
 
 
@@ -230,9 +239,12 @@ def _free_prefix(cut: DimSpec, used: Sequence[Axis]) -> DimSpec | None:
 
 def _continue(taken: DimSpec, cut: DimSpec, used: Sequence[Axis]) -> DimSpec | None:
     """A cut that goes on from one that was taken, as far as axes are free; None where it cannot."""
-    if not (_is_flat(taken) and _is_flat(cut)) or cut.axes[: len(taken.axes)] != taken.axes:
+    count = len(taken.axes)
+    if count >= len(cut.axes) or cut.axes[:count] != taken.axes:
         return None
-    more = _free_prefix(DimSpec(cut.axes[len(taken.axes) :]), used)
+    if not (_is_flat(taken) and _is_flat(cut)):
+        return None
+    more = _free_prefix(DimSpec(cut.axes[count:]), used)
     return DimSpec([*taken.axes, *more.axes]) if more is not None and more.axes else None
 
 
