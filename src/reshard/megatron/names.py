@@ -270,26 +270,26 @@ class MegatronNames(Record):
     def _renumber(
         self, name: str, layer: Callable[[int], int], expert: Callable[[int], int]
     ) -> str:
-        found = self._layer(name)
-        if found:
-            begin, end = found.span(1)
-            name = f"{name[:begin]}{layer(int(found[1]))}{name[end:]}"
+        match = self._layer(name)
+        if match:
+            begin, end = match.span(1)
+            name = f"{name[:begin]}{layer(int(match[1]))}{name[end:]}"
         if self.num_experts is None:
             return name
-        return _EXPERT.sub(lambda found: f"{found[1]}{expert(int(found[2]))}", name, count=1)
+        return _EXPERT.sub(lambda match: f"{match[1]}{expert(int(match[2]))}", name, count=1)
 
     def layer(self, name: str) -> int | None:
         """Return the layer of a global name, None for what is in none."""
-        found = self._layer(name)
-        return int(found[1]) if found else None
+        match = self._layer(name)
+        return int(match[1]) if match else None
 
     def _layer(self, name: str) -> re.Match[str] | None:
         return re.search(rf"(?:^|\.){re.escape(self.stack)}\.(\d+)(?=\.|$)", name)
 
     def expert(self, name: str) -> int | None:
         """Return the expert of a global name, None for what belongs to none."""
-        found = _EXPERT.search(name) if self.num_experts is not None else None
-        return int(found[2]) if found else None
+        match = _EXPERT.search(name) if self.num_experts is not None else None
+        return int(match[2]) if match else None
 
     def stage(self, name: str) -> int | None:
         """Return the pipeline stage that has the layer of a global name; None for what is

@@ -262,11 +262,11 @@ class MegatronParameter(Record):
         """
         lengths = self.local_lengths
         rule = self._find_rule(lengths)
-        found = rule.table(self._global_length(), self.parts).local_lengths.tolist()
-        if found != list(lengths):
+        local = rule.table(self._global_length(), self.parts).local_lengths.tolist()
+        if local != list(lengths):
             raise RuleError(
                 f"`{rule.text or 'ceil'}` cuts dimension {self.partition_dim} of length "
-                f"{self._global_length()} into {found}, but the ranks have {list(lengths)}"
+                f"{self._global_length()} into {local}, but the ranks have {list(lengths)}"
             )
         return rule
 
@@ -425,19 +425,19 @@ def gather_parameters(
             else f"a roster of rank {min(set(rosters) - set(expected))}; the ranks are "
             f"{expected[0]} to {expected[-1]}"
         )
-    found: dict[str, dict[int, LocalParameter]] = {}
+    by_name: dict[str, dict[int, LocalParameter]] = {}
     for rank in expected:
         for chunk, roster in enumerate(rosters[rank]):
             for name, local in roster.items() if isinstance(roster, Mapping) else roster:
                 whole = names.global_name(name, rank, chunk)
-                held = found.setdefault(whole, {})
+                held = by_name.setdefault(whole, {})
                 if rank in held:
                     raise SpecError(
                         f"rank {rank} lists {whole!r} twice, as {name!r} of chunk {chunk} again; "
                         "local names become global ones by the layers and experts that names has"
                     )
                 held[rank] = local
-    return {name: _combine(names, name, held) for name, held in found.items()}
+    return {name: _combine(names, name, held) for name, held in by_name.items()}
 
 
 def _combine(
@@ -510,12 +510,12 @@ def _group_by_part(
     name: str, part: Mapping[int, int], held: Mapping[int, LocalParameter]
 ) -> list[LocalParameter]:
     """Return the description by each tensor-parallel rank; copies must agree."""
-    found: dict[int, tuple[int, LocalParameter]] = {}
+    by_part: dict[int, tuple[int, LocalParameter]] = {}
     for rank, local in held.items():
-        first_rank, first = found.setdefault(part[rank], (rank, local))
+        first_rank, first = by_part.setdefault(part[rank], (rank, local))
         if local != first:
             raise SpecError(
                 f"ranks {first_rank} and {rank} hold the same part of {name!r}, but one has "
                 f"{list(first.shape)} and the other {list(local.shape)}"
             )
-    return [local for _, (_, local) in sorted(found.items())]
+    return [local for _, (_, local) in sorted(by_part.items())]

@@ -119,7 +119,7 @@ def _choose_reading(
     if both != (source, target):
         readings["as marked"] = source, target
     readings["neither cut"] = _unmark(source), _unmark(target)
-    found = {}
+    tried = {}
     # In the order of the module's docstring; a dict keeps it.
     for name, (left, right) in readings.items():
         if left is None or right is None:
@@ -128,10 +128,10 @@ def _choose_reading(
         if all(a == b for a, b in lengths):
             return left, right
         a, b = next((a, b) for a, b in lengths if a != b)
-        found[name] = f"{name}: {a} and {b}"
+        tried[name] = f"{name}: {a} and {b}"
     raise SpecError(
         f"no reading gives both sides one length along dimension {cut[0]} ("
-        f"{'; '.join(found.values())}): the source has {list(source.local_shapes[0])} on each of "
+        f"{'; '.join(tried.values())}): the source has {list(source.local_shapes[0])} on each of "
         f"{source.parts} tensor-parallel ranks, the target {list(target.local_shapes[0])} on each "
         f"of {target.parts}. Check tensor_model_parallel and partition_dim, or say true_length or "
         "heads where ranks pad or share"
@@ -259,29 +259,29 @@ def reconcile_all(
             f"{f' (nor {len(unused) - 1} others)' if unused[1:] else ''}; leave it out of the "
             "source, or declare the name it is tied to in ties"
         )
-    found = {}
+    pairs = {}
     for name, served_by in serves.items():
         to, of = targets[name], sources[served_by or name]
         try:
-            found[name] = reconcile(of, to, cast=_choose_cast(name, of, to, cast))
+            pairs[name] = reconcile(of, to, cast=_choose_cast(name, of, to, cast))
         except LayoutError as error:
             raise type(error)(f"parameter {name!r}: {error}") from error
-    return found
+    return pairs
 
 
 def _index_by_name(
     parameters: Mapping[str, MegatronParameter] | Iterable[tuple[str, MegatronParameter]], side: str
 ) -> dict[str, MegatronParameter]:
     pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
-    found: dict[str, MegatronParameter] = {}
+    by_name: dict[str, MegatronParameter] = {}
     for name, parameter in pairs:
-        if name in found:
+        if name in by_name:
             raise SpecError(
                 f"the {side} has {name!r} twice; names must be those of the whole model, not a "
                 "rank's own"
             )
-        found[name] = parameter
-    return found
+        by_name[name] = parameter
+    return by_name
 
 
 def _find_root(name: str, ties: Mapping[str, str]) -> str:

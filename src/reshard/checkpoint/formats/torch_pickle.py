@@ -95,8 +95,8 @@ class TorchPickleFormat(CheckpointFormat):
         weight_map = read_weight_map(path)
         expect_files(path, weight_map)
         names = sorted(set(weight_map.values()))
-        found = map_paths(read_flat_state, (path.parent / name for name in names))
-        states = dict(zip(names, found, strict=True))
+        contents = map_paths(read_flat_state, (path.parent / name for name in names))
+        states = dict(zip(names, contents, strict=True))
         check_weight_map(path, weight_map, {name: states[name].tensors for name in names})
         return _checkpoint(path.parent, states)
 
@@ -242,7 +242,7 @@ def _note_ties(archived: list[tuple[str, str, ArchivedTensor]]) -> tuple[str, ..
         if 0 not in tensor.shape:
             key = file, tensor.start_bytes, tensor.view, tensor.shape, tensor.dtype
             names.setdefault(key, []).append(name)
-    tied = [" = ".join(map(shortened, found)) for found in names.values() if len(found) > 1]
+    tied = [" = ".join(map(shortened, same)) for same in names.values() if len(same) > 1]
     if not tied:
         return ()
     shown = "; ".join(tied[:3]) + (f"; {len(tied) - 3} more" if len(tied) > 3 else "")

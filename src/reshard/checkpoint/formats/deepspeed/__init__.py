@@ -283,10 +283,12 @@ class DeepSpeedFormat(CheckpointFormat):
 
         Flat buffers have state of all parameters, whether the source had it or not.
         """
-        found = self.open(folder)
-        known = {name: one for name, one in found.tensors.items() if name in manifest.tensors}
-        checked = check_against_manifest(dataclasses.replace(found, tensors=known), manifest)
-        return dataclasses.replace(checked, tensors={**found.tensors, **checked.tensors})
+        checkpoint = self.open(folder)
+        known = {
+            name: tensor for name, tensor in checkpoint.tensors.items() if name in manifest.tensors
+        }
+        checked = check_against_manifest(dataclasses.replace(checkpoint, tensors=known), manifest)
+        return dataclasses.replace(checked, tensors={**checkpoint.tensors, **checked.tensors})
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
         """Yield the file that names the save."""

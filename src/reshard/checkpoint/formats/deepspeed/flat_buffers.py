@@ -77,7 +77,7 @@ def flat_pieces(
     >>> [str(piece) for piece in flat_pieces([7, 3, 4], [0, 0, 0], 8)[1]]
     ['[0:1] at 7 of 0', '[1:3] at 0 of 1']
     """
-    found, at = [], 0
+    group, at = [], 0
     for count, padding in zip(elements, paddings, strict=True):
         pieces = []
         begin, end = at, at + count
@@ -88,9 +88,9 @@ def flat_pieces(
             offset = begin - rank * size
             pieces.append(Region((begin - at,), (stop - at,), rank, offset, (1,)))
             begin = stop
-        found.append(tuple(pieces))
+        group.append(tuple(pieces))
         at = end + padding
-    return found
+    return group
 
 
 def part_size(elements: int, ranks: int) -> int:
@@ -131,16 +131,16 @@ def sub_groups(parts: Sequence[int], most: int) -> list[list[int]]:
     """
     if most >= sum(parts):
         return [[*range(len(parts))]]
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     group: list[int] = []
     filled = 0
     for number, part in enumerate(parts):
         group.append(number)
         filled += part
         if filled >= most or number == len(parts) - 1:
-            found.append(group)
+            groups.append(group)
             group, filled = [], 0
-    return found
+    return groups
 
 
 _EXPERT = r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,7})(\..*)"
@@ -208,7 +208,7 @@ def deal(names: Sequence[str], sets: Sequence[tuple[int, ...]]) -> tuple[GroupCo
     >>> [[n[-4:] for n in copy.names] for copy in deal(names, expert_sets(4, 2))]
     [['0.up', '1.up'], ['2.up', '3.up']]
     """
-    found: list[list[str]] = [[] for _ in sets]
+    by_set: list[list[str]] = [[] for _ in sets]
     for layer, experts in list_layers(names).items():
         if len(experts) % len(sets) or sorted(experts) != [*range(len(experts))]:
             raise UsageError(
@@ -218,8 +218,8 @@ def deal(names: Sequence[str], sets: Sequence[tuple[int, ...]]) -> tuple[GroupCo
             )
         local = len(experts) // len(sets)
         for expert in sorted(experts):
-            found[expert // local] += experts[expert]
-    return tuple(GroupCopy(*pair) for pair in zip(sets, map(tuple, found), strict=True))
+            by_set[expert // local] += experts[expert]
+    return tuple(GroupCopy(*pair) for pair in zip(sets, map(tuple, by_set), strict=True))
 
 
 def list_layers(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
@@ -233,11 +233,11 @@ def list_layers(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
 
 def local_names(copies: Sequence[GroupCopy]) -> list[dict[str, str]]:
     """Return the names of each copy's parameters on its ranks, by those of the whole model."""
-    found = []
+    renamed = []
     for copy in copies:
         least = {layer: min(experts) for layer, experts in list_layers(copy.names).items()}
-        found.append({name: _move(name, -least.get(_layer(name), 0)) for name in copy.names})
-    return found
+        renamed.append({name: _move(name, -least.get(_layer(name), 0)) for name in copy.names})
+    return renamed
 
 
 def match_expert(name: str) -> re.Match[str] | None:

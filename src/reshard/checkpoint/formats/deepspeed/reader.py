@@ -164,8 +164,10 @@ class SaveReader:
     ) -> dict[Key, Found]:
         """Return the contents of files, in the order of their keys."""
         keys, folder = sorted(names), self.saved.folder
-        found = map_paths(lambda path: read(folder, path.name), (folder / names[k] for k in keys))
-        return dict(zip(keys, found, strict=True))
+        contents = map_paths(
+            lambda path: read(folder, path.name), (folder / names[k] for k in keys)
+        )
+        return dict(zip(keys, contents, strict=True))
 
     @property
     def slots(self) -> int:
@@ -186,14 +188,14 @@ class SaveReader:
 
     def _list_files(self) -> Iterator[StoredFile]:
         saved = self.saved
-        found = {name: self.slot(mp, rank) for (mp, rank), name in saved.partitions.items()}
-        found |= {name: self.slot(mp, rank) for (mp, rank), name in saved.model_partitions.items()}
-        found |= {name: self.slot(mp, 0) for mp, name in saved.models.items()}
-        found |= dict.fromkeys([*saved.layers.values(), *saved.experts.values()], 0)
-        found |= dict.fromkeys(saved.expert_optimizers.values(), 0)
-        for name in sorted(found, key=lambda name: (found[name], name)):
+        ranks = {name: self.slot(mp, rank) for (mp, rank), name in saved.partitions.items()}
+        ranks |= {name: self.slot(mp, rank) for (mp, rank), name in saved.model_partitions.items()}
+        ranks |= {name: self.slot(mp, 0) for mp, name in saved.models.items()}
+        ranks |= dict.fromkeys([*saved.layers.values(), *saved.experts.values()], 0)
+        ranks |= dict.fromkeys(saved.expert_optimizers.values(), 0)
+        for name in sorted(ranks, key=lambda name: (ranks[name], name)):
             size_bytes = (saved.folder / name).stat().st_size
-            yield StoredFile(self.prefix + name, size_bytes, found[name])
+            yield StoredFile(self.prefix + name, size_bytes, ranks[name])
 
     # Weights. Stages of a pipeline that share a parameter each have it: the first stage's is read.
 
@@ -220,7 +222,7 @@ class SaveReader:
         of_layers = self._read_each(read_tensors, layers)
         seen: set[tuple[str, int]] = set()
         for (layer, rank), file in layers.items():
-            found = of_layers[layer, rank]
+            tensors = of_layers[layer, rank]
             shapes = {
                 name: shape
                 for (mp, _), model in self.models.items()
@@ -229,7 +231,7 @@ class SaveReader:
             }
             # A layer that stages share has a file for each of them; the stages are unknown.
             last = (self.stages - 1) * self.tensor_ranks
-            for name, archived in name_layer(layer, found, shapes).items():
+            for name, archived in name_layer(layer, tensors, shapes).items():
                 mp = rank + last if (name, rank) in seen else rank
                 seen.add((name, rank))
                 self.collector.add_part(name, name, mp, self.slot(mp, 0), file, archived)
@@ -291,10 +293,10 @@ class SaveReader:
                 if buffer is not None and buffer.shape == shape:
                     self.collector.add_part(name, name, mp, self.slot(mp, 0), model.file, buffer)
                     return
-                found = "missing" if buffer is None else f"of shape {list(buffer.shape)}"
+                state = "missing" if buffer is None else f"of shape {list(buffer.shape)}"
                 raise FormatError(
                     f"{self.saved.folder / model.file}: the part of the frozen parameter {name!r} "
-                    f"is {found}, expected {size} elements of {list(shape)} over {self.ranks} ranks"
+                    f"is {state}, expected {size} elements of {list(shape)} over {self.ranks} ranks"
                 )
             slot = self.slot(mp, piece.container)
             pieces.append((slot, self._locate(name, piece, model.file, buffer)))
@@ -331,9 +333,9 @@ class SaveReader:
         elements = [math.prod(shape) for shape in shapes.values()]
         count = self._count_partitions(parts[0], number)
         if parts[0].stage == 3:
-            found = _find_own(elements, count)
+            located = _find_own(elements, count)
         else:
-            found = self._find_flat(number, elements, parts, count)
+            located = self._find_flat(number, elements, parts, count)
         for ranks, names in spread([*shapes], count, self.ranks, self._is_data_first):
             members = [parts[rank] for rank in ranks]
             first, size = members[0], members[0].masters[number].shape[0]
@@ -341,7 +343,7 @@ class SaveReader:
             buffers: dict[str, list[Any]] = {MASTER: [part.masters[number] for part in members]}
             for key in first.states[number]:
                 buffers[str(key)] = [part.states[number].get(key) for part in members]
-            for name, shape, pieces in zip(names, shapes.values(), found, strict=True):
+            for name, shape, pieces in zip(names, shapes.values(), located, strict=True):
                 for key, of_ranks in buffers.items():
                     own, value = state_name(name, key), of_ranks[0]
                     if not isinstance(value, ArchivedTensor):
@@ -421,11 +423,11 @@ class SaveReader:
                     kept = {MASTER: optimizer.masters[number], **kept}
                 for key, value in kept.items():
                     self._add_kept(parameter, str(key), value, optimizer)
-            found = [
+            named = [
                 {**group, "params": [names.get(n, n) for n in group["params"]]}
                 for group in optimizer.hyper
             ]
-            merge_groups(groups, found)
+            merge_groups(groups, named)
         self.param_groups = groups or self.param_groups
 
     def _add_fused(self, optimizer: WholeOptimizer) -> None:
@@ -473,16 +475,18 @@ class SaveReader:
         ]
         if part.stage in (1, 2):
             # The order of the buffers is not that of the model's groups then.
-            names = [self._in_own_order(one) for one in names]
+            names = [self._in_own_order(buffer) for buffer in names]
         # An elastic checkpoint lacks hyper-parameters.
         hypers = part.hyper or tuple({"params": [number]} for number in range(len(groups)))
-        found = []
+        merged = []
         at = 0
         for hyper in hypers:
             buffers = len(hyper.get("params", ()))
-            found.append({**hyper, "params": [n for one in names[at : at + buffers] for n in one]})
+            merged.append(
+                {**hyper, "params": [n for buffer in names[at : at + buffers] for n in buffer]}
+            )
             at += buffers
-        merge_groups(self.param_groups, found)
+        merge_groups(self.param_groups, merged)
 
     def _count_partitions(self, part: Partition, group: int) -> int:
         """Return the number of ranks over which a group is partitioned."""
@@ -495,8 +499,8 @@ class SaveReader:
         if not isinstance(zero, dict) or not zero.get("round_robin_gradients"):
             return names
         order = deal_round_robin(len(names), self.ranks)
-        found = dict(zip(order, names, strict=True))
-        return [found[number] for number in range(len(names))]
+        by_number = dict(zip(order, names, strict=True))
+        return [by_number[number] for number in range(len(names))]
 
     def _add_values(self) -> None:
         values, model = self.values, self.first
@@ -517,11 +521,11 @@ class SaveReader:
 
 def _find_own(elements: list[int], count: int) -> list[tuple[Region, ...]]:
     """Return the pieces of the parameters of a sub-group of stage 3."""
-    found, offset = [], 0
+    pieces, offset = [], 0
     for element in elements:
-        found.append(own_pieces(element, count, offset))
+        pieces.append(own_pieces(element, count, offset))
         offset += part_size(element, count)
-    return found
+    return pieces
 
 
 _TIED = "tied_modules."
@@ -534,7 +538,7 @@ def name_layer(
 
     A name that the optimizer lacks is that of a tied layer, if a single tied parameter fits.
     """
-    found = {}
+    named = {}
     for name, archived in tensors.items():
         own = f"{layer}.{name}"
         if own not in shapes:
@@ -546,5 +550,5 @@ def name_layer(
                 and shape == archived.shape
             ]
             own = tied[0] if len(tied) == 1 else own
-        found[own] = archived
-    return found
+        named[own] = archived
+    return named

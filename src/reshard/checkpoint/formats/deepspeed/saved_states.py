@@ -54,9 +54,9 @@ class SavedPart:
         self.value = value
         self.label = label
 
-    def wrong(self, key: object, found: object, expected: str) -> FormatError:
+    def wrong(self, key: object, value: object, expected: str) -> FormatError:
         """Return the error for a part that is not what it should be."""
-        what = "is missing" if found is None else f"is a {type(found).__name__}"
+        what = "is missing" if value is None else f"is a {type(value).__name__}"
         return FormatError(
             f"{self.label}: {shortened(repr(key))} {what}, expected {expected}; the file is "
             "damaged, or of a version of DeepSpeed that is not known"
@@ -68,21 +68,21 @@ class SavedPart:
 
     def take_dict(self, key: object, *, optional: bool = False) -> Mapping[Any, Any]:
         """Return a part that is a dict, or an empty dict if it is optional and absent."""
-        found = self.get(key)
-        if found is None and optional:
+        value = self.get(key)
+        if value is None and optional:
             return {}
-        if not isinstance(found, dict):
-            raise self.wrong(key, found, "a dict")
-        return found
+        if not isinstance(value, dict):
+            raise self.wrong(key, value, "a dict")
+        return value
 
     def take_list(self, key: object, *, optional: bool = False) -> Sequence[Any]:
         """Return a part that is a list or a tuple; if it is optional and absent, an empty tuple."""
-        found = self.get(key)
-        if found is None and optional:
+        value = self.get(key)
+        if value is None and optional:
             return ()
-        if not isinstance(found, list | tuple):
-            raise self.wrong(key, found, "a list")
-        return found
+        if not isinstance(value, list | tuple):
+            raise self.wrong(key, value, "a list")
+        return value
 
     def within(self, key: object) -> SavedPart:
         """Return a part that is a dict, to ask for its parts."""
@@ -253,14 +253,14 @@ def read_partition(folder: Path, name: str) -> Partition:
 
 def _stage(part: SavedPart) -> int:
     """Return the stage, an enumeration's member or a number, or 0 if absent."""
-    found = part.get("zero_stage")
-    if isinstance(found, Call) and len(found.arguments) == 1:
-        found = found.arguments[0]
-    if found is None:
+    stage = part.get("zero_stage")
+    if isinstance(stage, Call) and len(stage.arguments) == 1:
+        stage = stage.arguments[0]
+    if stage is None:
         return 0
-    if type(found) is not int or found not in (1, 2, 3):
-        raise part.wrong("zero_stage", found, "1, 2 or 3")
-    return found
+    if type(stage) is not int or stage not in (1, 2, 3):
+        raise part.wrong("zero_stage", stage, "1, 2 or 3")
+    return stage
 
 
 def _base_states(
@@ -271,39 +271,39 @@ def _base_states(
     base = part.get(key)
     if isinstance(base, list | tuple):
         # An elastic checkpoint: a list of states, and the step.
-        if len(base) != groups or not all(isinstance(one, dict) for one in base):
+        if len(base) != groups or not all(isinstance(entry, dict) for entry in base):
             raise part.wrong(key, base, f"a dict for each of {groups} groups")
         step = part.get("base_optimizer_state_step")
         extra = {} if step is None else {"step": step}
-        elastic: list[Mapping[str, Any]] = [{**extra, **one} for one in base]
+        elastic: list[Mapping[str, Any]] = [{**extra, **entry} for entry in base]
         return elastic, ()
     # The optimizer has flat buffers for parameters, which its groups list by number.
     inner = part.within(key)
     hyper = inner.take_list("param_groups")
     numbers: list[Any] = []
-    for one in hyper:
-        own = SavedPart(one, inner.label).take_list("params")
+    for entry in hyper:
+        own = SavedPart(entry, inner.label).take_list("params")
         numbers += own
     if len(numbers) != groups:
         raise inner.wrong("param_groups", hyper, f"{groups} flat buffers, one a group")
     states = inner.take_dict("state")
-    found: list[Mapping[str, Any]] = []
+    ordered: list[Mapping[str, Any]] = []
     for number in numbers:
         state = states.get(number) if type(number) in (int, str) else None
         if state is not None and not isinstance(state, dict):
             raise inner.wrong(number, state, "the state of a flat buffer")
-        found.append(state or {})
-    return found, tuple(dict(one) for one in hyper)
+        ordered.append(state or {})
+    return ordered, tuple(dict(entry) for entry in hyper)
 
 
 def _parameter_paddings(part: SavedPart) -> tuple[tuple[int, ...], ...] | None:
     given = part.get("param_alignment_paddings")
     if given is None:
         return None
-    is_list = isinstance(given, list) and all(isinstance(one, list) for one in given)
-    if not is_list or not all(_is_size(size) for one in given for size in one):
+    is_list = isinstance(given, list) and all(isinstance(group, list) for group in given)
+    if not is_list or not all(_is_size(size) for group in given for size in group):
         raise part.wrong("param_alignment_paddings", given, "lists of sizes")
-    return tuple(tuple(one) for one in given)
+    return tuple(tuple(group) for group in given)
 
 
 def _expect_flat(part: SavedPart, key: object, value: object) -> None:
@@ -318,51 +318,51 @@ def _expect_flat(part: SavedPart, key: object, value: object) -> None:
 def _shapes(part: SavedPart, group: object) -> Mapping[str, Shape]:
     if not isinstance(group, dict):
         raise part.wrong("param_shapes", group, "a dict of shapes")
-    found = {}
+    shapes = {}
     for name, shape in group.items():
         sizes = as_sizes(shape)
         if not isinstance(name, str) or sizes is None:
             raise part.wrong(name, shape, "the shape of a parameter")
-        found[name] = sizes
-    return found
+        shapes[name] = sizes
+    return shapes
 
 
 def _unreadable(part: SavedPart, key: str) -> Mapping[str, str]:
     """Return the tensors of a dict that are not read, with their class."""
-    found = part.take_dict(key, optional=True)
-    return {str(name): explain(value) for name, value in found.items() if is_tensor_call(value)}
+    tensors = part.take_dict(key, optional=True)
+    return {str(name): explain(value) for name, value in tensors.items() if is_tensor_call(value)}
 
 
 def _tensors(part: SavedPart, key: str) -> Mapping[str, ArchivedTensor]:
     """Return the tensors of a dict, without other values such as extra states of modules."""
-    found = part.take_dict(key, optional=True)
+    tensors = part.take_dict(key, optional=True)
     return {
         name: value
-        for name, value in found.items()
+        for name, value in tensors.items()
         if isinstance(name, str) and isinstance(value, ArchivedTensor)
     }
 
 
 def _names(part: SavedPart, key: str) -> Mapping[str, str]:
-    found = part.get(key)
+    value = part.get(key)
     # Old versions have pairs.
-    pairs = found.items() if isinstance(found, dict) else found or ()
+    pairs = value.items() if isinstance(value, dict) else value or ()
     try:
         names = dict(pairs)
     except (TypeError, ValueError):
-        raise part.wrong(key, found, "pairs of names") from None
-    if not all(isinstance(one, str) for pair in names.items() for one in pair):
-        raise part.wrong(key, found, "pairs of names")
+        raise part.wrong(key, value, "pairs of names") from None
+    if not all(isinstance(name, str) for pair in names.items() for name in pair):
+        raise part.wrong(key, value, "pairs of names")
     return names
 
 
 def _count(part: SavedPart, key: str) -> int:
-    found = part.get(key)
-    if found is None:
+    count = part.get(key)
+    if count is None:
         return 1
-    if not _is_count(found):
-        raise part.wrong(key, found, "a number of ranks")
-    return int(found)
+    if not _is_count(count):
+        raise part.wrong(key, count, "a number of ranks")
+    return int(count)
 
 
 def _is_count(value: object) -> bool:
@@ -383,14 +383,14 @@ def list_differences(
     first: Mapping[str, Any], other: Mapping[str, Any], file: str
 ) -> list[tuple[str, str]]:
     """Return the values in which another rank's file differs from the first, with the reason."""
-    one, two = flatten_state(first, file), flatten_state(other, file)
+    left, right = flatten_state(first, file), flatten_state(other, file)
     differing = [
         name
-        for name in {**one.values, **two.values}
-        if repr(one.values.get(name)) != repr(two.values.get(name))
+        for name in {**left.values, **right.values}
+        if repr(left.values.get(name)) != repr(right.values.get(name))
     ]
-    for name in {**one.tensors, **two.tensors}:
-        a, b = one.tensors.get(name), two.tensors.get(name)
+    for name in {**left.tensors, **right.tensors}:
+        a, b = left.tensors.get(name), right.tensors.get(name)
         if a is None or b is None or a.crc32 is None or a.crc32 != b.crc32:
             differing.append(name)
     why = "another than that of rank 0, which is taken"
@@ -399,12 +399,12 @@ def list_differences(
 
 def plain_scalers(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state with loss scalers, which are objects, as dicts of what they hold."""
-    found = dict(state)
+    plain = dict(state)
     for key, value in state.items():
         is_scaler = isinstance(value, Call) and value.function.module == _LOSS_SCALERS
         if is_scaler and isinstance(value.state, dict):
-            found[key] = {SCALER_CLASS: value.function.name, **value.state}
-    return found
+            plain[key] = {SCALER_CLASS: value.function.name, **value.state}
+    return plain
 
 
 def add_model_values(values: PlainValues, model: ModelState, add_tensor: AddTensor) -> None:
@@ -510,7 +510,7 @@ def _read_optimizer(
     for own, ones in zip(numbers, part.take_list("fp32_groups", optional=True), strict=False):
         if isinstance(ones, list | tuple) and len(ones) == len(own):
             pairs = zip(own, ones, strict=True)
-            masters.update((number, one) for number, one in pairs if _is_tensor(one))
+            masters.update((number, tensor) for number, tensor in pairs if _is_tensor(tensor))
     flat = tuple(v for v in part.take_list("fp32_groups_flat", optional=True) if _is_tensor(v))
     return WholeOptimizer(
         file,
@@ -526,7 +526,7 @@ def _read_optimizer(
 
 def name_parameters(optimizer: WholeOptimizer) -> dict[int, str] | None:
     """Return the name of each number among the model's weights, or None if shapes are ambiguous."""
-    found: dict[int, str] = {}
+    by_number: dict[int, str] = {}
     weights = optimizer.weights
     groups = [*optimizer.hyper]
     while groups:
@@ -545,9 +545,9 @@ def name_parameters(optimizer: WholeOptimizer) -> dict[int, str] | None:
         else:
             return None
         groups.remove(group)
-        found.update(zip(group["params"], names, strict=True))
+        by_number.update(zip(group["params"], names, strict=True))
         weights = [(name, shape) for name, shape in weights if name not in names]
-    return found
+    return by_number
 
 
 def has_single_buffer(optimizer: WholeOptimizer) -> bool:
@@ -558,13 +558,13 @@ def has_single_buffer(optimizer: WholeOptimizer) -> bool:
 
 def list_weights(model: ModelState) -> list[tuple[str, Shape]]:
     """Return weights in the order of the model, without buffers and repeated tied weights."""
-    found, seen = [], set()
+    weights, seen = [], set()
     for name, archived in (model.module or {}).items():
         place = (archived.start_bytes, archived.view.offset, archived.shape)
         if name not in model.buffers and not (place in seen and archived.storage_bytes):
-            found.append((name, archived.shape))
+            weights.append((name, archived.shape))
         seen.add(place)
-    return found
+    return weights
 
 
 def _is_tensor(value: object) -> bool:
@@ -583,7 +583,7 @@ def list_local_weights(
     for layer, expert, own in sorted(saved.experts):
         if own == mp:
             layers.setdefault(layer, []).append(expert)
-    found = [*dense]
+    weights = [*dense]
     for layer, numbers in layers.items():
         local = len(numbers) // ranks
         for expert in numbers[rank * local : (rank + 1) * local]:
@@ -591,10 +591,10 @@ def list_local_weights(
             for name, archived in tensors.items():
                 match = match_expert(name)
                 before = match[1].removesuffix("experts.deepspeed_experts.") if match else ""
-                places = [i for i, (one, _) in enumerate(found) if one.startswith(before)]
-                at = places[-1] + 1 if places else len(found)
-                found.insert(at, (name, archived.shape))
-    return found
+                places = [i for i, (known, _) in enumerate(weights) if known.startswith(before)]
+                at = places[-1] + 1 if places else len(weights)
+                weights.insert(at, (name, archived.shape))
+    return weights
 
 
 def merge_groups(known: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:

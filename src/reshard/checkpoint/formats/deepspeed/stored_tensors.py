@@ -161,9 +161,9 @@ class TensorCollector:
         if (joiner := self._joiner) is None:
             return
         joins: dict[tuple[str, tuple[Shape, ...]], Join] = {}
-        for name, found in self._parts.items():
-            stage = min(stage for stage, _ in found)
-            missing = [r for r in range(joiner.ranks) if (stage, r) not in found]
+        for name, ranks in self._parts.items():
+            stage = min(stage for stage, _ in ranks)
+            missing = [r for r in range(joiner.ranks) if (stage, r) not in ranks]
             if missing:
                 raise CheckpointError(
                     f"{self._folder} has no part of {name!r} of tensor-parallel rank "
@@ -171,17 +171,17 @@ class TensorCollector:
                     "or one of a layer is missing"
                 )
             parameter = self._parameters[name]
-            shapes = tuple(found[stage, rank][0] for rank in range(joiner.ranks))
+            shapes = tuple(ranks[stage, rank][0] for rank in range(joiner.ranks))
             # State is sharded as its parameter.
             join = joins.get((parameter, shapes))
             if join is None:
                 join = joins[parameter, shapes] = joiner.join(parameter, shapes)
                 expect_elements(join, joiner.label, parameter)
             if join.is_averaged:
-                self._expect_equal(name, [pieces for _, pieces in found.values()])
+                self._expect_equal(name, [pieces for _, pieces in ranks.values()])
             regions = [
                 (slot, region)
-                for (_, rank), (shape, pieces) in found.items()
+                for (_, rank), (shape, pieces) in ranks.items()
                 if shape == join.parts[rank]
                 for slot, piece in pieces
                 for region in join_regions(join, rank, piece)

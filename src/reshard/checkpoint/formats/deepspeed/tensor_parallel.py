@@ -121,9 +121,9 @@ class Joiner:
         part = SavedPart(info, f"{label} {INFO}")
         self._lists = {key: self._read_patterns(part, key) for key in _LISTS}
         self._sub_params = [
-            (pattern, *self._read_sub_params(one))
-            for one in self._read_parts(part, _SUB_PARAMS)
-            for pattern in self._read_patterns(one, "patterns")
+            (pattern, *self._read_sub_params(entry))
+            for entry in self._read_parts(part, _SUB_PARAMS)
+            for pattern in self._read_patterns(entry, "patterns")
         ]
         self._widths = part.take_dict(_WIDTHS, optional=True)
         self._unsupported = {
@@ -137,7 +137,7 @@ class Joiner:
         if (maps.get("version") or _LATEST_MAP) != _LATEST_MAP:
             raise self.wrong(f"{_MAP} of version {maps.get('version')!r}, expected {_LATEST_MAP}")
         params = maps.take_dict("params", optional=True)
-        self._maps = {self._check(p): SavedPart(one, maps.label) for p, one in params.items()}
+        self._maps = {self._check(p): SavedPart(entry, maps.label) for p, entry in params.items()}
 
     def wrong(self, reason: str) -> FormatError:
         """Return the error for what is not as it should be."""
@@ -158,8 +158,8 @@ class Joiner:
                     f"{self.label}: {name!r} cannot be joined: {shortened(str(reason))}, as "
                     "DeepSpeed's AutoTP reports"
                 )
-        if (found := self._match(self._maps, name)) is not None:
-            return self._join_map(name, self._maps[found], parts)
+        if (pattern_of_map := self._match(self._maps, name)) is not None:
+            return self._join_map(name, self._maps[pattern_of_map], parts)
         own = tuple(parts)
         if self._is_in(_REPLICATED, name) or self._is_in(_AVERAGED, name):
             self._expect_like(name, parts, None)
@@ -186,7 +186,7 @@ class Joiner:
     # Reading `info`.
 
     def _read_parts(self, part: SavedPart, key: str) -> list[SavedPart]:
-        return [SavedPart(one, part.label) for one in part.take_list(key, optional=True)]
+        return [SavedPart(entry, part.label) for entry in part.take_list(key, optional=True)]
 
     def _read_patterns(self, part: SavedPart, key: str) -> list[str]:
         return [self._check(pattern) for pattern in part.take_list(key, optional=True)]
@@ -214,10 +214,10 @@ class Joiner:
         return shape, dim
 
     def _match(self, patterns: Mapping[str, Any] | Sequence[str], name: str) -> str | None:
-        found = [pattern for pattern in patterns if re.match(pattern, name)]
-        if len(found) > 1:
-            raise self.wrong(f"several patterns for {name!r}: {', '.join(map(repr, found[:4]))}")
-        return found[0] if found else None
+        matches = [pattern for pattern in patterns if re.match(pattern, name)]
+        if len(matches) > 1:
+            raise self.wrong(f"several patterns for {name!r}: {', '.join(map(repr, matches[:4]))}")
+        return matches[0] if matches else None
 
     def _is_in(self, key: str, name: str) -> bool:
         return self._match(self._lists[key], name) is not None
@@ -243,15 +243,18 @@ class Joiner:
         self, name: str, parts: tuple[Shape, ...], dim: int, widths: Sequence[Sequence[int]]
     ) -> Join:
         """Return a parameter of sub-parameters, each cut along `dim` in the widths of its parts."""
-        if any(sum(one[rank] for one in widths) != shape[dim] for rank, shape in enumerate(parts)):
-            raise self._unfit(name, parts, f"widths {[list(one) for one in widths][:4]}")
+        if any(
+            sum(of_ranks[rank] for of_ranks in widths) != shape[dim]
+            for rank, shape in enumerate(parts)
+        ):
+            raise self._unfit(name, parts, f"widths {[list(of_ranks) for of_ranks in widths][:4]}")
         first = parts[0]
         total = sum(shape[dim] for shape in parts)
         boxes: list[list[JoinedBox]] = [[] for _ in parts]
         inside = [0] * len(parts)
         at = 0
-        for one in widths:
-            for rank, width in enumerate(one):
+        for of_ranks in widths:
+            for rank, width in enumerate(of_ranks):
                 if width:
                     before, after = (0,) * dim, (0,) * (len(first) - dim - 1)
                     local = (*before, inside[rank], *after)
@@ -279,7 +282,7 @@ class Joiner:
         given = self._widths.get(pattern) if self._has_widths else None
         if given is not None:
             listed = given if isinstance(given, list | tuple) else ()
-            widths = [list(sizes) for one in listed if (sizes := as_sizes(one))]
+            widths = [list(sizes) for sub in listed if (sizes := as_sizes(sub))]
             is_whole = len(widths) == len(given) and all(len(w) == self.ranks for w in widths)
             if not is_whole or sum(map(sum, widths)) != total:
                 raise self.wrong(f"{_WIDTHS} of {name!r} as {shortened(repr(given))}")
@@ -322,7 +325,7 @@ class Joiner:
         whole, ranks = as_sizes(value.get("logical_shape")), value.take_dict("ranks", optional=True)
         if whole is None or {str(rank) for rank in ranks} != {*map(str, range(self.ranks))}:
             raise self.wrong(f"a map of {name!r} that is not of {self.ranks} ranks")
-        by_rank = {int(rank): SavedPart(one, value.label) for rank, one in ranks.items()}
+        by_rank = {int(rank): SavedPart(entry, value.label) for rank, entry in ranks.items()}
         boxes = []
         for rank, part in enumerate(parts):
             shape = as_sizes(by_rank[rank].get("shard_shape"))

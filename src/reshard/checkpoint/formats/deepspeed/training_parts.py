@@ -252,21 +252,21 @@ def _find_groups(
             f"{'the first' if len(groups) > 1 else 'AdamW of PyTorch, lr 0.001'}"
         )
     # DeepSpeed takes groups without parameters away.
-    found = tuple(group for group in groups if group.names)
-    for group in found:
+    filled = tuple(group for group in groups if group.names)
+    for group in filled:
         other = [name for name in group.names if bool(match_expert(name)) != group.is_of_experts]
         if other:
             raise UsageError(
                 f"a group of {GROUPS} of the source has {group.names[0]!r} and {other[0]!r}; "
                 "DeepSpeed wants experts in groups of their own"
             )
-    return found
+    return filled
 
 
 def _named_frozen(values: Mapping[str, Any]) -> list[str]:
     """Return the frozen parameters that a reader of DeepSpeed's files names."""
-    found = values.get("frozen_params")
-    return [*found] if isinstance(found, list) else []
+    names = values.get("frozen_params")
+    return [*names] if isinstance(names, list) else []
 
 
 def _list_adapted(trained: Iterable[str]) -> list[str]:
@@ -298,21 +298,21 @@ def _sort_rest(
     if isinstance(known, list):
         of_frozen = {*_named_frozen(values)}
         buffers = tuple(name for name in rest if name in {*known})
-        found = tuple(name for name in rest if name in of_frozen)
-        return buffers, found, tuple(n for n in rest if n not in {*buffers, *found})
-    found = tuple(
+        frozen = tuple(name for name in rest if name in of_frozen)
+        return buffers, frozen, tuple(n for n in rest if n not in {*buffers, *frozen})
+    frozen = tuple(
         name
         for name in rest
         if name.rpartition(".")[2] in _PARAMETER_WORDS and 0 not in shapes[name]
     )
-    buffers = tuple(name for name in rest if name not in found)
-    if found:
+    buffers = tuple(name for name in rest if name not in frozen)
+    if frozen:
         notes.append(
-            f"{count_text(len(found), 'tensor')} without optimizer state (first: {found[0]}) are "
+            f"{count_text(len(frozen), 'tensor')} without optimizer state (first: {frozen[0]}) are "
             "taken for frozen parameters, by their names; a model that trains them, or that has "
             "other frozen ones under stage 3, cannot load this"
         )
-    return buffers, found, ()
+    return buffers, frozen, ()
 
 
 _DEFAULT_SUB_GROUP = 10**9
@@ -341,11 +341,11 @@ class FlatPlan(Record):
     @cached_property
     def by_rank(self) -> tuple[Mapping[str, Region], ...]:
         """The piece of each parameter that each rank has."""
-        found: list[dict[str, Region]] = [{} for _ in range(self.ranks)]
+        by_rank: list[dict[str, Region]] = [{} for _ in range(self.ranks)]
         for name, pieces in self.pieces.items():
             for piece in pieces:
-                found[piece.container][name] = piece
-        return tuple(found)
+                by_rank[piece.container][name] = piece
+        return tuple(by_rank)
 
     def copy(self, buffer: int, rank: int) -> GroupCopy:
         """Return the copy of a buffer on a rank."""
@@ -392,7 +392,7 @@ def plan_flat(
             dealt = deal(group.names, sets)
         else:
             dealt = (GroupCopy(everyone, group.names),)
-        size, padding, found = 0, [], []
+        size, padding, of_group = 0, [], []
         for copy in dealt:
             own, holders = [*copy.names], copy.ranks
             if zero.get("round_robin_gradients"):
@@ -403,9 +403,11 @@ def plan_flat(
                 padding = parameter_paddings(elements, itemsize_bytes)
             size = partition_size(sum(elements) + sum(padding), len(holders))
             for name, flat in zip(own, flat_pieces(elements, padding, size), strict=True):
-                pieces[name] = tuple(one._replace(container=holders[one.container]) for one in flat)
-            found.append(GroupCopy(holders, tuple(own)))
-        copies.append(tuple(found))
+                pieces[name] = tuple(
+                    piece._replace(container=holders[piece.container]) for piece in flat
+                )
+            of_group.append(GroupCopy(holders, tuple(own)))
+        copies.append(tuple(of_group))
         sizes.append(size)
         paddings.append(tuple(padding))
     owners = tuple(range(len(parts.groups)))
@@ -445,17 +447,19 @@ def place_parts(
     """
     # Every rank has a file of weights under stage 3, and rank 0 alone elsewhere.
     holders = range(plan.ranks) if is_stage3 else range(1)
-    found: dict[str, Layout] = {}
+    layouts: dict[str, Layout] = {}
     for name, shape in shapes.items():
         if (split := split_state_name(name)) is not None:
-            found[name] = _place_state(*split, shape, parts, plan)
+            layouts[name] = _place_state(*split, shape, parts, plan)
         elif name in parts.frozen and is_stage3:
-            found[name] = _lay_out_pieces(shape, own_pieces(math.prod(shape), plan.ranks, 0), plan)
+            layouts[name] = _lay_out_pieces(
+                shape, own_pieces(math.prod(shape), plan.ranks, 0), plan
+            )
         elif name in parts.shapes or name in parts.shared:
-            found[name] = Layout.whole(shape, [0], plan.ranks)
+            layouts[name] = Layout.whole(shape, [0], plan.ranks)
         else:
-            found[name] = Layout.whole(shape, holders, plan.ranks)
-    return found
+            layouts[name] = Layout.whole(shape, holders, plan.ranks)
+    return layouts
 
 
 def _place_state(

@@ -147,7 +147,7 @@ class UniversalReader:
 
     def _add_parameters(self, names: list[str], shapes: Mapping[str, Shape]) -> None:
         top = self.saved.folder / UNIVERSAL_FOLDER
-        found: list[tuple[str, str]] = []
+        files: list[tuple[str, str]] = []
         for name in names:
             entries = [
                 state for state in _list_states(top / name) if (top / name / state).is_file()
@@ -156,9 +156,9 @@ class UniversalReader:
             # Tensors without an optimizer, such as buffers, are there as float32 too; their values
             # are in the file of weights.
             if not shapes or name in shapes or name not in self.collector.tensors:
-                found += [(name, one) for one in entries]
-        values = map_paths(read_torch_file, [top / name / entry for name, entry in found])
-        for (name, entry), value in zip(found, values, strict=True):
+                files += [(name, one) for one in entries]
+        values = map_paths(read_torch_file, [top / name / entry for name, entry in files])
+        for (name, entry), value in zip(files, values, strict=True):
             self._add_value(name, entry, value, shapes.get(name))
 
     def _add_value(self, name: str, entry: str, value: Any, shape: Shape | None) -> None:
@@ -242,7 +242,7 @@ def _name_groups(
             raise part.wrong("param_groups", groups, "a list of dicts")
         buffers = group.get("params")
         count = len(buffers) if isinstance(buffers, list) else 0
-        yield {**group, "params": [name for one in names[at : at + count] for name in one]}
+        yield {**group, "params": [name for buffer in names[at : at + count] for name in buffer]}
         at += count
 
 

@@ -67,11 +67,11 @@ def find_low(parts: TrainingParts, dtypes: Mapping[str, DType], values: Mapping[
 
     If the source has only float32 weights, the configuration may specify another type.
     """
-    found = dtypes[parts.weights[0]] if parts.weights else _FLOAT32
+    low = dtypes[parts.weights[0]] if parts.weights else _FLOAT32
     for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-        if found is _FLOAT32 and values.get(f"{CONFIG}.{key}.enabled") is True:
+        if low is _FLOAT32 and values.get(f"{CONFIG}.{key}.enabled") is True:
             return as_dtype(name)
-    return found
+    return low
 
 
 def find_copies(
@@ -82,20 +82,20 @@ def find_copies(
     Float32 weights are exact copies of the model's; the model's weights are copies of float32 ones,
     for a target that `has_weights`.
     """
-    found: dict[str, tuple[str, DType]] = {}
+    copies: dict[str, tuple[str, DType]] = {}
     for parameter, keys in find_keys(tensors).items():
         if MASTER not in keys and parameter in tensors:
-            found[state_name(parameter, MASTER)] = parameter, _FLOAT32
+            copies[state_name(parameter, MASTER)] = parameter, _FLOAT32
     shapes = {name: shape for name, (shape, _) in tensors.items()}
-    shapes |= {name: shapes[source] for name, (source, _) in found.items()}
+    shapes |= {name: shapes[source] for name, (source, _) in copies.items()}
     parts = find_parts(shapes, values)
     if has_weights:
         low = find_low(parts, {name: dtype for name, (_, dtype) in tensors.items()}, values)
         wanted = {name: name for name in parts.shapes} | dict(parts.shared)
         for name, own in wanted.items():
             if name not in tensors or (tensors[name][1] is _FLOAT32 and low is not _FLOAT32):
-                found[name] = state_name(own, MASTER), low
-    return found
+                copies[name] = state_name(own, MASTER), low
+    return copies
 
 
 class Arranger:
@@ -166,13 +166,15 @@ class Arranger:
         parts, leaves = self.parts, {**self._rest, **others}
         prefix = f"{CONFIG}."
         # Names without a path are read as paths where DeepSpeed wants dicts.
-        found: dict[str, StatePath] = {
+        known_paths: dict[str, StatePath] = {
             name: tuple(name.split("."))
             for name in leaves
             if name.startswith((prefix, "lr_scheduler."))
         }
-        found |= {name: path for name, path in {**self._paths, **paths}.items() if name in leaves}
-        nested = unflatten_state(leaves, settle_paths(leaves, found))
+        known_paths |= {
+            name: path for name, path in {**self._paths, **paths}.items() if name in leaves
+        }
+        nested = unflatten_state(leaves, settle_paths(leaves, known_paths))
         experts = list_layers(parts.experts)
         config = nested.get(CONFIG)
         config = dict(config) if isinstance(config, dict) else {}
@@ -235,14 +237,14 @@ class Arranger:
             kind = "DynamicLossScaler" if scaler.get("dynamic") else "LossScaler"
         if isinstance(scaler.get("dtype"), str):
             scaler["dtype"] = _as_type(scaler["dtype"], self.low)
-        found = {
+        state = {
             _SCALER: Call(Global(_SCALERS, kind), (), scaler, is_new=True),
             "dynamic_loss_scale": self._optimizer.get("dynamic_loss_scale", kind != "LossScaler"),
             "overflow": bool(self._optimizer.get("overflow", False)),
         }
         if with_clipping and "clip_grad" in self._optimizer:
-            found["clip_grad"] = self._optimizer["clip_grad"]
-        return found
+            state["clip_grad"] = self._optimizer["clip_grad"]
+        return state
 
 
 class ZeroArranger(Arranger):
@@ -396,7 +398,7 @@ class ZeroArranger(Arranger):
 
     def _states(self, rank: int, buffer: int) -> dict[str, Any]:
         """Return the state of a flat buffer on a rank."""
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         names = self.plan.names(buffer, rank)
         for key in self.parts.keys:
             own = [name for name in names if key in self.parts.states[name]]
@@ -404,28 +406,28 @@ class ZeroArranger(Arranger):
                 continue
             shape = self.new.tensors[state_name(own[0], key)].layout.shape
             if is_flat(key, shape, self.parts.shapes[own[0]]):
-                found[key] = self._put_flat(rank, buffer, key)
+                state[key] = self._put_flat(rank, buffer, key)
                 continue
-            found[key] = self.files.new_tensor(state_name(own[0], key))
+            state[key] = self.files.new_tensor(state_name(own[0], key))
             # One number for all parameters of a buffer: all of them are written there.
             for name in own:
-                self.files.put(state_name(name, key), rank, found[key])
+                self.files.put(state_name(name, key), rank, state[key])
         for name in names:
             for key, value in self.plain_states.get(name, {}).items():
-                found.setdefault(key, value)
-        return found
+                state.setdefault(key, value)
+        return state
 
     def _hyper(self) -> list[dict[str, Any]]:
         """Return the hyper-parameters of each group, with the numbers of its buffers."""
         owners = self.plan.owners
-        found = []
+        hyper = []
         for number, group in enumerate(self.parts.groups):
             own = [buffer for buffer, owner in enumerate(owners) if owner == number]
             # By these DeepSpeed knows groups of experts.
             mark = {"moe": True, "name": f"ep_size_{self.expert_sets}"}
             more = mark if group.is_of_experts else {}
-            found.append({**group.hyper, **more, "params": own})
-        return found
+            hyper.append({**group.hyper, **more, "params": own})
+        return hyper
 
     def _fragments(self, rank: int, buffer: int) -> Any:
         """Return the positions of parameters' parts in a rank's partition, by name."""
@@ -436,17 +438,19 @@ class ZeroArranger(Arranger):
             for name in self.parts.groups[self.plan.owners[buffer]].names
             if name in local and name in pieces
         }
-        return ordered({name: fragment(one.elements, one.offset) for name, one in own.items()})
+        return ordered(
+            {name: fragment(piece.elements, piece.offset) for name, piece in own.items()}
+        )
 
 
 def find_plain_states(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the plain values of optimizer state, such as the number of steps, by parameter."""
-    found: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         if (split := split_state_name(name)) is not None:
             parameter, key = split
-            found.setdefault(parameter, {})[key] = value
-    return found
+            states.setdefault(parameter, {})[key] = value
+    return states
 
 
 def count_expert_sets(mesh: DeviceMesh | None) -> int:

@@ -56,7 +56,7 @@ def find_iteration(path: Path) -> Path | None:
         )
     folder = path / (text if text == _RELEASE else iteration_name(int(text)))
     if not folder.is_dir():
-        others = sorted(one.name for one in path.glob("iter_*") if one.is_dir())
+        others = sorted(entry.name for entry in path.glob("iter_*") if entry.is_dir())
         raise CheckpointError(
             f"{folder} is missing, the last step by {tracker.name}; "
             + (f"there is {others[-1]}, name that" if others else "fetch it again")

@@ -110,8 +110,8 @@ def add_optimizer(plain: PlainValues, state: Any, read: ReadStorage | None = Non
     `set_groups`.
     """
     known = plain.values.setdefault(GROUPS, [])
-    for one in chain_of(state):
-        inner = one.get("optimizer", one)
+    for optimizer in chain_of(state):
+        inner = optimizer.get("optimizer", optimizer)
         if not isinstance(inner, dict):
             plain.unread.append(("optimizer", explain(inner)))
             continue
@@ -125,7 +125,7 @@ def add_optimizer(plain: PlainValues, state: Any, read: ReadStorage | None = Non
             plain.values[COMMON_STEP] = step if isinstance(step, int | float) else None
             for group in known:
                 group.setdefault("step", plain.values[COMMON_STEP])
-        for key, value in one.items():
+        for key, value in optimizer.items():
             if key == _SCALER:
                 _add_scaler(plain, value, read)
             elif key not in _OPTIMIZER_PARTS:
@@ -142,9 +142,9 @@ def _add_scaler(plain: PlainValues, state: Any, read: ReadStorage | None) -> Non
             content = np.frombuffer(read(scale), scale.dtype.numpy)
             state[_SCALE] = float(content[scale.view.offset])
     known = {name: plain.values[name] for name in plain.values if name.startswith(SCALER)}
-    found = PlainValues()
-    add_state(found, ("optimizer", _SCALER), state)
-    if known != found.values or not known:
+    scaler = PlainValues()
+    add_state(scaler, ("optimizer", _SCALER), state)
+    if known != scaler.values or not known:
         add_state(plain, ("optimizer", _SCALER), state)
 
 
@@ -181,16 +181,16 @@ def scaler_state(values: Mapping[str, Any]) -> dict[str, Any]:
     if SCALER in values:
         # A scaler with a constant scale is stateless.
         return {_SCALER: values[SCALER]}
-    found = {
+    scaler = {
         name.removeprefix(f"{SCALER}."): value
         for name, value in values.items()
         if name.startswith(f"{SCALER}.")
     }
-    scale = found.get(_SCALE)
+    scale = scaler.get(_SCALE)
     if isinstance(scale, int | float):
         content = struct.pack("<f", scale)
-        found[_SCALE] = NewTensor.of(_FLOAT32, (1,), NewStorage(_FLOAT32, 1, content))
-    return {_SCALER: found} if found else {}
+        scaler[_SCALE] = NewTensor.of(_FLOAT32, (1,), NewStorage(_FLOAT32, 1, content))
+    return {_SCALER: scaler} if scaler else {}
 
 
 def arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,8 +204,10 @@ def arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def groups_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the optimizer's groups among plain values."""
-    found = values.get(GROUPS)
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    groups = values.get(GROUPS)
+    return (
+        [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    )
 
 
 def step_of(values: Mapping[str, Any]) -> Any:
@@ -227,7 +229,7 @@ def held_values(new: NewCheckpoint) -> dict[str, Any]:
 def without_steps(new: NewCheckpoint) -> NewCheckpoint:
     """Return the contents without steps of parameters: Megatron's groups have them."""
     keys = {name: split_state_name(name) for name in new.tensors}
-    steps = {name for name, found in keys.items() if found is not None and found[1] == STEP}
+    steps = {name for name, split in keys.items() if split is not None and split[1] == STEP}
     kept = {name: tensor for name, tensor in new.tensors.items() if name not in steps}
     return dataclasses.replace(new, tensors=kept)
 
@@ -302,10 +304,10 @@ def describe_decay(
         return ()
     rule = "Megatron decays matrices, and neither vectors nor biases"
     return tuple(
-        f"{rule}: {count_text(len(found), 'parameter')} (first: {found[0]}) "
+        f"{rule}: {count_text(len(changed), 'parameter')} (first: {changed[0]}) "
         + ("had weight decay and goes on without" if had else "had no weight decay and gets it")
-        for had, found in differing.items()
-        if found
+        for had, changed in differing.items()
+        if changed
     )
 
 
@@ -325,7 +327,7 @@ def split_groups(values: Mapping[str, Any], *, of_experts: bool) -> list[dict[st
     Groups of other programs have no marks; each results in a group with weight decay and a group
     without, since Megatron separates vectors and biases from the rest.
     """
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    by_marks: dict[tuple[Any, ...], dict[str, Any]] = {}
     groups, step = groups_of(values), step_of(values)
     # Groups of a kind of parameters may be needed for the other kind: own groups come first.
     for flips in (False, True):
@@ -340,8 +342,8 @@ def split_groups(values: Mapping[str, Any], *, of_experts: bool) -> list[dict[st
                 for mark, usual in GROUP_MARKS.items():
                     new.setdefault(mark, usual)
                 new["is_expert_parallel"] = bool(new["is_expert_parallel"]) != flips
-                found.setdefault(tuple(new[mark] for mark in GROUP_MARKS), new)
-        chosen = [one for one in found.values() if one["is_expert_parallel"] == of_experts]
+                by_marks.setdefault(tuple(new[mark] for mark in GROUP_MARKS), new)
+        chosen = [kind for kind in by_marks.values() if kind["is_expert_parallel"] == of_experts]
         if chosen:
             return chosen
     return []

@@ -58,7 +58,7 @@ def read(folder: Path) -> Checkpoint:
             kept[name] = item
         else:
             add_state(state, result.paths.get(name, (name,)), read_object(folder, item), name)
-    tensors = {one.name: one for one in _name_tensors(result)}
+    tensors = {tensor.name: tensor for tensor in _name_tensors(result)}
     known = [name for name in tensors if split_state_name(name) is None]
     groups: list[dict[str, Any]] = []
     for parameter, meta in metas.items():
@@ -99,7 +99,7 @@ def _bare(name: str) -> str:
     return name
 
 
-def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
+def _name_tensors(checkpoint: Checkpoint) -> Iterator[StoredTensor]:
     from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import (
         name_parameters,
         name_state,
@@ -107,7 +107,7 @@ def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
     from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 
     def name_all() -> Iterator[StoredTensor]:
-        for name, tensor in found.tensors.items():
+        for name, tensor in checkpoint.tensors.items():
             state = split_state_name(name)
             if state is not None:
                 yield name_state((_bare(state[0]), state[1]), tensor)
@@ -116,7 +116,7 @@ def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
             else:
                 yield tensor
 
-    yield from name_parameters(name_all(), found.folder)
+    yield from name_parameters(name_all(), checkpoint.folder)
 
 
 class MegatronFsdpFormat(CheckpointFormat):

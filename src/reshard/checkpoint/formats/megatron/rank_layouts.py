@@ -86,16 +86,16 @@ class Parallelism(NamedTuple):
 
     def places(self) -> list[RankPlace]:
         """Return the places that have a folder, in the order of ranks: tp first, pp last."""
-        found = [
+        places = [
             RankPlace(tp, pp, ep)
             for pp in range(self.pp)
             for ep in range(self.ep)
             for tp in range(self.tp)
         ]
         if self.etp == self.tp or self.ep == 1:
-            return found
+            return places
         # Expert-parallel ranks span several tensor-parallel ranks: both indices vary together.
-        return [one for one in found if self._shares_rank(one)]
+        return [place for place in places if self._shares_rank(place)]
 
     def _shares_rank(self, place: RankPlace) -> bool:
         """Return whether a rank can have both numbers: ranks are counted through either grid."""
@@ -174,29 +174,29 @@ class StageLayouts:
     @cached_property
     def folders(self) -> dict[RankPlace, tuple[int, ...]]:
         """The places that have a folder, with the first rank of each chunk, which saves it."""
-        found: dict[RankPlace, int] = {}
+        first: dict[RankPlace, int] = {}
         for rank, place in sorted(self.places.items()):
-            found.setdefault(place, rank)
+            first.setdefault(place, rank)
         chunks = range(self.sizes.vp)
         return {
-            place: tuple(found[place._replace(vp=chunk)] for chunk in chunks)
+            place: tuple(first[place._replace(vp=chunk)] for chunk in chunks)
             for place in self.sizes.places()
         }
 
     def _count_layers(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for name in self.weights:
             if (layer := split_layer(name)) is not None:
                 row, number, _ = layer
-                found[row] = max(found.get(row, 0), number + 1)
+                counts[row] = max(counts.get(row, 0), number + 1)
         pp, vp = self.sizes.pp, self.sizes.vp
-        count = found.get(_DECODER, 0)
+        count = counts.get(_DECODER, 0)
         if count % (pp * vp):
             stages, choice = f"{pp} stages", "pp"
             if vp > 1:
                 stages, choice = f"{pp} stages of {vp} chunks each", "pp times vp"
             raise RecipeError(f"{count} layers on {stages}; choose a {choice} that divides {count}")
-        return found
+        return counts
 
     def _count_experts(self) -> int:
         numbers = [expert[1] for name in self.weights if (expert := split_expert(name))]
@@ -225,15 +225,15 @@ class StageLayouts:
         holders = tuple(self.holders(parameter))
         cut = self.cut(parameter, shape)
         key = (shape, cut, holders)
-        found = self._made.get(key)
-        if found is None:
+        layout = self._made.get(key)
+        if layout is None:
             pairs = [
                 (rank, box)
                 for rank in holders
                 for box in self.block(parameter, shape, self.places[rank]).boxes()
             ]
-            found = self._made[key] = Layout.from_boxes(shape, pairs, slots)
-        return found
+            layout = self._made[key] = Layout.from_boxes(shape, pairs, slots)
+        return layout
 
     def holders(self, parameter: str) -> Iterable[int]:
         """Return the ranks that have a part of a parameter."""
@@ -248,9 +248,9 @@ class StageLayouts:
 
     def held(self, ordered: Iterable[str], place: RankPlace) -> list[str]:
         """Return those of the parameters, in the order of modules, that the rank at a place has."""
-        found = [name for name in ordered if self.is_held(name, place)]
+        names = [name for name in ordered if self.is_held(name, place)]
         # The copy of a tied embedding comes last.
-        return sorted(found, key=lambda name: self.rank_name(name, place).startswith(OUTPUT))
+        return sorted(names, key=lambda name: self.rank_name(name, place).startswith(OUTPUT))
 
     def stages(self, parameter: str) -> tuple[tuple[int, int], ...]:
         """Return the stages that have a parameter, each with the number of its chunk."""

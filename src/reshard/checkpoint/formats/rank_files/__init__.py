@@ -109,7 +109,7 @@ def read_file_name(name: str) -> RankFile | None:
 
 def find_rank_files(folder: Path) -> tuple[RankFile, ...]:
     """Return the files of ranks in a folder, by kind and rank."""
-    found = []
+    files = []
     names = sorted(path.name for path in folder.iterdir())
     for name in names:
         if is_attribute_file(name):
@@ -119,9 +119,9 @@ def find_rank_files(folder: Path) -> tuple[RankFile, ...]:
         if bare is not None and (folder / name).is_file() and is_torch_file(folder / name):
             file = bare._replace(name=name)
         if file is not None:
-            found.append(file)
+            files.append(file)
     kinds = (MODEL, OPTIMIZER, EXTRA)
-    return tuple(sorted(found, key=lambda file: (kinds.index(file.kind), file.stem, file.rank)))
+    return tuple(sorted(files, key=lambda file: (kinds.index(file.kind), file.stem, file.rank)))
 
 
 def group_by_kind(folder: Path, files: tuple[RankFile, ...]) -> Mapping[str, tuple[RankFile, ...]]:

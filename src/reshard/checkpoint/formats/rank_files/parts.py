@@ -157,7 +157,7 @@ class PartReader:
             local = inner.get("elem") if isinstance(inner, dict) else None
         if type(local) is not ArchivedTensor:
             raise UnreadableTensorError(f"a DTensor whose part is {explain(what)}")
-        placements = [_placement(where, one) for one in spec["placements"]]
+        placements = [_placement(where, placement) for placement in spec["placements"]]
         if any(isinstance(placement, Partial) for placement in placements):
             raise FormatError(
                 f"{where} is partial: ranks hold contributions to its values. Save it after "
@@ -171,8 +171,8 @@ class PartReader:
         return LocalPart(dtype, shape, (local,), sharding)
 
     def _mesh(self, where: str, call: Call) -> DeviceMesh:
-        found = self._meshes.get(id(call))
-        if found is None:
+        mesh = self._meshes.get(id(call))
+        if mesh is None:
             state = _attributes(call)
             if "_layout" in state:
                 shape, ranks = self._new_mesh(state)
@@ -188,9 +188,9 @@ class PartReader:
                 )
             names = state.get("_mesh_dim_names", state.get("mesh_dim_names"))
             axes = names or tuple(f"dim{number}" for number in range(len(shape)))
-            found = DeviceMesh("torch", tuple(shape), tuple(axes), ranks)
-            self._meshes[id(call)] = found
-        return found
+            mesh = DeviceMesh("torch", tuple(shape), tuple(axes), ranks)
+            self._meshes[id(call)] = mesh
+        return mesh
 
     def _old_mesh(self, state: dict[Any, Any]) -> tuple[tuple[int, ...], list[int]]:
         """Return shape and ranks of a mesh that is a tensor of ranks, as before PyTorch 2.9."""
@@ -307,7 +307,9 @@ def _shard_order(spec: dict[Any, Any]) -> tuple[tuple[int, tuple[int, ...]], ...
     order = spec.get("shard_order")
     if order is None:
         return None
-    entries: Iterator[Any] = (one.arguments if isinstance(one, Call) else one for one in order)
+    entries: Iterator[Any] = (
+        entry.arguments if isinstance(entry, Call) else entry for entry in order
+    )
     return tuple((dim, tuple(axes)) for dim, axes in entries)
 
 
@@ -359,7 +361,7 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
             found = [*by_rank.values()]
             # By their texts too: a NaN is equal to itself.
             first, text = found[0], repr(found[0])
-            are_equal = all(one == first or repr(one) == text for one in found)
+            are_equal = all(value == first or repr(value) == text for value in found)
             if len(found) == len(files) and are_equal:
                 states.values[name] = found[0]
             else:
@@ -512,11 +514,11 @@ def bind_sharding(
     views: dict[int, View] = {}
     for rank, (file, part) in parts.items():
         expected = layout.local_shape(rank) if rank < layout.slots else None
-        found = part.tensors[0].shape
-        if expected != found and not (expected is None and 0 in found):
+        local = part.tensors[0].shape
+        if expected != local and not (expected is None and 0 in local):
             raise FormatError(
                 f"tensor {name!r} of {list(shape)}, cut by `{sharding}`: rank {rank} has "
-                f"{list(found)} in {folder / file}, expected "
+                f"{list(local)} in {folder / file}, expected "
                 f"{'nothing' if expected is None else list(expected)}"
             )
         if expected is not None:

@@ -55,7 +55,7 @@ def lacks_axis(parts: Parts) -> bool:
         return False
     if len(shardings) == 1 and (sharding := first.sharding) is not None:
         return not {*parts} <= {*sharding.mesh.devices}
-    boxes = [one for rank, of in parts.items() for one in _describe(rank, of[1])]
+    boxes = [described for rank, of in parts.items() for described in _describe(rank, of[1])]
     return len({box.box for box in boxes}) < len(boxes)
 
 
@@ -93,14 +93,14 @@ def cut_lacking_parts(
         raise UsageError(describe_no_lacking(folder, lacking))
     described = {}
     for name in chosen:
-        found = {rank: [*_describe(rank, part)] for rank, (_, part) in parts[name].items()}
-        several = next((rank for rank, of_rank in found.items() if len(of_rank) != 1), None)
+        by_rank = {rank: [*_describe(rank, part)] for rank, (_, part) in parts[name].items()}
+        several = next((rank for rank, of_rank in by_rank.items() if len(of_rank) != 1), None)
         if several is not None:
             raise FormatError(
-                f"{folder}: tensor {name!r}: rank {several} has {len(found[several])} parts of it, "
+                f"{folder}: tensor {name!r}: rank {several} has {len(by_rank[several])} parts, "
                 "expected one that a rule can set apart; save it as one part a rank"
             )
-        described[name] = {rank: of_rank[0] for rank, of_rank in found.items()}
+        described[name] = {rank: of_rank[0] for rank, of_rank in by_rank.items()}
     cuts, mesh = find_missing_axes(described, cut, folder)
     # Optimizer state is sharded as its parameter.
     numbers = list_parameters(parts, chosen)
@@ -129,10 +129,10 @@ def cut_plain_parts(
         UsageError: a mesh of other ranks than there are files of.
     """
     cut.expect_ranks(folder, ranks)
-    local = {name: next(iter(found.values()))[1].shape for name, found in parts.items()}
-    for name, found in parts.items():
-        file, first = next(iter(found.values()))
-        for other, part in found.values():
+    local = {name: next(iter(of_ranks.values()))[1].shape for name, of_ranks in parts.items()}
+    for name, of_ranks in parts.items():
+        file, first = next(iter(of_ranks.values()))
+        for other, part in of_ranks.values():
             if part.dtype is not first.dtype or len(part.shape) != len(first.shape):
                 raise FormatError(
                     f"tensor {name!r} is {first.dtype} {list(first.shape)} in {folder / file}, but "
@@ -144,8 +144,8 @@ def cut_plain_parts(
         name: parameter for name in parts if (parameter := _find_parameter(name, numbers)) in parts
     }
     shapes = {
-        name: {rank: part.shape for rank, (_, part) in found.items()}
-        for name, found in parts.items()
+        name: {rank: part.shape for rank, (_, part) in of_ranks.items()}
+        for name, of_ranks in parts.items()
     }
     led = {name: own for name, own in shapes.items() if name not in followed}
     tensors = {}
@@ -157,10 +157,10 @@ def cut_plain_parts(
             cuts[name] = sharding, layout
     except ShardError as error:
         raise FormatError(f"{folder}: tensor {error}") from error
-    for name, found in parts.items():
+    for name, of_ranks in parts.items():
         sharding, layout = cuts[name]
         try:
-            tensors[name] = bind_sharding(folder, name, found, sharding, ranks, layout.shape)
+            tensors[name] = bind_sharding(folder, name, of_ranks, sharding, ranks, layout.shape)
             _ = tensors[name].assembly
         except CoverageError as error:
             raise CoverageError(f"{folder}: {error}") from error
@@ -233,7 +233,7 @@ def find_meta_cut(folder: Path, parts: Mapping[str, Parts], ranks: int) -> Sourc
 
 def _read_parameters(folder: Path) -> Mapping[str, Any] | None:
     try:
-        found = json.loads((folder / PARAMETERS).read_bytes())
+        parameters = json.loads((folder / PARAMETERS).read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return parameters if isinstance(parameters, dict) else None

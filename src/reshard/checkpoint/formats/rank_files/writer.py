@@ -164,13 +164,13 @@ def _find_numbers(new: NewCheckpoint, cuts: Mapping[str, Any]) -> dict[str, int]
 
 def _find_alike(values: Mapping[str, Any], ranks: int) -> frozenset[str]:
     """Return the states that are equal on all ranks: bare names would lose their rank."""
-    found: dict[str, list[str]] = {}
+    texts_of: dict[str, list[str]] = {}
     for name, value in values.items():
         split = split_rank_name(name)
         if split is not None and split[0] < ranks:
-            found.setdefault(split[1], []).append(repr(value))
+            texts_of.setdefault(split[1], []).append(repr(value))
     return frozenset(
-        own for own, texts in found.items() if len(texts) == ranks and len({*texts}) == 1
+        own for own, texts in texts_of.items() if len(texts) == ranks and len({*texts}) == 1
     )
 
 
@@ -228,7 +228,7 @@ class _RankFiles:
             if kind == OPTIMIZER and self._numbers:
                 nested = {
                     **nested,
-                    "state": {self._numbers[key]: one for key, one in nested["state"].items()},
+                    "state": {self._numbers[key]: kept for key, kept in nested["state"].items()},
                 }
             self._builder.write(name, nested, self._rank)
 
@@ -301,7 +301,7 @@ class _RankFiles:
             "_thread_id": None,
             "_flatten_mapping": {},
             "_rank": self._rank,
-            "_coordinate_on_dim": tuple(int(one) for one in place),
+            "_coordinate_on_dim": tuple(int(index) for index in place),
             "_hash": None,
         }
         if len(mesh.shape) == 1 and list(mesh.devices) == sorted(mesh.devices):

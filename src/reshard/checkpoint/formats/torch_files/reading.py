@@ -63,7 +63,7 @@ from reshard.checkpoint.formats.torch_files.pickles import (
 from reshard.checkpoint.formats.torch_files.values import (
     TYPED_STORAGES,
     ArchivedTensor,
-    Records,
+    MakeError,
     ValueBuilder,
     explain,
 )
@@ -227,7 +227,7 @@ def _read_records(records: ZipRecords, max_pickle_bytes: int, label: str) -> Any
     if order != b"little":
         raise records.wrong(f"its byte order is {order!r}, expected b'little'; save it again")
     pickle = records.content("data.pkl", max_pickle_bytes)
-    builder = ValueBuilder(records)
+    builder = ValueBuilder(records.storage, records.wrong)
     return read_pickle(pickle, label, builder.make, builder.refer)
 
 
@@ -295,7 +295,7 @@ class _LegacyFile:
 
     def _read_pickle(self, start: int, refer: Refer | None = None) -> tuple[Any, int]:
         """Return the value of the pickle at an offset of the file, and the pickle's end."""
-        size, builder = _FIRST_BYTES, ValueBuilder(self)
+        size, builder = _FIRST_BYTES, ValueBuilder(self.storage, self.wrong)
         while True:
             max_size = min(self._size_bytes - start, _MAX_PICKLE_BYTES)
             content = self._bytes(start, min(size, max_size))
@@ -325,7 +325,8 @@ def read_archive(read: ReadRange, start_bytes: int, size_bytes: int, label: str)
     """
     wrong = f"{label} is not a tensor"
     records = ZipRecords(read, start_bytes, size_bytes, wrong, _MAX_TENSOR_DIRECTORY_BYTES)
-    return _expect_tensor(records, _read_records(records, _MAX_TENSOR_PICKLE_BYTES, label))
+    value = _read_records(records, _MAX_TENSOR_PICKLE_BYTES, label)
+    return _expect_tensor(value, records.wrong)
 
 
 def read_archive_front(front: bytes, label: str) -> ArchivedTensor:
@@ -337,12 +338,12 @@ def read_archive_front(front: bytes, label: str) -> ArchivedTensor:
     return _Front(front, label).tensor()
 
 
-def _expect_tensor(records: Records, value: Any) -> ArchivedTensor:
+def _expect_tensor(value: Any, wrong: MakeError) -> ArchivedTensor:
     if type(value) is ArchivedTensor:
         return value
     if type(value) is Call:
         raise UnreadableTensorError(explain(value))
-    raise records.wrong(f"it holds {shortened(explain(value))}, expected a tensor")
+    raise wrong(f"it holds {shortened(explain(value))}, expected a tensor")
 
 
 class _Front:
@@ -367,9 +368,9 @@ class _Front:
                 self._storage = name.removeprefix("data/"), begin
         if pickle is None:
             raise self.wrong("it does not begin with its record 'data.pkl'")
-        builder = ValueBuilder(self)
+        builder = ValueBuilder(self.storage, self.wrong)
         value = read_pickle(pickle, self._label, builder.make, builder.refer)
-        return _expect_tensor(self, value)
+        return _expect_tensor(value, self.wrong)
 
     def storage(self, key: str, size_bytes: int) -> tuple[int, int, int]:
         """Return the start of the storage, and the size that it must have."""

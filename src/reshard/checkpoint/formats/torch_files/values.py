@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -80,8 +80,7 @@ class ArchivedTensor:
     crc32: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(NamedTuple):
     """A storage in a file; `dtype` is None for a storage of bytes."""
 
     dtype: DType | None
@@ -90,25 +89,19 @@ class Storage:
     crc32: int
 
 
-class Records(Protocol):
-    """The records of a file."""
-
-    def wrong(self, reason: str) -> FormatError:
-        """Return the error for a file that is not what it should be."""
-
-    def storage(self, key: str, size_bytes: int) -> tuple[int, int, int]:
-        """Return a storage's start, its size (expected: `size_bytes`), and its checksum or 0."""
-
-
+# Returns a storage's start, its size, and its checksum or 0; of its key and the expected size.
+LocateStorage = Callable[[str, int], tuple[int, int, int]]
+# Returns the error for a file that is not what it should be, with a reason.
+MakeError = Callable[[str], FormatError]
 # The value of a call, and whether the call is the only user of its arguments; None if unknown.
 _Built = tuple[Any, bool] | None
 
 
 class ValueBuilder:
-    """Builds the values of a file, whose storages are in `records`."""
+    """Builds the values of a file, whose storages `locate` finds."""
 
-    def __init__(self, records: Records) -> None:
-        self._records = records
+    def __init__(self, locate: LocateStorage, wrong: MakeError) -> None:
+        self._locate, self._wrong = locate, wrong
         self._storages: dict[tuple[Any, ...], Storage] = {}
         # One object for each of the few shapes and views of a model.
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -128,9 +121,9 @@ class ValueBuilder:
         if storage is None:
             dtype = None if element is None else as_dtype(element)
             size_bytes = count * (1 if dtype is None else dtype.itemsize_bytes)
-            start_bytes, stored_bytes, crc32 = self._records.storage(record, size_bytes)
+            start_bytes, stored_bytes, crc32 = self._locate(record, size_bytes)
             if stored_bytes != size_bytes:
-                raise self._records.wrong(
+                raise self._wrong(
                     f"storage {record!r} has {stored_bytes} bytes, expected {size_bytes}"
                 )
             storage = Storage(dtype, start_bytes, size_bytes, crc32)
@@ -145,7 +138,7 @@ class ValueBuilder:
                 if (offset + size) * itemsize_bytes <= storage.size_bytes:
                     start_bytes = storage.start_bytes + offset * itemsize_bytes
                     return Storage(storage.dtype, start_bytes, size * itemsize_bytes, 0)
-        raise self._records.wrong(f"a part of a storage of {storage.size_bytes} bytes is outside")
+        raise self._wrong(f"a part of a storage of {storage.size_bytes} bytes is outside")
 
     def make(self, function: Global, arguments: tuple[Any, ...]) -> _Built:
         """Return the value of a call that is known."""
@@ -180,7 +173,7 @@ class ValueBuilder:
         offset = arguments[1]
         shape, strides = as_sizes(arguments[2]), as_sizes(arguments[3])
         if shape is None or strides is None or len(shape) != len(strides) or not is_size(offset):
-            raise self._records.wrong("the offset, shape or strides of a tensor are not sizes")
+            raise self._wrong("the offset, shape or strides of a tensor are not sizes")
         view = self._views.get((offset, strides))
         if view is None:
             view = self._views[offset, strides] = View(offset, strides)
@@ -195,7 +188,7 @@ class ValueBuilder:
         count = math.prod(shape)
         needed = max(offset + extent(view, shape), count) if count else 0
         if needed * storage.dtype.itemsize_bytes > storage.size_bytes:
-            raise self._records.wrong(
+            raise self._wrong(
                 f"shape {list(shape)} at offset {offset} with strides {list(strides)} is more "
                 f"than its storage of {storage.size_bytes} bytes"
             )

@@ -43,12 +43,12 @@ _FOLDER = r"mp_rank_(\d{2,4})(?:_(\d{3}))?(?:_(\d{3}))?"
 
 def list_rank_folders(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the folders of ranks, with the numbers in their names."""
-    found = {}
+    numbers = {}
     for path in sorted(folder.glob("mp_rank_*")):
         match = re.fullmatch(_FOLDER, path.name)
         if match is not None and path.is_dir():
-            found[path.name] = tuple(int(number) for number in match.groups() if number)
-    return found
+            numbers[path.name] = tuple(int(number) for number in match.groups() if number)
+    return numbers
 
 
 def find_model_file(folder: Path) -> Path:

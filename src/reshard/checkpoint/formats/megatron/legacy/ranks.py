@@ -70,12 +70,12 @@ class RankChunk(NamedTuple):
     @property
     def layers(self) -> dict[str, int]:
         """The number of layers of each sequence of layers."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for name in self.tensors:
             if (layer := split_layer(name)) is not None:
                 row, number, _ = layer
-                found[row] = max(found.get(row, 0), number + 1)
-        return found
+                counts[row] = max(counts.get(row, 0), number + 1)
+        return counts
 
     @property
     def experts(self) -> int:
@@ -108,9 +108,9 @@ class RankChunk(NamedTuple):
             row, number, rest = layer
             name = f"{row}{number + self.first_layers.get(row, 0)}{rest}"
 
-        def count_on(found: re.Match[str]) -> str:
-            rest = found[3] if found.lastindex == 3 else ""
-            return f"{found[1]}{int(found[2]) + self.first_expert}{rest}"
+        def count_on(match: re.Match[str]) -> str:
+            rest = match[3] if match.lastindex == 3 else ""
+            return f"{match[1]}{int(match[2]) + self.first_expert}{rest}"
 
         return _GROUPED.sub(count_on, _LOCAL.sub(count_on, name))
 
@@ -141,7 +141,7 @@ def chunks_of(
         raise FormatError(
             f"{path} has no model: expected `model`, or `model0` and on for virtual stages"
         )
-    found = []
+    chunks = []
     for number, key in enumerate(keys):
         if key not in ("model", f"model{number}"):
             raise FormatError(f"{path} has {key!r}, but no `model{number}`; a chunk is missing")
@@ -157,8 +157,8 @@ def chunks_of(
                 own = dict(_unstack(match, stored, path, experts))
                 stacks[name] = tuple(own)
             tensors |= own
-        found.append(RankChunk(place, number, path, tensors, others, stacks, {}))
-    return found
+        chunks.append(RankChunk(place, number, path, tensors, others, stacks, {}))
+    return chunks
 
 
 def _unstack(
@@ -294,8 +294,8 @@ class RankOptimizer:
     ) -> Iterator[StateBlock]:
         buffers = list_buffers(parameters, is_embedding_shared=self._is_shared)
         for number, buffer in enumerate(buffers):
-            found = state.get(number)
-            tensors = next(iter(found.values()), None) if isinstance(found, dict) else None
+            by_types = state.get(number)
+            tensors = next(iter(by_types.values()), None) if isinstance(by_types, dict) else None
             if not isinstance(tensors, dict):
                 self._skip(f"buffer {number} of {path}", "it is not there, or in another form")
                 continue
@@ -315,17 +315,17 @@ class RankOptimizer:
             length = lengths.pop()
             plan = find_plan(buffer, length, bucket_sizes(self._arguments))
             if plan is None:
-                held = sum(math.prod(one.shape) for one in buffer)
+                held = sum(math.prod(param.shape) for param in buffer)
                 self._skip(
                     f"buffer {number} of {path}",
                     f"it has {length} elements, and the {len(buffer)} parameters that should be in "
                     f"it {held}; the parts of parameters are ambiguous",
                 )
                 continue
-            for one, _, start in plan.places:
+            for param, _, start in plan.places:
                 for key, tensor in flat.items():
-                    regions = self._locate(one, tensor, path, start)
-                    yield from self._split(one, common_key(key), tensor, path, regions)
+                    regions = self._locate(param, tensor, path, start)
+                    yield from self._split(param, common_key(key), tensor, path, regions)
 
     def _list_numbered(self) -> Iterator[StateBlock]:
         members = [*chain_of(self._rank.state.get("optimizer"))]
@@ -345,9 +345,9 @@ class RankOptimizer:
     ) -> Iterator[StateBlock]:
         plain = [group if isinstance(group, dict) else {} for group in groups]
         names: list[list[RankParameter]] = [[] for _ in plain]
-        for one in parameters:
-            for number in find_groups(plain, one.name, one.shape)[:1]:
-                names[number].append(one)
+        for param in parameters:
+            for number in find_groups(plain, param.name, param.shape)[:1]:
+                names[number].append(param)
         masters = member.get("fp32_from_fp16_params", member.get("fp32_from_fp16"))
         for number, (group, own) in enumerate(zip(plain, names, strict=True)):
             numbers = group.get("params")
@@ -358,53 +358,55 @@ class RankOptimizer:
                     f"{len(own)} of the model's should be in it; their order is ambiguous",
                 )
                 continue
-            narrow = [one for one in own if one.dtype.name in ("float16", "bfloat16")]
+            narrow = [param for param in own if param.dtype.name in ("float16", "bfloat16")]
             wide = masters[number] if isinstance(masters, list) and number < len(masters) else []
             if isinstance(wide, list) and len(wide) == len(narrow):
-                for one, tensor in zip(narrow, wide, strict=True):
-                    yield from self._make_blocks(one, "master", tensor)
-            for one, index in zip(own, numbers, strict=True):
+                for param, tensor in zip(narrow, wide, strict=True):
+                    yield from self._make_blocks(param, "master", tensor)
+            for param, index in zip(own, numbers, strict=True):
                 kept = state.get(index)
                 for key, tensor in kept.items() if isinstance(kept, dict) else ():
-                    yield from self._make_blocks(one, str(key), tensor)
+                    yield from self._make_blocks(param, str(key), tensor)
 
-    def _make_blocks(self, one: RankParameter, key: str, tensor: Any) -> Iterator[StateBlock]:
+    def _make_blocks(self, param: RankParameter, key: str, tensor: Any) -> Iterator[StateBlock]:
         if not isinstance(tensor, ArchivedTensor):
             return
         path = self._rank.name
-        if (one.chunk, one.name) in self._stacks:
+        if (param.chunk, param.name) in self._stacks:
             # In the shape of the file, whose memory is that of the experts.
-            if math.prod(tensor.shape) != math.prod(one.shape) or not is_dense(
+            if math.prod(tensor.shape) != math.prod(param.shape) or not is_dense(
                 tensor.view, tensor.shape
             ):
-                self._skip(f"{key} of {one.name!r}", "it is not of the weight's shape")
+                self._skip(f"{key} of {param.name!r}", "it is not of the weight's shape")
                 return
-            yield from self._split(one, key, tensor, path, self._locate(one, tensor, path, 0))
+            yield from self._split(param, key, tensor, path, self._locate(param, tensor, path, 0))
             return
         block = ((self._rank.slot, region_of(path, tensor)),)
-        yield StateBlock(one.chunk, one.name, key, tensor.dtype, tensor.shape, path, block, tensor)
+        yield StateBlock(
+            param.chunk, param.name, key, tensor.dtype, tensor.shape, path, block, tensor
+        )
 
     def _locate(
-        self, one: RankParameter, tensor: ArchivedTensor, path: str, start: int
+        self, param: RankParameter, tensor: ArchivedTensor, path: str, start: int
     ) -> tuple[StoredRegion, ...]:
         """Return the parameter's state, flat from index `start` on of the memory of a tensor."""
         flat = replace(
             tensor, shape=(math.prod(tensor.shape),), view=View(tensor.view.offset, (1,))
         )
-        return tuple(flat_block([(self._rank.slot, region_of(path, flat))], start, one.shape))
+        return tuple(flat_block([(self._rank.slot, region_of(path, flat))], start, param.shape))
 
     def _split(
         self,
-        one: RankParameter,
+        param: RankParameter,
         key: str,
         tensor: ArchivedTensor,
         path: str,
         regions: tuple[StoredRegion, ...],
     ) -> Iterator[StateBlock]:
         """Yield state as the block of its parameter, or as transposed blocks of stacked experts."""
-        members = self._stacks.get((one.chunk, one.name))
+        members = self._stacks.get((param.chunk, param.name))
         if members is None:
-            yield StateBlock(one.chunk, one.name, key, tensor.dtype, one.shape, path, regions)
+            yield StateBlock(param.chunk, param.name, key, tensor.dtype, param.shape, path, regions)
             return
         for number, name in enumerate(members):
             own = tuple(
@@ -412,5 +414,5 @@ class RankOptimizer:
                 for slot, region in regions
                 if region.start[0] <= number < region.stop[0]
             )
-            shape = one.shape[:0:-1]
-            yield StateBlock(one.chunk, name, key, tensor.dtype, shape, path, own)
+            shape = param.shape[:0:-1]
+            yield StateBlock(param.chunk, name, key, tensor.dtype, shape, path, own)

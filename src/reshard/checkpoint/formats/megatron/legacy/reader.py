@@ -109,10 +109,10 @@ def read(root: Path, inside: str = "") -> Checkpoint:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    found = read_torch_file(path)
-    if not isinstance(found, dict):
-        raise FormatError(f"{path} holds {explain(found)}, expected the state of a rank")
-    return {key: value for key, value in found.items() if isinstance(key, str)}
+    state = read_torch_file(path)
+    if not isinstance(state, dict):
+        raise FormatError(f"{path} holds {explain(state)}, expected the state of a rank")
+    return {key: value for key, value in state.items() if isinstance(key, str)}
 
 
 def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -123,8 +123,8 @@ class _Arranger:
         self.folder = iteration_name(self._iteration())
 
     def _iteration(self) -> int:
-        found = self.values.get("iteration", 0)
-        return found if type(found) is int and 0 <= found < 10**7 else 0
+        iteration = self.values.get("iteration", 0)
+        return iteration if type(iteration) is int and 0 <= iteration < 10**7 else 0
 
     def arrange(self) -> WritePlan:
         """Return all files, and where in them each tensor is."""
@@ -161,16 +161,16 @@ class _Arranger:
         return ordered
 
     def _parts(self, place: RankPlace, slot: int, ordered: list[str]) -> _ChunkParts:
-        found = _ChunkParts(place, slot, {}, {})
+        parts = _ChunkParts(place, slot, {}, {})
         for name in self.stages.held(ordered, place):
             own = self.stages.rank_name(name, place)
             own = local_name(own) if self.is_local else own
             own = grouped_name(own) if self.is_grouped else own
-            found.parameters[own] = name
+            parts.parameters[own] = name
             whole = self.stages.weights.get(name)
             if whole is not None:
-                found.shapes[own] = self.stages.block(name, whole, place).block_shape
-        return found
+                parts.shapes[own] = self.stages.block(name, whole, place).block_shape
+        return parts
 
     def _write_rank(self, chunks: list[_ChunkParts], has_state: bool) -> None:
         first = chunks[0]
@@ -219,24 +219,24 @@ class _Arranger:
         ]
         if not self.stages.has_expert_optimizer:
             return [own]
-        return [[one for one in own if is_expert(one[1]) == flag] for flag in (False, True)]
+        return [[pair for pair in own if is_expert(pair[1]) == flag] for flag in (False, True)]
 
     def _groups(self) -> Any:
         """Return the state of a distributed optimizer without its buffers."""
         chain = [False, True] if self.stages.has_expert_optimizer else [False]
-        found = [optimizer_state(self.values, of_experts=flag) for flag in chain]
-        return found if len(found) > 1 else found[0]
+        states = [optimizer_state(self.values, of_experts=flag) for flag in chain]
+        return states if len(states) > 1 else states[0]
 
     def _flat_state(self, chunks: list[_ChunkParts]) -> Any:
         """Return the flat buffers of a distributed optimizer."""
-        found: list[Any] = []
+        states: list[Any] = []
         for number, own in enumerate(self._split(chunks)):
             # Dense parameters are those of all expert-parallel ranks: the first saves them.
             if number == 0 and self.stages.has_expert_optimizer and chunks[0].place.ep > 0:
-                found.append(None)
+                states.append(None)
                 continue
-            found.append(self._buffers(own))
-        return found if len(found) > 1 else found[0]
+            states.append(self._buffers(own))
+        return states if len(states) > 1 else states[0]
 
     def _buffers(self, own: list[_Own]) -> dict[Any, Any]:
         parameters = []
@@ -313,7 +313,7 @@ class _Arranger:
         return chain if len(chain) > 1 else chain[0]
 
     def _state_of(self, chunk: _ChunkParts, own: str, masters: list[NewTensor]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for key, name in self.of[chunk.parameters[own]].items():
             if not key:
                 continue
@@ -323,11 +323,11 @@ class _Arranger:
             if key == "master":
                 masters.append(made)
             else:
-                found[key] = made
-        return found
+                state[key] = made
+        return state
 
 
 def final_files(write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
     """Yield the file that names the last step."""
-    found = write_plan.values.get("iteration", 0)
-    yield TRACKER_NAME, str(found if type(found) is int else 0).encode()
+    iteration = write_plan.values.get("iteration", 0)
+    yield TRACKER_NAME, str(iteration if type(iteration) is int else 0).encode()

@@ -158,14 +158,14 @@ _Shapes = Mapping[str, tuple[object, tuple[int, ...]]]
 
 def _stack_experts(shapes: _Shapes) -> dict[str, StackedPlace]:
     """Return the places of experts with numbers from 0 on and equal shapes."""
-    found: dict[str, dict[int, str]] = {}
+    stacks: dict[str, dict[int, str]] = {}
     for name in shapes:
         if (expert := split_expert(name)) is not None:
             before, number, rest = expert
             key = f"{before.removesuffix('local_experts.')}experts{rest}"
-            found.setdefault(key, {})[number] = name
+            stacks.setdefault(key, {})[number] = name
     places = {}
-    for key, members in found.items():
+    for key, members in stacks.items():
         count = len(members)
         if [*sorted(members)] != [*range(count)] or len({shapes[n] for n in members.values()}) > 1:
             continue

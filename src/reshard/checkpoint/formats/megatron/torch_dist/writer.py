@@ -67,18 +67,18 @@ def plan_files(new: NewCheckpoint) -> WritePlan:
     if step_of(new.values) is not None:
         new = without_steps(new)
     places = _find_all_places(new.tensors, new.values)
-    found = plan_chunks(new, places)
-    content, _ = _extra_states(places, found.items)
-    files = found.files
+    write_plan = plan_chunks(new, places)
+    content, _ = _extra_states(places, write_plan.items)
+    files = write_plan.files
     if content:
         files += (NewFile(StoredFile(OBJECTS_NAME, len(content), 0), content),)
     return dataclasses.replace(
-        found,
+        write_plan,
         format=FORMAT_NAME,
         files=files,
         values=held_values(new),
         paths=dict(new.paths),
-        notes=(*found.notes, *describe_decay(new.values, new.tensors)),
+        notes=(*write_plan.notes, *describe_decay(new.values, new.tensors)),
     )
 
 
@@ -120,14 +120,14 @@ def _find_all_places(
             parameter: keyed_name(engine_name(parameter, known), is_local=is_local)
             for parameter in names
         }
-        found = find_places(
+        of_keys = find_places(
             {
                 keyed[parameter]: (tensors[name].dtype, tensors[name].layout)
                 for parameter, name in names.items()
             }
         )
         for parameter, name in names.items():
-            place = found[keyed[parameter]]
+            place = of_keys[keyed[parameter]]
             if key:
                 place = place._replace(key=megatron_name(place.key, key, master))
             places[name] = place
