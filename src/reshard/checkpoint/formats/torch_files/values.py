@@ -198,9 +198,8 @@ class ValueBuilder:
 
     def parameter(self, arguments: tuple[Any, ...]) -> _Built:
         """Return the tensor of a parameter."""
-        if arguments and type(arguments[0]) is ArchivedTensor:
-            return arguments[0], True
-        return None
+        is_read = bool(arguments) and type(arguments[0]) is ArchivedTensor
+        return (arguments[0], True) if is_read else None
 
     def attributed(self, arguments: tuple[Any, ...]) -> _Built:
         """Return a plain tensor of a call with its function, class, arguments and attributes."""
@@ -222,10 +221,6 @@ class ValueBuilder:
             return None
         return {pair[0]: pair[1] for pair in pairs}, False
 
-    def defaulting(self, arguments: tuple[Any, ...]) -> _Built:
-        """Build the dict of a dict with a default."""
-        return ({}, False) if len(arguments) <= 1 else None
-
     def sizes(self, arguments: tuple[Any, ...]) -> _Built:
         """Build the tuple of a `torch.Size`."""
         sizes = as_sizes(arguments[0]) if len(arguments) == 1 else None
@@ -240,10 +235,6 @@ class ValueBuilder:
                 except UnicodeEncodeError:
                     return None
         return None
-
-    def no_bytes(self, arguments: tuple[Any, ...]) -> _Built:
-        """Build bytes of length 0, which early protocols make without an argument."""
-        return (b"", False) if not arguments else None
 
     def device(self, arguments: tuple[Any, ...]) -> _Built:
         """Build the text of a device, such as `cuda:0`."""
@@ -273,10 +264,12 @@ _MAKERS: dict[str, tuple[tuple[str, ...], Callable[[ValueBuilder, tuple[Any, ...
     "_rebuild_parameter_with_state": (("torch._utils",), ValueBuilder.parameter),
     "_rebuild_from_type_v2": (("torch._tensor",), ValueBuilder.attributed),
     "OrderedDict": (("collections",), ValueBuilder.ordered),
-    "defaultdict": (("collections",), ValueBuilder.defaulting),
+    # The default of a dict is a function, which is not called.
+    "defaultdict": (("collections",), lambda _, given: ({}, False) if len(given) <= 1 else None),
     "Size": (("torch",), ValueBuilder.sizes),
     "encode": (("_codecs",), ValueBuilder.encoded),
-    "bytes": (("__builtin__", "builtins"), ValueBuilder.no_bytes),
+    # Early protocols make bytes of length 0 without an argument.
+    "bytes": (("__builtin__", "builtins"), lambda _, given: None if given else (b"", False)),
     "device": (("torch",), ValueBuilder.device),
     "scalar": (_NUMPY_CORE, ValueBuilder.number),
 }
