@@ -81,138 +81,140 @@ _Buffers = dict[tuple[int, int, int], dict[str, _Buckets]]
 _COALESCED = -1
 
 
-class BucketSpace:
-    """The state of a checkpoint in buckets; `unread` lists the parts that are not read."""
+def has_buckets(found: Checkpoint) -> bool:
+    """Return whether a checkpoint has optimizer state in buckets."""
+    return any(map(is_of_buckets, (*found.tensors, *found.items)))
 
-    def __init__(self, folder: Path, found: Checkpoint, state: PlainValues) -> None:
-        self._folder = folder
-        self._found = found
-        self._state = state
-        self.unread: list[tuple[str, str]] = []
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the checkpoint has such state."""
-        return any(map(is_of_buckets, (*self._found.tensors, *self._found.items)))
+def read_buckets(
+    folder: Path, found: Checkpoint, plain: PlainValues, weights: Mapping[str, StoredTensor]
+) -> tuple[Mapping[str, StoredTensor], list[tuple[str, str]]]:
+    """Return the optimizer state of weights, by training formats' names, and the unread parts.
 
-    def tensors(self, weights: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-        """Return the optimizer state of weights, by the names of all training formats."""
-        buffers = self._collect()
-        self._read_groups()
-        try:
-            return self._assemble(buffers, weights)
-        except RecipeError as error:
-            self.unread.append(("the optimizer's buckets", str(error)))
-            return {}
+    Groups and the loss scaler are added to `plain`.
+    """
+    buffers = _collect(folder, found)
+    _read_groups(folder, found, plain)
+    try:
+        return _assemble(folder, arguments_of(plain.values), buffers, weights), []
+    except RecipeError as error:
+        return {}, [("the optimizer's buckets", str(error))]
 
-    def _collect(self) -> _Buffers:
-        result: _Buffers = {}
-        for name, tensor in self._found.tensors.items():
-            match = _BUCKET.match(name)
-            if match is not None:
-                chain, rank, buffer, bucket = (int(number or 0) for number in match.groups()[:4])
-                own = result.setdefault((chain, rank, buffer), {}).setdefault(match[5], {})
-                own[bucket] = tensor.shape[0], tensor.dtype, [*list_stored_regions(tensor)]
-        for name, item in self._found.items.items():
-            match = _OBJECT.match(name)
-            if match is None or match[3] != "param_state":
+
+def _collect(folder: Path, found: Checkpoint) -> _Buffers:
+    """Return the buckets of a checkpoint."""
+    result: _Buffers = {}
+    for name, tensor in found.tensors.items():
+        match = _BUCKET.match(name)
+        if match is not None:
+            chain, rank, buffer, bucket = (int(number or 0) for number in match.groups()[:4])
+            own = result.setdefault((chain, rank, buffer), {}).setdefault(match[5], {})
+            own[bucket] = tensor.shape[0], tensor.dtype, [*list_stored_regions(tensor)]
+    for name, item in found.items.items():
+        match = _OBJECT.match(name)
+        if match is None or match[3] != "param_state":
+            continue
+        # An object is a list of what the rank saved under the name.
+        parts = read_object(folder, item)
+        state = parts[0] if isinstance(parts, list) and len(parts) == 1 else None
+        for number, types in state.items() if isinstance(state, dict) else ():
+            tensors = next(iter(types.values()), None) if isinstance(types, dict) else None
+            if type(number) is not int or not isinstance(tensors, dict):
                 continue
-            # An object is a list of what the rank saved under the name.
-            parts = read_object(self._folder, item)
-            state = parts[0] if isinstance(parts, list) and len(parts) == 1 else None
-            for number, types in state.items() if isinstance(state, dict) else ():
-                tensors = next(iter(types.values()), None) if isinstance(types, dict) else None
-                if type(number) is not int or not isinstance(tensors, dict):
-                    continue
-                buffer_of = result.setdefault((int(match[1] or 0), int(match[2]), number), {})
-                for key, tensor in tensors.items():
-                    if isinstance(tensor, ArchivedTensor) and len(tensor.shape) == 1:
-                        path, start_bytes = item.place.path, item.place.start_bytes
-                        region = region_of(path, tensor, start_bytes)
-                        whole = tensor.shape[0], tensor.dtype, [(item.rank, region)]
-                        buffer_of[key] = {_COALESCED: whole}
-        return result
+            buffer_of = result.setdefault((int(match[1] or 0), int(match[2]), number), {})
+            for key, tensor in tensors.items():
+                if isinstance(tensor, ArchivedTensor) and len(tensor.shape) == 1:
+                    path, start_bytes = item.place.path, item.place.start_bytes
+                    region = region_of(path, tensor, start_bytes)
+                    whole = tensor.shape[0], tensor.dtype, [(item.rank, region)]
+                    buffer_of[key] = {_COALESCED: whole}
+    return result
 
-    def _read_groups(self) -> None:
-        chains = set()
-        for name, item in sorted(self._found.items.items()):
-            match = _OBJECT.match(name)
-            part = match[3] if match else ""
-            if match is None or part not in _STATE_PARTS or (match[1], part) in chains:
+
+def _read_groups(folder: Path, found: Checkpoint, plain: PlainValues) -> None:
+    """Add the groups and the loss scaler in objects; those of the first rank are used."""
+    chains = set()
+    for name, item in sorted(found.items.items()):
+        match = _OBJECT.match(name)
+        part = match[3] if match else ""
+        if match is None or part not in _STATE_PARTS or (match[1], part) in chains:
+            continue
+        chains.add((match[1], part))
+        parts = read_object(folder, item)
+        if isinstance(parts, list) and parts:
+            path, start_bytes = folder / item.place.path, item.place.start_bytes
+            read = partial(read_storage, path, start_bytes=start_bytes)
+            add_optimizer(plain, {"optimizer": {}, part: parts[0]}, read)
+
+
+def _assemble(
+    folder: Path,
+    arguments: Mapping[str, Any],
+    buffers: _Buffers,
+    weights: Mapping[str, StoredTensor],
+) -> Mapping[str, StoredTensor]:
+    if "tensor_model_parallel_size" not in arguments:
+        raise RecipeError(
+            "there are no arguments with the model's parallelism, so the parameters of the "
+            "parts of a bucket are not known"
+        )
+    sizes = Parallelism.of_arguments(arguments, str(folder))
+    if sizes.etp != sizes.tp:
+        raise RecipeError(
+            f"buckets of {sizes} are not read; load it with Megatron-core and save it with "
+            "--dist-ckpt-optim-fully-reshardable"
+        )
+    if any(map(is_expert, weights)) and has_stacked_experts(arguments):
+        raise RecipeError(
+            "buckets with all experts of a layer in one weight (GroupedMLP) are not read; load "
+            "it with Megatron-core and save it with --dist-ckpt-optim-fully-reshardable"
+        )
+    mesh = DeviceMesh.of(vp=sizes.vp, pp=sizes.pp, ep=sizes.ep, tp=sizes.tp)
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    stages = StageLayouts(mesh, shapes, arguments)
+    ordered = _sort(stages, arguments)
+    has_chain = any(chain for chain, _, _ in buffers)
+    whole = WholeTensors()
+    for chain in sorted({chain for chain, _, _ in buffers}):
+        ranks = sorted({rank for of, rank, _ in buffers if of == chain})
+        for rank in ranks:
+            place = _find_place(sizes, rank, is_expert=chain == 1)
+            own = {n: b for (of, at, n), b in buffers.items() if (of, at) == (chain, rank)}
+            parameters = _list_parameters(stages, ordered, place, weights)
+            split = split_chain(parameters, 2 if has_chain else 1)
+            _add(whole, stages, place, split[min(chain, len(split) - 1)], own, arguments)
+    slots = max((tensor.layout.slots for tensor in weights.values()), default=1)
+    return whole.stored(slots)
+
+
+def _add(
+    whole: WholeTensors,
+    stages: StageLayouts,
+    place: RankPlace,
+    parameters: Sequence[RankParameter],
+    own: Mapping[int, Mapping[str, _Buckets]],
+    arguments: Mapping[str, Any],
+) -> None:
+    """Add the blocks in the buffers of a rank."""
+    is_shared = stages.sizes.pp > 1 and stages.is_tied
+    for number, buffer in enumerate(list_buffers(parameters, is_embedding_shared=is_shared)):
+        stored = own.get(number, {})
+        plan = _find_lengths(stored, buffer, arguments)
+        label = f"buffer {number} of tensor-parallel rank {place.tp}, stage {place.pp}"
+        if plan is None:
+            raise RecipeError(
+                f"{label} has other lengths than its {len(buffer)} parameters, from "
+                f"{buffer[0].name!r} to {buffer[-1].name!r}, would have; the parts "
+                "are ambiguous"
+            )
+        for key, dtype, parameter, regions in _list_blocks(stored, plan):
+            # The last stage has a copy of the embedding.
+            if place.pp > 0 and parameter.name == EMBEDDING:
                 continue
-            chains.add((match[1], part))
-            parts = read_object(self._folder, item)
-            if isinstance(parts, list) and parts:
-                path, start_bytes = self._folder / item.place.path, item.place.start_bytes
-                read = partial(read_storage, path, start_bytes=start_bytes)
-                add_optimizer(self._state, {"optimizer": {}, part: parts[0]}, read)
-
-    def _assemble(
-        self, buffers: _Buffers, weights: Mapping[str, StoredTensor]
-    ) -> Mapping[str, StoredTensor]:
-        arguments = arguments_of(self._state.values)
-        if "tensor_model_parallel_size" not in arguments:
-            raise RecipeError(
-                "there are no arguments with the model's parallelism, so the parameters of the "
-                "parts of a bucket are not known"
-            )
-        sizes = Parallelism.of_arguments(arguments, str(self._folder))
-        if sizes.etp != sizes.tp:
-            raise RecipeError(
-                f"buckets of {sizes} are not read; load it with Megatron-core and save it with "
-                "--dist-ckpt-optim-fully-reshardable"
-            )
-        if any(map(is_expert, weights)) and has_stacked_experts(arguments):
-            raise RecipeError(
-                "buckets with all experts of a layer in one weight (GroupedMLP) are not read; load "
-                "it with Megatron-core and save it with --dist-ckpt-optim-fully-reshardable"
-            )
-        mesh = DeviceMesh.of(vp=sizes.vp, pp=sizes.pp, ep=sizes.ep, tp=sizes.tp)
-        shapes = {name: tensor.shape for name, tensor in weights.items()}
-        stages = StageLayouts(mesh, shapes, arguments)
-        ordered = _sort(stages, arguments)
-        has_chain = any(chain for chain, _, _ in buffers)
-        whole = WholeTensors()
-        for chain in sorted({chain for chain, _, _ in buffers}):
-            ranks = sorted({rank for of, rank, _ in buffers if of == chain})
-            for rank in ranks:
-                place = _find_place(sizes, rank, is_expert=chain == 1)
-                own = {n: b for (of, at, n), b in buffers.items() if (of, at) == (chain, rank)}
-                parameters = _list_parameters(stages, ordered, place, weights)
-                split = split_chain(parameters, 2 if has_chain else 1)
-                self._add(whole, stages, place, split[min(chain, len(split) - 1)], own, arguments)
-        slots = max((tensor.layout.slots for tensor in weights.values()), default=1)
-        return whole.stored(slots)
-
-    def _add(
-        self,
-        whole: WholeTensors,
-        stages: StageLayouts,
-        place: RankPlace,
-        parameters: Sequence[RankParameter],
-        own: Mapping[int, Mapping[str, _Buckets]],
-        arguments: Mapping[str, Any],
-    ) -> None:
-        """Add the blocks in the buffers of a rank."""
-        is_shared = stages.sizes.pp > 1 and stages.is_tied
-        for number, buffer in enumerate(list_buffers(parameters, is_embedding_shared=is_shared)):
-            stored = own.get(number, {})
-            plan = _find_lengths(stored, buffer, arguments)
-            label = f"buffer {number} of tensor-parallel rank {place.tp}, stage {place.pp}"
-            if plan is None:
-                raise RecipeError(
-                    f"{label} has other lengths than its {len(buffer)} parameters, from "
-                    f"{buffer[0].name!r} to {buffer[-1].name!r}, would have; the parts "
-                    "are ambiguous"
-                )
-            for key, dtype, parameter, regions in _list_blocks(stored, plan):
-                # The last stage has a copy of the embedding.
-                if place.pp > 0 and parameter.name == EMBEDDING:
-                    continue
-                block = stages.block(parameter.name, stages.weights[parameter.name], place)
-                if block.block_shape != block.shape or place.tp == 0:
-                    name = state_name(parameter.name, common_key(key))
-                    whole.add(name, dtype, block, regions, label)
+            block = stages.block(parameter.name, stages.weights[parameter.name], place)
+            if block.block_shape != block.shape or place.tp == 0:
+                name = state_name(parameter.name, common_key(key))
+                whole.add(name, dtype, block, regions, label)
 
 
 def _sort(stages: StageLayouts, arguments: Mapping[str, Any]) -> list[str]:

@@ -52,8 +52,9 @@ from reshard.checkpoint.formats.megatron.torch_dist import (
     backend_of,
 )
 from reshard.checkpoint.formats.megatron.torch_dist.bucket_space import (
-    BucketSpace,
+    has_buckets,
     is_of_buckets,
+    read_buckets,
 )
 from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import (
     has_stacks,
@@ -95,10 +96,11 @@ def read(folder: Path) -> Checkpoint:
         )
     found = reader.read(folder)
     state = _read_common(folder)
-    buckets = BucketSpace(folder, found, state)
     tensors = {one.name: one for one in _name_tensors(found)}
-    if buckets.is_there:
-        tensors |= buckets.tensors(tensors)
+    unread: list[tuple[str, str]] = []
+    if has_buckets(found):
+        in_buckets, unread = read_buckets(folder, found, state, tensors)
+        tensors |= in_buckets
     parameters = {name: one.shape for name, one in tensors.items() if _has_state(name, tensors)}
     note = set_groups(state, parameters)
     return dataclasses.replace(
@@ -113,7 +115,7 @@ def read(folder: Path) -> Checkpoint:
         unread=(
             *found.unread,
             *((f"{COMMON_NAME}: {name}", why) for name, why in state.unread),
-            *buckets.unread,
+            *unread,
         ),
         notes=(*found.notes, *([note] if note else [])),
     )
