@@ -54,9 +54,7 @@ _LINK = f"{_LINKS}.link"
 _EXCHANGE = "reshard.torch.exchange"
 POINTS: Mapping[str, Point] = {
     "before the store": Point("connect", f"{_LINK}:LinkAddress.open_store", is_early=True),
-    "before it is announced": Point(
-        "connect", "reshard.torch.links.connecting:announce", is_early=True
-    ),
+    "before it is announced": Point("connect", "reshard.torch.links.link:announce", is_early=True),
     "before its card": Point("connect", f"{_LINK}:meet_at", is_early=True),
     "after its card": Point("connect", f"{_EXCHANGE}.meeting:Rendezvous.connect"),
     "in gloo's connect": Point(
@@ -89,7 +87,7 @@ POINTS: Mapping[str, Point] = {
         sides=("engine",),
         needs_hosts=True,
     ),
-    "before an order": Point("run", "reshard.torch.links.orders:Order.read"),
+    "before an order": Point("run", "reshard.torch.links.messages:Order.read"),
     "before it agrees": Point("run", "reshard.torch.refitting.refit:Refit.run"),
     "before a bucket": Point("run", f"{_EXCHANGE}.exchange:MessageExchange.start", calls=4),
     "in a bucket": Point("run", f"{_EXCHANGE}.exchange:MessageExchange.finish", calls=4),
@@ -105,7 +103,7 @@ POINTS: Mapping[str, Point] = {
         calls=2,
         sides=("engine",),
     ),
-    "before the outcome": Point("run", "reshard.torch.links.orders:RunOutcome.read"),
+    "before the outcome": Point("run", "reshard.torch.links.messages:RunOutcome.read"),
     "before it verifies": Point("verify", "reshard.torch.refitting.refit:Refit.verify"),
     "while it verifies": Point("verify", f"{_EXCHANGE}.groups:RankGroup.all_gather"),
     "before it leaves": Point("leave", f"{_LINK}:WeightLink.close"),

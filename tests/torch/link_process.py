@@ -40,7 +40,7 @@ from reshard.errors import InterruptedRunError, LinkError, RunError, ShardError,
 from reshard.layout import Box, Layout
 from reshard.torch import BlockQuantized
 from reshard.torch.exchange.changes import ChangeExchange
-from reshard.torch.links.orders import RunOutcome
+from reshard.torch.links.messages import RunOutcome
 from reshard.torch.links.sync import WeightSync
 
 

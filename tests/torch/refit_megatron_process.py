@@ -41,7 +41,7 @@ MODELS = {
 }
 
 
-def chunks_of(model: Model, rank: int, is_empty: bool) -> list[torch.nn.Module] | None:
+def list_chunks(model: Model, rank: int, is_empty: bool) -> list[torch.nn.Module] | None:
     """A rank's model chunks, with their values or empty; None where it has no part."""
     if not model.offset <= rank < model.offset + model.world:
         return None
@@ -71,7 +71,7 @@ def of_groups(
     model: Model, groups: dict[str, dist.ProcessGroup], is_empty: bool, kind: int
 ) -> MegatronModel | None:
     """A rank's model, which says where it is by its process groups only, in one of three ways."""
-    chunks = chunks_of(model, dist.get_rank(), is_empty)
+    chunks = list_chunks(model, dist.get_rank(), is_empty)
     if chunks is None:
         return None
     if kind == 0:
@@ -101,7 +101,7 @@ def with_live_groups() -> None:
             # Sizes on one side; they are what num_experts completes.
             given = MegatronModel(given.chunks, replace(source.names, num_experts=None))
         refit(given, found, num_experts=4)
-        expected = chunks_of(target, dist.get_rank(), is_empty=False)
+        expected = list_chunks(target, dist.get_rank(), is_empty=False)
         for one, other in zip(found.chunks if found else [], expected or [], strict=True):
             expect_same(one.state_dict(), other.state_dict(), f"by groups, {before} to {after}")
 
@@ -109,7 +109,7 @@ def with_live_groups() -> None:
 def groups_that_cannot_be() -> None:
     """What one rank says wrong, all raise."""
     rank, model = dist.get_rank(), MODELS["tp2 pp2"]
-    groups, chunks = process_groups(model), chunks_of(model, rank, is_empty=False)
+    groups, chunks = process_groups(model), list_chunks(model, rank, is_empty=False)
     alone = [dist.new_group([one]) for one in range(4)][rank]
     right = MegatronModel(chunks, groups=groups)
     for wrong, told in (
@@ -202,14 +202,14 @@ def between_megatrons_own_pairs() -> None:
 def refitted(source: Model, target: Model, what: str, **options: Any) -> None:
     """Refit this rank's chunks, and compare them with those that it should have."""
     rank = dist.get_rank()
-    given = chunks_of(source, rank, is_empty=False)
-    found = chunks_of(target, rank, is_empty=True)
+    given = list_chunks(source, rank, is_empty=False)
+    found = list_chunks(target, rank, is_empty=True)
     done = refit(
         None if given is None else MegatronModel(given, source.names),
         None if found is None else MegatronModel(found, target.names),
         **options,
     )
-    expected = chunks_of(target, rank, is_empty=False)
+    expected = list_chunks(target, rank, is_empty=False)
     for one, other in zip(found or [], expected or [], strict=True):
         expect_same(one.state_dict(), other.state_dict(), what)
     expect(done.is_usable, "not usable")
@@ -220,14 +220,14 @@ def with_offsets() -> None:
     rank = dist.get_rank()
     source = Model(tp=2, pp=1, dp=1, ep=2, etp=1, vpp=1, offset=0)
     target = Model(tp=1, pp=2, dp=1, ep=1, etp=1, vpp=1, offset=0)
-    given = chunks_of(source, rank, is_empty=False)
-    found = chunks_of(target, rank - 2, is_empty=True)
+    given = list_chunks(source, rank, is_empty=False)
+    found = list_chunks(target, rank - 2, is_empty=True)
     refit(
         None if given is None else MegatronModel(given, source.names),
         None if found is None else MegatronModel(found, target.names),
         target_offset=2,
     )
-    expected = chunks_of(target, rank - 2, is_empty=False)
+    expected = list_chunks(target, rank - 2, is_empty=False)
     for one, other in zip(found or [], expected or [], strict=True):
         expect_same(one.state_dict(), other.state_dict(), "with offsets")
 
@@ -238,8 +238,8 @@ def by_megatrons_lists() -> None:
     names = [*MODELS]
     for number, (before, after) in enumerate(zip(names, [*names[1:], names[0]], strict=True)):
         source, target = MODELS[before], MODELS[after]
-        given = chunks_of(source, rank, is_empty=False)
-        found = chunks_of(target, rank, is_empty=True)
+        given = list_chunks(source, rank, is_empty=False)
+        found = list_chunks(target, rank, is_empty=True)
         build = (build_local_reshard_plan, build_centralized_reshard_plan)[number % 2]
         plan = build(
             None if given is None else MegatronModel(given, source.names),
@@ -259,7 +259,7 @@ def by_megatrons_lists() -> None:
             expect((theirs, mine) == (op.peer_slice, op.my_slice), f"{op} gets {theirs} to {mine}")
             by_hand[op.param_name][op.my_slice] = value
         expect(not any([*one] for one in arriving), "sends without a receive")
-        expected = tensors(chunks_of(target, rank, is_empty=False))
+        expected = tensors(list_chunks(target, rank, is_empty=False))
         expect_same(by_hand, expected, f"by hand, {before} to {after}")
         execute_reshard_plan(plan, given, found, group=None)
         expect_same(tensors(found), expected, f"by the plan, {before} to {after}")

@@ -132,7 +132,7 @@ def what_has_no_names() -> None:
     refused(replace(right, config={"model_type": "qwen3", "num_key_value_heads": 4}), told, target)
     refused(replace(right, config={"model_type": "bert"}), "no names of 'megatron'", target)
     refused(replace(right, config={"model_type": "none"}), "no recipe is for the model", target)
-    refused(replace(right, config={}), "config={} says no model_type", target)
+    refused(replace(right, config={}), "config={} has no model_type", target)
     # A plain part is no whole tensor.
     plain = torch.nn.Module()
     plain.weight = torch.nn.Parameter(torch.ones(2, 2))

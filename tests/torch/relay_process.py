@@ -25,7 +25,7 @@ from reshard.errors import LinkError, RunError
 from reshard.torch import BlockQuantized, MegatronModel
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.one_host.shared_memory import SharedMemory
-from reshard.torch.links.relay import BucketGate
+from reshard.torch.links.relay_tree import BucketGate
 from reshard.torch.links.sync import SyncReport, WeightSync
 
 # Each of the small model's four tensors is a bucket.

@@ -8,12 +8,11 @@ from reshard.torch.calibration.host_links import measure_links
 from reshard.torch.distributed_tensor import layout_of, rank_of
 from reshard.torch.exchange.consistency import is_usable
 from reshard.torch.exchange.packing.copies import keep_memory
-from reshard.torch.links.connecting import connect
-from reshard.torch.links.link import WeightLink
+from reshard.torch.links.link import WeightLink, connect
 from reshard.torch.links.sync import SyncReport, WeightSync
 from reshard.torch.loaders.module_layouts import module_layouts
 from reshard.torch.loaders.tracing import trace_loading
-from reshard.torch.models.given_models import MegatronModel
+from reshard.torch.models.model_inputs import MegatronModel
 from reshard.torch.models.naming import renamed
 from reshard.torch.models.recipe_models import by_recipe
 from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor

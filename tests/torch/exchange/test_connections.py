@@ -49,7 +49,7 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_LOOK_S", 0.01)
+    monkeypatch.setattr(connections, "_POLL_S", 0.01)
 
 
 def waiting_threads() -> set[threading.Thread]:

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from live_processes import free_port  # noqa: E402
 from reshard.errors import LinkError, UsageError  # noqa: E402
 from reshard.torch.links.address import LinkAddress  # noqa: E402
-from reshard.torch.links.connecting import connect  # noqa: E402
+from reshard.torch.links.link import connect  # noqa: E402
 
 
 @pytest.mark.parametrize(

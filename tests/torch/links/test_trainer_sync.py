@@ -14,22 +14,22 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from reshard.errors import LinkError, RunError  # noqa: E402
-from reshard.torch.links.admission import Announcement  # noqa: E402
-from reshard.torch.links.presence import Presence  # noqa: E402
+from reshard.torch.links.handshake import Announcement  # noqa: E402
+from reshard.torch.links.heartbeat import Heartbeat  # noqa: E402
 from reshard.torch.links.sealed_store import SealedStore, derive_key  # noqa: E402
 from reshard.torch.links.trainer_sync import (  # noqa: E402
-    RunAccount,
-    TrainerEnd,
+    RunSummary,
+    TrainerCallbacks,
     TrainerSync,
-    settle,
+    exchange_summaries,
 )
 
-FIRST = RunAccount({"a": (0.5, "trainer")}, {"b": "it left"}, (4,), 8)
-OTHER = RunAccount({"b": (0.6, "a")}, trainer_bytes=8)
+FIRST = RunSummary({"a": (0.5, "trainer")}, {"b": "it left"}, (4,), 8)
+OTHER = RunSummary({"b": (0.6, "a")}, trainer_bytes=8)
 PATIENCE_S = 60.0
 
 
-class Seen(Presence):
+class Seen(Heartbeat):
     """A trainer's first rank, which knows who has ended."""
 
     def end(self, token: str) -> None:
@@ -56,17 +56,17 @@ def trainer_of(ranks: int) -> Announcement:
 
 
 def test_an_engine_counts_where_one_rank_heard_of_it() -> None:
-    first = RunAccount({"a": (0.5, "trainer")}, {"b": "it left"}, (4,), 8)
-    other = RunAccount({"a": (0.7, "trainer"), "b": (0.6, "a")}, {"c": "it died"}, (5,), 8)
-    found = RunAccount.merge([first, other])
+    first = RunSummary({"a": (0.5, "trainer")}, {"b": "it left"}, (4,), 8)
+    other = RunSummary({"a": (0.7, "trainer"), "b": (0.6, "a")}, {"c": "it died"}, (5,), 8)
+    found = RunSummary.merge([first, other])
     assert found.engines == {"a": (0.5, "trainer"), "b": (0.6, "a")}
     assert found.lost == {"b": "it left", "c": "it died"}
     assert found.given_up == (4, 5) and found.trainer_bytes == 8
 
 
 def test_where_ranks_differ_the_first_counts() -> None:
-    told = [RunAccount({}, {"b": why}) for why in ("it left", "rank 3 does not answer")]
-    assert RunAccount.merge(told).lost == {"b": "it left"}
+    told = [RunSummary({}, {"b": why}) for why in ("it left", "rank 3 does not answer")]
+    assert RunSummary.merge(told).lost == {"b": "it left"}
 
 
 @pytest.mark.parametrize(
@@ -80,19 +80,21 @@ def test_where_ranks_differ_the_first_counts() -> None:
     ],
 )
 def test_what_is_no_account(change: dict[str, object]) -> None:
-    text = json.dumps({**json.loads(RunAccount({}).write()), **change})
+    text = json.dumps({**json.loads(RunSummary({}).write()), **change})
     with pytest.raises(LinkError, match="is no account of a run"):
-        RunAccount.read(text)
+        RunSummary.read(text)
     with pytest.raises(LinkError, match="is no account of a run"):
-        RunAccount.read("{")
+        RunSummary.read("{")
 
 
 def test_all_ranks_have_one_account() -> None:
     store, trainer, found = open_store(), trainer_of(3), {}
     store.set("step/7", "told")
 
-    def take_part(rank: int, own: RunAccount) -> None:
-        found[rank] = settle(store, "step/7", own, trainer, rank, PATIENCE_S, Presence())
+    def take_part(rank: int, own: RunSummary) -> None:
+        found[rank] = exchange_summaries(
+            store, "step/7", own, trainer, rank, PATIENCE_S, Heartbeat()
+        )
 
     others = [threading.Thread(target=take_part, args=(rank, OTHER)) for rank in (1, 2)]
     for one in others:
@@ -100,7 +102,7 @@ def test_all_ranks_have_one_account() -> None:
     take_part(0, FIRST)
     for one in others:
         one.join()
-    assert found == dict.fromkeys(range(3), RunAccount.merge([FIRST, OTHER]))
+    assert found == dict.fromkeys(range(3), RunSummary.merge([FIRST, OTHER]))
     # However often a link runs, its store does not grow.
     paths = ("said/1", "said/2", "read/1", "read/2", "account")
     assert not any(store.check([f"step/7/{path}"]) for path in paths)
@@ -111,37 +113,40 @@ def test_the_first_rank_waits_until_others_have_read() -> None:
     store = open_store()
     store = Asked(store._store, store.key)
     store.set("step/7/said/1", OTHER.write())
-    found = settle(store, "step/7", FIRST, trainer_of(2), 0, PATIENCE_S, Presence())
+    found = exchange_summaries(store, "step/7", FIRST, trainer_of(2), 0, PATIENCE_S, Heartbeat())
     # With the first rank the store would have ended, and nobody could have read this.
-    assert RunAccount.read(store.account) == found == RunAccount.merge([FIRST, OTHER])
+    assert RunSummary.read(store.account) == found == RunSummary.merge([FIRST, OTHER])
 
 
 def test_one_that_ends_before_it_has_read_is_not_waited_for() -> None:
     store, seen = open_store(), Seen()
     store.set("step/7/said/1", OTHER.write())
     seen.end("token 1")
-    found = settle(store, "step/7", FIRST, trainer_of(2), 0, PATIENCE_S, seen)
-    assert found == RunAccount.merge([FIRST, OTHER])
+    found = exchange_summaries(store, "step/7", FIRST, trainer_of(2), 0, PATIENCE_S, seen)
+    assert found == RunSummary.merge([FIRST, OTHER])
 
 
 def test_one_that_does_not_read_is_waited_for_as_long_as_was_said() -> None:
     store = open_store()
     store.set("step/7/said/1", OTHER.write())
-    found = settle(store, "step/7", FIRST, trainer_of(2), 0, 0.01, Presence())
-    assert found == RunAccount.merge([FIRST, OTHER])
+    found = exchange_summaries(store, "step/7", FIRST, trainer_of(2), 0, 0.01, Heartbeat())
+    assert found == RunSummary.merge([FIRST, OTHER])
 
 
 def test_one_that_says_nothing() -> None:
     with pytest.raises(LinkError, match=r"rank 1 of the trainer does not answer for 0\.01 s"):
-        settle(open_store(), "step/7", FIRST, trainer_of(2), 0, 0.01, Presence())
+        exchange_summaries(open_store(), "step/7", FIRST, trainer_of(2), 0, 0.01, Heartbeat())
     seen = Seen()
     seen.end("token 1")
     with pytest.raises(LinkError, match="rank 1 of the trainer has ended"):
-        settle(open_store(), "step/7", FIRST, trainer_of(2), 0, PATIENCE_S, seen)
+        exchange_summaries(open_store(), "step/7", FIRST, trainer_of(2), 0, PATIENCE_S, seen)
 
 
 def test_a_trainer_of_one_rank_asks_nobody() -> None:
-    assert settle(open_store(), "step/7", FIRST, trainer_of(1), 0, 0.01, Presence()) is FIRST
+    assert (
+        exchange_summaries(open_store(), "step/7", FIRST, trainer_of(1), 0, 0.01, Heartbeat())
+        is FIRST
+    )
 
 
 class Compared:
@@ -168,14 +173,14 @@ def sync_with(
     turn = threading.Lock()
     rest: list[Any] = [None] * 5
     sync = TrainerSync(
-        TrainerEnd("trainer", turn, lambda _: None, *rest),  # type: ignore[arg-type, return-value]
+        TrainerCallbacks("trainer", turn, lambda _: None, *rest),  # type: ignore[arg-type, return-value]
         0,
         1,
         relays=False,
         needs_alike=False,
     )
     for number, (name, compare) in enumerate(engines.items()):
-        end = TrainerEnd("trainer", turn, lambda _, compare=compare: Compared(compare), *rest)
+        end = TrainerCallbacks("trainer", turn, lambda _, compare=compare: Compared(compare), *rest)
         sync._end = end
         sync.prepare_for(number, name, Pair())  # type: ignore[arg-type]
     return sync

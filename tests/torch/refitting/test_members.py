@@ -18,7 +18,7 @@ from reshard.sharding import DimSpec, Level, ShardingSpec
 
 torch = pytest.importorskip("torch")
 
-from reshard.torch.models.rosters import ModelTensor  # noqa: E402
+from reshard.torch.models.model_manifest import ModelTensor  # noqa: E402
 from reshard.torch.refitting.members import (  # noqa: E402  # noqa: E402
     IndexRange,
     Member,

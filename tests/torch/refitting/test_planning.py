@@ -10,14 +10,13 @@ from reshard.recipes.naming import Fusion
 torch = pytest.importorskip("torch")
 
 from reshard.torch import BlockQuantized, Cast, Transform  # noqa: E402
-from reshard.torch.models.entries import Entry  # noqa: E402
-from reshard.torch.models.roster_documents import write_rosters  # noqa: E402
-from reshard.torch.models.rosters import Roster  # noqa: E402
+from reshard.torch.models.manifest_documents import write_manifests  # noqa: E402
+from reshard.torch.models.model_manifest import Entry, ModelManifest  # noqa: E402
 from reshard.torch.refitting.planning import RefitPlanner, plan_or_error  # noqa: E402
 
 
-def rosters(*entries: list[Entry]) -> dict[int, Roster]:
-    return {rank: Roster(tuple(of)) for rank, of in enumerate(entries)}
+def manifests(*entries: list[Entry]) -> dict[int, ModelManifest]:
+    return {rank: ModelManifest(tuple(of)) for rank, of in enumerate(entries)}
 
 
 def matching(**options: object) -> RefitPlanner:
@@ -29,51 +28,51 @@ A, B, C = (Entry(name, "int8", (2,)) for name in "abc")
 
 
 def test_what_fits_is_planned() -> None:
-    plan = matching().plan(rosters([A, B], []), rosters([], [A, B]))
+    plan = matching().plan(manifests([A, B], []), manifests([], [A, B]))
     assert [one.name for one in plan.matches] == ["a", "b"]
     assert str(plan.part(1).items[0].transfers) == "0 -> 1 [0:2]"
     assert (
         plan.part(0).digest
         == plan.part(1).digest
-        != matching().plan(rosters([A], []), rosters([], [A])).part(0).digest
+        != matching().plan(manifests([A], []), manifests([], [A])).part(0).digest
     )
 
 
 def test_a_tensor_that_ranks_describe_differently_is_told_once() -> None:
     other = Entry("a", "int16", (2,))
     with pytest.raises(ShardError) as caught:
-        matching().plan(rosters([A, B], [other]), rosters([A], [B]))
+        matching().plan(manifests([A, B], [other]), manifests([A], [B]))
     assert str(caught.value).splitlines() == [
         "1 thing does not fit; nothing was written:",
         "  a: the source is int8 on rank 0, int16 on rank 1",
     ]
     with pytest.raises(ShardError, match="1 thing"):
-        matching().plan(rosters([A, B], [B]), rosters([A], [other, B]))
+        matching().plan(manifests([A, B], [B]), manifests([A], [other, B]))
 
 
 def test_where_a_rank_cannot_list_its_model_nothing_else_is_told() -> None:
-    failed = Roster((), problems=("KeyError: 'lr'",))
+    failed = ModelManifest((), problems=("KeyError: 'lr'",))
     with pytest.raises(ShardError) as caught:
-        matching().plan({0: failed}, {0: Roster((A, B))})
+        matching().plan({0: failed}, {0: ModelManifest((A, B))})
     assert str(caught.value).splitlines()[1:] == ["  rank 0: KeyError: 'lr'"]
 
 
 def test_a_cast_of_what_there_is_not_is_refused() -> None:
     wide = Entry("a", "int16", (2,))
-    assert matching(cast={"a": "int8"}).plan(rosters([wide], []), rosters([], [A])).matches
+    assert matching(cast={"a": "int8"}).plan(manifests([wide], []), manifests([], [A])).matches
     for cast in ({"a": "int8", "aa": "int8"}, {"a": True, "b": False}):
         unknown = [*cast][1]
         with pytest.raises(ShardError, match=f"{unknown}: cast names it, but it is in neither"):
-            matching(cast=cast).plan(rosters([wide], []), rosters([], [A]))
+            matching(cast=cast).plan(manifests([wide], []), manifests([], [A]))
     # Of a source that may serve nothing.
     loose = matching(cast={"b": "int8"}, strict=False)
-    assert loose.plan(rosters([A, B], []), rosters([], [A])).matches
+    assert loose.plan(manifests([A, B], []), manifests([], [A])).matches
 
 
 def test_many_problems_are_counted() -> None:
     many = [Entry(str(number), "int8", (2,)) for number in range(23)]
     with pytest.raises(ShardError, match="23 things do not fit") as caught:
-        matching().plan(rosters([]), rosters(many))
+        matching().plan(manifests([]), manifests(many))
     assert str(caught.value).splitlines()[-1] == "  ... 3 more"
 
 
@@ -83,10 +82,10 @@ def test_a_member_of_two_tensors() -> None:
     apart = [Entry(name, "int8", (2,)) for name in "qk"]
     for source, target, side in ((fused, apart, "source"), (apart, fused, "target")):
         with pytest.raises(ShardError) as caught:
-            matching().plan(rosters(source), rosters(target))
+            matching().plan(manifests(source), manifests(target))
         assert "q: a member of 0.qk and of 1.qk" in str(caught.value)
         assert f"(in the {side})" in str(caught.value)
-    tied = matching(ties={"1.qk": "0.qk"}).plan(rosters(fused), rosters(apart))
+    tied = matching(ties={"1.qk": "0.qk"}).plan(manifests(fused), manifests(apart))
     assert {one.source_name for one in tied.matches} == {"0.qk"}
 
 
@@ -94,10 +93,10 @@ def test_a_tensor_that_is_also_a_member() -> None:
     fused = Entry("qk", "int8", (4,), fusion=Fusion(("q", "k")))
     apart = [Entry(name, "int8", (2,)) for name in "qk"]
     with pytest.raises(ShardError, match="q: a tensor, and a member of qk") as caught:
-        matching(strict=False).plan(rosters([fused, apart[0]]), rosters(apart))
+        matching(strict=False).plan(manifests([fused, apart[0]]), manifests(apart))
     assert "(in the source)" in str(caught.value)
     # A target that has both is filled in both.
-    found = matching().plan(rosters(apart), rosters([fused, apart[0]]))
+    found = matching().plan(manifests(apart), manifests([fused, apart[0]]))
     assert len(found.matches) == 3
 
 
@@ -106,7 +105,7 @@ def test_what_a_transform_raises_is_told_to_the_other_ranks() -> None:
         def outputs(self, name: str) -> tuple[str, ...]:
             raise ValueError("no more")
 
-    both = {0: write_rosters(Roster((A,)), Roster((A,)))}
+    both = {0: write_manifests(ModelManifest((A,)), ModelManifest((A,)))}
     found = plan_or_error(matching(transforms={"a": Faulty()}), both)
     assert isinstance(found, ShardError) and "ValueError: no more" in str(found)
 

@@ -1,8 +1,17 @@
-"""Links: weights of one job into another, which were started apart.
+"""Links: send the weights of a trainer to engines that run as separate jobs.
 
-`connect` is where to start (`link`). Processes meet at a store (`address`), where keys and values
-are sealed by their secret (`sealed_store`), and admit one another (`admission`). A `WeightSync`
-(`sync`) is prepared once and runs after every step: `trainer_sync` and `engine_sync` are its two
-sides, which understand each other by `orders`. Engines hand on weights to each other (`relay`) as
-`fan_out` says.
+    link               `connect`, and a process's end of a link
+    address            the address of a link's store, and who may use it
+    sealed_store       the store, whose keys and values are authenticated by the secret
+    handshake          admission: the ranks of a side, and proof of the secret
+    heartbeat          detect processes that end
+    tcp_user_timeout   detect hosts that become unreachable
+    messages           orders, outcomes and options as JSON
+    sync               `WeightSync`: prepared once, run after every step
+    trainer_sync       its trainer side
+    engine_sync        its engine side
+    relay_tree         engines that forward weights to each other
+    verl_engine        verl's interface
+
+Start at `link`.
 """

@@ -1,8 +1,8 @@
-"""Addresses where the processes of a link meet: whose the store there is, and who may use it.
+"""The address of a link's store, and who may use it.
 
-An address is `tcp://host:port`. One process serves the store there, all others reach it. Its own
-address, by which the others reach a process, is the one of the network that leads to the store:
-where that is the loopback, nothing of a link can be reached from outside.
+An address is `tcp://host:port`. One process serves the store there, and all others must reach it. A
+process's own address, by which others reach it, is that of the network that leads to the store: if
+that is the loopback interface, nothing of a link is reachable from outside.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from urllib.parse import urlsplit
 
 from reshard.errors import LinkError, UsageError
 from reshard.log import WaitNotice
-from reshard.torch.links.sealed_store import SealedStore
-from reshard.torch.links.store_server import StoreLine, StoreServer
+from reshard.torch.links.sealed_store import SealedStore, StoreClient, StoreServer
 
 _SECRET_VARIABLE = "RESHARD_LINK_SECRET"
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _PRIVATE = [
     ipaddress.ip_network(one)
     for one in (
@@ -48,7 +47,7 @@ class LinkAddress:
 
     @classmethod
     def of(cls, url: str) -> LinkAddress:
-        """The address that a URL is."""
+        """Return the address of a URL."""
         expected = "give an address such as 'tcp://10.0.0.1:29400'"
         if not isinstance(url, str):
             raise UsageError(f"url={url!r}; {expected}")
@@ -69,16 +68,16 @@ class LinkAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only processes of this host reach it. Raises LinkError for an unknown host."""
+        """Whether only processes of this host reach it; raises LinkError for an unknown host."""
         return all(ipaddress.ip_address(one).is_loopback for one in self._resolve())
 
     def own_address(self) -> str:
-        """The address by which others of the link reach this process."""
+        """Return the address by which others of the link reach this process."""
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_DGRAM
             )[0]
-            # Nothing is sent: a datagram socket that is connected knows the way it would take.
+            # A connected datagram socket knows its route, and sends nothing.
             with socket.socket(family, kind, protocol) as found:
                 found.connect(address)
                 return str(found.getsockname()[0])
@@ -86,7 +85,7 @@ class LinkAddress:
             raise LinkError(f"there is no way to {self}: {error}") from error
 
     def find_secret(self, secret: str | None) -> str:
-        """The secret that is given, or the environment's; empty where none is needed.
+        """Return the given secret, or the environment's; empty if none is needed.
 
         Raises UsageError where there is none, and the address is not this host's alone.
         """
@@ -101,7 +100,7 @@ class LinkAddress:
         return found
 
     def check_privacy(self) -> None:
-        """Raise UsageError where weights would travel outside private networks.
+        """Raise UsageError if weights would leave private networks.
 
         They are not encrypted. Raises LinkError for an unknown host.
         """
@@ -115,7 +114,7 @@ class LinkAddress:
             )
 
     def _resolve(self) -> list[str]:
-        """The addresses of the host. Raises LinkError for an unknown one."""
+        """Return the addresses of the host; raise LinkError if it is unknown."""
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -123,7 +122,7 @@ class LinkAddress:
         return list(dict.fromkeys(str(one[4][0]) for one in found))
 
     def open_store(self, is_server: bool, secret: str, timeout_s: float) -> SealedStore:
-        """The sealed store; `is_server` for the process that serves it.
+        """Return the sealed store; `is_server` for the process that serves it.
 
         Others wait until it is there. Raises LinkError where it cannot be served or reached, or
         has another secret.
@@ -132,11 +131,11 @@ class LinkAddress:
         if is_server:
             server = self._serve(secret)
             host, port = server.addresses[0]
-            return self._seal(StoreLine(host, port, secret, timeout_s), server)
+            return self._seal(StoreClient(host, port, secret, timeout_s), server)
         notice = WaitNotice(lambda: f"the trainer's first rank, which does not listen at {self}")
         while True:
             try:
-                return self._seal(StoreLine(self.host, self.port, secret, timeout_s))
+                return self._seal(StoreClient(self.host, self.port, secret, timeout_s))
             except TimeoutError:
                 raise LinkError(
                     f"what listens at {self} does not answer as a store in {timeout_s:g} s; "
@@ -149,13 +148,13 @@ class LinkAddress:
                         "start the trainer's first rank, which does, or look at the address"
                     ) from error
             notice.check()
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
-    def _seal(self, line: StoreLine, server: StoreServer | None = None) -> SealedStore:
+    def _seal(self, line: StoreClient, server: StoreServer | None = None) -> SealedStore:
         return SealedStore(line, line.key, server)
 
     def _serve(self, secret: str) -> StoreServer:
-        """The server, at the addresses of the host that are this machine's.
+        """Return the server, at those addresses of the host that are this machine's.
 
         Where none is, such as that of a service which leads here, at the one by which others reach
         this process. Raises LinkError.
@@ -171,7 +170,7 @@ class LinkAddress:
 
 
 def _is_of_this_host(address: str) -> bool:
-    """Whether this machine can listen at an address."""
+    """Return whether this machine can listen at an address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as found:
@@ -182,7 +181,7 @@ def _is_of_this_host(address: str) -> bool:
 
 
 def _is_private(address: str) -> bool:
-    """Whether an address is of this host, or of networks that are not routed between sites.
+    """Return whether an address is of this host or a private network.
 
     >>> [_is_private(one) for one in ("10.1.2.3", "100.64.0.1", "fe80::1%lo", "8.8.8.8", "0.0.0.0")]
     [True, True, True, False, False]

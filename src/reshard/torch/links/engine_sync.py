@@ -1,8 +1,8 @@
-"""An engine's part of a weight sync: what fills it, and what it hands on.
+"""An engine's side of a weight sync: receive weights, and forward them.
 
-An order says who fills this engine and to whom it hands on. Hand-ons that are new are met and
-prepared in their turns, those that are gone are closed. A hand-on that cannot be made, or ends,
-is told to the trainer; this engine then has its weights from the trainer itself.
+An order specifies who fills this engine and to whom it forwards. New forward orders are met and
+prepared in their turns, missing ones are closed. If forwarding cannot be prepared or fails, the
+engine reports it to the trainer, and receives its weights from the trainer itself.
 """
 
 from __future__ import annotations
@@ -24,57 +24,43 @@ from reshard.errors import (
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.timeline import span
-from reshard.torch.links.bucket_events import (
+from reshard.torch.links.messages import BROKE, MISFIT, UNREACHABLE, ForwardOrder, Order, RunOutcome
+from reshard.torch.links.relay_tree import BatchCallbacks, BucketGate, Relay, RelayThread
+from reshard.torch.links.sync import (
     BucketCounter,
     BucketEvent,
     FilledBuckets,
     RunOptions,
+    SyncReport,
+    WeightSync,
 )
-from reshard.torch.links.orders import BROKE, MISFIT, UNREACHABLE, HandOn, Order, RunOutcome
-from reshard.torch.links.relay import BucketGate, Relay, RelayThread
-from reshard.torch.links.sync import SyncReport, WeightSync
 from reshard.torch.refitting.refit import Refit
 
 
 @dataclass(frozen=True, slots=True)
-class EngineEnd:
-    """What an engine's end of a link does for its syncs.
+class EngineCallbacks:
+    """Functions of a link that an engine's syncs call.
 
     Attributes:
-        label: what people call this process.
-        turn: of the link, held by the one run that is under way.
+        label: the name of this process.
+        turn: the lock of the link, held during a run.
         number: of the engine.
-        meet: meets the other engine of a hand-on; the group of both, the source's ranks first.
-        prepare: makes the refit of a hand-on; with the batch of each tensor where this engine is
+        meet: meet the other engine of a forward order; return the group, source ranks first.
+        prepare: prepare the refit of a forward order, with the batch of each tensor if this is
             the source.
     """
 
     label: str
     turn: threading.Lock
     number: int
-    meet: Callable[[HandOn], RankGroup]
+    meet: Callable[[ForwardOrder], RankGroup]
     prepare: Callable[[RankGroup, bool, Mapping[str, int]], Refit]
 
 
-class _FillObserver:
-    """Is told of the batches that fill an engine."""
-
-    def __init__(self, sync: EngineSync, filled: FilledBuckets, gate: BucketGate) -> None:
-        self._sync, self._filled, self._gate = sync, filled, gate
-
-    def begin(self, number: int) -> None:
-        self._filled.begin(number)
-        self._sync._begin_writing()
-
-    def end(self, number: int) -> None:
-        self._gate.end(number)
-        self._filled.end(number)
-
-
 class EngineSync(WeightSync):
-    """An engine's part: its refits, with all ranks of the trainer, and of other engines."""
+    """An engine's side: its refits with all ranks of the trainer, and of other engines."""
 
-    def __init__(self, end: EngineEnd, number: int, refit: Refit, group: RankGroup) -> None:
+    def __init__(self, end: EngineCallbacks, number: int, refit: Refit, group: RankGroup) -> None:
         super().__init__(end.label, number, end.turn)
         self.refit = refit
         self._end, self._group = end, group
@@ -83,11 +69,11 @@ class EngineSync(WeightSync):
 
     @property
     def is_usable(self) -> bool:
-        """Whether the engine's weights are of one version; not while they are written."""
+        """Whether the engine's weights are of one version; False during a run."""
         return not self._is_mixed
 
     def close(self, error: ReshardError) -> None:
-        """Leave all hand-ons."""
+        """Leave all forward orders."""
         for relay in self._relays.values():
             relay.group.break_off(error)
         self._relays.clear()
@@ -146,9 +132,9 @@ class EngineSync(WeightSync):
     def _hear_order(self) -> Order:
         first = self._group.ranks[0]
         with span("wait for the trainer"), self._group.expecting_all():
-            told = gather(b"", self._group, otherwise="the trainer does not answer")
+            messages = gather(b"", self._group, otherwise="the trainer does not answer")
         try:
-            return Order.read(told.values[first], self._number)
+            return Order.read(messages.values[first], self._number)
         except PlanError as error:
             # The trainer waits for this process in the run of the other model.
             self._group.break_off(error)
@@ -157,7 +143,7 @@ class EngineSync(WeightSync):
     def _fill(
         self, order: Order, options: RunOptions, counter: BucketCounter
     ) -> tuple[RunOutcome, int, int]:
-        """Get the weights and hand them on: what is to be told of it, bytes received and sent."""
+        """Receive the weights and forward them; return outcome, received and sent bytes."""
         ended = self._keep_hand_ons(order)
         feed = order.feed_of(self._end.number)
         ahead = self.refit
@@ -173,14 +159,14 @@ class EngineSync(WeightSync):
         try:
             if feed is not None and feed.meeting not in self._relays:
                 raise RunError(ended[feed.meeting][1])
-            ahead.run(_FillObserver(self, filled, gate))
+            ahead.run(self._callbacks(filled, gate))
             self._is_mixed = False
         except BaseException as error:
             gate.fail(error)
             self._is_mixed |= not ahead.is_usable
             if feed is None or not isinstance(error, ReshardError):
                 raise
-            # The trainer is there, and can send what the other engine could not.
+            # The trainer can send the missing weights itself.
             lacks = str(error)
             if feed.meeting in self._relays:
                 ended[feed.meeting] = BROKE, str(error)
@@ -198,26 +184,39 @@ class EngineSync(WeightSync):
             self._leave(meeting, "the hand-on failed")
         return RunOutcome(lacks, ended), 0 if lacks else ahead.received_bytes, sent_bytes
 
-    def _begin_writing(self) -> None:
-        """From here on the engine has parts of two versions, until a run has come to its end."""
-        self._is_mixed, self.version = True, None
+    def _callbacks(self, filled: FilledBuckets, gate: BucketGate) -> BatchCallbacks:
+        """Return the callbacks of the run that fills this engine."""
+
+        def begin(number: int) -> None:
+            filled.begin(number)
+            # Until the run ends, the engine has parts of two versions.
+            self._is_mixed, self.version = (
+                True,
+                None,
+            )
+
+        def end(number: int) -> None:
+            gate.end(number)
+            filled.end(number)
+
+        return BatchCallbacks(begin, end)
 
     def _find_needs(self, ahead: Refit) -> list[int]:
-        """The batch of a refit that completes each of the buckets."""
+        """Return the batch of a refit that completes each bucket."""
         last = max(ahead.batch_of.values(), default=0)
         return [
             max(ahead.batch_of.get(name, last) for name in event.names) for event in self.buckets
         ]
 
     def _keep_hand_ons(self, order: Order) -> dict[str, tuple[str, str]]:
-        """Prepare the hand-ons that are new, and leave those that are gone; which end, and why."""
-        wanted = {one.meeting: one for one in order.hand_ons}
+        """Prepare new forward orders, leave missing ones; return ended ones with reasons."""
+        ordered = {order_item.meeting: order_item for order_item in order.hand_ons}
         ended: dict[str, tuple[str, str]] = {}
-        for meeting in set(self._relays) - wanted.keys():
+        for meeting in set(self._relays) - ordered.keys():
             why = "the trainer ended the hand-on"
             self._leave(meeting, why)
             ended[meeting] = BROKE, why
-        for hand_on in sorted(order.hand_ons, key=lambda one: one.turn):
+        for hand_on in sorted(order.hand_ons, key=lambda order_item: order_item.turn):
             if hand_on.meeting in self._relays:
                 continue
             try:
@@ -228,7 +227,7 @@ class EngineSync(WeightSync):
                 continue
             try:
                 is_source = hand_on.source == self._end.number
-                # In the order of the trainer's buckets, which all engines have much alike.
+                # In the order of the trainer's buckets, which are similar on all engines.
                 with span("prepare a hand-on"):
                     refit = self._end.prepare(group, is_source, self.refit.batch_of)
             except BaseException as error:

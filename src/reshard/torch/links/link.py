@@ -1,4 +1,4 @@
-"""Links between jobs that were started apart: a trainer, and engines that come and go.
+"""Links between separate jobs: a trainer, and engines that come and go.
 
 ::
 
@@ -7,13 +7,12 @@
     link.prepare(model)      ---- names, layouts ---  link.prepare(model)
     sync.run()               ======= weights ======>  sync.run()
 
-1. Each side tells of itself at the store that the trainer's first rank serves (`admission`).
-2. With each engine the trainer has a group of its own, of its ranks and then the engine's: layouts
-   of either side count that side's ranks, and the group gives them numbers
-   (`reshard.torch.exchange.groups`).
-3. A sync is a refit within each of these groups (`sync`). Engines that came are admitted between
-   runs, and only what concerns them is prepared.
-4. Engines hand on weights to each other (`fan_out`), in groups of the ranks of both (`relay`).
+1. Each side announces itself at the store that the trainer's first rank serves (`handshake`).
+2. The trainer has a group with each engine, its ranks followed by the engine's: layouts of either
+   side count that side's ranks, and the group renumbers them (`reshard.torch.exchange.groups`).
+3. A sync is a refit in each of these groups (`sync`). Engines are admitted between runs, and only
+   their part is prepared.
+4. Engines forward weights to each other, in groups of the ranks of both (`relay_tree`).
 
 Nothing that arrives is unpickled. Weights are not encrypted.
 """
@@ -30,50 +29,147 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from reshard._validation import check_int
 from reshard.errors import LinkError, ReshardError, UsageError
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.rendezvous import Watch, leave_note, meet_at
 from reshard.torch.links.address import LinkAddress
-from reshard.torch.links.admission import (
+from reshard.torch.links.engine_sync import EngineCallbacks, EngineSync
+from reshard.torch.links.handshake import (
     TRAINER,
     Announcement,
-    explain_gone,
+    announce,
+    explain_departure,
+    find_trainer,
     has_left,
     leave,
-    place_of,
     prove_secret,
     read_announcement,
+    rendezvous_key,
     wait_for_engines,
 )
-from reshard.torch.links.engine_sync import EngineEnd, EngineSync
-from reshard.torch.links.orders import (
+from reshard.torch.links.heartbeat import Heartbeat, HeartbeatClient, HeartbeatServer
+from reshard.torch.links.messages import (
     OPTIONS,
     RELAYED,
-    HandOn,
+    ForwardOrder,
     read_buckets,
     read_options,
     write_options,
 )
-from reshard.torch.links.presence import Presence
 from reshard.torch.links.sealed_store import SealedStore
-from reshard.torch.links.silence import ending_when_silent
 from reshard.torch.links.sync import WeightSync
-from reshard.torch.links.trainer_sync import RunAccount, TrainerEnd, TrainerSync, settle
-from reshard.torch.models.given_models import Model
-from reshard.torch.models.model_pairs import is_megatrons
+from reshard.torch.links.tcp_user_timeout import user_timeout_for_new_connections
+from reshard.torch.links.trainer_sync import (
+    RunSummary,
+    TrainerCallbacks,
+    TrainerSync,
+    exchange_summaries,
+)
+from reshard.torch.models.model_inputs import Model
+from reshard.torch.models.model_pairs import is_megatron
 from reshard.torch.models.naming import Naming
 from reshard.torch.refitting.refit import Refit
 from reshard.torch.refitting.transforms import Transform
 
+_PATIENCE_S = 1800.0
+_SILENCE_S = 3.0
+
+
+def connect(
+    url: str,
+    side: Side,
+    *,
+    rank: int,
+    ranks: int,
+    name: str = "engine",
+    engines: int = 1,
+    secret: str | None = None,
+    timeout_s: float = _PATIENCE_S,
+    silence_s: float = _SILENCE_S,
+    insecure: bool = False,
+) -> WeightLink:
+    """Connect this process to the other side, which is a separate job.
+
+    All processes of a side call this. The trainer's processes wait for the first engines. Later
+    engines are admitted at the trainer's next run; their `connect` returns then.
+
+    Args:
+        url: the address of the store, such as `tcp://10.0.0.1:29400`. The trainer's first rank
+            serves it, and all processes of both sides must reach it.
+        side: `"trainer"`, which sends weights, or `"engine"`, which receives them.
+        rank, ranks: the rank of this process, and the number of ranks of its side.
+        name: of the engine, the same on all of its processes; concurrent engines have different
+            names. An engine that reconnects under its name replaces the earlier one.
+        engines: how many engines the trainer waits for.
+        secret: known only to processes of the link; the environment variable RESHARD_LINK_SECRET
+            when None. It is required unless the address is a loopback address.
+        timeout_s: how long to wait for others, here and in every run. A trainer waits half of it
+            for an engine, so that other engines do not time out because of one that hangs.
+        silence_s: after how long an unreachable host counts as failed.
+        insecure: allow an address outside private networks, though weights are not encrypted.
+
+    Raises:
+        LinkError: the other side does not come, has another secret, or does not match.
+        UsageError: invalid arguments, an address other than loopback without a secret, or one
+            outside private networks without `insecure`.
+    """
+    if side not in ("trainer", "engine"):
+        raise UsageError(f"side={side!r}; it is 'trainer' or 'engine'")
+    ranks = check_int(ranks, "ranks", minimum=1)
+    rank = check_int(rank, "rank")
+    engines = check_int(engines, "engines")
+    if rank >= ranks:
+        raise UsageError(f"rank={rank} of ranks={ranks}; give a rank from 0 to {ranks - 1}")
+    if not isinstance(name, str) or not name or (side == "engine" and name == TRAINER):
+        raise UsageError(f"name={name!r}; give a name for the engine, other than {TRAINER!r}")
+    for what, given in (("timeout_s", timeout_s), ("silence_s", silence_s)):
+        if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
+            raise UsageError(f"{what}={given!r}; give a number of seconds above 0")
+    address = LinkAddress.of(url)
+    if not insecure:
+        address.check_privacy()
+    is_server = side == "trainer" and rank == 0
+    with user_timeout_for_new_connections(silence_s):
+        store = address.open_store(is_server, address.find_secret(secret), timeout_s)
+    presence: Heartbeat | None = None
+    own: Announcement | None = None
+    try:
+        trainer = None if side == "trainer" else find_trainer(store, timeout_s)
+        if is_server:
+            presence = HeartbeatServer(store, address.own_address(), silence_s)
+        else:
+            presence = HeartbeatClient(store, timeout_s, silence_s)
+        store.check_others = presence.check
+        own_name = TRAINER if side == "trainer" else name
+        own = announce(store, own_name, rank, ranks, timeout_s, presence)
+        link = WeightLink(own, trainer or own, rank, address, store, presence, timeout_s, silence_s)
+        link._join(engines)
+    except BaseException as error:
+        # Report the reason to processes that wait for this one.
+        if own is not None:
+            with contextlib.suppress(RuntimeError, ReshardError):
+                leave(store, own, rank, format_reason(error))
+        if presence is not None:
+            presence.close()
+        is_ours = isinstance(error, ReshardError)
+        if is_ours or not isinstance(error, RuntimeError | ValueError | OSError):
+            raise
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LinkError(f"the store at {address} does not answer: {line}") from error
+    return link
+
+
 Side = Literal["trainer", "engine"]
 _LINGER_S = 1.0
-# Who keeps others waiting gives up before they do: engines each other, then the trainer an engine,
-# then engines the trainer. These parts of `timeout_s` are theirs.
+# Timeouts are staggered so that the failing peer is reported by whoever waits on it directly:
+# engine-to-engine first, then trainer-to-engine, then engine-to-trainer. These are their parts of
+# `timeout_s`.
 _TRAINER_SHARE, _HAND_ON_SHARE = 1 / 2, 1 / 4
-# The most seconds until processes that are all here are connected.
+# The seconds in which processes that are all present must connect.
 _CONNECT_S = 60.0
-# How much of an error's text others are told.
+# The maximum length of error texts that are sent to others.
 _REASON_LENGTH = 400
 
 
@@ -94,7 +190,7 @@ class WeightLink:
         rank: int,
         address: LinkAddress,
         store: SealedStore,
-        presence: Presence,
+        presence: Heartbeat,
         timeout_s: float,
         silence_s: float,
     ) -> None:
@@ -106,16 +202,16 @@ class WeightLink:
         self.name, self.rank, self.ranks = own.name, rank, own.ranks
         self.url = str(address)
         self.is_closed = False
-        # Of a trainer: each engine's group by number; of an engine, the one group.
+        # On a trainer, each engine's group by number; on an engine, a single group.
         self._groups: dict[int, tuple[str, RankGroup]] = {}
         self._seen: set[int] = set()
         self._lost: dict[str, str] = {}
         self._syncs: list[TrainerSync] = []
         self._engine_syncs: list[EngineSync] = []
-        # Runs of one link follow one another, whatever model they are of.
+        # Runs of a link are serialized, for all its models.
         self._turn = threading.Lock()
         self._steps = 0
-        # When the run began that was begun last.
+        # The start time of the last run.
         self._begun_s = 0.0
 
     @property
@@ -175,11 +271,11 @@ class WeightLink:
         gather(refit.target_digest.encode(), group)
 
         def prepare_relay(group: RankGroup, is_source: bool, batches: Mapping[str, int]) -> Refit:
-            said = json.dumps(dict(batches)).encode() if is_source and not self.rank else b""
-            told = read_buckets(gather(said, group).values[group.ranks[0]])
+            message = json.dumps(dict(batches)).encode() if is_source and not self.rank else b""
+            buckets = read_buckets(gather(message, group).values[group.ranks[0]])
             side = (model, None) if is_source else (None, model)
             given = {name: read[name] for name in RELAYED if name in read}
-            # Between two engines that are not Megatron's, nobody finds these anew.
+            # The names of two engines that are not Megatron's need no new search.
             own = refit.names
             return Refit.prepare(
                 *side,
@@ -187,18 +283,18 @@ class WeightLink:
                 target_names=None if is_source else own.target,
                 stacks=own.stacks,
                 ties=own.ties,
-                num_experts=read.get("num_experts") if is_megatrons(model) else None,
-                # The other engine may have more, and what it has is not the trainer's yet.
+                num_experts=read.get("num_experts") if is_megatron(model) else None,
+                # The other engine may have more tensors, without the trainer's values yet.
                 strict=False,
                 check_replicas=False,
                 method="exchange",
-                buckets=told,
+                buckets=buckets,
                 group=group,
                 **given,
             )
 
         label = f"{self.name} rank {self.rank}"
-        end = EngineEnd(label, self._turn, self._own.number, self._meet_engine, prepare_relay)
+        end = EngineCallbacks(label, self._turn, self._own.number, self._meet_engine, prepare_relay)
         sync = EngineSync(end, len(self._engine_syncs), refit, group)
         self._engine_syncs.append(sync)
         return sync
@@ -218,7 +314,7 @@ class WeightLink:
             gather(said if self.rank == 0 else b"", group)
             return Refit.prepare(model, None, source_names=names, group=group, **read, **given)
 
-        end = TrainerEnd(
+        end = TrainerCallbacks(
             f"{self.name} rank {self.rank}",
             self._turn,
             prepare_with,
@@ -244,11 +340,11 @@ class WeightLink:
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Close, and tell the others of the error that ends this side, if any."""
+        """Close, and report the error that ends this side, if any."""
         if self.is_closed:
             return
         self.is_closed = True
-        reason = tell_reason(error)
+        reason = format_reason(error)
         with contextlib.suppress(RuntimeError, ReshardError):
             leave(self._store, self._own, self.rank, reason)
         groups = [group for _, group in self._groups.values()]
@@ -262,7 +358,7 @@ class WeightLink:
         if self.side == "trainer" and self.rank == 0:
             time.sleep(_LINGER_S if groups else 0)
         else:
-            # The server's own is needed for as long as the first rank's process has it.
+            # The server's connection is needed as long as the first rank's process has it.
             self._store.close()
 
     def __enter__(self) -> WeightLink:
@@ -276,14 +372,14 @@ class WeightLink:
             raise LinkError("this end of the link is closed; connect again")
 
     def _begin_run(self) -> tuple[str, list[tuple[int, str, RankGroup]]]:
-        """Admit engines that came and leave out those that left; all that are there then."""
+        """Admit new engines and drop those that left; return all that are present."""
         self._check_open()
         place = self._admit(0)
         self._begun_s = time.monotonic()
         return place, [(number, *both) for number, both in self._groups.items()]
 
     def _admit(self, fewest: int) -> str:
-        """All ranks of the trainer learn from the first which engines come and go, and where."""
+        """Receive from the first rank which engines come and go, and meet the new ones."""
         key = f"step/{self._steps}"
         self._steps += 1
         with self._store_errors():
@@ -300,12 +396,12 @@ class WeightLink:
             self._give_up(number, "it left")
         for one in came:
             self._seen.add(one.number)
-            # One that comes again stands for the one that was there.
+            # A returning engine replaces the earlier one.
             for number, (name, _) in list(self._groups.items()):
                 if name == one.name:
                     self._drop(number, "it came again")
             try:
-                # The engines that are there already wait meanwhile: not as long as they would.
+                # Present engines wait meanwhile, so the limit is below their timeout.
                 group = self._meet(one, self._timeout_s * _TRAINER_SHARE)
                 self._groups[one.number] = (one.name, group)
                 for sync in self._syncs:
@@ -314,14 +410,16 @@ class WeightLink:
                 self._give_up(one.number, str(error), one.name)
         return key
 
-    def _settle(self, place: str, own: RunAccount) -> RunAccount:
-        """What a run came to, as all ranks of the trainer saw it."""
+    def _settle(self, place: str, own: RunSummary) -> RunSummary:
+        """Return the result of a run, combined over all ranks of the trainer."""
         with self._store_errors():
             limit_s = self._timeout_s * _TRAINER_SHARE
             if self.rank:
-                # The first may wait so long for an engine that hangs, and then for other ranks.
+                # The first rank may wait this long for a hanging engine, and then for other ranks.
                 limit_s = max(limit_s, self._begun_s + self._timeout_s - time.monotonic())
-            return settle(self._store, place, own, self._own, self.rank, limit_s, self._presence)
+            return exchange_summaries(
+                self._store, place, own, self._own, self.rank, limit_s, self._presence
+            )
 
     def _join(self, engines: int) -> None:
         """Meet the other side."""
@@ -334,26 +432,26 @@ class WeightLink:
         self._groups[self._own.number] = (TRAINER, self._meet(self._own, self._timeout_s))
 
     def _meet(self, engine: Announcement, limit_s: float) -> RankGroup:
-        """The group of the trainer's ranks and then an engine's."""
+        """Return the group of the trainer's ranks and an engine's."""
         ahead = self._trainer.ranks if self.side == "engine" else 0
         ranks = self._trainer.ranks + engine.ranks
         sides = (self._trainer, engine)
-        return self._meet_at(place_of(engine.number), ahead, ranks, sides, limit_s)
+        return self._meet_at(rendezvous_key(engine.number), ahead, ranks, sides, limit_s)
 
-    def _meet_engine(self, hand_on: HandOn) -> RankGroup:
-        """The group of the ranks of an engine and then those of the one that it hands on to."""
+    def _meet_engine(self, hand_on: ForwardOrder) -> RankGroup:
+        """Return the group of an engine's ranks and those of the engine that it forwards to."""
         ahead = 0 if hand_on.source == self._own.number else hand_on.source_ranks
         ranks = hand_on.source_ranks + hand_on.target_ranks
         with self._store_errors():
-            # The trainer ends the waiting for one that it lost; where that one's other ranks are
-            # held here, it does not see it.
+            # The trainer ends the waiting for an engine that it lost; other ranks of that engine
+            # are not detected if they are held here.
             pair = (hand_on.source, hand_on.target)
             sides = (self._trainer, *(read_announcement(self._store, one) for one in pair))
             limit_s = self._timeout_s * _HAND_ON_SHARE
             return self._meet_at(f"relay/{hand_on.meeting}", ahead, ranks, sides, limit_s)
 
-    def _interrupt(self, hand_on: HandOn, number: int) -> None:
-        """End the waiting for an engine that is lost."""
+    def _interrupt(self, hand_on: ForwardOrder, number: int) -> None:
+        """End the waiting for a lost engine."""
         if self.rank:
             return
         position = 0 if number == hand_on.source else hand_on.source_ranks
@@ -381,68 +479,68 @@ class WeightLink:
             watch=Watch(
                 lambda: self._find_lost(sides),
                 lambda: self._find_silent(sides),
-                lambda: self._presence.seems_cut_off,
+                lambda: self._presence.seems_disconnected,
                 min(limit_s, _CONNECT_S),
-                lambda: ending_when_silent(self._silence_s),
+                lambda: user_timeout_for_new_connections(self._silence_s),
             ),
             job=f"{self.name}/{self._own.number}",
             home_rank=self.rank,
             address=self._address.own_address(),
         )
-        # Calls of a link come in one order, from threads that its two ends name otherwise.
+        # The calls of a link have one order, but the threads of its ends have other names.
         group = RankGroup(meeting, None, compares_threads=False)
         prove_secret(group, self._store.key)
         return group
 
     def _check_first(self) -> None:
-        """Raise LinkError where the trainer's first rank is gone, with the reason that it left."""
+        """Raise LinkError if the trainer's first rank is gone, with its reason."""
         try:
             self._presence.check()
         except LinkError as error:
-            if self._presence.is_cut_off:
-                # So is the store.
+            if self._presence.is_disconnected:
+                # The store is unreachable as well.
                 raise
-            told = explain_gone(self._store, self._trainer, self._trainer.tokens[0])
+            told = explain_departure(self._store, self._trainer, self._trainer.tokens[0])
             raise LinkError(told) from error
 
     def _find_lost(self, sides: tuple[Announcement, ...]) -> str:
-        """Which process of some sides has ended; empty where all are there."""
+        """Return which process of the sides has ended, or an empty text."""
         try:
             self._check_first()
         except LinkError as error:
             return str(error)
         for side in sides:
-            token = self._presence.find_gone(side.tokens)
+            token = self._presence.find_departed(side.tokens)
             if token:
-                return explain_gone(self._store, side, token)
+                return explain_departure(self._store, side, token)
         return ""
 
     def _find_silent(self, sides: tuple[Announcement, ...]) -> str:
-        """Whose host cannot be reached; empty where all can."""
-        if self._presence.is_cut_off:
+        """Return whose host is unreachable, or an empty text."""
+        if self._presence.is_disconnected:
             return "the host of the trainer's first rank gives no sign of life"
         for side in sides:
-            token = self._presence.find_gone(side.tokens, is_silent=True)
+            token = self._presence.find_departed(side.tokens, is_silent=True)
             if token:
                 rank = side.tokens.index(token)
                 return f"the host of {side.name_rank(rank)} gives no sign of life"
         return ""
 
     def _give_up(self, number: int, why: str, name: str = "") -> None:
-        found = self._groups.get(number)
+        known = self._groups.get(number)
         with contextlib.suppress(RuntimeError):
-            # Its connections are closed before the store says that it left.
+            # Its connections close before the store has its note.
             if has_left(self._store, number):
                 why = f"it left; {why}"
-        self._lost[name or (found[0] if found else str(number))] = why
+        self._lost[name or (known[0] if known else str(number))] = why
         self._drop(number, why)
 
     def _drop(self, number: int, why: str) -> None:
-        found = self._groups.pop(number, None)
+        known = self._groups.pop(number, None)
         for sync in self._syncs:
             sync.forget(number)
-        if found is not None and not found[1].has_failed:
-            found[1].break_off(LinkError(f"the trainer gave the engine up: {why}"))
+        if known is not None and not known[1].has_failed:
+            known[1].break_off(LinkError(f"the trainer gave the engine up: {why}"))
 
     def _take_lost(self) -> dict[str, str]:
         lost, self._lost = self._lost, {}
@@ -457,8 +555,8 @@ class WeightLink:
             raise LinkError(f"the store at {self.url} does not answer: {line}") from error
 
 
-def tell_reason(error: BaseException | None) -> str:
-    """Why somebody leaves, as others read it: an error's type, and how its text begins."""
+def format_reason(error: BaseException | None) -> str:
+    """Return an error's type and the beginning of its text, for other processes."""
     if error is None:
         return ""
     line = (str(error).splitlines() or [""])[0]

@@ -1,34 +1,189 @@
-"""Weight syncs: a trainer's weights into those of engines, prepared once and run after every step.
+"""Weight syncs: send a trainer's weights to engines; prepared once, and run after every step.
 
-Both sides call `run` once a step; what one run does, with all engines at once::
+Both sides call `run` once a step; a run serves all engines at once::
 
     trainer (`trainer_sync`)               engine (`engine_sync`)
-    which engines are there, which version, who hands on to whom (`fan_out`)
-    an order (`orders`)           --->     waits for it
-    refit, from the trainer or    --->     is written in place, and handed on (`relay`)
+    which engines exist, which version, who forwards to whom (`relay_tree`)
+    an order (`messages`)         --->     waits for it
+    refit, from the trainer or    --->     is written in place, and forwarded
     an engine
     report                                 has the version
 
-An engine whose run fails is given up by the trainer, and the others go on. The engine's `version`
-is the one that it has completely. It is None where a run broke after the first byte: then it has
-parts of two, and `is_usable` is False.
+The trainer gives up an engine whose run fails, and continues with the others. The engine's
+`version` is the last complete one. It is None if a run failed after the first byte: the engine then
+has parts of two versions, and `is_usable` is False.
+
+A bucket is written between `begin` and `end`, in the thread of the run::
+
+    guard         | held |      | held |      | held |
+    bucket        |  0   |      |  1   |      |  2   |
+    events               ^ 0           ^ 1           ^ 2
+    progress             ^ bytes       ^             ^
+    stop          ?             ?             ?
+
+Events correspond to the buckets that the trainer sends to the engine. If another engine forwards in
+other buckets, an event occurs once all of its tensors are there.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.storage.threads import ProgressFunction
-from reshard.errors import UsageError
+from reshard.checkpoint.storage.threads import (
+    Progress,
+    ProgressFunction,
+    check_stop,
+    check_stop_event,
+)
+from reshard.errors import LinkError, UsageError
 from reshard.torch.exchange.timeline import Timeline, span
 from reshard.torch.graph_breaks import break_graph
-from reshard.torch.links.bucket_events import BucketEvent, RunOptions
+from reshard.torch.links.relay_tree import BatchCallbacks
+
+
+class BucketEvent:
+    """Tensors of an engine that are complete together in a run.
+
+    `names` are the model's own names of tensors on this rank; `size_bytes` is their size.
+    """
+
+    def __init__(self, names: Sequence[str], size_bytes: int) -> None:
+        self.names = tuple(names)
+        self.size_bytes = size_bytes
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"BucketEvent({', '.join(self.names)})"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its tensors have the new version; False if they never will."""
+        return self._ended.is_set() and self._error is None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until its tensors are complete; return whether they are in time.
+
+        Raises LinkError where the run failed before.
+        """
+        ended = self._ended.wait(timeout_s)
+        if self._error is not None:
+            raise LinkError(f"{self} is not complete: {self._error}") from self._error
+        return ended
+
+    def _set(self) -> None:
+        self._ended.set()
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._ended.is_set():
+            self._error = error
+            self._ended.set()
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The options of a run, see `WeightSync.run`. Raises UsageError."""
+
+    progress: ProgressFunction | None = None
+    stop: threading.Event | None = None
+    guard: AbstractContextManager[Any] | None = None
+    trace: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_stop_event(self.stop)
+        if self.progress is not None and not callable(self.progress):
+            raise UsageError(f"progress={self.progress!r}; give a function of a Progress")
+        if self.guard is not None and not hasattr(type(self.guard), "__enter__"):
+            raise UsageError(f"guard={self.guard!r}; give a lock, or what `with` takes")
+
+
+class BucketCounter:
+    """How far a run is, for its progress and its stop. Several threads tell it of buckets."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self._options = options
+        self._done_bytes = self._total_bytes = 0
+        self._turn = threading.Lock()
+
+    def check(self) -> None:
+        """Raise StoppedError where the caller wants the run to end."""
+        check_stop(self._options.stop)
+
+    def is_stopped(self) -> bool:
+        """Return whether the caller asked the run to stop."""
+        return self._options.stop is not None and self._options.stop.is_set()
+
+    def expect(self, size_bytes: int) -> None:
+        """Add bytes to the total."""
+        with self._turn:
+            self._total_bytes += size_bytes
+
+    def add(self, size_bytes: int, name: str) -> None:
+        """Add bytes that are done, and report the progress."""
+        with self._turn:
+            self._done_bytes += size_bytes
+            if self._options.progress is not None:
+                told = Progress(self._done_bytes, self._total_bytes, 0, name)
+                self._options.progress(told)
+
+
+def count_sent(
+    counter: BucketCounter, sent_bytes: Sequence[int], names: Sequence[str]
+) -> BatchCallbacks:
+    """Return callbacks that count the batches that a rank of the trainer sends to an engine."""
+    counter.expect(sum(sent_bytes))
+
+    def count(number: int) -> None:
+        if sent_bytes[number]:
+            counter.add(sent_bytes[number], names[number])
+
+    return BatchCallbacks(lambda _: counter.check(), count)
+
+
+class FilledBuckets:
+    """Is told of the batches of one refit by which an engine is filled, and tells everybody else.
+
+    Args:
+        options: of the run.
+        counter: of the run; it goes on where a second refit has to fill the engine.
+        events: of all buckets.
+        needs: for each, the batch of the refit that completes it.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        counter: BucketCounter,
+        events: Sequence[BucketEvent],
+        needs: Sequence[int],
+    ) -> None:
+        self._options, self._counter = options, counter
+        self._events, self._needs = events, needs
+        self._held = ExitStack()
+
+    def begin(self, number: int) -> None:
+        """Wait until a batch may be written."""
+        self._counter.check()
+        if self._options.guard is not None:
+            self._held.enter_context(self._options.guard)
+
+    def end(self, number: int) -> None:
+        """Mark the events that a batch completes."""
+        self._held.close()
+        for event, need in zip(self._events, self._needs, strict=True):
+            if need == number and not event.is_done:
+                event._set()
+                self._counter.add(event.size_bytes, event.names[-1])
+
+    def close(self) -> None:
+        """Release the guard at the end of the run."""
+        self._held.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +219,12 @@ class WeightSync:
     """
 
     def __init__(self, label: str, number: int, turn: threading.Lock) -> None:
-        # What people call this process, and which of the link's syncs this is.
+        # The name of this process, and the number of the sync in the link.
         self._label, self._number = label, number
         self.version: int | None = None
         self.buckets: tuple[BucketEvent, ...] = ()
         self.report: SyncReport | None = None
-        # Of the link: held while a run of any of its syncs is under way, also in the background.
+        # The lock of the link, held during a run of any of its syncs, also in the background.
         self._turn = turn
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -137,7 +292,7 @@ class WeightSync:
                 self.report = self._run_traced(version, options)
                 return self.report
             self._error = None
-            # A thread that waits for a process that never answers must not keep this one.
+            # A daemon thread, since a peer that never answers must not keep the process alive.
             thread = threading.Thread(
                 target=self._run_beside, args=(version, options), name="reshard sync", daemon=True
             )
@@ -145,7 +300,7 @@ class WeightSync:
             self._thread = begun = thread
             return None
         finally:
-            # A run in the background gives the turn on once it has ended.
+            # A background run releases the lock when it ends.
             if begun is None:
                 self._turn.release()
 
@@ -182,7 +337,7 @@ class WeightSync:
         return ()
 
     def _free_gathered(self) -> None:
-        """Free what FSDP2 gathered of a trainer's shards: later this thread may compute."""
+        """Free what FSDP2 gathered of a trainer's shards, since this thread may compute later."""
 
     def _run_beside(self, version: int, options: RunOptions) -> None:
         try:
@@ -195,7 +350,7 @@ class WeightSync:
     def _run_traced(self, version: int, options: RunOptions) -> SyncReport:
         if options.trace is None:
             return self._run(version, options)
-        # A run that fails is worth looking at, too; one that cannot be written is not begun.
+        # Failed runs are traced, too. A trace that cannot be written fails before the run.
         try:
             path = Path(options.trace)
             path.write_text("")

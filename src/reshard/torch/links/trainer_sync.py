@@ -1,18 +1,19 @@
-"""The trainer's part of a weight sync: all engines at once, each by a thread of its own.
+"""The trainer's side of a weight sync: all engines at once, each in a separate thread.
 
-1. The first rank decides who hands on to whom (`fan_out`), of the engines that are there. Hand-ons
-   that were prepared before are kept.
-2. Each engine gets its order, the weights if the trainer is to send them, and says how it ended.
-   One that lacks weights, since who was to hand them on failed, gets them from the trainer then.
-3. What an engine says of its hand-ons decides the next run: models that do not fit, and engines
-   that do not reach each other, are not tried again.
-4. What one rank of the trainer saw of an engine counts for all: they report the same.
+1. The first rank decides who forwards to whom (`relay_tree`), among the present engines. Prepared
+   forward orders are kept.
+2. Each engine receives its order, the weights if the trainer sends them, and returns its outcome.
+   An engine that lacks weights because forwarding failed then receives them from the trainer.
+3. Outcomes determine the next run: models that do not match, and engines that cannot connect, are
+   not tried again.
+4. All ranks of the trainer combine their observations of engines, so that they report the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import json
 import threading
 import time
@@ -22,31 +23,29 @@ from dataclasses import asdict, dataclass, field, replace
 from reshard.errors import InterruptedRunError, LinkError, ReshardError, RunError, UsageError
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.links.admission import Announcement, wait_for_words
-from reshard.torch.links.bucket_events import BucketCounter, RunOptions, SentBuckets
-from reshard.torch.links.fan_out import FedEngine, assign_turns, plan_feeds
-from reshard.torch.links.orders import BROKE, MISFIT, HandOn, Order, RunOutcome
-from reshard.torch.links.presence import Presence
+from reshard.torch.links.handshake import Announcement, wait_for_keys
+from reshard.torch.links.heartbeat import Heartbeat
+from reshard.torch.links.messages import BROKE, MISFIT, ForwardOrder, Order, RunOutcome
+from reshard.torch.links.relay_tree import RelayedEngine, assign_turns, plan_relays
 from reshard.torch.links.sealed_store import SealedStore
-from reshard.torch.links.sync import SyncReport, WeightSync
+from reshard.torch.links.sync import BucketCounter, RunOptions, SyncReport, WeightSync, count_sent
 from reshard.torch.refitting.refit import Refit
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerEnd:
-    """What the trainer's end of a link does for its syncs.
+class TrainerCallbacks:
+    """Functions of a link that the trainer's syncs call.
 
     Attributes:
-        label: what people call this process.
-        turn: of the link, held by the one run that is under way.
-        prepare: makes a refit with the ranks of an engine.
-        begin: finds the engines of a run, prepares those that are new, and gives the run's place
-            at the store, and number, name and group of each engine.
-        give_up: leaves out an engine that failed, for a reason.
-        take_lost: the engines that were left out since the last call, and why.
-        interrupt: ends the waiting at a meeting, on behalf of a rank that cannot come.
-        settle: what a run came to, as all ranks of the trainer saw it, from its place at the
-            store and what this rank saw.
+        label: the name of this process.
+        turn: the lock of the link, held during a run.
+        prepare: prepare a refit with the ranks of an engine.
+        begin: find and prepare the engines of a run; return the run's key in the store, and number,
+            name and group of each engine.
+        give_up: drop an engine that failed, with a reason.
+        take_lost: return the engines dropped since the last call, with reasons.
+        interrupt: end the waiting at a meeting, on behalf of a rank that cannot come.
+        exchange_summaries: combine this rank's summary of a run with those of the other ranks.
     """
 
     label: str
@@ -55,25 +54,25 @@ class TrainerEnd:
     begin: Callable[[], tuple[str, list[tuple[int, str, RankGroup]]]]
     give_up: Callable[[int, str], None]
     take_lost: Callable[[], dict[str, str]]
-    interrupt: Callable[[HandOn, int], None]
-    settle: Callable[[str, RunAccount], RunAccount]
+    interrupt: Callable[[ForwardOrder, int], None]
+    exchange_summaries: Callable[[str, RunSummary], RunSummary]
 
 
 @dataclass(frozen=True, slots=True)
-class RunAccount:
-    """What a run came to, as ranks of a trainer saw it.
+class RunSummary:
+    """The result of a run, as observed by ranks of a trainer.
 
-    An engine may leave once it has the weights, before each of the trainer's ranks has heard that
-    it has them: it counts as served where one rank has, and is given up where one rank has not.
+    An engine may leave once it has the weights, before all of the trainer's ranks know: it counts
+    as served if one rank knows, and is given up if one rank does not.
 
     Attributes:
-        engines: by name, seconds until it had the weights, and who gave them.
-        lost: why engines were given up, by name.
-        given_up: their numbers, where they were there as the run began.
-        trainer_bytes: that left all ranks of the trainer.
+        engines: by name, the seconds until it had the weights, and the sender.
+        lost: reasons why engines were given up, by name.
+        given_up: their numbers, if they were present when the run began.
+        trainer_bytes: the bytes sent by all ranks of the trainer.
 
-    >>> seen = RunAccount({"a": (0.5, "trainer")}), RunAccount({}, {"a": "it left"}, (3,))
-    >>> found = RunAccount.merge(seen)
+    >>> seen = RunSummary({"a": (0.5, "trainer")}), RunSummary({}, {"a": "it left"}, (3,))
+    >>> found = RunSummary.merge(seen)
     >>> found.engines, found.lost, found.given_up
     ({'a': (0.5, 'trainer')}, {'a': 'it left'}, (3,))
     """
@@ -84,43 +83,50 @@ class RunAccount:
     trainer_bytes: int = 0
 
     def write(self) -> str:
-        """As JSON."""
+        """Return the summary as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def read(cls, text: str | bytes) -> RunAccount:
-        """Raises LinkError for what is no account."""
+    def read(cls, text: str | bytes) -> RunSummary:
+        """Parse a summary; raise LinkError if invalid."""
         try:
-            found = json.loads(text)
-            engines = {name: (float(one[0]), str(one[1])) for name, one in found["engines"].items()}
-            given_up = tuple(map(int, found["given_up"]))
-            return cls(engines, dict(found["lost"]), given_up, int(found["trainer_bytes"]))
+            content = json.loads(text)
+            engines = {
+                name: (float(served[0]), str(served[1]))
+                for name, served in content["engines"].items()
+            }
+            given_up = tuple(map(int, content["given_up"]))
+            return cls(engines, dict(content["lost"]), given_up, int(content["trainer_bytes"]))
         except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise LinkError(
                 f"{text[:80]!r} is no account of a run; give all ranks one release"
             ) from error
 
     @classmethod
-    def merge(cls, accounts: Sequence[RunAccount]) -> RunAccount:
-        """The account of all ranks; where they differ, the first counts."""
-        told = accounts[::-1]
+    def merge(cls, accounts: Sequence[RunSummary]) -> RunSummary:
+        """Return the summary of all ranks; if they differ, the first counts."""
+        reversed_order = accounts[::-1]
         return cls(
-            {name: one for account in told for name, one in account.engines.items()},
-            {name: why for account in told for name, why in account.lost.items()},
-            tuple(sorted({number for account in told for number in account.given_up})),
-            max(account.trainer_bytes for account in told),
+            {
+                name: served
+                for account in reversed_order
+                for name, served in account.engines.items()
+            },
+            {name: why for account in reversed_order for name, why in account.lost.items()},
+            tuple(sorted({number for account in reversed_order for number in account.given_up})),
+            max(account.trainer_bytes for account in reversed_order),
         )
 
 
-def settle(
+def exchange_summaries(
     store: SealedStore,
     place: str,
-    own: RunAccount,
+    own: RunSummary,
     trainer: Announcement,
     rank: int,
     timeout_s: float,
-    presence: Presence,
-) -> RunAccount:
+    presence: Heartbeat,
+) -> RunSummary:
     """The account of a run, the same on all ranks of a trainer. All of them call this.
 
     The first rank makes it of what each says, and returns once all have read it: the store is in
@@ -140,25 +146,25 @@ def settle(
         return own
     found_at = f"{place}/account"
     said_at, read_at = (
-        {one: f"{place}/{what}/{one}" for one in range(1, trainer.ranks)}
+        {other: f"{place}/{what}/{other}" for other in range(1, trainer.ranks)}
         for what in ("said", "read")
     )
     if rank:
         store.set(said_at[rank], own.write())
-        wait_for_words(store, {0: found_at}, timeout_s, trainer, presence)
-        found = RunAccount.read(store.get(found_at))
+        wait_for_keys(store, {0: found_at}, timeout_s, trainer, presence)
+        combined = RunSummary.read(store.get(found_at))
         store.set(read_at[rank], "")
-        return found
-    wait_for_words(store, said_at, timeout_s, trainer, presence)
-    told = [RunAccount.read(store.get(key)) for key in said_at.values()]
-    found = RunAccount.merge([own, *told])
-    store.set(found_at, found.write())
-    # Who ends before it has read it needs it no longer, and the next run raises.
+        return combined
+    wait_for_keys(store, said_at, timeout_s, trainer, presence)
+    summaries = [RunSummary.read(store.get(key)) for key in said_at.values()]
+    combined = RunSummary.merge([own, *summaries])
+    store.set(found_at, combined.write())
+    # A rank that ends before it reads this does not need it, and the next run raises.
     with contextlib.suppress(LinkError):
-        wait_for_words(store, read_at, timeout_s, trainer, presence)
+        wait_for_keys(store, read_at, timeout_s, trainer, presence)
         for key in (place, found_at, *said_at.values(), *read_at.values()):
             store.delete_key(key)
-    return found
+    return combined
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +180,7 @@ class _PreparedEngine:
     sent_bytes: int
 
 
-class _Service:
+class _EngineRun:
     """One engine in one run, served in a thread of its own."""
 
     def __init__(
@@ -206,7 +212,7 @@ class _Service:
         try:
             self._serve()
             if self.outcome.lacks and not self.is_direct:
-                # Who was to hand on the weights failed: the trainer sends them.
+                # Forwarding failed: the trainer sends the weights.
                 ended = self.outcome.ended
                 self.order = replace(self.order, hand_ons=())
                 self._serve()
@@ -215,7 +221,7 @@ class _Service:
                 raise RunError(self.outcome.lacks)
         except BaseException as error:
             self.error = error
-            # What fails here, such as memory, the other ranks of the group cannot know.
+            # Other ranks of the group cannot detect local failures, such as a lack of memory.
             self._group.break_off(error)
             self._when_lost(self.number)
         self.seconds = time.perf_counter() - self._begun_s
@@ -230,32 +236,13 @@ class _Service:
         if self.is_direct:
             refit = self.prepared.refit
             names = [of_batch[-1] if of_batch else "" for of_batch in refit.source_names]
-            observer = SentBuckets(self._counter, refit.batch_sent_bytes, names)
-            refit.run(observer, computes=True)
+            refit.run(count_sent(self._counter, refit.batch_sent_bytes, names), computes=True)
             self.sent_bytes = refit.sent_bytes
         self.outcome = RunOutcome.read(gather(b"", self._group).values.values())
 
 
-class _Comparison:
-    """One engine whose weights are compared, in a thread of its own."""
-
-    def __init__(self, engine: _PreparedEngine) -> None:
-        self.name, self._refit = engine.name, engine.refit
-        self.error: BaseException | None = None
-        self._thread = _begin_thread(self.name, self._run)
-
-    def join(self) -> None:
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._refit.verify()
-        except BaseException as error:
-            self.error = error
-
-
 def _begin_thread(engine: str, target: Callable[[], None]) -> threading.Thread:
-    # With its context: what records this thread records that one.
+    # Copy the context, so that this thread records to the same timeline.
     call, name = contextvars.copy_context().run, f"reshard engine {engine}"
     thread = threading.Thread(target=call, args=(target,), name=name, daemon=True)
     thread.start()
@@ -274,32 +261,34 @@ class TrainerSync(WeightSync):
     """
 
     def __init__(
-        self, end: TrainerEnd, number: int, ranks: int, relays: bool, needs_alike: bool
+        self, end: TrainerCallbacks, number: int, ranks: int, relays: bool, needs_alike: bool
     ) -> None:
         super().__init__(end.label, number, end.turn)
         self._end, self._ranks = end, ranks
         self._relays, self._needs_alike = relays, needs_alike
         self._engines: dict[int, _PreparedEngine] = {}
-        # Of the first rank only: it says what comes to pass.
-        self._hand_ons: dict[tuple[int, int], HandOn] = {}
+        # Used by the first rank, which decides.
+        self._hand_ons: dict[tuple[int, int], ForwardOrder] = {}
         self._barred: set[tuple[int | str, int | str]] = set()
         self._meetings = 0
 
     @property
     def is_usable(self) -> bool:
-        """A trainer's own weights are never written."""
+        """True, since a trainer's weights are not written."""
         return True
 
     def prepare_for(self, number: int, name: str, group: RankGroup) -> None:
-        """Prepare the refit of one engine. Raises what `Refit.prepare` does."""
+        """Prepare the refit of an engine; raise the errors of `Refit.prepare`."""
         refit = self._end.prepare(group)
-        told = gather(str(refit.sent_bytes).encode(), group).values
-        sent_bytes = sum(int(told[rank]) for rank in group.ranks[: self._ranks])
-        kind = b" ".join(told[rank] for rank in group.ranks[self._ranks :]).decode(errors="replace")
+        messages = gather(str(refit.sent_bytes).encode(), group).values
+        sent_bytes = sum(int(messages[rank]) for rank in group.ranks[: self._ranks])
+        kind = b" ".join(messages[rank] for rank in group.ranks[self._ranks :]).decode(
+            errors="replace"
+        )
         self._engines[number] = _PreparedEngine(name, refit, kind, sent_bytes)
 
     def forget(self, number: int) -> None:
-        """An engine is there no longer."""
+        """Remove an engine that has left."""
         self._engines.pop(number, None)
         for pair in [pair for pair in self._hand_ons if number in pair]:
             del self._hand_ons[pair]
@@ -329,7 +318,7 @@ class TrainerSync(WeightSync):
         names = {number: name for number, name, _ in engines}
         orders = self._make_orders(version, [(number, group) for number, _, group in engines])
         services = [
-            _Service(
+            _EngineRun(
                 number,
                 name,
                 group,
@@ -346,24 +335,24 @@ class TrainerSync(WeightSync):
         failed: BaseException | None = None
         for service in services:
             if isinstance(service.error, ReshardError):
-                # The other engines go on, and this one may come again.
+                # The other engines continue, and this engine may reconnect.
                 self._end.give_up(service.number, str(service.error))
             else:
                 failed = failed or service.error
         for service in served:
             self._note_ended(service.outcome.ended)
-        own = RunAccount(
+        own = RunSummary(
             {one.name: (one.seconds, self._name_feed(one, names)) for one in served},
             self._end.take_lost(),
             tuple(one.number for one in services if one.error is not None),
             sum(one.prepared.sent_bytes for one in served if one.is_direct),
         )
         if failed is not None:
-            # The other ranks are not kept waiting by it.
+            # The other ranks need not wait for this rank.
             with contextlib.suppress(LinkError):
-                self._end.settle(place, own)
+                self._end.exchange_summaries(place, own)
             raise failed
-        account = self._end.settle(place, own)
+        account = self._end.exchange_summaries(place, own)
         for service in served:
             if service.number in account.given_up:
                 self._end.give_up(service.number, account.lost.get(service.name, "it is lost"))
@@ -386,21 +375,21 @@ class TrainerSync(WeightSync):
             trainer_bytes=account.trainer_bytes,
         )
 
-    def _name_feed(self, service: _Service, names: Mapping[int, str]) -> str:
+    def _name_feed(self, service: _EngineRun, names: Mapping[int, str]) -> str:
         feed = service.order.feed_of(service.number)
         return "trainer" if feed is None else names[feed.source]
 
     def _make_orders(self, version: int, engines: list[tuple[int, RankGroup]]) -> dict[int, Order]:
-        """What each engine is to be told; only the first rank's count."""
+        """Return the order of each engine; only the first rank's are sent."""
         of = [
-            FedEngine(number, frozenset(group.hosts[self._ranks :]), self._engines[number].kind)
+            RelayedEngine(number, frozenset(group.hosts[self._ranks :]), self._engines[number].kind)
             for number, group in engines
         ]
         ranks = {number: len(group.ranks) - self._ranks for number, group in engines}
         hosts = {host for _, group in engines for host in group.hosts[: self._ranks]}
-        feeds = plan_feeds(hosts, of, self._can_feed)
+        feeds = plan_relays(hosts, of, self._can_feed)
         pairs = [(source, number) for number, source in feeds.items() if source is not None]
-        found: dict[tuple[int, int], HandOn] = {}
+        orders_by_pair: dict[tuple[int, int], ForwardOrder] = {}
         for pair, turn in assign_turns(pairs).items():
             before = self._hand_ons.get(pair)
             if before is None:
@@ -408,29 +397,33 @@ class TrainerSync(WeightSync):
                 meeting = f"{self._number}/{self._meetings}"
             else:
                 meeting = before.meeting
-            found[pair] = HandOn(meeting, turn, *pair, *(ranks[number] for number in pair))
-        self._hand_ons = found
+            orders_by_pair[pair] = ForwardOrder(
+                meeting, turn, *pair, *(ranks[number] for number in pair)
+            )
+        self._hand_ons = orders_by_pair
         return {
             number: Order(
-                self._number, version, tuple(one for pair, one in found.items() if number in pair)
+                self._number,
+                version,
+                tuple(one for pair, one in orders_by_pair.items() if number in pair),
             )
             for number, _ in engines
         }
 
-    def _can_feed(self, source: FedEngine, target: FedEngine) -> bool:
+    def _can_feed(self, source: RelayedEngine, target: RelayedEngine) -> bool:
         if not self._relays or (self._needs_alike and source.kind != target.kind):
             return False
         pairs = (source.number, target.number), (source.kind, target.kind)
         return not any(pair in self._barred for pair in pairs)
 
     def _release_waiting(self, number: int) -> None:
-        """Engines that are to meet one that is lost wait for it no longer."""
+        """End the waiting of engines for a lost engine."""
         for hand_on in list(self._hand_ons.values()):
             if number in (hand_on.source, hand_on.target):
                 self._end.interrupt(hand_on, number)
 
     def _note_ended(self, ended: Mapping[str, tuple[str, str]]) -> None:
-        """What engines say of hand-ons. One that an engine is lost with is forgotten already."""
+        """Record ended forward orders; those of a lost engine are forgotten already."""
         for pair, hand_on in list(self._hand_ons.items()):
             if hand_on.meeting not in ended:
                 continue
@@ -444,15 +437,24 @@ class TrainerSync(WeightSync):
     def _verify(self) -> None:
         if not self._engines:
             raise LinkError("no engine is there to be compared; run first")
-        # An engine that hangs keeps no other waiting, which would take this trainer for lost.
-        comparisons = [_Comparison(one) for one in self._engines.values()]
-        for one in comparisons:
-            one.join()
-        problems = []
-        for one in comparisons:
-            if isinstance(one.error, RunError):
-                problems.append(f"engine {one.name}: {one.error}")
-            elif one.error is not None:
-                raise one.error
-        if problems:
-            raise RunError("; ".join(problems))
+        # In threads, since an engine that hangs must not delay the others, which would give up this
+        # trainer.
+        errors: dict[str, BaseException] = {}
+
+        def compare(engine: _PreparedEngine) -> None:
+            try:
+                engine.refit.verify()
+            except BaseException as error:
+                errors[engine.name] = error
+
+        threads = [
+            _begin_thread(engine.name, functools.partial(compare, engine))
+            for engine in self._engines.values()
+        ]
+        for thread in threads:
+            thread.join()
+        for error in errors.values():
+            if not isinstance(error, RunError):
+                raise error
+        if errors:
+            raise RunError("; ".join(f"engine {name}: {error}" for name, error in errors.items()))

@@ -1,20 +1,20 @@
 """verl's interface for weights between trainer and rollout, by a link: the backend `reshard`.
 
-verl gives every rank of a trainer a stream of whole tensors, and wants it on every worker::
+verl gives every rank of a trainer a stream of full tensors, and expects it on every worker::
 
     trainer rank 0   | bucket: rows 0 |  ---->  worker 0   | whole bucket |  ---->  name, tensor
     trainer rank 1   | bucket: rows 1 |  ---->  worker 1   | whole bucket |         name, tensor
 
-1. `prepare` on the master says where to meet, and a secret that nobody else learns.
-2. `init_process_group` makes the link: all trainer ranks, and all workers of all replicas as one
+1. `prepare` on the master returns the rendezvous address and a fresh secret.
+2. `init_process_group` creates the link: all trainer ranks, and all workers of all replicas as one
    engine.
-3. Weights travel in buckets of one size. Every rank of the trainer sends its share of each, so that
-   all of them send alike much. A tensor may begin in one bucket and end in another.
-4. `finalize` closes the link: workers may be others at the next step.
+3. Weights are sent in buckets of equal size. Every rank of the trainer sends its share of each, so
+   that all send the same amount. A tensor may span buckets.
+4. `finalize` closes the link: workers may change until the next step.
 
-A bucket is a table in JSON, with its length before it, and then the bytes of tensors.
+A bucket is a JSON table, preceded by its length, and then the bytes of tensors.
 
-verl makes it where this module is its `custom_backend_module`, which every process of verl imports.
+verl uses this module as its `custom_backend_module`, which every process of verl imports.
 
 Source: `verl.checkpoint_engine.base` of verl 0.7 and 0.9.
 """
@@ -37,19 +37,18 @@ from reshard._validation import check_int
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import LinkError, ReshardError, RunError, UsageError
 from reshard.layout import Box, Layout
-from reshard.torch.links.connecting import connect
-from reshard.torch.links.link import WeightLink
+from reshard.torch.links.link import WeightLink, connect
 from reshard.torch.links.sync import WeightSync
 
 BACKEND = "reshard"
 _LENGTH_BYTES = 8
-# Of a tensor's entry in the table, beside its name and shape.
+# The fields of a tensor's table entry in addition to name and shape.
 _ENTRY_BYTES = 160
 _LEAST_BYTES = 4096
 
 
 def register() -> None:
-    """Register the backend with verl, in a process that has it. Again, it changes nothing.
+    """Register the backend with verl, if it is imported; may be called again.
 
     Raises ImportError without verl.
     """
@@ -61,7 +60,7 @@ def register() -> None:
 
 @functools.cache
 def make_engine_class() -> Any:
-    """The class that verl makes on every trainer rank and worker, whose base is verl's."""
+    """Return the class that verl creates on every rank and worker, whose base is verl's."""
     from verl.checkpoint_engine import CheckpointEngine
 
     class ReshardCheckpointEngine(StreamEnd, CheckpointEngine):  # type: ignore[misc]
@@ -71,7 +70,7 @@ def make_engine_class() -> Any:
 
 
 class StreamEnd:
-    """One process's end of a stream of whole tensors.
+    """A process's end of a stream of full tensors.
 
     Args:
         bucket_size: bytes that travel together; a process keeps as many.
@@ -100,7 +99,7 @@ class StreamEnd:
         self._bucket = torch.empty(0, dtype=torch.uint8)
 
     def prepare(self) -> dict[str, Any] | None:
-        """Where to meet, on the master; None elsewhere."""
+        """Return the rendezvous on the master, or None elsewhere."""
         if not self.is_master:
             return None
         host = self._host or socket.gethostbyname(socket.gethostname())
@@ -113,7 +112,7 @@ class StreamEnd:
     def build_topology(
         cls, trainer_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """What every process gives to `init_process_group`.
+        """Return the arguments of `init_process_group` for every process.
 
         >>> _, workers = StreamEnd.build_topology(1, 2, [{"url": "tcp://a:1", "secret": "s"}] * 3)
         >>> workers["rank"], workers["side"]
@@ -131,7 +130,7 @@ class StreamEnd:
         return tell("trainer", trainer_world_size), tell("engine", rollout_world_size)
 
     def init_process_group(self, side: Any, rank: int, ranks: int, meeting: dict[str, Any]) -> None:
-        """Meet all others. Raises LinkError where they do not come."""
+        """Meet all others; raise LinkError if they do not come."""
         self.finalize()
         self._bucket = torch.zeros(self.bucket_size, dtype=torch.uint8)
         timeout_s, secret = self._timeout_s, meeting["secret"]
@@ -159,7 +158,7 @@ class StreamEnd:
         return self._bucket[ends[rank] : ends[rank + 1]], Layout.from_boxes((size,), boxes, ranks)
 
     def finalize(self) -> None:
-        """Leave the link, and give the bucket's memory back."""
+        """Leave the link, and free the bucket."""
         link, self._link, self._sync = self._link, None, None
         self._bucket = torch.empty(0, dtype=torch.uint8)
         if link is not None:
@@ -170,7 +169,7 @@ class StreamEnd:
         weights: Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]],
         global_steps: int | None = None,
     ) -> None:
-        """Send all of a stream, which is the same on every rank of the trainer.
+        """Send a stream, which must be equal on every rank of the trainer.
 
         Args:
             weights: names and whole tensors.
@@ -223,7 +222,7 @@ class StreamEnd:
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """The tensors of a stream, whole and on the host, each when all of it is here.
+        """Yield the tensors of a stream, in host memory, each when complete.
 
         Args:
             global_steps: verl's step.
@@ -253,7 +252,7 @@ class StreamEnd:
             raise LinkError(f"the stream ended in the middle of {sorted(begun)}")
 
     def _read_table(self) -> tuple[list[Any], bool, int]:
-        """What is in the bucket, and where its bytes begin."""
+        """Return the bucket's table and the offset of its bytes."""
         length = int.from_bytes(bytes(self._bucket[:_LENGTH_BYTES].tolist()), "little")
         stop = _LENGTH_BYTES + length
         try:
@@ -287,6 +286,6 @@ async def _iterate(weights: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
             yield pair
 
 
-# verl imports its backends' modules when its registry is there, and makes them by name afterwards.
+# verl imports backend modules once its registry exists, and creates them by name later.
 if "verl.checkpoint_engine" in sys.modules:
     register()

@@ -1,7 +1,15 @@
-"""Models on the ranks of a job: their tensors, by names that two models have in common.
+"""Models on the ranks of a job: their tensors, and the names that two models have in common.
 
-`parameters` is where to start: the tensors of one rank, and how each is cut. `rosters` puts
-together what all ranks have; `naming` maps names; `recipe_models` and `megatron_groups` are for
-models that do not say themselves how they are cut; `model_pairs` finds the names that Megatron's
-have on the Hub.
+    model_inputs         models as users give them, and the tensors of modules
+    parameters           list the tensors of this rank, with their shardings
+    parameter_columns    the same of very many tensors, as columns
+    memory               where tensors are stored, and which share memory
+    model_manifest       the tensors of all ranks, assembled to those of the full model
+    manifest_documents   manifests as JSON
+    naming               names, fused parameters, stacks and ties
+    recipe_models        plain tensors with the layouts of a recipe
+    megatron_models      Megatron's configs, process groups and parameter attributes
+    model_pairs          the names of Megatron's models and of their counterparts
+
+Start at `parameters`.
 """

@@ -1,16 +1,21 @@
-"""Memory of a model's tensors: where it is, and which of them lie in one place.
+"""Memory of a model's tensors: where it is, and which tensors share it.
 
-A source that is listed again, as for another engine, is what it was where its tensors are the same
-objects, described alike, and their memory is where it was and as it was (`given_columns`).
+A source that is listed again, as for another engine, is reused if its tensors are the same objects
+with the same description and memory (`parameter_columns`).
 
-A target must not lie where a source is, and no two targets may share memory, but for names of one
-tensor that are declared tied. Sources may; of two that are one tensor it is enough to use one. By
-their first and last bytes most are apart; where these reach into one another, as columns of one
-matrix do, elements are compared.
+A target must not share memory with a source or another target, except for names of a tensor that
+are declared tied. Sources may share memory; of two names of a tensor one is used. Most tensors are
+disjoint by their first and last bytes; if these ranges overlap, as those of columns of a matrix do,
+elements are compared.
+
+Samples and digests show whether the copies of ranks are equal. A plain tensor counts as replicated
+on every rank that has it. A sample detects ranks with different parts before anything is sent; a
+digest covers all elements.
 """
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,75 +30,78 @@ import torch
 from reshard.errors import RunError, ShardError
 from reshard.runs import IntArray
 from reshard.torch.endpoint import check_writable, find_addresses, list_locals
+from reshard.torch.exchange.packing.pieces import cut
 from reshard.torch.fully_sharded import find_groups, find_storage, list_gathered
 from reshard.torch.loaders.strided_overlap import StridedRegion, find_overlaps
-from reshard.torch.models.given_columns import GivenColumns, HeldMemory
-from reshard.torch.models.naming import tied_root
-from reshard.torch.models.rosters import Roster
+from reshard.torch.models.model_manifest import ModelManifest
+from reshard.torch.models.naming import resolve_tie
+from reshard.torch.models.parameter_columns import MemoryColumns, ParameterColumns
 
 _DTYPE = operator.attrgetter("dtype")
 _IS_DENSE: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 _STRIDES: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
-# Of tensors' elements: types, numbers, whether they are dense, and the strides where they are not.
+# Columns of tensors: dtypes, numbers of elements, whether they are dense, strides of the others.
 _Looks = tuple[list[torch.dtype], list[int], list[bool], list[tuple[int, ...]]]
-# A tensor's device, first byte, the byte behind its last, and its name.
+# A tensor's device, first byte, end, and name.
 _Span = tuple[str, int, int, str]
 
 
 @dataclass(eq=False)
 class LocalTensors:
-    """A rank's tensors by common name, and what it tells the others of them.
+    """A rank's tensors by common name, and its manifest.
 
-    `tensors` are the objects that the model has, `locals` their memory on this rank. `described`
-    is all that the listing follows from, but for where memory lies; None where more does. `columns`
-    are what was given, where it was listed by them.
+    `tensors` are the model's objects, `locals` their memory on this rank. `described` determines
+    the listing except for memory addresses, or is None if other state does too. `columns` are the
+    values given, if they were listed by columns.
     """
 
-    roster: Roster
+    manifest: ModelManifest
     tensors: dict[str, torch.Tensor]
     locals: dict[str, torch.Tensor]
     described: object = None
-    columns: GivenColumns | None = None
+    columns: ParameterColumns | None = None
 
     def __post_init__(self) -> None:
-        held = list_locals(self.tensors.values())
-        # What a DTensor has is asked anew; each run asks for all.
-        self._own = held if all(map(operator.is_, held, self.tensors.values())) else None
-        known = self.columns.addresses if self.columns is not None else None
-        self._addresses = known or list(map(torch.Tensor.data_ptr, held))
-        self._looks = _list_looks(held)
+        local_tensors = list_locals(self.tensors.values())
+        # The local tensor of a DTensor may change, so each run queries all of them.
+        self._own = (
+            local_tensors if all(map(operator.is_, local_tensors, self.tensors.values())) else None
+        )
+        known_addresses = self.columns.addresses if self.columns is not None else None
+        self._addresses = known_addresses or list(map(torch.Tensor.data_ptr, local_tensors))
+        self._looks = _list_looks(local_tensors)
 
     @cached_property
-    def own_memory(self) -> HeldMemory:
-        """Where `locals` lie."""
+    def own_memory(self) -> MemoryColumns:
+        """The memory of `locals`."""
         if self.columns is None:
-            return HeldMemory.of(list(self.locals.values()))
-        held = self.columns.held_memory
+            return MemoryColumns.of(list(self.locals.values()))
+        memory = self.columns.memory_columns
         if len(self.locals) == len(self.tensors):
-            return held
+            return memory
         are_own = list(map(self.locals.__contains__, self.tensors))
-        return HeldMemory(*(list(compress(column, are_own)) for column in held))
+        return MemoryColumns(*(list(compress(column, are_own)) for column in memory))
 
     def list_changes(self) -> Iterator[tuple[str, str]]:
-        """Tensors whose memory is not what it was when they were listed, and how it differs."""
-        held = list_locals(self.tensors.values()) if self._own is None else self._own
-        now = list(map(torch.Tensor.data_ptr, held))
-        # Of very many tensors none has changed, nearly always.
+        """Yield tensors whose memory changed since they were listed, and the change."""
+        local_tensors = list_locals(self.tensors.values()) if self._own is None else self._own
+        now = list(map(torch.Tensor.data_ptr, local_tensors))
+        # Nearly always none has changed.
         if now != self._addresses:
-            for name, address, found in zip(self.tensors, self._addresses, now, strict=True):
-                if found != address:
+            for name, address, address_now in zip(self.tensors, self._addresses, now, strict=True):
+                if address_now != address:
                     yield name, f"is at another address than when it was prepared ({address:#x})"
-        looks = _list_looks(held)
-        if looks != self._looks:
-            rows = zip(self.tensors, _list_rows(self._looks), _list_rows(looks), strict=True)
+        signatures = _list_looks(local_tensors)
+        if signatures != self._looks:
+            rows = zip(self.tensors, _list_rows(self._looks), _list_rows(signatures), strict=True)
             for name, before, after in rows:
                 if before != after:
                     yield name, f"has {_say(*after)}, and had {_say(*before)} when it was prepared"
 
-    def is_still(
+    def is_unchanged(
         self, tensors: Sequence[torch.Tensor], described: object, addresses: list[int]
     ) -> bool:
-        """Whether these tensors, which are described so, would be listed as the same."""
+        """Return whether these tensors, with this description, would give the same listing."""
         return (
             len(tensors) == len(self.tensors)
             and all(map(operator.is_, tensors, self.tensors.values()))
@@ -103,21 +111,23 @@ class LocalTensors:
 
     @cached_property
     def spans(self) -> list[_Span]:
-        """Where tensors with elements lie: their device, first and last byte, and name."""
+        """The device, first byte, end and name of tensors with elements."""
         return _list_spans(self.locals, self.own_memory)
 
     @cached_property
     def shard_groups(self) -> tuple[Any, ...]:
-        """The groups of FSDP's parameters that have any of the tensors."""
+        """The groups of FSDP parameters that contain any of the tensors."""
         return find_groups(frozenset(map(find_storage, self.tensors.values())) - {0})
 
     @cached_property
     def devices(self) -> set[torch.device]:
-        """Those of all locals."""
-        return {one.device for one in self.own_memory.firsts([*self.locals.values()]).values()}
+        """The devices of all locals."""
+        return {
+            tensor.device for tensor in self.own_memory.firsts([*self.locals.values()]).values()
+        }
 
     def list_gaps(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The locals that are not dense."""
+        """Yield the locals that are not dense."""
         numbers, listed = self.own_memory.numbers, list(self.locals.values())
         firsts = self.own_memory.firsts(listed)
         loose = {number for number, first in firsts.items() if not first.is_contiguous()}
@@ -125,57 +135,59 @@ class LocalTensors:
             yield from compress(self.locals.items(), map(loose.__contains__, numbers))
 
     @cached_property
-    def own_roster(self) -> Roster:
-        """The roster, with which names are of one tensor."""
-        entries = self.roster.columns.with_aliases(_find_aliases(self.locals, self.spans))
-        return replace(self.roster, entries=entries)
+    def own_manifest(self) -> ModelManifest:
+        """The manifest, with names of the same tensor marked."""
+        entries = self.manifest.columns.with_aliases(_find_aliases(self.locals, self.spans))
+        return replace(self.manifest, entries=entries)
 
 
-class KnownTensors:
-    """Listings that somebody has, to be taken for what is listed again and is the same."""
+class ListingCache:
+    """Listings that are alive elsewhere, reused if the same tensors are listed again."""
 
     def __init__(self) -> None:
-        # By the first tensor, and by the first object that was given: a tuple may have a tensor.
+        # By the first tensor, and by the first object given: a tuple may contain a tensor.
         self._by_first: weakref.WeakValueDictionary[int, LocalTensors] = (
             weakref.WeakValueDictionary()
         )
 
-    def keep(self, found: LocalTensors) -> None:
-        """Know a listing, if what it follows from is."""
-        first = next(iter(found.tensors.values()), None)
-        if first is not None and found.described is not None:
-            self._by_first[id(first)] = found
-            if found.columns is not None:
-                self._by_first[id(found.columns.values[0])] = found
+    def keep(self, listing: LocalTensors) -> None:
+        """Remember a listing if it can be compared later."""
+        first = next(iter(listing.tensors.values()), None)
+        if first is not None and listing.described is not None:
+            self._by_first[id(first)] = listing
+            if listing.columns is not None:
+                self._by_first[id(listing.columns.values[0])] = listing
 
-    def read_columns(self, values: Sequence[Any]) -> GivenColumns | None:
-        """The columns of what is given, which are known where that is as it was."""
+    def read_columns(self, values: Sequence[Any]) -> ParameterColumns | None:
+        """Return the columns of the values, reused if they are unchanged."""
         known = self._by_first.get(id(values[0])) if values else None
         columns = known.columns if known is not None else None
-        if columns is not None and columns.is_still(values):
+        if columns is not None and columns.is_unchanged(values):
             return columns
-        return GivenColumns.of(values)
+        return ParameterColumns.of(values)
 
     def find(
         self, tensors: Sequence[torch.Tensor], described: object, addresses: list[int]
     ) -> LocalTensors | None:
-        """The listing of these tensors, which are described so; None where they have changed."""
+        """Return the listing of these tensors, or None if they changed."""
         known = self._by_first.get(id(tensors[0])) if tensors else None
-        is_known = known is not None and known.is_still(tensors, described, addresses)
+        is_known = known is not None and known.is_unchanged(tensors, described, addresses)
         return known if is_known else None
 
 
 def _list_looks(tensors: Sequence[torch.Tensor]) -> _Looks:
-    """What of tensors `t.data = ...` and `t.resize_()` may change in place, in columns."""
+    """Return, in columns, what `t.data = ...` and `t.resize_()` may change in place."""
     numbers, dense = list(map(torch.Tensor.numel, tensors)), list(map(_IS_DENSE, tensors))
-    # Strides of dense tensors follow from the rest, and take longer to ask for than all of it.
-    strides = [] if all(dense) else [_STRIDES(one) for one in tensors if not one.is_contiguous()]
+    # Strides of dense tensors follow from the rest, and are slower to query than all of it.
+    strides = (
+        [] if all(dense) else [_STRIDES(tensor) for tensor in tensors if not tensor.is_contiguous()]
+    )
     return list(map(_DTYPE, tensors)), numbers, dense, strides
 
 
-def _list_rows(looks: _Looks) -> Iterator[tuple[torch.dtype, int, tuple[int, ...] | None]]:
-    """The same of each tensor; no strides of those that are dense."""
-    dtypes, numbers, dense, strides = looks
+def _list_rows(signatures: _Looks) -> Iterator[tuple[torch.dtype, int, tuple[int, ...] | None]]:
+    """Yield the same for each tensor, with strides only of those that are not dense."""
+    dtypes, numbers, dense, strides = signatures
     loose = iter(strides)
     for dtype, number, is_dense in zip(dtypes, numbers, dense, strict=True):
         yield dtype, number, None if is_dense else next(loose)
@@ -189,15 +201,15 @@ def _say(dtype: torch.dtype, number: int, strides: tuple[int, ...] | None) -> st
 
 def check_memory(
     before: LocalTensors, after: LocalTensors, ties: Mapping[str, str]
-) -> tuple[Roster, Roster]:
-    """The rosters of both, with problems of a target's memory, and names that are of one tensor.
+) -> tuple[ModelManifest, ModelManifest]:
+    """Return both manifests, with problems of the target's memory and names of the same tensor.
 
-    A target must not lie where a source is. Targets that are one tensor must be declared tied;
-    they are filled once. Others must not share memory.
+    Targets that are the same tensor must be declared tied; they are filled once. Other targets must
+    not share memory with each other or with a source.
     """
     problems: list[str] = []
     alias_of: dict[str, str] = {}
-    at: dict[tuple[str, int], list[str]] = {}
+    by_address: dict[tuple[str, int], list[str]] = {}
     sources, targets = before.spans, after.spans
     problems += [
         f"{name} of the target: a copy that FSDP gathered of its shards, which is freed with what "
@@ -209,56 +221,59 @@ def check_memory(
             check_writable(local, None)
         except ShardError as error:
             problems.append(f"{name}: {error}")
-    # Mostly each target has memory of its own: then nothing else is to be found.
+    # Usually the targets are disjoint, and there is nothing else to check.
     if not problems and _are_apart(sources, targets):
-        return before.own_roster, after.roster
+        return before.own_manifest, after.manifest
     for device, begin, _, name in targets:
-        # One tensor under two names is written once if these are tied, and refused otherwise.
-        there = at.setdefault((device, begin), [])
+        # Two names of a tensor are written once if tied, and refused otherwise.
+        same_address = by_address.setdefault((device, begin), [])
         local = after.locals[name]
-        other = next((one for one in there if _lie_alike(local, after.locals[one])), None)
+        other = next(
+            (candidate for candidate in same_address if _lie_alike(local, after.locals[candidate])),
+            None,
+        )
         if other is None:
-            there.append(name)
-        elif tied_root(name, ties) == tied_root(other, ties):
+            same_address.append(name)
+        elif resolve_tie(name, ties) == resolve_tie(other, ties):
             alias_of[name] = other
         else:
             problems.append(
                 f"{name}: one tensor with {other} in the target; if it is to be, declare "
                 f"ties={{{name!r}: {other!r}}}"
             )
-    own = [span for span in targets if span[-1] not in alias_of]
-    problems += _find_overlaps(after.locals, own)
+    filled = [span for span in targets if span[-1] not in alias_of]
+    problems += _find_overlaps(after.locals, filled)
     shared = _find_shared(sources, targets)
     if shared:
         problems.append(f"{shared} share memory; a target must not lie where a source is")
-    roster = replace(
-        after.roster,
-        entries=after.roster.columns.with_aliases(alias_of),
-        problems=(*after.roster.problems, *problems),
+    manifest = replace(
+        after.manifest,
+        entries=after.manifest.columns.with_aliases(alias_of),
+        problems=(*after.manifest.problems, *problems),
     )
-    return before.own_roster, roster
+    return before.own_manifest, manifest
 
 
 def _find_aliases(tensors: Mapping[str, torch.Tensor], spans: Sequence[_Span]) -> dict[str, str]:
-    """Names of tensors that are one with an earlier one, and that one's."""
-    found: dict[str, str] = {}
+    """Return names of tensors that are the same as an earlier tensor, with its name."""
+    aliases: dict[str, str] = {}
     if len({span[:2] for span in spans}) == len(spans):
-        return found
-    at: dict[tuple[str, int], list[str]] = {}
+        return aliases
+    by_address: dict[tuple[str, int], list[str]] = {}
     for device, begin, _, name in spans:
-        there = at.setdefault((device, begin), [])
+        same_address = by_address.setdefault((device, begin), [])
         local = tensors[name]
-        for other in there:
+        for other in same_address:
             if local.dtype == tensors[other].dtype and _lie_alike(local, tensors[other]):
-                found[name] = other
+                aliases[name] = other
                 break
         else:
-            there.append(name)
-    return found
+            same_address.append(name)
+    return aliases
 
 
 def _are_apart(sources: Sequence[_Span], targets: Sequence[_Span]) -> bool:
-    """Whether no target reaches into another or a source; only told of tensors on one device.
+    """Return whether no target overlaps a target or a source; False if devices differ.
 
     >>> near, far = [("cpu", 0, 8, "a")], [("cpu", 8, 12, "b")]
     >>> _are_apart(near, far), _are_apart(near, [("cpu", 7, 12, "b")])
@@ -269,12 +284,12 @@ def _are_apart(sources: Sequence[_Span], targets: Sequence[_Span]) -> bool:
     begin, end = _sort_ends(targets)
     if (end[:-1] > begin[1:]).any():
         return False
-    # A source is apart from targets that begin before it where the last of them ends before it.
+    # A source is disjoint from the targets that begin before it if the last of them ends before it.
     low, high = _sort_ends(sources)
     following = np.searchsorted(begin, low)
     before = np.concatenate(([np.iinfo(np.int64).min], end))[following]
-    behind = np.concatenate((begin, [np.iinfo(np.int64).max]))[following]
-    return not ((before > low) | (behind < high)).any()
+    after = np.concatenate((begin, [np.iinfo(np.int64).max]))[following]
+    return not ((before > low) | (after < high)).any()
 
 
 def _sort_ends(spans: Sequence[_Span]) -> tuple[IntArray, IntArray]:
@@ -284,14 +299,14 @@ def _sort_ends(spans: Sequence[_Span]) -> tuple[IntArray, IntArray]:
     return begin[order], end[order]
 
 
-def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors that begin at one place are one."""
-    return tuple(one.shape) == tuple(other.shape) and one.stride() == other.stride()
+def _lie_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether tensors that begin at the same address are the same."""
+    return tuple(first.shape) == tuple(second.shape) and first.stride() == second.stride()
 
 
 def _find_shared(sources: Sequence[_Span], targets: Sequence[_Span]) -> str:
-    """The first source and target that share memory; empty where none do."""
-    # A sweep by address: for each side, how far what began so far reaches.
+    """Return the first source and target that share memory, or an empty text."""
+    # Sweep by address: for each side, the furthest end so far.
     spans = sorted(
         (device, begin, end, number, name)
         for number, side in enumerate((sources, targets))
@@ -307,26 +322,26 @@ def _find_shared(sources: Sequence[_Span], targets: Sequence[_Span]) -> str:
     return ""
 
 
-def _list_spans(tensors: Mapping[str, torch.Tensor], held: HeldMemory) -> list[_Span]:
-    """Where tensors with elements lie: their device, first and last byte, and name."""
+def _list_spans(tensors: Mapping[str, torch.Tensor], memory: MemoryColumns) -> list[_Span]:
+    """Return the device, first byte, end and name of tensors with elements."""
     ends: dict[int, tuple[str, int]] = {}
-    for number, first in held.firsts(list(tensors.values())).items():
+    for number, first in memory.firsts(list(tensors.values())).items():
         begin, end = find_addresses(first)
         ends[number] = str(first.device), end - begin
     return [
         (device, begin, begin + size_bytes, name)
         for name, begin, (device, size_bytes) in zip(
-            tensors, held.addresses, map(ends.__getitem__, held.numbers), strict=True
+            tensors, memory.addresses, map(ends.__getitem__, memory.numbers), strict=True
         )
         if size_bytes
     ]
 
 
 def _find_overlaps(tensors: Mapping[str, torch.Tensor], spans: Sequence[_Span]) -> Iterator[str]:
-    """What is wrong with targets that share some of their memory."""
+    """Yield problems of targets that share part of their memory."""
     reaching: list[_Span] = []
     for device, begin, end, name in sorted(spans):
-        reaching = [one for one in reaching if one[0] == device and one[2] > begin]
+        reaching = [span for span in reaching if span[0] == device and span[2] > begin]
         for *_, other in reaching:
             if _share_elements(tensors[name], tensors[other]):
                 yield (
@@ -337,18 +352,55 @@ def _find_overlaps(tensors: Mapping[str, torch.Tensor], spans: Sequence[_Span]) 
         reaching.append((device, begin, end, name))
 
 
-def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    first = min(one.data_ptr(), other.data_ptr())
+def _share_elements(first_tensor: torch.Tensor, second_tensor: torch.Tensor) -> bool:
+    first = min(first_tensor.data_ptr(), second_tensor.data_ptr())
     regions = [
         StridedRegion(
             tensor.data_ptr() - first,
             (*tensor.shape, tensor.element_size()),
             (*(stride * tensor.element_size() for stride in tensor.stride()), 1),
         )
-        for tensor in (one, other)
+        for tensor in (first_tensor, second_tensor)
     ]
     try:
         return any(True for _ in find_overlaps(*regions))
     except RunError:
-        # Too large to compare by elements, and of odd strides: their spans decide.
+        # Too large to compare by elements: their byte ranges decide.
         return True
+
+
+# A sample has at least this many indices of each dimension, evenly spaced.
+_SAMPLED = 8
+_DIGEST_BYTES = 8
+# The bytes read at once for a digest.
+_AT_ONCE_BYTES = 1 << 24
+
+
+def sample_digest(tensor: torch.Tensor) -> str:
+    """Return a digest of some elements, evenly spaced in a tensor.
+
+    >>> sample_digest(torch.zeros(4, 4)) == sample_digest(torch.zeros(4, 4))
+    True
+    >>> sample_digest(torch.zeros(4, 4)) == sample_digest(torch.ones(4, 4))
+    False
+    """
+    steps = tuple(slice(None, None, max(size // _SAMPLED, 1)) for size in tensor.shape)
+    return hashlib.blake2b(_bytes_of(tensor[steps]), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Return a digest of all elements.
+
+    >>> tensor_digest(torch.arange(6.0)) == tensor_digest(torch.arange(12.0)[::2] / 2)
+    True
+    """
+    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    if tensor.numel():
+        for part in cut(tensor, _AT_ONCE_BYTES):
+            hasher.update(_bytes_of(part))
+    return hasher.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    dense = tensor.detach().contiguous().cpu().reshape(-1)
+    return dense.view(torch.uint8).numpy().data if dense.numel() else b""

@@ -1,21 +1,27 @@
-"""Both models of a refit as a rank has them, with the names that are found for Megatron's.
+"""Both models of a refit on a rank, with the names found for Megatron's.
 
-What one rank knows of a Megatron model is not all of it, and ranks of the other side know nothing
-of it. So ranks tell each other, in one small gather of all of them:
+A rank knows only part of a Megatron model, and ranks of the other side know nothing of it. All
+ranks therefore exchange a small message:
 
-1. a rank with a Megatron model: its groups and layers (`megatron_groups`), and what its config says
-   (`megatron_configs`);
-2. a rank with another model: its names without their numbers, and how long its vocabulary is.
+1. a rank with a Megatron model sends its groups and layers, and what its config specifies
+   (`megatron_models`);
+2. a rank with another model sends its names without numbers, and the length of its vocabulary.
 
-Then each has the same: the names of layers and experts over the whole model, those on the Hub
-(`hub_names`), that a tied output layer is its embedding, and where the padding of a vocabulary
-begins. Where both sides are Megatron's, or somebody gave names, they are called as they are.
+All ranks then know the same: the names of layers and experts in the full model, their names on the
+Hub, whether the output layer is tied to the embedding, and where the padding of a vocabulary
+begins. If both sides are Megatron's, or names are given, names are used as they are.
+
+A recipe's `[names.megatron]` map Megatron's parameters to those of checkpoints on the Hub, with
+query groups and gated layers separated; its `[names.stacked]` list those that transformers stacks
+in one tensor. A config determines the recipe, or the names of the other side do: numbers in names
+become `*`, and the recipe that knows most of the names is used.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,30 +30,150 @@ import torch
 from reshard.errors import NotationError, ReshardError, ShardError, UsageError
 from reshard.layout import Layout
 from reshard.megatron.names import MegatronNames
+from reshard.recipes.library import choose_recipe, load_recipe
+from reshard.recipes.naming import Fusion
+from reshard.recipes.recipe import Recipe
 from reshard.text import first_text
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.models.given_models import MegatronModel, Model, chunks_of
-from reshard.torch.models.hub_names import (
-    EMBEDDING,
-    OUTPUT,
-    HubNames,
-    are_megatrons,
-    find_hub_names,
-    pattern_of,
-)
-from reshard.torch.models.megatron.megatron_configs import MegatronSelf, read_config
-from reshard.torch.models.megatron.megatron_groups import (
+from reshard.torch.models.megatron_models import (
+    MegatronConfig,
     describe_groups,
     find_groups,
     find_names,
+    list_parameters,
+    read_config,
     read_groups,
 )
-from reshard.torch.models.megatron.megatron_parameters import list_parameters
 from reshard.torch.models.memory import LocalTensors
-from reshard.torch.models.module_memory import tensors_of
-from reshard.torch.models.naming import Naming, fitting, renamed
+from reshard.torch.models.model_inputs import MegatronModel, Model, list_chunks, tensors_of
+from reshard.torch.models.naming import Naming, find_entry, renamed, resolve_name
 from reshard.torch.models.parameters import list_tensors
+
+_MEGATRON, _STACKED = "megatron", "stacked"
+# A recipe for each set of names; among those that know equally many names, the first is used.
+_RECIPES = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4", "minimax_m2")
+_LATENT_RECIPES = ("deepseek_v3",)
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+# Megatron's names of the embedding and the output layer.
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_MEGATRONS = ("decoder.layers.*.", "embedding.word_embeddings.", "output_layer.")
+
+
+@dataclass(frozen=True, slots=True)
+class HubNames:
+    """The names of both sides' tensors.
+
+    Attributes:
+        recipe: the name of the recipe.
+        megatron: from Megatron's names to those of the Hub.
+        others: from the other side's names to those of the Hub, where they differ.
+        stacks: the other side's stacked tensors, as in `refit`.
+    """
+
+    recipe: str
+    megatron: Mapping[str, str | Fusion]
+    others: Mapping[str, str | Fusion]
+    stacks: Mapping[str, str]
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """The output layer, as another name of the embedding."""
+        names = (self.megatron.get(OUTPUT), self.megatron.get(EMBEDDING))
+        return {names[0]: names[1]} if all(isinstance(name, str) for name in names) else {}  # type: ignore[dict-item]
+
+    def list_unnamed(self, names: Iterable[str]) -> list[str]:
+        """Return those of a Megatron model's names that have no name on the Hub."""
+        return [name for name in names if resolve_name(name, self.megatron) == name]
+
+
+def find_hub_names(
+    config: Mapping[str, Any], numbers: Mapping[str, Any], patterns: Collection[str]
+) -> HubNames:
+    """Return the names for a Megatron model.
+
+    Args:
+        config: known values of the config on the Hub; its `model_type` determines the recipe.
+        numbers: what the Megatron model specifies, by the names of config.json.
+        patterns: the other side's names, see `name_pattern`.
+
+    Raises:
+        UsageError: a model type without a recipe.
+        RecipeError: a recipe without Megatron's names, or an unknown number.
+
+    >>> numbers = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    >>> found = find_hub_names({}, numbers, ["model.layers.*.block_sparse_moe.gate.weight"])
+    >>> found.recipe, found.megatron["decoder.layers.*.mlp.router.weight"]
+    ('mixtral', 'model.layers.*.block_sparse_moe.gate.weight')
+    """
+    values = {**numbers, **config}
+    recipe = _choose(values, patterns)
+    others, stacks = _unstack(recipe)
+    return HubNames(recipe.name, recipe.naming(_MEGATRON, values), others, stacks)
+
+
+def name_pattern(name: str) -> str:
+    """Return a name with `*` for each of its numbers.
+
+    >>> name_pattern("model.layers.11.mlp.experts.3.w1.weight")
+    'model.layers.*.mlp.experts.*.w1.weight'
+    """
+    return _NUMBER.sub("*", name)
+
+
+def are_megatron_names(patterns: Collection[str]) -> bool:
+    """Return whether names are Megatron's own.
+
+    >>> are_megatron_names(["decoder.layers.*.mlp.linear_fc1.weight"])
+    True
+    """
+    return any(pattern.startswith(_MEGATRONS) for pattern in patterns)
+
+
+def _choose(values: Mapping[str, Any], patterns: Collection[str]) -> Recipe:
+    if "model_type" in values:
+        recipe = choose_recipe(values)
+        if recipe is None:
+            raise UsageError(
+                f"no recipe is for the model type {values['model_type']!r}; give the refit a "
+                "table of names"
+            )
+        return recipe
+    names = _LATENT_RECIPES if values.get("multi_latent_attention") else _RECIPES
+    return max(map(load_recipe, names), key=lambda recipe: len(_list_known(recipe, patterns)))
+
+
+def _list_known(recipe: Recipe, patterns: Collection[str]) -> set[str]:
+    """Return the names of the other side that a recipe maps from Megatron's."""
+    known: set[str] = set()
+    for entry in recipe.names[_MEGATRON].values():
+        known.update(entry.members if isinstance(entry, Fusion) else [entry])
+    others, stacks = _unstack(recipe)
+    known.update({name.replace("*layers", "model.layers") for name in (*others, *stacks)})
+    return known & set(patterns)
+
+
+def _unstack(recipe: Recipe) -> tuple[dict[str, str | Fusion], dict[str, str]]:
+    """Return names of stacked tensors in transformers, whose members may be fused."""
+    names: dict[str, str | Fusion] = {}
+    stacks: dict[str, str] = {}
+    for pattern, entry in recipe.names.get(_STACKED, {}).items():
+        if not isinstance(entry, Fusion):
+            names[pattern] = entry
+            continue
+        # Views of a stack are not transposed; such names stay, and are not found.
+        if entry.transposed or not entry.stacked:
+            continue
+        if len(entry.members) == 1:
+            stacks[pattern] = entry.members[0]
+            continue
+        # Each member of the stack is a fused tensor without another name.
+        before, _, last = pattern.rpartition(".")
+        stacks[pattern] = f"{before}.{{}}.{last}"
+        members = tuple(member.replace("{}", "*") for member in entry.members)
+        names[f"{before}.*.{last}"] = Fusion(members, entry.shares, entry.groups, entry.dimension)
+    return names, stacks
+
 
 _SIDES = ("source", "target")
 _ENDS = ("embed_tokens.weight", "lm_head.weight")
@@ -55,8 +181,8 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class GivenNames:
-    """What a refit was told of names, on this rank; or what it found where it was told nothing."""
+class NameOptions:
+    """The naming options of a refit on this rank, or the names found without options."""
 
     source: Naming | None = None
     target: Naming | None = None
@@ -66,7 +192,7 @@ class GivenNames:
 
 @dataclass(frozen=True, slots=True)
 class SideModel:
-    """A model of one side on this rank, and how its names become common ones."""
+    """A model of one side on this rank, and the mapping to common names."""
 
     model: Model
     naming: Naming | None
@@ -75,7 +201,7 @@ class SideModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """Both models as this rank has them, and why that cannot be; None where it can."""
+    """Both models on this rank, with the problem that prevents a refit, if any."""
 
     source: Model
     target: Model
@@ -84,7 +210,7 @@ class ModelPair:
 
     @classmethod
     def of(cls, source: Model, target: Model, num_experts: int | None) -> ModelPair:
-        """Both, with the number of experts where their names lack it."""
+        """Return both models, with the number of experts if their names lack it."""
         try:
             both = [
                 _set_num_experts(_read_module(model), num_experts) for model in (source, target)
@@ -95,30 +221,30 @@ class ModelPair:
 
     @property
     def notes(self) -> tuple[int, ...]:
-        """What all ranks must know of any: whether a model is Megatron's."""
-        return (int(any(map(is_megatrons, (self.source, self.target)))),)
+        """Values that all ranks need of any: whether a model is Megatron's."""
+        return (int(any(map(is_megatron, (self.source, self.target)))),)
 
     def list_tensors(
         self,
         notes: Sequence[int],
         group: RankGroup,
-        naming: GivenNames,
+        naming: NameOptions,
         offsets: tuple[int | None, int | None] = (None, None),
         takes_samples: bool = False,
-    ) -> tuple[LocalTensors, LocalTensors, GivenNames]:
-        """What this rank has of both models, and the names of these. All ranks call this.
+    ) -> tuple[LocalTensors, LocalTensors, NameOptions]:
+        """Return this rank's tensors of both models, and their names. Collective.
 
         Args:
-            notes: the greatest of all ranks.
-            group: of all ranks.
-            naming: as it was given.
-            offsets: see `list_tensors`; of the source, and of the target.
-            takes_samples: of the source.
+            notes: the maximum over all ranks.
+            group: all ranks.
+            naming: the naming options.
+            offsets: see `parameters.list_tensors`; of the source and the target.
+            takes_samples: whether to sample the source.
 
         Raises:
-            UsageError: on every rank, a number of experts for models that have no use for it.
-            ShardError: on every rank, groups that make no grids, layers that cannot be counted, or
-                a model whose names on the Hub cannot be told.
+            UsageError: on every rank, a number of experts for models that do not need it.
+            ShardError: on every rank, groups that form no grid, layers that cannot be counted, or
+                a model without known names on the Hub.
             RunError: a rank that does not answer.
         """
         sides = [
@@ -135,54 +261,64 @@ class ModelPair:
             )
         before, after = (
             list_tensors(
-                one.model, one.naming, one.stacks, offset, group=group, takes_samples=takes
+                side.model, side.naming, side.stacks, offset, group=group, takes_samples=takes
             )
-            for one, offset, takes in zip(sides, offsets, (takes_samples, False), strict=True)
+            for side, offset, takes in zip(sides, offsets, (takes_samples, False), strict=True)
         )
-        # Stacks are of a side that is not Megatron's, as the target is where weights are handed on.
-        of_source, of_target = (one.naming for one in sides)
-        return before, after, GivenNames(of_source, of_target, sides[1].stacks, ties)
+        # Stacks belong to a side that is not Megatron's, like the target of relayed weights.
+        of_source, of_target = (side.naming for side in sides)
+        return before, after, NameOptions(of_source, of_target, sides[1].stacks, ties)
 
     def _name(
-        self, sides: Sequence[SideModel], naming: GivenNames, group: RankGroup
+        self, sides: Sequence[SideModel], naming: NameOptions, group: RankGroup
     ) -> tuple[list[SideModel], Mapping[str, str]]:
-        """The sides with all that their names need, and the ties."""
-        told = _gather_sides([_describe_side(side, group) for side in sides], group)
+        """Return the sides with complete names, and the ties."""
+        descriptions = _gather_sides([_describe_side(side, group) for side in sides], group)
         problems: list[str] = []
         names = [
             _find_names(side, of, self.num_experts, problems)
-            for side, of in zip(_SIDES, told, strict=True)
+            for side, of in zip(_SIDES, descriptions, strict=True)
         ]
-        _compare_meaning(told, problems)
-        hub = _find_hub(told, naming.stacks, problems) if not problems else None
+        _compare_meaning(descriptions, problems)
+        hub = _find_hub(descriptions, naming.stacks, problems) if not problems else None
         if problems:
             raise ShardError("nothing was written: " + "\n  ".join(problems))
-        found = [
-            _name_side(side, names[n], hub, told[1 - n], self.num_experts)
+        named = [
+            _name_side(side, names[n], hub, descriptions[1 - n], self.num_experts)
             for n, side in enumerate(sides)
         ]
-        if hub is not None and naming.ties is None and any(of.is_tied for of in told):
-            return found, hub.ties
-        if naming.ties is None and told[0].is_tied and all(of.config is not None for of in told):
-            # Stages of a pipeline have an output layer of their own, and one stage has none.
-            return found, {OUTPUT: EMBEDDING}
-        return found, naming.ties or {}
+        if hub is not None and naming.ties is None and any(of.is_tied for of in descriptions):
+            return named, hub.ties
+        if (
+            naming.ties is None
+            and descriptions[0].is_tied
+            and all(of.config is not None for of in descriptions)
+        ):
+            # Stages of a pipeline have a separate output layer, unlike a single stage.
+            return named, {OUTPUT: EMBEDDING}
+        return named, naming.ties or {}
 
 
 @dataclass(frozen=True, slots=True)
-class _SideTold:
-    """What the ranks say of one side's model."""
+class _SideDescription:
+    """All ranks' descriptions of one side's model."""
 
     by_rank: Mapping[int, Mapping[str, Any]]
 
     @property
-    def config(self) -> MegatronSelf | None:
-        """What a Megatron model says of itself: as its first rank does, and unlike as any says."""
-        said = [one["config"] for one in self.by_rank.values() if one.get("config") is not None]
-        if not said:
+    def config(self) -> MegatronConfig | None:
+        """What a Megatron model specifies: as its first rank does, with the `unlike` of all."""
+        configs = [
+            description["config"]
+            for description in self.by_rank.values()
+            if description.get("config") is not None
+        ]
+        if not configs:
             return None
-        unlike = dict.fromkeys(what for one in said for what in one["unlike"])
-        return MegatronSelf(**{**said[0], "unlike": tuple(unlike)})
+        unlike = dict.fromkeys(
+            difference for description in configs for difference in description["unlike"]
+        )
+        return MegatronConfig(**{**configs[0], "unlike": tuple(unlike)})
 
     @property
     def is_tied(self) -> bool:
@@ -191,33 +327,44 @@ class _SideTold:
 
     @property
     def patterns(self) -> set[str]:
-        """The names of a model that is not Megatron's, without their numbers."""
-        return {pattern for one in self.by_rank.values() for pattern in one.get("patterns", ())}
+        """The names of a model that is not Megatron's, without numbers."""
+        return {
+            pattern
+            for description in self.by_rank.values()
+            for pattern in description.get("patterns", ())
+        }
 
     @property
     def is_named(self) -> bool:
-        """Whether somebody said what the names are."""
-        return any(one.get("is_named") for one in self.by_rank.values())
+        """Whether names are given."""
+        return any(description.get("is_named") for description in self.by_rank.values())
 
     @property
     def vocabulary(self) -> int | None:
-        """How long the vocabulary is, by the model itself or its user."""
+        """The length of the vocabulary, from the model or its user."""
         if self.config is not None:
             return self.config.vocabulary
-        return next((one["vocabulary"] for one in self.by_rank.values() if one["vocabulary"]), None)
+        return next(
+            (
+                description["vocabulary"]
+                for description in self.by_rank.values()
+                if description["vocabulary"]
+            ),
+            None,
+        )
 
 
 def _read_module(model: Model) -> Model:
-    """A module that has Megatron's process groups is Megatron's."""
+    """Return a module with Megatron's process groups as a MegatronModel."""
     if isinstance(model, torch.nn.Module) and find_groups(model) is not None:
         return MegatronModel(model)
     return model
 
 
-def is_megatrons(model: Model) -> bool:
-    """Whether a model is Megatron's: said to be one, or a module with its process groups.
+def is_megatron(model: Model) -> bool:
+    """Return whether a model is a MegatronModel or a module with its process groups.
 
-    >>> is_megatrons(torch.nn.Linear(2, 2))
+    >>> is_megatron(torch.nn.Linear(2, 2))
     False
     """
     return isinstance(_read_module(model), MegatronModel)
@@ -246,27 +393,27 @@ def _set_num_experts(model: Model, num_experts: int | None) -> Model:
 
 
 def _describe_side(side: SideModel, group: RankGroup) -> dict[str, Any] | None:
-    """What this rank says of one side, also where it is a problem: the other ranks wait for it."""
+    """Return this rank's description of one side; errors become its problem."""
     model = side.model
     if model is None:
         return None
-    found: dict[str, Any] = {"problem": "", "is_named": side.naming is not None}
+    description: dict[str, Any] = {"problem": "", "is_named": side.naming is not None}
     try:
         if not isinstance(model, MegatronModel):
-            return found | _describe_others(tensors_of(model), side.naming)
+            return description | _describe_others(tensors_of(model), side.naming)
         if model.names is None:
-            found["groups"] = asdict(describe_groups(model, group))
-            found["problem"] = found["groups"]["problem"]
-        config = read_config(model) if not found["problem"] else None
-        # Names that were given are of models that need not be like any on the Hub.
-        found["config"] = None if config is None else asdict(config)
+            description["groups"] = asdict(describe_groups(model, group))
+            description["problem"] = description["groups"]["problem"]
+        config = read_config(model) if not description["problem"] else None
+        # Given names belong to models that need no counterpart on the Hub.
+        description["config"] = None if config is None else asdict(config)
     except ReshardError as error:
         if side.naming is None:
-            found["problem"] = str(error)
+            description["problem"] = str(error)
     except Exception as error:
-        # What is no model at all is reported with what else does not fit.
-        found["problem"] = f"{type(error).__name__}: {error}"
-    return found
+        # An invalid model is reported with the other mismatches.
+        description["problem"] = f"{type(error).__name__}: {error}"
+    return description
 
 
 def _describe_others(tensors: Iterable[tuple[str, Any]], naming: Naming | None) -> dict[str, Any]:
@@ -274,7 +421,7 @@ def _describe_others(tensors: Iterable[tuple[str, Any]], naming: Naming | None) 
     vocabulary = None
     for name, value in tensors:
         common = renamed(name, naming)
-        patterns.add(pattern_of(common))
+        patterns.add(name_pattern(common))
         if vocabulary is None and common.endswith(_ENDS):
             is_laid = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Layout)
             shape = value[1].shape if is_laid else getattr(value, "shape", ())
@@ -284,42 +431,54 @@ def _describe_others(tensors: Iterable[tuple[str, Any]], naming: Naming | None) 
 
 def _gather_sides(
     described: Sequence[Mapping[str, Any] | None], group: RankGroup
-) -> tuple[_SideTold, _SideTold]:
-    every = gather(json.dumps(described).encode(), group).values
-    found: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
-    for rank, message in every.items():
+) -> tuple[_SideDescription, _SideDescription]:
+    messages = gather(json.dumps(described).encode(), group).values
+    by_side: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+    for rank, message in messages.items():
         try:
             both = json.loads(message)
-            for side, one in zip(found, both, strict=True):
-                if one is not None:
-                    side[rank] = {**one, "problem": str(one["problem"])}
+            for side, description in zip(by_side, both, strict=True):
+                if description is not None:
+                    side[rank] = {**description, "problem": str(description["problem"])}
         except (TypeError, KeyError, ValueError) as error:
             raise NotationError(f"{message[:80]!r} does not say what models a rank has") from error
-    return _SideTold(found[0]), _SideTold(found[1])
+    return _SideDescription(by_side[0]), _SideDescription(by_side[1])
 
 
 def _find_names(
-    side: str, told: _SideTold, num_experts: int | None, problems: list[str]
+    side: str, description: _SideDescription, num_experts: int | None, problems: list[str]
 ) -> MegatronNames | None:
-    """The names of a model that has groups, over all of it. Adds to the problems."""
-    wrong = [f"rank {n}: {one['problem']}" for n, one in told.by_rank.items() if one["problem"]]
-    groups = {n: one["groups"] for n, one in told.by_rank.items() if one.get("groups") is not None}
-    found = None
+    """Return the names of a model with groups, over the full model; append to `problems`."""
+    own_problems = [
+        f"rank {n}: {item['problem']}" for n, item in description.by_rank.items() if item["problem"]
+    ]
+    groups = {
+        n: item["groups"]
+        for n, item in description.by_rank.items()
+        if item.get("groups") is not None
+    }
+    names = None
     try:
-        if groups and not wrong:
-            read = {n: one for n, said in groups.items() if (one := read_groups(said)) is not None}
-            own = told.config.num_experts if told.config is not None else None
-            found = find_names(read, num_experts or own)
+        if groups and not own_problems:
+            read = {
+                n: item
+                for n, described in groups.items()
+                if (item := read_groups(described)) is not None
+            }
+            own = description.config.num_experts if description.config is not None else None
+            names = find_names(read, num_experts or own)
     except ReshardError as error:
-        wrong.append(f"the {side}: {error}")
-    problems += wrong
-    return found
+        own_problems.append(f"the {side}: {error}")
+    problems += own_problems
+    return names
 
 
-def _compare_meaning(told: Sequence[_SideTold], problems: list[str]) -> None:
-    """Two models of Megatron's whose weights are multiplied in different ways are no pair."""
-    configs = [of.config for of in told]
-    if any(of is None or not of.numbers for of in configs) or any(of.is_named for of in told):
+def _compare_meaning(descriptions: Sequence[_SideDescription], problems: list[str]) -> None:
+    """Append a problem if two Megatron models use their weights in different ways."""
+    configs = [of.config for of in descriptions]
+    if any(of is None or not of.numbers for of in configs) or any(
+        of.is_named for of in descriptions
+    ):
         return
     for side, own, other in zip(_SIDES, configs, configs[::-1], strict=True):
         more = sorted(set(own.unlike if own else ()) - set(other.unlike if other else ()))
@@ -331,15 +490,19 @@ def _compare_meaning(told: Sequence[_SideTold], problems: list[str]) -> None:
 
 
 def _find_hub(
-    told: Sequence[_SideTold], stacks: Mapping[str, str] | None, problems: list[str]
+    descriptions: Sequence[_SideDescription], stacks: Mapping[str, str] | None, problems: list[str]
 ) -> HubNames | None:
-    """What the tensors are on the Hub; None where they are called as they are."""
-    sides = [of for of in told if any("patterns" not in one for one in of.by_rank.values())]
-    others = [of for of in told if of not in sides]
+    """Return the names on the Hub, or None if names are used as they are."""
+    sides = [
+        of
+        for of in descriptions
+        if any("patterns" not in description for description in of.by_rank.values())
+    ]
+    others = [of for of in descriptions if of not in sides]
     if len(sides) != 1 or any(of.is_named for of in sides) or stacks:
         return None
     config, patterns = sides[0].config, others[0].patterns
-    if config is None or not patterns or are_megatrons(patterns):
+    if config is None or not patterns or are_megatron_names(patterns):
         return None
     if config.unlike:
         problems.append(
@@ -358,7 +521,7 @@ def _name_side(
     side: SideModel,
     names: MegatronNames | None,
     hub: HubNames | None,
-    other: _SideTold,
+    other: _SideDescription,
     num_experts: int | None,
 ) -> SideModel:
     model = side.model
@@ -376,7 +539,7 @@ def _name_side(
         return replace(side, model=model)
     own_names = [
         name
-        for chunk in chunks_of(model)
+        for chunk in list_chunks(model)
         for name, _, _ in (list_parameters(chunk, model.names) if model.names is not None else ())
     ]
     unnamed = hub.list_unnamed(own_names)
@@ -392,16 +555,16 @@ def _name_side(
 
 
 def _say_padding(
-    model: MegatronModel, own_names: Sequence[str], other: _SideTold
+    model: MegatronModel, own_names: Sequence[str], other: _SideDescription
 ) -> Mapping[str, Mapping[str, Any]]:
-    """What is known of parameters, with how long the vocabulary is where it may be padded."""
+    """Return the given parameters, with the vocabulary's length if it may be padded."""
     config = read_config(model)
     length = (config.vocabulary if config is not None else None) or other.vocabulary
     if length is None or not isinstance(model.parameters, Mapping):
         return model.parameters
-    said = {
+    lengths = {
         name: {"true_length": length}
         for name in own_names
-        if name.endswith((EMBEDDING, OUTPUT)) and fitting(name, model.parameters) is None
+        if name.endswith((EMBEDDING, OUTPUT)) and find_entry(name, model.parameters) is None
     }
-    return {**said, **model.parameters}
+    return {**lengths, **model.parameters}

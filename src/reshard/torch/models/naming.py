@@ -1,12 +1,12 @@
-"""Names of tensors in two models: which tensor of one is which of the other.
+"""Names of tensors in two models, and how they correspond.
 
-Two models are matched in names that both have in common:
+Two models are matched by common names:
 
-1. each side's own names become common ones, by a table or a function; every rank applies its
-   own to what it has, so ranks that count their layers from 0 may each say where they begin;
-2. a fused parameter keeps its name, and its members have theirs (`reshard.recipes.naming`);
-3. names that are declared tied mean one tensor: whichever of them the source has serves all;
-4. a stacked tensor, such as the weights of all experts, has one name for each of its members::
+1. each side's own names become common ones, by a table or a function; every rank applies its own,
+   so ranks that count their layers from 0 may each define their offset;
+2. a fused parameter keeps its name, and its members have their names (`reshard.recipes.naming`);
+3. tied names denote one tensor: any of them that the source has fills all;
+4. a stacked tensor, such as the weights of all experts, has a name for each of its members::
 
        "layers.3.experts.up"  -->  "layers.3.experts.0.up", "layers.3.experts.1.up", ...
 """
@@ -24,104 +24,105 @@ Value = TypeVar("Value")
 
 
 def renamed(name: str, naming: Naming | None) -> str:
-    """What `name` is called in both models: see `meaning`. A fused parameter keeps its name.
+    """Return the common name of `name`, see `resolve_name`. A fused parameter keeps its name.
 
     >>> table = {"lm_head.weight": "output.weight", "model.layers.*": "decoder.layers.*"}
     >>> [renamed(name, table) for name in ("lm_head.weight", "model.layers.3.norm", "bias")]
     ['output.weight', 'decoder.layers.3.norm', 'bias']
     """
-    found = meaning(name, naming)
-    return name if isinstance(found, Fusion) else found
+    resolved = resolve_name(name, naming)
+    return name if isinstance(resolved, Fusion) else resolved
 
 
-def meaning(name: str, naming: Naming | None) -> Meaning:
-    """What `name` is in names common to both models: a name, or a fusion of names.
+def resolve_name(name: str, naming: Naming | None) -> Meaning:
+    """Return the common name of `name`, or the fusion of names that it stands for.
 
     Args:
-        name: one side's own.
-        naming: a function; or a table, whose keys are names or patterns. What a `*` of a pattern
-            stands for takes the place of the same `*` in the entry. The first that fits counts,
-            a name that none fits stays as it is.
+        name: a side's own name.
+        naming: a function, or a table whose keys are names or patterns. The match of a `*` replaces
+            the same `*` in the entry. The first matching key counts; other names stay unchanged.
 
-    Raises UsageError for a table or a function that gives neither, and for other kinds of naming.
+    Raises UsageError for invalid results of a table or a function, and other kinds of naming.
 
-    >>> meaning("layers.3.fc1", {"*.fc1": Fusion(("*.gate", "*.up"))}).members
+    >>> resolve_name("layers.3.fc1", {"*.fc1": Fusion(("*.gate", "*.up"))}).members
     ('layers.3.gate', 'layers.3.up')
     """
     if naming is None:
         return name
-    found: object = name
+    resolved: object = name
     if isinstance(naming, Mapping):
-        found = naming[name] if name in naming else find_by_pattern(name, naming)
+        resolved = naming[name] if name in naming else find_by_pattern(name, naming)
     elif callable(naming):
-        found = naming(name)
+        resolved = naming(name)
     else:
         raise UsageError(f"names by {naming!r}; give a table or a function")
-    if not isinstance(found, str | Fusion):
-        raise UsageError(f"the name {name!r} became {found!r}; names are matched to names")
-    return found
+    if not isinstance(resolved, str | Fusion):
+        raise UsageError(f"the name {name!r} became {resolved!r}; names are matched to names")
+    return resolved
 
 
 def member_pattern(name: str, stacks: Mapping[str, str] | None) -> str | None:
-    """The names of a stacked tensor's members, with `{}` for their numbers; None for others.
+    """Return the pattern of a stacked tensor's members, with `{}` for their numbers, or None.
 
     Args:
-        name: of a tensor, common to both models.
-        stacks: patterns of stacked tensors, and those of their members.
+        name: the common name of a tensor.
+        stacks: patterns of stacked tensors, with those of their members.
 
-    Raises UsageError for members without a place for their numbers.
+    Raises UsageError for members without a placeholder for their numbers.
 
     >>> member_pattern("layers.3.experts.up", {"*.experts.up": "*.experts.{}.up"})
     'layers.3.experts.{}.up'
     """
     if not stacks:
         return None
-    found = stacks[name] if name in stacks else find_by_pattern(name, stacks)
-    if found == name:
+    pattern = stacks[name] if name in stacks else find_by_pattern(name, stacks)
+    if pattern == name:
         return None
-    if not isinstance(found, str):
-        raise UsageError(f"members {found!r} of the stacked tensor {name!r}; give their pattern")
-    if found.count("{}") != 1:
+    if not isinstance(pattern, str):
+        raise UsageError(f"members {pattern!r} of the stacked tensor {name!r}; give their pattern")
+    if pattern.count("{}") != 1:
         raise UsageError(
-            f"members {found!r} of the stacked tensor {name!r}; write {{}} where their number is"
+            f"members {pattern!r} of the stacked tensor {name!r}; write {{}} where their number is"
         )
-    return found
+    return pattern
 
 
-def fitting(name: str, table: Mapping[str, Value]) -> Value | None:
-    """The entry of a name: its own, or that of the first pattern that fits; None without any.
+def find_entry(name: str, table: Mapping[str, Value]) -> Value | None:
+    """Return a name's entry, or that of the first matching pattern, or None.
 
-    >>> fitting("layers.3.up", {"bias": 1, "*.up": 2})
+    >>> find_entry("layers.3.up", {"bias": 1, "*.up": 2})
     2
     """
     if name in table:
         return table[name]
     patterns = (pattern for pattern in table if "*" in pattern)
-    return next((table[one] for one in patterns if compile_pattern(one).fullmatch(name)), None)
+    return next(
+        (table[pattern] for pattern in patterns if compile_pattern(pattern).fullmatch(name)), None
+    )
 
 
-def serving_name(name: str, available: Collection[str], ties: Mapping[str, str]) -> str | None:
-    """The name among `available` that a tensor is filled from; None where there is none.
+def find_source_name(name: str, available: Collection[str], ties: Mapping[str, str]) -> str | None:
+    """Return the name among `available` that fills a tensor, or None.
 
     Args:
-        name: of a tensor to fill.
-        available: names that the source has.
-        ties: names that mean the same tensor as another name.
+        name: the name of a tensor to fill.
+        available: the names of the source.
+        ties: names that denote the same tensor as another name.
 
-    Raises UsageError for ties that go round in a circle.
+    Raises UsageError for cyclic ties.
 
-    >>> serving_name("lm_head", {"embedding"}, {"lm_head": "embedding"})
+    >>> find_source_name("lm_head", {"embedding"}, {"lm_head": "embedding"})
     'embedding'
     """
     if name in available:
         return name
-    root = tied_root(name, ties)
-    tied = [other for other in ties if tied_root(other, ties) == root]
+    root = resolve_tie(name, ties)
+    tied = [other for other in ties if resolve_tie(other, ties) == root]
     return next((other for other in (root, *tied) if other in available), None)
 
 
-def tied_root(name: str, ties: Mapping[str, str]) -> str:
-    """The name that a chain of ties ends in. Raises UsageError where it is a circle."""
+def resolve_tie(name: str, ties: Mapping[str, str]) -> str:
+    """Return the last name in a chain of ties; raise UsageError for a cycle."""
     if name not in ties:
         return name
     seen = [name]

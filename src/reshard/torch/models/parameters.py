@@ -1,6 +1,7 @@
-"""Tensors of a model on one rank, listed with how each is cut.
+"""List the tensors of a model on a rank, with their shardings.
 
-What a rank lists goes to the other ranks (`rosters`); the tensors stay.
+The listing is sent to the other ranks (`model_manifest`); the tensors stay. The members of a
+stacked tensor are listed separately, as views of it with their own layouts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -22,28 +24,88 @@ from reshard.sharding import ShardingSpec
 from reshard.torch.distributed_tensor import sharding_of_dtensor, sharding_of_placements
 from reshard.torch.endpoint import FREED, WITH_MEMORY, is_freed, local_of, place_sharding
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns, Shape
-from reshard.torch.models.given_columns import GivenColumns, is_marked
-from reshard.torch.models.given_models import LaidModel, MegatronModel, Model, chunks_of
-from reshard.torch.models.megatron.megatron_parameters import (
+from reshard.torch.models.megatron_models import (
     add_attributes,
     cut_members,
     list_parameters,
 )
-from reshard.torch.models.memory import KnownTensors, LocalTensors
-from reshard.torch.models.module_memory import tensors_of
-from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern
-from reshard.torch.models.rosters import Roster, shift_ranks
-from reshard.torch.models.samples import sample_of
-from reshard.torch.models.stacks import member_layout, position_of
+from reshard.torch.models.memory import ListingCache, LocalTensors, sample_digest
+from reshard.torch.models.model_inputs import (
+    LayoutModel,
+    MegatronModel,
+    Model,
+    list_chunks,
+    tensors_of,
+)
+from reshard.torch.models.model_manifest import (
+    EntryColumns,
+    EntryKind,
+    ModelManifest,
+    NameColumns,
+    Shape,
+    shift_ranks,
+)
+from reshard.torch.models.naming import Naming, find_entry, member_pattern, resolve_name
+from reshard.torch.models.parameter_columns import ParameterColumns, is_marked
 from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
+
+
+# The stacks of all layers have equal layouts.
+@lru_cache(maxsize=8192)
+def find_position(layout: Layout, rank: int, number: int) -> int | None:
+    """Return a rank's local position of index `number` of the first dimension, or None.
+
+    >>> find_position(Layout.replicated((4, 2)), 0, 3)
+    3
+    """
+    if rank >= layout.slots or not layout.cells_of(rank):
+        return None
+    part = int(layout.cell_part[layout.cells_of(rank).start, 0])
+    return _position_in_part(layout, part, number)
+
+
+def _position_in_part(layout: Layout, part: int, number: int) -> int | None:
+    for start, stop, local_start, _ in layout.tables[0].runs_of(part):
+        if start <= number < stop:
+            return int(local_start + number - start)
+    return None
+
+
+@lru_cache(maxsize=8192)
+def member_layout(layout: Layout, number: int) -> Layout:
+    """Return the layout of a member of a stacked tensor, without the first dimension.
+
+    >>> from reshard.layout import Box
+    >>> boxes = [(0, Box((0, 0), (2, 2))), (1, Box((2, 0), (4, 2)))]
+    >>> halves = Layout.from_boxes((4, 2), boxes)
+    >>> member_layout(halves, 3).holders
+    (1,)
+    """
+    parts = [
+        part
+        for part in range(layout.tables[0].parts)
+        if _position_in_part(layout, part, number) is not None
+    ]
+    # The cells that hold the member, without their part of the stacked dimension.
+    chosen = np.isin(layout.cell_part[:, 0], parts)
+    return Layout(
+        layout.shape[1:],
+        layout.tables[1:],
+        layout.slots,
+        layout.cell_slot[chosen],
+        layout.cell_part[chosen, 1:],
+        layout.cell_contribution[chosen],
+        layout.contributions,
+        layout.reduction,
+    )
+
 
 _OFFLOADED = (
     " (hooks that offload parameters leave them on meta between forwards; remove the hooks, as "
     "accelerate.hooks.remove_hook_from_submodules does)"
 )
-# What this process has listed.
-_KNOWN = KnownTensors()
+# Listings of this process.
+_KNOWN = ListingCache()
 
 
 def list_tensors(
@@ -55,63 +117,64 @@ def list_tensors(
     group: RankGroup,
     takes_samples: bool = False,
 ) -> LocalTensors:
-    """What this rank has of a model. Problems are put into the roster, for all ranks to raise.
+    """Return this rank's tensors of a model. Problems are stored in the manifest, for all ranks to
+    raise.
 
     Args:
-        model: see above.
+        model: see `model_inputs`.
         naming: from the model's names to common ones.
         stacks: patterns of stacked tensors and of their members, in common names.
-        offset: the group's number of the rank that layouts, or Megatron's ranks, call 0; None for
-            the first of this process's job, or the one that the model says.
-        group: of all ranks that take part.
-        takes_samples: whether to say some of what plain tensors have, so that others can compare.
+        offset: the group's number of the rank that is rank 0 of layouts or of Megatron's ranks; by
+            default the first of this process's job, or that of the model.
+        group: all ranks that take part.
+        takes_samples: whether to add samples of plain tensors, for comparison between ranks.
     """
-    found = _Lister(naming, stacks, group, takes_samples)
+    lister = _Lister(naming, stacks, group, takes_samples)
     names = model.names if isinstance(model, MegatronModel) else None
     try:
-        found.problems += getattr(model, "problems", ())
+        lister.problems += getattr(model, "problems", ())
         if names is None or not isinstance(names.ranks, MegatronGrids):
-            # Process groups have the group's numbers already; others count from a first rank.
-            found.first_rank = _find_first_rank(model, offset, group)
+            # Process groups have the group's rank numbers; other models count from a first rank.
+            lister.first_rank = _find_first_rank(model, offset, group)
         if isinstance(model, MegatronModel):
-            found.add_megatron(model)
+            lister.add_megatron(model)
         elif model is not None:
-            found.add_all(model)
+            lister.add_all(model)
     except ReshardError as error:
-        found.problems.append(str(error))
+        lister.problems.append(str(error))
     except Exception as error:
-        # A function of the user's, such as one that gives names: the other ranks wait for this.
-        found.problems.append(f"{type(error).__name__}: {error}")
-    if found.known is not None:
-        return found.known
-    problems, first_rank = tuple(found.problems), found.first_rank
-    roster = Roster(found.columns(), names, first_rank, problems, found.unmatched)
-    described = None if problems else found.described
-    listed = LocalTensors(roster, found.tensors, found.locals, described, found.given)
+        # Report errors of user functions, such as naming functions, since the other ranks wait.
+        lister.problems.append(f"{type(error).__name__}: {error}")
+    if lister.known is not None:
+        return lister.known
+    problems, first_rank = tuple(lister.problems), lister.first_rank
+    manifest = ModelManifest(lister.columns(), names, first_rank, problems, lister.unmatched)
+    described = None if problems else lister.described
+    listed = LocalTensors(manifest, lister.tensors, lister.locals, described, lister.given)
     _KNOWN.keep(listed)
     return listed
 
 
 def _find_first_rank(model: Model, offset: int | None, group: RankGroup) -> int:
-    """The group's number of the rank that a model calls 0.
+    """Return the group's number of a model's rank 0.
 
-    Raises ShardError where the model says another than the offset, or none can be.
+    Raises ShardError if the model contradicts the offset, or there is no such rank.
     """
     counts = isinstance(model, MegatronModel) or (
         isinstance(model, Mapping)
         and any(issubclass(kind, tuple) for kind in set(map(type, model.values())))
     )
-    laid = model if isinstance(model, LaidModel) else None
-    if not counts or (offset is not None and laid is None):
+    layout_model = model if isinstance(model, LayoutModel) else None
+    if not counts or (offset is not None and layout_model is None):
         return offset or 0
-    home = laid.first_rank if laid is not None else 0
-    found = home + group.find_offset(home)
-    if offset not in (None, found):
+    home = layout_model.first_rank if layout_model is not None else 0
+    first_rank = home + group.find_offset(home)
+    if offset not in (None, first_rank):
         raise ShardError(
-            f"an offset of {offset}, but by_recipe has first_rank={home}, which is {found} of the "
-            "group; leave the offset out"
+            f"an offset of {offset}, but by_recipe has first_rank={home}, which is {first_rank} "
+            "of the group; leave the offset out"
         )
-    return found
+    return first_rank
 
 
 class _Lister:
@@ -139,17 +202,17 @@ class _Lister:
         self.locals: dict[str, torch.Tensor] = {}
         self.unmatched: tuple[str, ...] = ()
         self.problems: list[str] = []
-        # What is listed already, or how it may be known when it is listed again.
+        # The cached listing, or the description by which it can be reused.
         self.known: LocalTensors | None = None
         self.described: object = None
-        self.given: GivenColumns | None = None
+        self.given: ParameterColumns | None = None
 
     def columns(self) -> EntryColumns:
-        """What was listed."""
+        """Return the listed entries."""
         local_names, samples = (
             column if any(column) else () for column in (self._local_names, self._samples)
         )
-        # Where a model calls its tensors by their common names, there is one list of them.
+        # If own names are the common names, share one list.
         is_own = self._own_names == self._names
         own_names = self._names if is_own else self._own_names
         names = NameColumns(self._names, own_names, local_names)
@@ -172,14 +235,14 @@ class _Lister:
         given = dict(tensors_of(model))
         own_names = list(given)
         if isinstance(model, torch.nn.Module) and tuple in set(map(type, given.values())):
-            # FSDP1 and ZeRO-3 have ranks of this job, whatever is said of other tensors.
+            # FSDP1 and ZeRO-3 count the ranks of this job, whatever the offset.
             self.first_rank = self._group.find_offset(0)
         for name in own_names:
             if not isinstance(name, str):
                 raise UsageError(f"a tensor named {name!r}; give names that are texts")
-        if isinstance(model, LaidModel) and model.own_names:
-            called = ((name, model.own_names.get(name, name)) for name in given)
-            own_names = [name if name == own else f"{name}, as {own}" for name, own in called]
+        if isinstance(model, LayoutModel) and model.own_names:
+            pairs = ((name, model.own_names.get(name, name)) for name in given)
+            own_names = [name if name == own else f"{name}, as {own}" for name, own in pairs]
         meanings: list[tuple[str, Fusion | None]] = [(name, None) for name in given]
         if self._naming is not None:
             meanings = list(map(self._find_name, given))
@@ -188,8 +251,8 @@ class _Lister:
         samples = self._takes_samples and columns is not None and columns.have_plain
         if columns is not None and not samples and not self.problems:
             numbers = self._group.numbering, self.first_rank
-            looks = columns.numbers, list(columns.looks), columns.meshes
-            self.described = own_names, meanings, looks, numbers
+            signatures = columns.numbers, list(columns.signatures), columns.meshes
+            self.described = own_names, meanings, signatures, numbers
             self.known = _KNOWN.find(columns.held, self.described, columns.addresses)
         if self.known is not None:
             return
@@ -200,30 +263,30 @@ class _Lister:
 
     def _add_columns(
         self,
-        columns: GivenColumns,
+        columns: ParameterColumns,
         values: Sequence[Any],
         own_names: list[str],
         meanings: Sequence[tuple[str, Fusion | None]],
     ) -> bool:
-        """List very many tensors of few kinds; False where each has to be looked at by itself."""
+        """List many tensors of few kinds; return False if each has to be handled separately."""
         names, fusions = [name for name, _ in meanings], [fusion for _, fusion in meanings]
         if len(set(names)) < len(names) or columns.have_odd:
             return False
-        # 1. Which of them are alike but for their names. Ids are of objects that `meanings` has.
-        alike: dict[tuple[int, int], int] = {}
+        # 1. Number the kinds. `meanings` keeps the objects alive, so their ids are unique.
+        numbers_by_kind: dict[tuple[int, int], int] = {}
         pairs = zip(columns.numbers, map(id, fusions), strict=True)
-        numbers = [alike.setdefault(pair, len(alike)) for pair in pairs]
-        # 2. Of each of these the first is described.
+        numbers = [numbers_by_kind.setdefault(pair, len(numbers_by_kind)) for pair in pairs]
+        # 2. Describe the first tensor of each kind.
         firsts = dict(zip(reversed(numbers), reversed(range(len(numbers))), strict=True))
         kinds = [
             self._describe_kind(own_names[first], values[first], fusions[first])
-            for first in map(firsts.__getitem__, range(len(alike)))
+            for first in map(firsts.__getitem__, range(len(numbers_by_kind)))
         ]
         kind_numbers = list(map(self._number_kind, kinds))
-        # 3. What each has of its own.
+        # 3. Collect the columns of each tensor.
         self._names, self._own_names = names, own_names
         self._kind_of = [kind_numbers[number] for number in numbers]
-        looks = columns.list_looks()
+        signatures = columns.list_signatures()
         have_part = [kind.shape is not None for kind in kinds]
         self.tensors = {
             name: tensor
@@ -231,23 +294,23 @@ class _Lister:
             if tensor is not None
         }
         self.locals = {
-            name: local.detach() if looks[look].needs_gradient else local
-            for name, number, look, local in zip(
+            name: local.detach() if signatures[signature].needs_gradient else local
+            for name, number, signature, local in zip(
                 names, numbers, columns.numbers, columns.locals, strict=True
             )
             if local is not None and have_part[number]
         }
         self.given = columns
         if self._takes_samples and columns.have_plain:
-            are_plain = [look.cut is None for look in looks]
+            are_plain = [signature.cut is None for signature in signatures]
             self._samples = [
-                sample_of(local) if local is not None and are_plain[number] else ""
+                sample_digest(local) if local is not None and are_plain[number] else ""
                 for local, number in zip(columns.locals, columns.numbers, strict=True)
             ]
         return True
 
     def _describe_kind(self, name: str, value: Any, fusion: Fusion | None) -> EntryKind:
-        """What a tensor has alike with others; no shape where this rank has no part of it."""
+        """Return the kind of a tensor, without a shape if this rank has no part of it."""
         spec = layout = None
         if isinstance(value, tuple):
             value, given = value
@@ -275,7 +338,7 @@ class _Lister:
             if pattern is None or kind.layout is None or not kind.layout.ndim:
                 self._list(name, own_name, kind)
                 return
-            # This rank has no part of the stack, and knows its layout.
+            # This rank knows the layout of the stack, and has no part of it.
             for number in range(kind.layout.shape[0]):
                 member = pattern.replace("{}", str(number))
                 of_member = member_layout(kind.layout, number)
@@ -301,13 +364,13 @@ class _Lister:
             self._add_members(name, own_name, pattern, value, local, kind.layout)
             return
         self._register(name, value, local, kind.shape is not None)
-        sample = sample_of(local) if kind.layout is None and self._takes_samples else ""
+        sample = sample_digest(local) if kind.layout is None and self._takes_samples else ""
         self._list(name, own_name, kind, sample)
 
     def _describe(self, value: DTensor) -> tuple[ShardingSpec, Layout]:
-        """How a DTensor is cut."""
-        says = value._spec
-        key = says.mesh, says.placements, value.shape, getattr(says, "shard_order", None)
+        """Return the sharding of a DTensor."""
+        spec_of = value._spec
+        key = spec_of.mesh, spec_of.placements, value.shape, getattr(spec_of, "shard_order", None)
         if key not in self._described:
             spec = place_sharding(sharding_of_dtensor(value), self._group)
             self._described[key] = spec, spec.layout(tuple(value.shape))
@@ -316,7 +379,7 @@ class _Lister:
     def _describe_partitioned(
         self, name: str, value: PartitionedTensor
     ) -> tuple[ShardingSpec, Layout]:
-        """How a tensor of partitions is cut. Raises ShardError where this rank does not know it."""
+        """Return the sharding of a partitioned tensor; raise ShardError if this rank lacks it."""
         shape, placement = value.whole_shape, value.placement
         if shape is None or placement is None:
             raise ShardError(
@@ -328,9 +391,9 @@ class _Lister:
         return spec, spec.layout(shape)
 
     def _find_name(self, own_name: str) -> tuple[str, Fusion | None]:
-        """A tensor's common name, and how its members lie in it where it is fused."""
-        found = meaning(own_name, self._naming)
-        return (own_name, found) if isinstance(found, Fusion) else (found, None)
+        """Return a tensor's common name, and the fusion of its members if it is fused."""
+        resolved = resolve_name(own_name, self._naming)
+        return (own_name, resolved) if isinstance(resolved, Fusion) else (resolved, None)
 
     def add_megatron(self, model: MegatronModel) -> None:
         names = model.names
@@ -338,22 +401,22 @@ class _Lister:
             raise UsageError("a MegatronModel without names; give them, or let the refit find them")
         if not isinstance(model.parameters, Mapping):
             raise UsageError(f"parameters={model.parameters!r} of a MegatronModel; give a table")
-        # Reported by the refit if it is so on all ranks: another stage may have the parameter.
-        own_names = [name for chunk in chunks_of(model) for name, _ in tensors_of(chunk)]
+        # The refit reports it if all ranks agree: another stage may have the parameter.
+        own_names = [name for chunk in list_chunks(model) for name, _ in tensors_of(chunk)]
         self.unmatched = tuple(
             entry
             for entry in model.parameters
-            if not any(fitting(name, {entry: True}) for name in own_names)
+            if not any(find_entry(name, {entry: True}) for name in own_names)
         )
         rank = self._group.rank - self.first_rank
-        for number, chunk in enumerate(chunks_of(model)):
+        for number, chunk in enumerate(list_chunks(model)):
             for own_name, value, parameter in list_parameters(chunk, names):
                 whole = names.global_name(own_name, rank, number)
                 if names.expert(whole) is not None:
-                    # Megatron marks them only where ranks share the experts between them.
+                    # Megatron marks experts only if ranks distribute them.
                     parameter = replace(parameter, is_expert=True)
                 parameter = add_attributes(
-                    own_name, parameter, fitting(own_name, model.parameters) or {}
+                    own_name, parameter, find_entry(own_name, model.parameters) or {}
                 )
                 name, fusion = self._find_name(whole)
                 local = self._local(name, value)
@@ -367,7 +430,7 @@ class _Lister:
                 self._list(name, whole, kind, local_name=own_name)
 
     def _local(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
-        """A tensor's memory here; None, and a problem, where it has none of its own."""
+        """Return a tensor's memory on this rank, or None with a problem if it has none."""
         if value.layout is not torch.strided or value.is_meta:
             self.problems.append(
                 f"{name}: a {value.layout} tensor on {value.device}; give one dense and in memory"
@@ -377,7 +440,7 @@ class _Lister:
         if value.is_conj() or value.is_neg():
             self.problems.append(f"{name}: conjugate or negative; give resolve_conj() of it")
             return None
-        # What has its memory itself has nothing to wait for, or to resolve.
+        # Plain tensors have nothing to wait for or to resolve.
         if type(value) in WITH_MEMORY:
             local: torch.Tensor | None = value.detach()
         else:
@@ -394,7 +457,7 @@ class _Lister:
     def _register(
         self, name: str, value: torch.Tensor, local: torch.Tensor, has_part: bool = True
     ) -> None:
-        """Keep a tensor, with its memory where that is a part of the whole."""
+        """Store a tensor, with its memory if that is a part of the full tensor."""
         self.tensors[name] = value
         if has_part:
             self.locals[name] = local
@@ -408,7 +471,7 @@ class _Lister:
         local: torch.Tensor,
         layout: Layout | None,
     ) -> None:
-        """A stacked tensor as its members: each is a layout of its own, and a view of it here."""
+        """List a stacked tensor as its members, which are views with their own layouts."""
         rank = self._group.rank
         dtype = _name_dtype(value.dtype)
         if not value.ndim:
@@ -426,17 +489,17 @@ class _Lister:
             return
         for number in range(layout.shape[0]):
             member = pattern.replace("{}", str(number))
-            its_layout = member_layout(layout, number)
-            at = position_of(layout, rank, number)
+            layout_of_member = member_layout(layout, number)
+            at = find_position(layout, rank, number)
             view = None if at is None or expected != tuple(local.shape) else local[at]
             self._register_member(member, value, local, view)
             shape = None if view is None else tuple(view.shape)
-            self._list_member(member, own_name, dtype, shape, its_layout)
+            self._list_member(member, own_name, dtype, shape, layout_of_member)
 
     def _register_member(
         self, name: str, value: torch.Tensor, whole: torch.Tensor, view: torch.Tensor | None
     ) -> None:
-        """A member is where its stack is."""
+        """Store a member with the memory of its stack."""
         self._register(name, value, whole, has_part=False)
         if view is not None:
             self.locals[name] = view
@@ -449,9 +512,9 @@ class _Lister:
         shape: Shape | None,
         layout: Layout | None,
     ) -> None:
-        """A member of a stack has its common name, and may be fused itself."""
-        found = meaning(name, self._naming) if isinstance(self._naming, Mapping) else None
-        fusion = found if isinstance(found, Fusion) else None
+        """List a member of a stack by its common name; it may be fused itself."""
+        resolved = resolve_name(name, self._naming) if isinstance(self._naming, Mapping) else None
+        fusion = resolved if isinstance(resolved, Fusion) else None
         self._list(name, own_name, EntryKind(dtype, shape, layout, fusion=fusion))
 
 

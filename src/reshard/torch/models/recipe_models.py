@@ -1,17 +1,17 @@
-"""Models without layouts of their own, cut by the recipe of a known kind of model.
+"""Models with plain tensors, and the layouts of a recipe.
 
-A module of an inference engine, or of a trainer's pipeline stage, has plain tensors. A recipe says
-how the whole tensors are cut (`reshard.recipes.assignment`), and where each is here:
+A module of an inference engine or of a trainer's pipeline stage has plain tensors. A recipe
+specifies the layouts of the full tensors (`reshard.recipes.assignment`):
 
-1. the module's own names become the recipe's (`naming`). A fused parameter is its members' parts
-   of this rank, one after another, as engines build them::
+1. the module's own names become the recipe's (`naming`). A fused parameter concatenates its
+   members' parts of this rank, as engines build it::
 
        qkv_proj here    | q q q q | k k | v v |    queries of this rank, keys of this rank, ...
 
-2. where a rank counts its layers and experts from 0, they get their numbers in the whole model;
-3. each tensor has the recipe's layout. A tensor that is not among the shapes is whole here.
+2. if a rank counts its layers and experts from 0, they get their numbers in the full model;
+3. each tensor has the recipe's layout. A tensor that is not among the shapes is replicated.
 
-Such a model is `{name: (tensor, Layout)}`, which `refit` takes on either side.
+Such a model is `{name: (tensor, Layout)}`, which `refit` accepts on either side.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from reshard.recipes.assignment import Assignment, assign
 from reshard.recipes.naming import Fusion
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
-from reshard.torch.models.given_models import LaidModel
-from reshard.torch.models.module_memory import tensors_of
-from reshard.torch.models.naming import Naming, meaning
+from reshard.torch.models.model_inputs import LayoutModel, tensors_of
+from reshard.torch.models.naming import Naming, resolve_name
 
 
 def by_recipe(
@@ -46,7 +45,7 @@ def by_recipe(
     counts_from_zero: bool = False,
     first_rank: int = 0,
     allow: Iterable[str] = (),
-) -> LaidModel:
+) -> LayoutModel:
     """Combine the tensors of a model that has no sharding information with the layouts of a recipe.
 
     Args:
@@ -67,23 +66,23 @@ def by_recipe(
         whose members are in groups, are in its `problems`: they may occur on one rank only, so the
         refit raises them on all ranks.
     """
-    found = LaidModel(first_rank)
-    found.module = model if isinstance(model, torch.nn.Module) else None
+    result = LayoutModel(first_rank)
+    result.module = model if isinstance(model, torch.nn.Module) else None
     try:
         whole = {name: _shape(name, shape) for name, shape in shapes.items()}
         assignment = assign(whole, mesh, rules, recipe, config, allow=allow)
         rank = dist.get_rank() - first_rank
-        _lay(found, model, assignment, naming, counts_from_zero, rank)
+        _lay(result, model, assignment, naming, counts_from_zero, rank)
     except ReshardError as error:
-        found.problems.append(str(error))
+        result.problems.append(str(error))
     except Exception as error:
-        # A function of the user's that gives names, or what is no mesh: the other ranks wait.
-        found.problems.append(f"{type(error).__name__}: {error}")
-    return found
+        # Report errors of user functions, or an invalid mesh, since the other ranks wait.
+        result.problems.append(f"{type(error).__name__}: {error}")
+    return result
 
 
 def _lay(
-    found: LaidModel,
+    result: LayoutModel,
     model: torch.nn.Module | Mapping[str, torch.Tensor] | None,
     assignment: Assignment,
     naming: Naming | None,
@@ -94,29 +93,29 @@ def _lay(
     names: dict[str, str] = {}
     if counts_from_zero and rank >= 0:
         names = {local: name for name, local in assignment.local_names(rank).items()}
-    found.update({name: (None, layout) for name, layout in layouts.items()})
+    result.update({name: (None, layout) for name, layout in layouts.items()})
     for own_name, tensor in tensors_of(model) if model is not None else ():
         for local_name, part in _parts(own_name, tensor, naming, names, layouts, rank):
             name = names.get(local_name, local_name)
             if name in layouts and local_name not in names and counts_from_zero:
-                # It must not pass for the tensor that has this name in the whole model.
+                # It must not be mistaken for the tensor of this name in the full model.
                 name = f"{local_name} of a rank that should have none"
-            other = found.own_names.setdefault(name, own_name)
+            other = result.own_names.setdefault(name, own_name)
             if other != own_name:
-                found.problems.append(
+                result.problems.append(
                     f"{name}: the name of two tensors of the model, {other!r} and {own_name!r}"
                 )
-            found[name] = (part, layouts[name]) if name in layouts else part
+            result[name] = (part, layouts[name]) if name in layouts else part
 
 
 def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
     try:
-        found = tuple(operator.index(size) for size in shape)
+        sizes = tuple(operator.index(size) for size in shape)
     except TypeError:
-        found = (-1,)
-    if any(size < 0 for size in found):
+        sizes = (-1,)
+    if any(size < 0 for size in sizes):
         raise UsageError(f"shape {shape!r} of {name!r}; give the whole tensor's sizes, from 0 up")
-    return found
+    return sizes
 
 
 def _parts(
@@ -127,19 +126,19 @@ def _parts(
     layouts: Mapping[str, Layout],
     rank: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that one of the model's is, by the recipe's names as this rank counts."""
-    means = meaning(own_name, naming)
-    if isinstance(means, str):
-        yield means, tensor
+    """Yield the tensors that a tensor of the model stands for, by the recipe's names."""
+    resolved = resolve_name(own_name, naming)
+    if isinstance(resolved, str):
+        yield resolved, tensor
         return
-    sizes = list(_sizes(means, names, layouts, rank, own_name))
-    # Only a tensor that is as long as its members together is split into them.
-    is_cut = isinstance(tensor, torch.Tensor) and tensor.ndim > means.dimension
-    if not is_cut or sum(sizes) != tensor.shape[means.dimension]:
-        # Told with the name and the shape that were expected, on all ranks, by the refit.
-        yield from ((member, tensor) for member in means.members)
+    sizes = list(_sizes(resolved, names, layouts, rank, own_name))
+    # Split only a tensor that is as long as its members together.
+    is_cut = isinstance(tensor, torch.Tensor) and tensor.ndim > resolved.dimension
+    if not is_cut or sum(sizes) != tensor.shape[resolved.dimension]:
+        # The refit reports the expected name and shape on all ranks.
+        yield from ((member, tensor) for member in resolved.members)
         return
-    yield from zip(means.members, tensor.split(sizes, means.dimension), strict=True)
+    yield from zip(resolved.members, tensor.split(sizes, resolved.dimension), strict=True)
 
 
 def _sizes(
@@ -149,7 +148,7 @@ def _sizes(
     rank: int,
     own_name: str,
 ) -> Iterator[int]:
-    """How much of a fused tensor here each member has."""
+    """Yield the size of each member in a fused tensor of this rank."""
     if fusion.stacked or fusion.transposed:
         raise UsageError(
             f"{own_name!r} is a stack, or has transposed members, {list(fusion.members)}; a module "

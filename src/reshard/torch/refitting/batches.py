@@ -50,13 +50,13 @@ _Looks: TypeAlias = tuple[list[str], Sequence[int]]
 
 
 class BatchObserver(Protocol):
-    """What is told of the batches of a run, in its thread; what it raises ends the run."""
+    """Is called in the thread of a run with the number of each batch; errors end the run."""
 
-    def begin(self, number: int) -> None:
-        """Before anything of a batch is read or written on this rank."""
+    def begin(self, number: int, /) -> None:
+        """Called before this rank reads or writes anything of a batch."""
 
-    def end(self, number: int) -> None:
-        """Once all of a batch is read and written on this rank."""
+    def end(self, number: int, /) -> None:
+        """Called when all of a batch is read and written on this rank."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,19 +99,19 @@ class _ItemKind:
 class _GroupedItems:
     """By batch, the kinds of items that are only exchanged, and all others with their numbers.
 
-    `looks` is what they follow from beside the part: which tensors lie alike, of source and target.
+    `signatures` describe which tensors have equal memory layouts, of source and target.
     """
 
-    looks: list[_Looks]
+    signatures: list[_Looks]
     kinds: list[list[_ItemKind]]
     singles: list[list[tuple[int, PartItem]]]
 
 
-def _group(part: RefitPart, looks: list[_Looks]) -> _GroupedItems:
+def _group(part: RefitPart, signatures: list[_Looks]) -> _GroupedItems:
     """The items of a part by kind."""
     kinds: list[dict[object, _ItemKind]] = [{} for _ in range(part.batches)]
     singles: list[list[tuple[int, PartItem]]] = [[] for _ in range(part.batches)]
-    sources, targets = (dict(zip(*of_side, strict=True)) for of_side in looks)
+    sources, targets = (dict(zip(*of_side, strict=True)) for of_side in signatures)
     for number, item in enumerate(part.items):
         match, change, transfers, batch, chosen, handed_on, *_ = item
         if match.made_at or handed_on or chosen.program or chosen.is_staged_whole:
@@ -133,7 +133,7 @@ def _group(part: RefitPart, looks: list[_Looks]) -> _GroupedItems:
         kind.numbers.append(number)
         kind.source_names.append(match.source_name)
         kind.target_names.append(match.target_name)
-    return _GroupedItems(looks, [list(of_batch.values()) for of_batch in kinds], singles)
+    return _GroupedItems(signatures, [list(of_batch.values()) for of_batch in kinds], singles)
 
 
 class RefitBatches:
@@ -173,11 +173,11 @@ class RefitBatches:
             self._arena = _Arena(part.staging_bytes, device)
             # Messages and what is staged share the limit.
             extra_bytes -= staging_limit_bytes(extra_bytes)
-        looks = [(list(s.locals), s.own_memory.numbers) for s in (source, target)]
+        signatures = [(list(s.locals), s.own_memory.numbers) for s in (source, target)]
         # Batches of one part have the same kinds where they have tensors that are alike.
         grouped = None if like is None else like._grouped
-        if grouped is None or grouped.looks != looks:
-            grouped = _group(part, looks)
+        if grouped is None or grouped.signatures != signatures:
+            grouped = _group(part, signatures)
         self._grouped: _GroupedItems = grouped
         kinds, singles = grouped.kinds, grouped.singles
         # What decides the messages to send, beside the part and the source; None where any are

@@ -29,8 +29,8 @@ from reshard.layout import Layout
 from reshard.megatron.tensor_pairs import reconcile
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.torch.exchange.changes import can_be_compared
-from reshard.torch.models.naming import serving_name, tied_root
-from reshard.torch.models.rosters import ModelTensor, shift_ranks
+from reshard.torch.models.model_manifest import ModelTensor, shift_ranks
+from reshard.torch.models.naming import find_source_name, resolve_tie
 from reshard.torch.refitting.members import (
     CommonRange,
     IndexRange,
@@ -171,7 +171,7 @@ class _Matcher:
             if like is not None and name not in self.transforms:
                 self.matches.append(Match(name, name, name, *like[3:]))
                 continue
-            served_by = serving_name(name, self.source, self.ties)
+            served_by = find_source_name(name, self.source, self.ties)
             try:
                 # Fused alike on both sides moves as one tensor; otherwise member by member.
                 if served_by is not None and _are_alike(self.source[served_by], wanted):
@@ -192,7 +192,7 @@ class _Matcher:
             if not self.quantized.makes(wanted.dtype) or scales is None or name in self.transforms:
                 continue
             # Where the source has scales, it is quantised already.
-            has_scales = serving_name(name + self.quantized.suffix, self.source, self.ties)
+            has_scales = find_source_name(name + self.quantized.suffix, self.source, self.ties)
             if has_scales is None and scales.fusion is None:
                 self.transforms[name] = self.quantized
 
@@ -208,16 +208,16 @@ class _Matcher:
             if tensor.fusion is not None:
                 used.update(tensor.fusion.members)
         if self.ties:
-            used = {tied_root(name, self.ties) for name in used}
+            used = {resolve_tie(name, self.ties) for name in used}
         one_used = {one_tensor.get(name, name) for name in used if name in self.source}
         for name, tensor in self.source.items():
             # Mostly all serve, by names of their own.
-            if name in used or tied_root(name, self.ties) in used:
+            if name in used or resolve_tie(name, self.ties) in used:
                 continue
             if one_tensor.get(name, name) in one_used:
                 continue
             for member in _list_members(name, tensor):
-                if tied_root(member, self.ties) not in used:
+                if resolve_tie(member, self.ties) not in used:
                     yield member if member == name else f"{member}, which {name} has"
 
     def _match_whole(self, name: str, served_by: str, wanted: ModelTensor) -> list[Match]:
@@ -247,7 +247,7 @@ class _Matcher:
         parts = fused_members(name, wanted) or {name: Member(name, wanted)}
         for member_name, part in parts.items():
             of = "" if member_name == name else f" (a member of {name})"
-            served_by = serving_name(member_name, members, self.ties)
+            served_by = find_source_name(member_name, members, self.ties)
             if served_by is None:
                 problems.append(f"{member_name}: not in the source{of}")
                 continue

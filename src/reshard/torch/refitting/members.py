@@ -31,8 +31,8 @@ import torch
 from reshard.errors import ShardError
 from reshard.layout import Layout
 from reshard.runs import PAD, IntArray, RunTable
-from reshard.torch.models.naming import tied_root
-from reshard.torch.models.rosters import ModelTensor
+from reshard.torch.models.model_manifest import ModelTensor
+from reshard.torch.models.naming import resolve_tie
 
 
 class MemberRange(NamedTuple):
@@ -102,7 +102,7 @@ def repeated_members(side: Mapping[str, ModelTensor], ties: Mapping[str, str]) -
     for name, tensor in side.items():
         for member in tensor.fusion.members if tensor.fusion is not None else ():
             other = has.setdefault(member, name)
-            if tied_root(other, ties) != tied_root(name, ties):
+            if resolve_tie(other, ties) != resolve_tie(name, ties):
                 yield (
                     f"{member}: a member of {other} and of {name}; give each members of its own, "
                     "such as by a `*` in their names"
@@ -113,7 +113,7 @@ def repeated_tensors(side: Mapping[str, ModelTensor], ties: Mapping[str, str]) -
     """What is wrong with tensors whose elements a fused one has too: which of both counts?"""
     for name, tensor in side.items():
         for member in tensor.fusion.members if tensor.fusion is not None else ():
-            if member in side and member != name and tied_root(member, ties) != name:
+            if member in side and member != name and resolve_tie(member, ties) != name:
                 yield f"{member}: a tensor, and a member of {name}; leave one of them out"
 
 

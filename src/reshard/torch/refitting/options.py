@@ -14,7 +14,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, UsageError
 from reshard.topology import Topology
 from reshard.torch.exchange.changes import UNITS, ChangedOnly
-from reshard.torch.models.naming import Naming, tied_root
+from reshard.torch.models.naming import Naming, resolve_tie
 from reshard.torch.refitting.matching import CastOption
 from reshard.torch.refitting.methods import RefitMethod
 from reshard.torch.refitting.planning import Buckets, Planning
@@ -60,7 +60,7 @@ def find_problem(
         return f"extra_bytes={extra_bytes!r}; give a whole number of bytes"
     try:
         for name in ties:
-            tied_root(name, ties)
+            resolve_tie(name, ties)
     except UsageError as error:
         return str(error)
     return None

@@ -17,9 +17,14 @@ from typing import Any, Literal
 from reshard.errors import ReshardError, ShardError
 from reshard.torch.exchange.agreement import gather, scatter
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.models.naming import fitting
-from reshard.torch.models.roster_documents import read_rosters, write_rosters
-from reshard.torch.models.rosters import Roster, alias_names, assemble, one_tensor_names
+from reshard.torch.models.manifest_documents import read_manifests, write_manifests
+from reshard.torch.models.model_manifest import (
+    ModelManifest,
+    assemble_tensors,
+    find_alias_names,
+    find_tied_names,
+)
+from reshard.torch.models.naming import find_entry
 from reshard.torch.refitting.matching import CastOption, Match, match_tensors
 from reshard.torch.refitting.methods import RefitMethods
 from reshard.torch.refitting.plan import RefitPart, RefitPlan, count_bytes, staging_limit_bytes
@@ -61,7 +66,7 @@ class RefitPlanner:
         found: dict[str, Transform] = {}
         made: set[str] = set()
         for name in names if self.transforms else ():
-            transform = fitting(name, self.transforms)
+            transform = find_entry(name, self.transforms)
             if transform is not None and name not in made:
                 found[name] = transform
                 made.update(transform.outputs(name))
@@ -80,21 +85,23 @@ class RefitPlanner:
         others = self.strict, self.extra_bytes, how, hosts, repr(self.quantized)
         return None if self.transforms else (*tables, *others)
 
-    def plan(self, before: Mapping[int, Roster], after: Mapping[int, Roster]) -> RefitPlan:
+    def plan(
+        self, before: Mapping[int, ModelManifest], after: Mapping[int, ModelManifest]
+    ) -> RefitPlan:
         """The tensors to move. Raises ShardError with all that does not fit."""
         # A model that a rank could not list lacks tensors, which are no problems of their own.
         unlisted = [
             f"rank {rank}: {problem}"
-            for rosters in (before, after)
-            for rank, roster in rosters.items()
-            for problem in roster.problems
+            for manifests in (before, after)
+            for rank, manifest in manifests.items()
+            for problem in manifest.problems
         ]
         _expect_none(unlisted)
-        source, problems = assemble(before, "source")
-        target, more = assemble(after, "target")
+        source, problems = assemble_tensors(before, "source")
+        target, more = assemble_tensors(after, "target")
         problems += more
         # What a side has, but ranks describe differently, is reported once, and not as missing too.
-        aliases = alias_names(after)
+        aliases = find_alias_names(after)
         unclear = _names(before) - source.keys(), _names(after) - target.keys() - aliases
         source = {name: tensor for name, tensor in source.items() if name not in unclear[1]}
         target = {name: tensor for name, tensor in target.items() if name not in unclear[0]}
@@ -110,7 +117,7 @@ class RefitPlanner:
                 for name in sorted(map(str, unknown))
             ]
         made_by = self.transforms_of(target)
-        one = one_tensor_names(before)
+        one = find_tied_names(before)
         matches, more = match_tensors(
             source, target, self.ties, self.cast, self.strict, made_by, one, self.quantized
         )
@@ -152,15 +159,15 @@ def _expect_none(problems: Sequence[str]) -> None:
         )
 
 
-def _names(rosters: Mapping[int, Roster]) -> set[str]:
-    listed = {id(names): names for names in (r.columns.names for r in rosters.values())}
+def _names(manifests: Mapping[int, ModelManifest]) -> set[str]:
+    listed = {id(names): names for names in (r.columns.names for r in manifests.values())}
     return set[str]().union(*listed.values())
 
 
 def plan_part(
     matching: RefitPlanner,
-    before: Roster,
-    after: Roster,
+    before: ModelManifest,
+    after: ModelManifest,
     planning: Planning,
     group: RankGroup,
 ) -> tuple[RefitPart, PlanningReport, RefitPlan | None]:
@@ -172,7 +179,7 @@ def plan_part(
     # 1. Learn what all ranks have; where one rank plans for all, only that one does.
     # Names and all else apart: ranks that have other parts of a tensor call it by the same name.
     names, others = (
-        gather(message, group, to_first=is_central) for message in write_rosters(before, after)
+        gather(message, group, to_first=is_central) for message in write_manifests(before, after)
     )
     messages = {rank: (names.values[rank], others.values[rank]) for rank in ranks}
     scattered_bytes = 0
@@ -225,10 +232,10 @@ def plan_or_error(
     Every rank that waits for it learns that.
     """
     try:
-        rosters = read_rosters(messages)
+        manifests = read_manifests(messages)
         plan = matching.plan(
-            {rank: before for rank, (before, _) in rosters.items()},
-            {rank: after for rank, (_, after) in rosters.items()},
+            {rank: before for rank, (before, _) in manifests.items()},
+            {rank: after for rank, (_, after) in manifests.items()},
         )
         # What can be wrong with a plan is wrong now, not for one rank later.
         plan.job.assignment, plan.batches, plan.spans  # noqa: B018

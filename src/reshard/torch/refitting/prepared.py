@@ -15,9 +15,9 @@ from reshard.torch.exchange.changes import ChangedOnly
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.fully_sharded import free_gathered
 from reshard.torch.models.memory import LocalTensors
-from reshard.torch.models.model_pairs import GivenNames, ModelPair
-from reshard.torch.models.module_memory import ModuleSlots
-from reshard.torch.models.rosters import Roster
+from reshard.torch.models.model_inputs import ModuleSlots
+from reshard.torch.models.model_manifest import ModelManifest
+from reshard.torch.models.model_pairs import ModelPair, NameOptions
 from reshard.torch.refitting.batches import RefitBatches
 from reshard.torch.refitting.matching import Match
 from reshard.torch.refitting.plan import RefitPart, RefitPlan
@@ -53,8 +53,8 @@ class PreparedRefit:
     report: PlanningReport
     digest: bytes
     whole: RefitPlan | None
-    names: GivenNames
-    target_roster: Roster
+    names: NameOptions
+    target_roster: ModelManifest
     slots: tuple[ModuleSlots, ModuleSlots]
 
     def free_gathered(self, of_source: bool = True) -> str:

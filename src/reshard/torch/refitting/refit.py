@@ -3,7 +3,7 @@
 A trainer's weights move into the inference engine's, in place:
 
 1. Every rank lists what it has of both models (`models.parameters`), and learns what the others
-   have (`models.rosters`, `exchange.agreement`).
+   have (`models.manifests`, `exchange.agreement`).
 2. Names, shapes and types are compared (`matching`); all that does not fit is one error, on
    every rank, before anything is written.
 3. The tensors are one job; each rank has its part of it (`planning`), and prepares memory and
@@ -42,12 +42,11 @@ from reshard.torch.exchange.groups import RankGroup, check_member, check_real, r
 from reshard.torch.exchange.timeline import span
 from reshard.torch.forward_copies import forget_cached
 from reshard.torch.graph_breaks import break_graph
-from reshard.torch.models.given_models import Model
+from reshard.torch.models.manifest_documents import write_manifest
 from reshard.torch.models.memory import check_memory
-from reshard.torch.models.model_pairs import GivenNames, ModelPair
-from reshard.torch.models.module_memory import find_written_copies
+from reshard.torch.models.model_inputs import Model, find_written_copies
+from reshard.torch.models.model_pairs import ModelPair, NameOptions
 from reshard.torch.models.naming import Naming
-from reshard.torch.models.roster_documents import write_roster
 from reshard.torch.programs.methods import METHODS, find_hosts, topology_problem
 from reshard.torch.refitting.batches import BatchObserver, RefitBatches
 from reshard.torch.refitting.matching import CastOption
@@ -120,7 +119,7 @@ class Refit:
         self._uncounted = list_uncounted(prepared.after.tensors.values())
 
     @property
-    def names(self) -> GivenNames:
+    def names(self) -> NameOptions:
         """Names, stacks and ties of this rank's models: as they were given, or found."""
         return self._prepared.names
 
@@ -308,7 +307,7 @@ class Refit:
         # First agreement: on the arguments. The second is on the plan and the memory of each rank.
         shown = {name: repr(value) for name, value in options.items()}
         notes = agree(CallSignature(parts, problem, notes=given.notes, shown=shown), group)
-        naming = GivenNames(source_names, target_names, stacks, ties)
+        naming = NameOptions(source_names, target_names, stacks, ties)
         offsets, samples = (source_offset, target_offset), check_replicas is True
         before, after, names = given.list_tensors(notes, group, naming, offsets, samples)
         ties = names.ties or {}
@@ -369,7 +368,7 @@ class Refit:
         """Copy the source's current values into the target. All ranks of the group call this.
 
         Args:
-            observer: is notified of every batch.
+            observer: its `begin` and `end` are called for every batch.
             checks_source: whether to require that the source's tensors are usable when the run
                 begins.
             computes: whether the source may be computing in another thread.
@@ -519,8 +518,8 @@ class Refit:
     @cached_property
     def target_digest(self) -> str:
         """A digest that ranks share whose part of the target has the same tensors, cut alike."""
-        roster = write_roster(self._prepared.target_roster)
-        return hashlib.blake2b(roster.encode(), digest_size=16).hexdigest()
+        manifest = write_manifest(self._prepared.target_roster)
+        return hashlib.blake2b(manifest.encode(), digest_size=16).hexdigest()
 
     @cached_property
     def plan(self) -> RefitMoves:

@@ -18,7 +18,7 @@ from reshard.layout import Layout
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.messages import cells_of
-from reshard.torch.models.samples import digest_of
+from reshard.torch.models.memory import tensor_digest
 from reshard.torch.refitting.plan import PartItem
 
 _SHOWN = 20
@@ -77,7 +77,7 @@ def _describe_cells(
     for cell, tensor in cells_of(layout, rank, local).items():
         if shared[cell]:
             part = ", ".join(map(str, layout.cell_part[cell].tolist()))
-            yield f"part ({part})", digest_of(tensor)
+            yield f"part ({part})", tensor_digest(tensor)
 
 
 @lru_cache(maxsize=1024)

@@ -34,7 +34,7 @@ from reshard.runs import OWNED, IntArray, RunTable
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.messages import cells_of
-from reshard.torch.models.naming import tied_root
+from reshard.torch.models.naming import resolve_tie
 
 Pairs = tuple[tuple[str, str], ...]
 # Words of 8 bytes that a checksum takes at once.
@@ -78,10 +78,10 @@ def find_tied_pairs(
     >>> find_tied_pairs({"head": "embed"}, {"embed": here, "head": here}, {"embed"})
     ()
     """
-    used_roots = {tied_root(name, ties): name for name in used if name in locals_of}
+    used_roots = {resolve_tie(name, ties): name for name in used if name in locals_of}
     pairs = []
     for name, local in locals_of.items():
-        other = used_roots.get(tied_root(name, ties))
+        other = used_roots.get(resolve_tie(name, ties))
         if other is None or name in used or name in distant:
             continue
         if local.shape == locals_of[other].shape and not _share_memory(local, locals_of[other]):
@@ -130,10 +130,10 @@ def find_distant_pairs(
     >>> [pair[:2] for pair in find_distant_pairs({"head": "embed"}, source, {"embed"})]
     [('head', 'embed')]
     """
-    used_roots = {tied_root(name, ties): name for name in used if name in source} if ties else {}
+    used_roots = {resolve_tie(name, ties): name for name in used if name in source} if ties else {}
     pairs = []
     for name in sorted({*ties, *ties.values()} & source.keys() if used_roots else ()):
-        other = used_roots.get(tied_root(name, ties))
+        other = used_roots.get(resolve_tie(name, ties))
         if other is None or name in used or name in shared:
             continue
         (layout, dtype), (other_layout, other_dtype) = source[name], source[other]

@@ -33,7 +33,7 @@ from reshard.torch.distributed_tensor import layout_of, rank_of
 from reshard.torch.endpoint import check_writable
 from reshard.torch.forward_copies import find_copies, forget_cached
 from reshard.torch.fully_sharded import find_groups, find_storage, free_gathered
-from reshard.torch.models.module_memory import tensors_of
+from reshard.torch.models.model_inputs import tensors_of
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, StoredTensor

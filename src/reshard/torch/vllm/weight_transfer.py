@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from reshard.errors import UsageError
-from reshard.torch.links.connecting import connect
+from reshard.torch.links.link import connect
 from reshard.torch.vllm.worker import LinkedRank, rank_in_engine
 
 BACKEND = "reshard"

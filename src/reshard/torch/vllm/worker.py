@@ -26,7 +26,7 @@ import torch
 
 from reshard.errors import CheckpointError, LinkError, RunError, UsageError
 from reshard.recipes.engine_layouts import SourceTensor
-from reshard.torch.links.connecting import connect
+from reshard.torch.links.link import connect
 from reshard.torch.links.sync import SyncReport
 from reshard.torch.vllm.layouts import parse_sources
 from reshard.torch.vllm.reloading import ReloadedModel

@@ -22,18 +22,18 @@ from reshard import log  # noqa: E402
 from reshard.errors import LinkError  # noqa: E402
 from reshard.torch.exchange.groups import RankGroup  # noqa: E402
 from reshard.torch.exchange.rendezvous import meet_at, peer_key  # noqa: E402
-from reshard.torch.links.admission import (  # noqa: E402
+from reshard.torch.links.handshake import (  # noqa: E402
     PROTOCOL,
     TRAINER,
     Announcement,
     announce,
     find_engines,
     find_trainer,
-    place_of,
     prove_secret,
+    rendezvous_key,
     wait_for_engines,
 )
-from reshard.torch.links.presence import Presence  # noqa: E402
+from reshard.torch.links.heartbeat import Heartbeat  # noqa: E402
 from reshard.torch.links.sealed_store import SealedStore, derive_key  # noqa: E402
 
 
@@ -75,14 +75,14 @@ def test_engines_of_one_name_are_told_so(store: SealedStore) -> None:
     engines = [announce(store, name, 0, 1, 20) for name in "ab"]
     for one in (engines[0], replace(engines[0], number=7), engines[1]):
         store.set(f"announcement/{one.number}", json.dumps(asdict(one)))
-        store.set(f"{place_of(one.number)}/{peer_key(0, 1)}", "")
+        store.set(f"{rendezvous_key(one.number)}/{peer_key(0, 1)}", "")
     store.add("sides", 8)
-    came = wait_for_engines(store, set(), 2, 5, trainer, Presence())
+    came = wait_for_engines(store, set(), 2, 5, trainer, Heartbeat())
     assert {one.name for one in came} == {"a", "b"}
     with pytest.raises(
         LinkError, match=r"3 engines came.* under 2 of the 3 names: a, b; give each"
     ):
-        wait_for_engines(store, set(), 3, 0.1, trainer, Presence())
+        wait_for_engines(store, set(), 3, 0.1, trainer, Heartbeat())
 
 
 def test_a_side_that_comes_again_has_another_number(store: SealedStore) -> None:

@@ -1,15 +1,15 @@
-"""Orders of a trainer to its engines, and what engines say of their end, as JSON.
+"""Messages of trainer and engines as JSON: orders, outcomes and options.
 
-One run, between the trainer and each engine::
+A run, between the trainer and each engine::
 
-    trainer                          engine
-    order: version, hand-ons   --->
-    [weights, unless another engine hands them on]
-                               <---  outcome: empty where all is well
-    [where it lacks weights: another order, and the weights from the trainer]
+    trainer                              engine
+    order: version, forward orders   --->
+    [weights, unless another engine forwards them]
+                                     <---  outcome: empty on success
+    [if it lacks weights: another order, and the weights from the trainer]
 
-Before the first run a trainer says the options of a refit, and an engine in how many buckets its
-weights come. Nothing that arrives is unpickled; what is none of these is a LinkError.
+Before the first run, a trainer sends the options of a refit, and an engine the buckets of its
+weights. Nothing is unpickled; invalid messages raise LinkError.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import Any
 
 from reshard.errors import LinkError, PlanError, UsageError
 
-# Why a hand-on ended: models that do not fit; engines that cannot reach each other; anything else.
+# Why forwarding ended: models do not match; engines cannot connect; anything else.
 MISFIT, UNREACHABLE, BROKE = "misfit", "unreachable", "broke"
 
 
 @dataclass(frozen=True, slots=True)
-class HandOn:
-    """Weights that go from one engine to another.
+class ForwardOrder:
+    """An order to forward weights from an engine to another.
 
     Attributes:
-        meeting: a name that no other hand-on has, under which both meet at the store.
-        turn: when they prepare it, among those of either.
+        meeting: a unique name under which both engines meet at the store.
+        turn: when they prepare it, relative to other orders of either.
         source, target: the engines' numbers.
-        source_ranks, target_ranks: how many ranks they have.
+        source_ranks, target_ranks: their numbers of ranks.
     """
 
     meeting: str
@@ -46,12 +46,12 @@ class HandOn:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What an engine does in a run.
+    """An engine's part in a run.
 
     Attributes:
-        sync: the number of what the trainer runs, among the syncs of the link.
-        version: of the weights that come.
-        hand_ons: those that the engine has a part in.
+        sync: the number of the trainer's sync, among those of the link.
+        version: of the weights to receive.
+        hand_ons: the forward orders that involve the engine.
 
     >>> Order.read(Order(0, 3).write(), 0)
     Order(sync=0, version=3, hand_ons=())
@@ -59,10 +59,10 @@ class Order:
 
     sync: int
     version: int
-    hand_ons: tuple[HandOn, ...] = ()
+    hand_ons: tuple[ForwardOrder, ...] = ()
 
     def write(self) -> bytes:
-        """As JSON."""
+        """Return the order as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -74,18 +74,18 @@ class Order:
             PlanError: an order of another sync.
         """
         try:
-            found = json.loads(text)
-            hand_ons = tuple(HandOn(**one) for one in found["hand_ons"])
-            order = cls(found["sync"], found["version"], hand_ons)
+            content = json.loads(text)
+            hand_ons = tuple(ForwardOrder(**each) for each in content["hand_ons"])
+            order = cls(content["sync"], content["version"], hand_ons)
         except (TypeError, ValueError, KeyError) as error:
             raise _refuse(text, "order of a trainer") from error
         numbers = [order.sync, order.version]
-        for one in order.hand_ons:
-            given = asdict(one)
+        for each in order.hand_ons:
+            given = asdict(each)
             if not isinstance(given.pop("meeting"), str):
                 raise _refuse(text, "order of a trainer")
             numbers += given.values()
-        if not all(type(one) is int and one >= 0 for one in numbers):
+        if not all(type(each) is int and each >= 0 for each in numbers):
             raise _refuse(text, "order of a trainer")
         if order.sync != sync:
             raise PlanError(
@@ -95,9 +95,9 @@ class Order:
             )
         return order
 
-    def feed_of(self, number: int) -> HandOn | None:
-        """The hand-on by which an engine gets its weights; None where the trainer sends them."""
-        return next((one for one in self.hand_ons if one.target == number), None)
+    def feed_of(self, number: int) -> ForwardOrder | None:
+        """Return the forward order that fills an engine, or None if the trainer does."""
+        return next((order for order in self.hand_ons if order.target == number), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,40 +116,40 @@ class RunOutcome:
     ended: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def write(self) -> bytes:
-        """As JSON; nothing where there is nothing to say."""
+        """Return the outcome as JSON, empty on success."""
         return json.dumps(asdict(self)).encode() if self.lacks or self.ended else b""
 
     @classmethod
     def read(cls, texts: Iterable[bytes]) -> RunOutcome:
-        """What all ranks of an engine say. Raises LinkError for what is no outcome."""
+        """Combine the outcomes of an engine's ranks; raise LinkError for invalid messages."""
         lacks, ended = "", dict[str, tuple[str, str]]()
         for text in texts:
             if not text:
                 continue
             try:
-                found = json.loads(text)
-                one, reasons = found["lacks"], dict(found["ended"])
+                content = json.loads(text)
+                reason_lacking, reasons = content["lacks"], dict(content["ended"])
             except (TypeError, ValueError, KeyError) as error:
                 raise _refuse(text, "outcome of an engine") from error
-            if not isinstance(one, str) or not all(map(_is_reason, reasons.values())):
+            if not isinstance(reason_lacking, str) or not all(map(_is_reason, reasons.values())):
                 raise _refuse(text, "outcome of an engine")
-            lacks = lacks or one
+            lacks = lacks or reason_lacking
             for meeting, (kind, why) in reasons.items():
-                # What a rank knows of the models counts before what broke by it on others.
+                # A mismatch of models counts before failures that it caused on other ranks.
                 if ended.get(meeting, (BROKE, ""))[0] == BROKE:
                     ended[meeting] = (kind, why)
         return cls(lacks, ended)
 
 
-def _is_reason(found: Any) -> bool:
-    return isinstance(found, list) and len(found) == 2 and all(isinstance(s, str) for s in found)
+def _is_reason(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(s, str) for s in value)
 
 
 def _refuse(text: bytes, what: str) -> LinkError:
     return LinkError(f"{text[:80]!r} is no {what}; give both sides one release")
 
 
-# What the trainer says of a refit, and an engine learns: the JSON types of each.
+# Options of a refit that the trainer sends, with their JSON types.
 OPTIONS: dict[str, tuple[type, ...]] = {
     "ties": (dict,),
     "stacks": (dict,),
@@ -162,46 +162,46 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "changed_only": (bool, str),
     "quantize": (str,),
 }
-# Those of them that a hand-on takes too. Its two engines have equal types.
+# Options that also apply to forwarding; both engines have equal dtypes.
 RELAYED = ("extra_bytes", "changed_only")
 
 
 def write_options(options: Mapping[str, Any]) -> bytes:
-    """Raises UsageError for options of other types, or that JSON has no words for."""
-    said = {name: value for name, value in options.items() if value is not None}
-    for name, value in said.items():
+    """Return options as JSON; raise UsageError for other types."""
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
         if not _is_option(name, value):
             types = " or ".join(kind.__name__ for kind in OPTIONS[name])
             raise UsageError(f"{name}={value!r}, a {type(value).__name__}; give a {types}")
     try:
-        return json.dumps(said).encode()
+        return json.dumps(given).encode()
     except TypeError as error:
-        raise UsageError(f"options {said!r}: {error}; give numbers, texts and tables") from error
+        raise UsageError(f"options {given!r}: {error}; give numbers, texts and tables") from error
 
 
 def _is_option(name: str, value: Any) -> bool:
     return isinstance(value, OPTIONS.get(name, ()))
 
 
-def read_buckets(said: bytes) -> dict[str, int]:
-    """Raises LinkError for what says no numbers of buckets."""
+def read_buckets(text: bytes) -> dict[str, int]:
+    """Parse an engine's buckets; raise LinkError if invalid."""
     try:
-        found = json.loads(said)
+        buckets = json.loads(text)
     except ValueError as error:
-        raise LinkError(f"{said[:80]!r} are no buckets of an engine") from error
-    if not isinstance(found, dict) or not all(type(one) is int for one in found.values()):
-        raise LinkError(f"{said[:80]!r} are no buckets of an engine")
-    return found
+        raise LinkError(f"{text[:80]!r} are no buckets of an engine") from error
+    if not isinstance(buckets, dict) or not all(type(value) is int for value in buckets.values()):
+        raise LinkError(f"{text[:80]!r} are no buckets of an engine")
+    return buckets
 
 
-def read_options(said: bytes) -> dict[str, Any]:
-    """Raises LinkError for what is no trainer's word."""
+def read_options(text: bytes) -> dict[str, Any]:
+    """Parse a trainer's options; raise LinkError if invalid."""
     try:
-        found = json.loads(said)
+        options = json.loads(text)
     except ValueError as error:
-        raise LinkError(f"{said[:80]!r} are no options of a trainer") from error
-    if not isinstance(found, dict) or not all(
-        _is_option(name, value) for name, value in found.items()
+        raise LinkError(f"{text[:80]!r} are no options of a trainer") from error
+    if not isinstance(options, dict) or not all(
+        _is_option(name, value) for name, value in options.items()
     ):
-        raise LinkError(f"{said[:80]!r} are no options of a trainer")
-    return found
+        raise LinkError(f"{text[:80]!r} are no options of a trainer")
+    return options

@@ -8,8 +8,8 @@ import pytest
 
 from reshard.errors import RecipeError, UsageError
 from reshard.recipes.naming import Fusion
-from reshard.torch.models.hub_names import are_megatrons, find_hub_names, pattern_of
-from reshard.torch.models.naming import meaning, member_pattern
+from reshard.torch.models.model_pairs import are_megatron_names, find_hub_names, name_pattern
+from reshard.torch.models.naming import member_pattern, resolve_name
 
 NUMBERS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 3}
 LAYER = "model.layers.*."
@@ -33,7 +33,7 @@ def test_names_choose_the_recipe() -> None:
 
 def test_experts_and_query_groups() -> None:
     hub = find_hub_names({}, NUMBERS, [])
-    found = meaning("decoder.layers.5.mlp.experts.linear_fc1.weight2", hub.megatron)
+    found = resolve_name("decoder.layers.5.mlp.experts.linear_fc1.weight2", hub.megatron)
     assert isinstance(found, Fusion)
     assert found.members == (
         "model.layers.5.mlp.experts.2.gate_proj.weight",
@@ -55,7 +55,7 @@ def test_stacks_of_the_other_side_are_the_same_experts() -> None:
     ):
         pattern = member_pattern(f"model.layers.7.mlp.experts.{stack}", hub.stacks)
         assert pattern is not None
-        found = meaning(pattern.replace("{}", "2"), hub.others)
+        found = resolve_name(pattern.replace("{}", "2"), hub.others)
         names = found.members if isinstance(found, Fusion) else (found,)
         layer = "model.layers.7.block_sparse_moe.experts.2."
         assert names == tuple(layer + member for member in members)
@@ -75,5 +75,7 @@ def test_what_says_too_little(config: Any, numbers: Any, told: str) -> None:
 
 
 def test_names_of_megatron_itself() -> None:
-    assert are_megatrons([pattern_of("decoder.layers.3.mlp.linear_fc1.weight")])
-    assert not are_megatrons([pattern_of("model.decoder.layers.3.fc1.weight"), "lm_head.weight"])
+    assert are_megatron_names([name_pattern("decoder.layers.3.mlp.linear_fc1.weight")])
+    assert not are_megatron_names(
+        [name_pattern("model.decoder.layers.3.fc1.weight"), "lm_head.weight"]
+    )

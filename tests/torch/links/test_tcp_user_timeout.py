@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from reshard.torch.links import silence
-from reshard.torch.links.silence import (
-    end_when_silent,
-    ending_when_silent,
-    go_on_with_silence,
-    seems_silent,
+from reshard.torch.links import tcp_user_timeout
+from reshard.torch.links.tcp_user_timeout import (
+    is_unresponsive,
+    resume_user_timeout,
+    set_user_timeout,
+    user_timeout_for_new_connections,
 )
 
 pytest.importorskip("torch")
@@ -24,7 +24,7 @@ def asks(connected: socket.socket) -> bool:
 
 def test_what_is_asked() -> None:
     with socket.socket() as one:
-        end_when_silent(one, 2.5)
+        set_user_timeout(one, 2.5)
         assert asks(one)
         assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2500
         assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
@@ -35,13 +35,13 @@ def test_what_is_sent_does_not_begin_a_silence_anew() -> None:
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as one,
     ):
-        end_when_silent(one, 3.0)
+        set_user_timeout(one, 3.0)
         time.sleep(0.3)
-        go_on_with_silence(one, 3.0)
+        resume_user_timeout(one, 3.0)
         left_ms = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         # The other end's last sign of life was its answer to the connection.
         assert 500 <= left_ms <= 2750
-        go_on_with_silence(one, 0.1)
+        resume_user_timeout(one, 0.1)
         assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 500
 
 
@@ -50,26 +50,26 @@ def test_who_does_not_answer_seems_silent(monkeypatch: pytest.MonkeyPatch) -> No
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as one,
     ):
-        assert not seems_silent(one, 3.0)
+        assert not is_unresponsive(one, 3.0)
         for silence_s, least_ms in ((3.0, 1500), (1.0, 1500), (10.0, 8500)):
             for silent_ms in (least_ms - 1, least_ms):
-                monkeypatch.setattr(silence, "find_silence_ms", lambda _, ms=silent_ms: ms)
-                assert seems_silent(one, silence_s) == (silent_ms == least_ms)
+                monkeypatch.setattr(tcp_user_timeout, "find_silence_ms", lambda _, ms=silent_ms: ms)
+                assert is_unresponsive(one, silence_s) == (silent_ms == least_ms)
         monkeypatch.undo()
     # One that is closed tells nothing.
-    assert not seems_silent(one, 3.0)
+    assert not is_unresponsive(one, 3.0)
 
 
 def test_only_connections_that_are_opened_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         with socket.create_connection(address) as before:
-            with ending_when_silent(3.0):
+            with user_timeout_for_new_connections(3.0):
                 here = socket.create_connection(address)
             # Nothing is between the ends on one host.
             assert not asks(here)
-            monkeypatch.setattr(silence, "_is_of_this_host", lambda _: False)
-            with ending_when_silent(3.0), socket.socket() as gone:
+            monkeypatch.setattr(tcp_user_timeout, "_is_of_this_host", lambda _: False)
+            with user_timeout_for_new_connections(3.0), socket.socket() as gone:
                 far = socket.create_connection(address)
             del gone
             assert asks(far) and not asks(before) and not asks(here)

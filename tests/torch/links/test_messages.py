@@ -9,17 +9,17 @@ import pytest
 pytest.importorskip("torch")
 
 from reshard.errors import LinkError, PlanError, UsageError
-from reshard.torch.links.orders import (
+from reshard.torch.links.messages import (
     BROKE,
     MISFIT,
-    HandOn,
+    ForwardOrder,
     Order,
     RunOutcome,
     read_options,
     write_options,
 )
 
-HAND_ON = HandOn("0/1", 1, 3, 4, 2, 1)
+HAND_ON = ForwardOrder("0/1", 1, 3, 4, 2, 1)
 
 
 def test_an_order_comes_back() -> None:

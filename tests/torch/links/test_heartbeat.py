@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from reshard.errors import LinkError  # noqa: E402
-from reshard.torch.links import presence  # noqa: E402
-from reshard.torch.links.presence import Presence, PresenceDesk, PresenceLine  # noqa: E402
+from reshard.torch.links import heartbeat  # noqa: E402
+from reshard.torch.links.heartbeat import Heartbeat, HeartbeatClient, HeartbeatServer  # noqa: E402
 from reshard.torch.links.sealed_store import SealedStore, derive_key  # noqa: E402
 
 # Generous: what is waited for comes at once.
@@ -30,14 +30,14 @@ def store() -> SealedStore:
 
 
 @pytest.fixture
-def desk(store: SealedStore) -> Iterator[PresenceDesk]:
-    found = PresenceDesk(store, "127.0.0.1", 3.0)
+def desk(store: SealedStore) -> Iterator[HeartbeatServer]:
+    found = HeartbeatServer(store, "127.0.0.1", 3.0)
     yield found
     found.close()
 
 
-def line(store: SealedStore) -> PresenceLine:
-    return PresenceLine(store, PATIENCE_S, 3.0)
+def line(store: SealedStore) -> HeartbeatClient:
+    return HeartbeatClient(store, PATIENCE_S, 3.0)
 
 
 def comes(is_so: Callable[[], object]) -> bool:
@@ -47,24 +47,24 @@ def comes(is_so: Callable[[], object]) -> bool:
     return bool(is_so())
 
 
-def test_all_learn_who_has_ended(store: SealedStore, desk: PresenceDesk) -> None:
-    ends: list[Presence] = [desk, line(store), line(store), line(store)]
+def test_all_learn_who_has_ended(store: SealedStore, desk: HeartbeatServer) -> None:
+    ends: list[Heartbeat] = [desk, line(store), line(store), line(store)]
     tokens = [one.token for one in ends]
-    assert [one.find_gone(tokens) for one in ends] == ["", "", "", ""]
+    assert [one.find_departed(tokens) for one in ends] == ["", "", "", ""]
     ends[2].close()
     for number in (0, 1, 3):
-        assert comes(lambda one=ends[number]: one.find_gone(tokens) == tokens[2])
+        assert comes(lambda one=ends[number]: one.find_departed(tokens) == tokens[2])
         ends[number].check()
     # Who comes late learns of those that went before.
     late = line(store)
-    assert comes(lambda: late.find_gone(tokens) == tokens[2])
-    assert late.find_gone(tokens[:2]) == ""
+    assert comes(lambda: late.find_departed(tokens) == tokens[2])
+    assert late.find_departed(tokens[:2]) == ""
     for one in (ends[1], ends[3], late):
         one.close()
 
 
 def test_the_end_of_the_first_rank(store: SealedStore) -> None:
-    desk = PresenceDesk(store, "127.0.0.1", 3.0)
+    desk = HeartbeatServer(store, "127.0.0.1", 3.0)
     found = line(store)
     # Once it is known, nobody comes between.
     found.check()
@@ -87,7 +87,7 @@ GARBAGE = (b"", b"\0" * 10, b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 4, os.uran
 
 
 @pytest.mark.parametrize("said", GARBAGE, ids=["nothing", "little", "http", "much"])
-def test_strangers_are_turned_away(store: SealedStore, desk: PresenceDesk, said: bytes) -> None:
+def test_strangers_are_turned_away(store: SealedStore, desk: HeartbeatServer, said: bytes) -> None:
     own = line(store)
     host, _, port = store.get("presence").decode().rpartition(" ")
     for _ in range(3):
@@ -99,61 +99,61 @@ def test_strangers_are_turned_away(store: SealedStore, desk: PresenceDesk, said:
                 assert len(said) > 48
     other = line(store)
     other.close()
-    assert comes(lambda: own.find_gone([other.token]) == other.token)
+    assert comes(lambda: own.find_departed([other.token]) == other.token)
     own.check()
     own.close()
 
 
-def test_who_lacks_the_secret_is_nobody(store: SealedStore, desk: PresenceDesk) -> None:
+def test_who_lacks_the_secret_is_nobody(store: SealedStore, desk: HeartbeatServer) -> None:
     own = line(store)
     stranger = SealedStore(dist.HashStore(), b"another key")
     stranger.set("presence", store.get("presence"))
     found = line(stranger)
     # Its connection is closed, and the others are not told of it.
-    assert comes(lambda: found.find_gone([]) == "" and found._is_over)
-    assert own.find_gone([found.token]) == "" and desk.find_gone([found.token]) == ""
+    assert comes(lambda: found.find_departed([]) == "" and found._is_over)
+    assert own.find_departed([found.token]) == "" and desk.find_departed([found.token]) == ""
     found.close()
     own.close()
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_all_learn_how_a_process_ended(
-    store: SealedStore, desk: PresenceDesk, is_silent: bool, monkeypatch: pytest.MonkeyPatch
+    store: SealedStore, desk: HeartbeatServer, is_silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_silent:
         # A connection that is reset stands for one that the system ends after a silence.
-        monkeypatch.setattr(presence, "SILENT_ERRORS", (errno.ECONNRESET,))
+        monkeypatch.setattr(heartbeat, "SILENT_ERRORS", (errno.ECONNRESET,))
     ended, other = line(store), line(store)
     tokens = [ended.token]
     assert comes(lambda: len(desk._known) == 2)
     ended._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     ended.close()
     for one in (desk, other):
-        assert comes(lambda one=one: one.find_gone(tokens))
-        assert bool(one.find_gone(tokens, is_silent=True)) is is_silent
-        assert not one.is_cut_off
+        assert comes(lambda one=one: one.find_departed(tokens))
+        assert bool(one.find_departed(tokens, is_silent=True)) is is_silent
+        assert not one.is_disconnected
     other.close()
 
 
 def test_who_is_cut_off_knows_it(store: SealedStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = PresenceDesk(store, "127.0.0.1", 3.0)
+    desk = HeartbeatServer(store, "127.0.0.1", 3.0)
     found = line(store)
     assert comes(lambda: desk._known)
-    monkeypatch.setattr(presence, "SILENT_ERRORS", (errno.ECONNRESET,))
+    monkeypatch.setattr(heartbeat, "SILENT_ERRORS", (errno.ECONNRESET,))
     for one in desk._known:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     desk.close()
-    assert comes(lambda: found.is_cut_off)
+    assert comes(lambda: found.is_disconnected)
     found.close()
 
 
 def test_who_does_not_answer_seems_cut_off_before_it_is(
-    store: SealedStore, desk: PresenceDesk, monkeypatch: pytest.MonkeyPatch
+    store: SealedStore, desk: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = line(store)
-    assert not one.seems_cut_off
-    monkeypatch.setattr(presence, "seems_silent", lambda *_: True)
-    assert one.seems_cut_off and not one.is_cut_off
+    assert not one.seems_disconnected
+    monkeypatch.setattr(heartbeat, "is_unresponsive", lambda *_: True)
+    assert one.seems_disconnected and not one.is_disconnected
     one.check()
-    assert not desk.seems_cut_off
+    assert not desk.seems_disconnected
     one.close()

@@ -11,13 +11,13 @@ pytest.importorskip("torch")
 import torch
 
 from reshard.layout import Layout
-from reshard.torch.models.given_columns import GivenColumns, TensorLook
+from reshard.torch.models.parameter_columns import ParameterColumns, TensorSignature
 
 WHOLE = Layout.whole((4, 2), [0], 1)
 
 
-def read(values: list[object]) -> GivenColumns:
-    found = GivenColumns.of(values)
+def read(values: list[object]) -> ParameterColumns:
+    found = ParameterColumns.of(values)
     assert found is not None
     return found
 
@@ -25,8 +25,8 @@ def read(values: list[object]) -> GivenColumns:
 def test_tensors_that_are_alike_have_one_look() -> None:
     found = read([torch.zeros(4, 2), torch.ones(4, 2), (torch.zeros(4, 2), WHOLE), (None, WHOLE)])
     assert found.numbers == [0, 0, 1, 2]
-    assert [look.cut for look in found.list_looks()] == [None, WHOLE, WHOLE]
-    assert found.list_looks()[2] == TensorLook(WHOLE, False)
+    assert [signature.cut for signature in found.list_signatures()] == [None, WHOLE, WHOLE]
+    assert found.list_signatures()[2] == TensorSignature(WHOLE, False)
     assert len(found.addresses) == 3
 
 
@@ -49,31 +49,31 @@ def test_a_tensor_that_changed_is_read_anew(
     tensor = torch.zeros(4, 2)
     values = [(tensor, WHOLE) if has_layout else tensor, torch.ones(3)]
     columns = read(values)
-    assert columns.is_still(list(values))
+    assert columns.is_unchanged(list(values))
     change(tensor)
     # Of a tensor with its layout nobody asks what Megatron says of it.
     is_marked = has_layout and hasattr(tensor, "tensor_model_parallel")
-    assert columns.is_still(values) == is_marked
+    assert columns.is_unchanged(values) == is_marked
 
 
 def test_other_objects_are_read_anew() -> None:
     tensor, layout = torch.zeros(4, 2), WHOLE
     columns = read([(tensor, layout)])
-    assert not columns.is_still([(tensor, layout)])
-    assert not columns.is_still([*columns.values, tensor])
-    assert not columns.is_still([])
+    assert not columns.is_unchanged([(tensor, layout)])
+    assert not columns.is_unchanged([*columns.values, tensor])
+    assert not columns.is_unchanged([])
 
 
 def test_what_is_conjugate_or_negative_since_is_read_anew() -> None:
     tensor = torch.zeros(2, dtype=torch.complex64)
     columns = read([tensor])
-    assert columns.is_still([tensor])
+    assert columns.is_unchanged([tensor])
     tensor.data = tensor.data.conj()
-    assert not columns.is_still([tensor])
+    assert not columns.is_unchanged([tensor])
     part = torch.zeros(2)
     columns = read([part])
     part.data = torch._neg_view(part.data)
-    assert not columns.is_still([part])
+    assert not columns.is_unchanged([part])
 
 
 def test_a_dtensor_whose_part_or_cut_is_another_is_read_anew() -> None:
@@ -86,10 +86,10 @@ def test_a_dtensor_whose_part_or_cut_is_another_is_read_anew() -> None:
         DTensor.from_local(torch.zeros(4, 2), mesh, [cut], **how) for cut in (Shard(0), Replicate())
     )
     columns = read([tensor])
-    assert columns.is_still([tensor])
+    assert columns.is_unchanged([tensor])
     tensor._spec = other._spec
-    assert not columns.is_still([tensor])
+    assert not columns.is_unchanged([tensor])
     columns = read([tensor])
-    assert columns.is_still([tensor])
+    assert columns.is_unchanged([tensor])
     tensor._local_tensor = torch.zeros(4, 2)
-    assert not columns.is_still([tensor])
+    assert not columns.is_unchanged([tensor])

@@ -1,21 +1,21 @@
-"""Rosters as JSON documents, which ranks that share no program can read.
+"""Manifests as JSON documents, for ranks of other jobs and versions.
 
-What a rank of another job says arrives as text and is checked like any input: nothing of it is
-unpickled. Tensors of many layers are alike but for their names, so a document has each kind of
-tensor once, and means it by its number::
+The message of a rank of another job is validated like any input: nothing is unpickled. Tensors of
+many layers differ only in their names, so a document contains each kind of tensor once, and refers
+to it by number::
 
     {"reshard": "names", "version": 1, ...,
      "names":       ["layers.0.up", "layers.1.up", ...],     common names
-     "own_names":   [...], "local_names": [...]}             none where these are the same, or none
+     "own_names":   [...], "local_names": [...]}             empty if equal, or if absent
 
     {"reshard": "roster", "version": 1, "tables": ..., "layouts": ...,
      "first_rank": 0, "problems": [], "unmatched": [], "megatron": [names of its ranks],
      "kinds":   [{"dtype", "shape", "layout", ...}],
      "kind_of": [column of kinds],
-     "samples": [...]}                                       none where no tensor has any
+     "samples": [...]}                                       empty without samples
 
-Names are a document of their own, since ranks that have different parts of the same tensors have
-the same names: one of them says these for all.
+Names are a separate document, since ranks with different parts of the same tensors have the same
+names, which are then sent once.
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ from reshard.plans.documents import (
 from reshard.recipes.naming import Fusion
 from reshard.sharding import ShardingSpec
 from reshard.sharding import spec as parse_spec
-from reshard.torch.models.entries import EntryColumns, EntryKind, NameColumns
-from reshard.torch.models.rosters import Roster
+from reshard.torch.models.model_manifest import EntryColumns, EntryKind, ModelManifest, NameColumns
 
 _KIND, _NAMES = "roster", "names"
 
 
-def write_names(roster: Roster) -> str:
-    """The document of what one rank's tensors are called."""
-    columns = roster.columns.columns
+def write_names(manifest: ModelManifest) -> str:
+    """Return the document of the names of a rank's tensors."""
+    columns = manifest.columns.columns
     content = {
         "names": list(columns.names),
         "own_names": [] if columns.are_own else list(columns.own_names),
@@ -58,22 +57,22 @@ def write_names(roster: Roster) -> str:
     return DocumentWriter().document(_NAMES, content)
 
 
-def write_roster(roster: Roster) -> str:
-    """The document of what one rank has, but for its names.
+def write_manifest(manifest: ModelManifest) -> str:
+    """Return the document of a rank's manifest, without the names.
 
-    >>> from reshard.torch.models.entries import Entry
-    >>> roster = Roster((Entry("up", "int8", (4, 2)), Entry("down", "int8", (4, 2))))
-    >>> read_roster(write_roster(roster), read_names(write_names(roster))) == roster
+    >>> from reshard.torch.models.model_manifest import Entry
+    >>> manifest = ModelManifest((Entry("up", "int8", (4, 2)), Entry("down", "int8", (4, 2))))
+    >>> read_manifest(write_manifest(manifest), read_names(write_names(manifest))) == manifest
     True
     """
-    writer, columns = DocumentWriter(), roster.columns
+    writer, columns = DocumentWriter(), manifest.columns
     content = {
-        "first_rank": roster.first_rank,
-        "problems": list(roster.problems),
-        "unmatched": list(roster.unmatched),
-        "megatron": [] if roster.names is None else [_write_names(roster.names)],
+        "first_rank": manifest.first_rank,
+        "problems": list(manifest.problems),
+        "unmatched": list(manifest.unmatched),
+        "megatron": [] if manifest.names is None else [_write_names(manifest.names)],
         "kinds": [_write_kind(kind, writer) for kind in columns.kinds],
-        # Of several kinds they are in no order that a grid of numbers says shorter.
+        # Numbers of several kinds have no order that packing as a grid would shorten.
         "kind_of": list(columns.kind_of)
         if len(columns.kinds) > 1
         else pack_column(columns.kind_of),
@@ -111,26 +110,26 @@ def _write_names(names: MegatronNames) -> dict[str, Any]:
 
 
 def read_names(text: str) -> NameColumns:
-    """The names of a document.
+    """Return the names in a document.
 
     Raises:
-        ReshardError: text that is no such document.
+        ReshardError: text that is not such a document.
     """
     reader = DocumentReader(text, [_NAMES])
     names, own_names, local_names = (
         read_strings(reader.field(column, list), column)
         for column in ("names", "own_names", "local_names")
     )
-    for column, found in (("own_names", own_names), ("local_names", local_names)):
-        _check_length(found, names, column)
+    for column, column_values in (("own_names", own_names), ("local_names", local_names)):
+        _check_length(column_values, names, column)
     return NameColumns(names, own_names or names, local_names)
 
 
-def read_roster(text: str, names: NameColumns) -> Roster:
-    """The roster of a document, of tensors of these names.
+def read_manifest(text: str, names: NameColumns) -> ModelManifest:
+    """Return the manifest in a document, of tensors with these names.
 
     Raises:
-        ReshardError: text that is no such document, or says what no roster can.
+        ReshardError: text that is not such a document, or invalid values.
     """
     reader = DocumentReader(text, [_KIND])
     field = reader.field
@@ -143,7 +142,7 @@ def read_roster(text: str, names: NameColumns) -> Roster:
     samples = read_strings(field("samples", list), "samples")
     _check_length(samples, names.names, "samples")
     megatron = reader.all_of("megatron", lambda value, where: _read_names(reader, value, where))
-    return Roster(
+    return ModelManifest(
         EntryColumns(names, kinds, kind_of.tolist(), samples),
         megatron[0] if megatron else None,
         read_int(field("first_rank", int), "first_rank"),
@@ -157,26 +156,28 @@ def _check_length(column: Sized, names: Sized, what: str) -> None:
         raise NotationError(f"{what}: {len(column)} of {len(names)} tensors")
 
 
-def write_rosters(before: Roster, after: Roster) -> tuple[bytes, bytes]:
-    """What one rank has of both models: the names of both, and all else of both."""
-    # A JSON text has no line breaks.
+def write_manifests(before: ModelManifest, after: ModelManifest) -> tuple[bytes, bytes]:
+    """Return the names of both models of a rank, and the rest of both manifests."""
+    # JSON text contains no line breaks.
     names, others = (
-        f"{write(before)}\n{write(after)}".encode() for write in (write_names, write_roster)
+        f"{write(before)}\n{write(after)}".encode() for write in (write_names, write_manifest)
     )
     return names, others
 
 
-def read_rosters(messages: Mapping[int, tuple[bytes, bytes]]) -> dict[int, tuple[Roster, Roster]]:
-    """What every rank has of both models. Equal messages are read once.
+def read_manifests(
+    messages: Mapping[int, tuple[bytes, bytes]],
+) -> dict[int, tuple[ModelManifest, ModelManifest]]:
+    """Return both manifests of every rank; equal messages are parsed once.
 
-    Raises ReshardError for a message that `write_rosters` does not write, naming the rank.
+    Raises ReshardError for a message that `write_manifests` does not write, naming the rank.
 
-    >>> message = write_rosters(Roster(first_rank=2), Roster())
-    >>> read_rosters({0: message, 1: message})[1][0].first_rank
+    >>> message = write_manifests(ModelManifest(first_rank=2), ModelManifest())
+    >>> read_manifests({0: message, 1: message})[1][0].first_rank
     2
     """
     names: dict[bytes, list[NameColumns]] = {}
-    known: dict[tuple[bytes, bytes], tuple[Roster, Roster]] = {}
+    known: dict[tuple[bytes, bytes], tuple[ModelManifest, ModelManifest]] = {}
     for rank, message in messages.items():
         if message in known:
             continue
@@ -185,8 +186,10 @@ def read_rosters(messages: Mapping[int, tuple[bytes, bytes]]) -> dict[int, tuple
             if message[0] not in names:
                 names[message[0]] = [read_names(text) for text in both]
             before, after = (
-                read_roster(text, of)
-                for text, of in zip(message[1].decode().split("\n"), names[message[0]], strict=True)
+                read_manifest(text, names_of)
+                for text, names_of in zip(
+                    message[1].decode().split("\n"), names[message[0]], strict=True
+                )
             )
             known[message] = before, after
         except (ReshardError, ValueError) as error:
@@ -195,26 +198,26 @@ def read_rosters(messages: Mapping[int, tuple[bytes, bytes]]) -> dict[int, tuple
 
 
 def _read_kind(reader: DocumentReader, value: Any, where: str) -> EntryKind:
-    """What tensors have alike."""
+    """Return what several tensors have in common."""
     if not isinstance(value, dict):
         raise NotationError(f"{where}: {value!r} is not a JSON object")
     dtype, shape = value.get("dtype"), value.get("shape")
-    found: dict[str, Any] = {
+    fields_read: dict[str, Any] = {
         "dtype": None if dtype is None else read_dtype(dtype, f"{where}.dtype").name,
         "shape": None if shape is None else read_ints(shape, f"{where}.shape", 0),
         "chunk": read_int(value.get("chunk", 0), f"{where}.chunk", 0),
     }
     if "layout" in value:
-        found["layout"] = reader.chosen(reader.layouts, value["layout"], f"{where}.layout")
+        fields_read["layout"] = reader.chosen(reader.layouts, value["layout"], f"{where}.layout")
     if "parameter" in value:
-        found["parameter"] = _read_parameter(value["parameter"], f"{where}.parameter")
+        fields_read["parameter"] = _read_parameter(value["parameter"], f"{where}.parameter")
     if "fusion" in value:
-        found["fusion"] = _read_fusion(value["fusion"], f"{where}.fusion")
+        fields_read["fusion"] = _read_fusion(value["fusion"], f"{where}.fusion")
     if "spec" in value:
-        found["spec"] = _read_spec(reader, value["spec"], f"{where}.spec")
+        fields_read["spec"] = _read_spec(reader, value["spec"], f"{where}.spec")
     if "alias_of" in value:
-        (found["alias_of"],) = read_strings([value["alias_of"]], f"{where}.alias_of")
-    return EntryKind(**found)
+        (fields_read["alias_of"],) = read_strings([value["alias_of"]], f"{where}.alias_of")
+    return EntryKind(**fields_read)
 
 
 def _read_spec(reader: DocumentReader, value: Any, where: str) -> ShardingSpec:
@@ -224,42 +227,42 @@ def _read_spec(reader: DocumentReader, value: Any, where: str) -> ShardingSpec:
 
 
 def _read_parameter(value: Any, where: str) -> LocalParameter:
-    says = _check_fields(value, LocalParameter, where)
-    says["shape"] = read_ints(says["shape"], f"{where}.shape", 0)
+    values = _check_fields(value, LocalParameter, where)
+    values["shape"] = read_ints(values["shape"], f"{where}.shape", 0)
     for name in ("tensor_model_parallel", "is_expert"):
-        if not isinstance(says[name], bool):
-            raise NotationError(f"{where}.{name}: {says[name]!r} is not true or false")
+        if not isinstance(values[name], bool):
+            raise NotationError(f"{where}.{name}: {values[name]!r} is not true or false")
     for name in ("partition_dim", "partition_stride", "heads", "true_length"):
-        if says[name] is not None or name.startswith("partition"):
-            read_int(says[name], f"{where}.{name}")
-    if says["partition_sizes"] is not None:
-        says["partition_sizes"] = read_ints(says["partition_sizes"], f"{where}.sizes", 0)
-    if says["dtype"] is not None:
-        says["dtype"] = read_dtype(says["dtype"], f"{where}.dtype").name
-    return LocalParameter(**says)
+        if values[name] is not None or name.startswith("partition"):
+            read_int(values[name], f"{where}.{name}")
+    if values["partition_sizes"] is not None:
+        values["partition_sizes"] = read_ints(values["partition_sizes"], f"{where}.sizes", 0)
+    if values["dtype"] is not None:
+        values["dtype"] = read_dtype(values["dtype"], f"{where}.dtype").name
+    return LocalParameter(**values)
 
 
 def _read_fusion(value: Any, where: str) -> Fusion:
-    says = _check_fields(value, Fusion, where)
-    says["members"] = tuple(read_strings(says["members"], f"{where}.members"))
-    if not isinstance(says["when"], str):
-        raise NotationError(f"{where}.when: {says['when']!r} is not a text")
-    return Fusion(**says)
+    values = _check_fields(value, Fusion, where)
+    values["members"] = tuple(read_strings(values["members"], f"{where}.members"))
+    if not isinstance(values["when"], str):
+        raise NotationError(f"{where}.when: {values['when']!r} is not a text")
+    return Fusion(**values)
 
 
 def _read_names(reader: DocumentReader, value: Any, where: str) -> MegatronNames:
     if not isinstance(value, dict):
         raise NotationError(f"{where}: {value!r} is not a JSON object")
     if "sizes" in value:
-        says = _check_fields(value["sizes"], MegatronRanks, where)
-        if not isinstance(says["order"], str):
-            raise NotationError(f"{where}.order: {says['order']!r} is not a text")
-        ranks: MegatronRanks | MegatronGrids = MegatronRanks(**says)
+        sizes = _check_fields(value["sizes"], MegatronRanks, where)
+        if not isinstance(sizes["order"], str):
+            raise NotationError(f"{where}.order: {sizes['order']!r} is not a text")
+        ranks: MegatronRanks | MegatronGrids = MegatronRanks(**sizes)
     else:
         grids = reader.field("grids", list, of=value)
         if len(grids) != 2:
             raise NotationError(f"{where}: {len(grids)} grids; expected two")
-        ranks = MegatronGrids(*(reader.mesh(one, where) for one in grids))
+        ranks = MegatronGrids(*(reader.mesh(grid, where) for grid in grids))
     layers, num_experts = value.get("layers"), value.get("num_experts")
     if layers is not None:
         chunks = reader.field("layers", list, of=value)
@@ -271,7 +274,7 @@ def _read_names(reader: DocumentReader, value: Any, where: str) -> MegatronNames
 
 
 def _check_fields(value: Any, of: type, where: str) -> dict[str, Any]:
-    """What a JSON object says for every field of a dataclass, none more."""
+    """Return a JSON object that has exactly the fields of a dataclass."""
     expected = {field.name for field in fields(of)}
     if not isinstance(value, dict) or set(value) != expected:
         raise NotationError(f"{where}: {value!r} does not say {', '.join(sorted(expected))}")

@@ -19,16 +19,20 @@ from reshard.megatron.names import MegatronNames, PipelineLayers  # noqa: E402
 from reshard.megatron.parameters import LocalParameter  # noqa: E402
 from reshard.megatron.ranks import MegatronGrids, MegatronRanks  # noqa: E402
 from reshard.recipes.naming import Fusion  # noqa: E402
-from reshard.torch.models.entries import Entry, EntryKind, NameColumns  # noqa: E402
-from reshard.torch.models.roster_documents import (  # noqa: E402
+from reshard.torch.models.manifest_documents import (  # noqa: E402
+    read_manifest,
+    read_manifests,
     read_names,
-    read_roster,
-    read_rosters,
+    write_manifest,
+    write_manifests,
     write_names,
-    write_roster,
-    write_rosters,
 )
-from reshard.torch.models.rosters import Roster  # noqa: E402
+from reshard.torch.models.model_manifest import (  # noqa: E402
+    Entry,
+    EntryKind,
+    ModelManifest,
+    NameColumns,
+)
 
 MESH = reshard.DeviceMesh("cluster", (2, 2), ("dp", "tp"), (4, 5, 6, 7))
 SPEC = reshard.spec(MESH, "tp@stride2 ?, - !1 | replicated(dp)")
@@ -36,10 +40,10 @@ GRIDS = MegatronGrids.from_groups(
     {rank: {"tp": of} for rank, of in {0: (0, 2), 2: (0, 2), 1: (1, 3), 3: (1, 3)}.items()}
 )
 NAMES = MegatronNames(MegatronRanks(pp=2, dp=2, ep=2), PipelineLayers.windows([5, 7]), 4)
-ROSTERS = [
-    Roster(),
-    Roster((Entry("h", None, None, Layout.whole((5, 4), [1], 2)),), problems=("why",)),
-    Roster(
+MANIFESTS = [
+    ModelManifest(),
+    ModelManifest((Entry("h", None, None, Layout.whole((5, 4), [1], 2)),), problems=("why",)),
+    ModelManifest(
         (
             Entry("a", "bfloat16", (2, 4), SPEC.layout((4, 4)), own_name="module.a", spec=SPEC),
             Entry("b", "bfloat16", (2, 4), SPEC.layout((4, 4)), own_name="module.b", spec=SPEC),
@@ -50,7 +54,7 @@ ROSTERS = [
         first_rank=3,
         unmatched=("bias",),
     ),
-    Roster(
+    ModelManifest(
         (
             Entry(
                 "decoder.layers.5.fc1",
@@ -64,34 +68,34 @@ ROSTERS = [
         ),
         NAMES,
     ),
-    Roster((), MegatronNames(GRIDS)),
+    ModelManifest((), MegatronNames(GRIDS)),
 ]
 
 
-def read_again(roster: Roster) -> Roster:
-    return read_roster(write_roster(roster), read_names(write_names(roster)))
+def read_again(manifest: ModelManifest) -> ModelManifest:
+    return read_manifest(write_manifest(manifest), read_names(write_names(manifest)))
 
 
-@pytest.mark.parametrize("roster", ROSTERS)
-def test_what_is_read_is_what_was_written(roster: Roster) -> None:
-    found = read_again(roster)
-    assert found == roster
-    for mine, its in zip(found.entries, roster.entries, strict=True):
+@pytest.mark.parametrize("manifest", MANIFESTS)
+def test_what_is_read_is_what_was_written(manifest: ModelManifest) -> None:
+    found = read_again(manifest)
+    assert found == manifest
+    for mine, its in zip(found.entries, manifest.entries, strict=True):
         assert mine.layout is its.layout
         assert mine.spec is its.spec
 
 
-def test_equal_rosters_have_one_text() -> None:
-    assert len({write_rosters(ROSTERS[2], ROSTERS[3]) for _ in range(3)}) == 1
+def test_equal_manifests_have_one_text() -> None:
+    assert len({write_manifests(MANIFESTS[2], MANIFESTS[3]) for _ in range(3)}) == 1
 
 
 def test_ranks_of_equal_names_have_one_list_of_them() -> None:
-    entries = ROSTERS[2].entries
-    other = replace(ROSTERS[2], entries=[replace(one, dtype="int16") for one in entries])
-    messages = {rank: write_rosters(one, one) for rank, one in enumerate((ROSTERS[2], other))}
+    entries = MANIFESTS[2].entries
+    other = replace(MANIFESTS[2], entries=[replace(one, dtype="int16") for one in entries])
+    messages = {rank: write_manifests(one, one) for rank, one in enumerate((MANIFESTS[2], other))}
     assert messages[0][0] == messages[1][0]
     assert messages[0][1] != messages[1][1]
-    found = read_rosters(messages)
+    found = read_manifests(messages)
     assert found[1] == (other, other)
     assert found[0][0].columns.columns is found[1][0].columns.columns
 
@@ -101,10 +105,10 @@ def test_layers_that_are_alike_are_written_once() -> None:
     names_of = [f"layers.{i}.up" for i in range(900)]
     kind = EntryKind("bfloat16", (2048, 4096), layout, spec=SPEC)
     entries = [kind.entry(name, own_name=name, local_name="", sample="") for name in names_of]
-    roster = Roster(tuple(entries))
-    names, others = write_rosters(roster, Roster())
+    manifest = ModelManifest(tuple(entries))
+    names, others = write_manifests(manifest, ModelManifest())
     assert len(names + others) < 900 * len('"layers.000.up",') + 2000
-    assert tuple(read_again(roster).entries) == tuple(entries)
+    assert tuple(read_again(manifest).entries) == tuple(entries)
 
 
 @pytest.mark.parametrize(
@@ -127,23 +131,23 @@ def test_layers_that_are_alike_are_written_once() -> None:
         ({"megatron": [{"grids": []}]}, "0 grids"),
     ],
 )
-def test_what_no_roster_says_is_refused(change: dict[str, Any], told: str) -> None:
-    names, roster = (
-        json.loads(write(ROSTERS[2])) | change for write in (write_names, write_roster)
+def test_invalid_manifests_are_refused(change: dict[str, Any], told: str) -> None:
+    names, manifest = (
+        json.loads(write(MANIFESTS[2])) | change for write in (write_names, write_manifest)
     )
     if "reshard" in change:
         names["reshard"] = "names"
     with pytest.raises(ReshardError, match=told):
-        read_roster(json.dumps(roster), read_names(json.dumps(names)))
+        read_manifest(json.dumps(manifest), read_names(json.dumps(names)))
 
 
 def test_text_that_is_no_document() -> None:
     with pytest.raises(NotationError, match="not JSON"):
-        read_roster("\x80\x04K\x01.", NameColumns())
+        read_manifest("\x80\x04K\x01.", NameColumns())
 
 
-@pytest.mark.parametrize("roster", ROSTERS[1:])
-def test_whatever_is_said_is_read_or_refused(roster: Roster) -> None:
+@pytest.mark.parametrize("manifest", MANIFESTS[1:])
+def test_whatever_is_said_is_read_or_refused(manifest: ModelManifest) -> None:
     draw = random.Random(7)
     junk: list[Any] = [None, True, -1, 1 << 62, 1.5, "x", [], [[]], {}, {"a": 1}, [1, 2, 3]]
 
@@ -156,11 +160,11 @@ def test_whatever_is_said_is_read_or_refused(roster: Roster) -> None:
             return {key: change(one) for key, one in value.items()}
         return value
 
-    documents = [json.loads(write(roster)) for write in (write_names, write_roster)]
+    documents = [json.loads(write(manifest)) for write in (write_names, write_manifest)]
     for _ in range(400):
         try:
             names, others = (json.dumps(change(one)) for one in documents)
-            found = read_roster(others, read_names(names))
+            found = read_manifest(others, read_names(names))
         except ReshardError:
             continue
-        assert isinstance(found, Roster)
+        assert isinstance(found, ModelManifest)

@@ -8,43 +8,46 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from reshard.torch.links.fan_out import FedEngine, assign_turns, plan_feeds
+import threading
+
+from reshard.errors import RunError
+from reshard.torch.links.relay_tree import BucketGate, RelayedEngine, assign_turns, plan_relays
 
 
-def engine(number: int, hosts: str, kind: str = "") -> FedEngine:
-    return FedEngine(number, frozenset(hosts.split()), kind)
+def engine(number: int, hosts: str, kind: str = "") -> RelayedEngine:
+    return RelayedEngine(number, frozenset(hosts.split()), kind)
 
 
 def test_engines_on_hosts_of_their_own_are_a_chain() -> None:
     engines = [engine(3, "c"), engine(1, "a"), engine(2, "b"), engine(4, "t"), engine(5, "t u")]
-    assert plan_feeds(["t"], engines) == {1: None, 2: 1, 3: 2, 4: None, 5: 3}
-    assert plan_feeds(["t", "u"], engines)[5] is None
+    assert plan_relays(["t"], engines) == {1: None, 2: 1, 3: 2, 4: None, 5: 3}
+    assert plan_relays(["t", "u"], engines)[5] is None
 
 
 def test_a_host_is_entered_once() -> None:
     # Of four engines on two hosts, those of one host hand on within it.
     engines = [engine(1, "a"), engine(2, "b"), engine(3, "a"), engine(4, "b")]
-    feeds = plan_feeds(["t"], engines)
+    feeds = plan_relays(["t"], engines)
     assert feeds == {1: None, 3: 1, 2: 3, 4: 2}
 
 
 def test_an_engine_that_none_can_serve_is_the_trainers() -> None:
     engines = [engine(1, "a", "x"), engine(2, "b", "x"), engine(3, "c", "y"), engine(4, "d", "y")]
 
-    def are_alike(source: FedEngine, target: FedEngine) -> bool:
+    def are_alike(source: RelayedEngine, target: RelayedEngine) -> bool:
         return source.kind == target.kind
 
-    assert plan_feeds(["t"], engines, are_alike) == {1: None, 2: 1, 3: None, 4: 3}
-    assert plan_feeds(["t"], engines, lambda *_: False) == dict.fromkeys((1, 2, 3, 4))
+    assert plan_relays(["t"], engines, are_alike) == {1: None, 2: 1, 3: None, 4: 3}
+    assert plan_relays(["t"], engines, lambda *_: False) == dict.fromkeys((1, 2, 3, 4))
     # Where the nearest may not, one farther ahead does, also a second time.
-    by_first = plan_feeds(["t"], engines, lambda source, target: source.number == 1)
+    by_first = plan_relays(["t"], engines, lambda source, target: source.number == 1)
     assert by_first == {1: None, 2: 1, 3: 1, 4: 1}
 
 
 @given(st.lists(st.tuples(st.sampled_from("tabc"), st.sampled_from("xy")), max_size=8))
 def test_every_engine_is_served_from_the_trainer_on(of: list[tuple[str, str]]) -> None:
     engines = [engine(number, host, kind) for number, (host, kind) in enumerate(of)]
-    feeds = plan_feeds(["t"], engines)
+    feeds = plan_relays(["t"], engines)
     assert feeds.keys() == set(range(len(of)))
     for number in feeds:
         seen, at = set(), number
@@ -67,3 +70,28 @@ def test_turns_of_an_engine_are_different(pairs: set[tuple[int, int]]) -> None:
     for one in range(10):
         own = [turn for pair, turn in turns.items() if one in pair]
         assert len(set(own)) == len(own)
+
+
+def test_a_gate_opens_bucket_by_bucket() -> None:
+    gate, passed = BucketGate(), threading.Event()
+
+    def wait() -> None:
+        gate.wait(1)
+        passed.set()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    gate.end(0)
+    assert not passed.is_set()
+    gate.end(1)
+    waiting.join()
+    assert passed.is_set()
+
+
+def test_what_is_complete_passes_after_a_failure() -> None:
+    gate = BucketGate()
+    gate.end(0)
+    gate.fail(ValueError("no more"))
+    gate.wait(0)
+    with pytest.raises(RunError, match="the weights to hand on did not come: no more"):
+        gate.wait(1)

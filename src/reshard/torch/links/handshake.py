@@ -1,18 +1,16 @@
-"""Admission: who belongs to a link, and how processes find that out at its store.
+"""Handshake: the ranks of a side find each other at the store, and prove the secret.
 
-A side is all ranks of a trainer or of one engine. Its first rank gives it a number, which no other
-has, also where an engine of the same name was there before; the other ranks ask it to be let in,
-since a number may be one of ranks that have died::
+A side is all ranks of a trainer or an engine. Its first rank obtains a unique number, also if an
+engine of the same name existed before. The other ranks claim their place, since a number may belong
+to ranks that have died::
 
     first rank   number = 3   current = 3            sees the claim, welcomes it, announces 3
     rank 1                    reads 3, claims: token             finds its token: belongs to 3
 
-The announcement says how many ranks a side has, by which tokens others see that they are there
-(`presence`), and which protocol it speaks. An engine is admitted once all of its ranks wait at the
-place where it and the trainer meet: so the trainer waits for none. Between two sides,
-all ranks meet (`reshard.torch.exchange.rendezvous`), and each proves to every other, over the
-connection that they have, that it knows the secret: it answers a number that nobody used before by
-a code of it.
+The announcement contains the number of ranks, their tokens for the `heartbeat`, and the protocol
+version. An engine is admitted once all of its ranks wait at its rendezvous with the trainer, so the
+trainer waits for none. Between two sides all ranks connect (`reshard.torch.exchange.rendezvous`),
+and each proves to every other rank that it knows the secret: it answers a nonce by a code of it.
 
 Source: challenge and response as in RFC 2195.
 """
@@ -34,19 +32,19 @@ from reshard.errors import LinkError, ReshardError
 from reshard.log import LOGGER, WaitNotice
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.rendezvous import name_process, peer_key
-from reshard.torch.links.presence import Presence
+from reshard.torch.links.heartbeat import Heartbeat
 from reshard.torch.links.sealed_store import SealedStore, code_of
 
-# Of what both sides say to each other; releases of one protocol understand each other.
+# The protocol between both sides; releases with the same protocol are compatible.
 PROTOCOL = 3
 TRAINER = "trainer"
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _CODE_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A side as its first rank tells of it: of each rank a token, and its host and process."""
+    """A side, announced by its first rank, with a token, host and process of each rank."""
 
     number: int
     name: str
@@ -58,24 +56,26 @@ class Announcement:
 
     @classmethod
     def read(cls, text: bytes) -> Announcement:
-        """Raises LinkError for what is no announcement."""
+        """Parse an announcement; raise LinkError if invalid."""
         try:
-            told = json.loads(text)
-            # Other protocols may say more.
-            found = cls(**{one.name: told[one.name] for one in fields(cls) if one.name in told})
-            object.__setattr__(found, "tokens", tuple(found.tokens))
-            object.__setattr__(found, "processes", tuple(found.processes))
+            content = json.loads(text)
+            # Other protocols may have more fields.
+            side = cls(
+                **{item.name: content[item.name] for item in fields(cls) if item.name in content}
+            )
+            object.__setattr__(side, "tokens", tuple(side.tokens))
+            object.__setattr__(side, "processes", tuple(side.processes))
         except (TypeError, ValueError) as error:
             raise LinkError(f"{text[:80]!r} announces no side of a link") from error
-        numbers = (found.number, found.ranks, found.protocol)
-        texts = (found.name, found.release, *found.tokens, *found.processes)
-        is_told = all(isinstance(one, str) for one in texts)
-        if not is_told or not all(type(one) is int and one >= 0 for one in numbers):
+        numbers = (side.number, side.ranks, side.protocol)
+        texts = (side.name, side.release, *side.tokens, *side.processes)
+        is_told = all(isinstance(item, str) for item in texts)
+        if not is_told or not all(type(item) is int and item >= 0 for item in numbers):
             raise LinkError(f"{text[:80]!r} announces no side of a link")
-        return found
+        return side
 
     def name_rank(self, rank: int) -> str:
-        """A rank as errors name it.
+        """Return the name of a rank for errors.
 
         >>> Announcement(0, TRAINER, 2, processes=("host a, process 7", "host b, process 9")
         ... ).name_rank(1)
@@ -86,7 +86,7 @@ class Announcement:
         return f"rank {rank} of {side}{where}"
 
     def check_protocol(self) -> None:
-        """Raises LinkError where that side speaks another protocol."""
+        """Raise LinkError if the side uses another protocol."""
         if self.protocol != PROTOCOL:
             raise LinkError(
                 f"{self.name} has reshard {self.release or 'of an unnamed release'}, whose links "
@@ -101,16 +101,16 @@ def announce(
     rank: int,
     ranks: int,
     timeout_s: float,
-    presence: Presence | None = None,
+    presence: Heartbeat | None = None,
 ) -> Announcement:
     """The announcement of the side that this process is `rank` of. All of its ranks call this.
 
     Raises LinkError where a rank does not come in time, or has another number of ranks.
     """
-    presence = presence or Presence()
+    presence = presence or Heartbeat()
     deadline_s = time.monotonic() + timeout_s
     if rank:
-        return _ask_to_be_let_in(store, name, rank, ranks, deadline_s, presence)
+        return _claim_rank(store, name, rank, ranks, deadline_s, presence)
     number = store.add("sides", 1) - 1
     store.set(f"side/{name}", str(number))
     tokens, processes = [presence.token], [name_process(socket.gethostname(), os.getpid())]
@@ -127,7 +127,7 @@ def announce(
         store.set(f"welcome/{number}/{other}", json.dumps([token, ""]))
         tokens.append(token)
         processes.append(process)
-    found = Announcement(
+    side = Announcement(
         number,
         name,
         ranks,
@@ -135,12 +135,12 @@ def announce(
         release=__version__,
         processes=tuple(processes),
     )
-    store.set(f"announcement/{number}", json.dumps(asdict(found)))
-    return found
+    store.set(f"announcement/{number}", json.dumps(asdict(side)))
+    return side
 
 
-def _ask_to_be_let_in(
-    store: SealedStore, name: str, rank: int, ranks: int, deadline_s: float, presence: Presence
+def _claim_rank(
+    store: SealedStore, name: str, rank: int, ranks: int, deadline_s: float, presence: Heartbeat
 ) -> Announcement:
     token, claimed = presence.token, ""
     process = name_process(socket.gethostname(), os.getpid())
@@ -150,19 +150,19 @@ def _ask_to_be_let_in(
     while True:
         notice.check()
         if store.check([current]) and (number := store.get(current).decode()) != claimed:
-            # A number of ranks that are no more is followed by another, once they come again.
+            # A number of dead ranks is followed by another when they restart.
             claimed, welcome = number, f"welcome/{number}/{rank}"
             store.set(f"claim/{number}/{rank}", json.dumps([token, ranks, process]))
         if welcome and store.check([welcome]):
-            found, problem = json.loads(store.get(welcome))
+            welcomed, problem = json.loads(store.get(welcome))
             if problem:
                 raise LinkError(f"{problem}; give all ranks of a side the same")
-            if found == token:
+            if welcomed == token:
                 break
         if time.monotonic() > deadline_s:
             raise LinkError(f"rank 0 of {name} did not let rank {rank} in; start it as well")
         presence.check()
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     key = f"announcement/{claimed}"
     if not _comes(lambda: store.check([key]), deadline_s, presence):
         raise LinkError(f"rank 0 of {name} did not announce it")
@@ -170,17 +170,17 @@ def _ask_to_be_let_in(
 
 
 def leave(store: SealedStore, side: Announcement, rank: int, reason: str = "") -> None:
-    """Leave a note that a rank has left the link; `reason` reads on from "closed the link"."""
+    """Store a note that a rank has left the link; `reason` continues "closed the link"."""
     store.set(_name_note(side.number, rank), reason)
 
 
 def has_left(store: SealedStore, number: int) -> bool:
-    """Whether the first rank of a side has left such a note."""
+    """Return whether the first rank of a side has left."""
     return store.check([_name_note(number, 0)])
 
 
-def explain_gone(store: SealedStore, side: Announcement, token: str) -> str:
-    """That the process of a token has ended: its rank, its host, and why it left, if it said so."""
+def explain_departure(store: SealedStore, side: Announcement, token: str) -> str:
+    """Return that the process of a token has ended: its rank, host and reason if known."""
     rank, reason = side.tokens.index(token), ""
     key = _name_note(side.number, rank)
     # The store's process may have ended as well.
@@ -194,20 +194,20 @@ def _name_note(number: int, rank: int) -> str:
 
 
 def find_trainer(store: SealedStore, timeout_s: float) -> Announcement:
-    """The trainer's announcement. Raises LinkError where it does not come, or does not fit."""
+    """Return the trainer's announcement; raise LinkError if it is late or incompatible."""
     deadline_s, side = time.monotonic() + timeout_s, f"side/{TRAINER}"
     key = ""
     if _comes(lambda: store.check([side]), deadline_s, awaited="the trainer"):
         key = f"announcement/{int(store.get(side))}"
     if not key or not _comes(lambda: store.check([key]), deadline_s):
         raise LinkError(f"no trainer came within {timeout_s:g} s")
-    found = Announcement.read(store.get(key))
-    found.check_protocol()
-    return found
+    trainer = Announcement.read(store.get(key))
+    trainer.check_protocol()
+    return trainer
 
 
 def read_announcement(store: SealedStore, number: int) -> Announcement:
-    """What the side of a number told of itself. Raises LinkError where it is no announcement."""
+    """Return the announcement of a side by number; raise LinkError if invalid."""
     return Announcement.read(store.get(f"announcement/{number}"))
 
 
@@ -217,24 +217,24 @@ def find_engines(store: SealedStore, seen: set[int]) -> list[Announcement]:
     One that speaks another protocol finds that out itself, and leaves; it is among `seen` from then
     on, and a warning names it.
     """
-    found = []
+    engines = []
     for number in range(store.add("sides", 0)):
         if number not in seen and store.check([key := f"announcement/{number}"]):
-            one = Announcement.read(store.get(key))
-            if one.name == TRAINER:
+            engine = Announcement.read(store.get(key))
+            if engine.name == TRAINER:
                 continue
             try:
-                one.check_protocol()
+                engine.check_protocol()
             except LinkError as error:
                 seen.add(number)
                 LOGGER.warning("an engine is not admitted: %s", error)
             else:
-                found.append(one)
-    return found
+                engines.append(engine)
+    return engines
 
 
-def place_of(number: int) -> str:
-    """Where the trainer and an engine meet, at the store."""
+def rendezvous_key(number: int) -> str:
+    """Return the store's prefix at which the trainer and an engine meet."""
     return f"pair/{number}"
 
 
@@ -244,58 +244,58 @@ def wait_for_engines(
     fewest: int,
     timeout_s: float,
     trainer: Announcement,
-    presence: Presence,
+    presence: Heartbeat,
 ) -> list[Announcement]:
     """Engines not among `seen` that wait to be met, once there are `fewest` names of them.
 
     Those of which a process has ended meanwhile are passed over, and `seen` from then on. Raises
     LinkError where they do not come, or a process of the trainer has ended.
     """
-    found: list[Announcement] = []
+    ready: list[Announcement] = []
     failed: list[str] = []
 
     def are_here() -> bool:
-        if gone := presence.find_gone(trainer.tokens):
-            raise LinkError(explain_gone(store, trainer, gone))
+        if gone := presence.find_departed(trainer.tokens):
+            raise LinkError(explain_departure(store, trainer, gone))
         announced = find_engines(store, seen)
-        for one in announced:
-            if gone := presence.find_gone(one.tokens):
-                seen.add(one.number)
-                failed.append(explain_gone(store, one, gone))
-                # Another engine may come in its place: what failed is known before that is late.
+        for engine in announced:
+            if gone := presence.find_departed(engine.tokens):
+                seen.add(engine.number)
+                failed.append(explain_departure(store, engine, gone))
+                # Another engine may replace it, so the failure is logged before the timeout.
                 LOGGER.warning("an engine failed before it was linked: %s", failed[-1])
-        found[:] = [one for one in announced if one.number not in seen and waits(one)]
-        return len({one.name for one in found}) >= fewest
+        ready[:] = [engine for engine in announced if engine.number not in seen and waits(engine)]
+        return len({engine.name for engine in ready}) >= fewest
 
-    def waits(one: Announcement) -> bool:
+    def waits(engine: Announcement) -> bool:
         first = trainer.ranks
-        cards = [peer_key(0, first + rank) for rank in range(one.ranks)]
-        return store.check([f"{place_of(one.number)}/{card}" for card in cards])
+        cards = [peer_key(0, first + rank) for rank in range(engine.ranks)]
+        return store.check([f"{rendezvous_key(engine.number)}/{card}" for card in cards])
 
     awaited = f"engines, {fewest} of which are expected"
     if not _comes(are_here, time.monotonic() + timeout_s, awaited=awaited):
-        names = sorted({one.name for one in found})
-        if len(found) > len(names):
+        names = sorted({engine.name for engine in ready})
+        if len(ready) > len(names):
             raise LinkError(
-                f"{len(found)} engines came within {timeout_s:g} s, but under {len(names)} of the "
+                f"{len(ready)} engines came within {timeout_s:g} s, but under {len(names)} of the "
                 f"{fewest} names: {', '.join(names)}; give each a name= of its own"
             )
         raise LinkError(
-            f"{len(found)} of {fewest} engines came within {timeout_s:g} s; start all processes of "
+            f"{len(ready)} of {fewest} engines came within {timeout_s:g} s; start all processes of "
             "each with side='engine', this address and the same secret, or give a longer timeout_s="
             + "".join(f"; {text}" for text in failed)
         )
-    return found
+    return ready
 
 
-def wait_for_words(
+def wait_for_keys(
     store: SealedStore,
     keys: Mapping[int, str],
     timeout_s: float,
     side: Announcement,
-    presence: Presence,
+    presence: Heartbeat,
 ) -> None:
-    """Wait until ranks of a side have written at the store: the key of each, by rank.
+    """Wait until ranks of a side have written their keys to the store.
 
     Raises LinkError where one does not within a time, for all of them together, or has ended
     without.
@@ -307,15 +307,15 @@ def wait_for_words(
             if store.check_others is not None:
                 store.check_others()
             # It may have written just before it ended.
-            if presence.find_gone([side.tokens[rank]]) and not store.check([key]):
-                raise LinkError(explain_gone(store, side, side.tokens[rank]))
+            if presence.find_departed([side.tokens[rank]]) and not store.check([key]):
+                raise LinkError(explain_departure(store, side, side.tokens[rank]))
             if waited_s > timeout_s:
                 raise LinkError(f"{side.name_rank(rank)} does not answer for {timeout_s:g} s")
-            time.sleep(min(waited_s / 8, _LOOK_S))
+            time.sleep(min(waited_s / 8, _POLL_S))
 
 
 def prove_secret(group: RankGroup, key: bytes) -> None:
-    """Return where all ranks know the secret that `key` is derived from. All ranks call this.
+    """Check that all ranks know the secret that `key` is derived from. Collective.
 
     Raises LinkError, naming the rank that does not.
     """
@@ -333,7 +333,7 @@ def prove_secret(group: RankGroup, key: bytes) -> None:
 
 
 def _swap(group: RankGroup, given: dict[int, bytes]) -> dict[int, bytes]:
-    """Give every other rank its bytes, and get theirs; all of one length."""
+    """Exchange messages of one length with every other rank."""
     with group.errors("the link was not made"):
         return group.swap_bytes(given, dict.fromkeys(given, _CODE_BYTES))
 
@@ -341,10 +341,10 @@ def _swap(group: RankGroup, given: dict[int, bytes]) -> dict[int, bytes]:
 def _comes(
     is_there: Callable[[], bool],
     deadline_s: float,
-    presence: Presence | None = None,
+    presence: Heartbeat | None = None,
     awaited: str = "a process of the link",
 ) -> bool:
-    """Wait for something; whether it comes in time. Raises LinkError where the link is gone."""
+    """Wait for a condition; return whether it holds in time, or raise LinkError."""
     notice = WaitNotice(lambda: awaited)
     while not is_there():
         notice.check()
@@ -352,5 +352,5 @@ def _comes(
             presence.check()
         if time.monotonic() > deadline_s:
             return False
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return True

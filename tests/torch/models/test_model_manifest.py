@@ -18,17 +18,17 @@ from reshard.megatron.names import MegatronNames  # noqa: E402
 from reshard.megatron.parameters import LocalParameter  # noqa: E402
 from reshard.megatron.ranks import MegatronRanks  # noqa: E402
 from reshard.torch import BlockQuantized  # noqa: E402
-from reshard.torch.models.entries import Entry  # noqa: E402
-from reshard.torch.models.naming import renamed, serving_name  # noqa: E402
-from reshard.torch.models.rosters import (  # noqa: E402
+from reshard.torch.models.model_manifest import (  # noqa: E402
+    Entry,
+    ModelManifest,
     ModelTensor,
-    Roster,
-    assemble,
-    one_tensor_names,
+    assemble_tensors,
+    find_tied_names,
+    merge_layouts,
     shift_ranks,
-    unite_layouts,
 )
-from reshard.torch.models.stacks import member_layout, position_of  # noqa: E402
+from reshard.torch.models.naming import find_source_name, renamed  # noqa: E402
+from reshard.torch.models.parameters import find_position, member_layout  # noqa: E402
 from reshard.torch.refitting.matching import match_tensors  # noqa: E402
 from reshard.torch.refitting.plan import RefitPlan, staging_bytes  # noqa: E402
 
@@ -36,17 +36,17 @@ ROWS = reshard.spec(reshard.DeviceMesh.of(tp=2), "tp, -").layout((5, 4))
 COLUMNS = reshard.spec(reshard.DeviceMesh.of(tp=2), "-, tp").layout((5, 4))
 
 
-def rosters(*entries: list[Entry], **others: Any) -> dict[int, Roster]:
-    return {rank: Roster(tuple(of), **others) for rank, of in enumerate(entries)}
+def manifests(*entries: list[Entry], **others: Any) -> dict[int, ModelManifest]:
+    return {rank: ModelManifest(tuple(of), **others) for rank, of in enumerate(entries)}
 
 
 def problems_of(*entries: list[Entry], **others: Any) -> list[str]:
-    return assemble(rosters(*entries, **others), "source")[1]
+    return assemble_tensors(manifests(*entries, **others), "source")[1]
 
 
 def test_layouts_that_ranks_agree_on() -> None:
     listed = [[Entry("w", "int8", (3, 4), ROWS)], [Entry("w", "int8", (2, 4), ROWS)]]
-    held, problems = assemble(rosters(*listed), "source")
+    held, problems = assemble_tensors(manifests(*listed), "source")
     assert (held, problems) == ({"w": ModelTensor("int8", ROWS)}, [])
 
 
@@ -56,27 +56,29 @@ def test_ranks_of_several_layouts_have_each_a_copy() -> None:
         [Entry("w", "int8", layout.local_shape(rank), layout)]
         for rank, layout in ((0, ROWS), (1, ROWS), (2, later), (3, later))
     ]
-    found, problems = assemble(rosters(*entries), "source")
+    found, problems = assemble_tensors(manifests(*entries), "source")
     assert not problems
     layout = found["w"].layout
     boxes = {rank: layout.boxes(rank) for rank in range(4)}
     both = ROWS, ROWS, later, later
     assert boxes == {rank: one.boxes(rank) for rank, one in enumerate(both)}
     # Of equal parts there is one each, wherever they are.
-    again = unite_layouts([ROWS, shift_ranks(ROWS, 2)])
+    again = merge_layouts([ROWS, shift_ranks(ROWS, 2)])
     assert again is not None
     assert again.tables == ROWS.tables
     # Each rank is told what its own layout says.
     entries[3] = [Entry("w", "int8", (1, 1), later)]
-    assert "w: rank 3 has local shape [1, 1]" in assemble(rosters(*entries), "source")[1][0]
+    assert (
+        "w: rank 3 has local shape [1, 1]" in assemble_tensors(manifests(*entries), "source")[1][0]
+    )
 
 
 def test_what_is_no_copy_is_not_united() -> None:
     mesh = reshard.DeviceMesh.of(x=2)
     partial = reshard.spec(mesh, "-, - | sum(x)").layout((5, 4))
-    assert unite_layouts([ROWS, COLUMNS]) is None
-    assert unite_layouts([ROWS, shift_ranks(partial, 2)]) is None
-    assert unite_layouts([ROWS, shift_ranks(Layout.replicated((5, 3), 2), 2)]) is None
+    assert merge_layouts([ROWS, COLUMNS]) is None
+    assert merge_layouts([ROWS, shift_ranks(partial, 2)]) is None
+    assert merge_layouts([ROWS, shift_ranks(Layout.replicated((5, 3), 2), 2)]) is None
 
 
 def test_an_alias_is_filled_by_the_other_name() -> None:
@@ -84,15 +86,17 @@ def test_an_alias_is_filled_by_the_other_name() -> None:
     there = [Entry("e", "int8", (3, 4), ROWS), tied]
     other = replace(tied, shape=(2, 4))
     elsewhere = [Entry("e", "int8", (2, 4), ROWS), Entry("h", None, None, ROWS)]
-    found, problems = assemble(rosters(there, [*elsewhere[:1], other], elsewhere[1:]), "target")
+    found, problems = assemble_tensors(
+        manifests(there, [*elsewhere[:1], other], elsewhere[1:]), "target"
+    )
     assert (list(found), problems) == (["e"], [])
     # A rank where it has memory of its own needs its values.
     own = replace(other, alias_of="")
-    found, problems = assemble(rosters(there, [*elsewhere[:1], own]), "target")
+    found, problems = assemble_tensors(manifests(there, [*elsewhere[:1], own]), "target")
     assert (list(found), problems) == (["e", "h"], [])
     assert found["h"].layout is ROWS
     plain = [Entry("h", "int8", (5, 4), alias_of="e")], [Entry("h", "int8", (5, 4))]
-    found, problems = assemble(rosters(*plain), "target")
+    found, problems = assemble_tensors(manifests(*plain), "target")
     assert (found["h"].layout.holders, problems) == ((1,), [])
 
 
@@ -101,10 +105,10 @@ def test_of_sources_that_are_one_tensor_either_may_serve() -> None:
     there = [Entry("e", "int8", (3, 4), ROWS), tied]
     own = [Entry("e", "int8", (2, 4), ROWS), Entry("h", "int8", (2, 4), ROWS)]
     # Both are sources, whatever the target takes.
-    found, problems = assemble(rosters(there, own), "source")
+    found, problems = assemble_tensors(manifests(there, own), "source")
     assert (list(found), problems) == (["e", "h"], [])
-    assert one_tensor_names(rosters(there, there)) == {"h": "e"}
-    assert one_tensor_names(rosters(there, own)) == {}
+    assert find_tied_names(manifests(there, there)) == {"h": "e"}
+    assert find_tied_names(manifests(there, own)) == {}
     source, one = {"e": held(), "h": held()}, {"h": "e"}
     assert matched(source, {"e": held()}, one_tensor=one)[1] == []
     assert matched(source, {"h": held()}, one_tensor=one)[1] == []
@@ -122,11 +126,11 @@ def test_of_sources_that_are_one_tensor_either_may_serve() -> None:
 def test_a_rank_that_has_none_may_describe_it() -> None:
     whole = Layout.whole((5, 4), [1], 2)
     listed = [[Entry("w", None, None, whole)], [Entry("w", "int8", (5, 4), whole)]]
-    assert assemble(rosters(*listed), "source") == ({"w": ModelTensor("int8", whole)}, [])
+    assert assemble_tensors(manifests(*listed), "source") == ({"w": ModelTensor("int8", whole)}, [])
 
 
 def test_plain_tensors_are_whole_where_they_are() -> None:
-    held, problems = assemble(rosters([], [Entry("b", "int8", (3,))], []), "target")
+    held, problems = assemble_tensors(manifests([], [Entry("b", "int8", (3,))], []), "target")
     assert not problems
     assert held["b"].layout is Layout.whole((3,), [1], 2)
 
@@ -213,12 +217,12 @@ def test_megatron_on_ranks_that_begin_elsewhere() -> None:
     names = MegatronNames(MegatronRanks(tp=2))
     half = LocalParameter((2, 3), tensor_model_parallel=True, dtype="int8")
     entry = Entry("common", "int8", (2, 3), None, half, "own", 0)
-    both = {rank: Roster((entry,), names, 4) for rank in (4, 5)}
-    held, problems = assemble({0: Roster(), **both}, "source")
+    both = {rank: ModelManifest((entry,), names, 4) for rank in (4, 5)}
+    held, problems = assemble_tensors({0: ModelManifest(), **both}, "source")
     assert not problems
     assert held["common"].layout.boxes(5) == ROWS_OF_4.boxes(1)
     assert held["common"].layout.holders == (4, 5)
-    _, problems = assemble({4: both[4]}, "source")
+    _, problems = assemble_tensors({4: both[4]}, "source")
     assert problems[0].startswith("the source's ranks do not fit: no roster of rank 1")
 
 
@@ -308,7 +312,7 @@ def test_ties() -> None:
         found, problems = matched(source, target, ties=ties)
         assert ([one.source_name for one in found], problems) == (expected, [])
     with pytest.raises(UsageError, match="circle: a -> b -> a"):
-        serving_name("a", {}, {"a": "b", "b": "a"})
+        find_source_name("a", {}, {"a": "b", "b": "a"})
 
 
 def test_what_a_transform_makes_needs_no_source() -> None:
@@ -332,7 +336,7 @@ def test_members_of_a_stack() -> None:
         member = member_layout(stacked, number)
         assert member.holders == ((0, 1) if number < 3 else (2, 3))
         for slot in range(4):
-            at = position_of(stacked, slot, number)
+            at = find_position(stacked, slot, number)
             assert at == (number % 3 if slot in member.holders else None)
             if at is not None:
                 ((start, stop),) = stacked.boxes(slot)

@@ -18,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from reshard.errors import RunError, ShardError
 from reshard.torch import Refit
-from reshard.torch.models.module_memory import ModuleSlots, tensors_of
+from reshard.torch.models.model_inputs import ModuleSlots, tensors_of
 
 
 @pytest.fixture

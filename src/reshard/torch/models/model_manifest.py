@@ -1,0 +1,653 @@
+"""Manifests: the tensors of every rank of a model, assembled to those of the full model.
+
+A rank lists its tensors: names, dtypes, local shapes, and how each tensor is sharded as far as it
+knows. The lists of all ranks together determine each tensor of the model:
+
+1. a tensor with a known layout (a DTensor, or a tensor given with a layout) has that layout, and
+   every rank must describe the same; or ranks of several layouts each have a replica, as on the
+   parts `mesh["dp"]` of a mesh, which differ between the ranks of `tp`;
+2. a parameter of Megatron has attributes known to its rank, which are combined over all ranks
+   (`reshard.megatron.parameters`);
+3. any other tensor is replicated on every rank that lists it.
+
+Mismatches are collected instead of raised, so that users see all of them at once.
+
+Tensors of many layers differ only in their names. A rank's entries are therefore columns: names,
+and for each name the number of its kind, which holds everything else::
+
+    names     layers.0.up    layers.0.down    layers.1.up    layers.1.down
+    kind_of   0              1                0              1
+    kinds     0: bfloat16 [4, 8], sharded by rows    1: bfloat16 [8, 4], sharded by columns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.errors import ReshardError
+from reshard.layout import Layout
+from reshard.megatron.names import MegatronNames
+from reshard.megatron.parameters import LocalParameter, MegatronParameter, gather_parameters
+from reshard.recipes.naming import Fusion
+from reshard.runs import IntArray, RunTable
+from reshard.sharding import ShardingSpec
+from reshard.text import first_text
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a rank.
+
+    Attributes:
+        name: common to both models.
+        dtype: the element type, or None if the rank has no part and does not know it.
+        shape: the local shape, or None if this rank has no part.
+        layout: over global ranks, if the rank knows it.
+        parameter: Megatron's attributes, under its `local_name` in the model chunk `chunk`.
+        fusion: how its members are stored in it, if it is fused; by common names.
+        own_name: the model's own name of it; of Megatron's over the full model.
+        spec: the sharding of the layout, if the rank knows it.
+        alias_of: the name of a tied tensor whose memory it is on this rank.
+        sample: a digest of elements of a plain tensor, if ranks are to compare them.
+    """
+
+    name: str
+    dtype: str | None
+    shape: Shape | None
+    layout: Layout | None = None
+    parameter: LocalParameter | None = None
+    local_name: str = ""
+    chunk: int = 0
+    fusion: Fusion | None = None
+    own_name: str = ""
+    spec: ShardingSpec | None = None
+    alias_of: str = ""
+    sample: str = ""
+
+    @property
+    def kind(self) -> EntryKind:
+        """The part that it may share with other entries."""
+        return EntryKind(
+            self.dtype,
+            self.shape,
+            self.layout,
+            self.parameter,
+            self.chunk,
+            self.fusion,
+            self.spec,
+            self.alias_of,
+        )
+
+
+class EntryKind(NamedTuple):
+    """The common part of several tensors of a rank; the fields are those of `Entry`."""
+
+    dtype: str | None
+    shape: Shape | None
+    layout: Layout | None = None
+    parameter: LocalParameter | None = None
+    chunk: int = 0
+    fusion: Fusion | None = None
+    spec: ShardingSpec | None = None
+    alias_of: str = ""
+
+    def entry(self, name: str, own_name: str, local_name: str, sample: str) -> Entry:
+        """Return a tensor of this kind."""
+        dtype, shape, layout, parameter, chunk, fusion, spec, alias_of = self
+        others = (local_name, chunk, fusion, own_name, spec, alias_of, sample)
+        return Entry(name, dtype, shape, layout, parameter, *others)
+
+
+@dataclass(frozen=True, slots=True)
+class NameColumns:
+    """Names of a rank's tensors, in their order.
+
+    Attributes:
+        names: common to both models.
+        own_names: the model's names; the same list if they are equal.
+        local_names: the names on Megatron's ranks; empty for other models.
+    """
+
+    names: Sequence[str] = ()
+    own_names: Sequence[str] = ()
+    local_names: Sequence[str] = ()
+
+    @property
+    def are_own(self) -> bool:
+        """Whether all own names are the common names."""
+        return self.own_names is self.names or self.own_names == self.names
+
+
+class EntryColumns(Sequence[Entry]):
+    """A rank's entries. `samples` is empty if there are none.
+
+    >>> columns = EntryColumns.of([Entry("up", "int8", (4, 2)), Entry("down", "int8", (4, 2))])
+    >>> columns.kind_of, len(columns.kinds), columns[1].name
+    ([0, 0], 1, 'down')
+    """
+
+    __slots__ = ("columns", "kind_of", "kinds", "samples")
+
+    def __init__(
+        self,
+        columns: NameColumns,
+        kinds: Sequence[EntryKind],
+        kind_of: Sequence[int],
+        samples: Sequence[str] = (),
+    ) -> None:
+        self.columns = columns
+        self.kinds = kinds
+        self.kind_of = kind_of
+        self.samples = samples
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> EntryColumns:
+        """Return entries as columns."""
+        if isinstance(entries, EntryColumns):
+            return entries
+        kinds: dict[EntryKind, int] = {}
+        listed = tuple(entries)
+        return cls(
+            NameColumns(
+                [entry.name for entry in listed],
+                [entry.own_name for entry in listed],
+                [e.local_name for e in listed] if any(e.local_name for e in listed) else (),
+            ),
+            # Evaluated before `kinds`, which it fills.
+            kind_of=[kinds.setdefault(entry.kind, len(kinds)) for entry in listed],
+            kinds=tuple(kinds),
+            samples=[e.sample for e in listed] if any(e.sample for e in listed) else (),
+        )
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The common names."""
+        return self.columns.names
+
+    def with_aliases(self, alias_of: Mapping[str, str]) -> EntryColumns:
+        """Return the entries with the given tensors marked as the memory of others."""
+        if not alias_of:
+            return self
+        kinds = {kind: number for number, kind in enumerate(self.kinds)}
+        kind_of = list(self.kind_of)
+        for number, name in enumerate(self.names):
+            if name in alias_of:
+                kind = self.kinds[kind_of[number]]._replace(alias_of=alias_of[name])
+                kind_of[number] = kinds.setdefault(kind, len(kinds))
+        return EntryColumns(self.columns, tuple(kinds), kind_of, self.samples)
+
+    def __len__(self) -> int:
+        return len(self.columns.names)
+
+    def __getitem__(self, number: int) -> Entry:  # type: ignore[override]
+        names = self.columns
+        return self.kinds[self.kind_of[number]].entry(
+            names.names[number],
+            names.own_names[number],
+            names.local_names[number] if names.local_names else "",
+            self.samples[number] if self.samples else "",
+        )
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (self[number] for number in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+class ListedEntries:
+    """The entries of all ranks by number, which is that of their names in order of appearance.
+
+    `kind_of[i]` is equal for tensors that have equal kinds on every rank.
+    """
+
+    def __init__(self, ranks: Mapping[int, EntryColumns]) -> None:
+        numbers: dict[str, int] = {}
+        # Ranks with equal messages share an object; names are often equal even if kinds differ.
+        own_numbers: dict[int, list[int]] = {}
+        self._ranks = ranks
+        for columns in ranks.values():
+            if id(columns.columns) not in own_numbers:
+                own = [numbers.setdefault(name, len(numbers)) for name in columns.names]
+                own_numbers[id(columns.columns)] = own
+        self.names = list(numbers)
+        self._own_numbers = own_numbers
+        self._places = {
+            key: _invert(np.array(of, dtype=np.int64), len(numbers))
+            for key, of in own_numbers.items()
+        }
+        self.kind_of = self._number_kinds().tolist()
+        listed = {id(of.columns): of.columns for of in ranks.values() if len(of)}
+        self.may_share_names = len(listed) > 1 and not all(
+            columns_listed.are_own for columns_listed in listed.values()
+        )
+
+    def _number_kinds(self) -> IntArray:
+        kinds: dict[EntryKind, int] = {}
+        numbers = np.zeros(len(self.names), dtype=np.int64)
+        for columns in {id(of): of for of in self._ranks.values()}.values():
+            # The last number stands for names that a rank does not list.
+            of_kind = [kinds.setdefault(kind, len(kinds)) for kind in columns.kinds]
+            place = self._places[id(columns.columns)]
+            own_kinds = np.array([*of_kind, -1])[
+                np.append(columns.kind_of, -1).astype(np.int64)[place]
+            ]
+            # Renumber after each rank, so that the numbers stay small.
+            numbers = np.unique(numbers * (len(kinds) + 1) + own_kinds + 1, return_inverse=True)[
+                1
+            ].reshape(-1)
+        return numbers
+
+    def entries(self, number: int) -> dict[int, Entry]:
+        """Return a tensor's entries by rank; the first if a rank lists it twice."""
+        found = {}
+        for rank, columns in self._ranks.items():
+            place = self._places[id(columns.columns)][number]
+            if place >= 0:
+                found[rank] = columns[place]
+        return found
+
+    @property
+    def repeated(self) -> Iterator[tuple[int, Entry, Entry]]:
+        """Yield the rank, first and later entry of names that a rank lists twice."""
+        for rank, columns in self._ranks.items():
+            own = self._own_numbers[id(columns.columns)]
+            if len(set(own)) == len(own):
+                continue
+            places = self._places[id(columns.columns)]
+            for place, number in enumerate(own):
+                if places[number] != place:
+                    yield rank, columns[int(places[number])], columns[place]
+
+    @property
+    def have_samples(self) -> bool:
+        """Whether any rank has samples."""
+        return any(columns.samples for columns in self._ranks.values())
+
+
+def _invert(numbers: IntArray, count: int) -> IntArray:
+    """Return the first position of each number, or -1."""
+    places = np.full(count, -1, dtype=np.int64)
+    # Of equal numbers, the position that is written last remains: the first.
+    places[numbers[::-1]] = np.arange(len(numbers))[::-1]
+    return places
+
+
+_SHOWN_RANKS = 4
+
+
+@dataclass(frozen=True)
+class ModelManifest:
+    """The tensors of a rank of a model. `names` are those of Megatron's ranks, if it is one.
+
+    `first_rank` is the global rank of that model's rank 0. `problems` are reasons why the rank
+    cannot take part; `unmatched` are given parameters that this rank does not have.
+    """
+
+    entries: Sequence[Entry] = ()
+    names: MegatronNames | None = None
+    first_rank: int = 0
+    problems: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
+
+    @cached_property
+    def columns(self) -> EntryColumns:
+        """The entries as columns."""
+        return EntryColumns.of(self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """A tensor of the full model, with Megatron's parameter if it has one.
+
+    `fusion` describes its members if it is fused; `spec` is the sharding of the layout, if ranks
+    know it.
+    """
+
+    dtype: str
+    layout: Layout
+    parameter: MegatronParameter | None = None
+    first_rank: int = 0
+    fusion: Fusion | None = None
+    spec: ShardingSpec | None = None
+
+
+def shift_ranks(layout: Layout, ranks: int) -> Layout:
+    """Return the layout with all rank numbers increased by `ranks`.
+
+    >>> shift_ranks(Layout.replicated((4,), 2), 2).holders
+    (2, 3)
+    """
+    if not ranks:
+        return layout
+    return Layout(
+        layout.shape,
+        layout.tables,
+        layout.slots + ranks,
+        layout.cell_slot + ranks,
+        layout.cell_part,
+        layout.cell_contribution,
+        layout.contributions,
+        layout.reduction,
+    )
+
+
+def merge_layouts(layouts: Sequence[Layout]) -> Layout | None:
+    """Return the union of layouts of replicas of a tensor, or None if a rank is in two.
+
+    Parts of all of them overlap, so each has what the others have too.
+
+    >>> rows = Layout.replicated((4,), 1)
+    >>> merge_layouts([rows, shift_ranks(rows, 2)]).holders
+    (0, 2)
+    """
+    holders = [rank for layout in layouts for rank in layout.holders]
+    if len(set(holders)) != len(holders) or any(layout.contributions > 1 for layout in layouts):
+        return None
+    if len({layout.shape for layout in layouts}) > 1:
+        return None
+    tables, parts = [], [layout.cell_part.copy() for layout in layouts]
+    for dimension in range(layouts[0].ndim):
+        # Each table of the dimension once; the parts of later tables are numbered after the earlier
+        # ones.
+        tables_of = list(dict.fromkeys(layout.tables[dimension] for layout in layouts))
+        begins = dict(
+            zip(
+                tables_of, accumulate((table.parts for table in tables_of), initial=0), strict=False
+            )
+        )
+        for layout, part in zip(layouts, parts, strict=True):
+            part[:, dimension] += begins[layout.tables[dimension]]
+        tables.append(_join_tables(tables_of))
+    return Layout(
+        layouts[0].shape,
+        tables,
+        max(layout.slots for layout in layouts),
+        np.concatenate([layout.cell_slot for layout in layouts]),
+        np.concatenate(parts),
+    )
+
+
+def _join_tables(ways: Sequence[RunTable]) -> RunTable:
+    if len(ways) == 1:
+        return ways[0]
+    rows, parts = [], 0
+    for way in ways:
+        runs = way.single_runs()
+        rows.append((runs.part + parts, runs.start, runs.length, runs.local_start, runs.role))
+        parts += way.parts
+    columns = map(np.concatenate, zip(*rows, strict=True))
+    return RunTable.from_columns(ways[0].dimension_length, parts, *columns)
+
+
+def assemble_tensors(
+    manifests: Mapping[int, ModelManifest], side: str
+) -> tuple[dict[str, ModelTensor], list[str]]:
+    """Return the tensors of a model by name, and the mismatches.
+
+    Args:
+        manifests: by global rank.
+        side: `source` or `target`, for the messages.
+    """
+    problems: list[str] = []
+    for rank, manifest in manifests.items():
+        problems += [f"rank {rank}: {problem}" for problem in manifest.problems]
+    listed = ListedEntries({rank: manifest.columns for rank, manifest in manifests.items()})
+    for rank, first, entry in listed.repeated:
+        # Users' tables of names may give two tensors one name.
+        names = {first.own_name: None, entry.own_name: None}
+        text = f", as {' and '.join(map(repr, names))}" if len(names) > 1 else ""
+        problems.append(f"{entry.name}: twice in the {side}, on rank {rank}{text}")
+    of_megatron = {rank: r for rank, r in manifests.items() if r.names is not None}
+    parameters = _gather_parameters(of_megatron, side, problems)
+    if of_megatron:
+        # Another rank may have what this rank lacks.
+        nowhere = set.intersection(*(set(r.unmatched) for r in of_megatron.values()))
+        problems += [
+            f"{name}: no rank of the {side} has such a parameter, of which MegatronModel says more"
+            for name in sorted(nowhere)
+        ]
+    tensors: dict[str, ModelTensor] = {}
+    # Tensors that all ranks describe equally are equal; Megatron's are distinguished by name.
+    known: dict[int, ModelTensor | None] = {}
+    have_samples, may_share = listed.have_samples, listed.may_share_names
+    for number, (name, kind) in enumerate(zip(listed.names, listed.kind_of, strict=True)):
+        if may_share:
+            problems += _find_shared_names(name, listed.entries(number), side)
+        if kind in known:
+            tensor = known[kind]
+        else:
+            by_rank, problems_before = listed.entries(number), len(problems)
+            first_of = manifests[next(iter(by_rank))]
+            tensor = _assemble_tensor(name, by_rank, parameters, first_of, side, problems)
+            # Problems are reported for each tensor.
+            if len(problems) == problems_before and (tensor is None or tensor.parameter is None):
+                known[kind] = tensor
+        if tensor is None:
+            continue
+        if have_samples and tensor.spec is None and tensor.parameter is None:
+            problem = _find_different_samples(name, listed.entries(number), side)
+            if problem:
+                problems.append(problem)
+                continue
+        tensors[name] = tensor
+    return tensors, problems
+
+
+def _find_shared_names(name: str, by_rank: Mapping[int, Entry], side: str) -> Iterator[str]:
+    """Yield a problem if ranks use one name for tensors with different own names.
+
+    They would pass for copies, or for parts, of one tensor.
+    """
+    ranks_by_name: dict[str, int] = {}
+    for rank, entry in by_rank.items():
+        if entry.shape is not None:
+            ranks_by_name.setdefault(entry.own_name, rank)
+    if len(ranks_by_name) > 1:
+        shown = " and ".join(
+            f"{own!r} of rank {rank}" for own, rank in list(ranks_by_name.items())[:2]
+        )
+        yield (
+            f"{name}: the name of two tensors of the {side}, {shown}; give each a name of its "
+            "own, and declare ties where they are one"
+        )
+
+
+def _gather_parameters(
+    manifests: Mapping[int, ModelManifest], side: str, problems: list[str]
+) -> dict[str, MegatronParameter]:
+    """Return the combined parameters of Megatron's ranks, by common name."""
+    if not manifests:
+        return {}
+    first = next(iter(manifests.values()))
+    # Ranks must agree on the numbering before their parameters can be combined.
+    names, ahead = first.names, first.first_rank
+    if names is None or any((r.names, r.first_rank) != (names, ahead) for r in manifests.values()):
+        problems.append(f"the {side}'s ranks have different MegatronNames or rank offsets")
+        return {}
+    common: dict[str, str] = {}
+    by_rank: dict[int, list[list[tuple[str, LocalParameter]]]] = {}
+    try:
+        for rank, manifest in manifests.items():
+            own = rank - ahead
+            chunks = max((entry.chunk for entry in manifest.entries), default=0) + 1
+            by_rank[own] = [[] for _ in range(chunks)]
+            for entry in manifest.entries:
+                if entry.parameter is not None:
+                    by_rank[own][entry.chunk].append((entry.local_name, entry.parameter))
+                    whole = names.global_name(entry.local_name, own, entry.chunk)
+                    common[whole] = entry.name
+        gathered = gather_parameters(names, by_rank)
+    except ReshardError as error:
+        problems.append(f"the {side}'s ranks do not fit: {error}")
+        return {}
+    return {common[name]: parameter for name, parameter in gathered.items()}
+
+
+def _assemble_tensor(
+    name: str,
+    by_rank: Mapping[int, Entry],
+    parameters: Mapping[str, MegatronParameter],
+    first_of: ModelManifest,
+    side: str,
+    problems: list[str],
+) -> ModelTensor | None:
+    fusions = {entry.fusion for entry in by_rank.values()}
+    if len(fusions) > 1:
+        problems.append(f"{name}: ranks of the {side} name different members of it")
+        return None
+    (fusion,) = fusions
+    if side == "target":
+        if all(entry.alias_of or entry.shape is None for entry in by_rank.values()) and any(
+            entry.alias_of for entry in by_rank.values()
+        ):
+            # On every rank it is another tensor's memory, which is filled under that name.
+            return None
+        by_rank = _without_aliases(by_rank)
+    first = next(iter(by_rank.values()))
+    dtypes = {entry.dtype: rank for rank, entry in by_rank.items() if entry.dtype is not None}
+    if len(dtypes) != 1:
+        text = ", ".join(f"{dtype} on rank {rank}" for dtype, rank in dtypes.items())
+        problems.append(f"{name}: the {side} is {text}" if text else f"{name}: no rank has it")
+        return None
+    (dtype,) = dtypes
+    if any((e.parameter is None) != (first.parameter is None) for e in by_rank.values()):
+        problems.append(f"{name}: Megatron's on some ranks of the {side}, and not on others")
+        return None
+    # A Megatron parameter: its layout follows from all ranks' attributes.
+    if first.parameter is not None:
+        parameter = parameters.get(name)
+        if parameter is None:
+            return None
+        try:
+            layout = parameter.spec().layout(parameter.global_shape)
+        except ReshardError as error:
+            problems.append(f"{name}: the {side}: {error}")
+            return None
+        ahead = first_of.first_rank
+        whole = replace(parameter, dtype=dtype)
+        return ModelTensor(dtype, shift_ranks(layout, ahead), whole, ahead, fusion)
+    # A DTensor, or a tensor with a layout: all ranks must describe the same.
+    layouts = {entry.layout: rank for rank, entry in by_rank.items()}
+    united = None
+    if len(layouts) > 1 and None not in layouts:
+        united = merge_layouts([layout for layout in layouts if layout is not None])
+    if len(layouts) > 1 and united is None:
+        ranks = " and ".join(map(str, list(layouts.values())[:2]))
+        problems.append(f"{name}: ranks {ranks} have different layouts of the {side}")
+        return None
+    known = united or first.layout
+    if known is not None:
+        problems += _find_misfits(name, known, by_rank, side)
+        spec = None if united is not None else first.spec
+        return ModelTensor(dtype, known, fusion=fusion, spec=spec)
+    # A plain tensor: replicated on each rank that has it.
+    shapes = {entry.shape: rank for rank, entry in by_rank.items() if entry.shape is not None}
+    if len(shapes) > 1:
+        text = ", ".join(f"{list(shape)} on rank {rank}" for shape, rank in shapes.items())
+        problems.append(
+            f"{name}: a plain tensor of the {side} is whole on every rank, but it has shape {text}"
+        )
+        return None
+    if not shapes:
+        problems.append(f"{name}: no rank of the {side} has it")
+        return None
+    (shape,) = shapes
+    holders = [rank for rank, entry in by_rank.items() if entry.shape is not None]
+    return ModelTensor(dtype, Layout.whole(shape, holders, max(holders) + 1), fusion=fusion)
+
+
+def _find_different_samples(name: str, by_rank: Mapping[int, Entry], side: str) -> str:
+    """Return a problem if a plain tensor's values differ between ranks, or an empty text."""
+    samples: dict[str, int] = {}
+    filled = _without_aliases(by_rank) if side == "target" else by_rank
+    for rank, entry in filled.items():
+        if entry.shape is not None:
+            samples.setdefault(entry.sample, rank)
+    if len(samples) < 2:
+        return ""
+    first_rank, second_rank, *_ = sorted(samples.values())
+    return (
+        f"{name}: a plain tensor of the {side} is whole on every rank, but ranks {first_rank} and "
+        f"{second_rank} have different values; if they are parts, give it with its Layout, or its "
+        "module as MegatronModel; if either will do, say check_replicas=False"
+    )
+
+
+def _without_aliases(by_rank: Mapping[int, Entry]) -> Mapping[int, Entry]:
+    """Return the ranks on which a tensor is not filled under another name.
+
+    A tensor with a layout keeps all its ranks: if it is another's memory, both write the same
+    values.
+    """
+    return {
+        rank: entry
+        for rank, entry in by_rank.items()
+        if not entry.alias_of or entry.layout is not None or entry.parameter is not None
+    }
+
+
+def find_alias_names(manifests: Mapping[int, ModelManifest]) -> set[str]:
+    """Return the names that are another tensor's memory on some rank."""
+    return {entry.name for entry in _list_aliases(manifests)}
+
+
+def find_tied_names(manifests: Mapping[int, ModelManifest]) -> dict[str, str]:
+    """Return names that are another tensor's memory wherever they have elements, with its name.
+
+    >>> embedding, head = Entry("e", "int8", (4, 2)), Entry("h", "int8", (4, 2), alias_of="e")
+    >>> empty = Entry("e", "int8", (0, 2)), Entry("h", "int8", (0, 2))
+    >>> find_tied_names({0: ModelManifest((embedding, head)), 1: ModelManifest(empty)})
+    {'h': 'e'}
+    """
+    tied: dict[str, str] = {}
+    for entry in _list_aliases(manifests):
+        tied.setdefault(entry.name, entry.alias_of)
+    if tied:
+        for manifest in manifests.values():
+            for entry in manifest.entries:
+                has_elements = entry.shape is not None and 0 not in entry.shape
+                if has_elements and entry.alias_of != tied.get(entry.name, entry.alias_of):
+                    del tied[entry.name]
+    return tied
+
+
+def _list_aliases(manifests: Mapping[int, ModelManifest]) -> Iterator[Entry]:
+    for manifest in manifests.values():
+        if any(kind.alias_of for kind in manifest.columns.kinds):
+            yield from (entry for entry in manifest.entries if entry.alias_of)
+
+
+def _find_misfits(name: str, layout: Layout, by_rank: Mapping[int, Entry], side: str) -> list[str]:
+    """Return problems of ranks whose local shapes differ from the layout's, grouped by problem."""
+    ranks_by_problem: dict[str, list[int]] = {}
+    for rank, expected in layout.local_shapes.items():
+        entry = by_rank.get(rank)
+        if entry is None or entry.shape is None:
+            problem = "no part of the {side}, which its layout says it holds"
+            ranks_by_problem.setdefault(problem.format(side=side), []).append(rank)
+        elif entry.shape != expected:
+            problem = (
+                f"local shape {list(entry.shape)}, the {side}'s layout says {list(expected or ())}"
+            )
+            ranks_by_problem.setdefault(problem, []).append(rank)
+    lines = []
+    for problem, ranks in ranks_by_problem.items():
+        shown = first_text(ranks, _SHOWN_RANKS)
+        has = "has" if len(ranks) == 1 else "have"
+        lines.append(f"{name}: rank{'s' * (len(ranks) > 1)} {shown} {has} {problem}")
+    return lines
