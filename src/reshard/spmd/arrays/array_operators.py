@@ -10,10 +10,8 @@ import numpy as np
 
 from reshard.errors import ShardError, UsageError
 from reshard.spmd import namespace
-from reshard.spmd.ops import elementwise
+from reshard.spmd.ops import elementwise, movement, reductions
 from reshard.spmd.ops import elementwise as e
-from reshard.spmd.ops import movement as manipulation
-from reshard.spmd.ops import reductions as statistics
 from reshard.spmd.ops.arguments import of_arrays
 from reshard.spmd.ops.indexing import getitem
 from reshard.spmd.ops.movement import matrix_transpose, permute_dims
@@ -70,22 +68,22 @@ _BY_NAME = {"axis", "keepdims", "axes", "dtype"}
 
 def _raise_rank(x: Any, least: int) -> Any:
     """With dimensions of size 1 ahead, up to the least number of dimensions."""
-    return manipulation.reshape(x, (1,) * (least - x.ndim) + x.shape) if x.ndim < least else x
+    return movement.reshape(x, (1,) * (least - x.ndim) + x.shape) if x.ndim < least else x
 
 
 @of_arrays
 def _hstack(tup: Sequence[Any]) -> Any:
     arrays = [_raise_rank(one, 1) for one in elementwise.operands(*tup)]
-    return manipulation.concat(arrays, axis=0 if arrays[0].ndim == 1 else 1)
+    return movement.concat(arrays, axis=0 if arrays[0].ndim == 1 else 1)
 
 
 @of_arrays
 def _vstack(tup: Sequence[Any]) -> Any:
-    return manipulation.concat([_raise_rank(one, 2) for one in elementwise.operands(*tup)])
+    return movement.concat([_raise_rank(one, 2) for one in elementwise.operands(*tup)])
 
 
 def _ravel(a: Any) -> Any:
-    return manipulation.reshape(a, (-1,))
+    return movement.reshape(a, (-1,))
 
 
 def _dot(a: Any, b: Any) -> Any:
@@ -101,7 +99,7 @@ def _dot(a: Any, b: Any) -> Any:
 
 def _squeeze(a: Any, axis: int | Sequence[int] | None = None) -> Any:
     ones = tuple(dim for dim, size in enumerate(a.shape) if size == 1)
-    return manipulation.squeeze(a, ones if axis is None else axis)
+    return movement.squeeze(a, ones if axis is None else axis)
 
 
 def _copy(a: Any) -> Any:
@@ -113,7 +111,7 @@ def _swapaxes(a: Any, axis1: int, axis2: int) -> Any:
     order = list(range(a.ndim))
     first, second = axis_of(a.ndim, axis1), axis_of(a.ndim, axis2)
     order[first], order[second] = second, first
-    return manipulation.permute_dims(a, order)
+    return movement.permute_dims(a, order)
 
 
 # What the array API has no one function for.
@@ -166,7 +164,7 @@ def by_ufunc(ufunc: Any, method: str, inputs: tuple[Any, ...], options: Mapping[
         given = {"axis": 0, **options}
         if given.get("dtype") is None:
             given.pop("dtype", None)
-        return getattr(statistics, _REDUCED[name])(*inputs, **given)
+        return getattr(reductions, _REDUCED[name])(*inputs, **given)
     raise UsageError(
         f"numpy.{ufunc.__name__}.{method} with {sorted(options)} on an array in shards; use a "
         "function of reshard.spmd, or x.to_dense()"

@@ -38,8 +38,7 @@ from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.local_work import Function, LocalWork, has_plain_parts
 from reshard.spmd.core.operator import Operator, register
 from reshard.spmd.core.result_types import asked, kind_of
-from reshard.spmd.ops import data_types, elementwise
-from reshard.spmd.ops import reductions as statistics
+from reshard.spmd.ops import data_types, elementwise, reductions
 from reshard.spmd.ops.arguments import explain_errors, of_arrays, portion, whole_number
 from reshard.spmd.ops.elementwise import add, maximum, multiply, operands, whole
 from reshard.spmd.ops.indexing import take
@@ -456,12 +455,12 @@ def categorical(key: Any, logits: Any, *, axis: int = -1) -> Any:
     # a 0 would be infinite.
     noise = -elementwise.log(-elementwise.log(maximum(drawn, 2.0**-54)))
     noisy = add(data_types.astype(logits, data_types.float64), noise)
-    most = statistics.max(noisy, axis=place, keepdims=True)
+    most = reductions.max(noisy, axis=place, keepdims=True)
     # The first place that has it; the last class where no number is greatest (NaN).
     shape = [size if dim == place else 1 for dim in range(logits.ndim)]
     places = whole(noisy, np.arange(size).reshape(shape))
     found = elementwise.where(elementwise.equal(noisy, most), places, size - 1)
-    return statistics.min(found, axis=place)
+    return reductions.min(found, axis=place)
 
 
 @of_arrays

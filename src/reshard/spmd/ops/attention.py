@@ -40,14 +40,12 @@ from reshard.spmd.core.operator import (
     register,
 )
 from reshard.spmd.core.result_types import kind_of
-from reshard.spmd.ops import data_types, elementwise
-from reshard.spmd.ops import reductions as statistics
+from reshard.spmd.ops import data_types, elementwise, reductions
 from reshard.spmd.ops.accumulation_dtypes import in_wide_types
 from reshard.spmd.ops.arguments import of_arrays, whole_number
 from reshard.spmd.ops.elementwise import add, divide, exp, multiply, operands, where, whole
 from reshard.spmd.ops.movement import expand_dims, matrix_transpose, reshape
-from reshard.spmd.ops.networks import pull_again as _pull_again
-from reshard.spmd.ops.networks import take_off_most as _take_off_most
+from reshard.spmd.ops.networks import pull_again, take_off_most
 from reshard.spmd.ops.products import matmul
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, counted
 from reshard.spmd.rules.sharding_rule import OpShardingRule
@@ -663,9 +661,9 @@ def attend_by_scores(
     # 3. The weighed values, groups and their heads merged again: zeros where no key is seen.
     weights = scores
     if 0 not in scores.shape:
-        apart, _, _ = _take_off_most(scores, -1)
+        apart, _, _ = take_off_most(scores, -1)
         powers = exp(apart)
-        total = statistics.sum(powers, axis=-1, keepdims=True)
+        total = reductions.sum(powers, axis=-1, keepdims=True)
         weights = divide(powers, where(elementwise.equal(total, 0), 1.0, total))
     if groups != heads:
         weights = reshape(weights, (*lead, groups, heads // groups, length, keys.shape[-2]))
@@ -767,7 +765,7 @@ def _pull_attention_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]
     def pull_back(q: Any, k: Any, v: Any, g: Any) -> Any:
         return namespace.find("vjp")(attend, q, k, v)[1](g)
 
-    return _pull_again(pull_back, step, cotangents)
+    return pull_again(pull_back, step, cotangents)
 
 
 _register_attention(

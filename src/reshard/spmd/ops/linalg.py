@@ -30,8 +30,7 @@ from reshard.spmd.core.operator import (
     register,
 )
 from reshard.spmd.core.result_types import kind_of, of_first
-from reshard.spmd.ops import data_types, elementwise
-from reshard.spmd.ops import reductions as statistics
+from reshard.spmd.ops import data_types, elementwise, reductions
 from reshard.spmd.ops.accumulation_dtypes import in_wide_types
 from reshard.spmd.ops.arguments import as_whole, of_arrays
 from reshard.spmd.ops.elementwise import operands, where, whole
@@ -238,7 +237,7 @@ register_linalg(
 @of_arrays
 def trace(x: Any, /, *, offset: int = 0, dtype: object = None) -> Any:
     """The sum of the diagonal of matrices."""
-    return statistics.sum(diagonal(x, offset=offset), axis=-1, dtype=dtype)
+    return reductions.sum(diagonal(x, offset=offset), axis=-1, dtype=dtype)
 
 
 # ---- cholesky
@@ -453,7 +452,7 @@ def _find_cutoff(x: Any, s: Any, rtol: Any) -> Any:
     if rtol is None:
         # The default of numpy.linalg.matrix_rank: rounding errors grow with the size.
         rtol = max(x.shape[-2:]) * float(data_types.finfo(x.dtype).eps)
-    largest = statistics.max(s, axis=-1, keepdims=True) if s.shape[-1] else s
+    largest = reductions.max(s, axis=-1, keepdims=True) if s.shape[-1] else s
     relative = operands(x, rtol)[1]
     is_known = isinstance(relative, ArrayValue | int | float)
     if not is_known:
@@ -696,7 +695,7 @@ register_factorisation(
 def matrix_rank(x: Any, /, *, rtol: Any = None) -> Any:
     """The number of singular values larger than `rtol` times the largest."""
     s = svdvals(x)
-    return statistics.count_nonzero(elementwise.greater(s, _find_cutoff(x, s, rtol)), axis=-1)
+    return reductions.count_nonzero(elementwise.greater(s, _find_cutoff(x, s, rtol)), axis=-1)
 
 
 @of_arrays
@@ -728,12 +727,12 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
     if ord in (1, -1, math.inf, -math.inf):
         # Order inf is the largest sum of a row, order 1 that of a column.
         rows_last = ord in (math.inf, -math.inf)
-        sums = statistics.sum(elementwise.abs(x), axis=-1 if rows_last else -2, keepdims=True)
-        choose = statistics.max if ord > 0 else statistics.min
+        sums = reductions.sum(elementwise.abs(x), axis=-1 if rows_last else -2, keepdims=True)
+        choose = reductions.max if ord > 0 else reductions.min
         found = choose(sums, axis=(-2, -1), keepdims=keepdims)
     elif ord in (2, -2, "nuc"):
         s = svdvals(x)
-        choose = {2: statistics.max, -2: statistics.min, "nuc": statistics.sum}[ord]
+        choose = {2: reductions.max, -2: reductions.min, "nuc": reductions.sum}[ord]
         found = choose(s, axis=-1)
         if keepdims:
             found = reshape(found, (*found.shape, 1, 1))
@@ -754,18 +753,18 @@ def vector_norm(
     if kind_of(size.dtype) != "real floating":
         raise UsageError(f"vector_norm of {x.dtype}; floating numbers were expected")
     if ord == math.inf:
-        return statistics.max(size, axis=axis, keepdims=keepdims)
+        return reductions.max(size, axis=axis, keepdims=keepdims)
     if ord == -math.inf:
-        return statistics.min(size, axis=axis, keepdims=keepdims)
+        return reductions.min(size, axis=axis, keepdims=keepdims)
     if ord == 0:
-        counts = statistics.count_nonzero(size, axis=axis, keepdims=keepdims)
+        counts = reductions.count_nonzero(size, axis=axis, keepdims=keepdims)
         return data_types.astype(counts, size.dtype)
     if ord == 1:
-        return statistics.sum(size, axis=axis, keepdims=keepdims)
+        return reductions.sum(size, axis=axis, keepdims=keepdims)
     if ord == 2:
-        total = statistics.sum(elementwise.square(size), axis=axis, keepdims=keepdims)
+        total = reductions.sum(elementwise.square(size), axis=axis, keepdims=keepdims)
         return elementwise.sqrt(total)
-    powers = statistics.sum(elementwise.pow(size, float(ord)), axis=axis, keepdims=keepdims)
+    powers = reductions.sum(elementwise.pow(size, float(ord)), axis=axis, keepdims=keepdims)
     return elementwise.pow(powers, 1.0 / ord)
 
 

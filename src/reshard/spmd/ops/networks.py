@@ -19,8 +19,7 @@ from reshard.spmd import namespace
 from reshard.spmd.core.local_work import Function, LocalWork
 from reshard.spmd.core.operator import Example, Infer, JointPullback, Operator, TapeStep, register
 from reshard.spmd.core.result_types import kind_of
-from reshard.spmd.ops import elementwise
-from reshard.spmd.ops import reductions as statistics
+from reshard.spmd.ops import elementwise, reductions
 from reshard.spmd.ops.accumulation_dtypes import in_wide_types
 from reshard.spmd.ops.arguments import of_arrays, portion, whole_number
 from reshard.spmd.ops.elementwise import add, divide, exp, log, multiply, operands, subtract, where
@@ -50,7 +49,7 @@ def gelu(x: Any, /) -> Any:
 def logsumexp(x: Any, /, *, axis: Axis = -1, keepdims: bool = False) -> Any:
     """The logarithm of the sum of exponentials along axes, without overflow; -inf if empty."""
     if 0 in x.shape:
-        nothing = statistics.sum(exp(x), axis=axis, keepdims=keepdims)
+        nothing = reductions.sum(exp(x), axis=axis, keepdims=keepdims)
         return subtract(nothing, math.inf)
     _, most, total = take_off_most(x, axis)
     found = add(log(total), most)
@@ -64,12 +63,12 @@ def take_off_most(x: Any, axis: Axis) -> tuple[Any, Any, Any]:
     # Where all are -inf, so is the result: nothing is taken off.
     most = where(elementwise.isfinite(most), most, 0.0)
     apart = subtract(x, most)
-    return apart, most, statistics.sum(exp(apart), axis=axis, keepdims=True)
+    return apart, most, reductions.sum(exp(apart), axis=axis, keepdims=True)
 
 
 def _find_most(x: Any, axis: Axis) -> Any:
     """The greatest along axes, as a constant: what is taken off changes no result."""
-    most = statistics.max(x, axis=axis, keepdims=True)
+    most = reductions.max(x, axis=axis, keepdims=True)
     # A derivative of the greatest would have to find who it was, on all ranks.
     is_differentiated = any(hasattr(one, "record_read") for one in recorders)
     return call("stop_gradient", (most,)) if is_differentiated else most
@@ -83,7 +82,7 @@ def softmax(x: Any, /, *, axis: Axis = -1) -> Any:
         axes_of(x.ndim, axis)
         return exp(x)
     powers = exp(subtract(x, _find_most(x, axis)))
-    return divide(powers, statistics.sum(powers, axis=axis, keepdims=True))
+    return divide(powers, reductions.sum(powers, axis=axis, keepdims=True))
 
 
 @of_arrays
@@ -285,8 +284,8 @@ def layer_norm_by_parts(
     x: Any, weight: Any = None, bias: Any = None, *, axes: Axis, epsilon: float
 ) -> Any:
     """The norm, see `layer_norm`, of other operations, whose axes may be cut."""
-    apart = subtract(x, statistics.mean(x, axis=axes, keepdims=True))
-    spread = statistics.mean(elementwise.square(apart), axis=axes, keepdims=True)
+    apart = subtract(x, reductions.mean(x, axis=axes, keepdims=True))
+    spread = reductions.mean(elementwise.square(apart), axis=axes, keepdims=True)
     found = divide(apart, elementwise.sqrt(add(spread, epsilon)))
     found = found if weight is None else multiply(found, weight)
     return found if bias is None else add(found, bias)
@@ -295,7 +294,7 @@ def layer_norm_by_parts(
 @in_wide_types
 def rms_norm_by_parts(x: Any, weight: Any = None, *, axes: Axis, epsilon: float) -> Any:
     """The norm, see `rms_norm`, of other operations, whose axes may be cut."""
-    size = statistics.mean(elementwise.square(x), axis=axes, keepdims=True)
+    size = reductions.mean(elementwise.square(x), axis=axes, keepdims=True)
     found = divide(x, elementwise.sqrt(add(size, epsilon)))
     return found if weight is None else multiply(found, weight)
 
@@ -341,7 +340,7 @@ def cross_entropy(
     every = squeeze(log(total), place)
     found = subtract(every, squeeze(take_along_axis(apart, wanted, axis=place), place))
     if label_smoothing:
-        shared = subtract(every, statistics.mean(apart, axis=place))
+        shared = subtract(every, reductions.mean(apart, axis=place))
         found = add(multiply(found, 1 - label_smoothing), multiply(shared, label_smoothing))
     return found if ignored is None else where(ignored, 0.0, found)
 

@@ -15,12 +15,10 @@ from reshard.errors import SpecError, UsageError
 from reshard.spmd.core.local_work import Function, LocalWork
 from reshard.spmd.core.operator import Example, Infer, Operator, TapeStep, register
 from reshard.spmd.core.result_types import index, of_first, value_and_index
-from reshard.spmd.ops import elementwise
-from reshard.spmd.ops import reductions as statistics
+from reshard.spmd.ops import elementwise, reductions
 from reshard.spmd.ops.arguments import of_arrays, whole_number
 from reshard.spmd.ops.elementwise import operands, whole
-from reshard.spmd.ops.indexing import add_along as _add_along
-from reshard.spmd.ops.indexing import take
+from reshard.spmd.ops.indexing import add_along, take
 from reshard.spmd.ops.movement import broadcast_to, concat, reshape, take_ranges
 from reshard.spmd.ops.reductions import any as any_of
 from reshard.spmd.ops.sharded_sort import order_of, sorted_along, sorted_where_cut
@@ -251,7 +249,7 @@ def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: 
 @of_arrays
 def top_k(x: Any, k: int, /, *, axis: int = -1) -> tuple[Any, Any]:
     """The `k` largest elements along an axis, in descending order, and their indices."""
-    statistics.check_ordered(x, "top_k")
+    reductions.check_ordered(x, "top_k")
     attributes = {"k": whole_number("the largest", k), "axis": axis_of(x.ndim, axis)}
     found: tuple[Any, Any] = call("top_k", (x,), attributes)
     return found
@@ -295,7 +293,7 @@ def _top_k_kernel(work: LocalWork) -> Function:
 
 
 def _pull_largest(step: TapeStep, g: Any, number: int) -> Any:
-    return _add_along(step.operands[0], step.results[1], g[0], step.attributes["axis"])
+    return add_along(step.operands[0], step.results[1], g[0], step.attributes["axis"])
 
 
 register_ordering(

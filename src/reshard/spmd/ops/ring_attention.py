@@ -40,7 +40,7 @@ from reshard.spmd.ops.attention import (
 )
 from reshard.spmd.ops.elementwise import where, whole
 from reshard.spmd.ops.movement import expand_dims, matrix_transpose, reshape
-from reshard.spmd.ops.networks import pull_again as _pull_again
+from reshard.spmd.ops.networks import pull_again
 from reshard.spmd.ops.reductions import sum as sum_over
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, counted
 from reshard.spmd.rules.sharding_rule import OpShardingRule
@@ -418,7 +418,7 @@ def _pull_turn_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
         both = (sum_over(one, axis=-3) for one in (of_keys, of_values))
         return (reshape(of_scores @ keys, q.shape), *both)
 
-    return _pull_again(pull_back, step, cotangents)
+    return pull_again(pull_back, step, cotangents)
 
 
 def _group_heads(x: Any, groups: int) -> Any:
