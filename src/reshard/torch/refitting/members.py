@@ -1,8 +1,8 @@
-"""Members of fused tensors, and the stretches of a tensor's dimension that they lie in.
+"""Members of fused tensors, and the ranges of a tensor's dimension in which they are stored.
 
-1. A model's tensors are found by name: a tensor's own, or those of the members of a fused tensor
-   (`reshard.recipes.naming`).
-2. A member lies in stretches on either side; cut at the ends of both, they are the same::
+1. A model's tensors are found by name: by a tensor's own, or by those of the members of a fused
+   tensor (`reshard.recipes.naming`).
+2. A member is stored in ranges on either side. Split at the ends of both, they correspond::
 
        source  linear_qkv       | q q k v | q q k v |       member q    2:4 of it | 2:4
        target  q_proj           | q q q q |                             0:4
@@ -10,8 +10,8 @@
        q[0:2]   source 0:2 of linear_qkv     target 0:2 of q_proj
        q[2:4]   source 4:6 of linear_qkv     target 2:4 of q_proj
 
-3. A stretch of a tensor is itself a tensor: its layout is the tensor's, of those indices only, and
-   on each rank it is a view of the rank's part, so it is moved from where it lies::
+3. A range of a tensor is itself a tensor: its layout is the tensor's, restricted to those indices,
+   and on each rank it is a view of the rank's part, so it is sent from where it is stored::
 
        8 rows over 2 ranks         rows 3:6 of it         in the memory of
        rank 0   0 1 2 3            rank 0   0             rank 0   . . . x
@@ -45,9 +45,9 @@ class MemberRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A tensor as a model has it: the tensor `name`, or a part of the fused one of that name.
+    """A tensor as a model has it: the tensor `name`, or a part of the fused tensor of that name.
 
-    `places` are its stretches of `dimension`, in the member's order; none where it is the tensor.
+    `places` are its ranges of `dimension`, in the member's order; empty if it is the tensor.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Member:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the member."""
+        """The shape of the member."""
         shape = list(self.tensor.layout.shape)
         if self.dimension is not None:
             shape[self.dimension] = sum(place.stop - place.start for place in self.places)
@@ -65,11 +65,11 @@ class Member:
 
     @property
     def edges(self) -> set[int]:
-        """Where its stretches begin, in its own indices."""
+        """The starts of its ranges, in its own indices."""
         return {place.member_start for place in self.places}
 
     def range_of(self, dimension: int, start: int, stop: int) -> IndexRange | None:
-        """Indices of the member that lie in one stretch; None where they are a whole tensor."""
+        """Return indices of the member in a single range, or None for a whole tensor."""
         if self.dimension is None:
             if (start, stop) == (0, self.shape[dimension]):
                 return None
@@ -85,23 +85,23 @@ def members_of(side: Mapping[str, ModelTensor]) -> dict[str, Member]:
 
     Raises RecipeError for a fused tensor whose length its members do not share.
     """
-    found = {name: Member(name, tensor) for name, tensor in side.items()}
+    members = {name: Member(name, tensor) for name, tensor in side.items()}
     for name, tensor in side.items():
         for member_name, member in fused_members(name, tensor).items():
             # A tensor of that name counts before a member of another tensor.
-            found.setdefault(member_name, member)
-    return found
+            members.setdefault(member_name, member)
+    return members
 
 
 def repeated_members(side: Mapping[str, ModelTensor], ties: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with members that two fused tensors have, which are not tied.
+    """Yield problems of members of two fused tensors that are not tied.
 
-    A table whose members have no `*` says so of the tensors of all layers.
+    This includes tables whose members have no `*`, which apply to all layers.
     """
-    has: dict[str, str] = {}
+    first_owner: dict[str, str] = {}
     for name, tensor in side.items():
         for member in tensor.fusion.members if tensor.fusion is not None else ():
-            other = has.setdefault(member, name)
+            other = first_owner.setdefault(member, name)
             if resolve_tie(other, ties) != resolve_tie(name, ties):
                 yield (
                     f"{member}: a member of {other} and of {name}; give each members of its own, "
@@ -110,7 +110,7 @@ def repeated_members(side: Mapping[str, ModelTensor], ties: Mapping[str, str]) -
 
 
 def repeated_tensors(side: Mapping[str, ModelTensor], ties: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with tensors whose elements a fused one has too: which of both counts?"""
+    """Yield problems of tensors that are also members of a fused tensor."""
     for name, tensor in side.items():
         for member in tensor.fusion.members if tensor.fusion is not None else ():
             if member in side and member != name and resolve_tie(member, ties) != name:
@@ -118,7 +118,7 @@ def repeated_tensors(side: Mapping[str, ModelTensor], ties: Mapping[str, str]) -
 
 
 def fused_members(name: str, tensor: ModelTensor) -> dict[str, Member]:
-    """The members of a fused tensor, none of another.
+    """Return the members of a fused tensor, empty for other tensors.
 
     Raises:
         RecipeError: a length that its members cannot share.
@@ -144,7 +144,7 @@ def fused_members(name: str, tensor: ModelTensor) -> dict[str, Member]:
 
 
 class CommonRange(NamedTuple):
-    """Indices `start:stop` of a member on both sides; no range is the whole tensor."""
+    """Indices `start:stop` of a member on both sides; a range of None is the whole tensor."""
 
     start: int
     stop: int
@@ -158,12 +158,12 @@ class CommonRange(NamedTuple):
 
 
 def common_ranges(source: Member, target: Member) -> Iterator[CommonRange]:
-    """The pieces that two members of one shape have in common, in order.
+    """Yield the ranges that two members of equal shape have in common, in order.
 
-    Where neither is fused there is one, whole. Raises ShardError for members that are fused along
-    different dimensions.
+    If neither is fused, there is a single, whole range. Raises ShardError for members that are
+    fused along different dimensions.
     """
-    dimensions = {one.dimension for one in (source, target)} - {None}
+    dimensions = {member.dimension for member in (source, target)} - {None}
     if not dimensions:
         yield CommonRange(0, 0, None, None)
         return
@@ -192,10 +192,10 @@ class IndexRange:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the stretch.
+        """The layout of the range.
 
-        Raises ShardError where a rank has several boxes of the tensor, or holds the indices in
-        another order.
+        Raises ShardError if a rank has several boxes of the tensor, or the indices in another
+        order.
 
         >>> whole = Layout.replicated((8, 2), 2)
         >>> IndexRange(whole, 0, 3, 6).layout is Layout.replicated((3, 2), 2)
@@ -204,7 +204,7 @@ class IndexRange:
         return _cut(self.whole, self.dimension, self.start, self.stop)[0]
 
     def of(self, local: torch.Tensor | None, rank: int) -> torch.Tensor | None:
-        """The view of a rank's part of the tensor that is its part of the stretch."""
+        """Return the view of a rank's part of the tensor that is its part of the range."""
         if local is None or rank >= self.whole.slots or not self.whole.cells_of(rank):
             return None
         _, begins = _cut(self.whole, self.dimension, self.start, self.stop)
@@ -217,7 +217,7 @@ class IndexRange:
 # Layers of a model are cut alike.
 @lru_cache(maxsize=4096)
 def _cut(whole: Layout, dimension: int, start: int, stop: int) -> tuple[Layout, IntArray]:
-    """The layout of a stretch, and where it begins in each part: shape `(parts,)`."""
+    """Return the layout of a range, and its start in each part: shape `(parts,)`."""
     if any(len(whole.cells_of(slot)) > 1 for slot in whole.holders):
         raise ShardError(
             "a part of it is another tensor, but a rank has it in several boxes; give the fused "

@@ -1,6 +1,6 @@
-"""Options of a refit: their types, and what is wrong with them, said before ranks wait.
+"""Options of a refit: their types, and their validation before ranks wait.
 
-A rank that raised by itself would leave others waiting, so a problem is brought to their agreement.
+A rank that raised by itself would leave others waiting, so the ranks' agreement reports problems.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class RefitOptions(TypedDict, total=False):
     group: dist.ProcessGroup | None
 
 
-def find_problem(
+def validate_tables(
     ties: object, transforms: object, extra_bytes: object, check_replicas: object
 ) -> str | None:
-    """Why options of this rank cannot be used; None where they can."""
+    """Return why options of this rank are invalid, or None."""
     if not isinstance(check_replicas, bool):
         return f"check_replicas={check_replicas!r}; it is True or False"
     if not isinstance(ties, Mapping) or not isinstance(transforms, Mapping):
@@ -66,32 +66,32 @@ def find_problem(
     return None
 
 
-def find_problem_of_buckets(buckets: object) -> str | None:
-    """Why buckets cannot be made like this; None where they can.
+def validate_buckets(buckets: object) -> str | None:
+    """Return why buckets are invalid, or None.
 
-    >>> find_problem_of_buckets({"up": 0}), find_problem_of_buckets("auto")
+    >>> validate_buckets({"up": 0}), validate_buckets("auto")
     (None, None)
     """
     numbers = buckets.values() if isinstance(buckets, Mapping) else [buckets]
-    least = 0 if isinstance(buckets, Mapping) else 1
-    if buckets in (None, "auto") or all(type(n) is int and n >= least for n in numbers):
+    minimum = 0 if isinstance(buckets, Mapping) else 1
+    if buckets in (None, "auto") or all(type(n) is int and n >= minimum for n in numbers):
         return None
     return (
         f"buckets={buckets!r}; give a number of bytes above 0, 'auto', a table of numbers, or None"
     )
 
 
-def find_problem_of_changes(changed_only: object) -> str | None:
-    """Why changes cannot be found like this; None where they can."""
+def validate_changed_only(changed_only: object) -> str | None:
+    """Return why `changed_only` is invalid, or None."""
     if isinstance(changed_only, bool) or changed_only in UNITS:
         return None
     return f"changed_only={changed_only!r}; it is True, False, 'elements' or 'blocks'"
 
 
-def find_problem_of_quantize(quantize: object) -> str | None:
-    """Why targets cannot be quantised like this; None where they can.
+def validate_quantize(quantize: object) -> str | None:
+    """Return why `quantize` is invalid, or None.
 
-    >>> find_problem_of_quantize("fp8")
+    >>> validate_quantize("fp8")
     "quantize='fp8'; it is one of 'fp8-block128', or None"
     """
     if quantize is None or (isinstance(quantize, str) and quantize in QUANTIZATIONS):
@@ -99,18 +99,18 @@ def find_problem_of_quantize(quantize: object) -> str | None:
     return f"quantize={quantize!r}; it is one of {', '.join(map(repr, QUANTIZATIONS))}, or None"
 
 
-def find_problem_of_cast(cast: object) -> str | None:
-    """Why elements cannot be cast like this; None where they can.
+def validate_cast(cast: object) -> str | None:
+    """Return why `cast` is invalid, or None.
 
-    >>> find_problem_of_cast({"up": "bfloat16", "down": False}), find_problem_of_cast(True)
+    >>> validate_cast({"up": "bfloat16", "down": False}), validate_cast(True)
     (None, None)
-    >>> find_problem_of_cast("bfloat")
+    >>> validate_cast("bfloat")
     "cast='bfloat'; give True, False, or a type such as 'bfloat16', for all or in a table by name"
     """
-    for one in cast.values() if isinstance(cast, Mapping) else [cast]:
+    for dtype in cast.values() if isinstance(cast, Mapping) else [cast]:
         try:
-            if not isinstance(one, bool):
-                as_dtype(one)
+            if not isinstance(dtype, bool):
+                as_dtype(dtype)
         except ReshardError:
             return (
                 f"cast={cast!r}; give True, False, or a type such as 'bfloat16', for all or in a "
@@ -119,8 +119,8 @@ def find_problem_of_cast(cast: object) -> str | None:
     return None
 
 
-def find_problem_of_names(stacks: object, *offsets: object) -> str | None:
-    """Why names, or ranks' offsets, cannot be used; None where they can."""
+def validate_names(stacks: object, *offsets: object) -> str | None:
+    """Return why names or rank offsets are invalid, or None."""
     if not isinstance(stacks, Mapping) or not all(isinstance(name, str) for name in stacks):
         return f"stacks={stacks!r}; give a table of names, such as {{'*.up': '*.{{}}.up'}}"
     for offset in offsets:
@@ -132,5 +132,5 @@ def find_problem_of_names(stacks: object, *offsets: object) -> str | None:
 
 
 def sort_table(given: Any) -> Any:
-    """A table in one order on all ranks; others as they are."""
+    """Return a table in an order that is equal on all ranks; other values unchanged."""
     return sorted(given.items(), key=str) if isinstance(given, Mapping) else given

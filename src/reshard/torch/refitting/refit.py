@@ -54,13 +54,13 @@ from reshard.torch.refitting.methods import RefitMethod, RefitMethods
 from reshard.torch.refitting.moves import RefitMoves, list_moves
 from reshard.torch.refitting.options import (
     RefitOptions,
-    find_problem,
-    find_problem_of_buckets,
-    find_problem_of_cast,
-    find_problem_of_changes,
-    find_problem_of_names,
-    find_problem_of_quantize,
     sort_table,
+    validate_buckets,
+    validate_cast,
+    validate_changed_only,
+    validate_names,
+    validate_quantize,
+    validate_tables,
 )
 from reshard.torch.refitting.plan import PartItem, list_complete_names
 from reshard.torch.refitting.planning import (
@@ -70,7 +70,6 @@ from reshard.torch.refitting.planning import (
     plan_part,
 )
 from reshard.torch.refitting.prepared import PreparedRefit, list_slots
-from reshard.torch.refitting.replicas import check_replicas as compare_replicas
 from reshard.torch.refitting.tied_sources import (
     DistantPair,
     Pairs,
@@ -81,6 +80,7 @@ from reshard.torch.refitting.tied_sources import (
 )
 from reshard.torch.refitting.transforms import QUANTIZATIONS, Transform
 from reshard.torch.refitting.verification import Verification, verify_part
+from reshard.torch.refitting.verification import check_replicas as compare_replicas
 
 _SHOWN = 8
 
@@ -286,15 +286,15 @@ class Refit:
             "quantize": quantize,
         }
         # Problems are brought to `agree`: a rank that raised by itself would leave others waiting.
-        problem = find_problem(ties or {}, transforms or {}, extra_bytes, check_replicas)
-        problem = problem or find_problem_of_names(stacks or {}, source_offset, target_offset)
+        problem = validate_tables(ties or {}, transforms or {}, extra_bytes, check_replicas)
+        problem = problem or validate_names(stacks or {}, source_offset, target_offset)
         if planning not in ("local", "centralized"):
             problem = f"planning={planning!r}; it is 'local' or 'centralized'"
         if method not in METHODS:
             problem = f"method={method!r}; it is one of {', '.join(map(repr, METHODS))}"
-        problem = problem or topology_problem(topology) or find_problem_of_buckets(buckets)
-        problem = problem or find_problem_of_changes(changed_only)
-        problem = problem or find_problem_of_quantize(quantize) or find_problem_of_cast(cast)
+        problem = problem or topology_problem(topology) or validate_buckets(buckets)
+        problem = problem or validate_changed_only(changed_only)
+        problem = problem or validate_quantize(quantize) or validate_cast(cast)
         try:
             source = lay_out_arrays(source)
         except UsageError as error:

@@ -1,33 +1,44 @@
-"""Verification of a refit: both ends are compared, and nothing is sent again.
+"""Comparison of values between ranks, by digests.
 
-Sender and receiver know which elements of a tensor went from one to the other. Each takes the
-digest of its own, as they travelled, and the receiver compares: 16 bytes for each tensor between
-two ranks, however large it is::
+`verify_part` compares the target with the source after a run, without sending it again. Sender and
+receiver know which elements of a tensor were sent. Each computes a digest of its own elements, in
+the dtype in which they were sent, and the receiver compares them: 16 bytes for each tensor between
+two ranks, of any size::
 
     sender     up.weight 0:4 of rank 2's  ->  digest  ----->  equal?  <-  digest of 0:4  receiver
 
-What a rank copies from itself is compared directly. Not compared are tensors that a transform makes
-of other elements, contributions that are combined, and what moves by a program of collectives.
+Elements that a rank copies from itself are compared directly. Results of transforms, contributions
+that are combined, and tensors moved by programs of collectives are not compared.
+
+`check_replicas` compares the parts that several ranks have by their layouts.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from reshard.dtypes import dtype as as_dtype
+from reshard.errors import ShardError
+from reshard.layout import Layout
+from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.messages import (
     LocalCopy,
     PiecesByPair,
     RankTransfers,
+    cells_of,
     list_pieces,
 )
 from reshard.torch.exchange.packing.pieces import Piece
+from reshard.torch.models.memory import tensor_digest
 from reshard.torch.refitting.plan import PartItem, RefitPart
 
 _DIGEST_BYTES = 16
@@ -35,11 +46,11 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What one rank found.
+    """The result on a rank.
 
     Attributes:
-        differences: tensors whose elements here are not the source's, with the rank that sent them.
-        compared_bytes: of the target here that were compared, as they travelled.
+        differences: tensors whose elements on this rank differ from the source's, with the sender.
+        compared_bytes: the size of the compared elements, as they were sent.
         left_out: names of tensors that cannot be compared.
     """
 
@@ -54,7 +65,7 @@ def verify_part(
     target: Mapping[str, torch.Tensor],
     group: RankGroup,
 ) -> Verification:
-    """Compare what this rank has of the target with what the others have of the source.
+    """Compare this rank's part of the target with the source. Collective.
 
     All ranks of the group call this. `source` and `target` are local tensors by name. Raises
     RunError where a rank does not answer.
@@ -107,7 +118,7 @@ def _list_pieces(
 
 
 def _digest(pieces: Iterable[Piece]) -> bytes:
-    """Of the elements of pieces, as they travel."""
+    """Return the digest of pieces, in the dtype in which they are sent."""
     hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for data in _bytes_of(pieces):
         hasher.update(data)
@@ -121,20 +132,89 @@ def _bytes_of(pieces: Iterable[Piece]) -> Iterator[Any]:
         yield dense.view(torch.uint8).cpu().numpy()
 
 
-def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    pair = [side.detach().contiguous().flatten().view(torch.uint8) for side in (one, other)]
+def _has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    pair = [side.detach().contiguous().flatten().view(torch.uint8) for side in (first, second)]
     return bool(torch.equal(*pair))
 
 
 def _exchange_digests(
     sent: Mapping[int, list[bytes]], expected: Mapping[int, int], group: RankGroup
 ) -> dict[int, list[bytes]]:
-    """Give each receiver the digests of what it was sent, and get those of what came here."""
-    given = {peer: b"".join(of) for peer, of in sent.items()}
+    """Send receivers the digests of what they were sent; return the received digests."""
+    outgoing = {peer: b"".join(of) for peer, of in sent.items()}
     expected_bytes = {peer: count * _DIGEST_BYTES for peer, count in expected.items()}
     with group.errors("nothing was compared"):
-        received = group.swap_bytes(given, expected_bytes)
-    found = {}
+        received = group.swap_bytes(outgoing, expected_bytes)
+    digests = {}
     for peer, text in received.items():
-        found[peer] = [text[i : i + _DIGEST_BYTES] for i in range(0, len(text), _DIGEST_BYTES)]
-    return found
+        digests[peer] = [text[i : i + _DIGEST_BYTES] for i in range(0, len(text), _DIGEST_BYTES)]
+    return digests
+
+
+_SHOWN = 20
+
+
+def check_replicas(
+    items: Iterable[PartItem],
+    source: Mapping[str, torch.Tensor],
+    target: Mapping[str, torch.Tensor],
+    group: RankGroup,
+) -> None:
+    """Compare the parts of tensors that several ranks have. Collective.
+
+    Args:
+        items: this rank's part of the plan.
+        source, target: this rank's local tensors by name.
+        group: of all ranks.
+
+    Raises ShardError, on all ranks, where replicas differ.
+    """
+    digests: dict[str, str] = {}
+    for item in items:
+        match = item.match
+        sides = [("source", match.source, match.source_view(source, group.rank))]
+        # What a transform makes has a layout of its own.
+        if not match.made_at:
+            sides.append(("target", match.target, match.target_view(target, group.rank)))
+        for side, layout, local in sides:
+            for key, digest in _describe_cells(layout, group.rank, local):
+                digests[f"{match.name} of the {side}, {key}"] = digest
+    messages = gather(json.dumps(digests).encode(), group).values
+    by_key: dict[str, dict[str, int]] = {}
+    for rank, text in messages.items():
+        for key, digest in json.loads(text).items():
+            by_key.setdefault(key, {}).setdefault(digest, rank)
+    wrong = [
+        f"{key}: {' and '.join(f'rank {rank}' for rank in list(ranks.values())[:2])} differ"
+        for key, ranks in by_key.items()
+        if len(ranks) > 1
+    ]
+    if wrong:
+        rest = len(wrong) - _SHOWN
+        lines = [*wrong[:_SHOWN], *([f"... {rest} more"] if rest > 0 else [])]
+        group.raise_on_all(
+            ShardError(
+                f"{len(wrong)} replicas are not equal; whose values count?\n  " + "\n  ".join(lines)
+            )
+        )
+
+
+def _describe_cells(
+    layout: Layout, rank: int, local: torch.Tensor | None
+) -> Iterator[tuple[str, str]]:
+    """Yield each part that other ranks have as well, with its digest."""
+    shared = _find_shared_cells(layout)
+    for cell, tensor in cells_of(layout, rank, local).items():
+        if shared[cell]:
+            part = ", ".join(map(str, layout.cell_part[cell].tolist()))
+            yield f"part ({part})", tensor_digest(tensor)
+
+
+@lru_cache(maxsize=1024)
+def _find_shared_cells(layout: Layout) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return whether each cell's part is on another rank too: shape `(cells,)`."""
+    if layout.contributions > 1 or not layout.ndim:
+        # Ranks of one part have different contributions to it; of a number all have the whole.
+        return np.full(layout.cells, layout.contributions == 1 < layout.cells)
+    _, which, counts = np.unique(layout.cell_part, axis=0, return_inverse=True, return_counts=True)
+    return np.asarray(counts[which.reshape(-1)] > 1)
