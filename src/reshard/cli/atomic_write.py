@@ -19,10 +19,10 @@ from reshard.system import sync
 def check_place(path: Path, overwrite: bool, what: str, example: str) -> None:
     """Refuse a place that cannot be written to, before any work is done.
 
-    `what` is what to call the file, `example` a name for one.
+    `what` is a word for the file, `example` a name.
 
     Raises:
-        UsageError: a folder, a file that exists, or one whose folder does not.
+        UsageError: a folder, a file that exists, or whose folder does not.
         RunError: what the system refuses.
     """
     from reshard.checkpoint.storage.filesystem import translate_os_errors

@@ -1,7 +1,7 @@
 """Explanations of a change of layout by `reshard explain`: as text, as JSON and as a report.
 
 A tensor is planned as a job of its own: what a rank holds already stays, and where several hold
-what another one lacks, the most loaded of them sends as little as possible.
+what another lacks, the most loaded of them sends as little as possible.
 """
 
 from __future__ import annotations

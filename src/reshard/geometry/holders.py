@@ -2,7 +2,7 @@
 
 Cells that carry the same contribution and take the same part of every dimension hold the same
 elements, whatever the lengths of the dimensions: they are replicas of a *key*. A replicated tensor
-has a single key with a cell on every slot; a fully sharded one has a key per slot::
+has a single key with a cell on every slot; a fully sharded tensor has a key per slot::
 
     slot         0  1  2  3         keys   0: slots 0, 2
     part taken   a  b  a  b                1: slots 1, 3

@@ -18,7 +18,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.schedule import LARGE_PIECE_BYTES
-from reshard.runs import IntArray, concatenate
+from reshard.runs import IntArray, concatenate, find_distinct
 from reshard.topology import Topology
 
 
@@ -117,9 +117,9 @@ def _find_packed(transfers: Transfers, size_bytes: IntArray) -> NDArray[np.bool_
     # Pieces with the same contribution, sender and receiver are packed together.
     key = (transfers.order * (ranks + 1) + transfers.source_slot) * (ranks + 1)
     key = key + transfers.target_slot
-    _, of_pair, counts = np.unique(key[small], return_inverse=True, return_counts=True)
+    _, _, of_pair = find_distinct(key[small])
     is_packed = np.zeros(len(transfers), dtype=bool)
-    is_packed[small] = counts[of_pair.reshape(-1)] > 1
+    is_packed[small] = np.bincount(of_pair)[of_pair] > 1
     return is_packed
 
 

@@ -46,8 +46,8 @@ def heat_map(
         max_groups: maximum number of rows and columns.
 
     >>> import numpy as np
-    >>> one = Traffic.gathered(2, np.array([0]), np.array([1]), np.array([7]))
-    >>> "rank 0 to rank 1: 7 B" in heat_map(one, "{} B".format)
+    >>> traffic = Traffic.gathered(2, np.array([0]), np.array([1]), np.array([7]))
+    >>> "rank 0 to rank 1: 7 B" in heat_map(traffic, "{} B".format)
     True
     """
     # 1. Groups of ranks, and the size of a square.
@@ -208,8 +208,8 @@ def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
     """Return a flow chart of the traffic between hosts as an `svg` element.
 
     >>> import numpy as np
-    >>> one = Traffic.gathered(2, np.array([0]), np.array([1]), np.array([7]))
-    >>> "host 0 to host 1: 7 B" in host_flows(one, "{} B".format)
+    >>> traffic = Traffic.gathered(2, np.array([0]), np.array([1]), np.array([7]))
+    >>> "host 0 to host 1: 7 B" in host_flows(traffic, "{} B".format)
     True
     """
     if hosts.ranks > MAX_BANDED:

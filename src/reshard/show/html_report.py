@@ -271,8 +271,8 @@ def movement_figures(
         amount_text: formats an amount.
 
     >>> import numpy as np
-    >>> one = Traffic.gathered(2, np.array([0]), np.array([1]), np.array([7]))
-    >>> movement_figures(one, 7, 1, "{} B".format)[-1]
+    >>> traffic = Traffic.gathered(2, np.array([0]), np.array([1]), np.array([7]))
+    >>> movement_figures(traffic, 7, 1, "{} B".format)[-1]
     Figure(name='busiest receiver', value='7 B', detail='rank 1')
     """
     figures = [

@@ -46,8 +46,8 @@ def apply(
 
     DELTAS are files of `reshard diff`, applied in order. Without --to, TARGET has the layout and
     format of BASE; with it, those that `reshard convert` would write. Digests check that every
-    block of BASE is the one that the delta was made from, in any layout, and that every new block
-    is the one that it promises. TARGET appears only when it is complete, and the same command
+    block of BASE is what the delta was made from, in any layout, and that every new block is what
+    it promises. TARGET appears only when it is complete, and the same command
     continues an interrupted run. Started by torchrun, the processes share the work.
 
     \b

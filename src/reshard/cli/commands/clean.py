@@ -104,17 +104,17 @@ def _as_text(
     return lines
 
 
-def _age_s(one: OrphanedUpload) -> float:
-    return max(time.time() - one.began_s, 0.0)
+def _age_s(item: OrphanedUpload) -> float:
+    return max(time.time() - item.began_s, 0.0)
 
 
-def _as_json(one: OrphanedUpload, staged: list[Path]) -> dict[str, Any]:
+def _as_json(item: OrphanedUpload, staged: list[Path]) -> dict[str, Any]:
     return {
-        "target": str(one.target),
-        "conversion": one.conversion_id,
-        "size_bytes": one.size_bytes,
-        "files": len(one.uploads),
-        "age_s": _age_s(one),
-        "half_visible": one.is_half_visible,
+        "target": str(item.target),
+        "conversion": item.conversion_id,
+        "size_bytes": item.size_bytes,
+        "files": len(item.uploads),
+        "age_s": _age_s(item),
+        "half_visible": item.is_half_visible,
         "staged": str(staged[0]) if staged else None,
     }
