@@ -383,7 +383,7 @@ class _BlockFiles:
                 # Padding is written as zeros, not as earlier content of the buffer.
                 if span.has_gaps and not into_blocks:
                     outer[...] = np.zeros((), dtype=storage)
-                span.copy_many(inner, outer, into_block=into_blocks)
+                span.copy(inner, outer, into_block=into_blocks)
 
     def _show(
         self, pieces: _FilePieces, chosen: IntArray, memory: memoryview, at: IntArray

@@ -89,32 +89,21 @@ class Span(Record):
         return math.prod(int(length.sum()) for length in self.lengths) != math.prod(self.shape)
 
     def copy(self, block: NDArray[Any], span: NDArray[Any], *, into_block: bool) -> None:
-        """Copy between a block's array and this span's array, one way or the other."""
-        for in_block, in_span in self._indices():
-            if into_block:
-                block[in_block] = span[in_span]
-            else:
-                span[in_span] = block[in_block]
+        """Copy between a block's array and this span's array, one way or the other.
 
-    def copy_many(self, blocks: NDArray[Any], spans: NDArray[Any], *, into_block: bool) -> None:
-        """Copy between the blocks and the spans of many tensors.
-
-        Both arrays have an additional first dimension.
+        For many tensors at once, both arrays have an additional first dimension.
         """
         for in_block, in_span in self._indices():
             if into_block:
-                blocks[(slice(None), *in_block)] = spans[(slice(None), *in_span)]
+                block[(..., *in_block)] = span[(..., *in_span)]
             else:
-                spans[(slice(None), *in_span)] = blocks[(slice(None), *in_block)]
+                span[(..., *in_span)] = block[(..., *in_block)]
 
     def _indices(self) -> Iterator[tuple[Any, Any]]:
         # Few pieces: one view for each combination of the dimensions' pieces.
         if math.prod(len(length) for length in self.lengths) <= _MAX_SLICES:
             for choice in np.ndindex(*(len(length) for length in self.lengths)):
-                yield (
-                    self._slices(self.within, choice) or (...,),
-                    self._slices(self.inside, choice) or (...,),
-                )
+                yield self._slices(self.within, choice), self._slices(self.inside, choice)
             return
         yield (
             np.ix_(*map(_positions, self.within, self.lengths)),

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -115,26 +115,23 @@ def describe_ranks(
     )
 
 
-class HeldArray(NamedTuple):
-    """The parts of a tensor that ranks hold, and how they are those of the whole."""
+def hold_arrays(
+    arrays: Mapping[str, tuple[DType, Layout, Mapping[int, np.ndarray[Any, Any]]]],
+) -> Checkpoint:
+    """Return the checkpoint that arrays of known layouts are, without copying them.
 
-    dtype: DType
-    layout: Layout
-    parts: Mapping[int, np.ndarray[Any, Any]]
+    Args:
+        arrays: by name: the dtype, the layout, and the part of each rank.
 
-
-def hold_arrays(arrays: Mapping[str, HeldArray]) -> Checkpoint:
-    """Return the checkpoint that arrays of known layouts are, by name, without copying them.
-
-    >>> whole = HeldArray(as_dtype("int64"), Layout.replicated((2,)), {0: np.arange(2)})
+    >>> whole = (as_dtype("int64"), Layout.replicated((2,)), {0: np.arange(2)})
     >>> hold_arrays({"w": whole})["w"].shape
     (2,)
     """
     parts = {
-        name: {rank: _HeldPart(array.dtype, part.shape, part) for rank, part in array.parts.items()}
-        for name, array in arrays.items()
+        name: {rank: _HeldPart(dtype, part.shape, part) for rank, part in own.items()}
+        for name, (dtype, _, own) in arrays.items()
     }
-    return _hold(parts, {name: array.layout for name, array in arrays.items()}, {}, None)
+    return _hold(parts, {name: layout for name, (_, layout, _) in arrays.items()}, {}, None)
 
 
 def _no_checkpoint() -> Checkpoint:

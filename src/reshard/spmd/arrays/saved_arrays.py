@@ -24,7 +24,7 @@ from reshard.checkpoint.conversion.plan import plan_conversion
 from reshard.checkpoint.conversion.run import run_conversion
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.background import BackgroundWork
-from reshard.checkpoint.loading.rank_arrays import HeldArray, hold_arrays
+from reshard.checkpoint.loading.rank_arrays import hold_arrays
 from reshard.checkpoint.loading.request import load as load_parts
 from reshard.checkpoint.storage.filesystem import translate_os_errors
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
@@ -144,7 +144,7 @@ def _prepare(
             folder.parent.mkdir(parents=True, exist_ok=True)
     held = hold_arrays(
         {
-            name: HeldArray(
+            name: (
                 kind.dtype,
                 kind.layout,
                 {rank: named[name].runner.library.numpy(shard) for rank, shard in shards.items()},

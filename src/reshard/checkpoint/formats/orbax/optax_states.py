@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 from reshard.checkpoint.formats.orbax.tree import TreePath
 from reshard.checkpoint.formats.torch_files.optimizer_states import (
@@ -61,21 +60,19 @@ _PLACES: tuple[tuple[Mapping[str, str], int, tuple[int, ...]], ...] = (
 )
 
 
-@dataclass(slots=True)
-class _ChainState:
-    """A state of a chain: the parameters' leaves below each of its nodes."""
+# A state of a chain: the parameters' leaves below each of its nodes.
+_ChainState = dict[str, dict[TreePath, None]]
 
-    nodes: dict[str, dict[TreePath, None]] = field(default_factory=dict)
 
-    def keys(self, *, has_count: bool, has_coefficients: bool) -> dict[str, str]:
-        """Return the key of each node."""
-        mu, nu = self.nodes.get(_MU), self.nodes.get(_NU)
-        found = _ALONE
-        if mu and nu and mu.keys() == nu.keys():
-            found = _ADAM if has_count else _CENTERED
-        elif mu and has_coefficients:
-            found = {_MU: "momentum_buffer"}
-        return {node: found.get(node, node) for node in self.nodes}
+def _find_keys(state: _ChainState, *, has_count: bool, has_coefficients: bool) -> dict[str, str]:
+    """Return the key of each node of a state."""
+    mu, nu = state.get(_MU), state.get(_NU)
+    known = _ALONE
+    if mu and nu and mu.keys() == nu.keys():
+        known = _ADAM if has_count else _CENTERED
+    elif mu and has_coefficients:
+        known = {_MU: "momentum_buffer"}
+    return {node: known.get(node, node) for node in state}
 
 
 def _name(path: TreePath) -> str:
@@ -97,9 +94,9 @@ def name_states(paths: Iterable[TreePath]) -> dict[TreePath, tuple[str, ...]]:
             (one for one in ((*place, _COUNT), (*place, _COUNT, _VALUE)) if one in result), None
         )
         has_coefficients = any(path[: len(place) + 1] == (*place, _COEFFICIENTS) for path in result)
-        keys = state.keys(has_count=count is not None, has_coefficients=has_coefficients)
-        leaves = dict.fromkeys(leaf for node in state.nodes.values() for leaf in node)
-        for node, own in state.nodes.items():
+        keys = _find_keys(state, has_count=count is not None, has_coefficients=has_coefficients)
+        leaves = dict.fromkeys(leaf for node in state.values() for leaf in node)
+        for node, own in state.items():
             names = {leaf: _free_name(leaf, keys[node], named) for leaf in own}
             result |= {(*place, node, *leaf): (name,) for leaf, name in names.items()}
             named |= {*names.values()}
@@ -145,10 +142,10 @@ def _find_states(paths: Iterable[TreePath]) -> dict[TreePath, _ChainState]:
             found = (n for n in range(first, len(path) - 1) if path[n] in (_MU, _NU))
             at, kept = next(found, None), foreign
         if at is not None:
-            state = kept.setdefault(path[:at], _ChainState())
-            state.nodes.setdefault(str(path[at]), {})[path[at + 1 :]] = None
+            state = kept.setdefault(path[:at], {})
+            state.setdefault(str(path[at]), {})[path[at + 1 :]] = None
     for place, state in foreign.items():
-        mu, nu = state.nodes.get(_MU), state.nodes.get(_NU)
+        mu, nu = state.get(_MU), state.get(_NU)
         if place not in states and mu and nu and mu.keys() == nu.keys():
             states[place] = state
     return states
