@@ -2,7 +2,7 @@
 
 They flow by a redistribution from the target's layout to the source's. A contribution's gradient
 is that of the whole, as DTensor has it: where a side is partial, its gradient is replicated.
-Copies of an element are taken to have one gradient.
+Copies of an element are assumed to have equal gradients.
 
 Every rank takes part in the backward pass, so every rank's result must be able to call for it: a
 rank that holds nothing of the source hangs its result on an empty tensor that requires a gradient,

@@ -1,4 +1,4 @@
-"""The exchange of messages between ranks: the one way in which tensors move between them.
+"""The exchange of messages between ranks, by which all tensors move between them.
 
 `exchange` is where to start: messages of all tensors that move at once, in little memory, also in a
 thread of their own. `packing` lists, copies and combines what is in a message (how large and in

@@ -25,13 +25,6 @@ import torch
 from reshard.runs import IntArray
 
 
-class Work(Protocol):
-    """A message that is on its way."""
-
-    def wait(self) -> object:
-        """Return when it has been sent, or has arrived. Raise RuntimeError if the peer is lost."""
-
-
 class Carrier(Protocol):
     """A transport of messages to and from some ranks. Messages of a tag arrive in order."""
 
@@ -55,8 +48,14 @@ class Carrier(Protocol):
             receivers: the number of ranks that are sent the same bytes.
         """
 
-    def send(self, data: torch.Tensor | IntArray, receiver: int, tag: int) -> Work:
-        """Begin to send bytes, or spans of memory, that must not change until the work is done."""
+    def send(self, data: torch.Tensor | IntArray, receiver: int, tag: int) -> Any:
+        """Begin to send bytes, or spans of memory, that must not change until `wait()` returns.
+
+        Returns an object with `wait()`, which raises RuntimeError if the peer is lost.
+        """
 
     def receive(self, into: torch.Tensor | int, sender: int, tag: int) -> Any:
-        """Begin to receive into dense memory; by a carrier that lends, as many bytes as given."""
+        """Begin to receive into dense memory; by a carrier that lends, as many bytes as given.
+
+        Returns an object with `wait()`, likewise.
+        """

@@ -1,8 +1,8 @@
 """Exchanges that send what changed since the run before, and no more.
 
 A trainer changes few of the elements that its engines have: of weights in bfloat16, a step of
-reinforcement learning changes one in a hundred. So a sender keeps what it sent, compares, and sends
-what differs, in the words of a delta of checkpoints (`reshard.checkpoint.deltas.encoding`)::
+reinforcement learning changes 1 %. So a sender keeps the data that it sent, compares, and sends the
+differences, in the encoding of a delta of checkpoints (`reshard.checkpoint.deltas.encoding`)::
 
     sender      pack -> compare with what was sent    --- how much comes: 24 bytes ---->
                           which elements, their values --- payload, often none -------->   write
@@ -11,10 +11,10 @@ what differs, in the words of a delta of checkpoints (`reshard.checkpoint.deltas
    costs three. By blocks: a digest of 16 bytes for each block of 4 KiB, 0.4 % of the memory. Whole
    blocks are sent, which pays where changes lie together, as in the experts that were used, and not
    where one element in a hundred changes: nearly every block has one.
-2. *Which elements.* Gaps between changed ones, a bit for each, runs, or the whole message, whatever
+2. *Which elements.* Gaps between changes, a bit for each element, runs, or the whole, whatever
    is shortest: a message that changed all over costs 24 bytes more than in any other exchange.
-3. *Whole runs.* The first run sends everything, and so does one in which any rank has other than
-   what the last run left: the caller says so, of all ranks alike.
+3. *Whole runs.* The first run sends everything, and so does a run before which a rank's target was
+   changed: the caller passes this, equally on all ranks.
 
 4. *Ranks that share memory* (`one_host`) get everything with `changed_only=True`: to copy it
    takes less than to compare it.
@@ -53,7 +53,7 @@ from reshard.torch.exchange.packing.messages import RankMessage, RankTransfers, 
 
 ChangeUnit: TypeAlias = Literal["elements", "blocks"]
 ChangedOnly: TypeAlias = bool | ChangeUnit
-#: What `changed_only=` may be, beside False; True is the first but between ranks that share memory.
+#: Values of `changed_only=`. True is the first, except between ranks that share memory.
 UNITS: tuple[ChangeUnit, ...] = get_args(ChangeUnit)
 BLOCK_BYTES = 4096
 
@@ -70,7 +70,7 @@ _SAMPLES, _SAMPLE_BYTES = 16, 16 * BLOCK_BYTES
 
 
 def can_be_compared(source: Layout, target: Layout, dtype: torch.dtype) -> bool:
-    """Whether the elements of a tensor that travel as `dtype` can be kept, and changed one by one.
+    """Return whether single elements of a tensor sent as `dtype` can be kept and changed.
 
     Both ends find the same. Contributions that are combined leave nothing to compare with.
     """

@@ -1,33 +1,31 @@
 """The exchange of messages between the ranks of a process group, in little memory.
 
-All tensors that move between ranks move by it: those of a redistribution, of a refit, of
-partitions, and each step of a program of collectives. Each rank knows its own messages
-(`messages`), in an order that all ranks share; those that are staged take turns in a few slots of
-memory::
+All tensors that move between ranks use it: those of a redistribution, of a refit, of partitions,
+and of each step of a program of collectives. Each rank has its own messages (`messages`), in an
+order that is the same on all ranks; staged messages take turns in a few slots of memory::
 
-    sends      s0  s1  s2  s3  s4 ...     posted ahead while their slots are free
+    sends      s0  s1  s2  s3  s4 ...     posted ahead while slots are free
     receives   r0  r1  r2  r3  r4 ...
-    slots      A   B   -   A   B          - is dense: sent or received where it lies
+    slots      A   B   -   A   B          - is dense: sent or received in its tensor
 
-Ranks that share memory (`one_host`) have slots for sends only, which receivers unpack from.
+Ranks that share memory (`carrier`) have slots for sends only, from which receivers unpack.
 
-1. Once, messages are listed and slots are given out; a message follows those that have its slot
-   before. Several ranks that are sent the same are sent it from one slot, packed once.
-2. `start` posts what follows nothing: receives, and sends once they are packed. Then it copies
-   what stays.
-3. `finish` posts the others. Where nothing can be posted, the first message in the order of all
-   that is not posted yet says whose slot to wait for: what it follows comes before it, so some
-   rank can always go on.
+1. When an exchange is prepared, messages are listed and slots assigned; a message depends on the
+   previous messages in its slot. The same bytes for several ranks are packed once, in one slot.
+2. `start` posts what depends on nothing: receives, and sends after they are packed. Then it copies
+   what stays on the rank.
+3. `finish` posts the rest. If no message can be posted, it waits for the slot of the first message,
+   in the order of all, that is not posted. What this depends on precedes it, so that some rank can
+   always make progress.
 4. In a staged plan (`packing.messages`), a send may depend on an earlier receive of the same part.
    It is posted as soon as that receive completes, while later parts are still in flight.
-5. A message that has arrived is unpacked, or combined once all that comes before it is: then all
-   contributions of lower order are. At the end means are scaled. What lies in another rank's slot
-   keeps that until it is unpacked: where there is any, all that arrives is unpacked in the order
-   of all, before anything behind it is waited for.
+5. A message that has arrived is unpacked, or combined after all that precede it, which include the
+   contributions of lower order. Means are scaled at the end. A message in a sender's slot occupies
+   it until it is unpacked, so such messages are unpacked in the order of all, before any later
+   message is waited for.
 
-Packing, sending and unpacking so overlap, and the staging memory stays within a limit whatever
-the size of the tensors. A prepared exchange can run again and again: it keeps its views and its
-slots.
+So packing, sending and unpacking overlap, and the staging memory stays within a limit whatever the
+size of the tensors. A prepared exchange keeps its views and slots, and can run any number of times.
 
 *In the background.* A thread of its own runs an exchange, in the same order and memory, while its
 rank does something else (`BackgroundExchange`)::

@@ -1,20 +1,20 @@
 """Methods of moving a tensor: the direct exchange, or a program of collectives.
 
-1. `"exchange"`: each rank gets what it lacks from ranks that have it. Any layouts.
-2. `"program"`: `find_program`'s, between shardings over the same devices. One that cannot be is an
-   error. A `Program` of one's own is likewise taken as it is.
-3. `"auto"`: with a topology, what `reshard.collectives.choose` says is quicker, if its memory
-   suffices. Without one the exchange is taken, which moves the fewest bytes in any memory; but for
-   contributions that become replicas. Those are combined once by a program, and on every rank by
-   the exchange, so the program is taken where it moves less, and the bytes that it saves outweigh
-   its messages, each counted as so many bytes (`assumed_topology`).
+1. `"exchange"`: each rank receives the elements that it lacks. Any layouts.
+2. `"program"`: that of `find_program`, between shardings over the same devices; an error if there
+   is none. A `Program` of the caller is used as it is.
+3. `"auto"`: with a topology, the method that `reshard.collectives.choose` estimates as faster, if
+   its memory suffices. Without a topology the exchange, which moves the fewest bytes in any memory,
+   except for contributions that become replicas. Those are combined once by a program, and on every
+   rank by the exchange, so the program is used if it moves less, and the bytes that it saves
+   outweigh its messages, each counted as a number of bytes (`assumed_topology`).
 4. `"stages"`: what crosses between hosts does so once for each host, and is handed on within it
    (`reshard.plans.hierarchical`). `"auto"` takes stages where they are quicker than what else is,
    on the topology or, where none is given and ranks have told of several hosts, as `assume_links`
    says.
 
-The answer follows from what all ranks know, so they find the same; the digest of it is compared
-before anything moves.
+The choice depends only on what all ranks know, so it is the same on all of them; its digest is
+compared before anything moves.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ the job has its own::
 
 Within a group that is not of all ranks, others do not call, and nothing can be made: there is then
 none. torch can make groups by their members alone, but names them after the number of groups that
-a process has, so that members with other groups beside wait for each other for ever.
+a process has, so that members with further groups wait for each other forever.
 
 *Again and again.* A redistribution learns what its ranks mean, agrees on it, moves and confirms. If
 an array moves as others did before, all of that is known but the elements: a `PreparedMovement` has
 the program and the digest of the call. Movements of a `sequence` are agreed on together.
 
-The ranks of a process group are numbered in rising order, whatever the mesh says: go by global
+The ranks of a process group are numbered in ascending order, whatever the mesh's order: use global
 ranks.
 """
 
