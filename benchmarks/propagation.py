@@ -21,7 +21,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.core.operator import operator_of
 from reshard.spmd.graph import Graph, Operation, Value
 from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost
-from reshard.spmd.propagation.partial_sums import keep_pending
+from reshard.spmd.propagation.partial_sums import keep_partial
 from reshard.spmd.propagation.reshards import explicit_reshards
 from reshard.spmd.propagation.strategies import propagate_graph
 
@@ -153,7 +153,7 @@ def main() -> None:
     each_us = (time.process_time() - start) / count * 1e6
     print(f"{'reshards':12} {each_us:6.1f} us an operator; {len(placed.moved)} movements")
     start = time.process_time()
-    waiting = explicit_reshards(keep_pending(found))
+    waiting = explicit_reshards(keep_partial(found))
     each_us = (time.process_time() - start) / count * 1e6
     print(f"{'sums wait':12} {each_us:6.1f} us an operator; {len(waiting.moved)} movements")
     for exact in (None, False):

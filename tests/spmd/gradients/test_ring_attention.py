@@ -170,8 +170,8 @@ def test_keys_that_went_round_are_not_kept() -> None:
     )
     q, k, v = q + 0, k + 0, v + 0
     sp.attention(q, k, v)
-    assert not k.kept_reshards()
-    assert not v.kept_reshards()
+    assert not k.cached_reshards()
+    assert not v.cached_reshards()
 
 
 def test_heads_that_are_cut_apart_from_their_groups_go_another_way() -> None:

@@ -21,9 +21,9 @@ from reshard.spmd.programs.steps import Action, ProgramStep, blocking_order, ove
 
 
 def step(
-    reads: Sequence[int], makes: Sequence[int], travel: str = "here", grows: bool = False
+    reads: Sequence[int], makes: Sequence[int], transport: str = "here", grows: bool = False
 ) -> ProgramStep:
-    return ProgramStep(lambda values: None, reads, makes, travel, grows=grows)
+    return ProgramStep(lambda values: None, reads, makes, transport, grows=grows)
 
 
 def written(order: Sequence[Action]) -> str:
@@ -51,7 +51,7 @@ def test_random_programs(ahead: int) -> None:
         for one in order:
             reads, makes = steps[one.step].reads, set(steps[one.step].makes)
             if one.kind == "begin":
-                assert steps[one.step].travel == "messages"
+                assert steps[one.step].transport == "messages"
                 assert there.issuperset(reads)
                 pending.append(one.step)
                 moved.append(one.step)
@@ -64,9 +64,9 @@ def test_random_programs(ahead: int) -> None:
             else:
                 assert there.issuperset(reads)
                 # Nothing else moves meanwhile, and ranks wait for nobody who is behind.
-                if steps[one.step].travel != "here":
+                if steps[one.step].transport != "here":
                     assert not pending
-                if steps[one.step].travel == "messages":
+                if steps[one.step].transport == "messages":
                     moved.append(one.step)
                 there |= makes
                 done.append(one.step)
@@ -76,10 +76,10 @@ def test_random_programs(ahead: int) -> None:
             there -= set(one.frees)
         assert not pending
         assert sorted(done) == list(range(len(steps)))
-        assert sorted(moved) == [n for n, one in enumerate(steps) if one.travel == "messages"]
+        assert sorted(moved) == [n for n, one in enumerate(steps) if one.transport == "messages"]
         # Nothing passes what ranks do together.
         behind = [
-            sum(steps[other].travel == "together" for other in range(number)) for number in moved
+            sum(steps[other].transport == "together" for other in range(number)) for number in moved
         ]
         assert behind == sorted(behind)
         # Only what is returned, or was given and is never read, is left.

@@ -14,7 +14,7 @@ import pytest
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import SpecError
-from reshard.spmd.propagation.partial_sums import keep_pending, largest_closure
+from reshard.spmd.propagation.partial_sums import keep_partial, largest_closure
 from reshard.spmd.propagation.reshards import explicit_reshards
 
 MESH = DeviceMesh.of(k=2)
@@ -176,7 +176,7 @@ def test_what_is_given_a_sharding_does_not_wait() -> None:
     )
     cuts = {0: spec(MESH, "-, k"), 1: spec(MESH, "k, -")}
     for given in (cuts, {**cuts, 2: whole}):
-        placed = explicit_reshards(keep_pending(sp.propagate_graph(graph, given)))
+        placed = explicit_reshards(keep_partial(sp.propagate_graph(graph, given)))
         assert [move.value for move in placed.moved] == [2]
 
 
@@ -200,7 +200,7 @@ def test_factors_that_are_not_finite_are_multiplied_by_sums() -> None:
 
 def test_what_is_not_propagated_is_refused() -> None:
     with pytest.raises(SpecError, match="is not propagated"):
-        keep_pending("x")  # type: ignore[arg-type]
+        keep_partial("x")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -46,7 +46,7 @@ from reshard.spmd.ops.ordering import argsort
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, axis_of, counted
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
-from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.partial_sums import without_partial
 from reshard.spmd.shards.runner import in_process, runner_for
 
 __all__ = [
@@ -419,7 +419,7 @@ def bernoulli(
 def _spec_of(x: Any) -> ShardingSpec | None:
     """The sharding of an array with its contributions combined."""
     spec = x.type.spec
-    return None if spec is None else without_pending(spec)
+    return None if spec is None else without_partial(spec)
 
 
 def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

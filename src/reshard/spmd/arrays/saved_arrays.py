@@ -38,7 +38,7 @@ from reshard.spmd.arrays.sharded_array import array, from_shards
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.ops.data_types import astype
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.pending_sums import settled, without_pending
+from reshard.spmd.shards.partial_sums import settled, without_partial
 from reshard.spmd.shards.runner import Runner, runner_for
 
 _SHOWN = 5
@@ -211,7 +211,7 @@ def _list_arrays(tree: Any, kinds: tuple[type, ...] = (ArrayValue,)) -> Iterator
 def _find_shards(x: Any) -> SavedArray:
     """The shards of an array that has no sums pending, without gradients."""
     if x.type.spec is not None and x.type.spec.partial_axes:
-        x = x.shard(without_pending(x.type.spec))
+        x = x.shard(without_partial(x.type.spec))
     if not x.runner.has_every_shard and _count_boxes(x.type) > _MOST_BOXES:
         x = x.shard(_in_stretches(x.type.spec))
     shards = [one.detach() if hasattr(one, "detach") else one for one in x._shards]

@@ -30,10 +30,10 @@ from reshard.spmd.core.backend import is_distributed, library_of
 from reshard.spmd.ops import data_types
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.checking import check_copies, check_data
-from reshard.spmd.shards.kept_reshards import take_moved
 from reshard.spmd.shards.operation_call import recorders
-from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.partial_sums import without_partial
 from reshard.spmd.shards.refusals import refuse_traced
+from reshard.spmd.shards.reshard_cache import take_moved
 from reshard.spmd.shards.runner import Runner, runner_for
 
 Dims = Iterable[DimSpec | Sequence[str]]
@@ -95,7 +95,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
     def shards(self) -> Mapping[int, Any]:
         """The shards of this process, by rank. They are shared memory: do not write to them."""
         self._tell_readers()
-        shards = self.runner.taken(self.type, self._shards)
+        shards = self.runner.unwrap_output(self.type, self._shards)
         self.runner.library.lend(shards)
         return dict(zip(self.runner.ranks(self.mesh), shards, strict=True))
 
@@ -149,7 +149,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
     def reduced(self) -> ShardedArray:
         """Reduce a pending sum; return the array itself if it is not pending."""
         spec = self.type.spec
-        return self if spec is None or not spec.partial_axes else self.shard(without_pending(spec))
+        return self if spec is None or not spec.partial_axes else self.shard(without_partial(spec))
 
     def trace(self) -> ShardedArray:
         """The array itself, because arrays compute eagerly."""
@@ -404,5 +404,5 @@ def from_shards(
                 f"{kind.dtype.name} there"
             )
     check_copies(keeper, dict(zip(ranks, arrays, strict=True)), kind)
-    made: ShardedArray = ShardedArray.given(kind, keeper.given(kind, arrays), keeper)
+    made: ShardedArray = ShardedArray.given(kind, keeper.wrap_input(kind, arrays), keeper)
     return made

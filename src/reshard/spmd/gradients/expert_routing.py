@@ -37,9 +37,9 @@ from reshard.spmd.ops.arguments import of_arrays, whole_number
 from reshard.spmd.ops.elementwise import operands
 from reshard.spmd.ops.movement import expand_dims, matrix_transpose
 from reshard.spmd.ops.reductions import sum as sum_over
+from reshard.spmd.shards.abstract_values import uses_abstract_values
 from reshard.spmd.shards.operation_call import placed
 from reshard.spmd.shards.runner import replicated
-from reshard.spmd.shards.supposed_elements import supposes_elements
 from reshard.spmd.tracing.graph_recording import listening_recorder
 
 _COUNTS = as_dtype("int64")
@@ -80,7 +80,7 @@ def expert_routing(
         raise SpecError(f"experts of shape {list(which.shape)}; [tokens] or [tokens, k] expected")
     if kind_of(which.dtype) not in ("signed integer", "unsigned integer"):
         raise UsageError(f"experts of {which.dtype}; give an array of whole numbers")
-    if which.runner.is_abstract and not supposes_elements():
+    if which.runner.is_abstract and not uses_abstract_values():
         raise UsageError(
             "sp.expert_routing in a traced function: how many rows an expert gets is known from "
             "elements alone; put what is done with its rows into a function under @sp.eagerly, "
@@ -346,7 +346,7 @@ class ExpertRouting:
         found = self.runner.library.numpy(shards[0])
         wrong = np.flatnonzero(found[:, -2])
         if len(wrong):
-            raise self.runner.known(
+            raise self.runner.collective_error(
                 ArrayIndexError(
                     f"expert {found[wrong[0], -1]} of {self.count}; give one of 0 to "
                     f"{self.count - 1}"

@@ -39,9 +39,9 @@ from reshard.spmd.ops.filling import zeros_like
 from reshard.spmd.ops.movement import summed_to
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall, notify_recorder, placed, recorders
-from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.partial_policy import settles
+from reshard.spmd.shards.partial_sums import without_partial
 from reshard.spmd.shards.runner import replicated
-from reshard.spmd.shards.settling import settles
 
 _pullbacks: dict[str, Pullback] = {}
 """Derivatives that `gradient` was given, by operator."""
@@ -418,7 +418,7 @@ def _move_back(step: TapeStep, cotangent: Any, number: int) -> Any:
     """
     own, given = step.operands[0].type.spec, cotangent.type.spec
     if own is not None and given is not None and own.mesh is not given.mesh:
-        return placed(cotangent, without_pending(own))
+        return placed(cotangent, without_partial(own))
     return cotangent
 
 
@@ -437,14 +437,14 @@ def _settle(cotangent: Any, kind: ArrayType, name: str) -> Any:
         if name in _PASSING:
             return cotangent
         return placed(
-            cotangent, replicated(spec.mesh, kind.ndim) if own is None else without_pending(own)
+            cotangent, replicated(spec.mesh, kind.ndim) if own is None else without_partial(own)
         )
     if own is None:
         return cotangent
     # A whole cotangent is cut without moving anything. That of contributions is gathered once, for
     # the pullbacks of what made them each need it so.
     if own.partial_axes or not cotangent.type.is_cut:
-        return placed(cotangent, without_pending(own))
+        return placed(cotangent, without_partial(own))
     return cotangent
 
 

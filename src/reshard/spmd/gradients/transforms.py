@@ -23,7 +23,7 @@ from reshard.spmd.gradients.tape import Cotangents, Tape, ended, is_real_floatin
 from reshard.spmd.ops.filling import ones_like, zeros_like
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recording
-from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.partial_sums import without_partial
 
 Function = Callable[..., Any]
 Places = int | Sequence[int]
@@ -308,4 +308,4 @@ def _end(parameter: Any, cotangent: Any, spec: ShardingSpec | None) -> Any:
     own = parameter.type.spec
     if spec is not None:
         return ended(found, spec)
-    return found.reduced() if own is None else ended(found, without_pending(own), parameter)
+    return found.reduced() if own is None else ended(found, without_partial(own), parameter)

@@ -41,7 +41,7 @@ from reshard.spmd.namespace import find
 from reshard.spmd.ops.elementwise import whole
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recorders
-from reshard.spmd.shards.settling import settles
+from reshard.spmd.shards.partial_policy import settles
 
 _PLACES = as_dtype("int64")
 

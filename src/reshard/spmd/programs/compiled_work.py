@@ -87,7 +87,7 @@ def compiled_runs(
 
 def _is_work(action: Action, step: ProgramStep) -> bool:
     # Of a mesh without a rank here nothing is computed.
-    return action.kind == "run" and bool(step.functions) and step.travel == "here"
+    return action.kind == "run" and bool(step.functions) and step.transport == "here"
 
 
 class _CompiledWork:

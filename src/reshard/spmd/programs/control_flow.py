@@ -25,7 +25,7 @@ from reshard.spmd.graph import Body, BodyCosts
 from reshard.spmd.ops.movement import pad, stack
 from reshard.spmd.programs.traced_function import TracedFunction, arrays_of, as_abstract, bring
 from reshard.spmd.shards.operation_call import is_watched, recorders
-from reshard.spmd.shards.pending_sums import settled
+from reshard.spmd.shards.partial_sums import settled
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.graph_recording import (
     GraphRecorder,

@@ -28,11 +28,11 @@ from reshard.spmd.gradients.transforms import vjp
 from reshard.spmd.graph import Body, BodyCosts, Value
 from reshard.spmd.programs.traced_function import arrays_of, as_abstract, bring, costs_within
 from reshard.spmd.propagation.strategies import assign_shardings
+from reshard.spmd.shards.abstract_values import abstract_values
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import unrecorded
-from reshard.spmd.shards.pending_sums import settled
+from reshard.spmd.shards.partial_sums import settled
 from reshard.spmd.shards.runner import Runner
-from reshard.spmd.shards.supposed_elements import supposed_elements
 from reshard.spmd.tracing.abstract_runner import AbstractRunner, AbstractShard
 from reshard.spmd.tracing.graph_recording import (
     GraphRecorder,
@@ -164,7 +164,7 @@ class _EagerOperation:
             around = listening_recorder()
             library = find_runner(self._operands).computing
             runner = AbstractRunner(library) if around is None else around.runner
-            with unrecorded(), supposed_elements():
+            with unrecorded(), abstract_values():
                 recorded = record(lambda *arrays: self._call(*arrays), key, True, runner)
                 for x in recorded.constants.values():
                     # Arrays that the function makes of numbers have elements.

@@ -276,18 +276,17 @@ class JittedFunction:
         if not self._donate or recorders:
             # A recorder, such as a gradient's tape, keeps the arguments.
             return found.run(arrays, runner)
-        donated = [arrays[n] for n in self._find_donated(arguments)]
-        # One that is given twice is given up once, in all its places.
-        once = {id(x): x for x in donated if isinstance(x, ShardedArray)}
-        given_up = [n for n, x in enumerate(arrays) if id(x) in once]
-        own = {known: x.given_up() for known, x in once.items()}
+        given = [arrays[n] for n in self._find_donated(arguments)]
+        # An array that is passed twice is donated once, in all its places.
+        once = {id(x): x for x in given if isinstance(x, ShardedArray)}
+        donated = [n for n, x in enumerate(arrays) if id(x) in once]
+        own = {known: x.donated() for known, x in once.items()}
         arrays = [own.get(id(x), x) for x in arrays]
-        del donated, once
-        del own
-        return found.run(arrays, runner, given_up)
+        del given, once, own
+        return found.run(arrays, runner, donated)
 
     def _find_donated(self, arguments: Sequence[Any]) -> list[int]:
-        """Which arrays among the arguments are given up, by their place among all arrays."""
+        """Return the donated arrays, by their place among all arrays of the arguments."""
         found: list[int] = []
         arrays: list[Any] = []
         for place, argument in enumerate(arguments):
@@ -324,18 +323,18 @@ class JittedFunction:
             graph = self._place(self._record(strategy, arguments, options), strategy)
             return trace_graph(graph, strategy, self._topology, self._library)
 
-        donated = self._find_donated(arguments)
+        places = self._find_donated(arguments)
 
         def finish(traced: Trace) -> Trace:
             graph = traced.graph
-            given_up = [graph.arguments[place] for place in donated]
+            donated = [graph.arguments[place] for place in places]
             if self._overlap and moves_beside:
                 limit = self._live_bytes
-                return overlapped(traced, self._overlap, self._library, given_up, limit)
-            if not given_up or any(one.may_stop for one in traced.operations):
+                return overlapped(traced, self._overlap, self._library, donated, limit)
+            if not donated or any(one.may_stop for one in traced.operations):
                 return traced
             ranks, operations = traced.ranks, traced.operations
-            counted = with_memory(graph, traced.inputs, operations, ranks, given_up)
+            counted = with_memory(graph, traced.inputs, operations, ranks, donated)
             return replace(traced, operations=counted)
 
         if self._live_bytes is None:

@@ -65,14 +65,14 @@ def check_overlap(overlap: Any) -> None:
         )
 
 
-def with_overlap(traced: Trace, overlap: int, library: str, given_up: Sequence[int] = ()) -> Trace:
+def with_overlap(traced: Trace, overlap: int, library: str, donated: Sequence[int] = ()) -> Trace:
     """Estimate the memory and the time of a trace with overlap.
 
     Args:
         traced: of the function.
         overlap: how many movements are under way at most.
         library: whose collectives take the time.
-        given_up: inputs that the caller does not keep, by number.
+        donated: inputs that the caller does not keep, by number.
     """
     graph = traced.graph
     kinds = {n: one for n, one in zip(graph.inputs, traced.inputs, strict=True) if one is not None}
@@ -83,7 +83,7 @@ def with_overlap(traced: Trace, overlap: int, library: str, given_up: Sequence[i
     }
     interpret(graph, arrays, preparation)
     order = preparation.order(graph.outputs, overlap)
-    gone = () if preparation.may_stop else given_up
+    gone = () if preparation.may_stop else donated
     inputs = preparation.registers([n for n in kinds if n not in gone])
     operations = _with_memory(traced, preparation, order, inputs)
     if traced.topology is None:
@@ -179,18 +179,18 @@ def overlapped(
     traced: Trace,
     overlap: int,
     library: str,
-    given_up: Sequence[int] = (),
+    donated: Sequence[int] = (),
     live_bytes: int | None = None,
 ) -> Trace:
     """Estimate a trace with overlap, and its products in pieces if that is faster.
 
     Args: those of `with_overlap`, and the most that a rank may hold.
     """
-    whole = with_overlap(traced, overlap, library, given_up)
+    whole = with_overlap(traced, overlap, library, donated)
     in_pieces = decomposed(traced, library)
     if in_pieces is None or whole.overlapped_s is None:
         return whole
-    found = with_overlap(in_pieces, overlap, library, given_up)
+    found = with_overlap(in_pieces, overlap, library, donated)
     fits = live_bytes is None or max(found.peak_bytes.values()) <= live_bytes
     is_quicker = found.overlapped_s is not None and found.overlapped_s < whole.overlapped_s
     return found if fits and is_quicker else whole

@@ -35,11 +35,11 @@ from reshard.spmd.programs.steps import (
 )
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.compiled_run import compute
-from reshard.spmd.shards.kept_reshards import may_view
 from reshard.spmd.shards.operation_call import CompiledCall, recorders
-from reshard.spmd.shards.pending_sums import are_finite
+from reshard.spmd.shards.partial_sums import are_finite
 from reshard.spmd.shards.refusals import REFUSALS, refuse
-from reshard.spmd.shards.runner import Runner, Travel, replicated
+from reshard.spmd.shards.reshard_cache import may_view
+from reshard.spmd.shards.runner import Runner, Transport, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
 from reshard.spmd.tracing.estimates import held_bytes
 from reshard.spmd.tracing.graph_recording import filled
@@ -97,9 +97,9 @@ class Preparation:
         return self._count - 1
 
     def _add_step(
-        self, run: Run, reads: Sequence[int], makes: Sequence[int], travel: Travel = "here"
+        self, run: Run, reads: Sequence[int], makes: Sequence[int], transport: Transport = "here"
     ) -> None:
-        self.steps.append(ProgramStep(run, reads, makes, travel, self._operation))
+        self.steps.append(ProgramStep(run, reads, makes, transport, self._operation))
 
     def record(
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
@@ -157,7 +157,7 @@ class Preparation:
             self._meant.update(before.layout(kind.shape).fingerprint)
             self._meant.update(spec.layout(kind.shape).fingerprint + kind.dtype.name.encode())
             run = _make_move(move, register, made)
-            travel = self._runner.travel(kind, spec)
+            transport = self._runner.transport(kind, spec)
             moved = kind.with_spec(spec)
             before_bytes, after_bytes = (
                 max(held_bytes([one], spec.mesh.devices)) for one in (kind, moved)
@@ -167,7 +167,7 @@ class Preparation:
                     run,
                     [register],
                     [made],
-                    travel,
+                    transport,
                     self._operation,
                     move,
                     (kind, spec),
@@ -232,7 +232,7 @@ class Preparation:
                 wrap.of_shards(kind, values[register], runner) for wrap, kind, register in kinds
             ]
             # How often a loop goes round is not known before.
-            with runner.unagreed():
+            with runner.independent():
                 results = body.run(given, runner)
             for register, result in zip(makes, results, strict=True):
                 values[register] = result._shards
@@ -264,7 +264,9 @@ class Preparation:
                 ArrayValue.of_shards(kind, values[register], runner) for register, kind in pairs
             ]
             if not are_finite(range(len(factors)), factors, runner):
-                raise runner.known(UnforeseenElementsError(f"an infinite factor of {called.name}"))
+                raise runner.collective_error(
+                    UnforeseenElementsError(f"an infinite factor of {called.name}")
+                )
 
         self._add_step(check, [register for register, _ in pairs], [], "together")
 
@@ -293,7 +295,7 @@ class Preparation:
         order = self.order(outputs, overlap)
         for action in order:
             # Ranks with other orders would deadlock.
-            if self.steps[action.step].travel != "here":
+            if self.steps[action.step].transport != "here":
                 self._meant.update(f"{action.kind} {action.step} ".encode())
         reused = find_reused(order, self.steps, self.kinds)
         runs = [
@@ -304,7 +306,7 @@ class Preparation:
             runs = list(change_runs(order, self.steps, self._constants, runs))
         first: Registers = [self._constants.get(register) for register in range(self._count)]
         given, digest = self.registers(inputs), self._meant.digest()
-        agreed = self._runner.agreed if self._moves_any else None
+        agreed = self._runner.in_lockstep if self._moves_any else None
 
         def run_on(values: Registers) -> None:
             for run, frees in runs:
@@ -480,10 +482,10 @@ class Program:
         }
         return self._interpret(arrays, runner, None)
 
-    def run(self, given: Sequence[Any], runner: Runner, given_up: Sequence[int] = ()) -> Any:
+    def run(self, given: Sequence[Any], runner: Runner, donated: Sequence[int] = ()) -> Any:
         """The results for arrays among the arguments, in their order.
 
-        `given_up` are places of arrays that nobody else has: each is freed after its last use.
+        `donated` are places of arrays that nobody else has: each is freed after its last use.
         """
         arrays = {
             number: self._enter(x, number, runner)
@@ -501,7 +503,7 @@ class Program:
         every = arrays | self._fixed if self._fixed else arrays
         inputs = [every[number]._shards for number in self._inputs]
         if not self._may_stop:
-            for place in given_up:
+            for place in donated:
                 # Nothing but the program holds them from here on.
                 given[place]._shards = ()
                 every[self._arguments[place]]._shards = ()

@@ -41,7 +41,7 @@ from typing import Any, Literal
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.local_work import Function
-from reshard.spmd.shards.runner import Travel
+from reshard.spmd.shards.runner import Transport
 from reshard.spmd.shards.shard_copies import Movement
 from reshard.spmd.tracing.estimates import held_bytes
 
@@ -56,7 +56,7 @@ class ProgramStep:
     Args:
         run: does it, on registers.
         reads, makes: registers.
-        travel: "here" where this rank does it alone.
+        transport: "here" where this rank does it alone.
         operation: the number of the operation that it belongs to.
         move: of a movement.
         moved: of a movement: the array before, and the sharding after it.
@@ -71,7 +71,7 @@ class ProgramStep:
     run: Run
     reads: Sequence[int]
     makes: Sequence[int]
-    travel: Travel = "here"
+    transport: Transport = "here"
     operation: int = 0
     move: Movement | None = None
     moved: tuple[ArrayType, ShardingSpec] | None = None
@@ -102,8 +102,8 @@ def overlapped_order(
 ) -> tuple[Action, ...]:
     """All steps, with `ahead` movements of each kind under way at most; 0 is the blocking order.
 
-    >>> def step(reads, makes, travel="here"):
-    ...     return ProgramStep(lambda values: None, reads, makes, travel)
+    >>> def step(reads, makes, transport="here"):
+    ...     return ProgramStep(lambda values: None, reads, makes, transport)
     >>> steps = [step([0], [1]), step([1], [2], "messages"), step([1], [3]), step([2, 3], [4])]
     >>> [(one.kind, one.step, one.frees) for one in overlapped_order(steps, {4}, 1)]
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -133,9 +133,9 @@ def overlapped_order(
         if place == len(steps):
             break
         one = steps[place]
-        if one.travel == "messages":
+        if one.transport == "messages":
             continue
-        for number in list(pending) if one.travel == "together" else map(_get(maker), one.reads):
+        for number in list(pending) if one.transport == "together" else map(_get(maker), one.reads):
             wait(number)
         actions.append(Action("run", place))
     for number in list(pending):
@@ -160,9 +160,9 @@ def _find_begins(
     # Of those that grow.
     read_at: list[int] = []
     for number, one in enumerate(steps):
-        if one.travel == "together":
+        if one.transport == "together":
             earliest = number + 1
-        if one.travel != "messages":
+        if one.transport != "messages":
             continue
         made_at = [maker.get(register, -1) for register in one.reads]
         at = max(earliest, *(place + 1 for place in made_at))
@@ -171,7 +171,7 @@ def _find_begins(
                 at = max(at, read_at[-ahead])
             read_at.append(min(readers.get(register, len(steps)) for register in one.makes))
         # The result of another movement is there when that was waited for: nothing is won.
-        if any(place >= 0 and steps[place].travel == "messages" for place in made_at):
+        if any(place >= 0 and steps[place].transport == "messages" for place in made_at):
             at = number
         found.setdefault(min(at, number), []).append(number)
     return found

@@ -21,7 +21,7 @@ from reshard.spmd.programs.simplification import simplified
 from reshard.spmd.propagation.strategies import assign_shardings
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import unrecorded
-from reshard.spmd.shards.pending_sums import settled
+from reshard.spmd.shards.partial_sums import settled
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.estimates import held_bytes

@@ -44,7 +44,7 @@ from reshard.spmd.propagation.axes import AxisTable, Parts, are_apart, size_of
 from reshard.spmd.propagation.propagation import PropagatedGraph
 from reshard.spmd.propagation.reshards import explicit_reshards
 from reshard.spmd.shards.operation_call import laid_out
-from reshard.spmd.shards.pending_sums import types_may_pend, with_pending
+from reshard.spmd.shards.partial_sums import types_allow_partial, with_partial
 
 
 def largest_closure(gains: Sequence[int], needs: Sequence[Iterable[int]]) -> set[int]:
@@ -101,7 +101,7 @@ def _find_paths(room: Sequence[dict[int, int]], source: int) -> dict[int, int]:
     return before
 
 
-def keep_pending(propagated: PropagatedGraph) -> PropagatedGraph:
+def keep_partial(propagated: PropagatedGraph) -> PropagatedGraph:
     """The same shardings, but that sums wait where that makes fewer bytes cross.
 
     The shardings of each operation are recorded as well. A graph that has them already, as from
@@ -122,7 +122,7 @@ def keep_pending(propagated: PropagatedGraph) -> PropagatedGraph:
     ...     [6],
     ... )
     >>> given = {n: spec(mesh, "k, -" if n % 2 else "-, k") for n in range(4)}
-    >>> print(explicit_reshards(keep_pending(propagate_graph(graph, given))))
+    >>> print(explicit_reshards(keep_partial(propagate_graph(graph, given))))
     %6, result 0 of operation 2: reduced over k from `-, - | sum(k)` to `-, -`
     """
     if not isinstance(propagated, PropagatedGraph):
@@ -244,13 +244,13 @@ class _Waiting:
         ):
             return None
         reads = tuple(
-            with_pending(one, axes, reduction) if place in places else one
+            with_partial(one, axes, reduction) if place in places else one
             for place, one in enumerate(reads)
         )
-        makes = tuple(with_pending(one, axes, reduction) for one in makes)
+        makes = tuple(with_partial(one, axes, reduction) for one in makes)
         # The operation is asked as when it is carried out: it is to run so, and in no other way.
         operands = self._types(operation.operands, reads)
-        if not types_may_pend(operands, self._types(operation.results, makes)):
+        if not types_allow_partial(operands, self._types(operation.results, makes)):
             return None
         try:
             layout = laid_out(operator, operands, operation.attributes, self.table.mesh)

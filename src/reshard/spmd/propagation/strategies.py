@@ -22,7 +22,7 @@ from reshard.spmd.arrays.sharded_array import plain_spec
 from reshard.spmd.graph import Graph, Shardings, Spec
 from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost
-from reshard.spmd.propagation.partial_sums import keep_pending
+from reshard.spmd.propagation.partial_sums import keep_partial
 from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_by_rules
 from reshard.spmd.propagation.reshards import explicit_reshards
 from reshard.spmd.shards.runner import replicated
@@ -209,7 +209,7 @@ def assign_shardings(
         if strategy == "cost":
             found = propagate_by_cost(part, part.requested, machine=machine)
         else:
-            found = keep_pending(propagate_graph(part, part.requested, strategy=strategy))
+            found = keep_partial(propagate_graph(part, part.requested, strategy=strategy))
         return shardings_from(found, mesh)
 
     return place_parts(graph, place)

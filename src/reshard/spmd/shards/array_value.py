@@ -11,7 +11,7 @@ from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.shard_copies import Shards
 
 
-class GivenUp:
+class Donated:
     """Stands for the shards of an array that was given up to a program."""
 
     def __init__(self, kind: ArrayType) -> None:
@@ -66,13 +66,13 @@ class ArrayValue:
         self._shards = shards
         self._kept = {}
 
-    def given_up(self) -> Any:
+    def donated(self) -> Any:
         """An array of its shards, which only that one has from here on. Raises UsageError."""
         # Refused here where it was given up before.
         shards = tuple(self._shards)
         make = type(self).given if self.is_given else type(self).of_shards
         found = make(self.type, shards, self.runner)
-        self._shards = GivenUp(self.type)  # type: ignore[assignment]
+        self._shards = Donated(self.type)  # type: ignore[assignment]
         self._kept = None
         return found
 
@@ -80,8 +80,8 @@ class ArrayValue:
         # What is kept of it in other shardings is found again where it is asked for.
         return None, {"type": self.type, "runner": self.runner, "_shards": self._shards}
 
-    def kept_reshards(self) -> dict[ShardingSpec, Any] | None:
-        """Return its cached reshards, see `kept_reshards`, or None if nothing may be cached."""
+    def cached_reshards(self) -> dict[ShardingSpec, Any] | None:
+        """Return its cached reshards, see `reshard_cache`, or None if nothing may be cached."""
         # Made when it is first asked for: most arrays are never moved.
         try:
             return self._kept

@@ -5,7 +5,7 @@
 1. The types of the operands, the operator and its attributes are looked up: what was done before
    is one look in a dictionary.
 2. Otherwise the operation is compiled: the mesh is found; pending sums that the operator cannot
-   work on are marked to be reduced (`pending_sums`); the operator's rule determines the shards
+   work on are marked to be reduced (`partial_sums`); the operator's rule determines the shards
    on which it runs (`alignment`); each operand whose sharding differs gets its movement
    (`runner`); each rank gets its kernel.
 3. It is run: operands move, every rank that is here computes, the results are wrapped.
@@ -39,16 +39,16 @@ from reshard.spmd.shards.compiled_run import (
     take_column,
 )
 from reshard.spmd.shards.element_types import find_result_types
-from reshard.spmd.shards.kept_reshards import may_view
-from reshard.spmd.shards.pending_sums import (
+from reshard.spmd.shards.partial_sums import (
     are_finite,
     factors_of,
-    kept_pending,
-    types_may_pend,
-    with_pending,
-    without_pending,
+    kept_partial,
+    types_allow_partial,
+    with_partial,
+    without_partial,
 )
 from reshard.spmd.shards.refusals import check_shapes, check_types, refuse_traced
+from reshard.spmd.shards.reshard_cache import may_view
 from reshard.spmd.shards.runner import MOST_KEPT, Runner, replicated
 
 Attributes = Mapping[str, Any]
@@ -284,7 +284,7 @@ def laid_out(
     operands: Sequence[ArrayType | None],
     attributes: Attributes,
     mesh: DeviceMesh,
-    may_pend: bool = True,
+    allows_partial: bool = True,
 ) -> _Layout:
     """The shardings of operands and results of an operation over a mesh.
 
@@ -292,11 +292,11 @@ def laid_out(
     """
     shapes = [() if one is None else one.shape for one in operands]
     inferred = operator.inferred(shapes, **attributes)
-    axes, reduction = kept_pending(operator, operands, attributes) if may_pend else ((), None)
+    axes, reduction = kept_partial(operator, operands, attributes) if allows_partial else ((), None)
     specs = [
         replicated(mesh, len(shape))
         if one is None or one.spec is None
-        else without_pending(one.spec)
+        else without_partial(one.spec)
         for one, shape in zip(operands, shapes, strict=True)
     ]
     if operator.placed is not None:
@@ -317,16 +317,16 @@ def laid_out(
     )
     if any(spec.partial_axes and spec.reduction != (reduction or spec.reduction) for spec in made):
         # An array's contributions combine in one way: what waits is combined before.
-        return laid_out(operator, operands, attributes, mesh, may_pend=False)
+        return laid_out(operator, operands, attributes, mesh, allows_partial=False)
     runs_with: list[ShardingSpec | None] = []
     for one, spec in zip(operands, placed, strict=True):
         own = () if one is None or one.spec is None else one.spec.partial_axes
         kept = tuple(axis for axis in own if axis in axes)
-        runs_with.append(None if one is None else with_pending(spec, kept, reduction))
+        runs_with.append(None if one is None else with_partial(spec, kept, reduction))
     return _Layout(
         tuple(runs_with),
-        tuple(with_pending(spec, axes, reduction) for spec in made),
-        tuple(with_pending(spec, axes, reduction) for spec in results),
+        tuple(with_partial(spec, axes, reduction) for spec in made),
+        tuple(with_partial(spec, axes, reduction) for spec in results),
         tuple(inferred.result_shapes),
         bool(axes),
     )
@@ -339,7 +339,7 @@ def _compile(
     options: Attributes,
     runner: Runner,
     key: Any,
-    may_pend: bool = True,
+    allows_partial: bool = True,
 ) -> Any:
     """Compile an operation, carry it out for the first time, and keep it."""
     # 1. Check the operands, and find the mesh and the operator.
@@ -361,7 +361,7 @@ def _compile(
     else:
         operator = operator_of(name)
         if operator.has_rule:
-            layout = laid_out(operator, types, attributes, mesh, may_pend)
+            layout = laid_out(operator, types, attributes, mesh, allows_partial)
     # 2. Without a rule or a mesh each rank works on whole operands.
     if layout is None:
         runs_with = tuple(
@@ -418,7 +418,7 @@ def _compile(
     else:
         columns = []
         made, is_single = _suppose_result_types(operator, work, operands, layout)
-    if layout is not None and layout.keeps_pending and not types_may_pend(types, made):
+    if layout is not None and layout.keeps_pending and not types_allow_partial(types, made):
         return _compile(name, operands, attributes, options, runner, key, False)
     specs = [one.spec for one in made] if layout is None else layout.result_specs
     results = tuple(one.with_spec(spec) for one, spec in zip(made, specs, strict=True))

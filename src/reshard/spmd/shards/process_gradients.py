@@ -33,7 +33,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.backend import records_gradient
-from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.partial_sums import without_partial
 from reshard.spmd.shards.runner import Runner, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
 
@@ -110,7 +110,7 @@ def with_gradient(
             )
         if before.reduction in ("max", "min"):
             combined = _combine_extremes(runner, source, before, tensor)
-            return runner.movement(source.with_spec(without_pending(before)), spec)((combined,))
+            return runner.movement(source.with_spec(without_partial(before)), spec)((combined,))
         return (TransposedMovement.apply(tensor, lambda x: move((x,))[0], back),)
 
     return moved
@@ -166,7 +166,7 @@ def given(runner: Runner, kind: ArrayType, tensor: Tensor) -> Tensor:
     if not runner.has_everyone(kind.spec.mesh):
         refuse_gradient(runner, kind, (tensor,))
     _check(kind, kind.spec)
-    outside = without_pending(kind.spec)
+    outside = without_partial(kind.spec)
     return _cross(runner, kind, kind.spec, outside, tensor, lambda x: x, enters=True)
 
 
@@ -184,7 +184,7 @@ def taken(runner: Runner, kind: ArrayType, tensor: Tensor, gather: Way | None = 
         return tensor if gather is None else gather(tensor)
     if gather is None:
         _check(kind, spec)
-        outside = without_pending(spec)
+        outside = without_partial(spec)
         return _cross(runner, kind, spec, outside, tensor, lambda x: x, enters=False)
     whole = replicated(spec.mesh, kind.ndim)
     if spec.partial_axes:
@@ -230,7 +230,7 @@ def _combine_extremes(
     runner: Runner, kind: ArrayType, spec: ShardingSpec, tensor: Tensor
 ) -> Tensor:
     """The greatest (or least) of contributions, on all ranks that have some."""
-    combined = without_pending(spec)
+    combined = without_partial(spec)
     counted = ShardingSpec(spec.mesh, spec.dim_specs, partial_axes=spec.partial_axes)
     found = runner.movement(kind, combined)((tensor.detach(),))[0]
     is_it = (tensor.detach() == found).to(tensor.dtype)

@@ -27,7 +27,7 @@ from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.backend import library
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.spmd.shards.process_gradients import given, refuse_gradient, taken, with_gradient
-from reshard.spmd.shards.runner import Begin, Runner, Travel, replicated
+from reshard.spmd.shards.runner import Begin, Runner, Transport, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
 from reshard.torch.exchange.agreement import CallSignature, agree, share
 from reshard.torch.exchange.groups import RankGroup, rank_group
@@ -105,7 +105,7 @@ class OverProcesses(Runner):
         group = rank_group(self.group) if agreed is None else agreed.group
         return len(set(group.hosts)) > 1
 
-    def travel(self, source: ArrayType, spec: ShardingSpec) -> Travel:
+    def transport(self, source: ArrayType, spec: ShardingSpec) -> Transport:
         """How the shards of an array come to another sharding."""
         before = source.spec or replicated(spec.mesh, source.ndim)
         plan = LayoutChange(before.layout(source.shape), spec.layout(source.shape))
@@ -126,7 +126,7 @@ class OverProcesses(Runner):
 
         return moved
 
-    def agreed(self, digest: bytes) -> AbstractContextManager[Begin | None]:
+    def in_lockstep(self, digest: bytes) -> AbstractContextManager[Begin | None]:
         """All ranks come here with equal digests, or all raise; and to the end likewise.
 
         Raises PlanError and RunError as `reshard.torch.programs.sequence.agreed_sequence` does.
@@ -145,10 +145,10 @@ class OverProcesses(Runner):
             with set_context(_agreed, _Agreed(self, sequence.group)):
                 yield begin
 
-    def unagreed(self) -> AbstractContextManager[None]:
+    def independent(self) -> AbstractContextManager[None]:
         return set_context(_agreed, None)
 
-    def known(self, error: Exception) -> Exception:
+    def collective_error(self, error: Exception) -> Exception:
         rank_group(self.group).note_known(error)
         return error
 
@@ -170,7 +170,7 @@ class OverProcesses(Runner):
             # Texts, not the errors themselves: those of libraries may not be picklable.
             told = None if failure is None else (_choose_error(failure), str(failure))
             kind, text = share(told, group.slots - first, group)
-        repeated = self.known(kind(text))
+        repeated = self.collective_error(kind(text))
         repeated.__cause__ = failure
         return repeated
 
@@ -187,10 +187,10 @@ class OverProcesses(Runner):
             return gather(shards)[0]
         return taken(self, source, shards[0], lambda shard: gather((shard,))[0])
 
-    def given(self, kind: ArrayType, shards: Shards) -> Shards:
+    def wrap_input(self, kind: ArrayType, shards: Shards) -> Shards:
         return tuple([given(self, kind, shard) for shard in shards])
 
-    def taken(self, kind: ArrayType, shards: Shards) -> Shards:
+    def unwrap_output(self, kind: ArrayType, shards: Shards) -> Shards:
         return tuple([taken(self, kind, shard) for shard in shards])
 
     def __reduce__(self) -> tuple[Any, ...]:

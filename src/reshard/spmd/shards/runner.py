@@ -31,7 +31,7 @@ from reshard.spmd.core.operator import Operator
 from reshard.spmd.shards.element_types import check_promotion, widened_functions
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
 
-Travel = Literal["here", "messages", "together"]
+Transport = Literal["here", "messages", "together"]
 """Of a movement: without messages, by messages alone, or by what all ranks come to together."""
 
 Begin = Callable[[Movement, Shards], Callable[[], Shards]]
@@ -67,7 +67,7 @@ class Runner:
         self.library = library
         self.calls: dict[Any, Any] = {}
         _runners.add(self)
-        # What `kept_reshards` keeps for it.
+        # What `reshard_cache` keeps for it.
         self.kept: Any = None
         self._movements: dict[tuple[ArrayType, ShardingSpec], Movement] = {}
         # An array without a mesh is one shard, which every runner has.
@@ -142,11 +142,11 @@ class Runner:
         """Why some rank failed to compute; None where all could. All ranks get the same."""
         return failure
 
-    def travel(self, source: ArrayType, spec: ShardingSpec) -> Travel:
+    def transport(self, source: ArrayType, spec: ShardingSpec) -> Transport:
         """How the shards of an array come to another sharding."""
         return "here"
 
-    def agreed(self, digest: bytes) -> AbstractContextManager[Begin | None]:
+    def in_lockstep(self, digest: bytes) -> AbstractContextManager[Begin | None]:
         """Inside, every rank does the same movements in one order, of which this is a digest.
 
         It gives a function that begins a movement of messages beside what is computed, if there is
@@ -154,19 +154,19 @@ class Runner:
         """
         return nullcontext()
 
-    def unagreed(self) -> AbstractContextManager[None]:
+    def independent(self) -> AbstractContextManager[None]:
         """Inside something `agreed`, what its digest does not know of."""
         return nullcontext()
 
-    def known(self, error: Exception) -> Exception:
+    def collective_error(self, error: Exception) -> Exception:
         """An error that every rank raises at the same place."""
         return error
 
-    def given(self, kind: ArrayType, shards: Shards) -> Shards:
+    def wrap_input(self, kind: ArrayType, shards: Shards) -> Shards:
         """Shards that a program gives, as those of an array: see `process_gradients`."""
         return shards
 
-    def taken(self, kind: ArrayType, shards: Shards) -> Shards:
+    def unwrap_output(self, kind: ArrayType, shards: Shards) -> Shards:
         """An array's shards, as a program takes them."""
         return shards
 

@@ -25,7 +25,7 @@ from reshard.spmd.core.backend import Library, library
 from reshard.spmd.core.local_work import Function, LocalWork
 from reshard.spmd.core.operator import Operator
 from reshard.spmd.shards.element_types import find_result_types
-from reshard.spmd.shards.runner import Runner, Travel, replicated
+from reshard.spmd.shards.runner import Runner, Transport, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
 
 
@@ -114,7 +114,7 @@ class AbstractRunner(Runner):
 
         return [partial(function, place) for place in range(len(work.ranks))]
 
-    def travel(self, source: ArrayType, spec: ShardingSpec) -> Travel:
+    def transport(self, source: ArrayType, spec: ShardingSpec) -> Transport:
         """Return how an array is resharded over the processes of a host."""
         before = source.spec or replicated(spec.mesh, source.ndim)
         plan = LayoutChange(before.layout(source.shape), spec.layout(source.shape))

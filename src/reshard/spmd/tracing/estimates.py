@@ -286,7 +286,7 @@ def with_memory(
     inputs: Iterable[ArrayType | None],
     operations: Sequence[TracedOperation],
     ranks: Ranks,
-    given_up: Iterable[int] = (),
+    donated: Iterable[int] = (),
 ) -> tuple[TracedOperation, ...]:
     """The operations with the memory that is live at each.
 
@@ -295,11 +295,11 @@ def with_memory(
         inputs: types of its arguments and constants; None for numbers.
         operations: one for each of the graph's.
         ranks: of the mesh, in its order.
-        given_up: inputs that the caller does not keep, by number.
+        donated: inputs that the caller does not keep, by number.
     """
     inputs = list(inputs)
     frees = graph.last_uses()
-    for place, number in _find_last_reads(graph, given_up):
+    for place, number in _find_last_reads(graph, donated):
         frees[place].append(number)
     memory = _LiveMemory(operations, ranks)
     for number, kind in zip(graph.inputs, inputs, strict=True):

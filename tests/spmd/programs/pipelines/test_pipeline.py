@@ -21,7 +21,7 @@ from reshard.spmd.gradients.transforms import vjp_in_two
 from reshard.spmd.programs.pipelines import pipeline as pipelines
 from reshard.spmd.programs.pipelines import stages as stage_passes
 from reshard.spmd.shards.operation_call import recording
-from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.partial_sums import without_partial
 from reshard.topology import Topology
 from selection import keep_covering
 
@@ -412,7 +412,7 @@ def test_times_are_those_of_traces(inner: tuple[int, int]) -> None:
         )
 
         made = forward.outputs[0]
-        slope = made.with_spec(without_pending(made.spec))
+        slope = made.with_spec(without_partial(made.spec))
 
         def both(own: Any, slope: Any, x: Any, *more: Any, function: Any = function) -> Any:
             if x.dtype.name == "int64":

@@ -40,7 +40,7 @@ from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.programs.pipelines.schedule import PipelineSchedule, PipelineTask, Work
 from reshard.spmd.programs.pipelines.stages import PipelineRun, StagePasses
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.partial_sums import without_partial
 from reshard.spmd.shards.runner import Runner
 from reshard.torch.exchange.exchange import BackgroundExchange, MessageExchange, next_tag
 from reshard.torch.exchange.groups import RankGroup, bytes_of, rank_group, tensor_of
@@ -222,7 +222,7 @@ def _ends(
     made: ShardingSpec, taken: ShardingSpec, is_back: bool
 ) -> tuple[ShardingSpec, ShardingSpec]:
     """The shardings from which, and to which, an array crosses."""
-    return (taken, without_pending(made)) if is_back else (made, taken)
+    return (taken, without_partial(made)) if is_back else (made, taken)
 
 
 # How many tasks of each rank before it is taken what another stage makes is asked for.

@@ -46,7 +46,7 @@ from reshard.spmd.programs.traced_function import as_abstract
 from reshard.spmd.propagation.strategies import assign_shardings
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import placed, recorders, unrecorded
-from reshard.spmd.shards.pending_sums import settled, without_pending
+from reshard.spmd.shards.partial_sums import settled, without_partial
 from reshard.spmd.shards.runner import Runner, runner_for
 from reshard.spmd.tracing.graph_recording import GraphRecorder, filled_in_order, record
 
@@ -503,7 +503,7 @@ class PipelineRun:
     def bring_back(self, stage: int, microbatch: int, slope: Any) -> None:
         """Bring the cotangent of a stage's input to where that was made."""
         origin = self.origins.pop((stage, microbatch))
-        back = slope if origin is None else placed(slope, without_pending(origin))
+        back = slope if origin is None else placed(slope, without_partial(origin))
         self.cotangents[stage - 1, microbatch] = back
 
     def take_cotangent(self, stage: int, microbatch: int) -> Any:

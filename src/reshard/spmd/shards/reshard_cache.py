@@ -57,7 +57,7 @@ class KeptShards:
         self.state = state
 
 
-class KeptReshards:
+class ReshardCache:
     """The reshards that one runner keeps.
 
     Args:
@@ -78,7 +78,7 @@ class KeptReshards:
 
         Raises UsageError over processes, where shards that operations made were written to.
         """
-        kept = array.kept_reshards()
+        kept = array.cached_reshards()
         if kept is None:
             return self._move_given(array, spec, move)
         found = kept.get(spec)
@@ -104,7 +104,7 @@ class KeptReshards:
             if array.is_given:
                 copies = {id(shard): library.copied(shard) for shard in array._shards}
                 array.take_over(tuple([copies[id(shard)] for shard in array._shards]))
-        kept = array.kept_reshards()
+        kept = array.cached_reshards()
         if kept is None or any(views):
             return move(array._shards)
         return self._keep(array, kept, spec, moved)
@@ -155,9 +155,9 @@ def take_moved(array: ArrayValue, spec: ShardingSpec, move: Movement) -> Shards:
     # Without elements there is nothing to keep.
     if runner.is_abstract:
         return move(array._shards)
-    found: KeptReshards | None = runner.kept
+    found: ReshardCache | None = runner.kept
     if found is None:
-        found = runner.kept = KeptReshards(runner)
+        found = runner.kept = ReshardCache(runner)
     return found.moved(array, spec, move)
 
 

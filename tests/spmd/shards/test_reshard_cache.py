@@ -16,7 +16,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import UsageError
 from reshard.spmd import ShardedArray
-from reshard.spmd.shards.kept_reshards import KeptReshards, take_moved
+from reshard.spmd.shards.reshard_cache import ReshardCache, take_moved
 from reshard.spmd.shards.runner import InProcess, Runner
 
 MESH = DeviceMesh.of(x=2, y=3)
@@ -206,7 +206,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first(counted: Counted) -> 
     arrays = [counted.rows() for _ in range(4)]
     target = spec(MESH, "-, -")
     # Six copies of 12 * 6 numbers of 8 bytes; two such are kept.
-    counted.runner.kept = KeptReshards(counted.runner, 2 * 6 * 576 + 100)
+    counted.runner.kept = ReshardCache(counted.runner, 2 * 6 * 576 + 100)
     for one in arrays:
         one.shard(target)
     assert counted.runner.kept.size_bytes == 2 * 6 * 576
@@ -219,7 +219,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first(counted: Counted) -> 
     arrays[2].shard(target)
     assert counted.count == 2
     # One above the bound is not kept at all.
-    counted.runner.kept = KeptReshards(counted.runner, 100)
+    counted.runner.kept = ReshardCache(counted.runner, 100)
     arrays[1].shard(target)
     arrays[1].shard(target)
     assert (counted.count, counted.runner.kept.size_bytes) == (4, 0)
@@ -229,7 +229,7 @@ def test_what_is_kept_does_not_depend_on_when_arrays_are_freed() -> None:
     counts = []
     for collects in (False, True):
         counted = Counted("numpy")
-        counted.runner.kept = KeptReshards(counted.runner, 2 * 6 * 576 + 100)
+        counted.runner.kept = ReshardCache(counted.runner, 2 * 6 * 576 + 100)
         last = counted.rows()
         target = spec(MESH, "-, -")
         last.shard(target)
@@ -254,7 +254,7 @@ def test_constants_of_a_traced_function_keep_their_elements(
     weight = weight if is_given else weight * 1.0
     x = counted.rows((6, 2), "y, x")
     traced = sp.trace(lambda x: x @ weight, x)
-    assert weight.kept_reshards() in (None, {})
+    assert weight.cached_reshards() in (None, {})
     for found in (traced.run(x), x @ weight, sp.jit(lambda x: x @ weight)(x)):
         np.testing.assert_array_equal(found.to_dense(), x.to_dense() @ weight.to_dense())
     moved = weight.shard(spec(MESH, "-, y")).to_dense()
@@ -264,10 +264,10 @@ def test_constants_of_a_traced_function_keep_their_elements(
 def test_what_is_kept_goes_with_its_array(counted: Counted) -> None:
     x = counted.rows()
     x.shard(spec(MESH, "-, -"))
-    kept = x.kept_reshards()
+    kept = x.cached_reshards()
     assert kept is not None and len(kept) == 1
     copy = pickle.loads(pickle.dumps(sp.array(np.ones(3)) * 2.0))
-    assert copy.kept_reshards() == {}
+    assert copy.cached_reshards() == {}
 
 
 def test_gradients_go_through_what_is_kept() -> None:
@@ -295,7 +295,7 @@ def test_written_shards_are_refused_over_processes() -> None:
 def test_threads_share_what_is_kept() -> None:
     counted = Counted("numpy")
     target = spec(MESH, "-, -")
-    counted.runner.kept = KeptReshards(counted.runner, 10 * 6 * 576)
+    counted.runner.kept = ReshardCache(counted.runner, 10 * 6 * 576)
     arrays = [counted.rows() for _ in range(30)]
     expected = arrays[0].to_dense().copy()
     move = counted.runner.movement(arrays[0].type, target)

@@ -28,7 +28,7 @@ from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import Runner
 
 
-def kept_pending(
+def kept_partial(
     operator: Operator, operands: Sequence[ArrayType | None], attributes: Mapping[str, Any]
 ) -> tuple[tuple[Axis, ...], str | None]:
     """The axes along which the operation works on contributions, and how those combine.
@@ -71,14 +71,14 @@ def _uses(one: ArrayType | None, axis: Axis) -> bool:
     return any(other.name == axis.name for other in used)
 
 
-def without_pending(spec: ShardingSpec) -> ShardingSpec:
+def without_partial(spec: ShardingSpec) -> ShardingSpec:
     """The sharding that is left when all contributions are combined."""
     return ShardingSpec(spec.mesh, spec.dim_specs) if spec.partial_axes else spec
 
 
 def settled(kind: ArrayType) -> ArrayType:
     """The type without contributions that wait."""
-    return kind if kind.spec is None else kind.with_spec(without_pending(kind.spec))
+    return kind if kind.spec is None else kind.with_spec(without_partial(kind.spec))
 
 
 def factors_of(
@@ -123,7 +123,7 @@ def are_finite(factors: Sequence[int], operands: Sequence[Any], runner: Runner) 
     return not runner.on_any_rank(not all_are) if may_differ else all_are
 
 
-def with_pending(spec: ShardingSpec, axes: Sequence[Axis], reduction: str | None) -> ShardingSpec:
+def with_partial(spec: ShardingSpec, axes: Sequence[Axis], reduction: str | None) -> ShardingSpec:
     """The same cuts, and contributions along more axes."""
     if not axes:
         return spec
@@ -135,7 +135,7 @@ def with_pending(spec: ShardingSpec, axes: Sequence[Axis], reduction: str | None
     )
 
 
-def types_may_pend(operands: Sequence[ArrayType | None], results: Sequence[ArrayType]) -> bool:
+def types_allow_partial(operands: Sequence[ArrayType | None], results: Sequence[ArrayType]) -> bool:
     """Whether the element types allow an operation on contributions.
 
     Whole numbers and truth values wrap around in their own type, and not in the floating or wider

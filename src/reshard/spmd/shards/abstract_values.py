@@ -14,16 +14,16 @@ from reshard._contexts import set_context
 _is_supposed: ContextVar[bool] = ContextVar("is_supposed", default=False)
 
 
-def supposed_elements() -> AbstractContextManager[None]:
+def abstract_values() -> AbstractContextManager[None]:
     """Suppose elements inside, where there are none.
 
-    >>> with supposed_elements():
-    ...     supposes_elements()
+    >>> with abstract_values():
+    ...     uses_abstract_values()
     True
     """
     return set_context(_is_supposed, True)
 
 
-def supposes_elements() -> bool:
+def uses_abstract_values() -> bool:
     """Whether elements may be supposed here."""
     return _is_supposed.get()
