@@ -1,18 +1,17 @@
-"""Comparison of checkpoints: whether two hold the same tensors, bit for bit, however they are cut.
+"""Comparison of checkpoints: whether two hold the same tensors, bit for bit, in any sharding.
 
-Both are read block by block in the tensors' own order, those of small tensors together, so cuts,
-formats and files do not matter. Nothing is taken from manifests: the bytes are read, compared and
-digested.
+Both checkpoints are read block by block in the tensors' row-major order, with the blocks of small
+tensors in batches, so shardings, formats and files do not matter. Manifests are not relied on: the
+bytes are read, compared and digested.
 
 1. Names, shapes and dtypes are compared without reading.
-2. Threads read the blocks of the tensors that both have, compare and digest them.
-3. Items that are not tensors are compared by their digests, if both formats can hold such.
-4. Copies in one of the checkpoints that differ from each other are differences too
-   (`copy_checks`): the comparison reads one of them.
+2. Threads read, compare and digest the blocks of the tensors that both checkpoints have.
+3. Items that are not tensors are compared by their digests, if both formats can store such items.
+4. The comparison reads only one of several copies, so copies within a checkpoint that differ from
+   each other are reported as differences too (`copy_checks`).
 
-`check_digests` reads one checkpoint in the same way, and compares its digests with those that
-its manifest recorded, its bytes with the checksums that files have of their own, and copies with
-each other.
+`check_digests` reads a single checkpoint in the same way. It compares the digests with the
+manifest's, the bytes with the checksums that the files contain, and copies with each other.
 """
 
 from __future__ import annotations
@@ -65,9 +64,9 @@ Compared = str | os.PathLike[str] | Checkpoint | Conversion
 
 
 class Difference(Record):
-    """A tensor or value that differs, and how.
+    """A tensor or value that differs, and how it differs.
 
-    `elements` counts those whose bits differ, if known.
+    `elements` is the number of elements whose bits differ, if known.
     """
 
     name: str
@@ -99,7 +98,7 @@ class Difference(Record):
 
 class Comparison(Record):
     """The outcome: `is_same`, the differences, a digest of every tensor that is the same, and
-    notes, such as of copies that were not compared."""
+    notes, such as about copies that were not compared."""
 
     differences: tuple[Difference, ...]
     digests: dict[str, str]
@@ -113,10 +112,10 @@ class Comparison(Record):
 
 
 class DamagedBlock(Record):
-    """A block whose bytes are not those that were written, and the bytes of the files it is in.
+    """A block whose bytes are not those that were written, and the ranges of files that hold it.
 
-    `expected` and `found` are digests; a compressed archive that cannot be unpacked, and copies
-    that differ from each other, have none, but a `problem`.
+    `expected` and `found` are digests. A compressed archive that cannot be unpacked, and copies
+    that differ from each other, have a `problem` instead of digests.
     """
 
     tensor: str
@@ -130,7 +129,7 @@ class DamagedBlock(Record):
 class DigestReport(Record):
     """The digests of tensors, the tensors without a recorded digest, and damaged blocks.
 
-    A tensor with a part that cannot be unpacked lacks a digest.
+    A tensor with a part that cannot be unpacked does not have a digest.
     """
 
     digests: dict[str, str]
@@ -192,16 +191,16 @@ def compare(
     """Compare two checkpoints bit for bit, and their other values if both formats have such.
 
     Args:
-        left, right: checkpoints, or where they are; a planned conversion stands for the tensors
-            that it would write, other elements included.
-        select: the prefix of a model among several in `left`, which is compared by its names
-            without it.
-        threads: at most so many at a time; 4 if None, and 16 from an address.
+        left, right: checkpoints, or their locations; a planned conversion stands for the tensors
+            that it would write, including changed elements.
+        select: the prefix of a model among several in `left`; its tensors are compared by their
+            names without the prefix.
+        threads: the maximum number of threads; if None, 4, or 16 for a checkpoint at a URL.
         progress: called after every block.
 
     Raises:
-        CheckpointError: one of them cannot be used.
-        UsageError: a prefix that no tensor of `left` has, or one for a planned conversion.
+        CheckpointError: a checkpoint cannot be used.
+        UsageError: a prefix that no tensor of `left` has, or a prefix for a planned conversion.
         RunError: a file cannot be read.
     """
     if select is not None:
@@ -227,11 +226,11 @@ def compare(
     def work(
         batch: Batch, memory: WorkspacePair
     ) -> tuple[Batch, bytes, list[tuple[int, int, int]]]:
-        """Return the digests of a batch, and the number, the unlike elements and the first of each
-        unlike block.
+        """Return the digests of a batch, and for each differing block its number, the number of its
+        differing elements, and the first of them.
         """
         read_a = sides[0].read(batch.written, memory.first)
-        # Tensors that one side computes have no sections to read.
+        # A batch of tensors that a side computes does not have sections to read.
         sections = batch.read or sides[1].sections_of(mine, batch.written)
         read_b = sides[1].read(sections, memory.second)
         digests = b"".join(block_digest(block) for of in read_a for block in of)
@@ -251,10 +250,10 @@ def compare(
     total, done = int(mine.tensor_bytes[rows].sum()), 0
     results = run_in_threads(blocks.batches(rows, batch_bytes), work, new_memory, threads)
     try:
-        # A format of tensors only cannot store other values: their absence is not a difference.
+        # Some formats can only store tensors: then missing values are not a difference.
         holds_items = all(_can_hold(item.format, Capability.ITEMS) for item in (a, b))
         holds_values = all(_can_hold(item.format, Capability.VALUES) for item in (a, b))
-        # One may have pickles of what the other has as values, or of parts of it.
+        # A format may pickle a whole value that another stores plainly or in parts: unpickle both.
         if holds_values and {*a.items} != {*b.items}:
             a, b = in_plain_values(a), in_plain_values(b)
         elif holds_items:
@@ -267,8 +266,8 @@ def compare(
             blocks.note(batch.numbers, digests_of_batch)
             for number, count, first in unlike:
                 row, block = blocks.place(number)
-                # Blocks come in the order they are finished: the smallest (block, place) is the
-                # first.
+                # Blocks arrive in the order in which they are finished, so the first difference is
+                # the smallest (block, element).
                 before, first_block, first_at = found.get(row, (0, math.inf, 0))
                 earliest = min((first_block, first_at), (block, first))
                 found[row] = (before + count, int(earliest[0]), int(earliest[1]))
@@ -276,11 +275,11 @@ def compare(
             if progress is not None:
                 progress(Progress(done, total, 0, blocks.last_name(batch)))
     finally:
-        # The threads end before the files they read are closed.
+        # Stop the threads before closing the files that they read.
         results.close()
         files_a.close()
         files_b.close()
-    # From the place in the block to the index in the tensor.
+    # Convert offsets in blocks to indices in tensors.
     for row, (count, block, at) in found.items():
         name, shape = mine.names[row], mine.kinds[int(mine.kind[row])].layout.shape
         box = blocks.work_items.grids[int(mine.kind[row])].box(block)
@@ -296,7 +295,7 @@ def compare(
 
 
 def _compare_copies(checkpoints: Sequence[Checkpoint]) -> tuple[list[Difference], list[str]]:
-    """Return the copies that differ within a checkpoint, and notes about others."""
+    """Return the copies that differ within a checkpoint, and notes about copies not compared."""
     differences, notes = [], []
     for checkpoint in checkpoints:
         report = compare_copies(checkpoint, reads_recorded=True)
@@ -336,7 +335,7 @@ def _compare_descriptions(
 ) -> list[Difference]:
     """List differences in names, shapes and dtypes, without reading any bytes."""
 
-    # Tensors of one kind on both sides are compared once.
+    # Tensors of the same kind on both sides share a comparison.
     @cache
     def compare_kinds(left: int, right: int) -> str | None:
         kinds = mine.kinds[left], others.kinds[right]
@@ -375,7 +374,7 @@ def check_digests(
 ) -> DigestReport:
     """Digest every tensor, and compare with the digests that the manifest recorded.
 
-    Compressed archives are unpacked first; tensors with one that is damaged are not read further.
+    Compressed archives are unpacked first; tensors with a damaged archive are not read further.
 
     Raises:
         CheckpointError: a checkpoint that cannot be used.
@@ -388,7 +387,7 @@ def check_digests(
     known = [recorded is not None and recorded.of(row) is not None for row in range(len(columns))]
     for row in itertools.compress(range(len(columns)), known):
         digest = recorded.of(row) if recorded is not None else None
-        # The manifest must agree with itself before it is compared with anything.
+        # The manifest must be consistent before anything is compared with it.
         if digest is not None and tensor_digest(digest.blocks) != digest:
             raise FormatError(
                 f"{checkpoint.folder}: the manifest's digest of {columns.names[row]!r} is not that "
@@ -403,7 +402,7 @@ def check_digests(
     # Parts that cannot be unpacked have no bytes to digest.
     unreadable = {block.tensor for block in damaged}
     rows = np.flatnonzero([name not in unreadable for name in columns.names])
-    # The files' own checksums are found in passing, for tensors without a digest.
+    # The checksums that files contain are compared with the bytes that are read anyway.
     own = [
         checksum
         for checksum in checkpoint.checksums
@@ -432,7 +431,7 @@ def check_digests(
             for damaged_range, found in damaged_ranges(own, seen, files)
         ]
         damaged += _find_damaged_items(checkpoint, files)
-        # Copies that have checksums of their own were compared with these.
+        # Copies with checksums in the files were compared with those above.
         checked = {part.tensor for part in own}
         recorded_names = itertools.compress(columns.names, known)
         damaged += _find_damaged_copies(
@@ -482,7 +481,7 @@ def _find_damaged_sources(
                     yield name, str(tile.bounds), place
 
     results = run_in_threads(tasks(), work, lambda: Workspace(0, 0), threads)
-    # Threads finish in any order; the report is in that of the checkpoint.
+    # Threads finish in any order; report the parts in the order of the checkpoint.
     order = {name: number for number, name in enumerate(checkpoint)}
     damaged = [block for block in results if block is not None]
     return sorted(damaged, key=lambda block: (order[block.tensor], block.places))
@@ -497,7 +496,7 @@ def _find_damaged_copies(checkpoint: Checkpoint, names: Iterable[str]) -> Iterat
 
 
 def _find_damaged_items(checkpoint: Checkpoint, files: OpenFiles[SourceFile]) -> list[DamagedBlock]:
-    """Return the items whose digest differs from the recorded one."""
+    """Return the items whose digest differs from the recorded digest."""
     damaged = []
     for name, item in checkpoint.items.items():
         found = item_digest(item, files) if item.digest is not None else None
@@ -518,7 +517,8 @@ def _compare_items(
             where = (a if name in a.items else b).folder
             yield Difference(name, f"is only in {where}", is_tensor=False)
         elif item_digest(a.items[name], files_a) != item_digest(b.items[name], files_b):
-            # A value may be pickled in several ways; as many bytes that differ are damage.
+            # A value can be pickled in several ways, so pickles of different lengths are compared
+            # by value. Different bytes of the same length are reported: they may be damage.
             is_as_long = a.items[name].size_bytes == b.items[name].size_bytes
             (left, _), (right, _) = decode_items(a, [name]), decode_items(b, [name])
             if is_as_long or not left or repr(left) != repr(right):

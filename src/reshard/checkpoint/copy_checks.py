@@ -1,26 +1,29 @@
 """Copies of parts of tensors: whether the ranks that hold the same part hold the same bytes.
 
-The layout of a stored tensor claims that some of its shards are copies: several ranks hold one box
-of it, or boxes that overlap. A reader takes the elements of a box from one of them, so copies that
-differ would lose the others. They differ where each rank held another tensor under the same name
-and shape, such as experts over an axis that is not in the mesh of the files.
+The layout of a stored tensor claims that some of its shards are copies: several ranks hold the same
+box of it, or boxes that overlap. A reader takes the elements of a box from a single copy, so if
+copies differ, the elements of the other copies are lost. Copies differ if each rank held another
+tensor under the same name and shape, such as experts sharded over an axis that is missing from the
+mesh in the files.
 
-1. Checksums that the files contain (`Checkpoint.checksums`) are compared: nothing is read.
-2. Where a copy has none, the first, middle and last 4 KiB of each copy are compared (`sample`), at
-   most 1 % of the bytes of the files in all, or 4 MiB where that is more. If that is too little for
-   all copies, the smaller ones are compared by their first 4 KiB alone, the smallest not at all.
-   With `all`, every byte of every copy is compared.
-3. Where a manifest of reshard has the digest of a tensor, all its copies were equal when they were
-   written, and the digest proves the copy that is read. The smallest are sampled too, as far as the
-   limits allow and not from an address; what is not sampled counts as compared by checksum.
+1. Checksums in the files (`Checkpoint.checksums`) are compared without reading the copies.
+2. If a copy does not have a checksum, the first, middle and last 4 KiB of each copy are compared
+   (`sample`). The total is at most 1 % of the bytes of the files, or 4 MiB if that is more. If the
+   limit is too small for all copies, smaller copies are compared by their first 4 KiB alone, and
+   the smallest are not compared. With `all`, every byte of every copy is compared.
+3. If a manifest of reshard has the digest of a tensor, all its copies were equal when they were
+   written, and the digest verifies the copy that is read. The smallest of these copies are sampled
+   too, within the limits, unless they are at a URL; the others count as compared by checksum.
    Comparisons that read every byte of a checkpoint read every byte of these copies
    (`reads_recorded`).
-4. State that differs by rank by its nature, such as the running statistics of a batch norm, is
-   listed (`CopyReport.by_nature`); other copies that differ are an error of `expect_equal_copies`.
+4. State that differs from rank to rank by its nature, such as the running statistics of a batch
+   norm, is listed (`CopyReport.by_nature`); `expect_equal_copies` raises an error for other copies
+   that differ.
 
-Formats need not compare copies themselves: they bind every copy that their files have. A format
-whose writer keeps one of the copies (`CheckpointFormat.drops_copies`) has lost what was none: that
-shows where a router has more rows than there are experts (`CopyReport.lost`).
+Formats do not compare copies themselves: they bind every copy that their files have. The writers of
+some formats keep only one of several copies (`CheckpointFormat.drops_copies`), so they lose parts
+that were wrongly taken for copies. Such a loss is detected if a router has more rows than there are
+experts (`CopyReport.lost`).
 """
 
 from __future__ import annotations
@@ -58,15 +61,15 @@ from reshard.text import count_text, ranks_text
 SAMPLE_BYTES = 4096
 MAX_SAMPLED_SHARE = 0.01
 MIN_SAMPLE_LIMIT_BYTES = 4 << 20
-# Each is three reads that wait for a disk, or for a server.
+# The maximum number of copies to sample, from disks and from servers: a copy takes three reads.
 _MAX_SAMPLED_COPIES, _MAX_REQUESTED_COPIES = 1 << 14, 1 << 8
-# Of copies whose tensors have a recorded digest, one is sampled for so many bytes of the files, but
-# so many at least and at most: each rank that loads its part samples them.
+# For tensors with a recorded digest, a copy is sampled for each so many bytes of the files, within
+# a minimum and a maximum number of copies: every rank that loads its part repeats these reads.
 _RECORDED_COPY_BYTES, _MIN_RECORDED_COPIES, _MAX_RECORDED_COPIES = 4 << 20, 256, 1 << 11
 _MAX_SHOWN = 3
-# Layouts whose boxes overlap without being equal are compared pair by pair.
+# Boxes that overlap without being equal are compared in pairs, which takes quadratic time.
 _MAX_OVERLAPPING_BOXES = 1 << 13
-# The last parts of names of state that each rank has its own of.
+# The last parts of the names of state that differs from rank to rank.
 _BY_NATURE = re.compile(
     r"(^|[._])(running_mean|running_var|num_batches_tracked|amax_history|tokens_per_expert|"
     r"steps?|seed|rng(_states?)?|random_states?)$"
@@ -80,7 +83,7 @@ class DifferingCopies(Record):
     """A part of a tensor whose copies on ranks differ.
 
     `ranks` groups the ranks whose copies are equal; `found_by` is how they were compared. `places`
-    has where the copies begin that differ from the lowest rank's.
+    lists the file and first byte of each copy that differs from the lowest rank's.
     """
 
     tensor: str
@@ -105,12 +108,12 @@ class CopyReport(Record):
 
     Attributes:
         differing: copies that differ and should not.
-        by_nature: copies of state that each rank has its own of.
-        lost: what shows that the writer dropped parts as copies that were none.
-        parts: how many parts are held by several ranks.
-        by_checksum: those that checksums of the files, or a manifest, decided.
-        by_reading: those of which bytes were read.
-        read_bytes: how many.
+        by_nature: copies of state that differs from rank to rank by its nature.
+        lost: evidence that the writer dropped parts that it took for copies and that were not.
+        parts: the number of parts that several ranks hold.
+        by_checksum: the number of parts compared by checksums of the files, or by a manifest.
+        by_reading: the number of parts compared by reading bytes of them.
+        read_bytes: the number of bytes read.
     """
 
     differing: tuple[DifferingCopies, ...] = ()
@@ -127,7 +130,7 @@ class CopyReport(Record):
         return self.parts - self.by_checksum - self.by_reading
 
     def describe(self) -> list[str]:
-        """Return notes for a user: what differs by nature, and what was not compared."""
+        """Return notes for the user on copies that differ by nature and parts not compared."""
         notes = [*self.lost[:_MAX_SHOWN]]
         if self.by_nature:
             notes.append(
@@ -164,10 +167,10 @@ def expect_equal_copies(
     """Compare the copies in a checkpoint, and return it with notes about them.
 
     Args:
-        checkpoint: opened; its own `check_copies` and `allowed` apply too.
+        checkpoint: an opened checkpoint; its own `check_copies` and `allowed` apply too.
         check: `all`, `sample` or `none`; the checkpoint's own if None.
         allow: with `differing-copies`, copies may differ: the lowest rank's are read.
-        names: of the tensors whose copies are compared; all if None.
+        names: the names of the tensors whose copies are compared; all if None.
 
     Raises:
         CoverageError: copies that differ.
@@ -214,9 +217,9 @@ def compare_copies(
     """Compare the copies in a checkpoint.
 
     Args:
-        checkpoint: opened.
+        checkpoint: an opened checkpoint.
         check: `all`, `sample` or `none`; the checkpoint's own if None.
-        names: of the tensors whose copies are compared; all if None.
+        names: the names of the tensors whose copies are compared; all if None.
         reads_recorded: with `sample`, read every byte of copies of tensors whose digest a manifest
             records.
 
@@ -241,7 +244,7 @@ def compare_copies(
     if check == "sample":
         for group in groups:
             if reads_recorded and group.has_digest:
-                # Stored checksums are those of the bytes that were written.
+                # Stored checksums describe the bytes as written: they do not show later damage.
                 recorded.append(group)
                 continue
             classes = group.classify(index)
@@ -268,7 +271,7 @@ def compare_copies(
     by_nature: list[DifferingCopies] = []
     for number, (group, classes, how) in enumerate(unlike):
         measured = _measure(checkpoint, group, classes) if number < _MAX_SHOWN else ""
-        # Tensors with one digest were written from one tensor, whatever their names.
+        # A recorded digest shows that the copies were equal when written, whatever the name.
         is_natural = not group.has_digest and _BY_NATURE.search(group.tensor)
         (by_nature if is_natural else differing).append(group.describe(classes, how + measured))
     return CopyReport(
@@ -283,10 +286,10 @@ def compare_copies(
 
 
 def list_read_checksums(checkpoint: Checkpoint) -> tuple[StoredChecksum, ...]:
-    """Return the checksums of a checkpoint but for those of copies that nothing reads.
+    """Return the checksums of a checkpoint, except those of copies that are not read.
 
-    Whoever reads whole tensors takes each element from one of its copies; the checksums of the
-    others are compared with that copy's, without reading them.
+    A reader of whole tensors takes each element from a single copy. The checksums of the other
+    copies are compared with that copy's, without reading the copies.
     """
     index = _Index.of(checkpoint)
     columns = index.columns
@@ -319,7 +322,7 @@ def list_read_checksums(checkpoint: Checkpoint) -> tuple[StoredChecksum, ...]:
 
 
 def describe_differing(checkpoint: Checkpoint, differing: Sequence[DifferingCopies]) -> str:
-    """Return the error text for copies that differ: which, why that can be, and what to do."""
+    """Return the error text for copies that differ: the copies, possible causes, and remedies."""
     names = list(dict.fromkeys(difference.tensor for difference in differing))
     text = (
         f"{checkpoint.folder}: ranks hold copies, by sizes and offsets, whose contents differ, of "
@@ -348,11 +351,11 @@ def describe_differing(checkpoint: Checkpoint, differing: Sequence[DifferingCopi
 
 
 class _Copy(NamedTuple):
-    """A copy of boxes of a tensor: the rank, the place of its shard, and the boxes in the shard.
+    """A copy of boxes of a tensor: the rank, the location of its shard, and the boxes in the shard.
 
-    The shard is at number `place` among those of the tensor's kind, and `offset_bytes` into that.
-    Offsets of `regions` are in elements of the shard. `is_whole` is whether they are all of the
-    shard, densely.
+    The shard is at location number `place` of the tensor's kind, from its byte `offset_bytes` on.
+    Offsets of `regions` are in elements of the shard. `is_whole` is whether the regions are the
+    whole shard, without gaps.
     """
 
     slot: int
@@ -363,7 +366,7 @@ class _Copy(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Copies of boxes of a tensor, with the file and the first byte of each copy's shard."""
+    """Copies of the same boxes of a tensor, with the file and first byte of each copy's shard."""
 
     tensor: str
     kind: TensorKind
@@ -386,7 +389,7 @@ class _Group(NamedTuple):
         return sum(box.elements for box in self.boxes) * self.kind.dtype.itemsize_bytes
 
     def classify(self, index: _Index) -> tuple[tuple[int, ...], ...] | None:
-        """Group the ranks by the checksums of their files; None if these cannot decide."""
+        """Group the ranks by the checksums of their files; None if these are not conclusive."""
         marks, are_exact, part_bytes = [], True, self.part_bytes
         for copy, (file, start) in zip(self.copies, self.places, strict=True):
             storage = index.find_storage(file, start)
@@ -394,13 +397,14 @@ class _Group(NamedTuple):
                 return None
             begin, size_bytes, crc32 = storage
             are_exact &= begin == start and copy.is_whole and size_bytes == part_bytes
-            # Regions are equal where the boxes are at equal offsets and strides of their shards.
+            # A checksum covers the whole shard, so copies can be compared by it only if their
+            # boxes have the same offsets and strides in their shards.
             marks.append((size_bytes, crc32, start - begin, copy.regions))
-        # Nearly always all are equal.
+        # The common case: all copies are equal.
         if marks.count(marks[0]) == len(marks):
             return (self.ranks,)
         classes = _group_equal(zip(self.ranks, marks, strict=True))
-        # A checksum that covers more than the copy proves equality alone.
+        # A checksum that covers more than the copy can prove equality, but not a difference.
         return classes if are_exact or len(classes) == 1 else None
 
     def describe(self, classes: tuple[tuple[int, ...], ...], found_by: str) -> DifferingCopies:
@@ -418,18 +422,18 @@ def _group_equal(marks: Iterable[tuple[int, object]]) -> tuple[tuple[int, ...], 
     return tuple(sorted(tuple(sorted(ranks)) for ranks in classes.values()))
 
 
-# Copies by layout.
+# The copies of each layout.
 
 
 class _Index:
     """The data of a checkpoint for comparisons, computed once for all reads of its tensors.
 
-    `passed` has the names of tensors whose copies were found equal, by how they were compared.
+    `passed` has the names of tensors whose copies are equal, by the check that compared them.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.columns = TensorColumns.of(checkpoint.tensors)
-        # For each kind of tensors, the copies of each part that several ranks hold.
+        # For each kind of tensor, the copies of each part that several ranks hold.
         self._copies = [
             _find_copies(kind, self.columns.sample(number).stored_layout)
             if _has_copies(kind)
@@ -448,7 +452,7 @@ class _Index:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> _Index:
-        """Return the index of a checkpoint, which keeps it."""
+        """Return the index of a checkpoint, cached in the checkpoint."""
         attributes = vars(checkpoint)
         result = attributes.get("_copy_index")
         if not isinstance(result, _Index):
@@ -464,7 +468,7 @@ class _Index:
         return storages[at]
 
     def list_groups(self, names: Iterable[str] | None) -> Iterator[_Group]:
-        """Yield the parts that several ranks hold, of some tensors or of all."""
+        """Yield the parts of the named tensors, or of all, that several ranks hold."""
         columns, digests = self.columns, self.columns.digests
         if not any(self._copies):
             return
@@ -479,13 +483,13 @@ class _Index:
                     (kind.files[copy.place], start + copy.offset_bytes)
                     for copy, start in zip(copies, starts, strict=True)
                 )
-                # Several ranks may be bound to one range of a file.
+                # Several ranks may be bound to the same range of a file: it is not a copy.
                 if len(set(places)) > 1:
                     yield _Group(columns.names[row], kind, copies, places, has_digest)
 
 
 def _has_copies(kind: TensorKind) -> bool:
-    """Return whether the shards of a kind's tensors have more elements together than the tensor."""
+    """Return whether the shards of a kind's tensors have more elements in total than the tensor."""
     layout = kind.layout
     if len(kind.places) < 2:
         return False
@@ -514,7 +518,7 @@ def _find_overlaps(layout: Layout, copies: list[_Copy]) -> Iterator[tuple[_Copy,
     held = sum(region.elements for copy in copies for region in copy.regions)
     if layout.contributions > 1 or held <= math.prod(layout.shape):
         return
-    # A halo may be older than what it is a copy of.
+    # A halo may be older than the elements that it copies.
     is_owned = all((table.single_runs().role == OWNED).all() for table in layout.tables)
     is_simple = all(len(copy.regions) == 1 for copy in copies)
     if not is_owned or not is_simple or len(copies) > _MAX_OVERLAPPING_BOXES:
@@ -522,7 +526,7 @@ def _find_overlaps(layout: Layout, copies: list[_Copy]) -> Iterator[tuple[_Copy,
     starts = np.array([copy.regions[0].start for copy in copies])
     stops = np.array([copy.regions[0].stop for copy in copies])
     for number, copy in enumerate(copies):
-        # Of shape (later copies, dims): their overlaps with this copy.
+        # The overlaps of all later copies with this copy, shape (later copies, dims).
         low = np.maximum(starts[number + 1 :], starts[number])
         high = np.minimum(stops[number + 1 :], stops[number])
         for later in np.flatnonzero((low < high).all(axis=1)).tolist():
@@ -556,14 +560,14 @@ def _make_copy(kind: TensorKind, tile: Tile) -> _Copy:
     )
 
 
-# Parts that a writer dropped.
+# Detecting parts that a writer dropped.
 
 
 def _find_lost_experts(checkpoint: Checkpoint) -> Iterator[tuple[frozenset[str], str]]:
-    """Yield what shows that experts of some ranks were dropped as copies, and their names.
+    """Yield the names of experts that a writer dropped as copies, with the evidence.
 
-    A router has a row for each expert. Where all ranks name and count their own experts from 0,
-    and the writer keeps one copy of each, there is a fraction of them.
+    A router has a row for each expert. If every rank numbers its own experts from 0, and the writer
+    keeps one of the tensors with the same name, only a fraction of the experts is stored.
     """
     known = find_format(checkpoint.format)
     ranks = {file.rank for file in checkpoint.files}
@@ -603,7 +607,7 @@ def _find_lost_experts(checkpoint: Checkpoint) -> Iterator[tuple[frozenset[str],
             )
 
 
-# Reads.
+# Choosing and reading samples.
 
 
 class _Read(NamedTuple):
@@ -620,7 +624,7 @@ class _Read(NamedTuple):
 
 
 def _choose_reads(checkpoint: Checkpoint, groups: list[_Group], check: str) -> list[_Read]:
-    """Return what is read of each group: all of it, or samples within the limits."""
+    """Return the reads of each group: all its bytes, or samples within the limits."""
     if check == "all":
         return [
             _Read(
@@ -636,14 +640,14 @@ def _choose_reads(checkpoint: Checkpoint, groups: list[_Group], check: str) -> l
         ]
     stored_bytes = sum(file.size_bytes for file in checkpoint.files)
     limit_bytes = max(int(stored_bytes * MAX_SAMPLED_SHARE), MIN_SAMPLE_LIMIT_BYTES)
-    # Of what is compressed, the beginning cannot be had without the rest.
+    # Derived files, such as unpacked archives, cannot be sampled without unpacking all of them.
     plain = [
         group for group in groups if not any(file in checkpoint.derived for file, _ in group.places)
     ]
     is_remote = isinstance(checkpoint.folder, RemotePath)
     max_copies = _MAX_REQUESTED_COPIES if is_remote else _MAX_SAMPLED_COPIES
     chosen: list[_Read] = []
-    # The first window of as many as possible, then the others of the largest.
+    # Read the first window of as many groups as possible, then the other windows of the largest.
     for group in sorted(plain, key=lambda group: -group.part_bytes):
         first = _window(group.boxes[0].shape, group.kind.dtype.itemsize_bytes, 0.0)
         read = _Read(group, ((0, first),))
@@ -662,9 +666,10 @@ def _choose_reads(checkpoint: Checkpoint, groups: list[_Group], check: str) -> l
 
 
 def _choose_recorded(checkpoint: Checkpoint, groups: list[_Group]) -> list[_Group]:
-    """Return the smallest groups, with a copy for each 4 MiB of the files at most.
+    """Return the smallest groups, with at most a copy for each 4 MiB of the files.
 
-    That takes a few percent of the time in which the files are read; a server would take longer.
+    Reading them takes a few percent of the time in which the files are read. A server would take
+    longer, so from a server nothing is read.
     """
     if isinstance(checkpoint.folder, RemotePath):
         return []
@@ -688,7 +693,7 @@ def _sample(group: _Group) -> Iterator[tuple[int, Box]]:
 
 
 def _window(shape: tuple[int, ...], itemsize_bytes: int, share: float) -> Box:
-    """Return a window of at most 4 KiB, at this share of the way through a box.
+    """Return a window of at most 4 KiB that begins at the fraction `share` of a box.
 
     >>> _window((8, 4096), 4, 0.5)
     Box(start=(4, 1536), stop=(5, 2560))
@@ -723,7 +728,7 @@ def _split(shape: tuple[int, ...], itemsize_bytes: int, max_bytes: int) -> Itera
 
 
 def _read_groups(checkpoint: Checkpoint, reads: list[_Read]) -> Iterator[tuple[_Read, list[bytes]]]:
-    """Yield what was read of each group, with a digest of it for each copy."""
+    """Yield each read of a group, with a digest of the bytes of each copy."""
     if not reads:
         return
     files = open_sources(checkpoint)
@@ -732,7 +737,7 @@ def _read_groups(checkpoint: Checkpoint, reads: list[_Read]) -> Iterator[tuple[_
         for number, read in enumerate(reads)
         for member, place in enumerate(read.group.places)
     ]
-    # In the order of the files, so that a disk reads forward.
+    # Read in the order of the files, so that a disk reads forward.
     tasks.sort()
 
     def work(
@@ -816,7 +821,7 @@ def _make_buffer() -> AlignedBuffer:
     return AlignedBuffer(AlignedBuffer.capacity_for(BUFFER_BYTES))
 
 
-# Remedies.
+# Suggesting remedies.
 
 
 def _suggest_cut(differing: Sequence[DifferingCopies]) -> str:
@@ -830,7 +835,7 @@ def _suggest_cut(differing: Sequence[DifferingCopies]) -> str:
     )
     if not is_regular:
         return f"--source-mesh fsdp=...,ep=... --source-rule '{pattern}=ep / fsdp, ...'"
-    # Where neighbours have copies of one part, the missing axis is the last.
+    # If neighbouring ranks hold different copies of a part, the missing axis is the last.
     is_last = missing < 2 or classes[1][0] == classes[0][0] + 1
     sizes = {"dp": replicas, "fsdp": len(first)}
     axes = [f"{name}={size}" for name, size in sizes.items() if size > 1]

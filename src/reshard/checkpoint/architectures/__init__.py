@@ -1,5 +1,5 @@
 """Architectures: which tensors the model class of a config.json loads.
 
-`checking` compares the tensors of a target with those before anything is written; `records` are the
-tensors of public classes, recorded from transformers.
+`checking` compares a target's tensors with the model class before anything is written; `records`
+contains the tensors of public classes, recorded from transformers.
 """

@@ -1,14 +1,14 @@
 """Checks of a target's tensors against the model class that its config.json names.
 
-Two judges know classes:
+Two judges know the tensors of a class:
 
-1. the records of public classes (`records`), which need no other program and a millisecond;
-2. the class itself, where transformers is installed (`reshard.torch.model_classes`). It is asked
-   where the records lack the class or find a difference, since its import takes seconds.
+1. The records of public classes (`records`). They need no other program, and take a millisecond.
+2. The class itself, where transformers is installed (`reshard.torch.model_classes`). Its import
+   takes seconds, so it is asked only where the records lack the class or find a difference.
 
 A difference is an error unless the user allows it by name: `incomplete` for missing tensors,
-`unknown` for others. Tensors of another shape cannot be allowed, since no class loads them. An
-architecture that no judge knows is not checked, which a note reports.
+`unknown` for additional ones. Tensors of another shape cannot be allowed, since no class loads
+them. If neither judge knows the architecture, nothing is checked, and a note reports that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from reshard.recipes.quantization import find_quantized, quantization_config
 from reshard.text import count_text, first_text
 
 _MAX_LISTED = 4
-# Stands for tensors of another shape among what is allowed; users allow `unknown`.
+# An internal value of `allow` for tensors of another shape; users allow `unknown`.
 _SHAPES = "shapes"
 _CLASS_JUDGE = "reshard.torch.model_classes"
 # Buffers that classes of earlier versions saved, and that no class loads any more.
@@ -59,15 +59,15 @@ def check_architecture(
     """Compare tensors with those that the class of a config.json loads; reads no tensor data.
 
     Args:
-        shapes: of the tensors that will be written, by the names in their files.
-        types: of these tensors.
+        shapes: the shapes of the tensors that will be written, by the names in their files.
+        types: the element types of these tensors.
         config: the content of config.json.
-        folder: of the source, for messages.
+        folder: the folder of the source, for messages.
         allow: `incomplete`, `unknown`.
         left_out: names that the user left out on purpose.
 
     Returns:
-        Notes for the user: by what the tensors were checked, and which differences were allowed.
+        Notes for the user: which judge checked the tensors, and which differences were allowed.
 
     Raises:
         CheckpointError: missing, unknown or misshapen tensors that are not allowed.
@@ -98,20 +98,20 @@ def check_sharded_model(
 ) -> tuple[str, ...]:
     """Compare the tensors that a recipe shards with those of the architecture of a config.json.
 
-    The target is for no loader by name, so less is refused than by `check_architecture`: the record
-    of the class suffices where it leaves rows open, rows that pad the vocabulary for ranks are
-    accepted, and where config.json names no class, any class of its model type will do.
-    transformers is imported only before a refusal.
+    The target does not have to be loaded by a certain program, so this check is less strict than
+    `check_architecture`: the record of the class suffices even if some of its rows are open, rows
+    that pad the vocabulary for ranks are accepted, and if config.json does not name a class, any
+    class of its model type will do. transformers is imported only before a refusal.
 
     Args:
-        shapes: of the tensors that will be written, by their names in the recipe.
-        types: of these tensors.
+        shapes: the shapes of the tensors that will be written, by their names in the recipe.
+        types: the element types of these tensors.
         config, folder, left_out: as in `check_architecture`.
         allow: `incomplete`; `unknown`, which allows tensors of another shape as well.
         is_meant: whether the user named a tensor, so that it may be unknown to the class.
 
     Returns:
-        Notes for the user: by what the tensors were checked, and which differences were allowed.
+        Notes for the user: which judge checked the tensors, and which differences were allowed.
 
     Raises:
         CheckpointError: missing, unknown or misshapen tensors that are not allowed.
@@ -162,7 +162,7 @@ def count_differences(
 def _find_differences(
     config: Mapping[str, Any], shapes: Mapping[str, Shape]
 ) -> TensorDifferences | str:
-    """Return the differences by the best judge that knows the class, or a note that none does."""
+    """Return the differences found by the best judge, or a note if no judge knows the class."""
     found = find_recorded_differences(config, shapes)
     recorded, is_exact = (None, False) if found is None else found
     if recorded is not None and is_exact and not recorded:
@@ -216,7 +216,7 @@ def _describe_unjudged(config: Mapping[str, Any], reason: str) -> str:
 def _find_logical_shapes(
     shapes: Mapping[str, Shape], types: Mapping[str, DType], config: Mapping[str, Any]
 ) -> Mapping[str, Shape]:
-    """Return the shapes of tensors, of quantised weights those of the weights themselves."""
+    """Return the shapes of tensors, with the logical weight in place of each quantised weight's."""
     if not quantization_config(config):
         return shapes
     itemsizes = {name: types[name].itemsize_bytes for name in shapes}
@@ -229,7 +229,7 @@ def _find_logical_shapes(
 def _without_expected(
     found: TensorDifferences, config: Mapping[str, Any], left_out: Collection[str]
 ) -> TensorDifferences:
-    """Return differences without those that are right: left out by the user, or known extras."""
+    """Return differences except expected ones: tensors left out by the user, and known extras."""
     extra = _extra_layers(config)
     ignored = [
         name
@@ -256,7 +256,7 @@ def _without_padding(found: TensorDifferences, config: Mapping[str, Any]) -> Ten
 
 
 def _extra_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what names of layers that predict further tokens begin with."""
+    """Return the prefixes of the names of layers that predict further tokens."""
     count = max((config.get(key) or 0 for key in _EXTRA_LAYERS), default=0)
     layers = config.get("num_hidden_layers")
     if not isinstance(count, int) or not isinstance(layers, int) or count < 1:
@@ -265,7 +265,7 @@ def _extra_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _list_refused(found: TensorDifferences, allow: Collection[str]) -> list[str]:
-    """Return what is wrong and not allowed, each as text."""
+    """Return a text for each kind of difference that is not allowed."""
     refused = []
     if found.missing and "incomplete" not in allow:
         refused.append(_describe_missing(found))
@@ -316,7 +316,7 @@ def _list_first(texts: Sequence[str]) -> str:
 def _describe_refusal(
     found: TensorDifferences, refused: Sequence[str], folder: Path, config: Mapping[str, Any]
 ) -> str:
-    """Describe what is wrong, by whose judgement, and what to do about it."""
+    """Describe the differences, the judge that found them, and the remedies."""
     ways = []
     if found.missing and found.unknown:
         ways.append("give the names of the class with --rename or --source-names")

@@ -1,6 +1,6 @@
 """Records of the tensors of public model classes, and comparisons with them.
 
-There is a file for each model type, written from transformers by `tests/engines/architectures`:
+`tests/engines/architectures` writes a file for each model type from transformers:
 
     {"transformers": version, "prefix": of the base model, "defaults": {key: value},
      "types": {key of a nested config: its model type},
@@ -11,8 +11,8 @@ There is a file for each model type, written from transformers by `tests/engines
 A row is a pattern of names: `*` is a number, from 0 up to a count. Counts and lengths are
 expressions of config.json, and `when` is a list of terms that all hold if there are such tensors;
 `{"unless": [...]}` are terms that do not all hold. `?` is an open length, or a tensor that is
-optional; a form with such rows is not exact. Forms are the names in files that the class saves, and
-those of its module if they differ.
+optional; a form with such rows is not exact. A class has a form for the names in the files that it
+saves, and another form for the names in its module if they differ.
 
 A term is a number of a config.json, or a condition on it and on a name's first number::
 
@@ -41,25 +41,25 @@ from reshard.recipes.expressions import Key, parse_condition, parse_expression
 
 OPEN = "?"
 _WORD = re.compile(r"[\w-]+")
-# Sizes that config.json leaves out leave lengths open: transformers refuses wrong ones loudly.
+# A size missing from config.json leaves a length open: transformers itself refuses a wrong length.
 _SIZES = re.compile(r"(^|[_.])(size|dim|d_ff|d_model|n_embd|ffn_dim)$")
-# Classes that files of a model type are loaded by, where config.json names none.
+# The classes that load files of a model type if config.json does not name a class.
 _USUAL = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "Model")
 
 
 def find_recorded_differences(
     config: Mapping[str, Any], shapes: Mapping[str, Shape], *, any_class: bool = False
 ) -> tuple[TensorDifferences, bool] | None:
-    """Compare tensors with those recorded of the class of a config.json.
+    """Compare tensors with the tensors recorded for the class of a config.json.
 
     Args:
         config: the content of config.json.
-        shapes: of the tensors, by their names in the files.
-        any_class: whether the class of the model type counts that fits best.
+        shapes: the shapes of the tensors, by their names in the files.
+        any_class: whether to compare with the class of the model type that fits best.
 
     Returns:
-        The differences, and whether the record leaves nothing open; None if there is no record of
-        the class.
+        The differences, and whether the record is exact, without open rows; None if there is no
+        record of the class.
     """
     record = _read_record(config.get("model_type"))
     if record is None:
@@ -101,7 +101,7 @@ def _read_record(model_type: object) -> Mapping[str, Any] | None:
 
 
 def _choose_class(config: Mapping[str, Any], record: Mapping[str, Any]) -> str | None:
-    """Return the class of a config that is recorded; None if it names others."""
+    """Return the recorded class that a config names, or None if it names others."""
     named = config.get("architectures")
     if isinstance(named, list) and named:
         return next((name for name in named if name in record["classes"]), None)
@@ -110,7 +110,7 @@ def _choose_class(config: Mapping[str, Any], record: Mapping[str, Any]) -> str |
 
 
 def _with_defaults(config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the values that the class gives to keys that are left out."""
+    """Return a config with the class's defaults for missing keys."""
     full: dict[str, Any] = {
         key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items()
     }
@@ -139,12 +139,12 @@ def _find(config: Mapping[str, Any], path: str) -> object:
 
 
 class _Expected(NamedTuple):
-    """The tensors of a form for a config, and those given by their names.
+    """The tensors of a form for a config, and the given tensors by the form's names.
 
     Attributes:
-        tensors: with lengths, None for open ones.
-        optional: patterns of tensors that may be there or not.
-        rows: of the form.
+        tensors: the shape of each tensor by name, with None for an open length.
+        optional: patterns of the names of optional tensors.
+        rows: the numbers of the form's rows.
         given: the name of each tensor in the files, by its name in the form.
         is_exact: whether no row is open.
     """
@@ -193,7 +193,7 @@ def _expect(
     for called in shapes:
         if called not in given:
             name = _with_prefix(called, prefix, tensors)
-            # Of two that would be the same tensor the second is unknown.
+            # If two names stand for the same tensor, the second is reported as unknown.
             given[called if name in given else name] = called
     is_exact = all(is_closed(record["rows"][number]) for number in rows)
     return _Expected(tensors, tuple(optional), rows, given, is_exact)
@@ -206,13 +206,13 @@ def _compare(
     prefix: str,
     shapes: Mapping[str, Shape],
 ) -> TensorDifferences:
-    """Compare tensors with those of one form of a class."""
+    """Compare tensors with the tensors of a form of a class."""
     own = record["classes"][name]
     tensors, given = expected.tensors, expected.given
     missing, unknown = expected.missing, expected.unknown
     if missing or unknown:
         ties = [tuple(map(_compile, pair)) for pair in own["ties"]]
-        # A target that the config does not tie is a tensor of its own.
+        # If the form has the first tensor of a pair, the config does not tie it: it must be stored.
         tied = [pair for pair in ties if not any(map(pair[0].fullmatch, tensors))]
         missing = [name for name in missing if not _is_tied(name, given, tied)]
         known = [*itertools.chain.from_iterable(ties)]
@@ -269,7 +269,7 @@ def list_row(
 
 
 def is_closed(row: tuple[str, list[str], Any, Any]) -> bool:
-    """Return whether a row leaves nothing open."""
+    """Return whether a row has neither open lengths nor optional tensors."""
     _, counts, shape, when = row
     return OPEN not in (*counts, *shape) and when != OPEN
 
@@ -292,7 +292,7 @@ def _with_prefix(name: str, prefix: str, expected: Mapping[str, Any]) -> str:
 def _is_tied(
     name: str, given: Mapping[str, str], ties: Iterable[tuple[re.Pattern[str], ...]]
 ) -> bool:
-    """Return whether a tensor is there under another name, to which it is tied."""
+    """Return whether a tensor is stored under another name, to which it is tied."""
     for pair in ties:
         if any(value.fullmatch(name) for value in pair):
             return any(value.fullmatch(other) for value in pair for other in given)
@@ -302,7 +302,7 @@ def _is_tied(
 def _list_other_patterns(
     record: Mapping[str, Any], ours: frozenset[int], prefix: str
 ) -> list[re.Pattern[str]]:
-    """Return the patterns of tensors that the class does not have, and another class has."""
+    """Return the patterns of tensors that another class has and this class does not."""
     bare = {record["rows"][number][0].removeprefix(prefix) for number in ours}
     patterns = {
         row[0]
@@ -407,7 +407,7 @@ Shape = tuple[int, ...]
 
 
 class TensorDifferences(Record):
-    """The differences between the tensors of a checkpoint and those that a model class loads.
+    """The differences between the tensors of a checkpoint and those loaded by a model class.
 
     Attributes:
         judge: the class and the program, such as `LlamaForCausalLM of transformers 5.24.0`.

@@ -6,16 +6,16 @@
 2. The matrices A and B change the weight that their names begin with; a tensor that was trained
    as a whole (`modules_to_save`) replaces the base's, in its type.
 3. Adapters whose merge would differ from PEFT's are refused by name: other kinds of adapters, and
-   those whose initialisation has changed the base.
+   adapters whose initialisation has changed the base.
 
-The arithmetic is that of PEFT on a CPU:
+The arithmetic is the same as PEFT's on a CPU:
 
 1. A and B are cast to float32. An element of their product is summed in float64 and rounded once,
    so it does not depend on the order of summation; then it is multiplied by the scale.
 2. The sum with the weight is computed in float32, and rounded to the weight's type. Further
    adapters start from that.
-3. With a magnitude (DoRA), each output of the sum is multiplied by magnitude / norm, where the norm
-   is that of the sum's row.
+3. With a magnitude (DoRA), each output of the sum is multiplied by magnitude / norm, where `norm`
+   is the norm of the sum's row.
 
 A weight is treated as a matrix: its first dimension, and all others flattened.
 
@@ -58,9 +58,9 @@ class LowRankChange(Record):
     Attributes:
         a: `(rank, inputs...)`.
         b: `(outputs, rank, 1...)`.
-        scale: of the product.
-        is_swapped: whether the first dimension of the weight is that of its inputs.
-        magnitude: of each output (DoRA); None for a plain sum.
+        scale: the factor of the product.
+        is_swapped: whether the first dimension of the weight is its inputs.
+        magnitude: the magnitude of each output (DoRA); None for a plain sum.
         is_rounded: whether the product is rounded to the weight's type before it is added, as by
             PEFT for embeddings.
     """
@@ -100,7 +100,7 @@ class _Merged(Record):
 
 
 class MergedWeight(_Merged):
-    """A weight with the changes of adapters, one after another."""
+    """A weight with the changes of adapters, applied in order."""
 
     changes: tuple[LowRankChange, ...]
     _norms: dict[int, NDArray[np.float32]] = field(default_factory=dict, compare=False, repr=False)
@@ -179,7 +179,7 @@ class MergedWeight(_Merged):
         columns: range,
         factors: Sequence[NDArray[np.float32]],
     ) -> tuple[NDArray[np.generic], CastCounts]:
-        """Return a piece of the weight, as bare elements, after one change."""
+        """Return a piece of the weight, as bare elements, after change `number`."""
         merged = self._add(number, piece, rows, columns, factors)
         change = self.changes[number]
         if change.magnitude is not None:
@@ -225,7 +225,7 @@ class MergedWeight(_Merged):
         factors: Sequence[Sequence[NDArray[np.float32]]],
         read: ReadBox,
     ) -> None:
-        """Compute the norms of the outputs of a change's sum, once, in boxes of a size."""
+        """Compute the norms of the outputs of a change's sum once, in boxes as large as `like`."""
         with self._lock:
             if number in self._norms:
                 return
@@ -236,7 +236,8 @@ class MergedWeight(_Merged):
                 self._merge(box, number, factors, read, bare)
                 rows, columns = _find_ranges(box, self.shape)
                 piece = bare.reshape(len(rows), -1)
-                # In parts: the product of a whole box in float64 would be several boxes.
+                # The product is in float64, so that of a whole box would take several times the
+                # box's memory: compute it in parts.
                 step = max(1, _PRODUCT // max(1, piece.shape[1]))
                 for top in range(0, len(rows), step):
                     part = piece[top : top + step]
@@ -253,8 +254,8 @@ class MergedWeight(_Merged):
 def _find_ranges(box: Box, shape: tuple[int, ...]) -> tuple[range, range]:
     """Return the rows and columns of a box, with all dimensions but the first flattened.
 
-    Blocks have single indices of the dimensions before that in which they end, and all of the
-    following ones.
+    A block has a single index of each dimension before the dimension that it splits, and all
+    indices of the dimensions after it.
 
     >>> _find_ranges(Box((2, 0, 0), (4, 3, 5)), (8, 3, 5))
     (range(2, 4), range(0, 15))
@@ -286,7 +287,7 @@ def _list_boxes(shape: tuple[int, ...], like: Box) -> list[Box]:
 
 
 class MergedBias(_Merged):
-    """A bias with those of adapters added: `bias + scale * change`, one after another."""
+    """A bias with the biases of adapters added in order: `bias + scale * change`."""
 
     changes: tuple[tuple[StoredTensor, float], ...]
 
@@ -313,11 +314,11 @@ class MergedBias(_Merged):
 
 
 _MERGED_TYPES = ("float32", "bfloat16", "float16")
-# In names of tensors of a wrapped module that PEFT saves in addition to the change.
+# PEFT may save a wrapped module's own tensors in addition to the change, with this in their names.
 _BASE_LAYER = ".base_layer."
-# Initialisations that change the base; the others only determine A and B.
+# Initialisations that change the base. All others only determine A and B.
 _BASE_CHANGING = ("pissa", "olora", "loftq", "corda", "lora_ga")
-# Settings with which PEFT's merge differs, or does not exist.
+# Settings with which PEFT merges differently, or cannot merge.
 _UNKNOWN_SETTINGS = (
     "target_parameters",
     "layer_replication",
@@ -403,7 +404,7 @@ class _Merge:
         members: Mapping[str, str],
         tensors: Mapping[str, StoredTensor],
     ) -> None:
-        """Add the change of one weight."""
+        """Add the change of a weight."""
         kind = "embedding " if "embedding A" in members else ""
         a, b = tensors[members[f"{kind}A"]], tensors[members[f"{kind}B"]]
         for matrix in (a, b):
@@ -452,15 +453,15 @@ class _Merge:
 
     def _look_up(self, name: str) -> str | None:
         """Return the name in the base, with or without a prefix `model.`, or None."""
-        # An adapter may have been trained on the model without its head, whose names lack the
-        # prefix.
+        # The adapter may have been trained on the base model without a head, whose names do not
+        # have the prefix.
         candidates = (name, f"model.{name}", name.removeprefix("model."))
         return next((key for key in candidates if key in self.base.tensors), None)
 
     def _take_base(self, checkpoint: Checkpoint, name: str, tensor: StoredTensor) -> None:
-        """Replace the base's weight by one saved with its change, as PEFT saves embeddings.
+        """Replace the base's weight by the weight saved with its change, as PEFT saves embeddings.
 
-        Changes of earlier adapters are dropped, as by PEFT.
+        Like PEFT, drop the changes of earlier adapters.
         """
         key = self._find_base(checkpoint, name)
         base = self.base.tensors[key]
@@ -498,7 +499,7 @@ class _Merge:
 def merge_adapters(
     checkpoint: Checkpoint, paths: Iterable[str | os.PathLike[str]]
 ) -> tuple[Checkpoint, dict[str, ComputedTensor]]:
-    """Return a checkpoint with adapters merged into it, one after another.
+    """Return a checkpoint with adapters merged into it in order.
 
     Args:
         checkpoint: the base.
@@ -508,7 +509,7 @@ def merge_adapters(
         The merged checkpoint, and its computed tensors by name.
 
     Raises:
-        UsageError: an adapter of another base, or one that cannot be merged.
+        UsageError: an adapter that is for another base or cannot be merged.
         CheckpointError: an adapter that cannot be read.
     """
     merge = _Merge(checkpoint)

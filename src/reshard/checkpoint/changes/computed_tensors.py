@@ -5,8 +5,8 @@ bounded, so the memory of a conversion is known before it begins::
 
     source files --(read_box)--> inputs --(fill)--> block --> target files
 
-`ChangedReader` reads batches of blocks as they are written to the target; the blocks of a batch are
-all produced in one way::
+`ChangedReader` reads batches of blocks as they are written to the target; all blocks of a batch are
+produced in the same way::
 
     copied      files --(one read)--> blocks
     cast        files --(one read)--> inputs --(one cast)--> blocks
@@ -63,7 +63,7 @@ class ComputedTensor(Protocol):
     def sources(self) -> tuple[StoredTensor, ...]: ...
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
-        """Return the most bytes that are read of each source at once, for a box."""
+        """Return the maximum number of bytes of each source that are read at once for a box."""
 
     def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
         """Write the bare elements of a box into `out`, which has its shape."""
@@ -88,12 +88,12 @@ class ComputedReader:
 
     @property
     def span_bytes(self) -> int:
-        """The most bytes of a shard in memory at once."""
+        """The maximum number of bytes of a shard in memory at once."""
         return max((reader.span_bytes(0) for reader in self._readers), default=0)
 
     @property
     def input_bytes(self) -> tuple[int, ...]:
-        """The most bytes of each source in memory at once, for the largest block."""
+        """The maximum number of bytes of each source in memory at once, for the largest block."""
         return self.tensor.input_bytes(self.grid.box(0)) if self.grid.count else ()
 
     def read_checked(
@@ -105,7 +105,7 @@ class ComputedReader:
 
         Raises:
             RunError: a file that cannot be read.
-            DigestError: bytes of a source that differ from those written.
+            DigestError: bytes of a source that differ from the bytes that were written.
         """
         box = self.grid.box(index)
         size_bytes = box.elements * self.grid.itemsize_bytes
@@ -141,11 +141,11 @@ class CastTensor(Record):
 
     @property
     def sources(self) -> tuple[StoredTensor, ...]:
-        """The stored source, or those of the computed one."""
+        """The stored source, or the sources of the computed source."""
         return (self.source,) if isinstance(self.source, StoredTensor) else self.source.sources
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
-        """Return the bytes of the same box, or those that computing it reads."""
+        """Return the bytes of the same box, or the bytes read to compute it."""
         if isinstance(self.source, StoredTensor):
             return (box.elements * self.source.dtype.itemsize_bytes,)
         return self.source.input_bytes(box)
@@ -280,7 +280,7 @@ class ChangedReader:
         source: the tensors that are copied or cast.
         target: all tensors of the target.
         computed: the other tensors, by name.
-        files: of the source.
+        files: the files of the source.
         watch: called with every range that is read.
         note: called with the counts of elements that the new type cannot represent.
         digests: compares the sources of computed tensors with recorded digests.
@@ -314,13 +314,13 @@ class ChangedReader:
         """Return the blocks of each section, valid until the next call, and their digests.
 
         Args:
-            read: the sections of the source; none if blocks are computed.
-            written: those of the target.
+            read: the sections of the source; empty if blocks are computed.
+            written: the sections of the target.
             workspace: the memory to read into.
 
         Raises:
             RunError: a file that cannot be read.
-            DigestError: bytes that differ from those written.
+            DigestError: bytes that differ from the bytes that were written.
         """
         if not read:
             return self._compute(written, workspace)

@@ -3,9 +3,9 @@
 1. `dequantize`: every quantised weight becomes a tensor of its values; scales and zero points are
    dropped.
 2. `quantize`: the matrices of layers become float8 with scales.
-3. `dtype`: all other floating-point tensors are cast. Tensors of a quantised weight are not; nor
-   are float32 tensors if config.json has a 16-bit type: such a model keeps in float32 what needs
-   it, as DeepSeek-V3 keeps the biases of its routers.
+3. `dtype`: all other floating-point tensors are cast, except the tensors of a quantised weight.
+   If config.json has a 16-bit type, float32 tensors are not cast either: such a model keeps a
+   tensor in float32 because it needs the precision, such as the router biases of DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class ChangedElements(Record):
     """A checkpoint with other elements.
 
     Attributes:
-        checkpoint: with the new tensors; computed ones have no bytes of their own.
+        checkpoint: the checkpoint with the new tensors; computed tensors have no stored bytes.
         computed: the computed tensors, by name.
         config: the new config.json, or None.
         rewritten: other files with new content.
-        notes: for the user.
+        notes: notes for the user.
     """
 
     checkpoint: Checkpoint
@@ -91,14 +91,14 @@ def change_elements(
     """Return a checkpoint with the requested changes.
 
     Args:
-        checkpoint: to read.
+        checkpoint: the checkpoint to read.
         config: its config.json.
-        dtype_name: of floating-point tensors: bf16, fp16 or fp32.
+        dtype_name: the type of floating-point tensors: bf16, fp16 or fp32.
         dequantize: compute the values of quantised weights, in that type or in config.json's.
-        quantize: one of `QUANTIZATIONS`.
+        quantize: a name in `QUANTIZATIONS`.
         kept: names of optimizer state, which is not changed. The weights of such a checkpoint are
             cast even if config.json has a 16-bit type: training keeps them in 32 bits.
-        made: tensors that are computed already, by name, such as merged ones.
+        made: tensors that are computed already, by name, such as merged weights.
         allow: `unscaled` to keep quantised weights without scales unchanged.
 
     Raises:
@@ -120,10 +120,10 @@ def find_unscaled(
     *,
     is_quantized: bool = False,
 ) -> dict[str, str]:
-    """Return the scale that is missing for each quantised weight without one.
+    """Return the name of the missing scale for each quantised weight without a scale.
 
     Args:
-        checkpoint: whose names and element types are inspected; no bytes are read.
+        checkpoint: a checkpoint. Its names and element types are inspected; no bytes are read.
         config: its config.json.
         kept: names of optimizer state.
         is_quantized: whether 8-bit integers are codes, regardless of the config.
@@ -444,8 +444,8 @@ def add_copies(
 ) -> ChangedElements:
     """Return a checkpoint with additional copies of tensors, such as 16-bit weights of a format.
 
-    `copies` has the source and the type of each copy, by name. A copy of another type is computed,
-    one of the same type is read again.
+    `copies` has the source and the type of each copy, by name. A copy of another type is computed;
+    a copy of the same type is read again.
 
     Raises:
         UsageError: a copy of a computed tensor.

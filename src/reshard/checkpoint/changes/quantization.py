@@ -3,7 +3,7 @@
 Values are computed from quantised tensors in boxes (`DequantizedWeight`):
 
 1. A box of the weight is filled in parts of some hundred thousand elements.
-2. Of each stored tensor, the groups that overlap the part are read.
+2. The groups of each stored tensor that overlap the part are read.
 3. Packed elements become numbers, with the dimensions of the weight. Groups are cropped to the
    part; numbers shared by a group are repeated.
 4. Zero points are subtracted and scales multiplied in float32; the result is rounded once.
@@ -11,13 +11,14 @@ Values are computed from quantised tensors in boxes (`DequantizedWeight`):
 The stored tensors of each method, with their roles and codings, are in the table of
 `reshard.recipes.quantization`.
 
-Weights are quantised to float8 in blocks of 128 by 128 with a float32 scale each (`Float8Weight`):
-`X.weight` becomes `X.weight` of float8_e4m3fn and `X.weight_scale_inv`; an element is the product
-of the two. A scale is the block's greatest absolute value divided by 448 (`block_scaling`). A row
-of blocks is read at once, in pieces of whole blocks if it is long.
+Weights are quantised to float8 in blocks of 128 by 128 with a float32 scale each (`Float8Weight`).
+`X.weight` becomes `X.weight` of float8_e4m3fn and `X.weight_scale_inv`; the value of an element is
+their product. A scale is the block's greatest absolute value divided by 448 (`block_scaling`). A
+row of blocks is read at once, in pieces of whole blocks if it is long.
 
-A 4-bit weight of bitsandbytes is stored flat, as one dimension of packed elements. Its shape is in
-a tensor of bytes, `X.weight.quant_state.bitsandbytes__nf4`, as JSON (`read_flat_shapes`).
+A 4-bit weight of bitsandbytes is stored flat, as a single dimension of packed elements. Its shape
+is stored as JSON in a tensor of bytes, `X.weight.quant_state.bitsandbytes__nf4`
+(`read_flat_shapes`).
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class DequantizedWeight(Record):
     Args:
         weight: the stored tensors and their dimensions.
         stored: these tensors, by name.
-        dtype: of the values.
-        bits: of a packed integer.
-        zeros_less_one: whether zero points are stored less one, as by GPTQ.
+        dtype: the type of the values.
+        bits: the bits of a packed integer.
+        zeros_less_one: whether stored zero points are smaller by 1, as in GPTQ.
 
     Raises:
         UsageError: a method whose values cannot be computed.
@@ -124,7 +125,7 @@ class DequantizedWeight(Record):
         return tuple(tensor for _, _, tensor in self._parts)
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
-        """Return the most bytes of each source for a part of a box."""
+        """Return the maximum number of bytes of each source for a part of a box."""
         step = self._find_step(box)
         return tuple(
             _find_most(self.weight.members[tensor.name], tensor.shape, step)
@@ -184,14 +185,14 @@ class DequantizedWeight(Record):
         own = _find_stored_box(dims, tensor.shape, box)
         packed = self._find_packed(coding, dims)
         numbers = self._decode(coding, tensor, packed, read(own))
-        # 1. The dimensions of the weight, in its order; missing ones have length 1.
+        # 1. The dimensions of the weight, in its order; a missing dimension has length 1.
         kept = [d for d, dim in enumerate(dims) if dim.dimension is not None]
         numbers = numbers.reshape([numbers.shape[d] for d in kept])
         order = [int(dims[d].dimension or 0) for d in kept]
         numbers = np.transpose(numbers, np.argsort(order)) if kept else numbers
         lengths = dict(zip(sorted(order), numbers.shape, strict=True))
         numbers = numbers.reshape([lengths.get(d, 1) for d in range(len(self.shape))])
-        # 2. For each index of the box, the number of its group.
+        # 2. Crop to the indices of the box, and repeat numbers that a group shares.
         for d in kept:
             dim, at = dims[d], int(dims[d].dimension or 0)
             first = own.start[d] // dim.indices * dim.elements
@@ -225,7 +226,7 @@ class DequantizedWeight(Record):
                 return decode_float8(bare, kind)
             return bare.view(kind.name).astype(np.float32)
         if coding == "e2m1":
-            # The bytes of a block may have a dimension of their own after that of blocks.
+            # The bytes of a block may have a dimension of their own, after the block dimension.
             return unpack_e2m1(bare.reshape(*bare.shape[:packed], -1).view(np.uint8))
         numbers = unpack_integers(bare, self.bits, packed, is_awq=coding == "awq")
         if coding == "signed":
@@ -249,7 +250,7 @@ def _find_stored_box(dims: tuple[StoredDimension, ...], stored: tuple[int, ...],
 def _find_most(
     dims: tuple[StoredDimension, ...], stored: tuple[int, ...], step: tuple[int, ...]
 ) -> int:
-    """Return the most stored elements that overlap a part of such a shape, at any position."""
+    """Return the maximum of stored elements that overlap a part of shape `step`, wherever it is."""
     return math.prod(
         size
         if dim.dimension is None
@@ -269,7 +270,7 @@ def _list_parts(box: Box, step: tuple[int, ...]) -> Iterator[Box]:
 
 
 BLOCK = 128
-# Columns of a row of blocks that are read at once, and that are in float32 at once: 1 MiB.
+# The columns of a row of blocks that are read at once, and those held in float32 at once (1 MiB).
 _READ_COLUMNS = 16384
 _COLUMNS = 2048
 

@@ -1,12 +1,12 @@
 """Comparing sources that are read in other blocks with the digests that a manifest recorded.
 
-A computed tensor has other blocks than its sources, so a block of a source is read in pieces, and
-so is a block that becomes a part of a fused tensor::
+The blocks of a computed tensor differ from those of its sources, so a block of a source is read in
+pieces. So is a block that becomes a part of a fused tensor::
 
     source, bfloat16    |      block 0      |      block 1      |
     computed, float32   | block 0 | block 1 | block 2 | block 3 |
 
-1. A block that is read at once is digested at once.
+1. A block that is read in a single call is digested in a single call.
 2. Pieces in order are digested incrementally. A piece whose predecessor is missing is kept, up to
    `MAX_KEPT_BYTES` in total.
 3. Blocks that were read in part only, or in pieces that are not ranges of the tensor, are read
@@ -45,7 +45,7 @@ MAX_KEPT_BYTES = 8 * 1024 * 1024
 
 @dataclass(slots=True)
 class _Pieces:
-    """The incremental digest of the beginning of a block, and pieces after a gap."""
+    """The incremental digest of the beginning of a block up to `end`, and pieces after a gap."""
 
     digest: Any
     end: int
@@ -53,7 +53,7 @@ class _Pieces:
 
 
 class _TensorBlocks:
-    """The blocks of a source: which were read, and which compared."""
+    """The blocks of a source, and which of them were read and compared."""
 
     def __init__(self, tensor: StoredTensor, files: OpenFiles[SourceFile]) -> None:
         self.tensor, self.reader, self.lock = tensor, BlockReader(tensor, files), threading.Lock()
@@ -63,7 +63,8 @@ class _TensorBlocks:
         self.pieces: dict[int, _Pieces] = {}
         length = grid.shape[grid.dimension] if grid.shape else 1
         inner = math.prod(grid.shape[grid.dimension + 1 :]) * grid.itemsize_bytes
-        # Bytes of an outer index and of a chunk, and the blocks of an outer index.
+        # For an index of the dimensions before the split dimension: its bytes, the bytes of a
+        # chunk, and the number of its blocks.
         self._steps = length * inner, grid.chunk * inner, -(-length // grid.chunk)
 
     def touch(self, start: int, stop: int) -> range:
@@ -82,7 +83,7 @@ class _TensorBlocks:
 
 
 class _StoredRange(NamedTuple):
-    """Bytes `start:stop` of a file, which are a tensor's from byte `place` on.
+    """Bytes `start:stop` of a file, which are the bytes of a tensor from byte `place` on.
 
     `place` is None for a shard whose bytes are not a range of the tensor: its blocks are read again
     at the end.
@@ -98,7 +99,7 @@ class SourceDigests:
     """A comparison of the sources of computed and fused tensors with their recorded digests.
 
     Args:
-        files: of the sources.
+        files: the files of the sources.
         absorbed: tensors that are read as parts of others, by ranges of files (`watching`).
     """
 
@@ -115,7 +116,7 @@ class SourceDigests:
             ranges.sort(key=lambda r: r.start)
 
     def _register(self, tensor: StoredTensor) -> None:
-        """Record the ranges of files of a tensor."""
+        """Record the ranges of files in which a tensor is stored."""
         blocks = _TensorBlocks(tensor, self._files)
         size, shape = blocks.grid.itemsize_bytes, tensor.shape
         for tile in source_tiles(tensor.assembly).tiles:
@@ -171,14 +172,15 @@ class SourceDigests:
         """Add the elements of a box that was read.
 
         Raises:
-            DigestError: a block that differs from the one written.
+            DigestError: a block that differs from its recorded digest.
         """
         if source.digest is None or not box.elements or source.name in self._complete:
             return
         with self._lock:
             blocks = self._tensors.get(source.name)
             if blocks is None:
-                # A tensor of the same name in another checkpoint, such as an adapter, differs.
+                # Tensors of another checkpoint, such as an adapter, may have the same name: the
+                # digests are compared below.
                 blocks = _TensorBlocks(source, self._files)
                 self._tensors[source.name] = blocks
         if blocks.tensor.digest != source.digest:
@@ -254,7 +256,7 @@ class SourceDigests:
         """Read the blocks again that were read in part, or out of order.
 
         Raises:
-            DigestError: a block that differs from the one written.
+            DigestError: a block that differs from its recorded digest.
             RunError: a file that cannot be read; `stop` was set.
         """
 
