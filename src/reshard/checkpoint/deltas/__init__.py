@@ -1,4 +1,4 @@
-"""Deltas: the changes between two checkpoints as a file, and a checkpoint with deltas applied.
+"""Deltas: files with the changes between two checkpoints, and checkpoints with deltas applied.
 
     encoding      the changed elements of a block as bytes
     delta_file    the file: header, payload, index (docs/deltas.md)

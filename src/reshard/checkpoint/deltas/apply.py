@@ -1,13 +1,13 @@
-"""Applying deltas: a new checkpoint of a base and its changes, in any sharding and format.
+"""Applying deltas: a new checkpoint from a base and its changes, in any sharding and format.
 
 1. The index of each delta must match the base: names, types, shapes, and every digest that is
    known beforehand, from a manifest or from the previous delta.
-2. A changed tensor is computed (`ComputedTensor`): a block of the base is read, its digest
-   compared, the payload of each delta read and applied, and the digest compared again::
+2. A changed tensor is computed (`ComputedTensor`): a block of the base is read and its digest is
+   compared; then the payload of each delta is read and applied, and the digest is compared again::
 
     base   --block-->  digest before?  --changes of delta 1, 2, ...-->  digest after?  -->  block
 
-3. An unchanged tensor is read from the base; the digests of its blocks are those of the delta.
+3. An unchanged tensor is read from the base, and its blocks are compared with the delta's digests.
 
 The result is written by a conversion (`reshard.checkpoint.conversion`), so it is staged, resumed
 and committed like any other. By default the new checkpoint has the sharding and the format of the
@@ -66,10 +66,10 @@ from reshard.layout import Box, Layout
 
 
 class PatchedTensor(Record):
-    """A tensor with the changes of deltas applied one after another.
+    """A tensor with the changes of deltas applied in order.
 
-    `base` is None if the first delta contains the whole tensor. Each step is a delta, and the
-    tensor in it.
+    `base` is None if the first delta contains the whole tensor. Each step is a pair of a delta and
+    the tensor in it.
     """
 
     name: str
@@ -106,7 +106,7 @@ class PatchedTensor(Record):
         """Write the block `box`, comparing its digests before and after.
 
         Raises:
-            DigestError: a base other than that of the first delta; a damaged delta.
+            DigestError: a base that is not the first delta's base; a damaged delta.
             FormatError: an invalid payload.
         """
         first, tensor = self.steps[0]
@@ -177,7 +177,7 @@ class _State(NamedTuple):
 
 
 def patch(base: Checkpoint, deltas: Sequence[Delta]) -> ChangedElements:
-    """Return a checkpoint with deltas applied, one after another.
+    """Return a checkpoint with deltas applied in order.
 
     Raises:
         CheckpointError: deltas of another checkpoint, by names, types or shapes.
@@ -203,13 +203,14 @@ def patch(base: Checkpoint, deltas: Sequence[Delta]) -> ChangedElements:
             computed[name] = PatchedTensor(name, state.base, state.steps)
         stored = state.base
         if stored is None:
-            # For planning, a tensor that is not in the base is whole, in the delta's file.
+            # A tensor that is not in the base is read from payloads. Planning needs a location, so
+            # the tensor is bound to the delta's file as a whole.
             place = _bind_payload(state.steps[0][0]).file_range(0)
             whole = Binding(Layout.whole(state.shape, [0], 1), {0: place}, {})
             stored = StoredTensor(name, state.dtype, whole)
             computed.setdefault(name, PatchedTensor(name, None, state.steps))
         elif name not in computed and stored.digest is None and state.digests is not None:
-            # Unchanged tensors are compared as they are read.
+            # The digest that the deltas recorded is verified when the tensor is read.
             stored = dataclasses.replace(stored, digest=tensor_digest(state.digests))
         tensors[name] = dataclasses.replace(stored, name=name)
     return ChangedElements(
@@ -264,7 +265,7 @@ def _check_digests(was: _State, delta: Delta, tensor: DeltaTensor, source: str) 
 
 
 def _bind_payload(delta: Delta) -> StoredTensor:
-    """Return the payload of a delta as a tensor of bytes, of which any range can be read."""
+    """Return the payload of a delta as a tensor of bytes, so that any range can be read."""
     shape = (delta.payload_bytes,)
     binding = Binding(Layout.whole(shape, [0], 1), {0: FileRange(_name(delta), HEADER_BYTES)}, {})
     return StoredTensor(f"the payload of {delta.path}", as_dtype("uint8"), binding)
@@ -301,7 +302,7 @@ def _add_auxiliary(
         files=(*base.files, *files),
         identities={**base.identities, **{_name(delta): delta.identity for delta in deltas}},
         items=items,
-        # Changed tensors are not read as a whole.
+        # Changed tensors are not read as a whole, so the checksums of their files do not apply.
         checksums=tuple(entry for entry in checksums if entry.tensor not in changed),
         carried=tuple(last.files),
         notes=(*base.notes, *notes),
@@ -384,7 +385,7 @@ def plan_application(
 
     Args:
         base: a checkpoint, or its path.
-        deltas: a delta, or several that are applied one after another.
+        deltas: a delta, or several deltas to apply in order.
         target: the folder of the new checkpoint.
         request: the sharding and the format; or its fields as keywords (see `ConversionRequest`).
             With neither, the new checkpoint has the sharding and the format of the base.
@@ -460,7 +461,7 @@ def apply(
 
     Raises:
         CheckpointError: a base or a delta that cannot be used; a delta of another checkpoint.
-        DigestError: a base other than that of the delta; a damaged delta.
+        DigestError: a base that is not the delta's base; a damaged delta.
         UsageError: arguments that contradict each other; a target that exists.
         RunError: a failure while running; the same call continues.
     """
@@ -500,7 +501,7 @@ def _keep_cut(
     replicas: str | None,
     most_file_bytes: int | None,
 ) -> Conversion:
-    """Return the conversion with the base's sharding and format, and its replicas if None."""
+    """Return the conversion with the base's sharding and format, and by default its replicas."""
     format = _expect_written(base)
     is_whole = Capability.SHARDS not in format.capabilities
     checkpoint = patched.checkpoint

@@ -1,11 +1,11 @@
 """Creating the delta of two checkpoints, block by block, whatever their shardings and formats.
 
 1. Names, types and shapes are compared by headers. A tensor that is only in the second checkpoint
-   is added; one of another type or shape is replaced: both are stored whole. A tensor that is only
-   in the first is removed.
+   is added; a tensor of another type or shape is replaced: both are stored whole. A tensor that is
+   only in the first is removed.
 2. Blocks of both are read, digested, and compared with the digests recorded in manifests. If these
-   are trusted, blocks with equal ones are not read; if only one manifest has digests, a block of
-   the other checkpoint is read, and its counterpart only if the digests differ.
+   digests are trusted, blocks with equal digests are not read. If only one manifest has digests, a
+   block of the other checkpoint is read, and its counterpart only if the digests differ.
 3. Threads read the other blocks of both, and encode the changes (`encoding`). Payloads are written
    as they are finished; the index has them in the order of the blocks.
 4. Changed items, values and files other than tensors are stored whole.
@@ -66,8 +66,8 @@ _PIECE_BYTES = 1 << 20
 class DeltaReport(Record):
     """A summary of a delta.
 
-    `changed_bytes` are those of changed elements of tensors of unchanged shape, `blocks` the blocks
-    of all tensors afterwards, and `read_bytes` the bytes read of both checkpoints.
+    `changed_bytes` counts the changed elements of tensors that keep their type and shape, `blocks`
+    the blocks of all tensors afterwards, and `read_bytes` the bytes read from both checkpoints.
     """
 
     path: Path
@@ -86,7 +86,7 @@ class DeltaReport(Record):
     notes: tuple[str, ...]
 
 
-# A batch of compared blocks: their digests before and after, and the changes by position.
+# A batch of compared blocks, their digests before and after, and their changes by position.
 _ComparedBatch = tuple[Batch, list[bytes], list[bytes], list[tuple[int, EncodedBlock]]]
 
 
@@ -117,7 +117,7 @@ def diff(
         progress: called after every batch of compared blocks.
 
     Raises:
-        CheckpointError: one of the checkpoints cannot be used.
+        CheckpointError: a checkpoint cannot be used.
         UsageError: a file that exists; too small a memory limit; an unknown compression.
         DigestError: bytes that differ from the digests of a manifest.
         RunError: a file that cannot be read or written.
@@ -127,7 +127,7 @@ def diff(
     if compression is not None and compression not in COMPRESSIONS:
         raise UsageError(f"compression={compression!r}: expected {' or '.join(COMPRESSIONS)}")
     if compression is not None:
-        # A missing package must be reported before anything is written.
+        # Report a missing package before anything is written.
         compress(b"")
     a = before if isinstance(before, Checkpoint) else open_checkpoint(before)
     b = after if isinstance(after, Checkpoint) else open_checkpoint(after)
@@ -138,7 +138,8 @@ def diff(
     workers = creation.threads(extra_bytes, threads)
     try:
         read = [side.path(file.name) for side in (a, b) for file in side.files]
-        # A folder that others may not enter protects files whose own modes are permissive.
+        # A folder that others cannot enter protects even files with permissive modes, and the delta
+        # may be outside of it: so the modes of the folders limit the delta's mode too.
         bits = common_mode_bits([a.folder, b.folder, *read])
         with DeltaWriter(out, overwrite=overwrite, open_bits=bits) as writer:
             creation.write_blocks(writer, workers, progress)
@@ -183,14 +184,14 @@ class _Creation:
         """Return the number of threads that fit into a memory limit, reducing batches if needed.
 
         Raises:
-            UsageError: a limit too small for one thread; invalid numbers.
+            UsageError: a limit too small for a single thread; invalid numbers.
         """
         extra_bytes = check_int(extra_bytes, "extra_bytes")
         batch_bytes = self._work_items.batched_bytes
         while True:
             self._sizes = before, after = self._find_sizes(batch_bytes)
-            # Each thread has two blocks with their spans, memory for arithmetic, and a payload that
-            # waits to be written.
+            # Each thread has two blocks with their spans, memory for arithmetic, and a payload
+            # waiting to be written.
             block_bytes = max(before.block_bytes, after.block_bytes)
             each = before.size_bytes + after.size_bytes + SCRATCH_BYTES + 2 * block_bytes
             if each <= extra_bytes:
@@ -213,7 +214,7 @@ class _Creation:
         return self._blocks.found
 
     def _find_unknown(self) -> IntArray:
-        """Return the blocks to compare; the others are unchanged by trusted digests."""
+        """Return the blocks to compare; trusted digests show that the others are unchanged."""
         work_items, old, new = (
             self._work_items,
             self._old.columns.digests,
@@ -245,7 +246,8 @@ class _Creation:
             return self._compare(batch, (was, before), (content, after))
         known_before = _list_known(self._old, batch.read)
         known_after = _list_known(self._new, batch.written)
-        # The one without recorded digests is read first: the other may not have to be read.
+        # Read the checkpoint without recorded digests first: if its digests are equal to the
+        # recorded digests of the other, the other does not have to be read.
         if None in known_before and None not in known_after:
             was, before = _read(self._old, batch.read, old_memory)
             if before == known_after:
@@ -264,7 +266,7 @@ class _Creation:
         old: tuple[list[memoryview], list[bytes]],
         new: tuple[list[memoryview], list[bytes]],
     ) -> _ComparedBatch:
-        """Encode the changes between the blocks of a batch, given with their digests."""
+        """Encode the changes between the old and the new blocks of a batch with these digests."""
         (was, before), (content, after) = old, new
         changed = [at for at, digest in enumerate(after) if digest != before[at]]
         changes = self._encode(batch, changed, [(was[at], content[at]) for at in changed])
@@ -276,7 +278,7 @@ class _Creation:
         places: Sequence[int],
         blocks: Sequence[tuple[memoryview | None, memoryview]],
     ) -> Iterator[tuple[int, EncodedBlock]]:
-        """Yield the changes of blocks at some positions of a batch, given before and after."""
+        """Yield the changes of the blocks at some positions of a batch, from `(before, after)`."""
         columns = self._new.columns
         itemsizes_bytes = [
             columns.kinds[section.kind].dtype.itemsize_bytes
@@ -387,7 +389,7 @@ class _Creation:
         return all(format is not None and capability in format.capabilities for format in formats)
 
     def _describe_values(self, what: str, capability: Capability) -> dict[str, Any] | None:
-        """Return plain values of the second, or None if one of the formats cannot store them."""
+        """Return the second checkpoint's plain values, or None if a format cannot store them."""
         if not self._have_both(capability):
             return None
         own = find_format(self.b.format)
@@ -478,7 +480,7 @@ def _read(
     """Return the blocks of sections, valid until the next call, and their digests.
 
     Raises:
-        DigestError: bytes that differ from those written.
+        DigestError: bytes that differ from the bytes that were written.
         RunError: a file that cannot be read.
     """
     blocks, digests = [], []
@@ -492,7 +494,7 @@ def _read(
 
 
 def _list_known(reader: BlockReader, sections: Sequence[Section]) -> list[bytes | None]:
-    """Return the recorded digests of the blocks of sections, None for unknown ones."""
+    """Return the recorded digests of the blocks of sections, with None for unknown digests."""
     recorded = reader.columns.digests
     return [
         None if recorded is None else recorded.of_block(row, section.block)

@@ -9,14 +9,14 @@
 
 1. Numbers are little-endian. `docs/deltas.md` has every field.
 2. The index is written last, and its digest is in the header: a truncated file is not a delta.
-3. Blocks are those of `reshard.checkpoint.blocks.grid`, the same for every sharding of a tensor.
-   The delta has the digest of each block afterwards, and that of each changed block before.
-   So it fits one state of a checkpoint, in any sharding and format.
-4. A process with a block needs only one range of the file to update it.
+3. Tensors are divided into blocks by `reshard.checkpoint.blocks.grid`, in the same way for every
+   sharding. The delta has the digest of each block afterwards, and the digest of each changed
+   block before. So it fits a single state of a checkpoint, in any sharding and format.
+4. A process with a block needs only a single range of the file to update it.
 
 Values and files other than tensors are JSON in the index. JSON has fewer types than a state dict:
-tuples, bytes, dicts with other keys than strings, and non-finite floats are encoded as objects of
-one key, which is their type.
+tuples, bytes, dicts with keys other than strings, and non-finite floats are encoded as objects with
+a single key that names their type.
 
 >>> decode_value(encode_value({"betas": (0.9, 0.95), "steps": [1, 2]}))
 {'betas': (0.9, 0.95), 'steps': [1, 2]}
@@ -133,7 +133,7 @@ MAGIC = b"RSHDELTA"
 VERSION = 1
 HEADER_BYTES = 64
 _HEADER = struct.Struct("<8sIIQQ16s")
-# Larger sizes are those of damaged headers, for which no memory should be allocated.
+# A larger size is a sign of a damaged header: no memory is allocated for it.
 _MAX_INDEX_BYTES = 1 << 32
 KINDS = ("kept", "changed", "added", "replaced")
 # A row for each changed block, in the order of tensors and blocks.
@@ -155,8 +155,8 @@ RECORD = np.dtype(
 class DeltaTensor(NamedTuple):
     """A tensor after a delta; its blocks are numbered from `first_block` on.
 
-    `kind` is kept, changed, added, or replaced (by a tensor of another type or shape). `before` is
-    the previous type and shape, or None.
+    `kind` is kept, changed, added, or replaced (by a tensor of another type or shape). `before` has
+    the previous type and shape, or is None.
     """
 
     name: str
@@ -188,23 +188,23 @@ class Delta(Record):
     """The changes from one checkpoint to another.
 
     Attributes:
-        path: of the file.
-        identity: of the file.
-        digest: of the index.
+        path: the path of the file.
+        identity: the identity of the file.
+        digest: the digest of the index.
         payload_bytes: the size of the payload.
         tensors: the tensors afterwards, by name, in order.
-        removed: type and shape of removed tensors, by name.
-        digests: of every block afterwards, of shape `(blocks, 16)`.
+        removed: the type and shape of removed tensors, by name.
+        digests: the digest of every block afterwards, of shape `(blocks, 16)`.
         records: the changed blocks, rows of `RECORD`.
-        items: byte values other than tensors, or None if unknown because one of the formats cannot
-            store them.
+        items: byte values other than tensors, or None if unknown because a format cannot store
+            them.
         files: other files.
-        values: as in a `Checkpoint`, or None if unknown; so are the following.
+        values: the values afterwards, as in a `Checkpoint`, or None if unknown.
         metadata: see `values`.
         paths: see `values`.
         attributes: see `values`.
-        compression: of the payload, or None.
-        notes: for the user.
+        compression: the compression of the payload, or None.
+        notes: notes for the user.
     """
 
     path: Path
@@ -459,10 +459,10 @@ def _check_text(value: Any) -> str:
 
 
 class DeltaWriter:
-    """A delta in progress: payload first, index last, under another name until it is complete.
+    """A delta that is being written, payload first and index last, under a temporary name.
 
-    Leaving it as a context manager without `finish` removes the partial file. The file's mode has
-    only bits of `open_bits`, and of a file that it replaces.
+    Leaving it as a context manager without `finish` removes the partial file. The mode of the file
+    is limited to `open_bits`, and to the mode of the file that it replaces.
 
     Raises:
         UsageError: a file that exists and is not to be replaced; a missing folder.

@@ -8,11 +8,12 @@ positions of the changed words and their new values, in the shortest of four enc
     mask     a bit for every word                                  scattered, more than that
     runs     begins and ends of runs of changed words              rows and columns
 
-1. A gap of 255 or more is written as bytes of 255, each of which skips 255 words.
-2. Values are the new ones. For compression they are the differences (exclusive or) to the old ones,
-   stored as the first bytes of all words, then the second: small changes differ in few bits.
+1. A gap of 255 or more is written as bytes of 255, each of which skips 255 words, and a last byte.
+2. An uncompressed payload has the new values. A compressed payload has their differences (exclusive
+   or) from the old values: the first bytes of all words, then the second bytes, and so on. Small
+   changes differ in few bits, so most of these bytes are equal and compress well.
 
-Compressed payloads are Zstandard frames, one for each block.
+Compressed payloads are Zstandard frames, a frame for each block.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from reshard.errors import FormatError
 COMPRESSIONS = ("zstd",)
 _LEVEL = 1
 _MAX_WINDOW_BYTES = 8 << 20
-# Compressors are not thread-safe.
+# Compressors are not thread-safe, so each thread has its own.
 _thread = threading.local()
 
 
@@ -51,7 +52,7 @@ def decompress(frame: Any, size_bytes: int, label: str) -> bytes:
     """Decompress a payload of `size_bytes`; `label` names it in errors.
 
     Raises:
-        FormatError: a frame of another length, or an invalid one.
+        FormatError: a frame that is invalid or of another length.
         MissingExtraError: zstandard is not installed.
     """
     zstandard = _zstandard()
@@ -144,7 +145,8 @@ def encode_words(
     words = int(np.count_nonzero(changed))
     if not words:
         return None
-    # Gaps take at least a byte per word: with more words, a mask is shorter.
+    # Gaps take at least a byte per changed word, and a mask a bit per word. So a mask is shorter if
+    # more than 1 in 8 words changed.
     is_sparse = words <= len(changed) // 8
     places = np.flatnonzero(changed) if is_sparse else None
     coding, head = _choose(changed, places, words, new.itemsize)
@@ -160,8 +162,8 @@ def encode_words(
 def list_positions(chosen: NDArray[np.bool_]) -> Iterator[tuple[slice, NDArray[np.intp]]]:
     """Yield the positions of chosen words, for a part of the block at a time.
 
-    NumPy gathers and scatters by positions several times as fast as by a mask; the positions of a
-    whole block would take more memory than the block.
+    NumPy gathers and scatters several times as fast by positions as by a mask, but the positions of
+    a whole block can take more memory than the block.
     """
     for start in range(0, len(chosen), _PART_WORDS):
         part = slice(start, min(start + _PART_WORDS, len(chosen)))
@@ -183,7 +185,8 @@ def _choose(
 ) -> tuple[Coding, bytes]:
     """Return the shortest encoding of the positions of changed words, and its bytes."""
     total = len(changed)
-    # The bytes of each in addition to the values; `whole` has the unchanged words.
+    # The bytes of each encoding in addition to the changed values. `whole` also stores the
+    # unchanged words.
     costs = {Coding.WHOLE: (total - words) * size, Coding.MASK: -(-total // 8)}
     if places is not None:
         runs = 1 + np.count_nonzero(places[1:] != places[:-1] + 1)
@@ -203,7 +206,7 @@ def _choose(
     if coding is Coding.RUNS:
         zero = np.zeros(1, dtype=np.int8)
         edges = np.flatnonzero(np.diff(changed.view(np.int8), prepend=zero, append=zero))
-        # Alternately the distance from the end of a run to the next, and the length of a run.
+        # Pairs: the distance from the end of the previous run, and the length of the run.
         steps = np.diff(edges, prepend=0).astype("<u4")
         return coding, np.array(len(steps) // 2, _COUNT).tobytes() + steps.tobytes()
     return coding, b""
@@ -341,7 +344,7 @@ def _find_changed(
         raise damaged(f"{count} truncated positions")
     head = content[_COUNT.itemsize : size]
     if coding == Coding.GAPS:
-        # Each byte moves past a changed word, except those that skip.
+        # Each byte moves past a changed word, except bytes of 255, which only skip words.
         steps = head.astype(np.int64)
         is_skip = head == _SKIP
         steps[~is_skip] += 1
