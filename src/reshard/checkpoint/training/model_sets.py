@@ -1,17 +1,19 @@
-"""Sets of weights in one checkpoint, and the prefixes that programs put before names.
+"""Several models in a checkpoint, and the prefixes that programs put before names.
 
-Prefixes are looked at here only: the wrappers of modules, the words that trainers use for a model,
-and the sets of tensors that would have the same names without their prefixes::
+Only this module interprets prefixes: the wrappers of modules, the words that trainers use for a
+model, and the sets of tensors that would have the same names without their prefixes::
 
     state_dict.module.layers.0.w    state_dict        weights
     ema_state_dict.module.layers.0.w    ema_state_dict    their average
     ema.shadow_params.0             ema.shadow_params their average, by number
 
-Two such sets are two models. Which one is meant cannot be known, so nothing chooses between them.
+Two such sets are two models. The user has to choose between them, since the names do not show which
+model is meant.
 
-Equal ends of names alone are not evidence: encoders and decoders have them, and so do layers. One
-of two must be named by a word that programs use for another model (`ema`, `teacher`, `critic`), or
-both must be models of the recipe's kind under words that the recipe does not have.
+Names that end alike are not sufficient evidence of two models: the names of encoders and decoders
+end alike, and so do the names of layers. In addition, a set must be named by a word that programs
+use for another model (`ema`, `teacher`, `critic`), or both sets must be models of the recipe's kind
+under words that the recipe does not have.
 """
 
 from __future__ import annotations
@@ -62,11 +64,11 @@ _LISTS = frozenset({"models", "ensemble", "members", "critics", "actors", "agent
 _LETTER_PAIRS = (frozenset({"g", "d"}), frozenset({"a", "b"}))
 _WORD_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-# Numbers in the first words may be those of models; further ones are of layers and experts.
+# A number in the first words may be the number of a model; later numbers are of layers and experts.
 _DISTINCT_WORDS = 3
 _MAX_PREFIX_WORDS = 5
 _MAX_COMMON_WORDS = 6
-# Smaller parts of a checkpoint are layers.
+# The maximum number of models in a checkpoint: smaller parts are layers.
 _MAX_MODELS = 12
 _MAX_LISTED = 4
 
@@ -116,8 +118,8 @@ def find_model_sets(
     """Return the number of tensors of each model, by prefix; empty for fewer than two models.
 
     Args:
-        shapes: of tensors by name, without optimizer state.
-        is_of_model: whether a name is one of the model's architecture, where that is known.
+        shapes: the shapes of tensors by name, without optimizer state.
+        is_of_model: whether a name belongs to the model's architecture, if that is known.
         own_words: words that the architecture has in its own names.
 
     >>> find_model_sets({"net.up": (4,), "net.b": (4,), "net_ema.up": (4,), "net_ema.b": (4,)})
@@ -151,7 +153,7 @@ def find_prefixes(names: Collection[str], stored: Iterable[str]) -> dict[str, in
     """Return the prefixes under which most of a model's names are stored, with the number of names.
 
     Args:
-        names: of the model's tensors.
+        names: the names of the model's tensors.
         stored: the names of a checkpoint's weights, without optimizer state.
 
     >>> find_prefixes(["up", "down"], ["model.up", "model.down", "ema.up", "ema.down", "norm.up"])
@@ -170,10 +172,12 @@ def find_prefixes(names: Collection[str], stored: Iterable[str]) -> dict[str, in
 
 
 def find_common_prefixes(names: Mapping[str, int], share: int) -> list[str]:
-    """Return the prefixes, up to a dot, of at least one in `share` names, the frequent ones first.
+    """Return prefixes that end with a dot, and that at least 1 in `share` names has.
+
+    More frequent prefixes come first.
 
     Args:
-        names: with how often each occurs.
+        names: the number of occurrences of each name.
         share: 2 for half of the names.
 
     >>> find_common_prefixes({"model.up": 1, "model.net.down": 2, "norm": 1}, 2)
@@ -193,8 +197,8 @@ def expect_one_model(folder: Path, sets: Mapping[str, int]) -> None:
     """Raise RecipeError for a checkpoint with several models.
 
     Args:
-        folder: of the checkpoint.
-        sets: of `find_model_sets`.
+        folder: the folder of the checkpoint.
+        sets: the result of `find_model_sets`.
     """
     if sets:
         raise RecipeError(f"{folder} has {describe_model_sets(sets)}")
@@ -222,7 +226,7 @@ Choose one with --select net or --select net_ema, or keep net with --exclude 'ne
 
 
 def _kind_of(name: str) -> str:
-    """Return a name with one number for all layers and experts."""
+    """Return a name with the numbers of layers and experts replaced by 0."""
     words = name.split(".", _DISTINCT_WORDS)
     if len(words) > _DISTINCT_WORDS:
         words[-1] = _NUMBER.sub("0", words[-1])
@@ -230,7 +234,7 @@ def _kind_of(name: str) -> str:
 
 
 def _group_by_end(kinds: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return for each end of names the prefixes before it, with the name of each."""
+    """Return, for each end of names, the prefixes before it and the name with each prefix."""
     ends: dict[str, dict[str, str]] = {}
     for kind in kinds:
         words = kind.split(".")
@@ -249,7 +253,7 @@ def _find_twins(
     own_words: frozenset[str],
 ) -> set[str]:
     """Return the prefixes of models whose names have the same ends."""
-    # Of each name the longest end that another has too counts, and not the ends of that end.
+    # For each name, consider only the longest end that it shares with another name.
     longest: dict[str, int] = {}
     for end, prefixes in ends.items():
         if len(prefixes) > 1:
@@ -270,15 +274,15 @@ def _find_twins(
     for pair, common in shared.items():
         totals = [counts[prefix] for prefix in pair]
         if "" in pair:
-            # Copies next to names without a prefix are of all of these, not of a layer.
+            # A copy next to names without a prefix must be a copy of all of these, not of a layer.
             totals = [max(totals) - min(totals)]
         is_much = 2 * len(common) >= min(totals) and _MAX_MODELS * min(totals) >= len(kinds)
         if is_much and _has_evidence(pair, common, is_of_model, own_words):
-            # Single layers have equal ends as well, such as `weight`.
+            # Names in single layers end alike too, such as `weight`.
             is_layer = not any("." in end for end in common)
             if not is_layer or 10 * sum(kind.startswith(pair) for kind in kinds) >= 9 * len(kinds):
                 found.update(pair)
-    # Models make up most of a checkpoint; equal ends of a few names are those of modules.
+    # Models make up most of a checkpoint. If only a few names end alike, they are in modules.
     covered = sum(any(kind.startswith(prefix) for prefix in found) for kind in kinds)
     return found if 2 * covered > len(kinds) else set()
 
@@ -289,10 +293,10 @@ def _has_evidence(
     is_of_model: Callable[[str], bool] | None,
     own_words: frozenset[str],
 ) -> bool:
-    """Return whether two prefixes with equal ends of names are those of two models."""
+    """Return whether two prefixes, before names that end alike, are prefixes of two models."""
     words = [_last_word(prefix) for prefix in pair]
     if words[0] == words[1]:
-        # Models by number, or wrapped and plain tensors.
+        # The prefixes differ in a number, as in a list of models, or in wrappers.
         if all(prefix[:-1].rpartition(".")[2].isdigit() for prefix in pair):
             return words[0] in _LISTS
         return not words[0]
@@ -303,7 +307,7 @@ def _has_evidence(
     ):
         return True
     if parts[0] & parts[1] and parts[0] ^ parts[1] in _LETTER_PAIRS:
-        # Layers have such words as well: lora_A and lora_B.
+        # Parts of a layer can have such words too: lora_A and lora_B.
         return any("." in end for end in common)
     if is_of_model is None or any(word in own_words for word in words):
         return False
@@ -329,7 +333,7 @@ def _find_unnamed_copies(
     kinds: Mapping[str, list[str]],
     sets: Mapping[str, list[str]],
 ) -> dict[str, list[str]]:
-    """Return copies of a model whose names are numbers, or are written without dots."""
+    """Return copies of a model whose names are numbers, or names without their dots."""
     groups: dict[str, list[str]] = {}
     for kind, names in kinds.items():
         front, _, last = kind.rpartition(".")
@@ -360,7 +364,7 @@ def _find_unnamed_copies(
     if result and not sets:
         taken = {name for names in result.values() for name in names}
         rest = [name for name in shapes if name not in taken and not is_auxiliary(name)]
-        # Without a copy to compare with, `model.` may be the architecture's own.
+        # There is no second set to compare with, so `model.` may be the architecture's own prefix.
         fronts = {name.partition(".")[0] for name in rest}
         is_container = len(fronts) == 1 and (
             "model" not in fronts or any(name.startswith("model.model.") for name in rest)
@@ -370,6 +374,6 @@ def _find_unnamed_copies(
 
 
 def _are_in_order(shapes: list[tuple[int, ...]], others: list[tuple[int, ...]]) -> bool:
-    """Return whether others begin with these shapes, in order, possibly with more between them."""
+    """Return whether two or more shapes are a subsequence of others."""
     rest = iter(others)
     return len(shapes) > 1 and all(shape in rest for shape in shapes)

@@ -1,17 +1,18 @@
 """Plain values of a training state: values from pickled items, groups of hyper-parameters.
 
-PyTorch's distributed checkpoints store each value in a small archive of its own. They are read as
-all archives are: nothing in them is run (`reshard.checkpoint.formats.torch_files`).
+PyTorch's distributed checkpoints store each value in a small archive of its own. Like all archives,
+these are read without running any code in them (`reshard.checkpoint.formats.torch_files`).
 
 Groups of parameters are stored in three ways, and become a list of dicts::
 
     optim.param_groups.0.lr           by the group's number     [{"lr": 0.1, "params": [NAME]}]
-    optim.param_groups.NAME.lr        by parameter; equal values are one group
+    optim.param_groups.NAME.lr        by parameter; equal values form a group
     optimizer.param_groups            the list itself; numbers of parameters become names
 
 `differing_values` compares the values of two checkpoints. Lists and dicts are compared item by
-item, since formats store them whole or in parts. Values are compared by their texts: a NaN is equal
-to itself, and True is not 1. A format's own values (`CheckpointFormat.is_own_value`) are ignored.
+item, since formats store them whole or in parts. Values are compared by their `repr`, so that a NaN
+is equal to itself and True differs from 1. A format's own values (`CheckpointFormat.is_own_value`)
+are ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from reshard.errors import CheckpointError, FormatError
 
 MAX_ITEM_BYTES = 16 * 1024 * 1024
 PARAMETERS = "params"
-#: Hyper-parameters of Optax, by PyTorch's names; both betas are one.
+#: PyTorch's names of Optax's hyper-parameters. PyTorch keeps both betas in a tuple.
 INJECTED = {
     "learning_rate": "lr",
     "b1": "beta1",
@@ -47,7 +48,7 @@ INJECTED = {
 def decode_items(
     checkpoint: Checkpoint, names: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the plain values in the named items, and of those that have none the reason."""
+    """Return the plain values of the named items, and why the other items do not have any."""
     values: dict[str, Any] = {}
     unread: dict[str, str] = {}
     by_file: dict[str, list[StoredItem]] = {}
@@ -124,10 +125,12 @@ def rename_group_members(
     """Rename the parameters that groups of optimizers list.
 
     Args:
-        checkpoint: with the groups, as plain values or as pickled items, which become values.
+        checkpoint: the checkpoint with the groups, as plain values or as pickled items, which
+            become values.
         state: its training state.
-        names: the new bare names of a parameter by its bare name; one that several parameters
-            have in common, as a fused one, is listed once. Parameters that it lacks stay.
+        names: the new bare names of each parameter, by its bare name. A new name that several
+            parameters share, such as that of a fused parameter, is listed once. Other parameters
+            keep their names.
     """
     suffix = f".{PARAMETERS}"
     ends = (suffix, "param_groups")
@@ -204,7 +207,7 @@ def _collect_by_parameter(inside: Mapping[str, Any]) -> list[dict[str, Any]]:
     for name, value in inside.items():
         parameter, _, key = name.rpartition(".")
         by_parameter.setdefault(parameter, {})[key] = value
-    # Hyper-parameters may be lists, which cannot be keys, so groups are found by their text.
+    # Hyper-parameters may be lists, which cannot be keys of a dict, so groups are found by `repr`.
     groups: dict[str, dict[str, Any]] = {}
     for parameter, hyper in by_parameter.items():
         group = groups.setdefault(repr(sorted(hyper.items())), {**hyper, PARAMETERS: []})
@@ -213,7 +216,7 @@ def _collect_by_parameter(inside: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def differing_values(a: Checkpoint, b: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield the plain values that differ, each with how."""
+    """Yield the names of the plain values that differ, each with a description."""
     left, right = dict(_list_leaves(a.values)), dict(_list_leaves(b.values))
     formats = [item for item in (find_format(a.format), find_format(b.format)) if item is not None]
     for name in [*left, *(name for name in right if name not in left)]:
@@ -229,7 +232,7 @@ def differing_values(a: Checkpoint, b: Checkpoint) -> Iterator[tuple[str, str]]:
 
 
 def _list_leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten lists and dicts to values by path; empty ones are values themselves."""
+    """Flatten lists and dicts to values by path; an empty list or dict is a value itself."""
     for name, value in values.items():
         path = f"{prefix}{name}"
         if isinstance(value, list | tuple) and value:

@@ -1,22 +1,22 @@
 """Training state by names: which tensor is a weight, and which is optimizer state of which weight.
 
-`TrainingState` is the canonical form. Programs store the same state under their own names, each
-with a word before optimizer state, the parameter, and the key of the state::
+`TrainingState` is the canonical form. Programs store the same state under their own names. The name
+of optimizer state has a word for the optimizer, the parameter, and the key of the state::
 
     model.NAME              optim.state.NAME.exp_avg             DCP of `get_state_dict`
     NAME                    optimizer.state.NAME.exp_avg         torchtitan; reshard's own names
     state_dict.NAME         optimizer_states.0.state.7.exp_avg   Lightning: parameters by number
     model.module.NAME       state.NAME.step                      wrapped models
 
-1. The text before `.state.` is an optimizer if its last word is one, or if keys of optimizers
-   follow.
-2. The weights' prefix is the one under which most of the parameters are found. Wrappers (`module`,
-   `_orig_mod`, ...) may be in the names of one side only.
+1. The text before `.state.` is an optimizer if its last word is a word for optimizers, or if keys
+   of optimizers follow.
+2. The weights' prefix is the prefix under which most of the parameters are found. Wrappers
+   (`module`, `_orig_mod`, ...) may be in the names of weights or of optimizer state only.
 3. The parameter is the longest name of a weight after `.state.`; without weights, the text before a
    known key.
 4. Numbers are assigned in the order of the parameters, group by group: each group is a subsequence
-   of the weights, by shapes. If there is more than one such subsequence, nothing is guessed.
-5. Tensors that are neither, such as random states, are `others`.
+   of the weights with the same shapes. If there are several such subsequences, nothing is guessed.
+5. Tensors that are neither weights nor optimizer state, such as random states, are `others`.
 
 `STYLES` is the table of programs that a state can be translated to (`translation`)::
 
@@ -24,14 +24,14 @@ with a word before optimizer state, the parameter, and the key of the state::
     fsdp2     model.NAME     optim.state.NAME.exp_avg         are the weights    float32
     torch     model.NAME     optimizer.state.7.exp_avg        are the weights    float32
     reshard   NAME           optimizer.state.NAME.exp_avg     separate, `master` float32
-    megatron  NAME           optimizer.state.NAME.exp_avg     separate, `master` one in groups
+    megatron  NAME           optimizer.state.NAME.exp_avg     separate, `master` in groups
     optax     params.NAME    optimizer.state.NAME.exp_avg     are the weights    int32
 
 `fsdp2` is the state of `torch.distributed.checkpoint.state_dict.get_state_dict`, saved under
 `model` and `optim`. `torch` is `state_dict()` of a module and of an optimizer, saved under `model`
 and `optimizer`, in which parameters have numbers, group by group. `reshard` is the form in which
 DeepSpeed's formats, whose files have their own names, are read and written; `megatron` and `optax`
-are those of Megatron and Orbax.
+are the states of Megatron and Orbax.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class TrainingState(Record):
 
     Attributes:
         weights: the tensor of each parameter and buffer, by its bare name.
-        optimizer: of each parameter, the tensor of each key.
+        optimizer: the tensor of each key of optimizer state, by parameter.
         others: tensors that are neither, such as random states.
         unplaced: optimizer state whose parameter is unknown, with the reason.
         containers: the prefixes of optimizer state, such as `optim`.
-        weight_prefixes: what stands before bare names in those of the weights, such as `model.`.
-        numbers: the parameters by the numbers they have in the checkpoint, for each container
-            where they have.
+        weight_prefixes: the prefixes of the weights' names before bare names, such as `model.`.
+        numbers: the parameters in the order of their numbers in the checkpoint, for each container
+            in which parameters have numbers.
 
     >>> shapes = {"model.up": (4, 2), "optim.state.up.exp_avg": (4, 2), "optim.state.up.step": ()}
     >>> found = find_training_state(shapes)
@@ -135,7 +135,7 @@ class TrainingState(Record):
         at = name.rfind(bare)
         if at >= 0:
             return name[:at], name[at + len(bare) :]
-        # Wrappers stand in it; parameters without a weight have numbers.
+        # The name may have wrappers inside the parameter's name, or a number instead of it.
         words = name.split(".")
         for start, stop in itertools.combinations(range(len(words) + 1), 2):
             if bare_name(".".join(words[start:stop])) == bare:
@@ -155,13 +155,13 @@ def find_training_state(
     paths: Mapping[str, Path] | None = None,
     groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
 ) -> TrainingState | None:
-    """Return the training state in a checkpoint; None if it has no optimizer state.
+    """Return the training state in a checkpoint; None if it does not have optimizer state.
 
     Args:
         tensors: a checkpoint, or the shapes of its tensors by name.
-        paths: where names stood in a nested state, as a checkpoint has it.
-        groups: the numbers of the parameters of each group, by container, where parameters have
-            numbers and the groups are known; one group of all of them elsewhere.
+        paths: the path of each name in a nested state, as in a checkpoint.
+        groups: the numbers of the parameters in each group, by container; by default, those in the
+            checkpoint's values. The numbered parameters of any other container form a group.
 
     >>> find_training_state({"model.norm.weight": (4,)}) is None
     True
@@ -188,7 +188,7 @@ def shapes_without_state(checkpoint: Checkpoint) -> Mapping[str, Shape]:
 
 
 def is_optimizer_state(name: str) -> bool:
-    """Return whether a name is that of optimizer state, by itself.
+    """Return whether a name is the name of optimizer state, without looking at other names.
 
     >>> is_optimizer_state("optim.state.up.weight.exp_avg"), is_optimizer_state("up.weight")
     (True, False)
@@ -247,7 +247,7 @@ class _StateBuilder:
         self.unplaced: dict[str, str] = {}
         self.prefixes: list[str] = []
         self.numbers: dict[str, tuple[str, ...]] = {}
-        # The bare names of tensors under a prefix, and the tensors.
+        # For each prefix, the tensors under it by bare name.
         self.by_prefix: dict[str, dict[str, str]] = {}
 
     def build(self, after: Mapping[str, Mapping[str, str]]) -> TrainingState:
@@ -291,7 +291,7 @@ class _StateBuilder:
                 if not name.startswith(prefix) or is_auxiliary(name):
                     continue
                 bare = bare_name(name[len(prefix) :])
-                # Two that differ by wrappers alone keep them.
+                # If two names differ in wrappers only, the second keeps its wrappers.
                 found[bare if bare not in found else name[len(prefix) :]] = name
             self.by_prefix[prefix] = found
         return self.by_prefix[prefix]
@@ -308,20 +308,21 @@ class _StateBuilder:
                 prefix = own[: -len(bare)]
                 if _is_optimizer_word(prefix.partition(".")[0]):
                     continue
-                # Wrappers in the name are in the prefix or after it.
+                # `prefix` lacks the wrappers that the name may have: add them again.
                 candidates += [p for p in (_widen(name, prefix),) if p not in candidates]
         if len(candidates) == 1 and not guesses:
             candidates += _common_prefix(self.outside)
             found = candidates[-1]
         else:
             wanted = {bare_name(guess) for guess in guesses}
-            # Copies of the weights, such as moving averages, stand under other words.
+            # Copies of the weights, such as moving averages, have other prefixes: among equals,
+            # prefer the prefix of a model.
             found = max(
                 candidates,
                 key=lambda p: (len(wanted & self._names_under(p).keys()), p in MODEL_PREFIXES),
             )
             if not wanted & self._names_under(found).keys():
-                # An optimizer alone: nothing outside is a weight of it.
+                # The checkpoint has the optimizer's state, but not its weights.
                 return {}
         if found not in self.prefixes:
             self.prefixes.append(found)
@@ -358,7 +359,7 @@ class _StateBuilder:
         for name, rest in entries.items():
             number, _, key = rest.partition(".")
             known = shapes.get(int(number), ())
-            # Of all that is kept of a parameter, what has most dimensions has its shape.
+            # The state with the most dimensions has the shape of the parameter.
             is_own = key in _EVIDENCE and len(self.shapes[name]) >= len(known)
             shapes[int(number)] = self.shapes[name] if is_own else known
         weights = self._choose_prefix([])
@@ -382,7 +383,7 @@ class _StateBuilder:
 
 
 def _widen(name: str, prefix: str) -> str:
-    """Return the beginning of a name that is `prefix` but for wrappers."""
+    """Return the beginning of a name that is equal to `prefix` except for wrappers."""
     at, kept = 0, ""
     for part in name.split("."):
         if kept == prefix:
@@ -407,7 +408,7 @@ def _common_prefix(names: Sequence[str]) -> list[str]:
 
 
 def _split_path(path: Path, rest: str) -> tuple[str, str]:
-    """Return the parameter and the key by the place in a nested state, or by the last dot."""
+    """Return the parameter and the key by the path in a nested state, or split at the last dot."""
     if len(path) > 2 and path[-3] == "state":
         return str(path[-2]), str(path[-1])
     first, _, last = rest.partition(".")
@@ -432,7 +433,7 @@ def _split_by_known(rest: str, known: Mapping[str, str]) -> tuple[str, str]:
 def _match_groups(
     groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], weights: Mapping[str, Shape]
 ) -> dict[int, str] | None:
-    """Return the weights that numbers stand for; None if shapes and order are ambiguous."""
+    """Return the weight of each number, or None if shapes and order are ambiguous."""
     found: dict[int, str] = {}
     for group in groups:
         matched = match_in_order([shapes.get(number) for number in group], [*weights.items()])
@@ -452,15 +453,15 @@ class TrainingStyle(Record):
     """The form in which a program keeps training state.
 
     Attributes:
-        name: on the command line.
-        program: whose optimizers resume from it.
-        weights: what stands before the names of weights.
-        optimizer: what stands before optimizer state.
+        name: the name on the command line.
+        program: the program whose optimizers resume from it.
+        weights: the prefix of the names of weights.
+        optimizer: the prefix of the names of optimizer state.
         has_masters: whether 32-bit weights are stored in addition to the model's.
-        step_type: of the number of steps that each parameter has.
-        has_one_step: whether parameters have one number of steps together.
-        step_keys: what is kept of parameters that have a number of steps; None for anything.
-        keys: what its optimizers keep of a parameter; None if they are not known.
+        step_type: the type of the number of steps of each parameter.
+        has_one_step: whether all parameters share a number of steps.
+        step_keys: a parameter with any of these keys has a number of steps; None for all.
+        keys: the keys of the state of a parameter; None if they are not known.
         has_group_steps: whether groups have the number of steps, in addition to parameters.
         groups: the name of the list of groups; None if hyper-parameters are not saved.
         are_groups_apart: whether each hyper-parameter is a value by itself.
@@ -493,11 +494,11 @@ class TrainingStyle(Record):
 
     @property
     def is_pytorch(self) -> bool:
-        """Whether PyTorch's optimizers load it, which want all that they keep in groups."""
+        """Whether PyTorch's optimizers load it, which require all their settings in groups."""
         return self.are_groups_apart or self.are_numbered
 
     def state_name(self, parameter: str, key: str) -> str:
-        """Return the name of what an optimizer keeps of a parameter.
+        """Return the name of a parameter's optimizer state.
 
         >>> training_style("fsdp2").state_name("up.weight", "exp_avg")
         'optim.state.up.weight.exp_avg'
@@ -569,10 +570,10 @@ STYLES = {
 
 
 def training_style(name: str) -> TrainingStyle:
-    """Return the style of a name.
+    """Return the style with a name.
 
     Raises:
-        UsageError: an unknown name; the known ones are listed.
+        UsageError: an unknown name; the message lists the known names.
     """
     if name not in STYLES:
         raise UsageError(f"training state as {name!r} keeps it; known are {', '.join(STYLES)}")

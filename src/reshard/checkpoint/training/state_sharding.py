@@ -1,6 +1,6 @@
-"""Optimizer state cut as its parameter is: by rules and a recipe, or by a strategy.
+"""Sharding optimizer state like its parameter: by rules and a recipe, or by a strategy.
 
-A rule shards a weight. Its optimizer state is sharded likewise, under any name::
+A rule shards a weight. The weight's optimizer state is sharded in the same way, under any name::
 
     rule  *.up_proj.weight=tp, -          model.up_proj.weight                      (8, 4)   tp, -
                                           optim.state.up_proj.weight.exp_avg        (8, 4)   tp, -
@@ -8,14 +8,16 @@ A rule shards a weight. Its optimizer state is sharded likewise, under any name:
                                           optim.state.up_proj.weight.step           ()       whole
 
 1. Rules match a weight by its name, without the prefix that programs put before it, and without
-   what of it a recipe's names do not have.
-2. State of the same shape is cut the same way. State that has some of the dimensions (the rows and
-   columns of Adafactor) is cut in those; scalars are whole. Of anything else, such as scales of
-   8-bit blocks, every rank that has some of the parameter has all, which a note reports.
-3. A rule by hand that matches the name of the state, and comes before those that match the weight,
-   decides.
-4. Copies of weights under another prefix, such as moving averages, are cut as these.
-5. What belongs to no parameter is whole on every rank, unless a rule by hand is for it.
+   any further prefix that the recipe's names do not have.
+2. State of the same shape is sharded in the same way. State with some of the dimensions (the rows
+   and columns of Adafactor) is sharded along these; scalars are whole. Any other state, such as
+   the scales of 8-bit blocks, is whole on every rank that has a part of the parameter, and a note
+   reports that.
+3. A user's rule that matches the name of the state takes precedence if it comes before the rules
+   that match the weight.
+4. Copies of weights under another prefix, such as moving averages, are sharded like the weights.
+5. State that does not belong to a parameter is whole on every rank, unless a user's rule matches
+   it.
 """
 
 from __future__ import annotations
@@ -39,21 +41,23 @@ from reshard.sharding import spec
 from reshard.text import count_text
 
 Shape = tuple[int, ...]
-# The dimensions of its parameter that the dimensions of a tensor are; None if it is not part of
-# one, as that of a mean.
+# For each dimension of a tensor of optimizer state, the same dimension of its parameter, or None if
+# the parameter does not have it, such as the dimension of a mean.
 Dims = tuple[int | None, ...]
 
-# The number of names that decide the prefix that a recipe's names lack.
+# The number of names that are examined to find a prefix missing from a recipe's names.
 _SAMPLED_NAMES = 256
 
 
 class StateSharding:
-    """The optimizer state of a checkpoint, apart from what rules are asked of.
+    """A division of a checkpoint's tensors into those that rules shard, and those that follow them.
+
+    `leaders` are sharded by rules. Most optimizer state follows its leader, the parameter.
 
     Args:
-        shapes: of all tensors, by name.
-        state: what they are, where the checkpoint has optimizer state.
-        by_hand: rules by hand.
+        shapes: the shapes of all tensors, by name.
+        state: the training state, or None if the checkpoint does not have optimizer state.
+        by_hand: the user's rules.
 
     >>> shapes = {"model.up": (8, 4), "optim.state.up.exp_avg": (8, 4), "optim.state.up.step": ()}
     >>> StateSharding(shapes, find_training_state(shapes)).leaders
@@ -69,7 +73,7 @@ class StateSharding:
         self.shapes = shapes
         self.leaders: dict[str, Shape] = {}
         self.aliases: dict[str, str] = {}
-        # The tensor that each tensor is sharded like, and its dimensions among those of that one.
+        # For each tensor that follows another: its leader, and its dimensions in the leader.
         self._followers: dict[str, tuple[str, Dims]] = {}
         self._whole: list[str] = []
         self._apart: list[str] = []
@@ -99,7 +103,8 @@ class StateSharding:
         """Add the optimizer state of a parameter."""
         leader = self._state.weights.get(parameter)
         if leader is None:
-            # An optimizer alone: the parameter has the shape that most of its state has.
+            # The weight is not in the checkpoint: assume the shape of the state with the most
+            # dimensions.
             leader = parameter
             largest = max(tensors.values(), key=lambda name: len(self.shapes[name]))
             self.leaders[leader] = self.shapes[largest]
@@ -123,7 +128,7 @@ class StateSharding:
         return next((weight for weight in weights if shape and self.shapes[weight] == shape), None)
 
     def _is_decided_by_hand(self, name: str, of_weight: Sequence[str]) -> bool:
-        """Return whether a rule by hand is for the state before one is for the weight."""
+        """Return whether a user's rule matches the state before any rule matches the weight."""
         for rule in self._by_hand:
             if any(rule.matches(key) for key in of_weight):
                 return False
@@ -132,11 +137,11 @@ class StateSharding:
         return False
 
     def with_recipe(self, recipe: Recipe | None) -> None:
-        """Take the prefix that a recipe's names do not have out of the names that rules match."""
+        """Remove the prefix that a recipe's names do not have from the names that rules match."""
         if recipe is None:
             return
         names = {name: self.aliases.get(name, name) for name in self.leaders}
-        # Several models, such as weights and their average, have a prefix each.
+        # Each of several models, such as weights and their average, has its own prefix.
         rest = [bare_name(name) for name in names.values()]
         while rest and (prefix := _find_foreign_prefix(rest, recipe.rules)):
             self._prefixes.append(prefix)
@@ -148,9 +153,9 @@ class StateSharding:
                 self.aliases[name] = bare
 
     def list_models(self) -> dict[str, dict[str, str]]:
-        """Return the names of tensors by those that rules match, for each prefix of a model.
+        """Return the names of tensors by the names that rules match, for each prefix of a model.
 
-        Names without any of the prefixes are of the first model.
+        Names without any of the prefixes belong to the first model.
         """
         models: dict[str, dict[str, str]] = {prefix: {} for prefix in self._prefixes or [""]}
         first = next(iter(models))
@@ -164,7 +169,7 @@ class StateSharding:
         return next((prefix for prefix in self._prefixes if bare.startswith(prefix)), "")
 
     def spread(self, found: Assignment, mesh: DeviceMesh) -> Assignment:
-        """Return the assignment of all tensors, from that of the leaders."""
+        """Return the assignment of all tensors, given the assignment of the leaders."""
         if not self._followers and not self._whole:
             return found
         whole = {name: spec(mesh, "...", ndim=len(self.shapes[name])) for name in self._whole}
@@ -177,7 +182,7 @@ class StateSharding:
         return found.follow(self.shapes, self._followers)
 
     def spread_layouts(self, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-        """Return the layouts of all tensors, from those of the leaders."""
+        """Return the layouts of all tensors, given the layouts of the leaders."""
         found = dict(layouts)
         for name, (leader, _) in self._followers.items():
             own = layouts[leader]
@@ -205,11 +210,11 @@ def assign_with_state(
     """Return the assignment of a checkpoint's tensors; optimizer state follows its parameters.
 
     Args:
-        checkpoint: with or without optimizer state.
-        rules: by hand.
-        recipe: of the model, if any.
+        checkpoint: a checkpoint with or without optimizer state.
+        rules: the user's rules.
+        recipe: the recipe of the model, if any.
         mesh: the devices.
-        assign_leaders: how rules cut tensors of these shapes, with these other names.
+        assign_leaders: assigns shardings by rules, given shapes by name and the names to match.
     """
     shapes = shapes_of(checkpoint.tensors)
     followers = StateSharding(shapes, find_training_state(checkpoint), rules)
@@ -220,8 +225,8 @@ def assign_with_state(
 def find_dims(parameter: Shape, state: Shape, key: str) -> Dims | None:
     """Return the dimensions of its parameter that a tensor of optimizer state has.
 
-    None if shapes do not tell. Of a square matrix, keys that have `row` in them have the first
-    dimension, those with `col` the last, as Adafactor's.
+    None if shapes are ambiguous. For a square matrix, state whose key contains `row` has the first
+    dimension, and state whose key contains `col` the last dimension, as in Adafactor.
 
     >>> find_dims((8, 4), (8, 4), "exp_avg"), find_dims((8, 4), (4,), "exp_avg_sq_col")
     ((0, 1), (1,))
@@ -256,8 +261,8 @@ def _hold_whole(shape: Shape, holders: tuple[int, ...], slots: int) -> Layout:
 
 
 def _find_foreign_prefix(names: Sequence[str], rules: Iterable[Rule]) -> str:
-    """Return the prefix of a recipe's names in most of a checkpoint's, without wrappers."""
-    # Names with numbers are those that a recipe is particular about; a `*` matches any.
+    """Return the prefix of most of a checkpoint's names before a recipe's names."""
+    # Rules that begin with `*` match names with any prefix, so they do not show the prefix.
     particular = [rule for rule in rules if not rule.pattern.startswith("*")]
     sample = [bare_name(name) for name in names[:: max(1, len(names) // _SAMPLED_NAMES)]]
 

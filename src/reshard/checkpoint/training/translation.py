@@ -1,10 +1,13 @@
-"""Training state as another program keeps it: other names, kinds of weights, steps and groups.
+"""Translating training state to another program's names, kinds of weights, steps and groups.
 
-1. `find_training_state` classifies each tensor; each gets the name of the target's style.
-2. Weights of 32 bits: where the target has them in addition to the model's own weights, and the
-   source has one kind only, both are made of it. Where it has one kind, 32-bit ones are it.
-3. Steps: a number, of a parameter, a group or all, becomes a tensor for each parameter.
-4. Groups of hyper-parameters become those of the target, with what PyTorch's optimizers ask for.
+1. `find_training_state` classifies each tensor, which gets its name in the target's style.
+2. Some programs store 32-bit weights in addition to the model's own weights. If the target does and
+   the source does not, both kinds are created from the source's weights. If only the source does,
+   its 32-bit weights become the target's weights.
+3. The number of steps of a parameter, of a group or of all parameters becomes a tensor for each
+   parameter.
+4. Groups of hyper-parameters become the target's groups, completed with the hyper-parameters that
+   PyTorch's optimizers require.
 5. Other tensors keep their names. Tensors without a counterpart are reported.
 
 Elements are read from their files; only casts and steps are computed.
@@ -41,7 +44,7 @@ from reshard.text import count_text
 
 _FLOAT32 = dtype("float32")
 
-# The state of SGD and Muon, which count no steps.
+# The keys of SGD and Muon, which do not count steps.
 _KEYS_WITHOUT_STEPS = frozenset({MASTER, STEP, "momentum_buffer"})
 # Hyper-parameters whose defaults change what an optimizer computes.
 _HYPER = ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "dampening", "nesterov")
@@ -55,11 +58,11 @@ def translate(
     """Return a checkpoint with its training state as another program keeps it.
 
     Args:
-        checkpoint: with optimizer state.
-        style: of the target.
-        has_items: whether the target can have bytes that are not tensors.
-        keeps_items: whether it has those of the source as they are; elsewhere they become plain
-            values, where they are such.
+        checkpoint: a checkpoint with optimizer state.
+        style: the style of the target.
+        has_items: whether the target can store bytes that are not tensors.
+        keeps_items: whether the target keeps the source's items as they are; otherwise those that
+            contain plain values become values.
 
     Raises:
         UsageError: a checkpoint without optimizer state.
@@ -76,7 +79,7 @@ def translate(
 
 
 def _expect_one_model(checkpoint: Checkpoint, state: TrainingState) -> None:
-    """Raise RecipeError where the optimizer state could be that of several models."""
+    """Raise RecipeError if the optimizer state could belong to any of several models."""
     outside = [*state.weights.values(), *state.others]
     sets = find_model_sets({name: checkpoint.tensors[name].shape for name in outside})
     if not sets:
@@ -103,7 +106,7 @@ class _Translation:
         self.notes: list[str] = []
         self.sources: Counter[str] = Counter()
         self.numbers: dict[str, str] = {}
-        # Tensors that are hyper-parameters, and become those of groups.
+        # Tensors with a hyper-parameter, which becomes a hyper-parameter of groups.
         self.injected: set[str] = set()
         self.files = open_sources(old)
 
@@ -149,7 +152,7 @@ class _Translation:
         return ChangedElements(changed, self.computed, notes=tuple(self.notes))
 
     def _read_values(self, has_items: bool, keeps_items: bool) -> list[str]:
-        """Take up the plain values; returns the items that are copied as they are."""
+        """Read the plain values, and return the names of the items that are copied unchanged."""
         self.values |= self.old.values
         of_groups = set(names_of_groups(self.old.items, self.state))
         decoded = [name for name in self.old.items if not keeps_items or name in of_groups]
@@ -163,7 +166,7 @@ class _Translation:
         return kept
 
     def _complete_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Complete the groups with what the target's optimizers look up in them."""
+        """Complete the groups with the entries that the target's optimizers require."""
         if groups:
             self._describe_stateless(groups)
             groups = self._add_left(groups)
@@ -203,13 +206,13 @@ class _Translation:
             f"{count_text(len(left), 'parameter')} (first: {left[0]}) are in no group of the "
             "source: they become one more, with the hyper-parameters of the first"
         )
-        # Without a mark, Megatron's writer makes a group with weight decay and one without of it.
+        # Leave out these marks, so that Megatron's writer divides the group by weight decay.
         marks = ("wd_mult", "pre_wd_mult") if self.style.has_group_steps else ()
         hyper = {key: value for key, value in groups[0].items() if key not in marks}
         return [*groups, {**hyper, PARAMETERS: left}]
 
     def _add_hyper(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Complete groups with all that PyTorch's optimizers look up in them."""
+        """Complete groups with the hyper-parameters that PyTorch's optimizers require."""
         completed = [complete_group(group, self._keys_of(group)) for group in groups]
         added = {
             key: made[key]
@@ -226,7 +229,7 @@ class _Translation:
         return completed
 
     def _keys_of(self, group: Mapping[str, Any]) -> Iterable[str]:
-        """Return the keys of the state of a group's parameters, of all if it does not name them."""
+        """Return the keys of the state of a group's parameters; of all if it does not list any."""
         state = self.state.optimizer
         named = [n for n in group.get(PARAMETERS) or () if isinstance(n, str) and n in state]
         return {key for name in named for key in state[name]} or self.state.keys
@@ -260,7 +263,7 @@ class _Translation:
         if not self.style.are_numbered:
             return {}
         if not self.state.optimizer:
-            # Numbers that nothing is known of stay as they are, as their state does.
+            # The parameters of numbered state are unknown, so groups keep the source's numbers.
             return {}
         for group in groups:
             own = group.get(PARAMETERS)
@@ -268,7 +271,7 @@ class _Translation:
         order = dict.fromkeys(name for group in groups for name in group[PARAMETERS])
         left = [name for name in self.state.optimizer if name not in order]
         if left:
-            # Of groups that do not name their parameters.
+            # Groups may not list their parameters.
             self.notes.append(
                 f"{count_text(len(left), 'parameter')} (first: {left[0]}) are in no group of the "
                 "source, and in the last one of the target"
@@ -320,7 +323,7 @@ class _Translation:
                 self._add_cast(own, weight)
                 widened.append(bare)
         for bare, kept in self.state.optimizer.items():
-            # These are all of ZeRO-3.
+            # ZeRO-3 stores 32-bit weights only.
             if MASTER in kept and bare not in self.state.weights:
                 name, path = style.weight_name(bare), style.weight_path(bare)
                 self._add(name, self.old.tensors[kept[MASTER]], path)
@@ -407,7 +410,7 @@ class _Translation:
     def _find_one_number(
         self, counted: Sequence[str], stored: Mapping[str, str], numbers: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return the number of steps of all parameters: that which most of them have."""
+        """Return the number of steps of most parameters, for all of them."""
         counts: Counter[float] = Counter()
         for bare in counted:
             if bare in stored:
@@ -427,7 +430,7 @@ class _Translation:
     def _add_group_step(
         self, group: dict[str, Any], stored: Mapping[str, str], numbers: Mapping[str, float]
     ) -> None:
-        """Give a group the number of steps that its parameters have."""
+        """Set the number of steps of a group to that of most of its parameters."""
         counts: Counter[int] = Counter()
         for name in group.get(PARAMETERS) or ():
             if name in stored:
@@ -457,7 +460,7 @@ class _Translation:
                     result[name[len(prefix) : -len(".step")]] = self.values.pop(name)
         known = {*result.values()}
         if len(known) == 1:
-            # Also of parameters whose group is not known.
+            # There is a single number of steps: it is also that of parameters in unknown groups.
             result = {**dict.fromkeys(self.state.optimizer, known.pop()), **result}
         return result
 
@@ -487,7 +490,7 @@ class _Translation:
         return number
 
     def _add_number(self, name: str, number: float, kind: DType) -> None:
-        """Add a tensor of one number; planning sees it where another tensor is."""
+        """Add a scalar. Planning needs a location, so bind it to bytes of another tensor."""
         first = next(iter(self.old.tensors.values()))
         slot = first.stored_slots[0]
         whole = Layout.whole((), [0], 1)
@@ -515,7 +518,7 @@ class _Translation:
         words = tuple(style.groups.split("."))
         if style.has_group_steps:
             decays = [group.get("weight_decay", 0) for group in groups]
-            # Megatron distinguishes groups with and without weight decay by this.
+            # Megatron distinguishes groups with and without weight decay by `wd_mult`.
             for group in groups if any(decays) and not all(decays) else ():
                 group.setdefault("wd_mult", 1.0 if group.get("weight_decay", 0) else 0.0)
         if not style.are_groups_apart:
