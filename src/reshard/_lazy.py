@@ -24,7 +24,7 @@ def attach(
         package: the package's `__name__`.
         modules: the module that defines each name; `module:other` if it has another name there.
             A submodule is mapped to itself: `"checkpoint": "reshard.checkpoint"`.
-        renamed: the new name of each deprecated name; access by the old one warns.
+        renamed: the new name of each deprecated name; access by the old name warns.
 
     >>> load, _ = attach("reshard", {"Plan": "reshard.plans.plan"})
     >>> load("Plan").__name__

@@ -102,7 +102,7 @@ def _minimum_text(minimum: int) -> str:
 def check_int_array(
     values: ArrayLike | Iterable[int], name: str, error: type[ReshardError] = UsageError
 ) -> NDArray[np.int64]:
-    """Return `values` as an int64 array of the same shape, without a copy if it is one already.
+    """Return `values` as an int64 array of the same shape, without a copy if it already is one.
 
     Raises `error` for floats, bools, strings, ragged lists and integers beyond 64 bits.
 

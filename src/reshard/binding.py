@@ -140,8 +140,8 @@ class FileRanges(Mapping[int, Address | tuple[Address, ...]]):
 
     Args:
         layout: the layout of the shards.
-        places: `(slot, cell)` of each range, those of a slot together; the cell is None if the
-            cells of the slot are contiguous.
+        places: `(slot, cell)` of each range, grouped by slot; the cell is None if the cells of
+            the slot are contiguous.
         files: the file of each range.
         starts: the offset of each range in its file, in bytes.
 
@@ -186,7 +186,7 @@ class Binding:
 
     The shard of a rank without a view is dense and row-major. A rank without an address is not
     stored: ranks that hold the same cell may share a copy, which has a single address. A rank whose
-    cells are not contiguous has a tuple of addresses, one per cell in order, and of views.
+    cells are not contiguous has a tuple of addresses, in the order of the cells, and of views.
 
     Raises:
         LayoutError: an address for a rank that holds nothing, or a view of the wrong dimensions.

@@ -156,7 +156,7 @@ def table_of_sizes(length: int, sizes: Sequence[int] | IntArray) -> RunTable:
 
 
 def ceil_sizes(length: int, parts: int, unit: int = 1) -> IntArray:
-    # Whole units for every part; the last one is truncated at the end.
+    # Every part has whole units, except that the last unit ends with the dimension.
     chunk = ceil_divide(ceil_divide(length, unit), parts) * unit
     # Clamp at the end, since the product beyond it could exceed 64 bits.
     chunks = np.minimum(np.arange(1, parts + 1, dtype=np.int64), ceil_divide(length, max(chunk, 1)))
@@ -194,7 +194,7 @@ BY_CEIL: CutRule = Ceil()
 
 
 class Balanced(CutRule):
-    """Parts whose sizes differ by at most one, larger parts first. Source: `numpy.array_split`.
+    """Parts whose sizes differ by at most 1, larger parts first. Source: `numpy.array_split`.
 
     >>> Balanced().table(6, 4).local_lengths.tolist()
     [2, 2, 1, 1]
@@ -245,7 +245,7 @@ class Sizes(CutRule):
 
 
 class Windows(CutRule):
-    """One interval `(start, stop)` per part.
+    """An explicit interval `(start, stop)` for each part.
 
     Intervals may overlap, and together cover the dimension.
 
@@ -413,7 +413,7 @@ class Halo(CutRule):
 class Nested(CutRule):
     """Levels of splits, major to minor: `(rule, parts)` splits each part of the previous level.
 
-    Source: DTensor, where each mesh axis on a dimension chunks the shards of the previous one.
+    Source: DTensor, where each mesh axis on a dimension chunks the shards of the previous axis.
 
     >>> Nested(((Ceil(), 2), (Ceil(), 2))).table(6, 4).local_lengths.tolist()
     [2, 1, 2, 1]

@@ -15,7 +15,7 @@ Types that NumPy lacks (bfloat16, float8) are computed on their bits.
 
 *8-bit floats*: a value of `e` exponent bits with bias `b` and `m` mantissa bits is
 `1.m * 2**(e - b)`, or `0.m * 2**(1 - b)` where `e` is 0. Types differ in the meaning of the
-patterns of all ones.
+patterns in which all bits are 1.
 
 *Block scaling*: the scale of a block is its largest absolute value divided by the largest number of
 the target type, and elements are divided by it. Source: the weights of DeepSeek-V3, in blocks of
@@ -87,7 +87,7 @@ CAST_TYPES: dict[str, str] = {
 }
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 STRETCH = 1 << 16
-# All ones: infinity or not a number.
+# An exponent whose bits are all 1: infinity or NaN.
 _EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80}
 
 
@@ -245,7 +245,7 @@ def float8_values(name: str) -> NDArray[np.float32]:
     [0.0, 1.0, 448.0, -0.001953125]
     """
     if name == "float8_e8m0fnu":
-        # An exponent only; all ones are NaN.
+        # The type has exponent bits only; all bits 1 is NaN.
         exact = np.ldexp(1.0, np.arange(256) - 127)
         exact[255] = np.nan
         powers = exact.astype(np.float32)

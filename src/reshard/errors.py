@@ -25,8 +25,8 @@
         ├── SourceChangedError a source that changed during the run
         └── InterruptedRunError  stopped by the user
 
-The first line of every message names the offending value; the rest states what was expected and
-what to do.
+The first line of every message names the offending value; the rest states the expected value and a
+remedy.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class NotationError(LayoutError):
 
 
 class PlanError(ReshardError, ValueError):
-    """Two layouts that cannot be planned, or a plan that does not do what it claims."""
+    """Two layouts that cannot be planned, or a plan whose transfers are wrong."""
 
 
 class ShardError(ReshardError, ValueError):

@@ -1,7 +1,7 @@
 """Layouts: which rank holds which elements of a tensor.
 
 A `Layout` is concrete: a shape, and for each of the ranks 0..n-1 the elements it holds. Tables call
-a rank a *slot*: a process, a host, a file, or none of them may stand for it.
+a rank a *slot*: it may represent a process, a host, a file, or something else.
 
 The elements of a rank are a list of *cells*. A cell takes one part of each dimension's run table
 and holds their product, so a layout whose dimensions are split independently has one cell per rank,
@@ -16,7 +16,7 @@ and a flat buffer that is split anywhere has a few::
     +----+----+----+                             | 1  1  1  1
 
 In the memory of a rank, a cell is a dense row-major array of shape `local_shape`; the cells of a
-rank are stored one after another.
+rank are stored consecutively.
 
 A rank of a partial layout carries a *contribution*: the tensor is the reduction over the
 contributions 0..c-1.
@@ -164,7 +164,8 @@ class Layout(Interned):
         cell_part: the part of each dimension that a cell takes, shape `(cells, dims)`.
         contribution: the contribution of each cell, shape `(cells,)`; zeros if None.
         contributions: number of contributions; 1 for a layout that is not partial.
-        reduction: how contributions combine, one of `REDUCTIONS`; None if there is only one.
+        reduction: how contributions combine, one of `REDUCTIONS`; None if the layout is not
+        partial.
 
     Raises:
         LayoutError: tables, parts or ranks that do not match the shape or each other.
@@ -361,7 +362,7 @@ class Layout(Interned):
             for box in flat_range_boxes(shape[:dims], start, stop):
                 boxes.append((slot, Box(box.start + (0,) * len(rest), box.stop + rest)))
             if start == stop and shape:
-                # A rank with an empty range has an empty array; a scalar has no empty box.
+                # A rank with an empty range has an empty array; a box of a scalar cannot be empty.
                 cut = max(dims, 1)
                 boxes.append((slot, Box((0,) * len(shape), (0,) * cut + shape[cut:])))
         if slots is None:
@@ -459,7 +460,7 @@ class Layout(Interned):
 
     @cached_property
     def element_holders(self) -> tuple[int, ...]:
-        """The ranks with at least one element, in order; others need no array."""
+        """The ranks with elements, in order; other ranks do not need an array."""
         return tuple(distinct(self.cell_slot[self.cell_elements > 0]).tolist())
 
     def boxes(self, slot: int) -> tuple[Box, ...]:
@@ -501,7 +502,7 @@ def _check_box(pair: Any, shape: tuple[int, ...]) -> tuple[int, Box]:
         raise LayoutError(
             f"{pair!r} is not a rank and a box, such as (0, Box((0, 0), (2, 4)))"
         ) from None
-    # A fast path for boxes of plain ints, of which there may be tens of thousands.
+    # A fast path for boxes of plain ints: there may be tens of thousands.
     if type(start) is type(stop) is tuple and {*map(type, (slot, *start, *stop))} == {int}:
         box = item if type(item) is Box else Box(start, stop)
     else:

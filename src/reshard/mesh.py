@@ -292,7 +292,7 @@ class DeviceMesh(Interned):
         return {name: sorted(ends) for name, ends in bounds.items()}
 
     def list_long_axes(self) -> tuple[str, ...]:
-        """Return the names of the axes with more than one device.
+        """Return the names of the axes of size 2 or more.
 
         >>> DeviceMesh.of(dp=1, tp=4).list_long_axes()
         ('tp',)

@@ -3,7 +3,7 @@
 A dimension of length `n` is split into parts. A part holds *runs*: ranges of consecutive global
 indices that are consecutive in the local order of the part, too. The run table lists them, with a
 single row for all runs of a part that are equally long and equally far apart, so an interleaved
-split is as small as a plain one::
+split is as small as a contiguous split::
 
     length 12 over 2 parts, in blocks of 2 dealt in turn
 
@@ -14,13 +14,13 @@ split is as small as a plain one::
        0      0       2            0      3            4           2  owned
        1      2       2            0      3            4           2  owned
 
-Parts may overlap: two parts may own the same index. The role of a run is that of its elements:
+Parts may overlap: two parts may own the same index. A run has the role of its elements:
 `OWNED` elements may be sent to others; `HALO` elements are copies of a neighbour's, and a source
 only if they are declared fresh (`FRESH_HALO`); `PAD` is padding.
 
 Every table is canonicalized when it is built:
 
-1. Runs are sorted by part and local position, and empty ones are dropped.
+1. Runs are sorted by part and local position, and empty runs are dropped.
 2. The runs of each part must tile its local positions from 0, without gaps or overlaps.
 3. Runs that are adjacent globally are joined.
 4. From left to right, runs of equal length at equal distances become a row.
@@ -172,7 +172,7 @@ class RunTable(Interned):
                 f"part {run.part[0]} has indices {run.start[0]}:{run.stop[0]}, outside a "
                 f"dimension of length {self.dimension_length}"
             )
-        # The first run of a part begins at local position 0, any other where the previous one ends.
+        # The first run of a part begins at local position 0, any other where the previous run ends.
         first = np.diff(single.part, prepend=-1) != 0
         expected = np.where(first, 0, np.roll(single.local_start + single.length, 1))
         bad = single.local_start != expected
@@ -324,7 +324,7 @@ def find_distinct(values: NDArray[Number]) -> tuple[NDArray[Number], IntArray, I
 
 
 def concatenate(columns: Iterable[IntArray]) -> IntArray:
-    """Concatenate columns of integers, of which there may be none.
+    """Concatenate columns of integers; the result is empty if there are none.
 
     >>> concatenate([]).tolist(), concatenate([np.array([1]), np.array([3, 2])]).tolist()
     ([], [1, 3, 2])
@@ -450,7 +450,7 @@ def joined(single: SingleRuns) -> SingleRuns:
     if len(single.part) < 2:
         return single
     same = (single.part[1:] == single.part[:-1]) & (single.role[1:] == single.role[:-1])
-    # Runs of padding have no indices to compare, only local positions.
+    # Runs of padding do not have indices to compare, only local positions.
     follows = same & ((single.start[1:] == single.stop[:-1]) | (single.role[1:] == PAD))
     follows &= single.local_start[1:] == single.local_start[:-1] + single.length[:-1]
     if not follows.any():

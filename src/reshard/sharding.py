@@ -75,7 +75,7 @@ def join_axes(axes: Iterable[str | Axis]) -> tuple[Axis, ...]:
 
 
 def expect_mesh(mesh: object) -> None:
-    """Raise SpecError for anything but a mesh, with a hint how to make one of it."""
+    """Raise SpecError for anything but a mesh, with a hint on how to convert it to a mesh."""
     if isinstance(mesh, DeviceMesh):
         return
     make = "reshard.DeviceMesh.of(dp=2, tp=4)"
@@ -336,7 +336,7 @@ class ShardingSpec(Interned):
                     f"axis {a if a.size is None else b} is used in {places}; an axis has one use, "
                     f"use sub-axes such as {a.name}:(1)2 to share it"
                 )
-            # Sub-axes are disjoint if the minor one begins at a multiple of the end of the major.
+            # Sub-axes are disjoint if the minor begins at a multiple of the end of the major.
             low, high = sorted((a, b), key=lambda axis: axis.pre)
             if high.pre % (low.pre * (low.size or 1)):
                 raise SpecError(
@@ -421,7 +421,7 @@ def _lay_out(sharding: ShardingSpec, shape: tuple[int, ...]) -> Layout:
     # For each dimension, the part of each device.
     parts = [_coordinates(mesh, dim.axes) for dim in sharding.dim_specs]
     contributions = _parts(mesh, sharding.partial_axes)
-    # Devices at coordinates other than those of `only` hold nothing.
+    # Devices whose coordinates are not in `only` hold nothing.
     holds = np.ones(mesh.size, dtype=bool)
     for axis, coordinates in sharding.only:
         holds &= np.isin(_coordinates(mesh, (Axis(axis),)), coordinates)
@@ -437,7 +437,7 @@ def _lay_out(sharding: ShardingSpec, shape: tuple[int, ...]) -> Layout:
     )
 
 
-# A word and its brackets, which may contain those of sub-axes: `sum(x:(1)2 y)`.
+# A word and its brackets, which may contain the brackets of sub-axes: `sum(x:(1)2 y)`.
 _MARK = r"(\w+)\(([^()]*(?:\(\d+\)[^()]*)*)\)\s*"
 _COORDINATES = r"([^=]+)=(\d+(?:,\d+)*)"
 _OPEN = r"(\?)?(?:!(\d+))?"

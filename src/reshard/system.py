@@ -195,7 +195,7 @@ def allocate(descriptor: int, size_bytes: int) -> None:
 
 
 def punch_hole(descriptor: int, start_bytes: int, stop_bytes: int) -> bool:
-    """Release the space of a range; return False if the file system has no holes.
+    """Release the space of a range; return False if the file system does not support holes.
 
     The range then reads as zeros; macOS keeps partial blocks at its ends. Any other failure raises
     `OSError`.
@@ -364,9 +364,10 @@ def is_tracing_restricted() -> bool:
 
 
 def permit_reader(process: int) -> bool:
-    """Let one process, and its descendants, read the caller's memory where Yama restricts it.
+    """Permit a process and its descendants to read the caller's memory, if Yama restricts access.
 
-    The kernel keeps a single such process: this replaces the previous. Return whether it was set.
+    The kernel keeps a single permitted process: a new process replaces the previous one. Return
+    whether the permission was set.
     """
     import ctypes
 
@@ -411,7 +412,7 @@ def resident_bytes() -> tuple[int, int]:
 
     If the system does not report the current value, both are the peak.
     """
-    # Of this program only: `ru_maxrss` includes the peak of the process that forked it.
+    # Read the value of this program only: `ru_maxrss` includes the peak of the forking process.
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines)
@@ -441,8 +442,8 @@ def trim_memory() -> None:
 def release_freed_memory(tensors: int) -> None:
     """Return freed memory to the system, if the C library can, after work on many tensors.
 
-    The allocator keeps the memory of freed strings and tables, several times what is in use. This
-    takes some milliseconds, so it is skipped for few tensors.
+    The allocator keeps the memory of freed strings and tables: several times the memory in use.
+    This takes some milliseconds, so it is skipped for few tensors.
     """
     if tensors >= _MANY_TENSORS:
         trim_memory()

@@ -226,7 +226,7 @@ def table_lines(
 
     Args:
         rows: each as long as `headers`; entries are converted by `str`.
-        headers: one per column.
+        headers: the title of each column.
         align: a letter per column, `l`, `r` or `c`; left for all if empty.
 
     Raises:
@@ -326,7 +326,7 @@ def fold_names(names: Iterable[str], kinds: Iterable[int]) -> list[FoldedName]:
 
     Args:
         names: separated by dots.
-        kinds: a number for each name; only names of one kind are folded.
+        kinds: a number for each name; only names with equal numbers are folded.
 
     >>> names = ["embed", *(f"layers.{n}.{what}" for n in range(4) for what in ("up", "down"))]
     >>> [one.text for one in fold_names(names, [0, *[1] * 8])]
@@ -390,7 +390,7 @@ def rank_table(rows: Sequence[Mapping[str, int]]) -> str:
     """Return a table of the bytes that each rank reads, writes, sends and receives, with totals.
 
     Args:
-        rows: one per rank, in rising order; keys `rank`, and the four in `_bytes`.
+        rows: a dict for each rank, in rising order; keys `rank`, and the four in `_bytes`.
 
     >>> row = dict(read_bytes=8, written_bytes=4, sent_bytes=0, received_bytes=0)
     >>> print(rank_table([{"rank": rank, **row} for rank in range(1024)]))

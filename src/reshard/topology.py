@@ -55,10 +55,10 @@ class Link(Record):
 
 
 class Overhead(Record):
-    """Time that messages, each alone on its link, do not account for. None is not counted.
+    """Time in addition to messages that are each alone on their link. None is not counted.
 
-    Copies are described by links, too: their latency is that of a run of contiguous bytes, so many
-    short runs take longer than a long one.
+    Copies are described by links, too: their latency applies to each run of contiguous bytes, so
+    many short runs take longer than a single long run.
 
     Args:
         call_s: seconds of any movement, regardless of its size: ranks agree and prepare.
@@ -204,7 +204,7 @@ class Topology(Interned):
     ) -> None:
         self.rank_host = _numbers(hosts, "host", "rank")
         self.ranks = len(self.rank_host)
-        # The numbers have no gaps, so the largest determines their count.
+        # The numbers are contiguous, so the largest determines their count.
         self.hosts = int(self.rank_host.max()) + 1
         self.host_rack = _numbers([0] * self.hosts if racks is None else racks, "rack", "host")
         if len(self.host_rack) != self.hosts:
@@ -366,7 +366,7 @@ def slowest_link(topology: Topology, ranks: Iterable[int]) -> Link:
     """Return the smallest bandwidth and largest latency of all links within a group of ranks.
 
     Raises:
-        LayoutError: fewer than two ranks, one that is not there, or a link that is not known.
+        LayoutError: fewer than two ranks, a rank outside the topology, or an unknown link.
 
     >>> fast, slow = Link(450e9, latency_s=3e-6), Link(50e9, latency_s=14e-6)
     >>> topology = Topology.of(hosts=2, ranks_per_host=2, within_host=fast, between_hosts=slow)

@@ -1,7 +1,7 @@
 """The command `reshard`: inspect, plan, convert and verify checkpoints.
 
-`program` has the commands, one module each; `failures` decides exit codes. This file imports
-neither click nor rich, so that it can report what to install if they are missing.
+`program` defines the commands, each in its own module; `failures` decides exit codes. This file
+imports neither click nor rich, so that it can report what to install if they are missing.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with `arguments` (those of the process if None); the exit code.
+    """Run the command, and return its exit code.
 
-    0 done, 1 differs, 2 wrong use or bad input, 3 failed while running.
+    `arguments` are the process's own if None. Exit codes: 0 done, 1 differs, 2 wrong use or bad
+    input, 3 failed while running.
     """
     try:
         try:

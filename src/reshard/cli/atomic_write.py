@@ -1,4 +1,6 @@
-"""Text files that are written whole or not at all, and replace others only with `--overwrite`.
+"""Text files that are written completely or not at all.
+
+An existing file is replaced only with `--overwrite`.
 
 The options of HTML reports (`report_options`) are here too, since each report is such a file.
 """
@@ -17,13 +19,13 @@ from reshard.system import sync
 
 
 def check_place(path: Path, overwrite: bool, what: str, example: str) -> None:
-    """Refuse a place that cannot be written to, before any work is done.
+    """Check that a file can be written at `path`, before any work is done.
 
-    `what` is a word for the file, `example` a name.
+    `what` is a word for the file in errors, `example` a file name to suggest.
 
     Raises:
-        UsageError: a folder, a file that exists, or whose folder does not.
-        RunError: what the system refuses.
+        UsageError: the path is a folder or an existing file, or its folder does not exist.
+        RunError: the system does not permit access to the path.
     """
     from reshard.checkpoint.storage.filesystem import translate_os_errors
 
@@ -37,16 +39,16 @@ def check_place(path: Path, overwrite: bool, what: str, example: str) -> None:
 
 
 def write_whole(path: Path, text: str, overwrite: bool, what: str) -> None:
-    """Write a file at a place that `check_place` has looked at.
+    """Write a file at a path that `check_place` has accepted.
 
     Raises:
-        UsageError: a file that was created meanwhile, without `overwrite`.
-        RunError: what the system refuses.
+        UsageError: the file was created in the meantime, and `overwrite` is not set.
+        RunError: the system fails to write the file.
     """
     from reshard.checkpoint.storage.filesystem import translate_os_errors
     from reshard.checkpoint.storage.permissions import common_mode_bits, restrict_mode
 
-    # In the same folder, since a rename works within one file system only.
+    # In the same folder, since a rename works only within a file system.
     draft = path.with_name(f".reshard-{what}.{os.getpid()}")
     with translate_os_errors(f"write the {what}", path):
         try:
@@ -64,13 +66,13 @@ def write_whole(path: Path, text: str, overwrite: bool, what: str) -> None:
 
 def _put_in_place(draft: Path, path: Path, overwrite: bool) -> None:
     if not overwrite:
-        # A link is made only where there is nothing; a rename would replace it.
+        # A link fails if the file exists; a rename would replace it.
         try:
             os.link(draft, path)
         except FileExistsError:
             raise _there_already(path) from None
         except OSError:
-            # Some file systems have no links: look, then rename.
+            # Some file systems do not support links: check, then rename.
             if os.path.lexists(path):
                 raise _there_already(path) from None
         else:
@@ -110,11 +112,11 @@ def report_options(command: Command) -> Command:
 
 
 def check_report(report_path: str | None, overwrite: bool, ranks_per_host: int | None) -> None:
-    """Refuse what cannot be, before any work is done.
+    """Check the options of a report, before any work is done.
 
     Raises:
-        UsageError: a report that exists, or whose folder does not; options of a report
-            without one.
+        UsageError: the report exists already, its folder does not exist, or options of a report
+            are given without `--html`.
     """
     if report_path is None:
         for name, given in (("--overwrite", overwrite), ("--ranks-per-host", ranks_per_host)):
@@ -127,10 +129,10 @@ def check_report(report_path: str | None, overwrite: bool, ranks_per_host: int |
 
 
 def write_report(report_path: str, page: str, overwrite: bool) -> None:
-    """Write a report that `check_report` has looked at.
+    """Write a report whose options `check_report` has accepted.
 
     Raises:
-        UsageError: a file that was created meanwhile, without `overwrite`.
-        RunError: what the system refuses.
+        UsageError: the file was created in the meantime, and `overwrite` is not set.
+        RunError: the system fails to write the file.
     """
     write_whole(Path(report_path), page, overwrite, "report")

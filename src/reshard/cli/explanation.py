@@ -1,7 +1,8 @@
 """Explanations of a change of layout by `reshard explain`: as text, as JSON and as a report.
 
-A tensor is planned as a job of its own: what a rank holds already stays, and where several hold
-what another lacks, the most loaded of them sends as little as possible.
+A tensor is planned as a job of its own. Elements that a rank holds already stay there. If several
+ranks hold an element that another lacks, the senders are chosen so that the busiest of them sends
+as little as possible.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ from reshard.text import bytes_text, count_text, duration_text, ranks_text, shor
 from reshard.topology import Topology
 
 MOST_DRAWN_ELEMENTS = 4096
-# So many ranks are worth more lines than a screen has: each has a box of its own.
+# Up to this many ranks, each has a box of its own, even if the picture is longer than a screen.
 FEW_RANKS = 64
-# Of a step and of a sharding in the table of a program.
+# Maximum width of a step and of a sharding in the table of a program.
 MOST_STEP_COLUMNS = 36
 
 
 class Side(Record):
-    """One of the two shardings: its text, and its meaning."""
+    """A side of the change: a sharding as text, and its meaning."""
 
     text: str
     reading: ParsedSharding
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """Its devices; None for a layout, which has none but ranks."""
+        """The mesh of its devices; None for a layout, which has ranks only."""
         sharding = self.reading.sharding
         return None if isinstance(sharding, Layout) else sharding.mesh
 
@@ -126,7 +127,7 @@ class Explanation(Record):
 
     @property
     def _dtype(self) -> DType:
-        """Without one, elements are counted as bytes."""
+        """The plan's dtype; int8 if it has none, so that an element counts as a byte."""
         return self.plan.dtype or as_dtype("int8")
 
     @cached_property
@@ -278,7 +279,7 @@ class Explanation(Record):
         """Lower the program to another system: a key of `LOWERINGS`.
 
         Raises:
-            UsageError: there is no program.
+            UsageError: no program of collectives was found.
             NotationError: a step that the system cannot express.
         """
         if self.program is None:
@@ -340,8 +341,7 @@ class Explanation(Record):
     def as_json(self) -> dict[str, Any]:
         """Return the keys that `reshard explain --help` lists."""
         moving = self.moving
-        # Of shape (transfers, dimensions, 2): begin and end, in the tensor and in both local
-        # arrays.
+        # Shape (transfers, dimensions, 2): begin and end, in the tensor and in both local arrays.
         boxes = (
             np.stack((start, start + moving.shape), axis=-1).tolist()
             for start in (moving.start, moving.source_start, moving.target_start)

@@ -7,7 +7,7 @@
     2   wrong use or bad input: options, layouts, recipes, checkpoints that cannot be used
     3   failed while running: the system refused something, or the user interrupted
 
-One line on stderr, never a traceback; `RESHARD_DEBUG=1` adds it.
+A failure prints a line on stderr. The traceback is printed only with `RESHARD_DEBUG=1`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def size_bytes(text: str) -> int:
     """Return the number of bytes of a size: a number, with or without a unit.
 
     Raises:
-        UsageError: another unit, no number, or less than one byte.
+        UsageError: an unknown unit, a missing number, or less than a byte.
 
     >>> size_bytes("256MiB"), size_bytes("1GB"), size_bytes("1.5GiB"), size_bytes("4096")
     (268435456, 1000000000, 1610612736, 4096)
@@ -75,13 +75,13 @@ def as_path(context: click.Context, parameter: click.Parameter, value: str) -> s
 
 
 class Choice(click.Choice[str]):
-    """A choice between words, of which some may be written in another way.
+    """A choice between words, some of which have other spellings.
 
     Args:
         choices: the words.
-        translate: returns the word for another way to write it. Raises UsageError, or returns what
-            is not known.
-        hint: returns the end of the error for what is not known.
+        translate: returns the word for another spelling of it. For an unknown text, raises
+            UsageError or returns the text.
+        hint: returns the end of the error for an unknown word.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Choice(click.Choice[str]):
         return super().convert(value, param, ctx)
 
     def get_invalid_choice_message(self, value: object, ctx: click.Context | None) -> str:
-        """Return the message for what is not known."""
+        """Return the error message for an unknown word."""
         return super().get_invalid_choice_message(value, ctx) + self._hint()
 
 
@@ -123,7 +123,7 @@ _CHOICES: dict[str, Callable[[Sequence[str]], Choice]] = {
     # The error lists plug-ins that could not be loaded.
     "format": partial(Choice, hint=describe_broken_formats),
     "dtype": cast_type_choice,
-    # A condition of an earlier version becomes the current one.
+    # Map the condition of an earlier version to the current condition.
     "allow": partial(Choice, translate=lambda word: FORMER_ALLOWANCES.get(word, word)),
 }
 

@@ -1,8 +1,8 @@
 """Output of the command: text for people, or one JSON object for programs.
 
-Everything is written at once, when it is known. A reader that leaves early (`| head`) is no
-error: the work was done. Control characters in names, which come from files of others, are
-written as escapes, so that no checkpoint can write to a terminal what it likes.
+The whole output is written at once, when it is complete. A reader that closes the pipe early
+(`| head`) is not an error, since the work was done. Names come from files that may not be trusted:
+their control characters are escaped, so that a checkpoint cannot control the terminal.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def settle_streams() -> None:
                 stream.flush()
         except OSError:
             with suppress(OSError):
-                # The interpreter flushes again at exit: what is in the buffer goes to the null
+                # The interpreter flushes again at exit: send the rest of the buffer to the null
                 # device.
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
@@ -118,7 +118,7 @@ def can_draw_boxes() -> bool:
 
 
 def listing(title: str, names: Iterable[str]) -> list[str]:
-    """Return a title and names, on one line if they fit; no lines for no names.
+    """Return a title and names, on a single line if they fit; no lines if there are no names.
 
     >>> listing("replicated", ["a", "b"])
     ['replicated: a, b']
@@ -138,7 +138,7 @@ def listing(title: str, names: Iterable[str]) -> list[str]:
 
 
 def noted(notes: Sequence[str]) -> list[str]:
-    """Return a line a note, of many the first ones.
+    """Return a line for each note; if there are many, for the first notes only.
 
     >>> noted(["tied"])
     ['note: tied']
@@ -166,7 +166,8 @@ def ellipsis() -> str:
 def name_columns(beside: Iterable[Sequence[str]]) -> int | None:
     """Return the columns that a terminal has for names in the first column of a table.
 
-    `beside` are the other columns. None if stdout is not a terminal: programs read whole names.
+    `beside` holds the other columns. Return None if stdout is not a terminal, since programs read
+    whole names.
     """
     if sys.stdout is None or not sys.stdout.isatty():
         return None
@@ -177,8 +178,8 @@ def name_columns(beside: Iterable[Sequence[str]]) -> int | None:
 def cut_text(tensor: StoredTensor) -> str:
     """Return how a tensor is sharded.
 
-    That is the text of its sharding, `whole`, `dim 0 over 4` for one box on each of four ranks, or
-    `boxes` for other layouts without a text.
+    The result is the text of its sharding, `whole`, `dim 0 over 4` for a box on each of four ranks,
+    or `boxes` for other layouts without a text.
     """
     if tensor.spec:
         return tensor.spec

@@ -19,7 +19,7 @@ from reshard.cli.output import prepare_streams, settle_streams
 
 
 class Commands(click.Group):
-    """Commands in the order they were added; the error for a misspelt one names its near match."""
+    """A group that lists commands in the order they were added, and suggests a similar name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""
@@ -38,7 +38,7 @@ class Commands(click.Group):
 
 
 class ModuleCommands(Commands):
-    """Commands of which each is imported when it is called, from a module of its own name.
+    """A group whose commands are imported when they are called, each from the module of its name.
 
     Args:
         package: where the modules are.
@@ -125,9 +125,9 @@ def program() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code."""
+    """Run the command, and return the exit code."""
     prepare_streams()
-    # Set by the shell, to get its script or what a word that is begun may become.
+    # Set by the shell, to request its completion script or the completions of a word.
     if asked := os.environ.get(COMPLETE_VARIABLE):
         from click.shell_completion import shell_complete
 

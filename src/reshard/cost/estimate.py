@@ -49,7 +49,7 @@ class Part(Record):
     Args:
         name: of the part.
         algorithm: the algorithm assumed.
-        messages: number that the busiest rank sends, or receives, one after another.
+        messages: number that the busiest rank sends, or receives, in sequence.
         busiest_bytes: number that it sends, or receives.
         latency_s: seconds of the messages' latencies.
         transfer_s: seconds of the bytes.
@@ -76,7 +76,7 @@ class Part(Record):
 
 
 class Estimate(Record):
-    """The parts of an operation, one after another, and their seconds.
+    """The parts of an operation, which run in sequence, and their seconds.
 
     Args:
         parts: in their order.
@@ -418,7 +418,7 @@ def collective_cost(
 def _find_link(kind: str, ranks: Sequence[int], topology: Topology) -> Link:
     """Return the measured link of a kind, or the slowest link of the group."""
     if len(ranks) < 2:
-        # A single rank has no link, and sends nothing.
+        # A single rank does not have a link, and sends nothing.
         return Link(1)
     is_one_host = len(set(topology.host_of(ranks).tolist())) == 1
     measured = topology.overhead.collective(kind) if is_one_host else None

@@ -7,9 +7,9 @@ A measurement has the numbers of messages, bytes, runs and so on, and their tota
                    + combined bytes * combining / bandwidth      contributions
 
 1. The cost of a call is the median time of movements of almost no data. The cost of a step is
-   what a program of one step adds to that.
+   the additional time of a program of a single step.
 2. The other costs are unknowns of a linear model, none of them negative, fitted by least squares
-   of the relative errors, so that small sizes count as much as large ones. Outliers get less
+   of the relative errors, so that all sizes count equally. Outliers get less
    weight (iteratively reweighted least squares with Huber's weights: Huber 1964; Holland and
    Welsch 1977).
 3. There are at most five unknowns, so non-negative solutions are found by enumeration: the model
@@ -61,7 +61,7 @@ class Measurement(Record):
         seconds_s: the median of several times.
         messages, size_bytes: sent or received by the busiest rank; by all ranks of a host
             together if the subject is shared.
-        runs, copied_bytes: of its copies, or those of the host.
+        runs, copied_bytes: of the copies of the rank, or of the host.
         combined_bytes: bytes combined with elements in place, which are not counted as copied.
 
     Raises UsageError for an unknown subject, seconds not above 0, or a count below 0.
@@ -98,7 +98,7 @@ class Measurement(Record):
 
 
 class Fitted(Record):
-    """Links and overheads that explain measurements. Make one with `fit`.
+    """Links and overheads that explain measurements, as returned by `fit`.
 
     Args:
         within_host, between_hosts: links, None if not measured.
@@ -169,9 +169,9 @@ def fit(measurements: Iterable[Measurement]) -> Fitted:
 
 
 def _fit_costs(measurements: Sequence[Measurement], call_s: float) -> list[float]:
-    """Return the seconds of each of `Measurement.counts`, beyond those of a call.
+    """Return the seconds of each of `Measurement.counts`, excluding the cost of a call.
 
-    The seconds of messages and their bytes are 0 if no message was measured, and so are those of
+    The seconds of messages and their bytes are 0 if no message was measured. The same applies to
     runs and copied bytes.
     """
     if not measurements:

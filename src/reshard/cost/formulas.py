@@ -1,7 +1,7 @@
 """Cost formulas of collectives in a group of `p` ranks, by algorithm.
 
 A message of `n` bytes takes `alpha + n / beta` seconds: a latency, and the bytes over the
-bandwidth (Hockney 1994). A rank sends one message at a time, and receives one at the same time.
+bandwidth (Hockney 1994). A rank sends a single message at a time, and receives another in parallel.
 The cost of an algorithm is then given by two numbers: its rounds, and the share of `n` that passes
 the busiest link.
 
@@ -115,7 +115,7 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "permute": _by_name(Formula("direct", lambda p: min(p - 1, 1), lambda p: p if p > 1 else 0)),
 }
 
-# The algorithms of each library. NCCL: those of NCCL_ALGO that need no special network. Gloo: its
+# The algorithms of each library. NCCL: the algorithms of NCCL_ALGO for any network. Gloo: its
 # ring all-gather and its default, ring all-reduce, half of which represents a reduce-scatter. XLA:
 # rings along the axes of a torus. All three send an all-to-all as a message per pair of ranks.
 LIBRARIES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -159,7 +159,7 @@ def check_kind(kind: str) -> None:
 def fastest_formula(
     kind: str, group: int, size_bytes: float | Fraction, link: Link, library: str = "any"
 ) -> Formula:
-    """Return the fastest algorithm of a library, the earlier one of equals.
+    """Return the fastest algorithm of a library; among equals, the first.
 
     Args:
         kind: a key of `FORMULAS`.

@@ -71,7 +71,7 @@ from reshard.topology import LEVELS, NO_OVERHEAD, Device, Link, Overhead, Topolo
 
 
 class Preset(Record):
-    """The links of a kind of machine. `load_preset` reads one from a file.
+    """The links of a kind of machine. `load_preset` reads a preset from a file.
 
     Args:
         name: for display.
@@ -113,7 +113,7 @@ class Preset(Record):
         self.topology()
 
     def topology(self, hosts: int = 1) -> Topology:
-        """Return the topology of so many hosts.
+        """Return the topology of a number of hosts.
 
         Raises LayoutError for a number below 1, or more hosts than there are links for.
 

@@ -38,7 +38,7 @@ _TORCH_OPERATIONS = {
 
 
 class NumpyArrays:
-    """NumPy arrays of a dtype, including those of ml_dtypes.
+    """NumPy arrays of a dtype, including the dtypes of ml_dtypes.
 
     The methods, which `TorchTensors` has as well, are those that the executor needs.
     """
@@ -86,7 +86,7 @@ class NumpyArrays:
         """Return the smallest and largest number of the type, infinities if it has them."""
         least, greatest = np.array([-np.inf, np.inf]).astype(self._numpy_dtype).astype(np.float64)
         if not np.isinf(greatest):
-            # A one-byte type without infinities: find its limits among all its values.
+            # An 8-bit type without infinities: find its limits among all its values.
             every = np.arange(256, dtype=np.uint8).view(self._numpy_dtype).astype(np.float64)
             finite = every[np.isfinite(every)]
             return float(finite.min()), float(finite.max())
@@ -285,7 +285,7 @@ def identity(reduction: str, kind: ArrayKind) -> Storage:
         return kind.element(0)
     if reduction == "product":
         return kind.element(1)
-    # NumPy has no limits for booleans.
+    # NumPy does not define limits for booleans.
     if kind.dtype.name == "bool":
         least, greatest = 0.0, 1.0
     elif is_integer(kind.dtype):

@@ -8,9 +8,10 @@ ranges of indices, with their offsets in the cell that is read and in the cell t
 
 1. Most rows are a few boxes at most. The slices of all of these are made at once.
 2. The pieces of other rows become *windows*: pieces of equal length at equal distances, in source
-   and target, are a strided view with two dimensions in place of one, the pieces and the indices in
-   a piece. Two interleaved splits intersect in a pattern that repeats every few pieces; then every
-   so many make a window. A row is the product of the windows of its dimensions, a NumPy copy each.
+   and target, are a strided view in which two dimensions, the pieces and the indices in a piece,
+   replace the dimension. Two interleaved splits intersect in a pattern that repeats every few
+   pieces; then the pieces at the same position of the pattern make a window. A row is the product
+   of the windows of its dimensions, a NumPy copy each.
 3. If that results in copies of few elements, a row is copied by lists of positions instead.
 
 *NumPy copies* (`Copy`) are carried out by threads, at the speed of memory:
@@ -151,7 +152,7 @@ class Copy(NamedTuple):
     Args:
         target, source: the arrays; the target is written in place.
         order: copies of lower order are carried out first. Copies of equal order are disjoint.
-        combine: reduces the elements in place and the new ones; None to replace them.
+        combine: reduces the elements in place and the new elements; None to replace them.
         target_index, source_index: the elements, if not all: index lists as of `np.ix_`.
         target_address, source_address: of the first elements, if known.
     """
@@ -252,7 +253,7 @@ def check_threads(threads: int | None) -> int:
 
 
 def carry_out(copies: Iterable[Copy], threads: int) -> None:
-    """Carry out copies, order by order, with at most so many threads.
+    """Carry out copies, order by order, with at most `threads` threads.
 
     Exceptions of threads are raised when all threads have ended.
 
@@ -348,7 +349,7 @@ def _share(pieces: Sequence[Copy], workers: int) -> None:
 
 # The setup cost of a copy by windows, in elements copied by lists of positions.
 _ELEMENTS_FOR_A_WINDOW = 1024
-# Creating a strided view takes as long as slicing so many boxes.
+# Creating a strided view takes as long as slicing this many boxes.
 _MAX_BOXES = 16
 
 Cells = Mapping[int, Storage]
@@ -392,12 +393,12 @@ class CopyColumns(Record, eq=False):
     def copies(self, sources: Cells, targets: Cells, combine: Combine) -> list[Copy]:
         """Return the NumPy copies between the arrays of cells.
 
-        `combine` reduces the elements in place and those of a later contribution.
+        `combine` reduces the elements in place and the elements of a later contribution.
         """
         count = np.ones(len(self.order), dtype=np.int64)
         for pieces in self.pieces:
             count *= pieces.count
-        # Rows of few boxes are expanded together in NumPy; only the others are taken one by one.
+        # Rows of few boxes are expanded together in NumPy; only the others need a Python loop.
         few = count <= _MAX_BOXES
         copies = self._copies_of_boxes(np.flatnonzero(few), sources, targets, combine)
         # Most rows share the pieces of a dimension with others.

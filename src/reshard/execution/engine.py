@@ -7,8 +7,8 @@
 4. Means are scaled. A target contribution that combines nothing is filled with the identity of the
    reduction, so that it changes nothing when it is combined later.
 
-A slot with one cell has it as its whole array; a slot with several stores them one after another in
-a flat array. The array of a cell shares the memory of its slot.
+The array of a slot with a single cell has the cell's shape; a slot with several cells stores them
+consecutively in a flat array. The array of a cell shares the memory of its slot.
 
 Sources are only read. NumPy arrays and, if torch is loaded, torch CPU tensors are accepted; results
 are of the same kind.
@@ -53,7 +53,7 @@ def cell_arrays(layout: Layout, arrays: Mapping[int, Storage]) -> dict[int, Stor
             continue
         for cell in numbers:
             begin, shape = int(layout.cell_offset[cell]), layout.cell_shape[cell]
-            # A rank with several boxes has a flat array, with its boxes one after another.
+            # A rank with several boxes stores them consecutively in a flat array.
             stretch = array[begin : begin + int(shape.prod())]
             cells[cell] = stretch.reshape(tuple(shape.tolist()))
     return cells
@@ -215,7 +215,7 @@ def run(
     Raises:
         ShardError: an array that is missing, has another shape or dtype, or is on a device; an
             array of `out` that is read-only, or shares memory with another array.
-        UsageError: fewer than one thread.
+        UsageError: the number of threads is below 1.
         PlanError: raised by `find_stages`.
     """
     workers = check_threads(threads)
@@ -261,9 +261,9 @@ def run_slot(
     senders = distinct(copies.source.cell_slot[columns.source_cell]).tolist()
     held = {sender: kind.storage(shards[sender]) for sender in senders}
     memory = _Memory(copies, TensorArrays(shards), kind, held, {}, {})
-    # Zeros for padding.
+    # Copies do not write to the padding, so it is zero from the start.
     memory.fill({slot: np.zeros(copies.target.local_shape(slot) or (), kind.dtype.storage)})
-    # In the order of the contributions, as `carry_out` does it with several threads.
+    # Contributions are combined in order, as by `carry_out`, so the bits of the result are equal.
     for copy in sorted(memory.stage(columns, is_first=True), key=lambda copy: copy.order):
         before_copy()
         copy.carry_out()
@@ -289,7 +289,7 @@ def _find_given_targets(every: Sequence[_Memory]) -> None:
     for memory, out in outputs:
         label = memory.arrays.label
         memory.fill(given_storages(memory.copies.target, memory.kind, out, label))
-    # After all are collected: an array may also overlap one of another tensor.
+    # After all are collected: an array may also overlap the array of another tensor.
     if outputs:
         check_apart(_name_outputs([memory for memory, _ in outputs]), _name_sources(every))
 

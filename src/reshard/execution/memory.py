@@ -2,24 +2,24 @@
 
 All checks are made before the first element is copied.
 
-*Arrays that are read*: one for every slot of the source that holds elements, of its local shape,
-all of one kind and dtype, in memory that can be shared.
+*Arrays that are read*: an array for every slot of the source that holds elements, of its local
+shape; all of the same kind and dtype, in memory that can be shared.
 
 *Arrays that the caller gives to be written*:
 
-1. one for every slot of the target that holds elements, of its local shape, and of the kind and
-   dtype of the sources;
+1. an array for every slot of the target that holds elements, of its local shape, and of the kind
+   and dtype of the sources;
 2. writable memory in which every element has its own location;
 3. no memory shared with another array of the run: neither a source, which is read meanwhile, nor
    another target.
 
-They need not be contiguous: columns of one array may be targets of several slots.
+They need not be contiguous: columns of a single array may be targets of several slots.
 
 *New arrays.* The system maps and clears a page of new memory on its first write. Large pages (2
-MiB) take a third of the time of as many small ones if they are available. Otherwise they may take
-ten times as long: the system has to compact memory first, or, in a virtual machine whose host
-reclaims free memory, fetch every large page from the host, while small pages are left over from
-before. This is not known in advance, so:
+MiB) take a third of the time of small pages of the same total size if they are available. Otherwise
+they may take ten times as long: the system has to compact memory first, or, in a virtual machine
+whose host reclaims free memory, fetch every large page from the host, while small pages are left
+over from before. This is not known in advance, so:
 
 1. Each large array has its own mapping, in which it begins at a large page::
 
@@ -110,8 +110,8 @@ def check_shards(
 
     Args:
         source: the layout.
-        shards: the arrays by slot; those of slots that hold nothing are ignored, and slots without
-            elements need none.
+        shards: the arrays by slot. Arrays of slots that hold nothing are ignored, and slots
+            without elements do not need an array.
         tensor: the tensor's name in errors, if a run has several.
         dtype: the required dtype; any if None.
         target_reduction: the reduction of the target, if it is partial.
@@ -204,7 +204,7 @@ class FreshMemory:
         self._slow_pages = 0
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return a new array with undefined contents. Raises MemoryError if there is no memory."""
+        """Return a new array with undefined contents. Raises MemoryError if memory is exhausted."""
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes < LARGE_ARRAY_BYTES or not has_large_pages():
             return np.empty(shape, dtype)
@@ -232,7 +232,7 @@ class FreshMemory:
         return whole[begin : begin + size_bytes].view(dtype).reshape(shape)
 
     def find(self, threads: int) -> None:
-        """Map the memory of the arrays, by at most so many threads.
+        """Map the memory of the arrays, by at most `threads` threads.
 
         Call it once, before anything is written to the arrays.
         """
@@ -285,12 +285,12 @@ def new_storages(layout: Layout, kind: ArrayKind, memory: FreshMemory) -> dict[i
 def given_storages(
     layout: Layout, kind: ArrayKind, out: Mapping[int, Any], tensor: str = ""
 ) -> dict[int, Storage]:
-    """Return the memory of the arrays in `out`, one for each slot that holds elements.
+    """Return the memory of the arrays in `out`, by slot that holds cells.
 
     Args:
         layout: of the target.
         kind: of the sources' arrays.
-        out: arrays by slot; those of other slots are ignored.
+        out: arrays by slot; arrays of slots that hold nothing are ignored.
         tensor: the tensor's name in errors, if a run has several.
 
     Raises:

@@ -86,14 +86,14 @@ def intersect_intervals(first: Intervals, second: Intervals) -> Iterator[tuple[I
     >>> [(i.tolist(), j.tolist()) for i, j in intersect_intervals(a, b)]
     [([0], [0]), ([1], [0])]
     """
-    # If two intervals intersect, one begins inside the other. Pairs with equal starts are found
-    # by the first pass only, so that every pair occurs once.
+    # If two intervals intersect, one begins inside the other. Only the first pass finds pairs with
+    # equal starts, so that every pair occurs once.
     for outer, inner, after in ((first, second, False), (second, first, True)):
         low, count = inner.beginning_inside(outer, after)
         ends = np.cumsum(count)
         begin = 0
         while begin < len(count):
-            # A block has at least one interval, however many begin inside it.
+            # A block has at least a single interval, even if more than `_BLOCK` begin inside it.
             limit = (ends[begin - 1] if begin else 0) + _BLOCK
             end = max(int(np.searchsorted(ends, limit, side="right")), begin + 1)
             block = slice(begin, end)

@@ -14,7 +14,7 @@ declared fresh. They are found per dimension first, as ranges of indices that th
 holds (*stretches*), and then for whole cells:
 
 1. If no two keys share an element, the stretches of a dimension are its runs, and every stretch is
-   held by one part. This is the common case, and the only one in which cells need not form a grid
+   held by a single part. This is the common case, in which alone cells need not form a grid
    (ragged shards, lists of chunks); then the bounding boxes of cells are compared (`boxes`).
 2. Otherwise the dimension is divided at every boundary of every run, and each stretch is held by
    the set of parts whose runs contain it::
@@ -79,7 +79,7 @@ class Replicas(Record, eq=False):
 
 
 class KeyCode:
-    """A number for a contribution and a part per dimension, equal only for equal ones.
+    """A number that identifies a contribution and a part of each dimension.
 
     The number is positional. Before it would exceed 64 bits, the prefix so far is replaced by its
     rank among the prefixes that occur in the given rows.
@@ -155,9 +155,9 @@ def find_replicas(placement: Placement, apart: bool = False) -> Replicas:
 def replica_turns(placement: Placement) -> IntArray:
     """Return for each cell a number by which replicas take different turns at the holders.
 
-    It is the first slot with the cell's key, plus the position of the cell's slot among those with
-    the key. So replicas spread over the holders, and different keys begin with different holders.
-    Adding slots at the end does not change the numbers of the others.
+    It is the first slot with the cell's key, plus the position of the cell's slot among the slots
+    with the key. So replicas spread over the holders, and different keys begin with different
+    holders. Adding slots at the end does not change the numbers of the others.
 
     >>> placement = Placement(np.arange(4), np.array([[0], [1], [0], [1]]), np.zeros(4, int))
     >>> replica_turns(placement).tolist()
@@ -303,7 +303,7 @@ def _is_grid(layout: Layout, cells: IntArray, dimensions: list[DimensionHolders]
 
 
 def _keys_are_disjoint(layout: Layout, cells: IntArray, dimensions: list[DimensionHolders]) -> bool:
-    """Return whether the given cells, one per key, share no element within a contribution."""
+    """Return whether the given cells, one per key, are disjoint within each contribution."""
     runs = [dimension.part_runs for dimension in dimensions]
     part = layout.cell_part[cells]
     boxes, cell = bounding_boxes(layout, layout.cell_contribution[cells], part, runs)
@@ -311,7 +311,7 @@ def _keys_are_disjoint(layout: Layout, cells: IntArray, dimensions: list[Dimensi
     if any(of.has_twice(distinct(part[cell, d])) for d, of in enumerate(runs)):
         return False
     for left, right in intersect_boxes(boxes, boxes, (layout.contributions, *layout.shape)):
-        # Each pair of cells once, and no cell paired with itself.
+        # Check each pair of cells once, and do not compare a cell to itself.
         other = left < right
         a, b = part[cell[left[other]]], part[cell[right[other]]]
         share = np.ones(len(a), dtype=bool)

@@ -30,7 +30,7 @@ from reshard.runs import IntArray, sum_by
 
 
 class LayoutChange(Interned):
-    """The change from `source` to `target`, two layouts of one shape, in elements.
+    """The change from `source` to `target`, two layouts of the same shape, in elements.
 
     The plans of all tensors with the same two layouts share it. Slots of the same number in both
     layouts are the same memory: elements that a slot holds already stay there.
@@ -108,7 +108,7 @@ class LayoutChange(Interned):
     def routes_into(self, rank: int) -> Routes:
         """Return the routes that end on a rank, including those that stay."""
         cells = self.target.cells_of(rank) if rank < self.target.slots else range(0)
-        # Most ranks have no part in most tensors of a model.
+        # Most ranks do not hold any part of most tensors of a model.
         if not cells:
             return Routes.none(self.target.ndim)
         return self._finder.into(np.arange(cells.start, cells.stop))
@@ -145,8 +145,8 @@ class LayoutChange(Interned):
     def for_rank(self, rank: int) -> Transfers:
         """Return the transfers of a rank: to it, within it and from it.
 
-        They are computed without those of other ranks. Raises LayoutError for an invalid rank; a
-        rank beyond both layouts takes part in no transfers.
+        The transfers of other ranks are not computed. The result is empty for a rank beyond both
+        layouts. Raises LayoutError for an invalid rank.
         """
         if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
             raise LayoutError(f"rank {rank!r}; ranks are integers from 0")
@@ -212,8 +212,8 @@ class LayoutChange(Interned):
         """Check the transfers of this change, or the given ones, against the two layouts.
 
         Raises:
-            PlanError: a box that is missing, duplicated, misplaced, sent by a slot that does not
-                hold it, or held by the receiver already; or more elements that move than must.
+            PlanError: a box is missing, duplicated, misplaced, sent by a slot that does not hold
+                it, or held by the receiver already; or more elements move than necessary.
         """
         if transfers is None:
             transfers = self.transfers

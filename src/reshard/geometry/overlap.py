@@ -1,10 +1,10 @@
-"""Overlap of source and target, per dimension and, for layouts that form no grid, per cell.
+"""Overlap of source and target, per dimension and, for layouts that are not a grid, per cell.
 
 *Along a dimension*, both sides are sorted lists of intervals, so their overlap is a merge::
 
     source   |  A  |  A  |     B     |   C   |
     target   |   0   |    1    |    2        |
-    pieces   | 0A  |0A|1A| 1B  |2B |   2C    |   (pieces that continue one another are joined)
+    pieces   | 0A  |0A|1A| 1B  |2B |   2C    |   (consecutive pieces are joined)
 
 1. For each target run, find the stretches of the source that overlap it.
 2. Intersect both: a piece, and its offset in the target part.
@@ -14,11 +14,12 @@
 *Cells that form a grid* overlap as this product specifies. For other sources the cells are compared
 (`find_key_intersections`):
 
-1. Target cells that are replicas of each other overlap the same keys, so one represents all.
+1. Target cells that are replicas of each other overlap the same keys, so only the first is
+   compared.
 2. The bounding box of a cell extends from its first to its last index in each dimension, with its
    contribution as a further dimension. Cells can overlap only if their bounding boxes intersect.
-3. The runs of the parts of those cells, and only of those, are compared. Cells overlap if their
-   parts share an index in every dimension.
+3. The runs are compared only for the parts of cells whose bounding boxes intersect. Cells overlap
+   if their parts share an index in every dimension.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ from reshard.runs import (
 
 
 class RoutePieces(Record, eq=False):
-    """The pieces of routes along a dimension: those of route `i` are `begin[i]:begin[i] +
-    count[i]`.
+    """The pieces of routes along a dimension.
+
+    Route `i` has the pieces `begin[i]:begin[i] + count[i]`.
     """
 
     begin: IntArray
@@ -69,7 +71,7 @@ class RoutePieces(Record, eq=False):
         return slice(begin, begin + int(self.count[route]))
 
     def of(self, unit: IntArray) -> RoutePieces:
-        """Return the pieces of other routes, each with those of the route `unit[i]` of these."""
+        """Return the pieces of other routes: route `i` has the pieces of route `unit[i]`."""
         return RoutePieces(
             self.begin[unit],
             self.count[unit],
@@ -83,7 +85,7 @@ class RoutePieces(Record, eq=False):
 class SharedPieces(Record, eq=False):
     """The pieces of every pair, divided equally for all of its holders.
 
-    Pieces that continue one another for all holders are joined. Those of pair `i` are
+    Pieces that are consecutive for all holders are joined. Pair `i` has the pieces
     `begin[i]:begin[i + 1]`; `entry` is the offset of each in the columns of the overlap.
     """
 
@@ -121,8 +123,7 @@ class Overlap(Record):
     def pieces(self, pair: IntArray, source_part: IntArray) -> RoutePieces:
         """Return the pieces of pairs taken from chosen source parts.
 
-        Those of route `i` are of `pair[i]` and `source_part[i]`. Pieces that continue one another
-        are joined.
+        Route `i` has the pieces of `pair[i]` in `source_part[i]`. Consecutive pieces are joined.
         """
         if self.holders.is_single:
             return self._pieces_of_pairs.of(pair)
@@ -304,7 +305,7 @@ def find_key_intersections(
 
     Returns:
         The overlaps, `of_cell`, `begin`, and columns of the order, the contribution, and the pair
-        in each dimension of each key. Those of cell `c` are rows
+        in each dimension of each key. Cell `c` has the rows
         `begin[of_cell[c]]:begin[of_cell[c] + 1]`, in the order of contributions and source keys.
     """
     holders = find_holders(source)

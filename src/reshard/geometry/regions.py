@@ -11,9 +11,9 @@ bytes for containers that hold several types::
     a value for all elements, a constant              Region((2, 0), (4, 3), 0.5, 0, (0, 0))
 
 Shards, chunks, fragments of flat buffers, members of fused parameters and reads through views are
-lists of regions, and what is done to them is done here: parts are taken and moved (`narrow`,
+lists of regions. This module has their operations: parts are taken and moved (`narrow`,
 `intersect`, `subtract`, `step`, `translate`), dimensions are permuted, inserted and dropped, large
-regions are split, adjacent ones are merged (`coalesce`). Nothing is copied.
+regions are split, adjacent regions are merged (`coalesce`). Elements are not copied.
 
 ==========================  ======================================================================
 `Region.dense`              a whole row-major tensor
@@ -40,7 +40,7 @@ Index = tuple[int, ...]
 class Region(NamedTuple):
     """A box `start:stop` of a tensor, stored at `offset` of `container` with `strides`.
 
-    `container` is anything hashable. `offset` is that of the first element of the box.
+    `container` is any hashable object. `offset` is the offset of the first element of the box.
 
     >>> weight = Region.dense((4, 6), "weight.bin")
     >>> weight.narrow(1, 2, 4)
@@ -306,7 +306,7 @@ def multiply_runs(
 
 
 def coalesce(regions: Iterable[Region]) -> list[Region]:
-    """Merge regions that continue one another in the tensor and in their container.
+    """Merge regions that are adjacent in the tensor and in their container.
 
     >>> rows = [Region.dense((2, 3), "w"), Region.dense((2, 3), "w", 6).translate((2, 0))]
     >>> coalesce(rows) == [Region.dense((4, 3), "w")]
@@ -326,7 +326,7 @@ def coalesce(regions: Iterable[Region]) -> list[Region]:
 
 
 def _key_across(region: Region, dimension: int) -> object:
-    """Return what regions that continue one another along a dimension have in common."""
+    """Return a key that is equal for regions that can be merged along a dimension."""
     start, stop, container, _, strides = region
     d = dimension
     # The stride of a single index has no effect, so it may differ.
@@ -346,7 +346,7 @@ def _merge_along(regions: list[Region], dimension: int) -> list[Region]:
         last = merged[-1]
         size = last.stop[d] - last.start[d]
         distance = region.offset - last.offset
-        # Each side of more than one index fixes the stride; two single indices have any.
+        # A side of several indices determines the stride; two single indices may have any stride.
         strides = {
             part.strides[d] for part in (last, region) if part.stop[d] - part.start[d] > 1
         } or {distance}

@@ -10,14 +10,14 @@ among the holders. It stands for a product of pieces, which is not expanded yet.
 3. If the target's own slot holds a need, it stays. Otherwise the route names a *canonical* holder:
    the holders take turns (`holders.replica_turns`).
 
-Nothing here depends on the transfers to other slots, so the part of a rank is computed without the
-others', and every rank computes the same. The canonical holder serves readers of files, arrays in
-one process, where the sender does not matter, and the steps of collectives. The senders of an
-exchange between ranks are balanced by bytes (`reshard.plans`), for which `find_needs` lists the
-needs of a whole plan with the slots that hold each:
+Nothing here depends on the transfers to other slots, so the routes of a rank are computed without
+the routes of others, and every rank computes the same. The canonical holder serves readers of
+files, arrays in one process, where the sender does not matter, and the steps of collectives. The
+senders of an exchange between ranks are balanced by bytes (`reshard.plans`), for which `find_needs`
+lists the needs of a whole plan with the slots that hold each:
 
 1. One cell of each target key represents its replicas. Its needs, and the source keys that hold
-   them, do not depend on the slots: the layers of all pipeline stages have them in common.
+   them, do not depend on the slots: the layers of all pipeline stages share them.
 2. The holders of a need are the slots of its source keys.
 
 *Contributions.* A tensor that is not partial has a single contribution. Data stays in place where
@@ -252,7 +252,7 @@ class RouteFinder(Record, eq=False):
         base = np.zeros(len(cell), dtype=np.int64)
         first = np.flatnonzero(np.diff(need, prepend=-1))
         base[need[first]] = before[first]
-        # The turn picks one of the replicas of all keys of a need, in order.
+        # The turn picks a replica among all keys of a need, in order.
         turn = base[need] + replica_turns(self.target.placement)[cell[need]] % total[need] - before
         picked = (turn >= 0) & (turn < copies)
         chosen = np.full(len(cell), -1, dtype=np.int64)
@@ -306,7 +306,7 @@ class RouteFinder(Record, eq=False):
         copies = holders.copies.begin[key + 1] - begin
         local_cell = holders.copies.cell_on_slot(key, slot)
         stays = local_cell >= 0
-        # In most plans each element has a single holder, and there are no turns.
+        # In most plans each element has a single holder, so a sender is not chosen by turns.
         if (copies > 1).any():
             begin = begin + replica_turns(self.target.placement)[cell] % copies
         chosen = np.where(stays, local_cell, holders.copies.cells[begin])
@@ -372,10 +372,10 @@ class Needs(Record, eq=False):
     """The needs of a plan.
 
     A need is a target key, a contribution, and a pair of each dimension: a product of pieces that
-    the same slots hold, any of which may send it. Columns have shape `(needs,)`, and `pair` has one
-    for each dimension. The source keys of need `n` are `key[key_begin[n]:key_begin[n + 1]]`. The
-    slots that hold it are set `holder_set[n]` of the sets
-    `set_slot[set_begin[s]:set_begin[s + 1]]`, each rising.
+    the same slots hold, any of which may send it. Columns have shape `(needs,)`, and `pair` has a
+    column for each dimension. The source keys of need `n` are `key[key_begin[n]:key_begin[n + 1]]`.
+    The slots that hold it are set `holder_set[n]` of the sets `set_slot[set_begin[s]:set_begin[s +
+    1]]`, each rising.
     """
 
     source: Layout
@@ -424,7 +424,7 @@ def find_needs(source: Layout, target: Layout) -> Needs:
         _keep_one_a_key(source, held), _keep_one_a_key(target, needed), combines
     )
     if needs is None:
-        # Keys have no ranks. The search among the cells raises an error that names a rank.
+        # Keys do not have ranks. The search among the cells raises an error that names a rank.
         RouteFinder.between(source, target, combines).into(needed.first)
         raise PlanError("the source leaves out an element of the target")
     sets = _number_holder_sets(held, *needs[-2:])

@@ -7,12 +7,12 @@ If the parts of a source overlap, the holders of an element change from stretch 
 data that a rank sends to another comes in a box for each. `coalesce` merges them::
 
     held by        | 0      | 0 1    | 1      |
-    0 sends to 2   |  box   |  box   |             two boxes, one copy: they continue one another
-                                                   in the tensor and in both local arrays
+    0 sends to 2   |  box   |  box   |             two boxes, one copy: they are adjacent in the
+                                                   tensor and in both local arrays
 
 1. Boxes between the same two cells that are equal in all dimensions but one are sorted along that
-   dimension; adjacent ones are joined.
-2. This is repeated for each dimension, until nothing is joined any more.
+   dimension; adjacent boxes are joined.
+2. This is repeated for each dimension, until no boxes can be joined.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _join_along(
 ) -> tuple[Transfers, IntArray]:
     """Join boxes along a dimension.
 
-    `place` is the original position of each transfer, or of the first one merged into it.
+    `place` is the original position of each transfer, or of the first transfer merged into it.
     """
     others = np.delete(np.arange(transfers.shape.shape[1]), dimension)
     start = transfers.start[:, dimension]

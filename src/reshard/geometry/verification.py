@@ -2,8 +2,8 @@
 
 The transfers are checked against the two layouts alone, independently of the planner:
 
-1. Every box is inside its source cell, at the local offset it claims, in runs that may be sources;
-   and likewise in its target cell.
+1. Every box is inside its source cell, at its local offset, in runs that may be sources. The same
+   applies to its target cell.
 2. A transfer that stays has equal slots. A transfer that moves has different slots, and the
    receiving slot did not hold its elements.
 3. The contributions combined in a target cell are exactly those it requires, and the boxes of each

@@ -1,12 +1,12 @@
-"""Volumes: the elements that must move, counted without building any transfer.
+"""Volumes: the number of elements that must move, counted without building transfers.
 
-*The lower bound.* Every rank must receive what its part of the target needs and it does not hold:
-one copy per element and contribution that is combined there. A direct exchange that never sends
-elements to their holders reaches this bound.
+*The lower bound.* Every rank must receive the elements that its part of the target needs and it
+does not hold: a copy per element and contribution that is combined there. A direct exchange that
+never sends elements to their holders reaches this bound.
 
 1. The need of a target slot is the size of its cells, times the contributions it combines.
 2. The share it holds already is the overlap of its source cells with its target cells, a product of
-   one-dimensional overlaps, or the union of several where its source cells overlap.
+   one-dimensional overlaps, or the union of several products if its source cells overlap.
 
 A slot whose target cells overlap (boxes given by hand) needs the shared elements once for each of
 them, since each has memory of its own.

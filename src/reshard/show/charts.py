@@ -1,8 +1,8 @@
 """Charts of pages, as SVG: traffic between ranks, traffic between hosts, memory over time.
 
 `heat_map` has a row per sender and a column per receiver, and a darker square for more traffic. If
-there are too many ranks, adjacent ones are grouped, by the smallest power of two that suffices. The
-`title` of each square describes it; with few ranks the amounts are written into the squares.
+there are too many ranks, adjacent ranks are grouped, by the smallest power of two that suffices.
+The `title` of each square describes it; with few ranks the amounts are written into the squares.
 
 `host_flows` draws each host twice, as a sender on the left and a receiver on the right, with bands
 between them as wide as their traffic; traffic inside a host is a paler band. With too many hosts it
@@ -184,10 +184,12 @@ _BETWEEN, _BAR = 220.0, 12.0
 
 
 def host_traffic(traffic: Traffic, ranks_per_host: int) -> Traffic:
-    """Return the traffic between hosts of so many adjacent ranks, including traffic inside hosts.
+    """Return the traffic between hosts, including traffic inside hosts.
+
+    A host has `ranks_per_host` adjacent ranks.
 
     Raises:
-        UsageError: less than one rank per host.
+        UsageError: `ranks_per_host` is below 1.
 
     >>> import numpy as np
     >>> ring = Traffic.gathered(4, np.arange(4), (np.arange(4) + 1) % 4, np.full(4, 7))
@@ -278,7 +280,7 @@ def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
 
 
 def _tops(amounts: IntArray, scale: float, gap: float) -> list[float]:
-    """Return the top of each bar, one below the other, far enough apart for their texts."""
+    """Return the top of each bar, from top to bottom, far enough apart for their texts."""
     tops, at = [], 0.0
     for amount in amounts.tolist():
         tops.append(at)
@@ -297,7 +299,7 @@ def _band_path(x0: float, y0: float, x1: float, y1: float, thick: float) -> str:
 
 
 def _label_bar(lines: Sequence[str], x: float, middle: float, anchor: str) -> list[str]:
-    """Return the name of a host and its amount, one below the other, next to its bar."""
+    """Return the name of a host and, below it, its amount, next to its bar."""
     return [
         element(
             "text",

@@ -80,8 +80,8 @@ def mesh_picture(
 def element_texts(layout: Layout) -> dict[int, list[str]]:
     """Return the elements of a small tensor on each rank, named by their indices from 1 on.
 
-    Indices below ten are concatenated, as in `23` for row 2, column 3; larger ones are separated by
-    commas. The dimensions before the last two begin new lines, too. Padding is `-`.
+    Indices below ten are concatenated, as in `23` for row 2, column 3; larger indices are separated
+    by commas. The dimensions before the last two begin new lines, too. Padding is `-`.
 
     >>> from reshard.sharding import spec
     >>> layout = spec(DeviceMesh.of(x=2), "-, x").layout((2, 4))
@@ -147,7 +147,7 @@ def _arrow_across(axis: str, width: int, ascii: bool) -> str:
 
 
 def _add_arrows_down(lines: list[str], axis: str, blocks: int, ascii: bool) -> None:
-    """Add to each of so many equal blocks of lines an arrow from its first line to its last."""
+    """Add an arrow to each of `blocks` equal blocks of lines, from its first line to its last."""
     bar, head = ("|", "v") if ascii else ("│", "▼")
     width = max(map(display_width, lines))
     each = len(lines) // blocks

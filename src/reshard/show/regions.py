@@ -72,7 +72,7 @@ class RegionGrid(Record):
     holdings: tuple[tuple[Holdings, ...], ...]
 
     def limited(self, rows: int, columns: int) -> RegionGrid:
-        """Return at most so many drawn rows and columns, leaving out those in the middle."""
+        """Limit the number of drawn rows and columns, by leaving out the middle."""
         kept_rows, row_intervals = _leave_out_middle(self.rows, rows)
         kept_columns, column_intervals = _leave_out_middle(self.columns, columns)
         holdings = tuple(
@@ -193,7 +193,7 @@ def _find_covered(table: RunTable, part: int, intervals: Sequence[Interval]) -> 
     if table.dimension_length == 0:
         return {0: False}
     runs = table.single_runs()
-    # Runs are sorted by part: those of one part are a slice.
+    # Runs are sorted by part, so the runs of a part are a slice.
     low, high = np.searchsorted(runs.part, (part, part + 1))
     mine = runs.take(slice(int(low), int(high)))
     starts = np.array([interval.start for interval in intervals])
@@ -202,7 +202,7 @@ def _find_covered(table: RunTable, part: int, intervals: Sequence[Interval]) -> 
     inside = (mine.start[:, None] <= starts) & (stops <= mine.stop[:, None])
     inside &= (mine.role != PAD)[:, None]
     is_halo = (mine.role == HALO) | (mine.role == FRESH_HALO)
-    # A halo copy of what the part owns as well does not count as a halo.
+    # An index that the part also owns does not count as a halo.
     owned = (inside & ~is_halo[:, None]).any(axis=0)
     drawn = [i for i, interval in enumerate(intervals) if not interval.left_out]
     return {i: not owned[i] for i in drawn if inside[:, i].any()}
@@ -211,7 +211,7 @@ def _find_covered(table: RunTable, part: int, intervals: Sequence[Interval]) -> 
 def _holdings(
     layout: Layout, row_dimension: int | None, column_dimension: int | None
 ) -> dict[tuple[int, int], set[RankHolding]]:
-    """Return the ranks of each pair of parts, without cells that have no elements."""
+    """Return the ranks of each pair of parts; cells without elements are left out."""
     drawn = (row_dimension, column_dimension)
     hidden = [d for d in range(layout.ndim) if d not in drawn]
     contents: list[list[object]] = [

@@ -46,7 +46,7 @@ class Canvas:
 
     def __init__(self, width: int, height: int) -> None:
         self._strokes = [[0] * width for _ in range(height)]
-        # A wide character occupies two cells, the second of which is empty.
+        # A wide character occupies two cells; the second is empty.
         self._text = [[" "] * width for _ in range(height)]
 
     def horizontal(self, y: int, left: int, right: int) -> None:
@@ -185,7 +185,7 @@ def sketch(
             needed = left - (left - 1) // 2 + (right - 1) // 2 + 1
             column_shares[i] = max(column_shares[i], needed)
     row_shares = [_min_share(interval, grid.rows, 2, times) for interval in grid.rows]
-    # ... and by the labels; narrow regions first, since their size counts for wider ones too.
+    # ... and by the labels; narrow regions first, since their size counts for wider regions too.
     for region in sorted(regions, key=lambda region: len(region.columns)):
         widest = max(map(display_width, region.lines))
         _grow(column_shares, region.columns, widest + 3)
@@ -267,7 +267,7 @@ def _largest_block(places: Sequence[Place]) -> tuple[range, range]:
         bottom = row
         while (row, right) in inside:
             right += 1
-        # From the longest row that begins here to shorter ones, each as high as possible.
+        # Try the longest row that begins here, then shorter rows, each as high as possible.
         while right > column:
             while all((bottom, c) in inside for c in range(column, right)):
                 bottom += 1

@@ -1,6 +1,6 @@
 """Pictures of layouts in colour, as SVG: which rank holds which part of a tensor.
 
-1. The regions are those of the text pictures (`regions`, `sketch`): boxes held alike are merged.
+1. The regions are the same as in text pictures (`regions`, `sketch`): boxes held alike are merged.
 2. Rows and columns are to scale; if there are few, none is too small to see.
 3. A box has the colours of all its holders, in slanting stripes that no split resembles, and its
    label where it fits. If the boxes of a line are too thin, a label covers several.
@@ -225,7 +225,7 @@ class _Drawing:
         return ", ".join(spans)
 
     def _outline(self, places: Sequence[Place]) -> str:
-        """Return the path of rectangles, with adjacent ones in a row joined."""
+        """Return the path of rectangles; adjacent rectangles of a row are joined."""
         parts = []
         for row, of_row in itertools.groupby(sorted(places), lambda place: place[0]):
             columns = [column for _, column in of_row]
@@ -237,7 +237,7 @@ class _Drawing:
         return "".join(parts)
 
     def _fill(self, region: SketchRegion, holdings: Holdings) -> str:
-        # Halo copies have no colour if the box has an owner.
+        # Halo copies are not coloured if the box has an owner.
         owners = {h.slot for h in holdings if not h.is_halo} or {h.slot for h in holdings}
         ranks = _pick_stripes(sorted(owners))
         if len(ranks) == 1:
@@ -252,7 +252,7 @@ class _Drawing:
         return f"{self.name}-{'-'.join(map(str, ranks))}"
 
     def _gradient(self, ranks: tuple[int, ...], period: float) -> str:
-        """Return slanting stripes of equal width, one per colour."""
+        """Return slanting stripes of equal width, one for each rank's colour."""
         stops = []
         for place, rank in enumerate(ranks):
             for edge in (place, place + 1):
@@ -300,7 +300,7 @@ class _Drawing:
         return at in (0, len(edges) - 1) or min(b - a for a, b in itertools.pairwise(near)) >= 4
 
     def _labels(self, regions: Sequence[SketchRegion]) -> list[str]:
-        """Return the labels that fit; none for a box if a larger one has no space for its own."""
+        """Return the labels that fit, without those of boxes smaller than an unlabelled box."""
         thin = min(
             (self.x[-1] - self.x[0]) / (len(self.x) - 1),
             (self.y[-1] - self.y[0]) / (len(self.y) - 1),
@@ -311,8 +311,8 @@ class _Drawing:
         labels = [(self._region_label(region), self._area(region)) for region in regions]
         if is_line and thin < _NARROW and not any(label for label, _ in labels):
             return self._labels_of_several(regions)
-        # A label next to a larger box without one would mislead. Equal areas differ by rounding,
-        # hence the factor.
+        # A label next to a larger box without a label would mislead. Equal areas may differ by
+        # rounding, hence the factor.
         unnamed = max((area for label, area in labels if not label), default=0.0)
         return [label for label, area in labels if label and area > 1.01 * unnamed]
 
@@ -434,7 +434,7 @@ class _Drawing:
 def _limit_boxes(grid: RegionGrid) -> RegionGrid:
     """Limit the grid to `_MAX_BOXES` rectangles; a dimension with few leaves space to the other."""
     rows, columns = len(grid.rows), len(grid.columns)
-    # One less than fits, since the gap is drawn as an interval too.
+    # The maximum minus 1, since the gap is drawn as an interval too.
     side = int(_MAX_BOXES**0.5)
     if rows * columns <= _MAX_BOXES:
         return grid

@@ -1,7 +1,7 @@
 """Pictures of layouts as text: which rank holds which part of a tensor.
 
-1. The two dimensions with the most intervals are drawn (`regions.drawn_dimensions`); a tensor of
-   one dimension as a line of boxes if it fits, and as a column of boxes otherwise.
+1. The two dimensions with the most intervals are drawn (`regions.drawn_dimensions`). A
+   one-dimensional tensor is drawn as a line of boxes if it fits, and as a column otherwise.
 2. Adjacent rectangles held alike become a box (`regions`), with its ranks in it (`labels`), to
    scale as far as letters allow (`sketch`).
 3. If there are too many rows or columns, those in the middle are left out and counted.
@@ -95,20 +95,20 @@ def change_picture(
     """Return a picture of two layouts of a tensor, before and after, and of the movement between
     them.
 
-    They are side by side if both fit, and otherwise one above the other. With a plan, each box of
+    They are side by side if both fit, and stacked otherwise. With a plan, each box of
     the target shows the ranks that its elements come from (`0 ← 2,3`; elements that a rank holds
     already have no origin), and a line below the amount that moves.
 
     Args:
-        source, target: the layouts, of one shape.
+        source, target: the layouts, of the same shape.
         width: maximum number of columns, at least 40.
         labels: as for `picture`.
         titles: for the two pictures, such as their shardings; the ranks that hold cells if None.
         plan: from `source` to `target`.
-        transfers: those of the plan if None; others if a job chose the senders.
+        transfers: the movement to show, if a job chose other senders; the plan's if None.
         height: maximum number of lines of boxes of each, at least 9.
         stacked_height: maximum number of lines of boxes of both together, at least 18, if they
-            are one above the other; twice `height` if None.
+            are stacked; twice `height` if None.
         ascii: draw with plain ASCII instead of box-drawing characters.
 
     Raises:
@@ -321,7 +321,7 @@ def _share_height(needed: Sequence[int], total: int) -> tuple[int, int]:
     """
     smaller = min(*needed, total // 2)
     larger = total - smaller
-    # A picture that needs less than the minimum height is drawn in what it needs.
+    # A picture that needs less than the minimum height is drawn in the height that it needs.
     first, second = (smaller, larger) if needed[0] <= needed[1] else (larger, smaller)
     return max(first, MIN_HEIGHT), max(second, MIN_HEIGHT)
 
@@ -335,7 +335,7 @@ def _draw_both(
     is_beside: bool,
     ascii: bool,
 ) -> list[str]:
-    """Draw both pictures with an arrow, side by side or one above the other."""
+    """Draw both pictures with an arrow, side by side or stacked."""
     arrow = _arrow(ascii)
     # 1. The natural widths of both, reduced to the available width.
     room = width - display_width(arrow)
@@ -343,7 +343,7 @@ def _draw_both(
     widths = [_natural_width(drawing, width) for drawing in sketches]
     widest = max(widths)
     while is_beside and sum(map(max, least, widths)) > room:
-        # The wider one shrinks first, so that equal needs get equal widths.
+        # The wider picture shrinks first, so that equal needs get equal widths.
         widest -= 1
         widths = [min(columns, widest) for columns in widths]
     if is_beside:
@@ -357,7 +357,7 @@ def _draw_both(
             lines if is_beside else drawing.min_height,
             ascii,
         )
-        # If only one has a line of indices above its boxes, insert an empty line in the other.
+        # If only one picture has a line of indices above its boxes, add an empty line to the other.
         missing = [""] * (is_beside and any(other.top > drawing.top for other in sketches))
         heading = shortened(title, columns if is_beside else width, "..." if ascii else "…")
         blocks.append(

@@ -1,10 +1,10 @@
-"""The commands of `reshard`, a module each.
+"""The commands of `reshard`, each in its own module.
 
 inspect, plan, convert, verify  checkpoints
-diff, apply                     what changed between two, and a checkpoint with that
-explain                         two shardings, and what it takes to get from one to the other
-recipe                          recipes: what is in them, and what they make of a checkpoint
+diff, apply                     the changes between two checkpoints, and their application
+explain                         two shardings, and the change from the first to the second
+recipe                          recipes: their contents, and their effect on a checkpoint
 calibrate                       the links of a machine
 
-To add one, write a module with the `click` command and list it in `reshard.cli.program`.
+To add a command, write a module with the `click` command and list it in `reshard.cli.program`.
 """

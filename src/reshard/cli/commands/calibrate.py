@@ -155,7 +155,7 @@ def _process_group(backend: str | None) -> Iterator[None]:
     place = int(os.environ["LOCAL_RANK"])
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend is None:
-        # nccl refuses two ranks on one GPU: every rank of the host needs its own.
+        # NCCL does not support two ranks on a GPU: every rank of the host needs its own.
         needed = int(os.environ.get("LOCAL_WORLD_SIZE", place + 1))
         backend = "nccl" if devices >= needed and dist.is_nccl_available() else "gloo"
     if backend == "nccl":

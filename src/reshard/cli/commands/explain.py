@@ -1,4 +1,4 @@
-"""`reshard explain`: two shardings, and what it takes to get from one to the other."""
+"""`reshard explain`: two shardings, and the change from the first to the second."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def explain(
         Side(text.strip(), read_sharding(text.strip(), devices, shape, notation))
         for text, devices in ((source, mesh), (target, target_mesh))
     )
-    # Some systems have no joint all-to-all: the default is what they can express.
+    # Some systems lack a joint all-to-all: by default, use only steps that they can express.
     default_steps = CLASSICAL if lower in WITHOUT_JOINT_STEPS else JOINT
     explanation = explanation_of(before, after, shape, dtype, steps or default_steps, machine)
     check_used(

@@ -242,7 +242,7 @@ def _as_text(
 
 def _tensor_lines(columns: TensorColumns, shows_all: bool) -> Iterator[str]:
     """Yield a table of the tensors, those of layers and experts folded unless all are asked for."""
-    # Of equal tensors, all but the name is made once.
+    # For equal tensors, everything except the name is formatted once.
     samples = [columns.sample(number) for number in range(len(columns.kinds))]
     kinds = [
         (
@@ -323,7 +323,7 @@ def _tensors_json(checkpoint: Checkpoint, found: DigestReport | None) -> Iterato
     from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 
     columns = TensorColumns.of(checkpoint.tensors)
-    # Of equal tensors, all but name and digest is made once.
+    # For equal tensors, everything except name and digest is built once.
     kinds = [
         {
             "dtype": tensor.dtype.name,

@@ -1,4 +1,4 @@
-"""`reshard plan`: what a conversion would read, write and move."""
+"""`reshard plan`: the reads, writes and transfers of a conversion, without running it."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _estimate_memory(
     records_bytes = conversion.work_items.count * _BLOCK_RECORD_BYTES
     resident, most = resident_bytes()
     moved = (conversion.read_bytes_by_rank, conversion.write_bytes_by_rank)
-    # Of buffers, what no byte is put into is never resident.
+    # The system makes a page of a buffer resident only when a byte is written to it.
     used_bytes = min(buffers_bytes, sum(sum(by_rank.values()) for by_rank in moved))
     return buffers_bytes, max(most, resident + used_bytes + records_bytes)
 

@@ -183,7 +183,7 @@ def _select_both(
     # Names that change select from the left side only: the right has the new names already.
     if selection.changes_names:
         return [first, second]
-    # A name of one side only is a difference, not a mistake in the pattern.
+    # A name that only one side has is a difference, not a mistake in the pattern.
     return [first, select_from(second, selection, is_expected=False)]
 
 
@@ -220,7 +220,7 @@ def _name_both(
         return chosen
     opened = [_open(checkpoint) for checkpoint in chosen]
     configs = [read_config(checkpoint) for checkpoint in opened]
-    # One of them may have no config.json; both are of one model.
+    # Both checkpoints are of the same model: if the first lacks a config.json, use the second's.
     with_config = opened[1] if configs[0] is None and configs[1] is not None else opened[0]
     of_names = find_recipe(recipe or "auto", with_config)
     found: list[str | Checkpoint] = []

@@ -1,4 +1,4 @@
-"""`reshard version`: the installed version, and those of the packages that reshard uses."""
+"""`reshard version`: the versions of reshard and of the packages that it uses."""
 
 from __future__ import annotations
 
