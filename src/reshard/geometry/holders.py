@@ -14,7 +14,7 @@ declared fresh. They are found per dimension first, as ranges of indices that th
 holds (*stretches*), and then for whole cells:
 
 1. If no two keys share an element, the stretches of a dimension are its runs, and every stretch is
-   held by a single part. This is the common case, in which alone cells need not form a grid
+   held by a single part. This is the common case. Only here may cells not form a grid
    (ragged shards, lists of chunks); then the bounding boxes of cells are compared (`boxes`).
 2. Otherwise the dimension is divided at every boundary of every run, and each stretch is held by
    the set of parts whose runs contain it::

@@ -374,8 +374,8 @@ class Needs(Record, eq=False):
     A need is a target key, a contribution, and a pair of each dimension: a product of pieces that
     the same slots hold, any of which may send it. Columns have shape `(needs,)`, and `pair` has a
     column for each dimension. The source keys of need `n` are `key[key_begin[n]:key_begin[n + 1]]`.
-    The slots that hold it are set `holder_set[n]` of the sets `set_slot[set_begin[s]:set_begin[s +
-    1]]`, each rising.
+    The slots that hold it are set `holder_set[n]`. Set `s` has the slots
+    `set_slot[set_begin[s]:set_begin[s + 1]]`, in rising order.
     """
 
     source: Layout

@@ -1,8 +1,8 @@
 """The protocol of formats: how a kind of checkpoint on disk is detected, opened and written.
 
 A format detects its paths, opens them, and plans the files of new checkpoints; reading, writing,
-digests, journals and names are the same for all formats. To add one, derive a class from
-`CheckpointFormat`, and name it in `registry`::
+digests, journals and names are the same for all formats. To add a format, derive a class
+from `CheckpointFormat`, and name it in `registry`::
 
     class ArrayFolder(CheckpointFormat):
         name = "arrays"
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint.formats.source_sharding import SourceSharding
 
 
-# Old names of attributes of formats: plug-ins may define or use them for one more version.
+# Old names of attributes of formats: plug-ins may define or use them until the next version.
 _RENAMED = {
     "arrange": "plan_write",
     "can_hold": "capabilities",
@@ -221,7 +221,7 @@ class CheckpointFormat(ABC):
     def own_files(self, checkpoint: Checkpoint) -> Collection[str]:
         """Return the further files of a checkpoint, which a conversion does not copy.
 
-        A new checkpoint has new ones (`final_files`).
+        A new checkpoint gets new files (`final_files`).
         """
         return ()
 
@@ -270,7 +270,7 @@ class CheckpointFormat(ABC):
 
 
 def _detect_by_path(detect: Callable[[Any, Path], bool]) -> Callable[[Any, Listing | Path], bool]:
-    """Adapt a `detect` that takes a path, as that of plug-ins of the previous version."""
+    """Adapt a `detect` that takes a path, as in plug-ins of the previous version."""
 
     def detect_listing(self: Any, listing: Listing | Path) -> bool:
         return detect(self, listing.path if isinstance(listing, Listing) else listing)
@@ -283,7 +283,7 @@ def check_against_manifest(checkpoint: Checkpoint, manifest: Manifest) -> Checkp
 
     Raises:
         CheckpointError: files that are not those that were written.
-        FormatError: tensors that are not those of the manifest.
+        FormatError: tensors that differ from the manifest's.
     """
     folder = checkpoint.folder
     written = {file.name: file.size_bytes for file in manifest.files}

@@ -73,7 +73,7 @@ def open_checkpoint(
         check_copies: how parts that several ranks hold are compared when tensors are read: by
             checksums of the files and samples (`sample`), every byte (`all`), or not at all
             (`none`).
-        allow: `["differing-copies"]` if they may differ: those of the lowest rank are read.
+        allow: `["differing-copies"]` if they may differ: the copy of the lowest rank is read.
 
     Raises:
         UsageError: an argument that is not a path; an unknown value of `check_copies`.
@@ -218,7 +218,7 @@ def _open_with_manifest(format: CheckpointFormat, folder: Path, manifest: Manife
                 f"{folder / file.name} is missing; the manifest lists {len(manifest.files)} files "
                 "that belong to this checkpoint"
             )
-    # The manifest has the names of the conversion, the files have those of their format.
+    # The manifest has the names of the conversion; the files have the names of their format.
     read = format.find_read_names(manifest.tensors)
     return format.open_with_manifest(folder, manifest.renamed(read) if read else manifest)
 

@@ -1,6 +1,6 @@
 """The formats of checkpoints, by name.
 
-The formats of this package are rows of a table, each imported when it may be that of a path.
+The formats of this package are rows of a table, each imported when it may match a path.
 Installed packages add formats by the entry points `reshard.formats` (`reshard.plugins`), and
 programs by `register_format`. No other module has a list of formats.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
 
 # The shipped formats in the order of detection. `safetensors` is last: it accepts any single file.
-# A command imports only the formats that may be those of its source and target: each row has the
+# A command imports only the formats that may match its source and target: each row has the
 # module with a `FORMAT`, and names in a folder, the name of a single file, and names of files that
 # belong to its checkpoints. Without such a name, `detect` and `has_file` are False. `*` is any
 # text, and "!" negates.
@@ -72,13 +72,14 @@ _registered: list[CheckpointFormat] = []
 def all_formats() -> tuple[CheckpointFormat, ...]:
     """Return all formats in the order of detection.
 
-    Registered formats come first, then those of plug-ins: they may be more specific than ours.
+    Registered formats come first, then the formats of plug-ins: they may be more specific than
+    ours.
     """
     return (*_added_formats(), *shipped_formats())
 
 
 def _added_formats() -> tuple[CheckpointFormat, ...]:
-    """Return registered formats, then those of plug-ins."""
+    """Return registered formats, then the formats of plug-ins."""
     return (*_registered, *(plugin.value for plugin in _plug_in() if not plugin.problem))
 
 

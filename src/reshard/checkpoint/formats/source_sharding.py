@@ -314,7 +314,7 @@ def join_shapes(
 def _find_misfit(
     layout: Layout, parts: Mapping[int, Shape], may_lack: bool
 ) -> tuple[int, Shape | None] | None:
-    """Return the first rank whose shape is not that of the layout, and the layout's shape."""
+    """Return the first rank whose shape differs from the layout's, and the layout's shape."""
     for rank in sorted({*parts} if may_lack else {*layout.holders, *parts}):
         expected = layout.local_shape(rank) if rank < layout.slots else None
         found = parts.get(rank)

@@ -150,7 +150,7 @@ def rank_prefix(rank: int, tp: int, pp: int) -> str:
 
 
 def _expect_all_parts(path: Path, names: list[str]) -> None:
-    """Raise CheckpointError if a rank or a part is missing, and later ones are there.
+    """Raise CheckpointError if a rank or a part is missing before an existing one.
 
     The files do not specify how many ranks and parts there are.
     """

@@ -7,7 +7,7 @@
 3. A file may have bytes that are known in advance, such as a header, and bytes that depend on the
    checksums of its elements, which are written last (`NewFile`).
 
-If ranks hold replicas of a shard, a format stores one of them or all (`find_storing_ranks`).
+If ranks hold replicas of a shard, a format stores the first or all (`find_storing_ranks`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class NewCheckpoint(Record):
         tensors: by name.
         mesh: of their layouts, if known.
         metadata: the text metadata of the source's files.
-        items, paths, attributes: those of the source, as in a `Checkpoint`.
-        replicas: `once` stores a single replica of equal shards, `every` that of each rank.
+        items, paths, attributes: of the source, as in a `Checkpoint`.
+        replicas: `once` stores a single replica of equal shards, `every` the replica of each rank.
         most_file_bytes: the size beyond which a new file is begun.
         values: plain values, as in a `Checkpoint`.
         source_files: the source's file of each tensor, if whole tensors stay in their files.
@@ -115,8 +115,8 @@ class WritePlan(Record):
         files: in which elements are stored.
         notes: for the user.
         items: bytes that are not tensors, with their locations.
-        paths, attributes, values: as in a `Checkpoint`, those that the format stores.
-        copy_bytes: bytes of shards that files of other ranks contain too, without one replica each.
+        paths, attributes, values: as in a `Checkpoint`, if the format stores them.
+        copy_bytes: bytes of shards in files of other ranks, not counting the first replica of each.
     """
 
     format: str
@@ -186,7 +186,7 @@ def find_storing_ranks(
     """
     stored_bytes: dict[int, int] = {}
     storing: dict[str, frozenset[int]] = {}
-    # Equal sets are one object: there may be very many.
+    # Equal sets share an object, since there may be very many.
     make_set = lru_cache(maxsize=None)(frozenset[int])
     for name, tensor in tensors.items():
         chosen: list[int] = []
@@ -263,9 +263,9 @@ def _number_rows(rows: IntArray) -> IntArray:
 def find_kinds(
     tensors: Mapping[str, PlannedTensor],
 ) -> tuple[list[tuple[DType, Layout, str | None]], IntArray]:
-    """Return the distinct dtypes, layouts and shardings, and the number of those of each tensor."""
+    """Return the distinct dtypes, layouts and shardings, and the number of each tensor's."""
     numbers: dict[tuple[DType, Layout, str | None], int] = {}
-    # Equal tensors are mostly one object.
+    # Equal tensors mostly share an object.
     by_identity: dict[int, int] = {}
     kind = np.zeros(len(tensors), dtype=np.int64)
     for row, tensor in enumerate(tensors.values()):
@@ -367,7 +367,7 @@ def _is_box(layout: Layout, slot: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def first_indices(layout: Layout, slots: frozenset[int]) -> dict[int, tuple[int, ...]]:
-    """Return the offsets in the tensor of the shards of slots, if they have one.
+    """Return the offset in the tensor of the shard of each slot that has a shard.
 
     An empty shard ends at the end of the tensor, so that the shards extend over all of it.
     """
@@ -380,7 +380,7 @@ def first_indices(layout: Layout, slots: frozenset[int]) -> dict[int, tuple[int,
     for slot in slots.intersection(layout.holders):
         boxes = layout.boxes(slot)
         own = layout.local_shapes[slot]
-        # Several cells have no shape together.
+        # A shard of several cells is flat: it does not have a length in each dimension.
         own = own if len(own) == layout.ndim else (0,) * layout.ndim
         ends = (max(0, n - size) for n, size in zip(layout.shape, own, strict=True))
         result[slot] = boxes[0].start if boxes else tuple(ends)

@@ -93,7 +93,7 @@ class SavedFiles(NamedTuple):
 
     @property
     def mp_ranks(self) -> int:
-        """The number of stages times that of tensor-parallel ranks."""
+        """The number of stages times the number of tensor-parallel ranks."""
         numbers = {*self.models}
         numbers.update(mp for mp, _ in (*self.model_partitions, *self.partitions))
         return max(numbers, default=0) + 1
@@ -164,7 +164,7 @@ def read_tag(folder: Path) -> str | None:
 
 
 def is_save(folder: Path) -> bool:
-    """Return whether a folder is that of a tag, or has `latest` and folders of tags."""
+    """Return whether a folder belongs to a tag, or has `latest` and folders of tags."""
     if has_saved_files(folder):
         return True
     tag = read_tag(folder)
@@ -273,7 +273,7 @@ class DeepSpeedFormat(CheckpointFormat):
         return listing.is_folder and is_save(path) and _name_format(path) == self.name
 
     def open(self, path: Path) -> Checkpoint:
-        """Describe the save that `latest` names, or that of the folder."""
+        """Describe the save that `latest` names, or the save in the folder itself."""
         from reshard.checkpoint.formats.deepspeed.reader import SaveReader
 
         return SaveReader(path, find_files(find_tag_folder(path)), self.name).read()
@@ -312,7 +312,7 @@ class DeepSpeedFormat(CheckpointFormat):
         tensors = {
             name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()
         }
-        # Stage 3 makes the weights of the float32 ones.
+        # In stage 3 the weights are made from the float32 weights.
         return find_copies(tensors, checkpoint.values, has_weights=self.stage != 3)
 
     def assign_layouts(
@@ -321,8 +321,8 @@ class DeepSpeedFormat(CheckpointFormat):
         """Return flat pieces of parameters and state; other tensors are whole where files are.
 
         Raises:
-            UsageError: a mesh of several axes but that of experts, or a state that ZeRO does not
-                keep.
+            UsageError: a mesh with several axes besides the axis of experts, or a state that ZeRO
+                does not keep.
         """
         from reshard.checkpoint.formats.deepspeed.training_parts import find_parts, place_parts
         from reshard.checkpoint.formats.deepspeed.writer import (
@@ -370,7 +370,7 @@ class UniversalFormat(DeepSpeedFormat):
     pointer = LATEST_UNIVERSAL
 
     def open(self, path: Path) -> Checkpoint:
-        """Describe the checkpoint that `latest_universal` names, or that of the folder."""
+        """Describe the checkpoint that `latest_universal` names, or the folder itself."""
         from reshard.checkpoint.formats.deepspeed.universal import UniversalReader
 
         return UniversalReader(path, find_files(find_tag_folder(path)), self.name).read()

@@ -206,7 +206,7 @@ class SaveReader:
                 continue
             partitioned = {*model.shapes, *model.frozen, *model.shared} if self.is_stage3 else set()
             for name, archived in (model.module or {}).items():
-                # Partitioned weights have no elements here.
+                # The module of a rank has empty tensors for partitioned weights.
                 elements = math.prod(archived.shape)
                 if name not in partitioned or elements:
                     own = model.shared.get(name, name)
@@ -406,7 +406,7 @@ class SaveReader:
                 continue
             names = name_parameters(optimizer)
             if names is None and not has_one:
-                # Numbers of several ranks are those of different parameters.
+                # A number refers to a different parameter on each rank.
                 why = "its parameters have numbers, and their shapes are ambiguous"
                 self.values.unread.append((name, why))
                 continue
@@ -474,7 +474,7 @@ class SaveReader:
             for i, group in enumerate(groups)
         ]
         if part.stage in (1, 2):
-            # The order of the buffers is not that of the model's groups then.
+            # In stages 1 and 2, the order of the buffers differs from the model's groups.
             names = [self._in_own_order(buffer) for buffer in names]
         # An elastic checkpoint lacks hyper-parameters.
         hypers = part.hyper or tuple({"params": [number]} for number in range(len(groups)))
@@ -536,7 +536,7 @@ def name_layer(
 ) -> dict[str, ArchivedTensor]:
     """Return the tensors of a layer by their names in the whole model, with parameters of `shapes`.
 
-    A name that the optimizer lacks is that of a tied layer, if a single tied parameter fits.
+    A name that the optimizer lacks belongs to a tied layer, if a single tied parameter fits.
     """
     named = {}
     for name, archived in tensors.items():

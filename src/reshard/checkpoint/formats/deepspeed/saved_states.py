@@ -55,7 +55,7 @@ class SavedPart:
         self.label = label
 
     def wrong(self, key: object, value: object, expected: str) -> FormatError:
-        """Return the error for a part that is not what it should be."""
+        """Return the error for a part that is missing or of an unexpected type."""
         what = "is missing" if value is None else f"is a {type(value).__name__}"
         return FormatError(
             f"{self.label}: {shortened(repr(key))} {what}, expected {expected}; the file is "
@@ -117,8 +117,8 @@ class ModelState(NamedTuple):
 
     Attributes:
         file: its name.
-        module: weights and buffers; those of stage 3's partitions have no elements here. None for
-            a pipeline, whose layers have their own files.
+        module: weights and buffers; weights that stage 3 partitions are empty. None for a
+            pipeline, whose layers have their own files.
         groups: the shapes of the parameters of each group in the order of the flat buffers; of each
             sub-group for stage 3.
         frozen: the shapes of the parameters that no optimizer has.
@@ -443,11 +443,11 @@ class WholeOptimizer(NamedTuple):
         file: its name.
         mp: the number of the model-parallel rank that saved it.
         weights: of that rank, in the order of the model.
-        states: what is kept of each parameter, by its number.
+        states: the optimizer state of each parameter, by its number.
         masters: the float32 weights of parameters, by number.
-        flat: of each group, its flat float32 weights; numbers are those of groups then.
+        flat: the flat float32 weights of each group; numbers then refer to groups.
         hyper: the groups, with the numbers of their parameters.
-        rest: what else is saved with it.
+        rest: other values that are saved with it.
     """
 
     file: str
@@ -465,7 +465,7 @@ class WholeOptimizer(NamedTuple):
         return [*dict.fromkeys([*self.masters, *self.states])]
 
     def shape(self, number: int) -> Shape | None:
-        """Return the shape of a parameter: that of its weights, or of what most is kept of it."""
+        """Return the shape of a parameter: of its weights, or of its largest state."""
         if number in self.masters:
             return self.masters[number].shape
         kept = [v.shape for v in self.states.get(number, {}).values() if _is_tensor(v)]
@@ -481,7 +481,7 @@ def list_optimizers(
         FormatError: an optimizer that is not of DeepSpeed.
     """
     for (mp, rank), model in models.items():
-        # Where experts' ranks have files, that of the weights has what the first of them has.
+        # If experts' ranks have files, the file of weights repeats the file of the first of them.
         of_experts = any(own == mp for _, own in saved.expert_optimizers)
         if not rank and not of_experts and isinstance(model.optimizer, dict):
             label = str(saved.folder / model.file)

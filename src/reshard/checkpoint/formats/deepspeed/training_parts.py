@@ -1,7 +1,7 @@
 """The parts of a source in a new checkpoint of DeepSpeed: groups of parameters, and flat buffers.
 
 Names are canonical: NAME, `optimizer.state.NAME.KEY` with float32 weights under `master`, and the
-value `optimizer.param_groups`. The order of parameters in their groups is that of the flat buffers,
+value `optimizer.param_groups`. The parameters of a group are in the order of the flat buffers,
 whose positions a `FlatPlan` has.
 """
 
@@ -72,13 +72,13 @@ class TrainingParts(Record):
         groups: of parameters.
         shapes: of all parameters, in the order of the groups.
         states: the keys of each parameter's state, including `master`.
-        weights: parameters with weights in addition to float32 ones.
+        weights: parameters with weights in addition to float32 weights.
         buffers: tensors of the module that are not parameters.
         frozen: the shapes of parameters that no optimizer has.
         missing_frozen: frozen parameters that the model has and the source lacks, as far as known.
         stateless: parameters that a group of the source lists, with weights and without state.
         is_sure: whether the source lists the frozen parameters and buffers.
-        shared: second names of parameters, with the first ones.
+        shared: second names of parameters, with their first names.
         others: tensors of a user's state.
         notes: for the user.
     """
@@ -324,7 +324,7 @@ class FlatPlan(Record):
     Attributes:
         ranks: their number.
         copies: for each buffer, the ranks with the same parameters, and these in order: all ranks,
-            except for experts. A buffer of stage 3 is that of a sub-group.
+            except for experts. A buffer of stage 3 belongs to a sub-group.
         owners: the group of hyper-parameters of each buffer.
         sizes: elements of each buffer, padding included.
         pieces: of each parameter.

@@ -217,7 +217,7 @@ class UniversalReader:
         self._add_steps(part, model)
 
     def _add_steps(self, part: SavedPart, model: ModelState) -> None:
-        """Add steps for parameters without: those of stage 3 are only in this file."""
+        """Add steps for parameters that lack them: in stage 3, only this file has steps."""
         base = part.get("optimizer_state_dict")
         states = base.get("state") if isinstance(base, dict) else None
         for number, group in enumerate(model.groups):

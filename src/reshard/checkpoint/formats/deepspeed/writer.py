@@ -63,7 +63,7 @@ Shape = tuple[int, ...]
 
 
 def find_low(parts: TrainingParts, dtypes: Mapping[str, DType], values: Mapping[str, Any]) -> DType:
-    """Return the dtype in which the model computes: that of its weights, or of the configuration.
+    """Return the dtype in which the model computes: of its weights, or from the configuration.
 
     If the source has only float32 weights, the configuration may specify another type.
     """
@@ -79,8 +79,8 @@ def find_copies(
 ) -> dict[str, tuple[str, DType]]:
     """Return the weights that a source lacks, each with the tensor to copy and its dtype.
 
-    Float32 weights are exact copies of the model's; the model's weights are copies of float32 ones,
-    for a target that `has_weights`.
+    Float32 weights are exact copies of the model's; the model's weights are copies of float32
+    weights, for a target that `has_weights`.
     """
     copies: dict[str, tuple[str, DType]] = {}
     for parameter, keys in find_keys(tensors).items():
@@ -204,7 +204,7 @@ class Arranger:
         }
 
     def _held(self, *, with_clipping: bool) -> dict[str, Any]:
-        """Return those of the values of a checkpoint that its new files have a place for."""
+        """Return the values of a checkpoint that its new files can store."""
         has_scaler = any(name.startswith(f"{_SCALER}.") for name in self._optimizer)
         known = {"dynamic_loss_scale", "overflow", *(["clip_grad"] if with_clipping else [])}
         if not has_scaler and _CURRENT_SCALE in self._optimizer:
@@ -377,7 +377,7 @@ class ZeroArranger(Arranger):
         )
 
     def _put_flat(self, rank: int, buffer: int, key: str) -> NewTensor:
-        """Return a rank's flat buffer of what is kept under a key."""
+        """Return a rank's flat buffer of the state under a key."""
         size = self.plan.sizes[buffer]
         # Stages 1 and 2 save float32 weights without the padding, and other state with it.
         if key == MASTER and self.stage != 3:
@@ -409,7 +409,7 @@ class ZeroArranger(Arranger):
                 state[key] = self._put_flat(rank, buffer, key)
                 continue
             state[key] = self.files.new_tensor(state_name(own[0], key))
-            # One number for all parameters of a buffer: all of them are written there.
+            # The parameters of a buffer share a single number: all of them are written there.
             for name in own:
                 self.files.put(state_name(name, key), rank, state[key])
         for name in names:

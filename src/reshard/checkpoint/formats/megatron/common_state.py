@@ -324,8 +324,8 @@ def optimizer_state(values: Mapping[str, Any], *, of_experts: bool) -> dict[str,
 def split_groups(values: Mapping[str, Any], *, of_experts: bool) -> list[dict[str, Any]]:
     """Return the groups of a Megatron optimizer, with its marks and without names.
 
-    Groups of other programs have no marks; each results in a group with weight decay and a group
-    without, since Megatron separates vectors and biases from the rest.
+    Groups of other programs do not have marks; each results in a group with weight decay and a
+    group without, since Megatron separates vectors and biases from the rest.
     """
     by_marks: dict[tuple[Any, ...], dict[str, Any]] = {}
     groups, step = groups_of(values), step_of(values)
@@ -378,7 +378,7 @@ def is_own_value(name: str, value: Any) -> bool:
     if name in DEFAULTS:
         return repr(value) == repr(DEFAULTS[name])
     if EXTRA_STATE in name:
-        # Of layers without 8-bit floats: nothing.
+        # The extra state of layers without 8-bit floats is empty.
         return value is None
     return name.removeprefix("args.") in PARALLELISM.values() or (name == "args" and not value)
 

@@ -96,7 +96,7 @@ def split_expert(name: str) -> tuple[str, int, str] | None:
 def engine_name(name: str, names: Collection[str]) -> str:
     """Return a parameter as Transformer Engine's layers and separate experts have it.
 
-    `names` are those of the model: a norm becomes part of the next layer, if there is one.
+    `names` are all names of the model: a norm becomes part of the next layer, if there is one.
 
     >>> engine_name("decoder.layers.0.input_layernorm.weight",
     ...             {"decoder.layers.0.self_attention.linear_qkv.weight"})
@@ -338,7 +338,7 @@ def order_key(name: str, *, is_local: bool, is_grouped: bool = False) -> OrderKe
 def sort_by_modules(
     names: Iterable[str], arguments: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """Return parameters in the order of the modules, unknown ones last; and those unknown.
+    """Return parameters in the order of the modules, unknown names last; and the unknown names.
 
     `arguments` are Megatron's, which determine the implementation of layers and of experts.
     """

@@ -116,7 +116,7 @@ class WholeTensors:
     """The tensors that are assembled from the blocks of ranks, by name."""
 
     def __init__(self) -> None:
-        # Of each tensor its type and shape, the label of its first block, and its regions.
+        # By tensor: its type and shape, the label of its first block, and its regions.
         self.tensors: dict[str, tuple[DType, Shape, str, list[StoredRegion]]] = {}
 
     def add(
@@ -258,7 +258,7 @@ _BUCKET_ELEMENTS_PER_RANK = 1_000_000
 
 
 def split_chain(parameters: Sequence[RankParameter], members: int) -> list[list[RankParameter]]:
-    """Return the parameters of each optimizer of a chain; of two, dense ones and experts."""
+    """Return the parameters of each optimizer of a chain: two are for dense layers and experts."""
     if members != 2:
         return [list(parameters)]
     return [

@@ -1,11 +1,11 @@
-"""The ranks of Megatron's model parallelism, and what each has of a model.
+"""The ranks of Megatron's model parallelism, and the parts of a model that each holds.
 
 Tensors are distributed over model-parallel ranks as follows; optimizer state follows its parameter:
 
     mesh         tp, pp, ep; dp and cp have copies, which have no folder
     stage        decoder layers in equal stretches; embeddings on the first, tensors after the
                  layers on the last, with a copy of a tied embedding
-    vp           a stage has so many stretches, its chunks: the first of all stages, then the
+    vp           a stage has this many stretches, its chunks: the first of all stages, then the
                  second. A chunk counts as a rank here; the chunks of a stage share a folder
     ep           experts in equal stretches; all other tensors on every rank
     tp           by the sharded dimension of the parameter (`find_cut`)
@@ -247,7 +247,7 @@ class StageLayouts:
         return (place.pp, place.vp) in self.stages(parameter)
 
     def held(self, ordered: Iterable[str], place: RankPlace) -> list[str]:
-        """Return those of the parameters, in the order of modules, that the rank at a place has."""
+        """Return the parameters that the rank at a place has, in the order of modules."""
         names = [name for name in ordered if self.is_held(name, place)]
         # The copy of a tied embedding comes last.
         return sorted(names, key=lambda name: self.rank_name(name, place).startswith(OUTPUT))

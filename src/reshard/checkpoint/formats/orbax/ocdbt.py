@@ -14,7 +14,7 @@ small values, and the locations of larger values in data files::
    CRC-32C of these.
 2. A body consists of columns: all lengths, then all kinds, then all offsets. Numbers are varints.
 3. Paths of files in a node are relative to the base path of the node's file: a database that was
-   merged from those of several processes refers to their files.
+   merged from the databases of several processes refers to their files.
 
 TensorStore itself is not used: its key-value store lists 200,000 keys in 0.1 s, and this module
 opens them in 0.9 s, but it does not return the locations of values. With these, chunks are read,

@@ -1,6 +1,6 @@
 """Names of Optax's optimizer states.
 
-Optax stores states as nested tuples, which contain trees like that of the parameters::
+Optax stores states as nested tuples, which contain trees like the tree of the parameters::
 
     params.dense.kernel
     opt_state.1.0.mu.dense.kernel       optimizer.state.dense.kernel.exp_avg
@@ -8,8 +8,8 @@ Optax stores states as nested tuples, which contain trees like that of the param
     opt_state.1.0.count                 optimizer.state.dense.kernel.step, of each parameter
     opt_state.2.acc_grads.dense.kernel  optimizer.state.dense.kernel.acc_grads
 
-1. A node below `opt_state`, or a similar name, whose leaves are those of parameters is the state of
-   these. In a tree without weights, `mu` and `nu` with equal leaves are recognised.
+1. A node below `opt_state`, or a similar name, whose leaves correspond to parameters is the state
+   of these. In a tree without weights, `mu` and `nu` with equal leaves are recognised.
 2. Nodes with the meaning of a key of PyTorch's optimizers get that key; others keep their names. If
    two states have the same key of a parameter, the second's keys end in `_2`.
 3. A tensor's path in the tree is kept, so that a checkpoint of Orbax is restored as it was.
@@ -129,7 +129,7 @@ def _find_states(paths: Iterable[TreePath]) -> dict[TreePath, _ChainState]:
             inside[path] = first
     leaves -= {(), (STEP,), (_COUNT,)}
     states: dict[TreePath, _ChainState] = {}
-    # Nodes with leaves that are not those of parameters, or in a tree without weights.
+    # Nodes whose leaves do not correspond to parameters, or in a tree without weights.
     foreign: dict[TreePath, _ChainState] = {}
     for path, first in inside.items():
         known = (
@@ -162,14 +162,14 @@ def _find_optimizer(path: TreePath) -> int | None:
 
 
 def is_count(path: TreePath) -> bool:
-    """Return whether a path is that of a step count, which several names may share."""
+    """Return whether a path is of a step count, which several names may share."""
     return bool(path) and path[-1 - (path[-1] == _VALUE) :][:1] == (_COUNT,)
 
 
 def place_states(
     names: Iterable[str], paths: Mapping[str, TreePath]
 ) -> tuple[dict[str, TreePath], list[TreePath]]:
-    """Return paths for training state that has none in a tree of Optax, and those of empty states.
+    """Return paths for training state that a tree of Optax lacks, and the paths of empty states.
 
     >>> place_states(["w", "optimizer.state.w.exp_avg", "optimizer.state.w.step"], {})[0]
     {'w': ('params', 'w'), 'optimizer.state.w.exp_avg': ('opt_state', 0, 'mu', 'w'),

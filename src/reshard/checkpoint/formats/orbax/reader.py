@@ -70,7 +70,7 @@ from reshard.layout import Box, Layout
 from reshard.sharding import ShardingSpec
 from reshard.text import count_text, parse_json
 
-# Attributes of this format: arrays that are keys of random numbers, and those of narrow dtypes.
+# Attributes of this format: arrays that are keys of random numbers, and arrays of narrow dtypes.
 RANDOM_KEYS, NARROW_TYPES = "random_keys", "narrow_types"
 _PROCESS = re.compile(r"ocdbt\.process_(\d{1,6})/")
 _UNKNOWN_KINDS = ("Unknown",)
@@ -284,8 +284,10 @@ def _bind(
 def _lay_out(
     shape: tuple[int, ...], boxes: tuple[Box, ...], sharding: ShardingSpec | None
 ) -> tuple[Layout, Mapping[int, tuple[int, ...]], str | None]:
-    """Return the layout of an array's chunks, the numbers of those of each rank, and its sharding's
-    text, where each chunk is all that a rank holds."""
+    """Return the layout of an array's chunks, the chunk numbers of each rank, and the sharding's text.
+
+    The text is None unless the shard of each rank is a chunk of its own.
+    """
     sharding = None if sharding is None else extend(sharding, len(shape))
     held = None if sharding is None else sharding.layout(shape)
     slots = held.slots if held is not None else 1

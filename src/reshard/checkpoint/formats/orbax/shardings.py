@@ -136,7 +136,7 @@ def sharding_bytes(mesh: DeviceMesh | None, specs: Mapping[str, str | None]) -> 
 
 
 def _list_entries(mesh: DeviceMesh, text: str) -> list[str | list[str] | None] | None:
-    """Return the entries of a partition spec, or None if JAX has no such sharding."""
+    """Return the entries of a partition spec, or None if JAX lacks such a sharding."""
     sharding = spec(mesh, text)
     entries: list[str | list[str] | None] = []
     for dimension in sharding.dim_specs:

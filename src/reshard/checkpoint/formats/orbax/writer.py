@@ -1,9 +1,9 @@
 """Planning the files of a new Orbax checkpoint.
 
-1. Every tensor is stored in a regular grid of chunks: that of its target layout, if it is regular.
+1. Every tensor is stored in a regular grid of chunks: its target layout, if it is regular.
    Chunks at the end of a dimension have the length of the others, filled with zeros.
-2. Irregular shards (uneven, interleaved) are stored in a grid whose boundaries include those of the
-   shards. A dimension that would need many chunks is not divided.
+2. Irregular shards (uneven, interleaved) are stored in a grid whose boundaries include the
+   boundaries of the shards. A dimension that would need many chunks is not divided.
 3. A rank's chunks are consecutive in its file. They are not compressed, so that a chunk is a range
    of a file.
 4. The database, the tree and the shardings are written last.
@@ -160,7 +160,7 @@ def _take_values(new: NewCheckpoint) -> tuple[dict[str, Any], dict[str, TreePath
 def _merge_step_counts(
     tensors: Mapping[str, PlannedTensor], paths: Mapping[str, TreePath]
 ) -> dict[str, PlannedTensor]:
-    """Drop all but one of the step counts of parameters, which share a path.
+    """Keep a single step count of the parameters, whose step counts share a path.
 
     Raises UsageError for other names that share a path, or whose path is inside another's.
     """
@@ -313,7 +313,7 @@ def _list_boxes(tensor: StoredTensor, slot: int) -> Iterator[tuple[int, ...]]:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert plain values to those of JSON. Raises UsageError for other values."""
+    """Convert plain values to JSON values. Raises UsageError for other values."""
     try:
         return json.loads(json.dumps(value, default=list))
     except (TypeError, ValueError):

@@ -175,7 +175,7 @@ if TYPE_CHECKING:
 
 
 class RankFilesFormat(CheckpointFormat):
-    """One file of `torch.save` or safetensors for each rank, with nothing that joins them."""
+    """A file of `torch.save` or safetensors for each rank, without common metadata."""
 
     name = FORMAT_NAME
     evidence = "files of ranks, such as `model_world_size_8_rank_3.pt` or `rank3.safetensors`"

@@ -83,7 +83,7 @@ class LocalPart(NamedTuple):
     """The part of a tensor in a rank's file.
 
     `sharding` determines the part, or `boxes` do, a box for each of its tensors; a plain tensor has
-    neither. `shape` is that of the whole tensor, or of a plain tensor itself.
+    neither. `shape` is the shape of the whole tensor, or of a plain tensor itself.
     """
 
     dtype: DType
@@ -209,7 +209,7 @@ class PartReader:
         # An axis that was flattened has several sizes.
         sizes = [size for axis in axes for size in axis["shape"]]
         strides = [stride for axis in axes for stride in axis["stride"]]
-        # One rank has an axis without sizes.
+        # A single rank has an axis without sizes.
         if math.prod(sizes) > _MAX_RANKS:
             raise ValueError(f"a mesh of {sizes}")
         steps = itertools.product(*(range(size) for size in sizes))

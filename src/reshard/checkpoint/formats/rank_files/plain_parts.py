@@ -188,7 +188,7 @@ def _are_alike(state: Parts, parameter: Parts) -> bool:
 def _follow(
     sharding: ShardingSpec, parameter: Shape, state: Shape, cut: SourceSharding
 ) -> ShardingSpec:
-    """Return the sharding of optimizer state: that of its parameter, or whole for scalars."""
+    """Return the sharding of optimizer state: its parameter's sharding, or whole for scalars."""
     return sharding if state == parameter else ShardingSpec(cut.mesh, [DimSpec() for _ in state])
 
 

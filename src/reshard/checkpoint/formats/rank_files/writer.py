@@ -305,7 +305,7 @@ class _RankFiles:
             "_hash": None,
         }
         if len(mesh.shape) == 1 and list(mesh.devices) == sorted(mesh.devices):
-            # The name of the group of all ranks; those of others depend on the program.
+            # The name of the group of all ranks; the names of other groups depend on the program.
             state["_dim_group_names"] = ["0"]
         return new_object("torch.distributed.device_mesh", "DeviceMesh", state)
 

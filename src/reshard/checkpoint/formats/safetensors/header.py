@@ -18,15 +18,15 @@
    comparison, made for all tensors at once, excludes overlaps, holes and truncation.
 
 Files may have headers of 100,000 tensors and more (`HeaderTensors` has them as columns). The
-safetensors package and this one write entries with their keys in a fixed order and without spaces::
+safetensors package and reshard write entries with their keys in a fixed order and without spaces::
 
     "w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}
 
 Such text is parsed by a regular expression, a megabyte at a time (`read_columns`). Any other text,
 also if it is wrong, is left to the JSON parser, which reports errors.
 
-The format is that of the safetensors package. In cases that it leaves open (an empty name, several
-empty tensors at an offset), files that the package loads are accepted.
+The format is defined by the safetensors package. In cases that it leaves open (an empty name,
+several empty tensors at an offset), files that the package loads are accepted.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class HeaderTensors(Sequence[TensorHeader]):
 
 
 class FileHeader(Record):
-    """The contents of a safetensors file, every data byte of which belongs to a single tensor.
+    """The contents of a safetensors file, each data byte of which belongs to a single tensor.
 
     Attributes:
         label: names the file in errors.

@@ -74,7 +74,7 @@ class NewHeader(Record, eq=False):
     """The header of a new file of consecutive tensors.
 
     Attributes:
-        names: of tensors; those of the file are in `rows`, shape `(tensors,)`.
+        names: of tensors; `rows`, shape `(tensors,)`, selects the tensors of the file.
         kinds: the distinct kinds; `kind` has the number of each tensor's, shape `(tensors,)`.
         metadata: text. The value of the key `offsets_key` is made from `offsets`, which are the
             offsets in their tensors of the shards of each kind.
@@ -179,7 +179,7 @@ class HeaderFile(NewFile):
         at, gathered = 0, bytearray()
         for piece in self.header.pieces() if self.header else ():
             gathered += piece
-            # Gather pieces, most of which are a few characters: each yield causes a write.
+            # Gather pieces, since most are a few characters and each yield causes a write.
             if len(gathered) >= _WRITTEN_BYTES:
                 yield at, bytes(gathered)
                 at, gathered = at + len(gathered), bytearray()

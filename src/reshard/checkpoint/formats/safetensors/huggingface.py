@@ -193,8 +193,9 @@ def arrange_files(
 ) -> dict[str, NewHeader]:
     """Return the files of a new checkpoint: the header of each, by its name.
 
-    Without `max_bytes` there is a single file; otherwise a file contains at most so many bytes of
-    tensors, or a single larger tensor. If a header would be too long, there are several files.
+    Without `max_bytes` there is a single file; otherwise a file contains at most this number of
+    bytes of tensors, or a single larger tensor. If a header would be too long, there are several
+    files.
 
     Args:
         names: of the tensors; `kind` has the number in `kinds` of each, shape `(tensors,)`.

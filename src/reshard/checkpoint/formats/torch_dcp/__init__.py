@@ -53,7 +53,7 @@ _NAME = r"__(0|[1-9]\d{0,6})\.metadata"
 
 
 def is_rank_metadata(name: str) -> bool:
-    """Return whether a file name is that of a single rank's metadata.
+    """Return whether a file name belongs to a single rank's metadata.
 
     >>> is_rank_metadata("__12.metadata"), is_rank_metadata(".metadata")
     (True, False)
@@ -65,7 +65,7 @@ def rank_metadata_names(folder: Path) -> tuple[str, ...]:
     """Return the metadata files of single ranks in a folder, in the order of ranks; often none.
 
     Raises:
-        CheckpointError: the file of a rank is missing, but not that of a higher rank.
+        CheckpointError: the file of a rank is missing, but a higher rank has a file.
     """
     names = [path.name for path in folder.glob("__*.metadata")]
     ranks = sorted(int(match[1]) for name in names if (match := re.fullmatch(_NAME, name)))
@@ -80,7 +80,7 @@ def rank_metadata_names(folder: Path) -> tuple[str, ...]:
 
 
 class TorchDcpFormat(CheckpointFormat):
-    """A folder with `.metadata`, or with that of each rank, and files of archives."""
+    """A folder with `.metadata`, or with a metadata file of each rank, and files of archives."""
 
     name = FORMAT_NAME
     evidence = f"`{METADATA_NAME}` of PyTorch"
@@ -127,7 +127,7 @@ class TorchDcpFormat(CheckpointFormat):
         return (folder / METADATA_NAME).exists() and not (folder / MANIFEST_NAME).exists()
 
     def has_file(self, name: str) -> bool:
-        """Return whether `name` is that of a file of archives, or of a rank's metadata."""
+        """Return whether `name` belongs to a file of archives, or to a rank's metadata."""
         return super().has_file(name) or is_rank_metadata(name)
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ its own, `__R.metadata`, which describes only that rank's part. `merge_rank_meta
 1. All ranks must agree on a tensor's shape and dtype.
 2. A box that several ranks have is a copy. All copies are kept, so that they can be compared
    (`reshard.checkpoint.copy_checks`), and a user can specify that they are different parts.
-3. Bytes that are not tensors may differ between ranks. Those of the lowest rank are used; the
+3. Bytes that are not tensors may differ between ranks. The bytes of the lowest rank are used; the
    others are returned for the caller to compare.
 """
 
@@ -409,7 +409,7 @@ def merge_rank_metadata(
         lower rank has too.
 
     Raises:
-        CoverageError: ranks that disagree about what a tensor is.
+        CoverageError: ranks that describe a tensor differently.
     """
     tensors: dict[str, DcpTensor] = {}
     items: dict[str, StoredBytes] = {}

@@ -117,7 +117,7 @@ class PackedArchive(Record):
 
     Attributes:
         label: for errors.
-        place: of its bytes, of which there are `packed_bytes`.
+        place: of its `packed_bytes` bytes.
         transforms: in the order in which they are reversed.
         front: the tensor that its first bytes describe.
         start_bytes: the offset in the unnamed file to which its storage is unpacked.

@@ -78,7 +78,7 @@ from reshard.layout import Box
 from reshard.mesh import DeviceMesh
 from reshard.text import rank_text
 
-# Bounds on what is read into memory at once: metadata, and items that are compared.
+# Maximum sizes of data read into memory at once: metadata, and items that are compared.
 MAX_METADATA_BYTES = 1 << 30
 MAX_COMPARED_BYTES = 1 << 20
 
@@ -96,7 +96,7 @@ def read(folder: Path, sharding: SourceSharding | None = None) -> Checkpoint:
         MissingExtraError: a compressed tensor, and the package for it is not installed.
         CoverageError: chunks that overlap, or leave part of a tensor out.
     """
-    # 1. The metadata of all ranks, or those of each rank, merged.
+    # 1. The metadata of all ranks, or the merged metadata files of each rank.
     names = () if (folder / METADATA_NAME).exists() else rank_metadata_names(folder)
     if names:
         metadata, copies, other_items = merge_rank_metadata(
@@ -562,6 +562,6 @@ def _group_by_chunks(tensors: Mapping[str, DcpTensor]) -> Iterator[list[str]]:
 
 
 def _select_chunks(tensor: DcpTensor) -> list[DcpChunk]:
-    """Return the chunks that have elements, or an empty chunk if there are no others."""
+    """Return the chunks that have elements, or an empty chunk if all are empty."""
     filled = [chunk for chunk in tensor.chunks if chunk.box.elements]
     return filled or list(tensor.chunks[:1])

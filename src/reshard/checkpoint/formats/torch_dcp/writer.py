@@ -2,7 +2,7 @@
 
 1. Every element of a tensor is stored once, in boxes. A shard that is a box is a chunk; an
    interleaved or padded shard is a chunk for each of its boxes, without the padding. Where shards
-   overlap, the boxes of higher ranks are reduced by those of lower ranks.
+   overlap, the boxes of higher ranks are reduced by the boxes of lower ranks.
 2. A rank's chunks are consecutive archives in its file `__R_0.distcp`. Bytes that are not tensors
    come first, in the file of the first rank; plain values are archives of `torch.save` in a second
    file of the first rank, and are read as items.
@@ -166,7 +166,7 @@ def metadata_bytes(
 
 
 def _ones(place: StackedPlace | None) -> tuple[int, ...]:
-    """Return the lengths of the dimensions that an archive has before those of its tensor."""
+    """Return the lengths of the dimensions that an archive adds in front of its tensor's."""
     return (1,) * len(place.at) if place is not None else ()
 
 

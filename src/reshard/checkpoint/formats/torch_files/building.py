@@ -6,7 +6,8 @@ thread or process, in any order. `torch.load` reads the file::
     [data.pkl][byteorder][version] [header + padding][storage 0] [header + padding][storage 1] ...
     \\-- known before ----------/ ... [directory]
 
-1. The tensors of a value (`NewTensor`) are collected; each has its own storage, or shares one.
+1. The tensors of a value (`NewTensor`) are collected; each has its own storage, or shares the
+   storage of another.
 2. A storage begins at a page of the file, or at a multiple of 64 bytes if it is small.
 3. Headers of storages and the directory have the checksums of the elements; they are written last.
    PyTorch does not look at checksums; `zipfile`, `unzip` and `reshard` do.
@@ -92,7 +93,7 @@ def new_object(module: str, name: str, state: Any) -> Call:
 class NewStorage:
     """A storage of `elements` elements, which several tensors may view.
 
-    `content` has its bytes if they are known beforehand, as those of a mesh's ranks are.
+    `content` has its bytes if they are known beforehand, as for the ranks of a mesh.
     """
 
     dtype: DType
@@ -291,7 +292,7 @@ def saved_bytes(value: Any) -> bytes:
 class TorchFilesBuilder:
     """The files of a new checkpoint, and the shards of its tensors in them.
 
-    `tensors` are those of the checkpoint. `files` are the files so far.
+    `tensors` are the tensors of the checkpoint, `files` the files so far.
     """
 
     def __init__(self, tensors: Mapping[str, PlannedTensor]) -> None:

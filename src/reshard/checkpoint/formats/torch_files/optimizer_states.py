@@ -109,7 +109,7 @@ class _TorchOptimizer(NamedTuple):
     signs: frozenset[str] = frozenset()
 
 
-# Optimizers with more keys come first: their keys include those of others.
+# Optimizers with more keys come first, since their keys include the keys of others.
 _OPTIMIZERS = (
     _TorchOptimizer(frozenset({"exp_avg", "exp_avg_sq", "mu_product"}), _NADAM_GROUP),
     _TorchOptimizer(
@@ -216,14 +216,14 @@ def match_in_order(
     """
     forward = _match_greedily(shapes, weights)
     backward = _match_greedily(shapes[::-1], weights[::-1])
-    # The first and the last match agree if there is only one.
+    # The first and the last match agree if there is a single match.
     return forward if backward is not None and forward == backward[::-1] else None
 
 
 def _match_greedily(
     shapes: Sequence[Shape | None], weights: Sequence[tuple[str, Shape]]
 ) -> list[str] | None:
-    """Assign to each shape the first weight of that shape after the previous one."""
+    """Assign to each shape the first weight of that shape after the previous weight."""
     matched, rest = [], iter(weights)
     for shape in shapes:
         name = next((name for name, own in rest if shape is None or own == shape), None)

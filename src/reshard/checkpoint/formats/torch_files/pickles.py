@@ -39,7 +39,7 @@ _RELEASED = object()
 # How many of the last memo entries can be parts of a tensor: its sizes, strides, hooks, storage,
 # arguments.
 _PARTS = 6
-# A value may have this many parts, and so many more for each byte of its pickle.
+# A value may have this many parts, and this many more for each byte of its pickle.
 _MIN_PARTS, _PARTS_PER_BYTE = 10_000, 64
 
 
@@ -541,7 +541,7 @@ def _is_key(key: Any) -> bool:
 
 
 def count_parts(value: Any, max_parts: int) -> int:
-    """Count the parts of a value, shared ones once for each place; stop above `max_parts`.
+    """Count the parts of a value, shared parts once for each place; stop above `max_parts`.
 
     A part that contains itself counts once there.
 
@@ -583,7 +583,7 @@ _ENCODE = Global("_codecs", "encode")
 def write_pickle(value: Any, describe: Describe | None = None) -> bytes:
     """Return the pickle of a value of plain values, `Global`, `Call`, `Reference` and `Pairs`.
 
-    `describe` returns what is written instead of a value of another type, or None. Text and names
+    `describe` returns the text to write for a value of another type, or None. Text and names
     that occur again are written once and recalled.
 
     >>> import pickle

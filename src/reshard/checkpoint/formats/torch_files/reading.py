@@ -11,8 +11,8 @@ by the storages::
     magic number | protocol | machine | the value | names of storages | elements, storage | ...
 
 1. The pickle of the value is read; nothing in it is run (`pickles`, `values`).
-2. Storages of a zip archive are located by its directory; those of a row of pickles by their names
-   after the value, so that its pickle is read twice.
+2. Storages of a zip archive are located by its directory; storages of a row of pickles by their
+   names after the value, so that its pickle is read twice.
 3. Pickle and records must agree: stored records, a storage as long as its record, tensors inside
    their storages.
 
@@ -196,7 +196,7 @@ class _WindowReader:
         begin = offset - self._start
         if begin >= 0 and begin + size <= len(self._window):
             return self._window[begin : begin + size]
-        # Headers of small storages are near each other; those of large ones are not.
+        # Headers of small storages are near each other; headers of large storages are not.
         is_near = 0 <= begin <= 2 * _WINDOW_BYTES
         content = read_range(self._file, offset, max(size, _WINDOW_BYTES) if is_near else size)
         if len(content) < size:
@@ -242,11 +242,11 @@ class _LegacyFile:
         self._storages: dict[str, tuple[int, int]] = {}
 
     def wrong(self, reason: str) -> FormatError:
-        """Return the error for a file that is not what it should be."""
+        """Return the error for a malformed file."""
         return FormatError(f"{self._label} is not a file as torch.save wrote it: {reason}")
 
     def storage(self, key: str, size_bytes: int) -> tuple[int, int, int]:
-        """Return a storage's start, its size, and 0: such files have no checksums."""
+        """Return a storage's start, its size, and 0, since such files lack checksums."""
         storage = self._storages.get(key)
         if storage is None:
             raise self.wrong(f"it has no storage {shortened(repr(key))}")
@@ -355,7 +355,7 @@ class _Front:
         self._storage: tuple[str, int] | None = None
 
     def wrong(self, reason: str) -> FormatError:
-        """Return the error for an archive that is not what it should be."""
+        """Return the error for a malformed archive."""
         return FormatError(f"{self._label} is not a tensor as torch.save writes it: {reason}")
 
     def tensor(self) -> ArchivedTensor:
@@ -486,7 +486,7 @@ class StorageChecksums:
     """The checksums of the storages in files, by the tensors that are read of them."""
 
     def __init__(self) -> None:
-        # Of each storage the first tensor that reads it, by name and part; the ranges that are
+        # By storage: the first tensor that reads it, with name and part; and the ranges that are
         # read, or None if a strided view reads them.
         self._first: dict[tuple[str, int], tuple[str, str, ArchivedTensor]] = {}
         self._ranges: dict[tuple[str, int], list[tuple[int, int]] | None] = {}
@@ -526,7 +526,7 @@ class StorageChecksums:
         self.add(name, part, file, tensor, [(start, stop)] if is_dense else None)
 
     def list(self) -> tuple[StoredChecksum, ...]:
-        """Return the checksum of each storage that has one."""
+        """Return the checksums of the storages that have a checksum."""
         return tuple(self._checksum(*key) for key in self._first)
 
     def _checksum(self, file: str, start_bytes: int) -> StoredChecksum:

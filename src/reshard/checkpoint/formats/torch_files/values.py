@@ -91,7 +91,7 @@ class Storage(NamedTuple):
 
 # Returns a storage's start, its size, and its checksum or 0; of its key and the expected size.
 LocateStorage = Callable[[str, int], tuple[int, int, int]]
-# Returns the error for a file that is not what it should be, with a reason.
+# Returns the error for a malformed file, with a reason.
 MakeError = Callable[[str], FormatError]
 # The value of a call, and whether the call is the only user of its arguments; None if unknown.
 _Built = tuple[Any, bool] | None
@@ -103,7 +103,7 @@ class ValueBuilder:
     def __init__(self, locate: LocateStorage, wrong: MakeError) -> None:
         self._locate, self._wrong = locate, wrong
         self._storages: dict[tuple[Any, ...], Storage] = {}
-        # One object for each of the few shapes and views of a model.
+        # A single object for each of the few shapes and views of a model.
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._views: dict[tuple[Any, ...], View] = {}
 
@@ -401,7 +401,7 @@ def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     >>> plain_attributes({"shapes": {"w": (8, 4)}, "owner": Global("os", "system")})
     {'shapes': {'w': (8, 4)}}
     """
-    # One budget for all of them: shared lists are walked once for each place they are in.
+    # All attributes share a budget, since shared lists are walked once for each place they are in.
     budget = [_MAX_VALUES]
     return {
         name: value

@@ -93,7 +93,7 @@ class ZipRecords:
             raise self.wrong(f"its directory is damaged ({error})") from error
 
     def wrong(self, reason: str) -> FormatError:
-        """Return the error for an archive that is not what it should be."""
+        """Return the error for a malformed archive."""
         return FormatError(f"{self._label} as torch.save writes it: {reason}")
 
     def _bytes(self, offset: int, size: int) -> bytes:
@@ -140,7 +140,7 @@ class ZipRecords:
             record, packed = _read_entry(fields, extra)
             if method != 0 or flags & ENCRYPTED or packed != record.size_bytes:
                 record = record._replace(size_bytes=_NOT_STORED)
-            # All records are in one folder, named after the saved file.
+            # All records are in a single folder, named after the saved file.
             if prefix is None:
                 prefix = name[: name.find("/") + 1]
             if name in records:
@@ -268,6 +268,6 @@ def directory_end(count: int, size: int, begin: int) -> bytes:
     # 44 bytes follow; made by version 3.0 on Unix, readable from version 4.5 on, which has 64 bits.
     end = _END64.pack(_END64_SIGNATURE, 44, 0x031E, 45, 0, 0, count, count, size, begin)
     end += _LOCATOR.pack(_LOCATOR_SIGNATURE, 0, begin + size, 1)
-    # An offset of all ones in the narrow end refers readers to the wide end.
+    # An offset whose bits are all 1 in the narrow end refers readers to the wide end.
     few = min(count, 0xFFFF)
     return end + _END.pack(_END_SIGNATURE, 0, 0, few, few, min(size, _WIDE), _WIDE, 0)

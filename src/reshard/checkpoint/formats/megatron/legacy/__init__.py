@@ -5,7 +5,7 @@
         distrib_optim.pt       the state of a distributed optimizer, of all data-parallel ranks
 
 The stage is part of the name if there are several, and so is the expert-parallel rank: with two
-numbers, the arguments in the files determine what the second is.
+numbers, the arguments in the files determine the meaning of the second.
 
 `ranks` reads the parameters and the optimizer state of a rank, `reader` joins those of all ranks,
 and `writer` plans new checkpoints.

@@ -116,7 +116,7 @@ class RankChunk(NamedTuple):
 
 
 class RankFiles(NamedTuple):
-    """The contents of a rank's files; `name` is that of the model's file, with its folder."""
+    """The contents of a rank's files; `name` is the name of the model's file, with its folder."""
 
     place: RankPlace
     slot: int
@@ -130,11 +130,13 @@ class RankFiles(NamedTuple):
 def chunks_of(
     state: Mapping[str, Any], place: RankPlace, path: str, experts: int | None = None
 ) -> list[RankChunk]:
-    """Return the chunks of the model in a rank's file; `experts` are those of a layer on the rank.
+    """Return the chunks of the model in a rank's file.
+
+    `experts` is the number of experts of a layer on the rank; None if unknown.
 
     Raises:
         CheckpointError: an unknown number of experts.
-        FormatError: a file without a model; experts that are not those of the arguments.
+        FormatError: a file without a model; experts that differ from the arguments.
     """
     keys = ["model"] if "model" in state else sorted(k for k in state if _is_chunk(k))
     if not keys:

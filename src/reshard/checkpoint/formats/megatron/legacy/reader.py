@@ -2,8 +2,8 @@
 
 1. The first rank's arguments specify the parallelism; every rank's folder must be present.
 2. Each rank's tensors are blocks of tensors of the whole model: numbered over it (`ranks`), and
-   placed along the sharded dimension (`parameters`). All copies are bound, those of data, context
-   and expert parallelism and of unsharded parameters; those of the first rank are read.
+   placed along the sharded dimension (`parameters`). All copies are bound: of data, context and
+   expert parallelism, and of unsharded parameters. The first rank's copies are read.
 3. Optimizer state is identified by the order of parameters in Megatron (`ranks`).
 4. The rest of the first rank's state is plain values (`common_state`).
 """

@@ -9,7 +9,7 @@
    buffers of a distributed optimizer, by `args.use_distributed_optimizer`. Buffers have a single
    bucket, except for an embedding that two stages share; with `args.overlap_grad_reduce` they have
    buckets of `args.ddp_bucket_size`.
-3. Files are those of `torch.save`, whose tensors are written later (`torch_files.building`).
+3. Files have the format of `torch.save`; their tensors are written later (`torch_files.building`).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _Arranger:
             ]
             self._write_rank(chunks, has_state)
         bound = self.builder.bind()
-        # Tensors are listed in the order of the source, not in that of the ranks' files.
+        # Tensors are listed in the order of the source, which differs from the ranks' files.
         return WritePlan(
             FORMAT_NAME,
             self.new.mesh,
@@ -231,7 +231,7 @@ class _Arranger:
         """Return the flat buffers of a distributed optimizer."""
         states: list[Any] = []
         for number, own in enumerate(self._split(chunks)):
-            # Dense parameters are those of all expert-parallel ranks: the first saves them.
+            # All expert-parallel ranks have the dense parameters: the first saves them.
             if number == 0 and self.stages.has_expert_optimizer and chunks[0].place.ep > 0:
                 states.append(None)
                 continue
@@ -289,7 +289,7 @@ class _Arranger:
             groups = split_groups(self.values, of_experts=bool(flag))
             in_group: list[list[_Own]] = [[] for _ in groups]
             for chunk, name in parameters:
-                # Of several groups that fit, the first is taken.
+                # If several groups fit, the first is taken.
                 for number in find_groups(groups, name, chunk.shapes[name])[:1]:
                     in_group[number].append((chunk, name))
             state: dict[int, dict[str, Any]] = {}
@@ -317,7 +317,7 @@ class _Arranger:
         for key, name in self.of[chunk.parameters[own]].items():
             if not key:
                 continue
-            # A step has no dimensions.
+            # A step is a scalar.
             shape = chunk.shapes[own] if self.new.tensors[name].layout.shape else ()
             made = self.builder.put_new(name, chunk.slot, shape)
             if key == "master":

@@ -2,7 +2,7 @@
 
 They are distributed checkpoints of PyTorch (`torch_dcp`) in which layers and experts are stacked
 (`stacked_names`), and optimizer state may be in buckets (`bucket_space`). `reader` opens them,
-`writer` plans new ones.
+`writer` plans new checkpoints.
 """
 
 from __future__ import annotations

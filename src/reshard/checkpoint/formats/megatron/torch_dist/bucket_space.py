@@ -11,7 +11,7 @@ its buffers are an object, in the form of a rank's `distrib_optim.pt`::
    follow (`rank_layouts`), and their order (`order_key`).
 2. The order determines the place of each parameter in a bucket (`rank_blocks`). The buckets'
    lengths must be those in the checkpoint.
-3. Groups are in objects too; those of the first rank are used.
+3. Groups are in objects too; the first rank's groups are used.
 
 State that does not fit is listed as unread.
 """
@@ -114,7 +114,7 @@ def _collect(folder: Path, found: Checkpoint) -> _Buffers:
         match = _OBJECT.match(name)
         if match is None or match[3] != "param_state":
             continue
-        # An object is a list of what the rank saved under the name.
+        # An object is a list of the values that the rank saved under the name.
         parts = read_object(folder, item)
         state = parts[0] if isinstance(parts, list) and len(parts) == 1 else None
         for number, types in state.items() if isinstance(state, dict) else ():
@@ -132,7 +132,7 @@ def _collect(folder: Path, found: Checkpoint) -> _Buffers:
 
 
 def _read_groups(folder: Path, found: Checkpoint, plain: PlainValues) -> None:
-    """Add the groups and the loss scaler in objects; those of the first rank are used."""
+    """Add the groups and the loss scaler from the objects of the first rank."""
     chains = set()
     for name, item in sorted(found.items.items()):
         match = _OBJECT.match(name)

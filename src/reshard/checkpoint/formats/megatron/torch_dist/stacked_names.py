@@ -9,7 +9,7 @@ and their experts with a second dimension::
     decoder.layers.mlp.experts.experts.linear_fc2.weight (4, 8, 32, 48)
       = decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight (32, 48), ...
 
-The names of members are those of Megatron's modules, numbered over the whole model; recipes know
+Members have the names of Megatron's modules, numbered over the whole model; recipes know
 them. If layers differ, names of tensors contain the number of the layer. With
 `singleton_local_shards` they also contain the expert's number, and the halves of a gated layer are
 separate (`weight_w`, `weight_v`).

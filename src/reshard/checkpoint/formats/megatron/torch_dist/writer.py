@@ -1,9 +1,9 @@
 """Planning a new `torch_dist` checkpoint, which Megatron-core loads under any parallelism.
 
 1. Parameters are stored under Megatron's keys: in stacks of layers, if these are equal, and of
-   experts (`stacked_names`). Optimizer state is that of `fully_reshardable`, or of an optimizer
-   that is not distributed, by the argument `use_distributed_optimizer`.
-2. Chunks are those of a distributed checkpoint (`torch_dcp.writer`), each in a single layer.
+   experts (`stacked_names`). Optimizer state has the form of `fully_reshardable`, or of an
+   optimizer that is not distributed, by the argument `use_distributed_optimizer`.
+2. Chunks are as in a distributed checkpoint (`torch_dcp.writer`), each in a single layer.
 3. Megatron expects an object of extra state for each linear layer. Objects that the source lacks
    are None, in a file of their own.
 4. `common.pt` contains the plain values, with the optimizer's groups in Megatron's form.
