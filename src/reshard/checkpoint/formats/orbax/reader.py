@@ -284,7 +284,7 @@ def _bind(
 def _lay_out(
     shape: tuple[int, ...], boxes: tuple[Box, ...], sharding: ShardingSpec | None
 ) -> tuple[Layout, Mapping[int, tuple[int, ...]], str | None]:
-    """Return the layout of an array's chunks, the chunk numbers of each rank, and the sharding's text.
+    """Return the layout of an array's chunks, the chunks of each rank, and the sharding's text.
 
     The text is None unless the shard of each rank is a chunk of its own.
     """

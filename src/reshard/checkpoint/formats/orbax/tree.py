@@ -239,7 +239,7 @@ def _as_sequences(value: Any) -> Any:
 
 
 def flatten(path: TreePath, value: Any) -> list[tuple[TreePath, Any]]:
-    """Return the leaves of a plain value: elements of lists, tuples and dicts, and empty containers.
+    """Return the leaves of a plain value: elements of lists, tuples and dicts; empty containers.
 
     >>> flatten(("g",), [{"lr": 0.1}, ()])
     [(('g', 0, 'lr'), 0.1), (('g', 1), ())]
