@@ -2,8 +2,8 @@
 
     checkpoint  +  layout of the engine  -->  a plan, run block by block as any other
 
-A parameter of a rank is a tensor of its own, whole, and bound to the bytes of the source that it is
-made of (`rank_parameters`). So the run, its journal and its memory are those of conversions.
+Each parameter of a rank is a whole tensor of its own, bound to its bytes in the source
+(`rank_parameters`). So the run, its journal and its memory are the same as in other conversions.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ def plan_for_vllm(
     allow: Iterable[str] = (),
     selection: TensorSelection | None = None,
 ) -> Conversion:
-    """Plan to write what vLLM loads with `load_format="sharded_state"`.
+    """Plan to write files that vLLM loads with `load_format="sharded_state"`.
 
-    Every rank's files have, tensor by tensor, what the rank holds when its own loader has run and
-    before weights are processed after loading, which vLLM does with these as well.
+    The files of each rank have the parameters that the rank holds after its own loader has run, and
+    before weights are processed. vLLM processes weights after loading these files too.
 
     Args:
-        source: a checkpoint, or where it is.
+        source: a checkpoint, or its location.
         target: the folder that will hold the files.
-        layout: of vLLM's ranks, as `reshard.torch.vllm.layouts` gives it.
-        most_file_bytes: begin a new part beyond so many bytes.
+        layout: the layout of vLLM's ranks, as returned by `reshard.torch.vllm.layouts`.
+        most_file_bytes: the maximum size of a file.
         allow: accept differences from the tensors of config.json's architecture: `incomplete`,
             `unknown`.
         selection: take only some tensors of the source, or take them by other names.
 
     Raises:
-        UsageError: another engine's layout, or one of several replicas: files do not tell them
-            apart.
-        RecipeError: a layout of another checkpoint, or parameters that cannot be had from it.
+        UsageError: the layout of another engine, or of several replicas, which files do not
+            distinguish.
+        RecipeError: a layout of another checkpoint, or parameters that cannot be derived from it.
         CheckpointError: a source that cannot be used.
     """
     if layout.engine != "vllm":
@@ -102,7 +102,7 @@ def plan_for_vllm(
     write_plan = arrange_whole(request, checkpoint)
     text = to_json(layout)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    # Beside the files, so that the model's own tensors can be made of them again.
+    # Write the layout to the target too, so that the model's own tensors can be restored.
     beside = tuple(name for name in checkpoint.carried if name != LAYOUT_NAME)
     notes = (*checkpoint.notes, *checked, *_describe_casts(layout))
     rewritten = {LAYOUT_NAME: text.encode()}

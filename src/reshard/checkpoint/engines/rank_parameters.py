@@ -1,23 +1,23 @@
-"""A rank's parameters as an engine holds them: bound to the bytes of the files, or loaded.
+"""The parameters that an engine's ranks hold, bound to the bytes of the files or loaded.
 
-An engine's layout specifies which region of which source each parameter is copied from, and a
-checkpoint in which file each source is stored. Together, a parameter is boxes in files::
+An engine's layout specifies the regions of sources from which each parameter is copied, and a
+checkpoint the file in which each source is stored. Combined, a parameter is boxes in files::
 
     gate_up_proj, rank 1 of 2            model.safetensors
     0:2   gate_proj, rows 2:4   ---->    byte 4096 + 2 rows
     2:4   up_proj, rows 2:4     ---->    byte 8192 + 2 rows
 
-1. For a source that is whole in one file, regions are there, whatever their strides.
-2. For a sharded source, a region is followed along the dimensions of the shards, and each shard has
-   the part of it that is inside.
+1. If a source is stored whole in a file, all regions are in that file, whatever their strides.
+2. If a source is sharded, a region is split along the dimensions of the shards into the parts that
+   are inside each shard.
 3. Elements that are not copied, such as Mamba's `A = -exp(A_log)`, a router's bias in float32 or
-   the padding of a vocabulary, are computed when they are first read, and kept in memory as a file
-   without a name (`DerivedElements`)::
+   the padding of a vocabulary, are computed when they are first read, and kept in a file without a
+   name (`DerivedElements`)::
 
        rank-0/A     [computed ......]                    one region
        embed_tokens [copied, in model.safetensors][0 0]  the last rows
 
-   There is a limit on that memory. Only elementwise operations that are known (`OPERATIONS`) are
+   Their size is limited (`MAX_BYTES`). Only the elementwise operations in `OPERATIONS` are
    computed; others are refused by name.
 """
 
@@ -68,12 +68,12 @@ class RankParameters:
     made: dict[str, DerivedElements] = field(default_factory=dict)
 
     def add(self, layout: RankLayout, prefix: str = "") -> None:
-        """Add a rank's parameters, of tied ones the first by name, under names with a prefix.
+        """Add a rank's parameters under names with a prefix; of tied parameters, only the first.
 
         Raises:
-            RecipeError: a parameter that cannot be had from the checkpoint: computed in a way that
-                is not known, not filled, or of a source that is cut otherwise than along its
-                dimensions.
+            RecipeError: a parameter that cannot be derived from the checkpoint: it is computed by
+                an unknown operation, is not filled, or takes elements across the dimensions of a
+                sharded source.
         """
         left_out = {name for group in layout.tied for name in sorted(group)[1:]}
         unfilled = [
@@ -92,13 +92,13 @@ class RankParameters:
                 self.add_parameter(parameter, f"{prefix}{name}")
 
     def add_parameter(self, parameter: ParameterLayout, name: str | None = None) -> None:
-        """Add one parameter, by default under its own name. Raises RecipeError as `add` does."""
+        """Add a parameter, by default under its own name. Raises RecipeError as `add` does."""
         name = parameter.name if name is None else name
         self.tensors[name] = self._bind(name, parameter)
 
     @property
     def bound(self) -> Checkpoint:
-        """The checkpoint with these tensors in the place of its own."""
+        """The checkpoint with these tensors instead of its own."""
         # Several ranks may read the same bytes, so checksums of whole files do not apply.
         return self.checkpoint.replace(
             tensors=self.tensors,
@@ -178,7 +178,7 @@ def _resolve(name: str, piece: SourcePiece, stored: StoredTensor) -> Iterator[Re
             "over ranks in this checkpoint; make it whole first (--to full)"
         )
     first, along = found
-    # A dimension of the source that no dimension of the piece follows has a single index.
+    # The piece has a single index of any source dimension that is not among its own dimensions.
     steps = {
         known[0]: (known[1], size)
         for size, known in zip(piece.box.shape, along, strict=True)
@@ -207,7 +207,7 @@ def _resolve(name: str, piece: SourcePiece, stored: StoredTensor) -> Iterator[Re
 
 
 def check_sources(layout: EngineLayout, checkpoint: Checkpoint) -> None:
-    """Raise RecipeError where a layout is not of this checkpoint."""
+    """Raise RecipeError if a layout does not belong to this checkpoint."""
     problems = []
     sources: Mapping[str, SourceTensor] = layout.sources
     for name, source in sources.items():
@@ -234,10 +234,10 @@ def rank_parameters(
 
     Args:
         checkpoint: the sources.
-        ranks: the layout of one rank, or of several by the prefix of their names.
+        ranks: the layout of a rank, or the layouts of several by the prefix of their names.
 
     Raises:
-        RecipeError: what cannot be had from the checkpoint, see `RankParameters.add`.
+        RecipeError: a parameter that cannot be derived, as in `RankParameters.add`.
     """
     result = RankParameters(checkpoint)
     for prefix, rank in ({"": ranks} if isinstance(ranks, RankLayout) else ranks).items():
@@ -245,12 +245,12 @@ def rank_parameters(
     return result
 
 
-# The maximum for a parameter, whose derived elements are a small part.
+# The maximum of derived elements for a parameter. They are usually a small part of it.
 MAX_BYTES = 256 << 20
 
 
 def _exponentiate(values: NDArray[Any]) -> NDArray[Any]:
-    """Compute it by PyTorch if installed, since its last bit may differ from NumPy's."""
+    """Return the exponential, by PyTorch if installed: its last bit may differ from NumPy's."""
     try:
         import torch
     except ImportError:
@@ -268,7 +268,7 @@ OPERATIONS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
 class DerivedRegion(NamedTuple):
     """The elements of `source` at `view`, with `steps` applied to each in turn.
 
-    Without a source, all are `value`. `box` is their place in the parameter.
+    Without a source, all elements are `value`. `box` is their location in the parameter.
     """
 
     box: Box
@@ -282,11 +282,11 @@ class DerivedElements(Record):
     """The derived elements of a parameter, as a file that is written when it is first read.
 
     Attributes:
-        label: the parameter, in errors.
-        dtype: of its elements.
-        regions: consecutive in the file.
+        label: the name of the parameter in errors.
+        dtype: the type of its elements.
+        regions: the regions, consecutive in the file.
         checkpoint: the sources.
-        source: a file of the checkpoint, the first that is read.
+        source: the first file of the checkpoint that is read.
     """
 
     label: str
@@ -301,10 +301,10 @@ class DerivedElements(Record):
         return sum(region.box.elements for region in self.regions)
 
     def expect_computable(self) -> None:
-        """Raise MissingExtraError where an element type takes a package that is not installed."""
+        """Raise MissingExtraError if an element type needs a package that is not installed."""
         for region in self.regions:
             if region.source is None:
-                # Zeros are of every type.
+                # Zeros can be written without the package of a type.
                 kinds = [] if region.value == 0 else [self.dtype]
             else:
                 named = (step.removeprefix("to ") for step in region.steps if step[:3] == "to ")
@@ -313,7 +313,7 @@ class DerivedElements(Record):
                 _ = kind.numpy
 
     def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
-        """Return the file for reading, made in the folder `scratch`."""
+        """Create the file in the folder `scratch`, and return it for reading."""
         content = b"".join(
             np.ascontiguousarray(self._make(region)).tobytes() for region in self.regions
         )
@@ -334,13 +334,13 @@ class DerivedElements(Record):
 
 def _fill(shape: tuple[int, ...], value: float, dtype: DType) -> NDArray[Any]:
     if value == 0 and not np.signbit(value):
-        # All types have zeros of this kind, those that NumPy does not have included.
+        # A positive zero is all zero bits in every type, including types that NumPy does not have.
         return np.zeros(shape, dtype=dtype.storage)
     return np.full(shape, value).astype(dtype.numpy)
 
 
 class _FileInMemory(SourceFile):
-    """A file without a name, with bytes that were made; it reads nothing of its own."""
+    """A file without a name that contains given bytes."""
 
     def __init__(self, path: Path, content: bytes, scratch: Path | None) -> None:
         try:
@@ -373,7 +373,7 @@ def apply_step(values: NDArray[Any], step: str) -> NDArray[Any]:
 
 
 def check_steps(label: str, steps: Sequence[str]) -> None:
-    """Raise RecipeError for operations that are not known."""
+    """Raise RecipeError for unknown operations."""
     unknown = [step for step in steps if step not in OPERATIONS and not step.startswith("to ")]
     if unknown:
         raise RecipeError(
@@ -393,28 +393,28 @@ def load_parameters(
     threads: int | None = None,
     readers_on_host: int = 1,
 ) -> dict[str, NDArray[Any]]:
-    """Return the parameters of one rank of an engine, by the names that it gives them.
+    """Return the parameters of a rank of an engine, by the engine's names.
 
-    Only the bytes that they are made of are read. What is cast, constant or computed element by
-    element, by operations that are known, is made; what the engine's loader does not fill is left
-    out, unless it is asked for by name.
+    Only the bytes of these parameters are read. Elements that are cast, constant or computed by a
+    known elementwise operation are derived. Parameters that the engine's loader does not fill are
+    left out; requesting them by name is an error.
 
     Args:
-        checkpoint: a checkpoint, or where it is.
-        layout: of the engine, or the file that has it (`reshard recipe derive`).
-        rank: whose parameters are wanted.
-        names: of those that are wanted; all that the loader fills if None.
-        out: arrays to fill instead of new ones, of the parameters' shapes and dtypes.
-        threads: how many read at a time.
+        checkpoint: a checkpoint, or its location.
+        layout: the layout of the engine, or its file (`reshard recipe derive`).
+        rank: the rank.
+        names: the names of the parameters; by default all that the loader fills.
+        out: existing arrays to fill, with the parameters' shapes and dtypes.
+        threads: the number of threads that read at the same time.
         readers_on_host: how many processes of this host load their rank's part at the same time, as
-            of `load`.
+            in `load`.
 
     Returns:
-        Each parameter by its name; of those that share memory, all of them the same array.
+        Each parameter by its name; parameters that share memory are the same array.
 
     Raises:
-        RecipeError: a layout of another checkpoint, or a parameter that cannot be had from it.
-        UsageError: a rank or a name that the layout lacks.
+        RecipeError: a layout of another checkpoint, or a parameter that cannot be derived from it.
+        UsageError: a rank or a name that the layout lacks, or a parameter that is not filled.
         ShardError: an array in `out` that does not fit, or cannot be written.
         CheckpointError, RunError: a checkpoint or a file that cannot be read.
     """

@@ -1,11 +1,11 @@
-"""Names of other programs: a checkpoint by other names, with parameters fused or apart.
+"""Translating a checkpoint to another program's names, with parameters fused or split.
 
-Programs call the tensors of one model differently, and keep some of them in one parameter. Nothing
-is copied for that: a tensor by another name is bound to the same bytes of the same files
-(`reshard.checkpoint.blocks.fusing`).
+Programs have different names for the tensors of the same model, and fuse some of them into a single
+parameter. Translating does not copy anything: a renamed tensor is bound to the same bytes of the
+same files (`reshard.checkpoint.blocks.fusing`).
 
-What is renamed only keeps its digest. A fused parameter has other blocks than its members: there is
-no digest to compare, which a note reports.
+A tensor that is only renamed keeps its digest. The blocks of a fused parameter differ from those of
+its members, so there is no digest to compare, and a note reports that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reshard.recipes.recipe import Recipe
 # A convention of a recipe, or a table of names.
 Names = str | Mapping[str, Meaning]
 
-# The convention of checkpoints that keep all experts of a layer in one tensor.
+# The convention of checkpoints that keep all experts of a layer in a single tensor.
 STACKED = "stacked"
 
 
@@ -47,7 +47,7 @@ def names_of(
 
     Raises:
         UsageError: a convention without a recipe, or a value that is not a table.
-        RecipeError: a convention unknown to the recipe, or whose numbers the config does not give.
+        RecipeError: a convention unknown to the recipe, or a config without its numbers.
     """
     if names is None:
         return None
@@ -75,11 +75,11 @@ def find_stacked_names(
 ) -> NameTable | None:
     """Return the recipe's table of stacked names if a checkpoint has any of them, or None.
 
-    Programs save the experts of one model stacked (transformers 5, where it is asked to) or each by
-    itself (the Hub), depending on the names.
+    The experts of a model may be saved stacked (by transformers 5, on request) or separately (on
+    the Hub); their names show which.
 
     Raises:
-        RecipeError: a config that does not give the numbers of the stacks.
+        RecipeError: a config without the numbers of experts.
     """
     patterns = recipe.names.get(STACKED, {}) if recipe is not None else {}
     if any(
@@ -92,15 +92,15 @@ def find_stacked_names(
 
 
 def in_recipe_names(checkpoint: Checkpoint, table: Mapping[str, Meaning]) -> Checkpoint:
-    """Return the checkpoint in a recipe's names, every fused parameter as its members.
+    """Return the checkpoint in a recipe's names, with every fused parameter split into its members.
 
     Args:
-        checkpoint: in the names of a convention.
-        table: what these are in the recipe's (`Recipe.naming`). Other names stay.
+        checkpoint: the checkpoint in the names of a convention.
+        table: the recipe's name of each of these names (`Recipe.naming`). Other names stay.
 
     Raises:
-        RecipeError: names that the table lacks, two tensors of one name, or a fused
-            parameter that its members cannot share.
+        RecipeError: names that the table lacks, two tensors of the same name, or a fused
+            parameter that cannot be split into its members.
     """
     new = _Tensors(checkpoint)
     for name, tensor in checkpoint.tensors.items():
@@ -108,13 +108,13 @@ def in_recipe_names(checkpoint: Checkpoint, table: Mapping[str, Meaning]) -> Che
         if meaning != name:
             before, after, parameter = "", "", name
         else:
-            # Optimizer state, and weights with a prefix, have the parameter's name.
+            # Optimizer state, and weights with a prefix, have a parameter's name in theirs.
             before, after, parameter = new.take_apart(name)
             meaning = find_meaning(parameter, table)
         if isinstance(meaning, str):
             new.add(tensor.replace(name=f"{before}{meaning}{after}"), name)
         elif new.is_common(name):
-            # Every member has the steps of what it is a part of.
+            # Every member has the number of steps of the fused parameter.
             for called in meaning.tensors:
                 new.add(tensor.replace(name=f"{before}{called}{after}"), name)
         else:
@@ -126,7 +126,7 @@ def in_recipe_names(checkpoint: Checkpoint, table: Mapping[str, Meaning]) -> Che
 
 
 def find_meaning(name: str, table: Mapping[str, Meaning]) -> Meaning:
-    """Return what a name is in a recipe's names: by an exact entry, else by the first pattern."""
+    """Return the recipe's name for a name: of its exact entry, else of the first pattern."""
     return table[name] if name in table else find_by_pattern(name, table)
 
 
@@ -136,16 +136,16 @@ def in_names_of(
     """Return the checkpoint in the names of a convention.
 
     Args:
-        checkpoint: in a recipe's names.
-        table: what the convention's names are in the recipe's; of several names for one tensor
-            the first counts. Other names stay.
+        checkpoint: the checkpoint in a recipe's names.
+        table: the recipe's name of each name of the convention; if the convention has several
+            names for a tensor, the first is used. Other names stay.
 
     Returns:
-        The checkpoint; for each of its names the recipe's, that of the first member where it is
-        fused; and the fusions, by name.
+        The checkpoint; the recipe's name of each of its tensors, or of the first member of a fused
+        tensor; and the fusions, by name.
 
     Raises:
-        RecipeError: names that the table lacks, two tensors of one name, members that
+        RecipeError: names that the table lacks, two tensors of the same name, members that
             are missing or do not fit together.
     """
     new = _Tensors(checkpoint)
@@ -174,7 +174,7 @@ def in_names_of(
 def _find_around(
     name: str, tensors: _Tensors, table: Mapping[str, Meaning]
 ) -> tuple[str, Fusion | None]:
-    """Return the name of a convention for optimizer state, or for a weight with a prefix."""
+    """Return the convention's name of optimizer state, or of a weight with a prefix."""
     before, after, parameter = tensors.take_apart(name)
     foreign = find_foreign_name(parameter, table)
     if foreign is None:
@@ -196,7 +196,7 @@ def _find_member(checkpoint: Checkpoint, fused: str, name: str) -> StoredTensor:
 
 
 class _Tensors:
-    """The tensors of a checkpoint by other names, and those that each is made of."""
+    """The tensors of a checkpoint by other names, and the old names of the parts of each."""
 
     def __init__(self, old: Checkpoint) -> None:
         self.old = old
@@ -205,13 +205,13 @@ class _Tensors:
         self._state = find_training_state(old)
 
     def take_apart(self, name: str) -> tuple[str, str, str]:
-        """Split a tensor's name into text, the parameter's name, and text."""
+        """Return the text before and after the parameter in a tensor's name, and the parameter."""
         if self._state is None or name not in self._state.tensors:
             return "", "", name
         before, after = self._state.around(name)
         parameter, _ = self._state.tensors[name]
         if not after and before == name:
-            # Nothing of the parameter is in the name, but its number.
+            # The name has the number of the parameter instead of its name.
             raise RecipeError(
                 f"{name!r} has a number for {parameter!r}: numbered optimizer state cannot be "
                 "given other names, as fused parameters are counted otherwise. Convert it to names "
@@ -231,7 +231,7 @@ class _Tensors:
         )
 
     def expect_alike(self, name: str) -> None:
-        """Raise RecipeError for optimizer state of another shape than its parameter's."""
+        """Raise RecipeError for optimizer state whose shape is not its parameter's."""
         known = None if self._state is None else self._state.tensors.get(name)
         weight = None
         if self._state is not None and known is not None and known[1]:
@@ -264,7 +264,7 @@ class _Tensors:
         return name in self.tensors and self.tensors[name].binding == tensor.binding
 
     def expect_change(self, table: Mapping[str, Meaning]) -> None:
-        """Raise RecipeError if a table applies to none of the tensors, though there are some."""
+        """Raise RecipeError if there are tensors, and a table does not apply to any of them."""
         if table and self.tensors and len(self.unchanged) == len(self.old):
             raise RecipeError(
                 f"no name in {self.old.folder}, such as {next(iter(self.tensors))!r}, is one that "
@@ -285,7 +285,7 @@ class _Tensors:
             notes += (
                 f"{len(self.unchanged)} tensors keep their names (first: {self.unchanged[0]})",
             )
-        # Reads with strides include the bytes between, which may be read again.
+        # Strided reads include the bytes between elements, so bytes may be read more than once.
         checksums = read_again(old.checksums, changed)
         kept = {name for name in self.tensors if self.made_of[name] == (name,)} | {*old.items}
         paths = {name: path for name, path in old.paths.items() if name in kept}
@@ -298,7 +298,7 @@ class _Tensors:
         return rename_group_members(new, self._state, members)
 
     def _find_new_parameters(self) -> dict[str, dict[str, None]]:
-        """Find the bare names that each parameter of the training state has now."""
+        """Return the new bare names of each parameter of the training state."""
         result: dict[str, dict[str, None]] = {}
         tensors = {} if self._state is None else self._state.tensors
         for name, made_of in self.made_of.items():

@@ -1,22 +1,23 @@
-"""Selections: which tensors of a checkpoint are taken, and by which names.
+"""Selecting tensors of a checkpoint, and renaming them.
 
-Five options, in this order, whatever order they are given in:
+Five options are applied in this order, whatever order they are given in:
 
-1. `select` takes the tensors under a prefix, such as those of a model among several, without it;
-2. `include` takes what one of its globs matches, `exclude` takes out what one of its matches, by
-   the names of the checkpoint, or by those that `select` leaves;
-3. `strip_prefix` takes prefixes off, one after another, of the names that have them;
-4. `rename` gives other names: the first `pattern=name` whose pattern matches counts::
+1. `select` takes the tensors under a prefix, such as those of a model among several, and removes
+   the prefix from their names;
+2. `include` takes the names that match any of its globs, and `exclude` removes the names that match
+   any of its globs. Both match the names of the checkpoint, or the names that `select` returns;
+3. `strip_prefix` removes prefixes, in order, from the names that have them;
+4. `rename` gives other names: the first `pattern=name` whose pattern matches is applied::
 
     layers.*.w1=model.layers.*.gate      each `*` is the same text on both sides, in order
     *.layers.*.w=layers.{2}.{1}.w        or by number, where the order changes
 
-A name is that of a tensor, an item or a value alike. Nothing is copied: a tensor by another name is
-bound to the same bytes, and keeps its digest. Likely mistakes are errors: a pattern that
-matches nothing, two things that would have one name, and nothing left.
+Options apply to the names of tensors, items and values. Nothing is copied: a tensor by another name
+is bound to the same bytes, and keeps its digest. Likely mistakes are errors: a pattern that does
+not match anything, two objects that would have the same name, and an empty selection.
 
-Optimizer state follows its parameter: a `rename` for a weight also gives the weight's new name to
-its state, and in the groups of the optimizer, unless another `rename` is for the state itself::
+Optimizer state follows its parameter: a `rename` for a weight also renames its state and its name
+in the groups of the optimizer, unless another `rename` matches the state itself::
 
     rename: model.layers.*.w1=model.layers.*.gate
 
@@ -53,16 +54,15 @@ class TensorSelection(Record):
     """A part of a checkpoint, and its names.
 
     Args:
-        include: globs on names, `*` for any characters; all is taken without any.
+        include: globs on names, with `*` for any characters; all names are taken if empty.
         exclude: globs on names that are left out.
-        strip_prefix: prefixes that names lose, in this order.
+        strip_prefix: prefixes to remove from names, in this order.
         rename: texts `pattern=name`; each `*` of a pattern stands for the same `*` of the name, or
             for `{1}`, `{2}` in it.
-        select: the prefix of the only names that are taken, which they lose, such as
-            `ema_state_dict`.
+        select: the prefix of the names that are taken, such as `ema_state_dict`, which is removed.
 
     Raises:
-        UsageError: a value that is not a list of texts, or a text that cannot be read.
+        UsageError: a value that is not a list of texts, or a text that cannot be parsed.
 
     >>> chosen = TensorSelection(include=["model.*"], rename=["model.*.w1=*.gate"])
     >>> chosen.new_name("model.layers.0.w1"), chosen.new_name("optimizer.step")
@@ -92,7 +92,7 @@ class TensorSelection(Record):
 
     @property
     def changes_names(self) -> bool:
-        """Whether what is taken may have other names."""
+        """Whether the selection can change names."""
         return bool(self.strip_prefix or self.rename or self.select)
 
     @cached_property
@@ -101,7 +101,7 @@ class TensorSelection(Record):
         return "" if self.select is None else self.select.rstrip(".") + "."
 
     def takes(self, name: str) -> bool:
-        """Return whether what has this name is taken."""
+        """Return whether this name is taken."""
         if not name.startswith(self.selected_prefix):
             return False
         name = name.removeprefix(self.selected_prefix)
@@ -109,7 +109,7 @@ class TensorSelection(Record):
         return is_in and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
     def new_name(self, name: str) -> str | None:
-        """Return the new name, or None if it is left out."""
+        """Return the new name, or None if the name is left out."""
         if not self.takes(name):
             return None
         stripped = self.strip(name)
@@ -146,12 +146,12 @@ def find_new_names(
 
     Args:
         checkpoint: the source.
-        selection: which tensors, items and values, and by which names.
-        is_expected: whether each of its patterns must match something, and something be left.
+        selection: the tensors, items and values to take, and their new names.
+        is_expected: whether each pattern must match a name, and the selection must not be empty.
 
     Raises:
-        UsageError: a pattern that matches nothing; no tensor left.
-        UnreadableTensorError: nothing left but tensors that cannot be read.
+        UsageError: a pattern that does not match anything; a selection without tensors.
+        UnreadableTensorError: only tensors that cannot be read are selected.
     """
     names = [*checkpoint.tensors, *checkpoint.items, *checkpoint.values]
     others = [*checkpoint.unreadable, *dict(checkpoint.unread)]
@@ -170,7 +170,7 @@ def find_new_names(
 
 
 def list_left_out(checkpoint: Checkpoint, selection: TensorSelection) -> list[str]:
-    """Return the tensors that `include` and `exclude` leave out, by the names they would have."""
+    """Return the names that the tensors left out by `include` and `exclude` would have."""
     if not selection.include and not selection.exclude:
         return []
     result = []
@@ -182,14 +182,14 @@ def list_left_out(checkpoint: Checkpoint, selection: TensorSelection) -> list[st
 
 
 def by_new_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> Checkpoint:
-    """Return a checkpoint whose tensors, items and values have other names, each its own.
+    """Return a checkpoint whose tensors, items and values have other names.
 
     Args:
-        checkpoint: by its old names.
-        new: the name of each, None of what is left out; other names stay.
+        checkpoint: the checkpoint with the old names.
+        new: the new name by the old name, or None to leave it out; other names stay.
 
     Raises:
-        RecipeError: two things of the same name, or an empty name.
+        RecipeError: two objects with the same name, or an empty name.
     """
     names = [*checkpoint.tensors, *checkpoint.items, *checkpoint.values]
     _expect_different_names(checkpoint, {name: new.get(name, name) for name in names})
@@ -222,7 +222,7 @@ def by_new_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> Check
 def move_path(path: tuple[str | int, ...], name: str) -> tuple[str | int, ...] | None:
     """Return the path in a nested state dict for a new name, or None if it is unknown.
 
-    Keys at the beginning and at the end of the path that have dots stay separate.
+    Keys with dots at the beginning and at the end of the path are not split.
 
     >>> move_path(("model", "layers.0.w"), "layers.0.w")
     ('layers.0.w',)
@@ -259,7 +259,7 @@ def _rename_keys(things: Mapping[str, Any], find: Callable[[str], str | None]) -
 
 
 def _expect_different_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> None:
-    """Raise RecipeError for two things that would have the same name, or an empty name."""
+    """Raise RecipeError if two objects would have the same name, or an object an empty name."""
     old_of: dict[str, str] = {}
     for old, name in new.items():
         if name is None:
@@ -280,7 +280,7 @@ def _expect_different_names(checkpoint: Checkpoint, new: Mapping[str, str | None
 def _expect_matches(
     checkpoint: Checkpoint, selection: TensorSelection, names: list[str], others: list[str]
 ) -> None:
-    """Raise UsageError for a pattern that matches nothing: it is a slip, and would go unseen."""
+    """Raise UsageError for a pattern without a match: it would be a mistake without any effect."""
     prefix = selection.selected_prefix
     if prefix:
         chosen = [name for name in names if name.startswith(prefix)]
@@ -313,7 +313,7 @@ def _describe_idle(checkpoint: Checkpoint, option: str, text: str, names: list[s
             f"--select {text!r}: no tensor in {checkpoint.folder} has a name that begins with "
             f"{text + '.'!r}; names begin with {listed or 'no such word'}"
         )
-    # The comparison with each name is slow, and the first names suffice for a hint.
+    # Comparing the text with each name is slow, and the first names suffice for a hint.
     near = difflib.get_close_matches(text.partition("=")[0], names[:5000], 1, 0.3) or names[:1]
     shown = f", such as {near[0]!r}" if near else ""
     how = "a prefix is the beginning of a name, dot and all"
@@ -339,7 +339,7 @@ def _read_texts(what: str, given: Iterable[str]) -> tuple[str, ...]:
 def _parse_renaming(text: str) -> tuple[re.Pattern[str], tuple[str | int, ...]]:
     """Parse `pattern=name`: the pattern, and the text and the numbers of parts of the new name.
 
-    Raises UsageError for text that cannot be read.
+    Raises UsageError for text that cannot be parsed.
     """
     pattern, divider, name = text.partition("=")
     if not divider or not pattern or not name or "=" in name:
@@ -396,15 +396,16 @@ def select(
     No byte is copied or read.
 
     Args:
-        checkpoint: from `open`.
-        include: globs on names; all are taken without any.
+        checkpoint: a checkpoint from `open`.
+        include: globs on names; all names are taken if empty.
         exclude: globs on names that are left out.
-        strip_prefix: prefixes that names lose, in this order.
+        strip_prefix: prefixes to remove from names, in this order.
         rename: texts `pattern=name`, such as `layers.*.w1=model.layers.*.gate`.
-        select: the prefix of the only names that are taken, which they lose first.
+        select: the prefix of the names that are taken, which is removed first.
 
     Raises:
-        UsageError: a pattern that cannot be read, or that matches nothing; nothing left.
+        UsageError: a pattern that cannot be parsed, or that does not match anything; an empty
+            selection.
         RecipeError: two tensors, items or values with the same name.
     """
     return select_from(checkpoint, TensorSelection(include, exclude, strip_prefix, rename, select))
@@ -422,23 +423,24 @@ def open_selected(
 ) -> Checkpoint:
     """Describe the checkpoint at `path`: a folder, a safetensors file, or an index file.
 
-    Only headers are read. Everything that can be wrong without reading the tensors is found.
+    Only headers are read. Every error that headers can show is reported.
 
     Args:
-        path: where it is.
+        path: the location of the checkpoint.
         select: the prefix of a model among several, such as `ema_state_dict`: the checkpoint has
-            its tensors alone, without the prefix.
-        mesh: of the ranks that wrote it, if their files have plain tensors without shardings:
-            `"tp=2"`.
-        rules: the shardings over that mesh: `["*.weight=tp, -", "*=..."]`.
-        recipe: the same by a recipe's rules: a name, a file, or `auto` by config.json.
-        check_copies, allow: as in `open_checkpoint`, of copies that several ranks hold.
+            only the tensors of that model, without the prefix.
+        mesh: the mesh of the ranks that wrote the checkpoint, such as `"tp=2"`, if their files
+            have plain tensors without shardings.
+        rules: the shardings over that mesh, such as `["*.weight=tp, -", "*=..."]`.
+        recipe: a recipe with these shardings: a name, a file, or `auto` to choose by config.json.
+        check_copies, allow: how to compare copies that several ranks hold, as in
+            `open_checkpoint`.
 
     Raises:
         UsageError: a value that is not a path; a prefix that no tensor has.
-        CheckpointError: nothing there, or nothing that is a checkpoint.
+        CheckpointError: a path that does not exist, or is not a checkpoint.
         FormatError: a file that is damaged, or not of its format.
-        CoverageError: shards that do not make whole tensors.
+        CoverageError: shards that do not cover whole tensors.
     """
     from reshard.checkpoint.formats.opening import open_checkpoint
 
@@ -454,12 +456,12 @@ def select_from(
     """Return the selected part of a checkpoint.
 
     Args:
-        checkpoint: of which things are taken.
-        selection: which, and by which names.
-        is_expected: whether each of its patterns must match something, and something be left.
+        checkpoint: the source.
+        selection: the tensors, items and values to take, and their new names.
+        is_expected: whether each pattern must match a name, and the selection must not be empty.
 
     Raises:
-        UsageError: a pattern that matches nothing; nothing left.
+        UsageError: a pattern that does not match anything; an empty selection.
         RecipeError: two tensors, items or values with the same name.
     """
     if not selection:
@@ -490,9 +492,9 @@ def _name_options(selection: TensorSelection) -> str:
 def _follow_parameters(
     checkpoint: Checkpoint, selection: TensorSelection, new: dict[str, str | None]
 ) -> dict[str, str]:
-    """Return the new names of parameters, by those that optimizer state has them under.
+    """Return the new names of parameters, by their names in optimizer state.
 
-    They are put into `new` for what is not renamed by a pattern of its own.
+    Optimizer state that no pattern renames gets the new name of its parameter in `new`.
     """
     from reshard.checkpoint.training.model_sets import bare_name
     from reshard.checkpoint.training.state import find_training_state
@@ -510,7 +512,7 @@ def _follow_parameters(
         taken = new[name]
         if key and parameter in moved and taken == selection.strip(name):
             new[name] = _replace_parameter(taken, parameter, moved[parameter])
-    # Items and values of groups may have a parameter in their names.
+    # The names of items and values in groups may contain a parameter.
     for name in (*checkpoint.items, *checkpoint.values):
         taken = new[name]
         begin, found, rest = (taken or "").partition(f"{_GROUPS}.")

@@ -1,4 +1,4 @@
-"""Conversions to a model folder: from any training checkpoint to one that `from_pretrained` loads.
+"""Conversions from any training checkpoint to a model folder that `from_pretrained` loads.
 
 1. Take the selected weights of the source, without names of wrappers (`names.take_weights`).
 2. Rename them to the architecture's names: remove the trainer's prefix, and translate another
@@ -8,8 +8,9 @@
 4. Keep or cast element types, and write them to config.json (`model_folder`).
 5. Write safetensors files with an index, as any conversion does.
 
-`compare_pretrained` plans the same for a training checkpoint and for a model folder, such as one of
-the Hub, and compares what would be written of each, block by block; nothing is written.
+`compare_pretrained` plans this conversion for a training checkpoint and for a model folder, such as
+a model of the Hub. It compares the tensors that would be written, block by block, and does not
+write them.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint.options import RecipeName
 
 
-#: Files are begun anew beyond so many bytes, as `save_pretrained` does.
+#: The maximum size of a file, the same as in `save_pretrained`.
 MAX_FILE_BYTES = 5_000_000_000
 _MAX_LISTED = 8
 
@@ -110,27 +111,26 @@ def plan_for_pretrained(
     """Plan a folder that `from_pretrained` of transformers loads, from any training checkpoint.
 
     Args:
-        source: a checkpoint, or where it is.
+        source: a checkpoint, or its location.
         target: the folder that will hold the model.
-        config: the folder of the model that was trained, or its config.json, where the checkpoint
-            has none. Tokenizer files next to it are taken too.
-        recipe: for the model's names; by config.json's model type if None.
-        source_names: the convention that the source's names are in, such as `megatron`, `meta` or
-            `torchtitan`; found by the names if None.
-        most_file_bytes: the maximum size of a file; one file if None.
+        config: the folder of the model that was trained, or its config.json, if the checkpoint does
+            not have a config.json. Tokenizer files next to it are taken too.
+        recipe: the recipe for the model's names; chosen by config.json's model type if None.
+        source_names: the convention of the source's names, such as `megatron`, `meta` or
+            `torchtitan`; detected by the names if None.
+        most_file_bytes: the maximum size of a file; a single file if None.
         dtype, adapters, source_layout: as in a `ConversionRequest`.
         include, exclude, strip_prefix, rename, select: as in a `ConversionRequest`. With
             `strip_prefix` or `rename`, no other prefix is removed.
         allow: accept differences from the tensors of the architecture: `incomplete` for tensors
-            that are missing, `unknown` for tensors that it does not have, `unscaled` for
-            quantised weights without their scales.
+            that are missing, `unknown` for tensors that the architecture does not have, `unscaled`
+            for quantised weights without their scales.
 
     Raises:
-        CheckpointError: a source that cannot be used, that has no weights, or not all of them; no
-            config.json.
-        RecipeError: several models and no selection; names that could be meant in several
-            ways, or that do not fit the recipe.
-        UsageError: arguments that cannot be.
+        CheckpointError: a source that cannot be used, or lacks some or all weights; no config.json.
+        RecipeError: several models without a selection; names that are ambiguous, or that do not
+            fit the recipe.
+        UsageError: invalid arguments.
     """
     for name, value in arguments.items():
         reader = "a model folder has whole weights, in the names and files that transformers reads"
@@ -171,7 +171,7 @@ def plan_for_pretrained(
         *_describe_renames(whole, request),
         *checked,
     ]
-    # Loaders of transformers 4 refuse other frameworks' files, whatever the source was saved by.
+    # transformers 4 refuses files of other frameworks: name PyTorch, whatever the source names.
     weights = weights.replace(metadata={**weights.metadata, "format": "pt"})
     write_plan = arrange_whole(request, weights)
     companions = {name: path for name, path in files.companions.items() if name != CONFIG}
@@ -263,7 +263,7 @@ def _name_left_out(
 
 
 def _describe_renames(checkpoint: Checkpoint, request: ConversionRequest) -> list[str]:
-    """Return a note where the user renames tensors whose rows have another order."""
+    """Return a note if the user renames tensors whose rows have another order."""
     if not request.rename:
         return []
     new = {name: request.selection.new_name(name) for name in checkpoint.tensors}
@@ -272,7 +272,7 @@ def _describe_renames(checkpoint: Checkpoint, request: ConversionRequest) -> lis
 
 
 def _find_containers(checkpoint: Checkpoint) -> list[str]:
-    """Return the prefixes of weights that the trainer's state shows to be its own."""
+    """Return the prefixes of weights that belong to the trainer, as its state shows."""
     state = find_training_state(checkpoint)
     shown = [*state.weight_prefixes] if state is not None else []
     fronts = {path[:-1] for name, path in checkpoint.paths.items() if name in checkpoint.tensors}
@@ -281,7 +281,7 @@ def _find_containers(checkpoint: Checkpoint) -> list[str]:
 
 
 def _cut_padding(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """Return the checkpoint without rows of the vocabulary that config.json does not have."""
+    """Return the checkpoint without rows that exceed the vocabulary of config.json."""
     rows = find_padded_vocabulary(shapes_of(checkpoint.tensors), config)
     if not rows:
         return checkpoint
@@ -303,7 +303,7 @@ def _cut_padding(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoin
 def _expect_all_outputs(
     checkpoint: Checkpoint, config: Mapping[str, Any], left_out: Collection[str]
 ) -> None:
-    """Raise CheckpointError where an output layer is missing that is not tied."""
+    """Raise CheckpointError if an output layer is missing and is not tied."""
     missing = None if left_out else describe_missing_output(checkpoint, config)
     if missing is not None:
         raise CheckpointError(missing)
@@ -312,9 +312,9 @@ def _expect_all_outputs(
 def _expect_all_numbers(
     checkpoint: Checkpoint, recipe: Recipe, config: Mapping[str, Any], left_out: Collection[str]
 ) -> None:
-    """Raise CheckpointError where layers or experts are missing between others."""
+    """Raise CheckpointError if the numbers of layers or experts have gaps."""
     found: dict[str, set[int]] = {}
-    # Names that differ in digits only match the same rule.
+    # Names that differ only in digits match the same rule, so a single name is matched.
     rule_of: dict[str, Rule | None] = {}
     for name in (*checkpoint.tensors, *left_out):
         kind = re.sub(r"\d", "0", name)
@@ -344,7 +344,7 @@ def _change_elements(
 ) -> ChangedElements:
     checkpoint, merged = merge_adapters(checkpoint, request.adapters)
     kinds = {tensor.dtype for tensor in checkpoint.tensors.values() if is_castable(tensor.dtype)}
-    # A model that was trained in one dtype keeps no tensor in float32 on purpose.
+    # A model that was trained in a single dtype does not keep any tensor in float32 on purpose.
     if len(kinds) == 1:
         config = {
             key: value for key, value in config.items() if not key.endswith(("dtype", "_config"))
@@ -370,21 +370,21 @@ def compare_pretrained(
     progress: ProgressFunction | None = None,
     **arguments: Unpack[ComparePretrainedArguments],
 ) -> Comparison:
-    """Compare what a training checkpoint is as a model folder with a model folder that is there.
+    """Compare a training checkpoint, converted to a model folder, with an existing model folder.
 
     Args:
-        checkpoint: a checkpoint, or where it is.
+        checkpoint: a checkpoint, or its location.
         model: a folder with config.json and whole weights, in the architecture's names.
-        threads: at most so many at a time; 4 if None, and 16 from an address.
+        threads: the maximum number of threads; if None, 4, or 16 for a checkpoint at a URL.
         progress: called after every block.
         config, recipe, source_names, dtype, adapters, source_layout, include, exclude,
-            strip_prefix, rename, select: for `checkpoint`, as in `plan_for_pretrained`. The config
-            is the model's where none is given.
+            strip_prefix, rename, select: for `checkpoint`, as in `plan_for_pretrained`. The default
+            config is the model's.
 
     Raises:
         CheckpointError: a checkpoint or a model that cannot be used, or that lacks weights.
-        RecipeError: names that could be meant in several ways, or that do not fit the recipe.
-        UsageError: arguments that cannot be.
+        RecipeError: names that are ambiguous, or that do not fit the recipe.
+        UsageError: invalid arguments.
         RunError: a file cannot be read.
     """
     place = model.folder if isinstance(model, Checkpoint) else model
@@ -395,6 +395,6 @@ def compare_pretrained(
 
 
 def _plan(checkpoint: str | os.PathLike[str] | Checkpoint, **arguments: Any) -> Conversion:
-    """Return the conversion to a model folder; it is not run, so that its target is only a name."""
+    """Return the conversion to a model folder. It is never run, so its target is only a name."""
     folder = checkpoint.folder if isinstance(checkpoint, Checkpoint) else checkpoint
     return plan_for_pretrained(checkpoint, unwritten_target(folder), **arguments)

@@ -1,12 +1,13 @@
 """Files of a model folder other than weights, and weights that are stored once.
 
-config.json and the tokenizer's files are taken from the folder that the user names, else from the
-checkpoint's, else from `huggingface` in or next to it, as verl has it, or from the parent folder.
-config.json is written with the dtype of the weights, and with whether they are tied.
+config.json and the tokenizer's files are taken from the folder that the user names. The default is
+the checkpoint's folder, or else the folder `huggingface` in or next to it, which verl writes, or
+the parent folder. config.json is written with the dtype of the weights, and specifies whether they
+are tied.
 
-If config.json ties the output layer to the input embedding and the checkpoint has both, the output
-layer is left out if its bytes are the same; the two are compared for that, block by block. If they
-differ, the model was not tied: both are kept, and config.json specifies so.
+If config.json ties the output layer to the input embedding and the checkpoint has both, they are
+compared block by block. If they are equal, the output layer is left out. If they differ, the model
+was not tied: both are kept, and config.json is changed accordingly.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ def find_model_files(
     """Return the config of a checkpoint's model, and the files next to it.
 
     Args:
-        checkpoint: whose folder is looked at.
-        given: a folder with config.json, or such a file.
+        checkpoint: the checkpoint whose folder is searched.
+        given: a folder with config.json, or the path of a config.json.
 
     Raises:
         UsageError: a value that is not a path.
         CheckpointError: no config.json.
-        FormatError: one that is not a JSON object, or that names no type of model.
+        FormatError: a config.json that is not a JSON object, or does not name a type of model.
     """
     if given is not None:
         if not isinstance(given, str | os.PathLike):
@@ -123,7 +124,7 @@ def _find_companions(folder: Path) -> dict[str, Path]:
 
 
 def most_common_type(checkpoint: Checkpoint) -> DType | None:
-    """Return the type that most bytes of floating-point tensors have, or None without any."""
+    """Return the type of most bytes of floating-point tensors, or None without such tensors."""
     sizes: Counter[DType] = Counter()
     for tensor in checkpoint.tensors.values():
         if is_castable(tensor.dtype):
@@ -132,7 +133,7 @@ def most_common_type(checkpoint: Checkpoint) -> DType | None:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:
-    """Return a config with a dtype, under the key that it has for it.
+    """Return a config with a dtype, under the key that the config uses for it.
 
     >>> from reshard.dtypes import dtype
     >>> with_dtype({"torch_dtype": "bfloat16"}, dtype("float32"))
@@ -144,7 +145,7 @@ def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]
     for key in [key for key in _DTYPE_KEYS if key in result] or ["torch_dtype"]:
         result[key] = dtype.name
     for key, part in result.items():
-        # Parts of models of several kinds, such as `text_config`, have types of their own.
+        # Parts of a multimodal model, such as `text_config`, have their own types.
         if key.endswith("_config") and isinstance(part, Mapping):
             typed = {item: dtype.name for item in _DTYPE_KEYS if part.get(item) is not None}
             result[key] = {**part, **typed}
@@ -170,9 +171,9 @@ _INPUT = re.compile(
 def store_tied_once(
     checkpoint: Checkpoint, config: Mapping[str, Any]
 ) -> tuple[Checkpoint, dict[str, Any], list[str]]:
-    """Return the checkpoint without output layers that are their embeddings.
+    """Return the checkpoint without output layers that are equal to their embeddings.
 
-    With the config that is true of it, and notes.
+    Also return a config that specifies whether they are tied, and notes.
 
     Raises:
         RunError: a file that cannot be read.

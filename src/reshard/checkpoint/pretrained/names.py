@@ -11,29 +11,29 @@ merged are an error.
     model.model.layers.0.mlp.up_proj.weight      "model." of the trainer, and of the architecture
     model.lm_head.weight                         without "model.model." this would not fit
 
-1. The candidates are the prefixes of at least half of the names, up to a dot.
+1. The candidates are prefixes that end with a dot, and that at least half of the names have.
 2. The chosen prefix leaves the most names matched by the recipe for config.json's model type: by
    its rules, or by its names in another convention, such as Megatron's.
-3. Among equals, the longest that leaves the architecture's own prefix is chosen, then the longest
-   of words that trainers use. Otherwise an error lists the choices.
+3. Among equals, the longest prefix that leaves the architecture's own prefix is chosen, then the
+   longest prefix of words that trainers use. Otherwise an error lists the choices.
 
-Without a recipe, the prefix is the one that the trainer's state shows: in the optimizer's names, or
-in the nested state dict.
+Without a recipe, the prefix is taken from the trainer's state: from the names of optimizer state,
+or from the nested state dict.
 
-`in_transformers_names` translates Llama's names of Meta and torchtitan, whose attention has another
-order of rows. transformers' rotary embedding rotates row `i` of a head with row `i + head_dim / 2`;
-Meta's and torchtitan's rotate rows `2 i` and `2 i + 1`. Rows of queries and keys are put in
-transformers' order by views on the same bytes. A plain `--rename`, which gives the same names and
-shapes, would give another model::
+`in_transformers_names` translates the names of Llama by Meta and torchtitan, whose attention has
+another order of rows. transformers' rotary embedding rotates row `i` of a head with row
+`i + head_dim / 2`; Meta's and torchtitan's rotate rows `2 i` and `2 i + 1`. Rows of queries and
+keys are put in transformers' order by views on the same bytes. A plain `--rename` would result in
+the same names and shapes, but in another model::
 
     torchtitan, Meta                           transformers
     layers.0.attention.wq.weight               model.layers.0.self_attn.q_proj.weight, other rows
     layers.0.attention.qkv_linear.wq.weight    the same, in later versions of torchtitan
     layers.0.feed_forward.w1.weight            model.layers.0.mlp.gate_proj.weight
 
-A checkpoint counts as torchtitan's if it is one of torch.distributed.checkpoint, and as Meta's if
-its files are `consolidated.*.pth` next to `params.json`. Only Llama's order of rows is known; other
-models with such names are refused.
+A checkpoint is taken as torchtitan's if its format is torch.distributed.checkpoint, and as Meta's
+if its files are `consolidated.*.pth` next to `params.json`. Only Llama's order of rows is known;
+other models with such names are refused.
 
 Sources: torchtitan's `models/llama3`, `llama/model.py` of Meta, `models/llama` of transformers.
 """
@@ -71,8 +71,8 @@ from reshard.recipes.naming import compile_pattern
 from reshard.recipes.recipe import Recipe
 from reshard.text import count_text
 
-# What the base model of an architecture is called in its other classes, by its model type, where
-# that is not `model`. Empty: by nothing, names are the same in all classes.
+# The prefix of the base model in an architecture's other classes, by its model type, if it is not
+# `model`. It is empty if names are the same in all classes.
 _BASES = {
     **dict.fromkeys(("gpt2", "gpt_bigcode", "bloom", "falcon"), "transformer"),
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), "roberta"),
@@ -88,10 +88,10 @@ _WORD = re.compile(r"[A-Za-z]\w*")
 
 
 class ModelNames(NamedTuple):
-    """How weights are named: the prefix that is not the architecture's, and the convention.
+    """The names of weights: the prefix that is not the architecture's, and the convention.
 
-    `convention` is that of the recipe's tables which the rest of a name is in, such as `megatron`;
-    None for the architecture's own.
+    `convention` is the recipe's convention that the rest of a name follows, such as `megatron`;
+    None for the architecture's own names.
     """
 
     prefix: str
@@ -110,16 +110,16 @@ def find_model_names(
     """Find the prefix and the convention of the weights' names.
 
     Args:
-        checkpoint: of weights alone, without wrappers in their names.
-        recipe: for config.json's model type, if there is one.
-        config: config.json.
+        checkpoint: a checkpoint of weights alone, without wrappers in their names.
+        recipe: the recipe for config.json's model type, if any.
+        config: the content of config.json.
         containers: prefixes that the trainer's own state shows.
         keeps_prefix: whether the user specified the prefix to remove.
 
     Raises:
-        RecipeError: several prefixes that could be meant.
+        RecipeError: an ambiguous prefix.
     """
-    # Layers and experts repeat: names that differ in numbers only are looked at once.
+    # Names that differ in the numbers of layers and experts only are examined once.
     kinds = Counter(_NUMBER.sub("0", name) for name in checkpoint.tensors)
     prefixes = [""]
     if not keeps_prefix:
@@ -137,7 +137,8 @@ def find_model_names(
         if matched > most:
             most, best, convention = matched, fitting, name
     if convention is not None:
-        # In another program's names a shorter prefix looks like no prefix.
+        # Several prefixes may fit another program's names equally well: remove the longest, which
+        # is the whole prefix of the trainer.
         prefix = max(best, key=len)
     else:
         prefix = _choose(checkpoint, best, kinds, config)
@@ -150,9 +151,10 @@ def expect_single_model(
     """Raise RecipeError for a checkpoint with several models under different prefixes.
 
     Args:
-        checkpoint: with or without optimizer state.
-        recipe: of the architecture, if there is one.
-        keeps_prefix: whether names lose no prefix, so that only copies of names without one count.
+        checkpoint: a checkpoint with or without optimizer state.
+        recipe: the recipe of the architecture, if any.
+        keeps_prefix: whether no prefix is removed, so that only copies of names without a prefix
+            are reported.
     """
     shapes = shapes_without_state(checkpoint)
     if recipe is None:
@@ -180,7 +182,7 @@ def _list_own_words(recipe: Recipe) -> frozenset[str]:
 def _find_best(
     kinds: Mapping[str, int], prefixes: list[str], matches: Callable[[str], bool]
 ) -> tuple[int, list[str]]:
-    """Return how many names are matched at most, and the prefixes without which they are."""
+    """Return the maximum number of matched names, and the prefixes whose removal achieves it."""
     matched = {
         prefix: sum(n for name, n in kinds.items() if matches(name.removeprefix(prefix)))
         for prefix in prefixes
@@ -190,7 +192,7 @@ def _find_best(
 
 
 def _matcher_of(recipe: Recipe) -> Callable[[str], bool]:
-    """Return whether a name is one of the recipe's own, or of its stacked tensors."""
+    """Return a function that checks whether a name fits a recipe or its stacked names."""
     stacked = _matches_any(recipe.names.get(STACKED, {}))
     # A rule for all other tensors matches any name.
     rules = [rule for rule in recipe.rules if rule.pattern.strip("*")]
@@ -222,7 +224,8 @@ def _choose(
     config: Mapping[str, Any],
 ) -> str:
     """Choose among prefixes that fit equally well. Raises RecipeError if none is preferable."""
-    # One that a part of the names has must have made more of them fit.
+    # Prefer prefixes that all names have. A prefix that only some names have would have to match
+    # more names to be chosen.
     prefixes = [
         prefix for prefix in prefixes if all(name.startswith(prefix) for name in kinds)
     ] or prefixes
@@ -262,7 +265,7 @@ def _take_as_saved(
     containers: Iterable[str],
     keeps_prefix: bool,
 ) -> ModelNames:
-    """Remove from names the prefix that the trainer's state shows, without a recipe."""
+    """Return the prefix that the trainer's state shows, for a model without a recipe."""
     shown = [
         container
         for container in containers
@@ -289,7 +292,7 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
 
     Raises:
         CheckpointError: no weights, adapters that are not merged into them, or weights of Flax.
-        RecipeError: two weights of one name.
+        RecipeError: two weights with the same name.
     """
     state = find_training_state(checkpoint)
     weights = [name for name in checkpoint.tensors if not is_auxiliary(name)]
@@ -300,7 +303,7 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
         optimizer = [name for name, (_, key) in state.tensors.items() if key]
         optimizer += [name for name, _ in state.unplaced]
         weights = [name for name in checkpoint.tensors if name in placed]
-        # The weights of stage 3 of ZeRO are those of 32 bits alone.
+        # Stage 3 of ZeRO stores weights only as 32-bit weights in optimizer state.
         alone = {
             kept[MASTER]: parameter
             for parameter, kept in state.optimizer.items()
@@ -323,7 +326,7 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
             "the weights from the program that has the model, by the names of the architecture"
         )
     saved = {_SAVED_MODULE.sub(".", name) for name in weights if _SAVED_MODULE.search(name)}
-    # Unreadable optimizer state is left out as the rest of it is.
+    # All optimizer state is left out, so it does not matter whether it can be read.
     inside = {name for name in checkpoint.unreadable if is_optimizer_state(name)}
     unreadable = {n: why for n, why in checkpoint.unreadable.items() if n not in inside}
     checkpoint.replace(unreadable=unreadable).expect_readable()
@@ -350,7 +353,7 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def model_name(name: str) -> str:
-    """Return a weight's name without what wrappers of modules have in it.
+    """Return a weight's name without the parts added by wrappers of modules.
 
     >>> model_name("module._orig_mod.model.layers.0._checkpoint_wrapped_module.mlp.w")
     'model.layers.0.mlp.w'
@@ -365,7 +368,7 @@ def model_name(name: str) -> str:
 def _describe_rest(
     checkpoint: Checkpoint, new: dict[str, str | None], optimizer: Sequence[str]
 ) -> list[str]:
-    """Return whether a name belongs to training state, which model folders do not have."""
+    """Return a note on the tensors and values that are left out, or an empty list."""
     known = {*optimizer}
     others = [name for name in checkpoint.tensors if new[name] is None and name not in known]
     beside = [*checkpoint.items, *checkpoint.values, *checkpoint.attributes]
@@ -405,7 +408,7 @@ _ANGLES = re.compile(r"(?:rope\.freqs|rope\.cache|freqs_cis|.*\.inner_attention\
 _QUERIES = re.compile(r"model\.layers\.\d+\.self_attn\.q_proj\.(weight|bias)")
 _KEYS = re.compile(r"model\.layers\.\d+\.self_attn\.k_proj\.(weight|bias)")
 _SIGN = re.compile(rf"(.*?){_LAYER}attention\.(?:qkv_linear\.)?w[qk]\.weight")
-# Keys of params.json, what they are in config.json, and what they are where params.json has none.
+# The keys of config.json by the keys of params.json.
 _SAME_KEYS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -416,7 +419,7 @@ _SAME_KEYS = {
 
 
 def find_llama_prefix(checkpoint: Checkpoint) -> str | None:
-    """Return what stands in front of names that Meta and torchtitan use; None for other names."""
+    """Return the prefix before names that Meta and torchtitan use, or None for other names."""
     for name in checkpoint.tensors:
         match = _SIGN.fullmatch(name)
         if match is not None:
@@ -431,17 +434,17 @@ def in_transformers_names(
     config: Mapping[str, Any],
     convention: str | None = None,
 ) -> tuple[Checkpoint, str]:
-    """Return weights in transformers' names and order of rows, and whose they were in.
+    """Return weights in transformers' names and order of rows, and the convention they were in.
 
     Args:
-        weights: in names of Meta or torchtitan.
-        source: the checkpoint that they are of, whose files tell whose they are.
-        prefix: that their names have in front.
+        weights: weights in names of Meta or torchtitan.
+        source: the checkpoint of the weights, whose files show the convention.
+        prefix: the prefix of their names.
         config: the model's config.json.
-        convention: whose names they are, as the user gives it; found if None.
+        convention: the convention of the names, given by the user; detected if None.
 
     Raises:
-        CheckpointError: a model whose order of rows is not known, or a fact that is missing.
+        CheckpointError: a model whose order of rows is unknown, or missing information.
         RecipeError: rows that are not pairs of the heads of config.json.
     """
     kind = config.get("model_type")
@@ -506,7 +509,7 @@ def describe_plain_rename(old: Mapping[str, str]) -> str | None:
 
 
 def translate_name(name: str) -> str:
-    """Return transformers' name of a name of Meta or torchtitan; other names as they are."""
+    """Return transformers' name for a name of Meta or torchtitan; other names stay."""
     return _find_translation(name) or name
 
 
@@ -519,7 +522,7 @@ def _find_translation(name: str) -> str | None:
 
 
 def _find_convention(source: Checkpoint, first: str) -> str:
-    """Return whose names they are, by the files."""
+    """Return the convention of the names, detected by the files."""
     if source.format == "torch-dcp":
         return "torchtitan"
     is_meta = any(Path(file.name).name.startswith("consolidated.") for file in source.files)
@@ -540,7 +543,7 @@ def _find_convention(source: Checkpoint, first: str) -> str:
 
 
 def _expect_same_model(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where params.json and config.json are of different models."""
+    """Raise CheckpointError if params.json and config.json are of different models."""
     path = folder / PARAMETERS
     try:
         given = json.loads(path.read_bytes())

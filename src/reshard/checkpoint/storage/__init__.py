@@ -1,4 +1,4 @@
-"""Local files, object stores and uploads. Nothing here knows tensors.
+"""Local files, object stores and uploads. These modules do not depend on tensors.
 
 ::
 

@@ -1,10 +1,10 @@
 """Writing to containers of Azure Blob Storage, block by block.
 
-A begun blob has uncommitted blocks, which can be listed; `complete` commits their list. The names
-of a conversion's blocks begin with its id, so blocks of others are not used. Azure has no call that
-deletes blocks; uncommitted blocks expire after a week.
+A blob that was begun has uncommitted blocks, which can be listed; `complete` commits their list.
+The names of a conversion's blocks begin with its id, so blocks of other conversions are not used.
+Azure does not have a call that deletes blocks; uncommitted blocks expire after a week.
 
-Settings are those of the reading side: `AZURE_STORAGE_CONNECTION_STRING`, or
+Settings are the same as for reading: `AZURE_STORAGE_CONNECTION_STRING`, or
 `AZURE_STORAGE_ACCOUNT_NAME` with `AZURE_STORAGE_ACCOUNT_KEY`, `AZURE_STORAGE_SAS_TOKEN` or the
 credential of azure-identity; `AZURE_STORAGE_ENDPOINT`.
 """
@@ -119,7 +119,7 @@ class AzureTarget(ObjectTarget):
             }
 
     def list_uploads(self, prefix: str) -> list[PendingUpload]:
-        """Return the names with blocks and no blob. Names with a blob too cannot be listed."""
+        """Return the incomplete uploads. Names that already have a blob cannot be listed."""
         with self._translate(prefix):
             blobs = {blob.name for blob in self._container.list_blobs(name_starts_with=prefix)}
             every = self._container.list_blobs(
@@ -193,7 +193,7 @@ def open_az(name: str) -> AzureTarget:
         url = endpoint or f"https://{account}.blob.core.windows.net"
         client = ContainerClient(url, name, credential=_find_credential(account), **retries)
     except ValueError as error:
-        # The message about an invalid connection string contains its key.
+        # The original message contains the connection string, and so its key.
         message = "the connection string is invalid" if connection else shorten(str(error))
         raise OSError(errno.EINVAL, message, f"az://{name}") from error
     return AzureTarget(name, client)
@@ -219,7 +219,7 @@ def _block_id(upload: str, number: int) -> str:
 
 
 def _decode(block_id: str) -> str:
-    # Some versions of the package return names as they were put, others encoded.
+    # Some versions of the package return names as they were given, others return them encoded.
     try:
         return base64.b64decode(block_id, validate=True).decode()
     except ValueError:

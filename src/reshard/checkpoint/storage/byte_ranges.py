@@ -1,13 +1,14 @@
-"""Coalescing: byte ranges of files that many small pieces share, and these pieces as arrays.
+"""Coalescing: merging small pieces of files to byte ranges, and equal pieces to arrays.
 
 ::
 
     file      [piece][piece]   [piece]                  [piece]
     ranges    [------- range 1 ------]                  [range 2]
 
-1. Pieces of a file that are close together become one range, which one call reads or writes.
+1. Pieces of a file that are close together are merged to a range, which a single call reads or
+   writes.
 2. As many ranges as fit share a buffer at a time.
-3. Pieces of one shape at equal distances in memory are one array with an additional dimension.
+3. Pieces of the same shape at equal distances in memory become an array with another dimension.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def coalesce(
         file: the file number of each piece, shape `(pieces,)`.
         start: the first byte of each piece in its file, shape `(pieces,)`.
         size: the bytes of each piece, shape `(pieces,)`.
-        gap_bytes: the largest gap to merge over: one number, or one for each piece.
-        max_bytes: the largest range; a single piece may be larger.
+        gap_bytes: the maximum gap to merge over: a number, or an array with a gap for each piece.
+        max_bytes: the maximum size of a range; a single piece may be larger.
 
     >>> files, starts, sizes = np.array([0, 0, 0]), np.array([90, 0, 10]), np.array([5, 10, 10])
     >>> [r.pieces.tolist() for r in coalesce(files, starts, sizes, 8, 100)]
@@ -62,7 +63,7 @@ def coalesce(
     for high in ends:
         of_file = order[low:high]
         begins = start[of_file]
-        # Pieces of tied tensors may overlap, so compare with the furthest end so far.
+        # Pieces of tied tensors may overlap, so compare with the greatest end so far.
         stops = begins + size[of_file]
         reach = np.maximum.accumulate(stops)
         breaks = np.flatnonzero(begins[1:] - reach[:-1] > gaps[of_file[:-1]]) + 1
@@ -128,7 +129,7 @@ def strided_arrays(
     at: IntArray,
     strides: tuple[int, ...] | None = None,
 ) -> np.ndarray[Any, Any]:
-    """Return arrays of one shape at equal distances in memory as one array."""
+    """Return arrays of the same shape at equal distances in memory as a single array."""
     inner: list[int] = []
     step = storage.itemsize
     for size in reversed(shape):

@@ -3,9 +3,9 @@
 Compressed streams are decoded piece by piece, in bounded memory and to a bounded length:
 
 1. A Zstandard frame that requires a window of more than `MAX_WINDOW_BYTES` is refused.
-2. After the packed bytes the decoder is given an empty frame (`_LAST_FRAME`). A decoder that is
-   still inside a frame reads it as the header of a block of an impossible size, so a truncated
-   stream is detected wherever it was truncated.
+2. An empty frame (`_LAST_FRAME`) is appended to the packed bytes. If the stream was truncated, the
+   decoder is still inside a frame, and reads the empty frame as the header of a block with an
+   impossible size. So a truncated stream is detected wherever it was truncated.
 3. Output beyond the declared length is an error, so that a small file cannot fill a disk.
 """
 
@@ -61,7 +61,7 @@ class DecodedStream:
         promise: names the declaration of its length in errors.
 
     Raises MissingExtraError if zstandard is needed and not installed. Reading raises FormatError
-    for an invalid stream, and for a longer one.
+    for an invalid stream, and for a stream longer than `max_bytes`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class DecodedStream:
     def read(self, size: int, /) -> bytes:
         """Return the next `size` bytes, or those that are left."""
         parts: list[bytes] = []
-        # One byte more than declared, to detect a longer stream.
+        # Request a byte more than declared, to detect a longer stream.
         left = min(size, self._left + 1)
         while left and (part := self._read_part(left)):
             parts.append(part)
@@ -87,7 +87,7 @@ class DecodedStream:
 
 
 def _unpack_zstandard(packed: ByteStream, label: str) -> Callable[[int], bytes]:
-    """Return a function that decodes at most a number of bytes, and none at the end."""
+    """Return a function that decodes at most a number of bytes, and returns none at the end."""
     zstandard = import_zstandard(label)
     is_ended = False
 
@@ -110,7 +110,7 @@ def _unpack_zstandard(packed: ByteStream, label: str) -> Callable[[int], bytes]:
 
     def read_part(size: int) -> bytes:
         try:
-            # The reader allocates the whole request before it decodes.
+            # The reader allocates the requested size before it decodes, so requests are limited.
             return bytes(reader.read(min(size, _PART_BYTES)))
         except zstandard.ZstdError as error:
             raise FormatError(
@@ -122,8 +122,8 @@ def _unpack_zstandard(packed: ByteStream, label: str) -> Callable[[int], bytes]:
 
 
 def _unpack_deflate(packed: ByteStream, label: str) -> Callable[[int], bytes]:
-    """Return a function as `_unpack_zstandard`, for a gzip or zlib stream."""
-    # Adding 32 makes the decoder detect which of the two it is.
+    """Return a function like that of `_unpack_zstandard`, for a gzip or zlib stream."""
+    # Adding 32 to the window bits makes the decoder detect which of the two formats it is.
     decoder = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)
 
     def read_part(size: int) -> bytes:

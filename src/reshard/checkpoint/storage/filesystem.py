@@ -8,22 +8,22 @@ Staging folders, locks, journals and drafts have predictable names, and may be i
 other users can write to. Everything that this package writes in place, truncates, locks or deletes
 under such a name is opened here:
 
-1. A folder is created with mode 0700. An existing one must be a folder, not a link to one, and
-   must belong to this user.
+1. A folder is created with mode 0700. An existing path must be a folder, not a link, and must
+   belong to this user.
 2. A file is opened with `O_NOFOLLOW`. Before a byte of it is changed, it must be a regular file
-   with one name, owned by this user or by the owner of its folder.
+   without other hard links, owned by this user or by the owner of its folder.
 3. The owner that a file system assigns to new files may differ from this process's user: NFS with
-   squashed root, mounts with one fixed owner. If the owners differ, a temporary file shows which
+   squashed root, mounts with a fixed owner. If the owners differ, a temporary file shows which
    owner new files get.
 
-One process at a time works in a folder that it has locked. The kernel releases the lock when its
-holder ends in any way, so a killed run never has to be cleaned up by hand:
+A folder is locked, so that only a single process at a time works in it. The kernel releases the
+lock when its holder ends in any way, so a killed run never has to be cleaned up by hand:
 
 1. Create the folder and a file `lock` in it, and lock that file without waiting.
-2. If another process holds it, name that process: the holder wrote its host and process id into
-   the file.
-3. If the locked file is no longer the file of that name, the earlier holder was just removing its
-   folder: begin again.
+2. If another process holds the lock, report that process: the holder wrote its host and process id
+   into the file.
+3. If the locked file is no longer the file with that name, the earlier holder has just removed its
+   folder: start again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from typing import BinaryIO, Self
 from reshard.errors import RunError
 from reshard.system import MAX_CALL_BYTES, sync
 
-# Requests up to this size are not compared with the size of the file.
+# Smaller requests are not compared with the size of the file, since they take little memory.
 _UNCHECKED_BYTES = 1 << 20
 
 CONTINUES = "run the same command again, it continues"
@@ -55,7 +55,7 @@ def read_up_to(file: BinaryIO, max_bytes: int) -> bytes:
     """Read at most `max_bytes` of an open file from its position.
 
     Python allocates the memory of a whole request before it reads. So a request beyond the end of
-    the file, such as by a size in damaged metadata, is limited to the size of the file.
+    the file, such as for a size in damaged metadata, is limited to the size of the file.
     """
     if max_bytes > _UNCHECKED_BYTES:
         position = file.tell()
@@ -65,10 +65,11 @@ def read_up_to(file: BinaryIO, max_bytes: int) -> bytes:
 
 
 def read_range(file: BinaryIO, start_bytes: int, size_bytes: int) -> bytes:
-    """Read a range of an open file; returns fewer bytes only where the file ends.
+    """Read a range of an open file; return fewer bytes only where the file ends.
 
-    The system may return less than requested, so this repeats. A file without a descriptor, such
-    as an object of a store, must be read by one thread. Memory is limited as in `read_up_to`.
+    The system may return less than requested, so the call is repeated. A file without a descriptor,
+    such as an object of a store, must be read by a single thread. Memory is limited as in
+    `read_up_to`.
     """
     try:
         descriptor = file.fileno()
@@ -163,7 +164,7 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
         state = os.fstat(descriptor)
         problem = _describe_file(state)
         if problem is None and state.st_uid != os.geteuid():
-            # The folder was checked before: some file systems have one owner for all files.
+            # Some file systems assign the same owner to all files. The folder was checked before.
             owner = os.stat(path.parent).st_uid
             problem = None if state.st_uid == owner else f"of another user, {state.st_uid}"
         if problem is not None:
@@ -232,7 +233,7 @@ def is_exclusive(state: os.stat_result) -> bool:
 
 
 def _owner_of_new_files(folder: Path) -> int | None:
-    """Return the owner that new files get in the parent of `folder`, or None if unknown."""
+    """Return the owner of new files in the parent of `folder`, or None if unknown."""
     if os.lstat(folder).st_uid == os.geteuid():
         return None
     try:
@@ -272,7 +273,7 @@ def _refuse(path: Path, problem: str) -> RunError:
 
 _FOLDER_SYNC_UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _LOCK_NAME = "lock"
-# Attempts to lock a folder that earlier holders keep removing.
+# The number of attempts to lock a folder that earlier holders keep removing.
 _ATTEMPTS = 100
 
 
@@ -288,7 +289,7 @@ def translate_os_errors(action: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # Calls on paths report the exact path, those on descriptors none.
+        # Errors of calls on paths have the exact path; errors of calls on descriptors do not.
         exact = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
         reason = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -348,7 +349,7 @@ def sync_folder(folder: Path) -> None:
     try:
         sync(descriptor)
     except OSError as error:
-        # File systems that cannot sync folders report these; nothing else can be done.
+        # File systems that cannot sync folders report these errors; there is no alternative.
         if error.errno not in _FOLDER_SYNC_UNSUPPORTED:
             raise
     finally:
@@ -470,7 +471,8 @@ class FolderLock(Closing):
     def close(self) -> None:
         """Release the lock and keep the folder. Closing again does nothing."""
         if self._descriptor is not None:
-            # Closing, not unlocking: an unlock in a forked child would unlock its parent too.
+            # Close the file instead of unlocking it: an unlock in a forked child would also release
+            # its parent's lock.
             os.close(self._descriptor)
             self._descriptor = None
 

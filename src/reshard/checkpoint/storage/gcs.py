@@ -1,9 +1,9 @@
-"""Writing to buckets of Google Cloud Storage, as objects of parts that are composed.
+"""Writing to buckets of Google Cloud Storage, by composing objects from their parts.
 
 A part is an object of its own, stored with the marker, so parts are put in any order and can be
 listed; `complete` composes them, up to 32 at a time, and deletes them. Resumable uploads would
-require the parts in order. Credentials are those of google-auth (`GOOGLE_APPLICATION_CREDENTIALS`,
-gcloud's); `STORAGE_EMULATOR_HOST` names another server.
+require the parts in order. google-auth finds the credentials (`GOOGLE_APPLICATION_CREDENTIALS`,
+gcloud's); `STORAGE_EMULATOR_HOST` specifies another server.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GcsTarget(ObjectTarget):
 
         self._name, self._client = name, client
         self._bucket = client.bucket(name)
-        # Every request here is idempotent.
+        # Every request here is idempotent, so it can be repeated.
         self._retry = DEFAULT_RETRY.with_timeout(_GIVE_UP_S)
 
     def begin(self, key: str, conversion_id: str, parts_key: str) -> str:

@@ -1,8 +1,8 @@
 """Models of the Hugging Face Hub, read by ranges without downloading.
 
-The revision is resolved once and every request names its commit, so the content cannot change
-during reading. Tokens, proxies and the server are those of huggingface_hub: `HF_TOKEN`, the token
-stored by `hf auth login`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`.
+The revision is resolved once, and every request specifies its commit, so the content cannot change
+during reading. Tokens, proxies and the server are configured as for huggingface_hub: `HF_TOKEN`,
+the token stored by `hf auth login`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class HubSource:
     Args:
         files: the state of every file, by its path in the model.
         server: the server of the files.
-        prefix: of their keys on the server.
+        prefix: the prefix of their keys on the server.
     """
 
     def __init__(self, files: Mapping[str, ObjectState], server: BucketSource, prefix: str) -> None:
@@ -53,7 +53,7 @@ class HubSource:
         """Fill memory with a range of a file. Raises OSError."""
         served = self._server.read_into(f"{self._prefix}/{key}", start_bytes, memory)
         state = self._files[key]
-        # The server of the bytes has its own times and tags.
+        # The server that delivers the bytes has its own times and tags: prefer the Hub's state.
         return state if served.size_bytes == state.size_bytes else served
 
 
@@ -95,7 +95,7 @@ def open_hub(organisation: str, model: str) -> HubSource:
             f"the Hub has no such {what}, or it is private: log in with `hf auth login`",
             f"hf://{organisation}/{model}",
         ) from error
-    # Other refusals and lost connections are errors of the HTTP library in use.
+    # The HTTP library in use raises other refusals and lost connections as its own errors.
     except (OSError, ValueError, *errors.HfHubHTTPError.__bases__) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise OSError(

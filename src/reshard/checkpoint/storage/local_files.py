@@ -7,7 +7,7 @@ tensor begins anywhere, so:
 1. Memory is allocated in whole pages (`AlignedBuffer`).
 2. A block that begins `d` bytes into a page of its *file* is placed `d` bytes into a page of
    *memory*, so page boundaries of the file are page boundaries of the memory.
-3. Each block has its pages to itself. A read of whole pages around the block may overwrite the
+3. Blocks do not share pages of memory, since a read of whole pages around a block may overwrite the
    bytes before and after the block in its first and last page::
 
        file     |---------|---------|---------|---------|
@@ -18,10 +18,10 @@ tensor begins anywhere, so:
 Reading a region (`SourceFile`):
 
 1. A few KiB are read through the page cache; the remaining steps are for larger regions.
-2. Bytes that are cached are copied out of the cache (`RWF_NOWAIT`). On a miss the kernel reads the
-   whole request ahead, so the first request is one page and each following one is four times as
+2. Bytes that are cached are copied from the cache (`RWF_NOWAIT`). On a miss the kernel reads the
+   whole request ahead. So the first request is a page, and each following request is four times as
    large: a miss wastes at most about three times the bytes that were cached.
-3. From the first page that is not cached, whole pages around the region are read directly.
+3. From the first page that is not cached on, whole pages around the region are read directly.
 4. Requests that the file system refuses to serve directly, and the end of a file, are read
    buffered.
 
@@ -85,7 +85,7 @@ from reshard.system import (
 
 PAGE_BYTES = 4096
 """The unit of direct I/O, which every disk and file system in use accepts."""
-# Below this the page cache is faster: it reads ahead and gathers writes.
+# For smaller regions the page cache is faster: it reads ahead and gathers writes.
 MIN_DIRECT_BYTES = 64 * 1024
 
 
@@ -151,7 +151,7 @@ class AlignedBuffer(Closing):
 
     @staticmethod
     def capacity_for(size_bytes: int) -> int:
-        """Return the capacity that holds one region of `size_bytes` at any file offset.
+        """Return the capacity that holds a region of `size_bytes` at any file offset.
 
         >>> AlignedBuffer.capacity_for(4096)
         8192
@@ -188,7 +188,7 @@ class AlignedBuffer(Closing):
     @property
     def memory(self) -> memoryview:
         """The whole buffer; a region begins at `region.start` of it."""
-        # A new view, so that users of it do not prevent this buffer from being closed.
+        # Return a new view, so that its users do not prevent this buffer from being closed.
         return self._memory[:]
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class AlignedBuffer(Closing):
 
 
 class FileIdentity(Record):
-    """The identity of a file: if the file changes, at least one of these fields changes.
+    """The identity of a file: any change of the file changes some of these fields.
 
     `name` is the last part of the path, so the identity does not depend on the folder.
 
@@ -268,7 +268,7 @@ class SourceFile(Closing):
 
     A file without a name is passed as `descriptor`, which is reopened; `path` names it in errors.
     Raises `RunError` if the file cannot be opened or is not a regular file, and
-    `SourceChangedError` if it is not the `expected` one.
+    `SourceChangedError` if its identity is not `expected`.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ class SourceFile(Closing):
         if cached_read is None or not size_bytes:
             return range(len(offsets))
         late: list[int] = []
-        # Local names: this loop runs very many times.
+        # Local names are faster, and this loop runs very many times.
         (read, flag), descriptor = cached_read, self._descriptor
         for number, offset in enumerate(offsets):
             begin = number * size_bytes
@@ -443,9 +443,9 @@ class SourceFile(Closing):
         return filled
 
     def _read_pages(self, region: BufferRegion, offset: int, filled: int) -> int:
-        """Read whole pages from that of byte `filled` on, and return the bytes filled.
+        """Read whole pages from the page of byte `filled` on, and return the bytes filled.
 
-        The result may exceed the region: the last page is read whole.
+        The result may exceed the region, since the last page is read whole.
         """
         first, lead = offset - region.lead_bytes, region.lead_bytes
         needed = lead + region.memory.nbytes
@@ -457,9 +457,9 @@ class SourceFile(Closing):
                 if error.errno not in REFUSALS:
                     raise
                 break
-            # The call may have overwritten bytes after `count`, including ones read before.
+            # The call may have overwritten bytes after those it read, including bytes read before.
             filled = max(0, done + count - lead)
-            # A page that was read in part is requested again; no page is the end of the file.
+            # Request a page again that was read in part. Without a whole page, the file ends.
             if page_floor(done + count) == done:
                 break
             done = page_floor(done + count)
@@ -613,7 +613,7 @@ class TargetFile(Closing):
         os.ftruncate(self._descriptor, self.size_bytes)
 
     def _write_pages(self, view: memoryview, offset: int) -> int:
-        """Write whole pages directly, and return the bytes written, fewer than all if refused."""
+        """Write whole pages directly, and return the bytes written: fewer than all if refused."""
         done = 0
         while self._direct >= 0 and done < len(view):
             try:

@@ -1,6 +1,6 @@
 """Object stores: protocols for reading and writing, and reading by obstore.
 
-obstore signs requests by each store's conventions and repeats those that the server could not
+obstore signs requests by each store's conventions. It repeats requests that the server could not
 answer (5xx, 429, broken connections), waiting longer each time. A response that ends early is
 requested again from the first missing byte.
 
@@ -16,9 +16,9 @@ scheme      credentials                                   another endpoint
 Objects are written in parts. An object that was *begun* does not exist yet: its parts are put in
 any order, by any process that knows the upload, and can be listed. `complete` creates the object
 from them at once. Writing does not use obstore, whose multipart uploads neither return the upload's
-id nor list its parts: an interrupted upload could not be resumed, nor aborted by a later run.
+id nor list its parts. So a later run could neither resume nor abort an interrupted upload.
 
-Both protocols raise failures as `OSError`, with the reason as its `strerror`; those of
+Both protocols raise failures as `OSError`, with the reason as its `strerror`. The errors of
 `ObjectTarget` have the URL as their `filename`.
 """
 
@@ -44,14 +44,14 @@ from reshard.checkpoint.storage.filesystem import CONTINUES, close_descriptor, r
 from reshard.errors import MissingExtraError, RunError
 from reshard.system import read_at
 
-# The bytes of a response that are buffered at a time.
+# The maximum number of bytes of a response that are buffered at a time.
 _PIECE_BYTES = 256 << 10
 _ATTEMPTS = 6
 _FIRST_WAIT_S = 0.2
 _GIVE_UP_S = 60
-#: Short requests, for names and headers, in flight at a time.
+#: The maximum number of short requests, for names and headers, in flight at a time.
 IN_FLIGHT = 16
-# Web servers do not list folders: these names of a model's files are requested.
+# Web servers do not list folders, so these names of a model's files are requested.
 _COMMON_NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -77,7 +77,7 @@ Answer = TypeVar("Answer")
 
 
 class ObjectState(NamedTuple):
-    """The state of an object, or of a part: if it changes, at least one of these changes.
+    """The state of an object, or of a part: any change of it changes some of these fields.
 
     For reading, `modified_s` is in whole seconds, since listings and single responses round
     differently. `tag` is the store's name for this content, such as a checksum, or None.
@@ -114,7 +114,7 @@ class FolderListing(NamedTuple):
 
 
 class ObjectSource(Protocol):
-    """A store of objects that can be read: by key, with slashes separating folders."""
+    """A store from which objects are read by their keys, in which slashes separate folders."""
 
     def head(self, key: str) -> ObjectState | None:
         """Return the state of an object, or None if it does not exist."""
@@ -123,14 +123,14 @@ class ObjectSource(Protocol):
         """List the objects and folders directly below a key, none if it is not a folder."""
 
     def read_into(self, key: str, start_bytes: int, memory: memoryview) -> ObjectState:
-        """Fill memory with a range of an object, and return the object's state meanwhile."""
+        """Fill memory with a range of an object, and return the object's state while reading."""
 
 
 class BucketSource:
     """A bucket, or a web server.
 
     Args:
-        store: of obstore.
+        store: a store of obstore.
         lists: whether it can list folders, which web servers cannot.
         has_tags: whether the tags of listings and of other responses agree.
     """
@@ -185,7 +185,7 @@ class BucketSource:
             answer = self._obstore.get(self._store, key, options=options)
             state = self._state_of(answer.meta)
             if seen not in (None, state):
-                # The object was replaced: the rest of it does not belong to the first part.
+                # The object was replaced, so its new bytes do not belong to those already read.
                 return state
             seen = state
             for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
@@ -211,16 +211,16 @@ def open_bucket(scheme: str, name: str, headers: Mapping[str, str] | None = None
     """Open a bucket of a store, or a web server, by its name.
 
     Args:
-        scheme: of its URL.
+        scheme: the scheme of its URL.
         name: the part of the URL after the scheme.
-        headers: of requests to a web server.
+        headers: the headers of requests to a web server.
 
     Raises:
         MissingExtraError: obstore is not installed.
         OSError: invalid settings in the environment.
     """
     obstore = import_obstore(EXTRAS[scheme])
-    # The package does not import its submodule of stores.
+    # The package does not import its submodule of stores itself.
     stores = __import__("obstore.store", fromlist=["store"])
     shared: dict[str, Any] = {
         "retry_config": {
@@ -260,7 +260,7 @@ def open_bucket(scheme: str, name: str, headers: Mapping[str, str] | None = None
 
 
 def _endpoint(*names: str, default_scheme: str = "") -> str:
-    """Return the URL in the first of these variables that is set, or "" if none is.
+    """Return the URL in the first of these variables that is set, or "" if none is set.
 
     `default_scheme` is prepended to a value without a scheme.
     """
@@ -279,7 +279,7 @@ def _environment(*names: str) -> str:
 
 
 def _find_credentials() -> dict[str, Any]:
-    """Return boto3's credentials, including profiles and single sign-on, or none if public."""
+    """Return boto3's credentials, including profiles and single sign-on, or `{}` if public."""
     if _environment("AWS_SKIP_SIGNATURE").lower() in ("1", "true", "yes"):
         return {"skip_signature": True}
     try:
@@ -298,7 +298,7 @@ def _find_credentials() -> dict[str, Any]:
 
 
 def _find_emulator() -> tuple[dict[str, Any], str]:
-    """Return the options and the URL of an emulator of Google's store, if one is set."""
+    """Return the options and the URL of an emulator of Google's store, if set."""
     endpoint = _endpoint("STORAGE_EMULATOR_HOST", default_scheme="http://")
     if not endpoint:
         return {}, ""
@@ -340,7 +340,7 @@ def repeat(action: Callable[[], Answer], key: str) -> Answer:
         except (refusals.BaseError, ConnectionError) as error:
             if attempt == _ATTEMPTS or not _is_transient(error):
                 raise OSError(errno.EIO, _describe_error(error), key) from error
-        # Random waits keep many ranks from requesting again at the same moment.
+        # Wait for a random time, so that many ranks do not repeat their requests at the same time.
         time.sleep(_FIRST_WAIT_S * 2**attempt * random.uniform(0.25, 0.5))
 
 
@@ -351,7 +351,7 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return a store's message in a line, without URLs' queries, which may have secrets."""
+    """Return a store's message in a line, without queries of URLs, which may have secrets."""
     text = str(error)
     reason = text.partition("\n\nDebug source")[0].rpartition(" - ")[2]
     reason = reason.removeprefix("Server returned non-2xx status code: ").partition("<")[0]
@@ -370,12 +370,12 @@ def _describe_error(error: BaseException) -> str:
 #: The metadata key of the conversion that wrote an object: letters only, since servers turn
 #: underscores of headers into hyphens, or drop them, and Azure does not allow hyphens.
 CONVERSION_KEY = "reshardconversion"
-#: Attempts at a request, if the store's client has a setting for that.
+#: The number of attempts at a request, if the store's client has a setting for it.
 ATTEMPTS = 8
 
 
 class PendingUpload(NamedTuple):
-    """An object that was begun and is not complete; `size_bytes` are those of its parts."""
+    """An object that was begun and is not complete; `size_bytes` is the size of its parts."""
 
     key: str
     upload: str
@@ -386,7 +386,7 @@ class PendingUpload(NamedTuple):
 class ObjectTarget(Protocol):
     """A bucket that can be written to.
 
-    Subclasses define the URL's scheme, the exceptions of the store's client, and what they mean.
+    Subclasses define the URL's scheme, the exceptions of the store's client, and their meanings.
     """
 
     scheme: ClassVar[str]
@@ -396,14 +396,14 @@ class ObjectTarget(Protocol):
         """Return the exceptions of the store's client, whose package is imported by now."""
 
     def _explain(self, error: Any) -> tuple[int, str]:
-        """Return the number of the system's error that an exception stands for, and its text."""
+        """Return the system's error number for an exception of the client, and its text."""
 
     def _address(self, key: str) -> str:
         return f"{self.scheme}://{self._name}/{key}"
 
     @contextmanager
     def _translate(self, key: str) -> Iterator[None]:
-        """Translate exceptions of the client into OSError; by its number, a PermissionError."""
+        """Translate exceptions of the client into OSError, or a subclass for their error number."""
         try:
             yield
         except self._list_errors() as error:
@@ -411,7 +411,7 @@ class ObjectTarget(Protocol):
             raise OSError(number, shorten(text), self._address(key)) from error
 
     def _expect_complete(self, key: str, conversion_id: str, problem: str) -> None:
-        """Raise OSError unless the object exists, as the response to its completion was lost."""
+        """Raise OSError unless the object exists, after the response to `complete` was lost."""
         stored = self.head(key)
         if stored is None or stored.conversion_id != conversion_id:
             raise OSError(errno.EIO, problem, self._address(key))

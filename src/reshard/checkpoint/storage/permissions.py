@@ -1,9 +1,9 @@
 """Permissions of new files, and links that may be followed.
 
 A converted checkpoint never exposes more than its source. A new file has the mode bits that the
-umask leaves, restricted to those of its source and to those of the file that it replaces. Its owner
-can always read and write it. A folder that replaces another gets its mode, its group and, for root,
-its owner. Objects of stores have no modes: the umask decides.
+umask leaves, restricted to the bits of its source and of the file that it replaces. Its owner can
+always read and write it. A folder that replaces another gets its mode, its group and, if the
+process runs as root, its owner. Objects of stores do not have modes, so only the umask applies.
 
 A downloaded folder must not decide which files of this machine are copied into a new checkpoint. A
 link is followed only if its target is in the folder or, in a snapshot of the Hugging Face cache, in
@@ -31,7 +31,7 @@ _ALL = 0o777
 class ModeLimits(Record):
     """Limits on the mode bits of a new folder and of the files in it.
 
-    `of_file` has the limits of files, by name, that are copies of a file each.
+    `of_file` has the limits of copied files, by name.
     """
 
     folder: int = _ALL
@@ -55,7 +55,7 @@ def find_mode_limits(
 
 
 def common_mode_bits(paths: Iterable[Path]) -> int:
-    """Return the mode bits that all existing files among `paths` have."""
+    """Return the mode bits that all existing files in `paths` have in common."""
     bits = _ALL
     for path in paths:
         bits &= _bits(path)
@@ -63,7 +63,7 @@ def common_mode_bits(paths: Iterable[Path]) -> int:
 
 
 def restrict_modes(folder: Path, bits: ModeLimits, replaced: Path) -> None:
-    """Restrict the modes of a new folder and its content to `bits` and to those it replaces.
+    """Restrict the modes of a new folder and its content to `bits` and the modes it replaces.
 
     Raises OSError.
     """
@@ -84,7 +84,7 @@ def restrict_modes(folder: Path, bits: ModeLimits, replaced: Path) -> None:
 
 
 def restrict_file_mode(path: Path, bits: ModeLimits, replaced: Path) -> None:
-    """Restrict the mode of a new file to `bits` and to that of the file that it replaces, if any.
+    """Restrict the mode of a new file to `bits` and to the mode of a file that it replaces.
 
     The file gets the replaced file's owner and group. If the group cannot be set, the group's bits
     are cleared. Raises OSError.
@@ -93,7 +93,7 @@ def restrict_file_mode(path: Path, bits: ModeLimits, replaced: Path) -> None:
     if replaced.exists():
         old = replaced.stat()
         try:
-            # Only root may give files away.
+            # Only root may change the owner of a file.
             os.chown(path, old.st_uid if os.geteuid() == 0 else -1, old.st_gid)
         except PermissionError:
             allowed &= 0o707
@@ -101,7 +101,7 @@ def restrict_file_mode(path: Path, bits: ModeLimits, replaced: Path) -> None:
 
 
 def restrict_mode(path: Path, allowed: int, minimum: int = 0o600) -> None:
-    """Clear the mode bits that are neither `allowed` nor in `minimum`, those of the owner.
+    """Clear the mode bits that are neither in `allowed` nor in `minimum`, the owner's bits.
 
     Raises OSError.
     """
@@ -118,7 +118,7 @@ def restrict_mode(path: Path, allowed: int, minimum: int = 0o600) -> None:
 
 
 def copy_ownership(folder: Path, replaced: Path) -> None:
-    """Set owner and group of a new folder and its files, and its mode, to those it replaces.
+    """Set owner and group of a new folder and its files, and its mode, as in the replaced folder.
 
     Without permission to do so, owner and group stay. If the group cannot be set, the group's bits
     become those of others. Raises OSError.
@@ -135,7 +135,7 @@ def copy_ownership(folder: Path, replaced: Path) -> None:
             if old.st_gid != new.st_gid:
                 mode &= ~0o070 | (mode & 0o007) << 3
     if mode | 0o700 != stat.S_IMODE(folder.stat().st_mode):
-        # A bit that the file system or user may not set is not a reason to fail.
+        # Ignore bits that the file system does not support or the user may not set.
         with contextlib.suppress(PermissionError):
             folder.chmod(mode | 0o700)
 
@@ -156,7 +156,7 @@ _REPOSITORIES = ("models--", "datasets--", "spaces--")
 
 
 def describe_foreign_link(path: Path, folder: Path) -> str | None:
-    """Return why a file of a checkpoint's folder is not followed, or None if it may be read.
+    """Return why a link in a checkpoint's folder is not followed, or None if it may be read.
 
     >>> describe_foreign_link(Path("/nowhere/config.json"), Path("/nowhere")) is None
     True

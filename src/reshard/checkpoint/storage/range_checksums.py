@@ -1,9 +1,10 @@
 """CRC-32 of byte ranges of files, combined from pieces in any order.
 
-The checksum of `A + B` follows from those of `A` and `B` and the length of `B`: the checksum of `A`
-is multiplied by a power of x, as polynomials over bits modulo the CRC's polynomial. So each piece's
-checksum is multiplied by the power for the bytes that follow it in the range, and all products are
-added, which for bits is an exclusive or. The order does not matter, and no piece has to be kept::
+The checksum of `A + B` follows from the checksums of `A` and `B` and the length of `B`: the
+checksum of `A` is multiplied by a power of x, as polynomials over bits modulo the CRC's polynomial.
+So each piece's checksum is multiplied by the power for the bytes that follow it in the range, and
+all products are added, which for bits is an exclusive or. The order does not matter, and pieces do
+not have to be kept::
 
     range   |--- A ---|-- B --|----- C -----|
     CRC     A * x^8(b+c)  +  B * x^8c  +  C
@@ -23,7 +24,7 @@ from reshard.errors import MissingExtraError, UsageError
 
 
 def crc32(memory: memoryview | bytes, checksum: int = 0) -> int:
-    """Return the CRC-32 of bytes, continued from `checksum`, that of the bytes before them.
+    """Return the CRC-32 of bytes, continued from `checksum`, the CRC-32 of the bytes before them.
 
     >>> crc32(b"world", crc32(b"hello, ")) == crc32(b"hello, world")
     True
@@ -35,18 +36,18 @@ def crc32(memory: memoryview | bytes, checksum: int = 0) -> int:
 
 
 def shift_crc32(checksum: int, size_bytes: int) -> int:
-    """Return what a piece with this CRC-32 contributes to a range with `size_bytes` after it.
+    """Return the contribution of a piece with this CRC-32 to a range with `size_bytes` after it.
 
     >>> front, back = b"hello, ", b"world"
     >>> shift_crc32(crc32(front), len(back)) ^ crc32(back) == crc32(front + back)
     True
     """
-    # Combining with an empty piece is only the multiplication.
+    # Combining with an empty piece, whose checksum is 0, only multiplies.
     return int(_zlib_ng().crc32_combine(checksum, 0, size_bytes))
 
 
 def _zlib_ng() -> ModuleType:
-    # Several times as fast as the standard library, which would take longer than the disk.
+    # This package is several times as fast as the standard library, which is slower than a disk.
     try:
         from zlib_ng import zlib_ng
     except ImportError as error:
@@ -150,6 +151,6 @@ class RangeChecksums:
 
     def _at(self, name: str, start_bytes: int) -> _Range | None:
         ranges = self._ranges.get(name, [])
-        # Ranges do not overlap: the last one that begins at or before the byte is the candidate.
+        # Ranges do not overlap, so only the last range that begins at or before the byte can match.
         at = bisect.bisect_right(ranges, start_bytes, key=lambda r: r.start_bytes) - 1
         return ranges[at] if at >= 0 and start_bytes < ranges[at].stop_bytes else None

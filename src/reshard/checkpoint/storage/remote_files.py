@@ -1,7 +1,7 @@
 """Objects of a store as files: read by many threads at once, and prefetched.
 
-A request takes as long as transferring some hundred KiB, however little it asks for. So ranges that
-are close together are read by one request, and small ranges that are known beforehand, such as the
+Even the smallest request takes as long as transferring some hundred KiB. So ranges that are close
+together are read by a single request, and small ranges that are known beforehand, such as the
 metadata of each tensor, are all requested at once::
 
     objects    |head|.... w ....|tail|head|.... b ....|tail|
@@ -28,11 +28,11 @@ from reshard.checkpoint.storage.object_stores import IN_FLIGHT, ObjectState
 from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.errors import RunError, SourceChangedError
 
-#: The largest gap that is read to save a request, and the largest such request.
+#: The maximum gap that is read to save a request, and the maximum size of such a request.
 JOINED_BYTES = 128 << 10
 _MAX_JOINED_BYTES = 4 << 20
 _THREADS = 4
-# These wait for answers most of the time.
+# More threads for remote files, since they wait for responses most of the time.
 _REMOTE_THREADS = 16
 
 
@@ -61,7 +61,7 @@ class RemoteFile(SourceFile):
             self._read(memory.cast("B"), offset_bytes)
 
     def read_ranges(self, memory: memoryview, offsets: Sequence[int], size_bytes: int) -> None:
-        """Fill `memory` with consecutive ranges of `size_bytes` each, merging close ones.
+        """Fill `memory` with consecutive ranges of `size_bytes` each, merging adjacent ranges.
 
         Raises as `read_into`.
         """
@@ -153,11 +153,11 @@ class PrefetchedRanges:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # Of each file, the begin and the content of ranges, ascending.
+        # The begin and the content of the ranges of each file, in ascending order.
         self._content: dict[str, list[tuple[int, bytes]]] = {}
 
     def fetch(self, ranges: Iterable[ByteRange]) -> None:
-        """Request ranges, several at a time, and drop those of earlier calls.
+        """Request ranges, several at a time, and drop the ranges of earlier calls.
 
         Raises OSError.
         """

@@ -1,16 +1,17 @@
 """URLs of object stores as paths: `s3://bucket/model/config.json` with methods of `pathlib.Path`.
 
 Formats look for names, read files and list folders by the methods of a `Path`. A `RemotePath` has
-those, so every format reads from every store. Methods that would write raise `PermissionError`.
+these methods, so every format reads from every store. Methods that would write raise
+`PermissionError`.
 
     as_path("model")               a local path
     as_path("file:///data/model")  a local path
     as_path("s3://bucket/model")   a RemotePath
     as_path("org/model")           a model of the Hub, if neither this path nor `org` exists
 
-Formats look for many names: is there an index, a config, a manifest? A folder is listed once, and
-its listing answers all of them. Listings are dropped when the user names the store again
-(`forget_store`), so a checkpoint that is opened later is read as it is then.
+Formats look for many names, such as an index, a config or a manifest. A folder is listed once, and
+these names are looked up in the cached listing. Listings are dropped when the user names the store
+again (`forget_store`), so a checkpoint that is opened later is read in its state at that time.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from reshard.checkpoint.storage.object_stores import (
 )
 from reshard.errors import UsageError
 
-# The header of a few thousand tensors, in one request.
+# Enough for the header of a few thousand tensors in a single request.
 _WINDOW_BYTES = 256 << 10
 _SHORT_WINDOW_BYTES = 16 << 10
 
@@ -47,8 +48,8 @@ _SHORT_WINDOW_BYTES = 16 << 10
 class RemoteStream(io.RawIOBase):
     """An object as an open file, for headers: reads fetch a window of bytes.
 
-    A read at the beginning, or one that continues the previous window, fetches a long window; a
-    read elsewhere, such as of the record of a tensor among others, a short one. Reading raises
+    A read at the beginning, or a read that continues the previous window, fetches a long window. A
+    read elsewhere, such as of a single tensor's record, fetches a short window. Reading raises
     OSError if the object has changed since its `state` was read.
     """
 
@@ -105,7 +106,7 @@ class RemoteStream(io.RawIOBase):
         return content
 
 
-# The parts of a URL that name the store: a bucket, a server, an organisation's model.
+# The number of parts of a URL that name the store: a bucket, a server, an organisation's model.
 PARTS = {"s3": 1, "gs": 1, "az": 1, "http": 1, "https": 1, "hf": 2}
 #: Aliases of schemes.
 ALIASES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
@@ -229,7 +230,7 @@ class RemotePath(PosixPath):
         return f"RemotePath({str(self)!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By its text, since the internal parts of paths differ between versions of Python.
+        # Pickle the text, since the internal parts of paths differ between versions of Python.
         return RemotePath, (str(self),)
 
     def as_posix(self) -> str:
@@ -275,7 +276,7 @@ class RemotePath(PosixPath):
         return entry.stat_result()
 
     def lstat(self) -> os.stat_result:
-        """Return `stat()`: there are no links."""
+        """Return `stat()`: stores do not have links."""
         return self.stat()
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:
@@ -283,7 +284,7 @@ class RemotePath(PosixPath):
         return self.look() is not None
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        """Return whether there is a folder: longer keys that begin with this one."""
+        """Return whether there is a folder: longer keys that begin with this key."""
         return isinstance(self.look(), FolderListing)
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
@@ -291,7 +292,7 @@ class RemotePath(PosixPath):
         return isinstance(self.look(), ObjectState)
 
     def is_symlink(self) -> bool:
-        """Return False: there are no links."""
+        """Return False: stores do not have links."""
         return False
 
     def is_mount(self) -> bool:
@@ -367,7 +368,7 @@ def check_path_text(given: str | os.PathLike[str]) -> str:
     if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
         raise UsageError(f"a checkpoint at {given!r}: expected a path as a string or a Path")
     text = os.fspath(given)
-    # Functions of Python report it as different ValueErrors, or as a missing file.
+    # Python's functions report a null character as different ValueErrors, or as a missing file.
     if "\0" in text:
         raise UsageError(f"the path {text!r} has a null character; give one without it")
     return text
@@ -462,7 +463,7 @@ def join_path(folder: Path, name: str) -> Path:
 def map_paths(read: Callable[[Path], Result], paths: Iterable[Path]) -> Iterator[Result]:
     """Yield `read(path)` of each path, in order; remote paths are read several at a time.
 
-    Local paths are read one after the other as the results are consumed. Raises as `read`.
+    Local paths are read in sequence as the results are consumed. Raises as `read`.
 
     >>> list(map_paths(len, map(Path, []))), list(map_paths(str, [Path("a"), Path("b")]))
     ([], ['a', 'b'])

@@ -1,9 +1,9 @@
 """Writing to buckets of Amazon S3, and of compatible stores, by multipart uploads.
 
-boto3 finds credentials and settings, signs requests, and repeats those that the server could not
+boto3 finds credentials and settings, signs requests, and repeats requests that the server could not
 answer (5xx, 429, broken connections), waiting longer each time. If the response to `complete` was
 lost, the upload no longer exists when `complete` is repeated; then the object's metadata shows
-whether it is the completed one.
+whether this upload created it.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def open_s3(bucket: str) -> S3Target:
         loader = _share_loader(core_session.get_config_variable("data_path"))
         core_session.register_component("data_loader", loader)
         session = boto3.Session(botocore_session=core_session)
-        # obstore reads these two settings from other variables than boto3.
+        # obstore and boto3 read these two settings from different variables.
         region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
         client = session.client(
             "s3",
@@ -268,7 +268,8 @@ def _share_loader(data_path: str | None) -> Any:
     """Return the loader of the service models below `data_path`."""
     from botocore.loaders import create_loader
 
-    # A session parses the JSON of S3's model by itself, six times as long as all else that it does.
+    # By default each session parses the JSON of S3's model, which takes six times as long as the
+    # rest of its creation.
     return create_loader(data_path)
 
 

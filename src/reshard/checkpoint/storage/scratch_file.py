@@ -31,7 +31,7 @@ from reshard.checkpoint.storage.local_files import BufferRegion, Damage, SourceF
 from reshard.errors import DigestError, FormatError, RunError
 from reshard.system import MAX_CALL_BYTES
 
-# The largest offset in a scratch file: more than any disk has.
+# The maximum offset in a scratch file, larger than any disk.
 _MAX_OFFSET = 2**62
 
 
@@ -39,9 +39,9 @@ class PackedFile(NamedTuple):
     """A file with packed parts, whose unpacked contents can be read.
 
     Attributes:
-        source: its name.
-        parts: in the order of their unpacked offsets.
-        create: returns the scratch file, `create(path, parts, packed, folder)`.
+        source: the name of the file.
+        parts: the parts, in the order of their unpacked offsets.
+        create: `create(path, parts, packed, folder)` returns the scratch file.
     """
 
     source: str
@@ -54,7 +54,7 @@ class PackedFile(NamedTuple):
 
 
 class PackedFiles:
-    """The packed parts of a checkpoint, collected by their file while it is opened.
+    """The packed parts of a checkpoint, collected by file while the checkpoint is opened.
 
     A part is a dataclass with a `label`, and its range in the scratch file, `start_bytes` and
     `stop_bytes`.
@@ -83,7 +83,7 @@ class PackedFiles:
 
     @property
     def files(self) -> dict[str, PackedFile]:
-        """The files by the names with which tensors refer to them, which no file can have."""
+        """The files by the names with which tensors refer to them. No real file has such a name."""
         return {
             f"{source}/unpacked": PackedFile(source, tuple(parts), self._create)
             for source, parts in self._parts.items()
@@ -91,7 +91,7 @@ class PackedFiles:
 
 
 class ScratchPart(NamedTuple):
-    """A part of a scratch file, and the packed bytes of the file `source` that it is made of."""
+    """A part of a scratch file, and the packed bytes in the file `source` to create it from."""
 
     start_bytes: int
     size_bytes: int
@@ -106,13 +106,13 @@ class ScratchPart(NamedTuple):
 
 
 class ScratchFile(SourceFile):
-    """A file without a name, whose parts are made of a packed file.
+    """A file without a name, whose parts are created from a packed file.
 
     Args:
         path: names the file in errors.
         parts: the parts, in order.
-        packed: the file that they are made of, which stays open as long.
-        folder: where the file is created; the folder of temporary files if None.
+        packed: the packed file, which must stay open as long as this file.
+        folder: the folder of the file; the folder of temporary files if None.
 
     Raises `RunError` if the file cannot be created.
     """
@@ -126,7 +126,7 @@ class ScratchFile(SourceFile):
     ) -> None:
         self._parts = parts
         self._starts = [part.start_bytes for part in parts]
-        # A lock per part: threads create different parts of a file at once.
+        # Each part has a lock, so that threads can create different parts at the same time.
         self._locks = [threading.Lock() for _ in parts]
         self._is_made = [False] * len(parts)
         self._packed = packed
@@ -137,7 +137,7 @@ class ScratchFile(SourceFile):
         except OSError as error:
             raise self._explain_no_room(error) from error
         try:
-            # This sets the size only: parts take no room until they are created.
+            # This only sets the size: parts do not take disk space until they are created.
             self._scratch.truncate(page_ceiling(parts[-1].stop_bytes))
             super().__init__(path, descriptor=self._scratch.fileno())
         except OSError as error:
@@ -169,7 +169,7 @@ class ScratchFile(SourceFile):
         return read_range(self._scratch, start_bytes, size_bytes)
 
     def read_packed(self, offset_bytes: int, size_bytes: int) -> bytes:
-        """Return bytes of the file that parts are made of."""
+        """Return bytes of the packed file."""
         content = bytearray(size_bytes)
         self._packed.read_into(memoryview(content), offset_bytes)
         return bytes(content)
@@ -183,7 +183,7 @@ class ScratchFile(SourceFile):
         return 0
 
     def check_unchanged(self) -> None:
-        """Do nothing: the file is nameless, and the packed file is checked itself."""
+        """Do nothing: the file does not have a name, and the packed file is checked itself."""
 
     def close(self) -> None:
         """Close the file, which removes it."""
@@ -206,7 +206,7 @@ class ScratchFile(SourceFile):
     def read_into(self, region: BufferRegion | memoryview, offset_bytes: int) -> None:
         """Read as `SourceFile.read_into`, creating missing parts first.
 
-        Raises also FormatError or DigestError for damaged parts.
+        Also raises FormatError or DigestError for damaged parts.
         """
         memory = region.memory if isinstance(region, BufferRegion) else region
         number = self._find(offset_bytes)
@@ -226,7 +226,7 @@ class ScratchFile(SourceFile):
         super().read_ranges(memory, offsets, size_bytes)
 
     def find_whole(self, offset_bytes: int, size_bytes: int) -> int | None:
-        """Return the part with exactly these bytes if it is not created yet."""
+        """Return the number of the part with exactly these bytes if it is not created yet."""
         number = self._find(offset_bytes)
         part = self._parts[number]
         if (part.start_bytes, part.size_bytes) != (offset_bytes, size_bytes):

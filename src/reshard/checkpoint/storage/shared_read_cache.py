@@ -1,4 +1,4 @@
-"""A read cache shared by the processes of a host: bytes that several need are requested once.
+"""A read cache shared by the processes of a host, so that shared bytes are requested once.
 
 Processes that load a checkpoint at the same time coordinate through a folder in shared memory::
 
@@ -8,20 +8,20 @@ Processes that load a checkpoint at the same time coordinate through a folder in
                                   piece-0-17-...          4 MiB of an object, of a generation
 
 1. `SharedReadCache` registers as a member, writes down the bytes that this process will read, and
-   waits until all others have done so. A process that comes again while others still read waits
-   for the next generation.
-2. A piece of 4 MiB is shared if reading it once is less than the sum of what the members read of
-   it. The last member to register writes the list of shared pieces, since others may not run again
+   waits until all other processes have done so. A process that loads again while others still read
+   joins the next generation.
+2. A piece of 4 MiB is shared if reading it once is less than the sum of the members' reads of it.
+   The last member to register writes the list of shared pieces: other members might not run again
    before some have finished reading and left.
 3. A process that needs a missing shared piece locks it, requests it from the store, and stores it
    in the folder; other processes that need it meanwhile wait for the lock.
-4. Every process reads in the order of the objects and publishes its position. Pieces before the
-   last position are removed to make room, so the folder holds at most `WINDOW_BYTES`, plus the
-   pieces of a member's first unfinished task, which never wait for room.
+4. Every process reads in the order of the objects and publishes its position. Pieces before all
+   positions are removed to make room, so the folder holds at most `WINDOW_BYTES`, plus the pieces
+   of a member's first unfinished task, which never wait for room.
 
-No process depends on another: a process that ends, or that hangs for `_PATIENCE_S`, costs the
-others additional requests only. The last process removes the folder; content left by killed
-processes is used and removed by the next.
+No process depends on another: if a process ends, or hangs for `_PATIENCE_S`, the others only send
+additional requests. The last process removes the folder. If processes were killed, the next
+processes use and remove the content that was left.
 """
 
 from __future__ import annotations
@@ -52,21 +52,22 @@ from reshard.runs import IntArray
 from reshard.system import find_host_memory, read_at
 
 PIECE_BYTES = 4 << 20
-#: The largest total size of the pieces in the folder.
+#: The maximum total size of the pieces in the folder.
 WINDOW_BYTES = 256 << 20
-#: The most threads of a process: their pieces, with those of others at the same position, take
-#: three quarters of the window.
+#: The maximum number of threads of a process. Their pieces, with the pieces of other processes at
+#: the same position, take three quarters of the window.
 MAX_THREADS = WINDOW_BYTES // (4 * PIECE_BYTES)
 _PATIENCE_S = 10.0
 _WAIT_S = 0.005
 _ATTEMPTS = 100
-# A member's file: the first piece of its first unfinished task, the number of its rows, its
-# generation, the end of that task's pieces; then rows of piece, bytes, first byte and end.
+# The layout of a member's file: the first piece of its first unfinished task, the number of its
+# rows, its generation, and the end of that task's pieces; then rows of piece, bytes, first byte and
+# end.
 _HEADER_BYTES = 32
 _COLUMNS = 4
 
 
-# A range of an object, and how many bytes of it are read.
+# A range of an object, and the number of its bytes that are read.
 ReadSpan = tuple[ByteRange, int]
 
 
@@ -74,14 +75,14 @@ class SharedReadCache(Closing):
     """The reads that the processes of a host share, as seen by a process.
 
     Args:
-        place: of the checkpoint: processes with the same value share their reads.
+        place: the location of the checkpoint: processes with the same value share their reads.
         count: the number of processes on this host.
-        sizes: of the objects, by name: the same in all processes.
-        tasks: the ranges that each task of this process reads, and how many bytes of each. Tasks
-            are started in the order of their first bytes, and reported by `finish`.
+        sizes: the sizes of the objects by name, the same in all processes.
+        tasks: the ranges that each task of this process reads, and the number of bytes read of
+            each. Tasks are started in the order of their first bytes, and reported by `finish`.
 
     Raises:
-        RunError: the folder cannot be created, or is another user's.
+        RunError: the folder cannot be created, or belongs to another user.
     """
 
     def __init__(
@@ -133,7 +134,8 @@ class SharedReadCache(Closing):
         while self._own < 0:
             with self._lock_folder() as lock:
                 if self._is_alone():
-                    # Content that killed processes left of the first generation is used again.
+                    # Start again with the first generation: if killed processes left content of it
+                    # in the folder, it is used again.
                     os.ftruncate(lock, 0)
                 complete = int.from_bytes(os.pread(lock, 8, 0), "little")
                 for member in range(self._count):
@@ -143,7 +145,7 @@ class SharedReadCache(Closing):
                         self._own, self._member, self._generation = descriptor, member, complete
                         os.ftruncate(descriptor, 0)
                         write_all(descriptor, rows.tobytes(), _HEADER_BYTES)
-                        # Last, since the header marks the rows as complete.
+                        # Write the header last, since it marks the rows as complete.
                         self._row_count = len(rows)
                         self._write_header()
                         if len(members := self._list_members()) == self._count:
@@ -282,7 +284,7 @@ class SharedReadCache(Closing):
             end = min(stop, (at // PIECE_BYTES + 1) * PIECE_BYTES)
             row = int(np.searchsorted(self._shared[:, 0], piece))
             if row == len(self._shared) or self._shared[row, 0] != piece:
-                # Bytes that are not shared are read together, up to the next shared piece.
+                # Read bytes that are not shared together, up to the next shared piece.
                 following = self._shared[row, 0] - first if row < len(self._shared) else None
                 end = stop if following is None else min(stop, int(following) * PIECE_BYTES)
                 yield at, end, -1
@@ -315,7 +317,7 @@ class SharedReadCache(Closing):
                 # The last byte marks the piece as complete.
                 write_all(descriptor, b"\1", len(content))
             except OSError as error:
-                # No room in memory: every process requests it from the store.
+                # The memory is full, so every process requests this piece from the store.
                 LOGGER.warning("%s: a piece is not shared: %s", path, reason(error))
                 with contextlib.suppress(OSError):
                     os.unlink(path)
@@ -335,7 +337,7 @@ class SharedReadCache(Closing):
                     return descriptor, True
             if state.st_nlink:
                 return descriptor, False
-            # It was removed since it was opened.
+            # The file was removed after it was opened: open it again.
             os.close(descriptor)
 
     def _make_room(self, piece: int, size_bytes: int) -> None:
@@ -355,7 +357,8 @@ class SharedReadCache(Closing):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(path)
                     excess -= size
-            # The members that wait for this piece need the ones that take the room.
+            # This piece belongs to a member's first unfinished task. It must not wait, since the
+            # pieces that fill the window are removed only after that task.
             is_first = any(
                 at == self._generation and start <= piece < stop for at, start, stop in tasks
             )
@@ -373,7 +376,7 @@ class SharedReadCache(Closing):
                 if entry.name.startswith("piece-"):
                     with contextlib.suppress(FileNotFoundError):
                         size = entry.stat().st_size
-                        # A piece that is being filled is empty, and must stay.
+                        # A piece that is being filled is still empty, and must not be removed.
                         if size:
                             generation, piece = map(int, entry.name.split("-")[1:3])
                             pieces.append(((generation, piece), size, entry.path))
@@ -396,7 +399,7 @@ class SharedReadCache(Closing):
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-                # It may have been removed by the last process of an earlier run.
+                # The last process of an earlier run may have removed the file: then try again.
                 if os.fstat(descriptor).st_nlink:
                     yield descriptor
                     return
@@ -419,7 +422,7 @@ class SharedReadCache(Closing):
 
 
 class CachedRemoteFile(RemoteFile):
-    """An object whose shared pieces are read by one process of the host.
+    """An object whose shared pieces are read by a single process of the host.
 
     `read_bytes` counts the bytes that this process requested from the store.
     """
@@ -430,7 +433,7 @@ class CachedRemoteFile(RemoteFile):
         super().__init__(path, expected)
         self._reads, self._name = reads, name
         identity = repr(self.identity).encode()
-        #: Distinguishes pieces of this object from those of an object that replaced it.
+        #: Distinguishes pieces of this object from pieces of an object that replaced it.
         self.tag = hashlib.blake2b(identity, digest_size=6).hexdigest()
 
     def fetch(self, view: memoryview, start_bytes: int) -> None:
@@ -467,7 +470,7 @@ def _read_header(descriptor: int) -> IntArray:
 
 
 def _sum_rows(rows: IntArray) -> IntArray:
-    """Return one row of piece, bytes, first byte and end for each piece, in order."""
+    """Return a row of piece, bytes, first byte and end for each piece, in order."""
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     begins = np.flatnonzero(np.append(True, rows[1:, 0] != rows[:-1, 0]))
     columns = [
@@ -480,7 +483,7 @@ def _sum_rows(rows: IntArray) -> IntArray:
 
 
 def _choose_shared(members: Sequence[IntArray]) -> IntArray:
-    """Return the pieces to read once: those of which members read more than all of it.
+    """Return the pieces that several members read, if reading each once takes fewer bytes.
 
     >>> a, b = np.array([[0, 60, 0, 90], [1, 9, 0, 9]]), np.array([[0, 50, 10, 100]])
     >>> _choose_shared([a, b]).tolist()

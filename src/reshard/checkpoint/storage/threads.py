@@ -4,8 +4,8 @@ Reading, copying and writing release the interpreter lock, so threads overlap th
 returned to the caller's thread in the order in which tasks finish. Leaving the loop, by an error or
 by ctrl-C, stops the threads after their current tasks and waits for them.
 
-Functions that take `progress` call it as they go. Functions that take `stop` end soon after that
-event is set, as after ctrl-C: the content that was there before is untouched.
+Functions that take `progress` call it while they run. Functions that take `stop` end soon after
+that event is set, as after ctrl-C, and leave existing content untouched.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def run_in_threads(
     try:
         for worker in workers:
             worker.start()
-        # After its results, each thread puts a last item that marks its end.
+        # After its results, each thread puts a last item into the queue that marks its end.
         running = threads
         while running:
             result, error, ended = results.get()

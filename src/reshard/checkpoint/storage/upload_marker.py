@@ -4,10 +4,10 @@
 
     model/                              the target
       .reshard/<conversion>/upload.json     the upload ids of files, and the size of their parts
-      .reshard/<conversion>/commit          exists while files become visible one after the other
+      .reshard/<conversion>/commit          exists while files become visible in sequence
 
 Another machine finds the parts of an earlier run by `upload.json`. A checkpoint with a `commit`
-object is not read: some files would belong to one checkpoint and some to another.
+object is not read: some files could belong to the old checkpoint and some to the new checkpoint.
 """
 
 from __future__ import annotations

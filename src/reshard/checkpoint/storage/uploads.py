@@ -10,8 +10,8 @@ recorded durably before, so that a later run whose store has lost such a part wr
 2. `begin` begins every file in the store, or finds the parts that an earlier run sent.
 3. `send` sends a part from the staging folder, and releases its space there.
 4. `commit` creates the objects from their parts, puts the small files, and the manifest last.
-   Readers see the old checkpoint or none before, and the new one after; meanwhile the marker
-   (`upload_marker`) keeps them from reading.
+   Before, readers see the old checkpoint, if any; afterwards, they see the new checkpoint; in
+   between, the marker (`upload_marker`) keeps them from reading.
 
 Every step can be repeated, from the same machine or another, by the same conversion.
 
@@ -69,7 +69,7 @@ from reshard.system import sync_data
 
 #: Stores require at least 5 MiB, and a request costs as much as transferring some MiB.
 MIN_PART_BYTES = 8 << 20
-#: The limit of all stores for one file.
+#: The maximum size of a file in all stores.
 MAX_PARTS = 10_000
 _STEP_BYTES = 1 << 20
 
@@ -89,11 +89,11 @@ def choose_part_bytes(size_bytes: int) -> int:
 class PartGrid:
     """The parts of files: equal ranges of each file, except the last of a file.
 
-    Parts are numbered through all files in order: file `n` has those from `first[n]` on. Their size
-    depends on the size of the file only, so it is the same in every run of a conversion.
+    Parts are numbered through all files in order: the parts of file `n` begin at `first[n]`. Their
+    size depends on the size of the file only, so it is the same in every run of a conversion.
 
     Args:
-        sizes: of the files, in bytes.
+        sizes: the sizes of the files in bytes.
         part_bytes: the size of the parts of each file.
 
     >>> grid = PartGrid([10, 0, 25], [10, 10, 10])
@@ -142,8 +142,8 @@ class PartGrid:
 class PartSender(Closing):
     """A pool of threads that send parts, while other threads read and write.
 
-    `put` waits while all threads are sending, so few parts are written and not sent. An exception
-    of `send` is raised by the next call.
+    `put` waits while all threads are sending, so only a few written parts wait to be sent. An
+    exception of `send` is raised by the next call.
 
     Args:
         send: sends a part by its number.
@@ -180,7 +180,7 @@ class PartSender(Closing):
             raise self._error
 
     def finish(self) -> None:
-        """Wait until all parts are sent. Raises the error of one of them."""
+        """Wait until all parts are sent. Raises the error of a part, if any."""
         for _ in range(self._count):
             self._free.acquire()
         self._free.release(self._count)
@@ -234,10 +234,10 @@ def rank_save_folder(target: Path) -> Path:
 
 
 class SentRecords(Closing):
-    """The records of one process in the staging folder: parts that were sent, ranges released.
+    """The records of a process in the staging folder: parts that were sent, ranges released.
 
-    A later run compares the recorded checksums with those of the store. They are durable before the
-    space of a part is released, since released ranges are synced after them.
+    A later run compares the recorded checksums with the store's. The checksums are durable before
+    the space of a part is released, since released ranges are synced after them.
     """
 
     def __init__(self, content: Path, rank: int) -> None:
@@ -295,7 +295,7 @@ def read_released_ranges(content: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def list_other_staged(content: Path, names: set[str]) -> list[str]:
-    """Return the other staged files than `names`, sorted. Raises RunError."""
+    """Return the staged files that are not in `names`, sorted. Raises RunError."""
     with translate_os_errors("list the staged files", content):
         staged = [
             (Path(parent) / name).relative_to(content).as_posix()
@@ -381,10 +381,10 @@ class Upload(Closing):
     Args:
         target: the folder.
         conversion_id: the fingerprint of everything that decides the bytes of the files.
-        files: those that are sent in parts.
+        files: the files that are sent in parts.
         manifest_name: the file that is put last.
         is_replaced: whether an existing object, by its name in the folder, is deleted with the old
-            checkpoint; all of them if None.
+            checkpoint; all objects are if None.
 
     Raises:
         UsageError: a URL that cannot be written.
@@ -409,7 +409,7 @@ class Upload(Closing):
         self._is_committing = self._replaces = False
         self._lock = threading.Lock()
         self._records: SentRecords | None = None
-        # The checksums of parts that were sent from here, by file and number.
+        # The checksums of parts that this host sent, by file and number.
         self._checksums: dict[tuple[str, int], str] = {}
         # The keys below the target as listed by `find_target`, until files are begun.
         self._listed: frozenset[str] | None = None
@@ -479,7 +479,7 @@ class Upload(Closing):
         return False
 
     def _is_ours(self) -> bool:
-        """Return whether the existing manifest is of this conversion."""
+        """Return whether this conversion wrote the existing manifest."""
         manifest = self._store.get(f"{self._folder}/{self._manifest_name}")
         try:
             document: Any = json.loads(manifest or b"{}")
@@ -512,7 +512,7 @@ class Upload(Closing):
             content = None if self._is_free(address) else self._store.get(address)
             if content is None:
                 marker = self._new_marker({})
-                # Before any file is begun, so that every begun upload can be found.
+                # Put the marker before beginning any file, so that later runs find every upload.
                 self._store.put(address, marker.to_bytes())
                 pending: dict[str, str] = {}
             else:
@@ -530,7 +530,7 @@ class Upload(Closing):
             self._run_all(self._begin_file, range(len(self.files)))
             if self._uploads != before:
                 self._store.put(address, self._new_marker(self._uploads).to_bytes())
-        # A further `begin`, to find what other processes sent, lists the parts again.
+        # A further `begin`, which finds parts sent by other processes, must list the keys again.
         self._listed = None
 
     def _is_free(self, key: str) -> bool:
@@ -567,7 +567,7 @@ class Upload(Closing):
             if self._is_complete(stored_object, file):
                 self.sent[parts.start : parts.stop] = True
                 return
-            # Other threads add to the dictionary too.
+            # Other threads write to the dictionary at the same time.
             parts_key = f"{self._key_of_marker('parts')}/{file.name}"
             upload = self._store.begin(key, self._conversion_id, parts_key)
             with self._lock:
@@ -576,7 +576,7 @@ class Upload(Closing):
         for part, stored in stored_parts.items():
             if part < len(parts):
                 _, start, stop = self.grid.range_of(parts[part])
-                # Parts that other hosts sent are not recorded here.
+                # Parts that other hosts sent are not recorded here: trust the store's checksum.
                 recorded = self._checksums.get((file.name, part), stored.tag)
                 is_same = recorded == stored.tag
                 self.sent[parts[part]] = is_same and stored.size_bytes == stop - start
@@ -668,7 +668,7 @@ class Upload(Closing):
             release(file.name, start, stop)
 
     def send_rest(self, content: Path, parts: NDArray[np.bool_]) -> None:
-        """Send those of these parts that the store does not have. Raises RunError."""
+        """Send all of these parts that the store does not have. Raises RunError."""
         rest = np.flatnonzero(parts & ~self.sent).tolist()
         self._run_all(lambda part: self.send(part, content, None), rest)
 
@@ -756,7 +756,7 @@ class Upload(Closing):
 
 
 class OrphanedUpload(NamedTuple):
-    """The objects and parts that a store has of an unfinished conversion.
+    """The objects and parts of an unfinished conversion in a store.
 
     `began_s` is its begin in seconds since 1970. If `is_half_visible`, some of its files are
     already committed.
@@ -815,7 +815,7 @@ def remove_orphaned_uploads(uploads: Iterable[OrphanedUpload]) -> None:
             try:
                 for pending in orphan.uploads:
                     store.abort(pending.key, pending.upload)
-                # The marker is deleted last: uploads are found by it.
+                # Delete the marker last, since uploads are found by it.
                 last = marker_key(orphan.target.key, orphan.conversion_id, UPLOAD_NAME)
                 store.delete([key for key in orphan.marker_keys if key != last])
                 store.delete([last])
@@ -850,7 +850,8 @@ def _describe(
     content = store.get(at)
     marker = UploadMarker() if content is None else UploadMarker.from_bytes(content, str(target))
     names = {f"{target.key}/{name}": name for name in marker.part_bytes}
-    # Uploads begun after the marker was last written are not in it, and have no parts.
+    # Uploads that were begun after the marker was last written are not in it, and do not have
+    # parts.
     uploads = tuple(
         upload
         for upload in pending
