@@ -2,22 +2,24 @@
 
 Batches run one after the other, in the same memory::
 
-    extra_bytes   | messages on their way | what is sent and arrives of transformed tensors |
-    buckets         straight from the source into the target, nothing beside it
+    extra_bytes   | messages in transit | elements of transformed tensors, sent and received |
+    buckets         straight from the source into the target, no memory in between
     other batches   prepare_send  ->  exchange  ->  finish_receive
-                    made at the source  ->  exchange, straight into the target
+                    computed at the source  ->  exchange, straight into the target
 
 A part without transformed tensors has only buckets, and all the memory for their messages.
 
-A batch has one stage, or as many as the longest program in it has steps. The first steps of all
-programs travel with what is exchanged, in one exchange of messages; then the second steps of all::
+A batch has a single stage, or as many stages as its longest program has steps. The first steps of
+all programs share an exchange of messages with the exchanged tensors; then all second steps run::
 
     stage 0   exchanged tensors, first steps     source -> target, source -> next shard
     stage 1   second steps                       shard  -> shard or target
 
-What moves in stages between hosts has the steps of its pipeline in the first (`exchange.stages`).
+A tensor that is sent in stages between hosts has all steps of its pipeline in stage 0
+(`exchange.stages`).
 
-Shards between steps lie in the source, in the target (`programs.phases`), or in the batch's memory.
+Shards between steps are stored in the source, in the target (`programs.phases`), or in the
+batch's memory.
 """
 
 from __future__ import annotations
@@ -45,23 +47,23 @@ from reshard.torch.refitting.members import IndexRange
 from reshard.torch.refitting.plan import PartItem, RefitPart, staging_limit_bytes
 from reshard.torch.refitting.transforms import Transform
 
-# Of a side, the names of its tensors, and numbers that are one for tensors that lie alike.
+# The names of a model's tensors, and a number for each, equal for equal memory layouts.
 _Looks: TypeAlias = tuple[list[str], Sequence[int]]
 
 
 class BatchObserver(Protocol):
-    """Is called in the thread of a run with the number of each batch; errors end the run."""
+    """Callbacks of a run, called in its thread with each batch's number; errors end the run."""
 
     def begin(self, number: int, /) -> None:
-        """Called before this rank reads or writes anything of a batch."""
+        """Handle the start of a batch, before this rank reads or writes any of its tensors."""
 
     def end(self, number: int, /) -> None:
-        """Called when all of a batch is read and written on this rank."""
+        """Handle the end of a batch, when this rank has read and written all of its tensors."""
 
 
 @dataclass(slots=True, eq=False)
 class RefitBatch:
-    """Exchanges, one after another, and what transforms do before and after them."""
+    """The exchanges of a batch, in order, and the calls of transforms before and after them."""
 
     exchanges: list[MessageExchange | ChangeExchange]
     before: list[Callable[[], None]]
@@ -69,7 +71,7 @@ class RefitBatch:
 
 
 class _Arena:
-    """Memory that is given out piece by piece, and taken back as a whole."""
+    """Memory that is allocated piece by piece and released as a whole."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
@@ -79,7 +81,7 @@ class _Arena:
         self._used_bytes = 0
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A dense tensor."""
+        """Return a dense tensor in the memory."""
         begin, size_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
         self._used_bytes += align(size_bytes)
         return self.memory[begin : begin + size_bytes].view(dtype).view(tuple(shape))
@@ -87,7 +89,7 @@ class _Arena:
 
 @dataclass(slots=True, eq=False)
 class _ItemKind:
-    """Items of a part that are alike but for their tensors: the first, their numbers and names."""
+    """Items that differ only in their tensors: the first item, and all numbers and names."""
 
     first: PartItem
     numbers: list[int] = field(default_factory=list)
@@ -97,9 +99,9 @@ class _ItemKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _GroupedItems:
-    """By batch, the kinds of items that are only exchanged, and all others with their numbers.
+    """The items of each batch: kinds of items that are only exchanged, and numbered other items.
 
-    `signatures` describe which tensors have equal memory layouts, of source and target.
+    `signatures` describe which tensors of source and target have equal memory layouts.
     """
 
     signatures: list[_Looks]
@@ -108,7 +110,7 @@ class _GroupedItems:
 
 
 def _group(part: RefitPart, signatures: list[_Looks]) -> _GroupedItems:
-    """The items of a part by kind."""
+    """Group the items of a part by kind."""
     kinds: list[dict[object, _ItemKind]] = [{} for _ in range(part.batches)]
     singles: list[list[tuple[int, PartItem]]] = [[] for _ in range(part.batches)]
     sources, targets = (dict(zip(*of_side, strict=True)) for of_side in signatures)
@@ -118,7 +120,7 @@ def _group(part: RefitPart, signatures: list[_Looks]) -> _GroupedItems:
             singles[batch].append((number, item))
             continue
         key = (
-            # Changes and transfers that are equal are one object each.
+            # Equal changes are the same object, and so are equal transfers.
             id(change),
             id(transfers),
             match.dtype,
@@ -137,16 +139,16 @@ def _group(part: RefitPart, signatures: list[_Looks]) -> _GroupedItems:
 
 
 class RefitBatches:
-    """All batches of one rank. `extra_bytes` is what they take beyond source and target.
+    """All batches of a rank. `extra_bytes` is the memory they need beyond source and target.
 
     Args:
-        part: what the rank does.
+        part: the tensors that the rank sends, keeps or receives.
         source, target: its tensors.
-        transforms: by the names of the targets they make.
+        transforms: by the names of the targets that they create.
         device: of the tensors.
-        extra_bytes: the most memory to take, beside `kept_bytes`.
+        extra_bytes: the maximum memory to use, in addition to `kept_bytes`.
         group: of all ranks.
-        changed_only: by what changes are found, where only these are sent.
+        changed_only: how changes are found, if only changes are sent.
         like: other batches of the part: if their source is the same, so are the messages to send.
     """
 
@@ -163,7 +165,7 @@ class RefitBatches:
         like: RefitBatches | None = None,
     ) -> None:
         self._changed_only = changed_only
-        # Whether targets have what the sources had in a run that all ranks confirmed.
+        # Whether the target has the source's values of a run that all ranks confirmed.
         self.is_complete = False
         self._source, self._target, self._transforms = source.locals, target.locals, transforms
         self._group, self._device = group, device
@@ -171,16 +173,16 @@ class RefitBatches:
         self._buckets = part.buckets
         if part.batches > part.buckets:
             self._arena = _Arena(part.staging_bytes, device)
-            # Messages and what is staged share the limit.
+            # Messages and staged elements share the limit.
             extra_bytes -= staging_limit_bytes(extra_bytes)
         signatures = [(list(s.locals), s.own_memory.numbers) for s in (source, target)]
-        # Batches of one part have the same kinds where they have tensors that are alike.
+        # Batches of a part have the same kinds if their tensors have equal memory layouts.
         grouped = None if like is None else like._grouped
         if grouped is None or grouped.signatures != signatures:
             grouped = _group(part, signatures)
         self._grouped: _GroupedItems = grouped
         kinds, singles = grouped.kinds, grouped.singles
-        # What decides the messages to send, beside the part and the source; None where any are
+        # The messages to send depend on this value, the part and the source. None if elements are
         # staged.
         self._partitioning: tuple[object, ...] | None = None
         if not changed_only and not any(singles):
@@ -194,7 +196,7 @@ class RefitBatches:
         known = like if is_like else None
         listed = [_BatchContents() for _ in range(part.batches)]
         for of_kinds, alone, found in zip(kinds, singles, listed, strict=True):
-            # Batches run one after another, so all of them take the same memory.
+            # Batches run one after another, so all of them use the same memory.
             self._arena.clear()
             for number, item in alone:
                 self._list(number, item, found)
@@ -202,7 +204,7 @@ class RefitBatches:
                 if known is None or group.rank in kind.first.change.target.local_shapes:
                     self._list_kind(kind, found)
         self._shared: torch.Tensor | None = None
-        # One exchange alone takes only what its messages need.
+        # A single exchange allocates only the memory that its messages need.
         if sum(len(found.stages) + bool(changed_only) for found in listed) > 1:
             self._shared = known._shared if known is not None and known._group is group else None
             if self._shared is None:
@@ -243,17 +245,17 @@ class RefitBatches:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank sends in a run; where only changes are sent, what it sent in the last."""
+        """The bytes this rank sends in a run; if only changes are sent, those of the last run."""
         return sum(exchange.sent_bytes for exchange in self._exchanges)
 
     @property
     def received_bytes(self) -> int:
-        """What this rank receives, likewise."""
+        """The bytes this rank receives, counted as `sent_bytes`."""
         return sum(exchange.received_bytes for exchange in self._exchanges)
 
     @property
     def kept_bytes(self) -> int:
-        """What this rank remembers of what it sent."""
+        """The memory of the copies or digests of sent elements."""
         return sum(one.kept_bytes for one in self._compared)
 
     @property
@@ -261,14 +263,14 @@ class RefitBatches:
         return (one for one in self._exchanges if isinstance(one, ChangeExchange))
 
     def seems_changed(self) -> bool:
-        """Whether a run had better send everything, as most of what this rank sends has changed.
+        """Return whether sending all elements in stages is faster, since most have changed.
 
-        False where it sends something that is not staged then: to compare it costs little.
+        False if this rank sends tensors that are not staged in such runs: comparing is cheap.
         """
         return all(one.seems_changed() for one in self._compared)
 
     def _list_kind(self, kind: _ItemKind, found: _BatchContents) -> None:
-        """What is done for tensors or pieces of one kind, and where."""
+        """Add the transfers of the tensors or pieces of a kind to a batch."""
         first, rank = kind.first, self._group.rank
         match, dtype = first.match, getattr(torch, first.match.dtype)
         sources = list(map(self._source.get, kind.source_names))
@@ -286,15 +288,15 @@ class RefitBatches:
     def _split(
         self, moved: RankTransfers, match: Match
     ) -> tuple[RankTransfers | None, RankTransfers | None]:
-        """What is sent whole, and that of which only changes are sent."""
+        """Split transfers into those sent whole, and those of which only changes are sent."""
         if not (self._changed_only and match.can_be_compared):
             return moved, None
-        # Memory that ranks share is copied in a third of the time that a comparison takes.
+        # Copying memory that ranks share takes a third of the time of a comparison.
         shared = self._group.shared_memory if self._changed_only is True else None
         return moved.split({self._group.rank, *shared.ranks} if shared is not None else set())
 
     def _list(self, number: int, item: PartItem, found: _BatchContents) -> None:
-        """What is done for one tensor or piece that is not only exchanged, and where."""
+        """Add a tensor or piece that is not only exchanged to a batch."""
         match, rank = item.match, self._group.rank
         dtype = getattr(torch, match.dtype)
         source = self._source.get(match.source_name)
@@ -321,7 +323,7 @@ class RefitBatches:
         if not (self._changed_only and match.can_be_compared and item.chosen.is_staged_whole):
             found.stages[0] += filter(None, [near])
             return
-        # Also where this rank has no part in the stages: it sends nothing else then either.
+        # Also if this rank has no part in the stages: then it does not send these tensors directly.
         found.near = [*(found.near or ()), *filter(None, [near])]
         staged = stage_transfers(item.change, item.whole_stages, item.span, rank, *ends)
         staged = (one._replace(numbers=[number]) for one in staged)
@@ -336,7 +338,7 @@ class RefitBatches:
         dtype: torch.dtype,
         found: _BatchContents,
     ) -> None:
-        """The steps of a program that move anything, each in a stage of its own."""
+        """Add the steps of a program that move elements, each in its own stage."""
         rank = self._group.rank
         ends = (source, target, dtype, self._device)
         buffers = ShardBuffers(phases_of(program, rank), rank, *ends, self._arena.tensor)
@@ -353,7 +355,7 @@ class RefitBatches:
         dtype: torch.dtype,
         found: _BatchContents,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Where a transform has what travels of a piece, and where its whole tensor arrives."""
+        """Return the tensors that a transform's elements are sent from and received in."""
         name, rank = match.made_of, self._group.rank
         transform, index_range = self._transforms[name], match.source_range
         part = source if index_range is None else index_range.of(source, rank)
@@ -381,17 +383,17 @@ class RefitBatches:
     def run(self, observer: BatchObserver | None = None, *, is_whole: bool = True) -> None:
         """Run all batches; all ranks confirm the end.
 
-        Where only changes are sent, everything is where `is_whole`, which all ranks say alike.
+        If only changes are sent, `is_whole` sends all elements; it is equal on all ranks.
 
-        Raises RunError where a message does not come, and on every rank where a transform of one
-        fails: before each batch that transforms have a part in, ranks tell each other.
+        Raises RunError if a message does not arrive, and on every rank if a transform fails on any
+        rank: ranks exchange their state before each batch with transforms.
         """
         error: Exception | None = None
         for number, batch in enumerate(self.batches):
             if observer is not None:
                 observer.begin(number)
             if number >= self._buckets:
-                # A rank whose transform fails must not leave others waiting for what it would send.
+                # A rank whose transform fails must not leave others waiting for its messages.
                 error = error or _run_calls(batch.before)
                 confirm(self._group, error)
             name = "bucket" if number < self._buckets else "batch"
@@ -411,7 +413,7 @@ class RefitBatches:
 
 
 def _run_calls(calls: Sequence[Callable[[], None]]) -> Exception | None:
-    """What the first of the calls that fails raises; None where all are done."""
+    """Call each until a call fails. Return its error, or None if all succeed."""
     try:
         for call in calls:
             call()
@@ -422,10 +424,10 @@ def _run_calls(calls: Sequence[Callable[[], None]]) -> Exception | None:
 
 @dataclass(slots=True, eq=False)
 class _BatchContents:
-    """A batch while it is listed: transfers by stage, what transforms do, their memory by name.
+    """The contents of a batch while it is built: transfers by stage, calls and memory by name.
 
-    `compared` are transfers of which only changes are sent. Where runs that send everything send
-    these in stages, `staged_whole` is how, and `near` what is not compared of the same tensors.
+    Only changes of the transfers in `compared` are sent. If runs that send all elements send them
+    in stages, `staged_whole` has those transfers, and `near` the transfers not compared.
     """
 
     stages: list[list[RankTransfers]] = field(default_factory=lambda: [[]])

@@ -1,15 +1,15 @@
-"""Matching of two models: which tensor of the source fills which of the target, what misfits.
+"""Matching of two models: which source tensor fills which target tensor, and all mismatches.
 
-1. names: every target needs a source, by its own name or one it is tied to; every source serves
-   a target, unless those that serve none may be left. A fused tensor stands for its members,
-   unless the other side has the same one (`members`);
-2. what both sides are: one shape, and one element type where no cast is allowed. Parameters of
-   Megatron are read together (`reshard.megatron.tensor_pairs`);
-3. what travels: elements of the narrower of both types, so that a cast to a narrower one is at
-   the sender. Where a transform makes the target, what it makes if that is less and the source's
-   ranks can make it, each of its own part; else its travelling tensor.
+1. Names: every target needs a source, with its own name or a tied name; every source is used,
+   unless unused sources are allowed. A fused tensor stands for its members, unless the other side
+   fuses the same members (`members`).
+2. Shapes and types: equal shapes, and equal element types if casts are not allowed. Parameters of
+   Megatron are read together (`reshard.megatron.tensor_pairs`).
+3. Sent elements: elements have the narrower of both types, so the sender casts to a narrower type.
+   A transform runs at the source if its result is smaller and each of the source's ranks can
+   compute it from its own part; otherwise it runs at the target.
 
-All that does not fit is collected, so that people see it at once and before anything moves.
+All mismatches are collected, so that users see them at once and before any tensor moves.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ Where = Literal["", "source", "target"]
 
 
 class Match(NamedTuple):
-    """One tensor to move, or a piece of one: from `source_name` of the source to `target_name`.
+    """A tensor or a piece to move: from `source_name` of the source to `target_name`.
 
     Attributes:
-        name: of what moves, once in a refit.
+        name: of the moved tensor or piece, unique in a refit.
         source_name, target_name: of the tensors.
-        source, target: layouts of what moves.
-        dtype: of the elements that travel.
-        source_range, target_range: where a piece is in its tensors; None for a whole tensor.
-        made_at: where a transform makes the target: of the source's parts, so that what it makes
-            travels; or of what has arrived. Empty without one.
+        source, target: layouts of the moved tensor or piece.
+        dtype: of the elements as they are sent.
+        source_range, target_range: the ranges of a piece in its tensors; None for a whole tensor.
+        made_at: the side on which a transform creates the target: "source", from the source's parts
+            before sending, or "target", from the received elements. Empty without a transform.
         made_of: the tensor that the transform is for.
-        why: what made_at follows from.
-        specs: the shardings that the layouts are of, where both are known.
+        why: the reason for `made_at`.
+        specs: the shardings of the layouts, if both are known.
     """
 
     name: str
@@ -85,18 +85,18 @@ class Match(NamedTuple):
 
     @property
     def can_be_compared(self) -> bool:
-        """Whether what travels can be compared with what a run before it sent."""
-        # What arrives to be transformed is overwritten by other tensors before the next run.
+        """Whether sent elements can be compared with those that the previous run sent."""
+        # The memory of a transform's input is overwritten by other tensors before the next run.
         stays, dtype = self.made_at != "target", getattr(torch, self.dtype)
         return stays and can_be_compared(self.source, self.target, dtype)
 
     def source_view(self, locals_of: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor | None:
-        """What a rank has of it in the source, whose local tensors are given by name."""
+        """Return a rank's part in the source, whose local tensors are given by name."""
         local = locals_of.get(self.source_name)
         return local if self.source_range is None else self.source_range.of(local, rank)
 
     def target_view(self, locals_of: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor | None:
-        """Likewise in the target."""
+        """Return a rank's part in the target, whose local tensors are given by name."""
         local = locals_of.get(self.target_name)
         return local if self.target_range is None else self.target_range.of(local, rank)
 
@@ -111,19 +111,17 @@ def match_tensors(
     one_tensor: Mapping[str, str] = MappingProxyType({}),
     quantized: BlockQuantized | None = None,
 ) -> tuple[list[Match], list[str]]:
-    """The tensors to move, in the order of the target, and what does not fit.
+    """Return the tensors to move, in the order of the target, and all mismatches.
 
     Args:
         source, target: both models.
-        ties: names that mean the same tensor as another name.
-        cast: whether types may differ; or the type that targets have where they do, for all or
-            by name.
-        strict: whether a source that serves no target is a problem.
-        transforms: what makes a target of other elements, by its name.
-        one_tensor: names of sources whose memory is that of another source, and that one's name.
-            It is enough that one of them serves.
-        quantized: what makes those targets in float8 that have scales beside them, where the
-            source has neither.
+        ties: names that refer to the same tensor as another name.
+        cast: whether types may differ, for all or by name; or the type of targets that differ.
+        strict: whether an unused source is a problem.
+        transforms: by the names of the targets that they create.
+        one_tensor: names of sources that share the memory of another source, with the name of that
+            source. Only one of these names has to be used.
+        quantized: the transform for float8 targets with scales, if the source has neither.
     """
     found = _Matcher(source, target, ties, cast, dict(transforms), quantized)
     found.run()
@@ -142,13 +140,13 @@ class _Matcher:
     quantized: BlockQuantized | None = None
     matches: list[Match] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    # Of tensors that are alike on both sides, but for their names; they are one object each.
+    # Matches by the ids of both tensors: tensors that differ only in name are the same object.
     _known: dict[tuple[int, int], Match] = field(default_factory=dict)
 
     def run(self) -> None:
         self._add_quantized()
         transforms = self.transforms.items()
-        # What a transform makes beside the tensor it is named for is filled with that one.
+        # Further outputs of a transform are filled together with the tensor it is named for.
         made = {one for name, of in transforms for one in of.outputs(name) if one != name}
         for side, model in (("source", self.source), ("target", self.target)):
             found = repeated_members(model, self.ties)
@@ -162,7 +160,7 @@ class _Matcher:
         except ReshardError as error:
             self.problems.append(f"the source: {error}")
             return
-        # Of tensors that are alike the first is looked at.
+        # Tensors that differ only in name use the match of the first.
         known = {} if isinstance(self.cast, Mapping) else self._known
         for name, wanted in self.target.items():
             like = known.get((id(self.source.get(name)), id(wanted)))
@@ -173,7 +171,7 @@ class _Matcher:
                 continue
             served_by = find_source_name(name, self.source, self.ties)
             try:
-                # Fused alike on both sides moves as one tensor; otherwise member by member.
+                # Tensors fused alike on both sides move whole; others move member by member.
                 if served_by is not None and _are_alike(self.source[served_by], wanted):
                     self.matches += self._match_whole(name, served_by, wanted)
                 else:
@@ -184,25 +182,25 @@ class _Matcher:
                 self.problems.append(f"{name}: {error}")
 
     def _add_quantized(self) -> None:
-        """Transforms of targets in float8 with scales that nothing else fills."""
+        """Add transforms for float8 targets with scales that no other tensor fills."""
         if self.quantized is None:
             return
         for name, wanted in self.target.items():
             scales = self.target.get(f"{name}{self.quantized.suffix}")
             if not self.quantized.makes(wanted.dtype) or scales is None or name in self.transforms:
                 continue
-            # Where the source has scales, it is quantised already.
+            # If the source has scales, it is already quantized.
             has_scales = find_source_name(name + self.quantized.suffix, self.source, self.ties)
             if has_scales is None and scales.fusion is None:
                 self.transforms[name] = self.quantized
 
     @cached_property
     def members(self) -> dict[str, Member]:
-        """What the source has, fused tensors member by member."""
+        """The source's tensors, with fused tensors as their members."""
         return members_of(self.source)
 
     def unused(self, one_tensor: Mapping[str, str]) -> Iterator[str]:
-        """What of the source serves nothing."""
+        """Yield the source's tensors and members that fill no target."""
         used = set(self.target)
         for tensor in self.target.values():
             if tensor.fusion is not None:
@@ -211,7 +209,7 @@ class _Matcher:
             used = {resolve_tie(name, self.ties) for name in used}
         one_used = {one_tensor.get(name, name) for name in used if name in self.source}
         for name, tensor in self.source.items():
-            # Mostly all serve, by names of their own.
+            # Most tensors are used, under their own names.
             if name in used or resolve_tie(name, self.ties) in used:
                 continue
             if one_tensor.get(name, name) in one_used:
@@ -221,7 +219,7 @@ class _Matcher:
                     yield member if member == name else f"{member}, which {name} has"
 
     def _match_whole(self, name: str, served_by: str, wanted: ModelTensor) -> list[Match]:
-        """The move of a whole tensor."""
+        """Return the match of a whole tensor."""
         tensor, transform = self.source[served_by], self.transforms.get(name)
         source, target = tensor.layout, wanted.layout
         both_say = tensor.parameter is not None and wanted.parameter is not None
@@ -240,7 +238,7 @@ class _Matcher:
         return [found]
 
     def _match_members(self, name: str, wanted: ModelTensor) -> list[Match]:
-        """The moves of all pieces of a tensor that one side fuses."""
+        """Return the matches of all pieces of a tensor that one side fuses."""
         matches: list[Match] = []
         problems: list[str] = []
         members = self.members
@@ -264,7 +262,7 @@ class _Matcher:
     def _match_ranges(
         self, member_name: str, name: str, wanted: ModelTensor, member: Member, part: Member
     ) -> list[Match]:
-        """The moves of all pieces of one member."""
+        """Return the matches of all pieces of a member."""
         transform = self.transforms.get(name)
         if transform is not None:
             return self._match_transformed(name, member, part, transform, label=member_name)
@@ -286,14 +284,14 @@ class _Matcher:
     def _match_transformed(
         self, name: str, member: Member, part: Member, transform: Transform, label: str = ""
     ) -> list[Match]:
-        """The moves of what a transform makes at the source, or makes a target of.
+        """Return the matches of a transformed tensor, whose transform runs at the source or target.
 
         `label` is the member's name, where the target may have several.
         """
         label = label or name
         pieces = list(common_ranges(member, part))
         travels = transform.sent_dtype(member.tensor.dtype)
-        # 1. What would travel if the target's ranks made the output.
+        # 1. The bytes to send if the target's ranks run the transform.
         wide = [
             Match(
                 label if piece.is_whole else f"{label}[{piece.start}:{piece.stop}]",
@@ -309,10 +307,10 @@ class _Matcher:
             )
             for piece in pieces
         ]
-        # 2. What would travel if the source's ranks did.
+        # 2. The bytes to send if the source's ranks run it.
         made = self._match_made_at_source(name, member, part, transform, pieces)
         if not isinstance(made, str):
-            # Making targets at the source costs nothing, unless replicas make more bytes travel.
+            # Running it at the source costs nothing, unless replicas increase the bytes to send.
             bytes_made, bytes_wide = (sum(map(_count_moved_bytes, of)) for of in (made, wide))
             if bytes_made < bytes_wide:
                 return made
@@ -327,7 +325,7 @@ class _Matcher:
         transform: Transform,
         pieces: list[CommonRange],
     ) -> list[Match] | str:
-        """The moves of what ranks make of each piece that they have; or why they cannot."""
+        """Return the matches of each piece's outputs at the source; or why it is not possible."""
         if part.dimension is not None:
             return f"the target {part.name} is fused"
         found = []
@@ -368,7 +366,7 @@ class _Matcher:
         return found
 
     def _choose_dtype(self, name: str, tensor: ModelTensor, wanted: ModelTensor) -> str:
-        """The type of the elements that travel. Raises where the types may not differ."""
+        """Return the type of the sent elements. Raises if the types may not differ."""
         if tensor.dtype == wanted.dtype:
             return tensor.dtype
         cast = self.cast
@@ -403,7 +401,7 @@ class _Matcher:
 
 
 class _Misfit(Exception):
-    """What does not fit of one tensor."""
+    """Problems of a tensor that cannot be matched."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__(*problems)
@@ -411,7 +409,7 @@ class _Misfit(Exception):
 
 
 def _are_alike(tensor: ModelTensor, wanted: ModelTensor) -> bool:
-    """Whether tensors of one name are one tensor: not where they have their members elsewhere."""
+    """Return whether two tensors of a name can move whole: not if they fuse other members."""
     return tensor.fusion is None or wanted.fusion is None or tensor.fusion == wanted.fusion
 
 
@@ -422,13 +420,13 @@ def _list_members(name: str, tensor: ModelTensor) -> tuple[str, ...]:
 def _find_specs(
     tensor: ModelTensor, wanted: ModelTensor
 ) -> tuple[ShardingSpec, ShardingSpec] | None:
-    """The shardings of both sides. A plain tensor on all ranks of a mesh is replicated there."""
+    """Return both shardings. A plain tensor on all ranks of a mesh is replicated over it."""
     if tensor.spec is not None and wanted.spec is not None:
         return tensor.spec, wanted.spec
     known = tensor.spec or wanted.spec
     if known is None:
         return None
-    # The mesh of the side that has one, with nothing cut over it.
+    # A sharding over the mesh of the other side, with no dimension sharded.
     everywhere = ShardingSpec(known.mesh, [DimSpec() for _ in tensor.layout.shape])
     plain = wanted if tensor.spec is not None else tensor
     if everywhere.layout(tensor.layout.shape) is not plain.layout:
@@ -437,10 +435,10 @@ def _find_specs(
 
 
 def _reconcile(tensor: ModelTensor, wanted: ModelTensor) -> tuple[Layout, Layout]:
-    """The layouts of a parameter that Megatron describes on both sides."""
+    """Return the layouts of a parameter that Megatron describes on both sides."""
     if tensor.parameter is None or wanted.parameter is None:
         return tensor.layout, wanted.layout
-    # Whether types may differ is asked elsewhere, of all kinds of models alike.
+    # `_choose_dtype` checks whether types may differ, for all kinds of models.
     differs = tensor.dtype != wanted.dtype
     pair = reconcile(tensor.parameter, wanted.parameter, cast=wanted.dtype if differs else None)
     return (
@@ -463,6 +461,6 @@ def _compare_shapes(source: tuple[int, ...], target: tuple[int, ...]) -> str:
 
 
 def _choose_narrower(source: str, target: str) -> str:
-    """The type of the elements that travel; of two equally wide ones the target's."""
+    """Return the type of the sent elements: the narrower, or the target's if equally wide."""
     widths = [as_dtype(dtype).itemsize_bytes for dtype in (source, target)]
     return source if widths[0] < widths[1] else target

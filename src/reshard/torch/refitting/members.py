@@ -1,6 +1,6 @@
 """Members of fused tensors, and the ranges of a tensor's dimension in which they are stored.
 
-1. A model's tensors are found by name: by a tensor's own, or by those of the members of a fused
+1. A model's tensors are found by name: their own names, or the names of the members of a fused
    tensor (`reshard.recipes.naming`).
 2. A member is stored in ranges on either side. Split at the ends of both, they correspond::
 
@@ -45,9 +45,9 @@ class MemberRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A tensor as a model has it: the tensor `name`, or a part of the fused tensor of that name.
+    """A named tensor of a model: the tensor `name` itself, or a part of that fused tensor.
 
-    `places` are its ranges of `dimension`, in the member's order; empty if it is the tensor.
+    `places` are its ranges of `dimension`, in the member's order; empty if it is a whole tensor.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Member:
 
     @property
     def edges(self) -> set[int]:
-        """The starts of its ranges, in its own indices."""
+        """The starts of its ranges, in the member's own indices."""
         return {place.member_start for place in self.places}
 
     def range_of(self, dimension: int, start: int, stop: int) -> IndexRange | None:
@@ -74,21 +74,21 @@ class Member:
             if (start, stop) == (0, self.shape[dimension]):
                 return None
             return IndexRange(self.tensor.layout, dimension, start, stop)
-        # The stretch that holds `start`; pieces do not reach over its end.
+        # The range that contains `start`: pieces do not extend beyond its end.
         place = max(place for place in self.places if place.member_start <= start)
         ahead = place.start - place.member_start
         return IndexRange(self.tensor.layout, dimension, ahead + start, ahead + stop)
 
 
 def members_of(side: Mapping[str, ModelTensor]) -> dict[str, Member]:
-    """What a model has, by the names of tensors and of members.
+    """Return a model's tensors and members by name.
 
-    Raises RecipeError for a fused tensor whose length its members do not share.
+    Raises RecipeError for a fused tensor whose length cannot be divided among its members.
     """
     members = {name: Member(name, tensor) for name, tensor in side.items()}
     for name, tensor in side.items():
         for member_name, member in fused_members(name, tensor).items():
-            # A tensor of that name counts before a member of another tensor.
+            # A tensor of that name takes precedence over a member of another tensor.
             members.setdefault(member_name, member)
     return members
 
@@ -174,7 +174,7 @@ def common_ranges(source: Member, target: Member) -> Iterator[CommonRange]:
         )
     (dimension,) = dimensions
     length = source.shape[dimension or 0]
-    # Cut where a stretch of either side begins: a piece lies within one stretch of both.
+    # Split where a range of either side begins: a piece lies in one range of each side.
     edges = sorted({*source.edges, *target.edges, 0})
     for start, stop in zip(edges, [*edges[1:], length], strict=True):
         ranges = [side.range_of(dimension or 0, start, stop) for side in (source, target)]
@@ -183,7 +183,7 @@ def common_ranges(source: Member, target: Member) -> Iterator[CommonRange]:
 
 @dataclass(frozen=True, slots=True)
 class IndexRange:
-    """Indices `start:stop` of dimension `dimension` of a tensor of a layout."""
+    """Indices `start:stop` of dimension `dimension` of a tensor with the layout `whole`."""
 
     whole: Layout
     dimension: int
@@ -214,7 +214,7 @@ class IndexRange:
         return local.narrow(self.dimension, int(begins[part]), shape[self.dimension])
 
 
-# Layers of a model are cut alike.
+# Cached, since the layers of a model have the same layouts.
 @lru_cache(maxsize=4096)
 def _cut(whole: Layout, dimension: int, start: int, stop: int) -> tuple[Layout, IntArray]:
     """Return the layout of a range, and its start in each part: shape `(parts,)`."""
@@ -239,9 +239,9 @@ def _cut(whole: Layout, dimension: int, start: int, stop: int) -> tuple[Layout, 
 
 
 def table_between(table: RunTable, start: int, stop: int) -> tuple[RunTable, IntArray]:
-    """The runs of indices `start:stop`, counted from 0, and where they begin in each part.
+    """Return the runs of indices `start:stop`, counted from 0, and their offsets in each part.
 
-    Raises ShardError where a part has other indices between them.
+    Raises ShardError if a part has other indices between them.
 
     >>> from reshard.cut_rules import Strided
     >>> found, begins = table_between(Strided(2).table(8, 2), 4, 8)
@@ -256,7 +256,7 @@ def table_between(table: RunTable, start: int, stop: int) -> tuple[RunTable, Int
     local = runs.local_start + low - runs.start
     begins = np.zeros(table.parts, dtype=np.int64)
     is_first = np.diff(runs.part, prepend=-1) != 0
-    # A part's first run says where it begins; those behind must follow without a gap.
+    # A part's first run gives its offset; the following runs must be contiguous.
     begins[runs.part[is_first]] = local[is_first]
     follows = local[1:] == (local + high - low)[:-1]
     if not (follows | is_first[1:]).all():

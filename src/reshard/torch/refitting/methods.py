@@ -1,20 +1,20 @@
-"""Methods of a refit's tensors: each moves in the exchange of all, or by a program.
+"""Methods of a refit's tensors: each moves in the common exchange, or by a program.
 
-1. `"exchange"`: all in one exchange.
-2. `"program"`: every tensor by the collectives that `find_program` finds. Those that have none are
-   one error, raised before anything is written.
-3. `"auto"`: what `reshard.collectives.divide` finds to be quicker on a topology. Without one,
-   programs are looked for only where contributions are combined, since only there they move less
-   than the exchange does; every message counts then as `assumed_topology` says.
-4. `"stages"`: each byte enters a host once, and is handed on within it
-   (`reshard.plans.hierarchical`). Of what has no program, `"auto"` takes stages for all tensors
-   or for none, by what is quicker, on hosts that the topology or the ranks themselves have told
-   of. Of what is compared with the run before, only runs in which everything travels go so:
-   changes are few bytes, and each rank that wants them is sent them.
+1. `"exchange"`: all tensors move in a single exchange.
+2. `"program"`: every tensor moves by the collectives that `find_program` finds. Tensors without a
+   program are reported in one error, raised before any tensor is written.
+3. `"auto"`: `reshard.collectives.divide` finds the faster method on a topology. Without a topology,
+   programs are considered only where contributions are combined, since only there they move fewer
+   bytes than the exchange; the cost of messages is then that of `assumed_topology`.
+4. `"stages"`: each byte enters a host once, and is forwarded within it
+   (`reshard.plans.hierarchical`). `"auto"` uses stages for all tensors without a program or for
+   none, whichever is faster, on the hosts of the topology or those that the ranks reported.
+   Tensors that are compared with the previous run use stages only in runs that send all elements:
+   changes are few bytes, and are sent directly to each rank that needs them.
 
-Programs are of whole tensors, as they are, whose shardings are over the same devices on both
-sides. Memory between source and target has to fit in what `extra_bytes` leaves for it.
-The answer follows from what all ranks know of both models, so every rank finds the same.
+Programs move whole, untransformed tensors whose shardings have the same devices on both sides.
+Memory between source and target has to fit into the staging part of `extra_bytes`. The choice
+follows from data that all ranks have about both models, so every rank makes the same choice.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from reshard.torch.refitting.matching import Match
 
 RefitMethod = Literal["auto", "exchange", "program", "stages"]
 _SHOWN = 20
-# On any backend the steps are messages of one exchange, as many as this library's.
+# On any backend the steps are messages in this library's exchange.
 _RUN_AS = "gloo"
 _EXCHANGED = "every rank has what it needs"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMethod:
-    """How one tensor moves: by a program, in stages, or in the exchange otherwise; and why.
+    """How and why a tensor moves: by a program, in stages, or otherwise in the exchange.
 
-    `is_staged_whole` where it is compared, and goes in stages in runs in which all of it travels.
+    `is_staged_whole` is set if it is compared, and moves in stages in runs that send all of it.
     """
 
     program: Program | None = None
@@ -61,12 +61,12 @@ BY_EXCHANGE = TensorMethod()
 
 
 def job_of(matches: Iterable[Match]) -> Job:
-    """Tensors as one job, so that senders are chosen for all together."""
-    # Layers move alike, so that what is equal of their items is worked out once.
+    """Return tensors as a single job, so that senders are balanced over all of them."""
+    # Layers move alike, so equal changes of layouts are computed once.
     known: dict[tuple[str, int, int], JobItem] = {}
     items = []
     for one in matches:
-        # Layouts that are equal are one object.
+        # Equal layouts are the same object.
         key = one.dtype, id(one.source), id(one.target)
         like = known.get(key)
         if like is None:
@@ -78,13 +78,13 @@ def job_of(matches: Iterable[Match]) -> Job:
 
 @dataclass(frozen=True, slots=True)
 class RefitMethods:
-    """How methods are chosen: the same on every rank.
+    """The choice of methods, which is the same on every rank.
 
     Args:
         method: "auto", "exchange" or "program".
         topology: the hosts of the ranks and the links between them, where known.
-        hosts: of the ranks, as these have told each other; no speeds are known of it.
-        changed_only: whether runs send what changed, of tensors that can be compared.
+        hosts: the hosts that the ranks reported; their link speeds are unknown.
+        changed_only: whether runs send only changes of tensors that can be compared.
     """
 
     method: RefitMethod = "exchange"
@@ -94,18 +94,18 @@ class RefitMethods:
 
     @property
     def stage_topology(self) -> Topology | None:
-        """The hosts that stages are planned for; None where nothing is known of hosts."""
+        """The topology that stages are planned for, or None if hosts are unknown."""
         return self.topology or self.hosts
 
     def of(self, matches: Sequence[Match], staging_bytes: int) -> tuple[TensorMethod, ...]:
-        """The method of every tensor, in their order.
+        """Return the method of every tensor, in their order.
 
         Args:
             matches: the tensors.
-            staging_bytes: the most memory that one of them may take between source and target.
+            staging_bytes: the maximum memory of a tensor between source and target.
 
         Raises:
-            PlanError: programs are asked for, and tensors have none.
+            PlanError: method "program", and tensors without a program.
             LayoutError: a topology without a rank or link that is needed.
         """
         if self.method == "exchange":
@@ -115,7 +115,7 @@ class RefitMethods:
         found: list[Program | str] = [self._find_program(one, staging_bytes) for one in matches]
         if self.method == "program":
             return self._require_programs(matches, found)
-        # Only tensors that have a program can be divided; the others are exchanged anyway.
+        # Only tensors with a program have a choice; the others are exchanged anyway.
         tensors = [
             (LayoutChange(match.source, match.target), as_dtype(match.dtype), program)
             for match, program in zip(matches, found, strict=True)
@@ -143,9 +143,9 @@ class RefitMethods:
     def _stage(
         self, matches: Sequence[Match], chosen: tuple[TensorMethod, ...]
     ) -> tuple[TensorMethod, ...]:
-        """The methods, with stages for what has no program: where asked for, or quicker."""
+        """Return the methods, with stages for tensors without a program if requested or faster."""
         hosts = self.stage_topology
-        # On one host nothing crosses.
+        # On a single host no data crosses hosts.
         if hosts is None or (hosts.hosts == 1 and self.method != "stages"):
             return chosen
         can_be = [
@@ -175,14 +175,14 @@ class RefitMethods:
         )
 
     def _find_program(self, match: Match, staging_bytes: int) -> Program | str:
-        """The program of a tensor; or why it has none, or none is looked for."""
+        """Return a tensor's program; or why it has none, or is not considered for one."""
         if match.is_transformed:
             return "a transform makes it"
         if match.source_range is not None or match.target_range is not None:
             return "it is a piece of a fused tensor"
         if match.specs is None:
             return "a side of it is not a DTensor"
-        # Without a topology nothing is known of times: a program has to move less.
+        # Without a topology times are unknown, so a program has to move fewer bytes.
         is_assumed = self.method == "auto" and self.topology is None
         if is_assumed and match.source.contributions <= match.target.contributions:
             return "no topology is given, and nothing of it is combined"
@@ -225,7 +225,7 @@ class RefitMethods:
         )
 
     def _explain(self, ways: Ways, is_chosen: bool) -> str:
-        """Why a tensor that has a program moves by it, or does not."""
+        """Return why a tensor that has a program moves by it, or does not."""
         if self.topology is None:
             by_exchange, by_program = (
                 f"{int(sum(part.busiest_bytes for part in parts))} bytes"

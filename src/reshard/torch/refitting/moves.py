@@ -1,6 +1,6 @@
-"""Moves of a refit: who sends which slice of which tensor to whom, to be read before it runs.
+"""Moves of a refit: which rank sends which slice of a tensor to which rank, known before a run.
 
-What stays on a rank, copied from its source to its target, is a move from that rank to itself.
+A slice that a rank copies from its source to its target is a move from that rank to itself.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _SHOWN = 40
 
 @dataclass(frozen=True, slots=True)
 class TensorMove:
-    """A box of a tensor that goes from one rank to another.
+    """A box of a tensor that moves from a rank to a rank.
 
     Attributes:
         name: of the target's tensor.
-        source_name: of the source's.
-        sender, receiver: ranks, which are one where it stays.
+        source_name: of the source's tensor.
+        sender, receiver: ranks, which are equal for a local copy.
         slices: the box in the target's tensor, `(start, stop)` of each dimension.
-        dtype: of what travels.
-        size_bytes: of that.
+        dtype: of the elements as they are sent.
+        size_bytes: of the sent elements.
     """
 
     name: str
@@ -50,10 +50,10 @@ class TensorMove:
 
 @dataclass(frozen=True, slots=True)
 class RefitMoves(Sequence[TensorMove]):
-    """All moves that are known here, in the order of the tensors. As text, a line for each.
+    """All moves known on this rank, in the order of the tensors. Its text has a line for each.
 
-    Where every rank plans for itself they are those of all ranks; where one plans for all, those
-    that this rank takes part in. What moves by programs of collectives is in the refit's report.
+    With local planning these are the moves of all ranks; with centralized planning, the moves that
+    this rank takes part in. Tensors that move by programs are listed in the refit's report instead.
     """
 
     moves: tuple[TensorMove, ...]
@@ -65,11 +65,11 @@ class RefitMoves(Sequence[TensorMove]):
         return len(self.moves)
 
     def sent_by(self, rank: int) -> tuple[TensorMove, ...]:
-        """What a rank sends to others."""
+        """Return the moves from a rank to other ranks."""
         return tuple(one for one in self.moves if rank == one.sender != one.receiver)
 
     def received_by(self, rank: int) -> tuple[TensorMove, ...]:
-        """What a rank receives from others."""
+        """Return the moves to a rank from other ranks."""
         return tuple(one for one in self.moves if rank == one.receiver != one.sender)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class RefitMoves(Sequence[TensorMove]):
 
 
 def list_moves(items: Iterable[PartItem], receiver: int | None = None) -> Iterator[TensorMove]:
-    """The moves of items of a part: those to one rank, or all that are known of."""
+    """Yield the moves of a part's items: those to `receiver`, or all that are known."""
     for item in items:
         match = item.match
         rows = Transfers.joined(rows for _, rows in item.stages)
@@ -87,7 +87,7 @@ def list_moves(items: Iterable[PartItem], receiver: int | None = None) -> Iterat
             rows = rows.take(rows.target_slot == receiver)
         begin = np.zeros(rows.start.shape[1], dtype=np.int64)
         if match.target_range is not None:
-            # A piece of a fused tensor counts from where it begins in that.
+            # The slices of a piece are relative to its offset in the fused tensor.
             begin[match.target_range.dimension] = match.target_range.start
         itemsize = as_dtype(match.dtype).itemsize_bytes
         starts, stops = rows.start + begin, rows.start + begin + rows.shape

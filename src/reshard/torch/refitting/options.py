@@ -1,6 +1,7 @@
 """Options of a refit: their types, and their validation before ranks wait.
 
-A rank that raised by itself would leave others waiting, so the ranks' agreement reports problems.
+A rank that raised an error alone would leave others waiting, so all ranks' agreement reports
+problems.
 """
 
 from __future__ import annotations

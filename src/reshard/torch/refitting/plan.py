@@ -1,11 +1,11 @@
-"""A plan of a refit: the tensors to move as one job, the share of each rank, and batches.
+"""A plan of a refit: all tensors to move as a single job, the share of each rank, and batches.
 
-A `RefitPlan` is the whole: the tensors that match. A `RefitPart` is one rank's share.
+A `RefitPlan` has all matching tensors. A `RefitPart` is the share of a rank.
 
-Tensors that a transform makes need memory to arrive in, so they go in batches, one after another.
-So do programs of collectives that have shards between source and target. All others go before
-them, straight into the target: in one batch, or in several that are called buckets, so that some
-tensors are complete while others travel::
+Tensors with a transform need memory to arrive in, so they move in batches, one after another.
+So do programs of collectives that have shards between source and target. All other tensors move
+first, straight into the target: in a single batch, or in several batches called buckets, so that
+some tensors are complete while others are sent::
 
     batch      0    1    2          3    4
     what       buckets              transforms and programs, which need memory
@@ -43,16 +43,16 @@ from reshard.torch.refitting.methods import BY_EXCHANGE, TensorMethod, job_of
 from reshard.torch.refitting.report import ReportedMethods, report_methods
 from reshard.torch.refitting.tied_sources import DistantPair
 
-# The most buckets, since each has messages of its own.
+# The maximum number of buckets, since each has its own messages.
 _MAX_BUCKETS = 256
 
 
 class PartItem(NamedTuple):
-    """One tensor on one rank: what it sends, keeps and receives of it, and in which batch.
+    """A tensor on a rank: its transfers (sent, kept and received), and its batch.
 
-    What moves by a program has no transfers of its own. What is staged is also
-    `handed_on`, in the stages behind the first; `span` is its place in the pipeline. What is staged
-    only in runs in which all of it travels has `whole_stages` for these.
+    A tensor that moves by a program has no transfers. A staged tensor also has `handed_on`, for the
+    stages after the first; `span` is its position in the pipeline. A tensor that is staged only in
+    runs that send all of it has `whole_stages` for these runs.
     """
 
     match: Match
@@ -66,17 +66,18 @@ class PartItem(NamedTuple):
 
     @property
     def stages(self) -> tuple[tuple[LayoutChange, Transfers], ...]:
-        """Its transfers stage by stage, each with the change of layouts that they are of."""
+        """The transfers of each stage, with their change of layouts."""
         within = LayoutChange(self.change.target, self.change.target)
         return ((self.change, self.transfers), *((within, rows) for rows in self.handed_on))
 
 
 @dataclass(frozen=True, eq=False)
 class RefitPart:
-    """What one rank does: its tensors in the order of all, and how many batches there are.
+    """The share of a rank: its tensors in the common order, and the number of batches.
 
-    The first `buckets` of them go straight into the target. `staging_bytes` is what the largest
-    of the others needs beside messages. `digest` is of the whole plan, the same on every rank.
+    The first `buckets` batches write straight into the target. `staging_bytes` is the memory that
+    the largest other batch needs in addition to messages. `digest` identifies the whole plan, and
+    is the same on every rank.
     """
 
     items: tuple[PartItem, ...]
@@ -87,35 +88,35 @@ class RefitPart:
 
     @cached_property
     def target_names(self) -> frozenset[str]:
-        """The target's tensors that this rank has a part in."""
+        """The target tensors that this rank sends or receives."""
         return frozenset([item.match.target_name for item in self.items])
 
     @cached_property
     def made(self) -> tuple[Match, ...]:
-        """What transforms have a part in."""
+        """The matches that have a transform."""
         return tuple([item.match for item in self.items if item.match.made_at])
 
     @cached_property
     def methods(self) -> ReportedMethods:
-        """How its tensors move."""
+        """The methods of its tensors."""
         return report_methods((item.match.name, item.chosen) for item in self.items)
 
 
 @dataclass(frozen=True)
 class RefitPlan:
-    """All tensors of a refit, the same on every rank that works it out.
+    """All tensors of a refit, equal on every rank that computes it.
 
     Args:
         matches: the tensors.
-        staging_bytes: the most memory for what lies between source and target.
-        methods: how each moves, in their order; all in the exchange when empty.
-        buckets: what goes straight into the target goes in buckets of at most so many bytes, or
-            of these numbers for the source's tensors; in one when None.
-        known_parts: of ranks, as far as `own_part` worked them out.
-        topology: the hosts of what moves in stages.
-        tied: tensors of the source that are declared to be one, and are on different ranks.
+        staging_bytes: the maximum memory between source and target.
+        methods: how each moves, in their order; all in the exchange if empty.
+        buckets: the maximum bytes of a bucket, or the bucket of each source tensor; for tensors
+            that move straight into the target. A single bucket if None.
+        known_parts: parts of ranks that `own_part` has computed.
+        topology: the hosts of tensors that move in stages.
+        tied: source tensors that are declared tied, and are on different ranks.
 
-    Raises UsageError where a tensor that is transformed needs more than `staging_bytes`.
+    Raises UsageError if a transformed tensor needs more than `staging_bytes`.
     """
 
     matches: tuple[Match, ...]
@@ -128,18 +129,18 @@ class RefitPlan:
 
     @cached_property
     def moves(self) -> tuple[tuple[Match, TensorMethod], ...]:
-        """Every match and how it moves."""
+        """Every match with its method."""
         methods = self.methods or (BY_EXCHANGE,) * len(self.matches)
         return tuple(zip(self.matches, methods, strict=True))
 
     @cached_property
     def job(self) -> Job:
-        """What is exchanged."""
+        """The exchanged tensors."""
         return job_of(one for one, by in self.moves if not by.program and not by.is_staged)
 
     @cached_property
     def staged(self) -> StagedJob | None:
-        """What moves in stages; None where nothing does."""
+        """The tensors that move in stages, or None without any."""
         matches = [match for match, chosen in self.moves if _has_stages(chosen)]
         if not matches or self.topology is None:
             return None
@@ -147,7 +148,7 @@ class RefitPlan:
 
     @cached_property
     def spans(self) -> dict[str, PipelineSpan]:
-        """The place of each staged tensor in the pipeline of its batch."""
+        """The position of each staged tensor in the pipeline of its batch."""
         sizes: dict[int, dict[str, int]] = {}
         for (match, chosen), batch in zip(self.moves, self.batches, strict=True):
             if _has_stages(chosen):
@@ -156,7 +157,7 @@ class RefitPlan:
 
     @cached_property
     def digest(self) -> str:
-        """A digest that two ranks share exactly when they mean the same refit."""
+        """A digest that is equal on two ranks exactly if they have the same plan."""
         hasher = hashlib.blake2b(self.job.digest.encode(), digest_size=16)
         hasher.update(self.staged.digest.encode() if self.staged is not None else b"")
         for match, chosen in self.moves:
@@ -167,19 +168,19 @@ class RefitPlan:
 
     @cached_property
     def batches(self) -> tuple[int, ...]:
-        """The batch of every match: as many that need memory as fit, in their order."""
+        """The batch of every match. Matches that need memory share batches in their order."""
         needed_bytes: dict[str, int] = {}
         for one, size_bytes in self._staged_bytes.values():
             name = one.made_of or one.name
             needed_bytes[name] = needed_bytes.get(name, 0) + size_bytes
-        # All pieces of what one transform makes are there at once.
+        # All pieces of a transformed tensor are in memory at once.
         for name, size_bytes in needed_bytes.items():
             if size_bytes > self.staging_bytes:
                 raise UsageError(
                     f"{name!r} is transformed, for which a rank needs {size_bytes} bytes, and "
                     f"extra_bytes leaves {self.staging_bytes}; give at least {2 * size_bytes}"
                 )
-        # Batches behind the buckets, filled in the order of the tensors.
+        # Batches after the buckets, filled in the order of the tensors.
         batch_of = fill_batches(needed_bytes, self.staging_bytes)
         buckets = max(self.bucket_of.values(), default=0) + 1
         if not batch_of and buckets == 1:
@@ -193,11 +194,11 @@ class RefitPlan:
 
     @cached_property
     def _staged_bytes(self) -> dict[int, tuple[Match, int]]:
-        """By its number, each match that has elements between source and target, and their bytes.
+        """Matches with elements between source and target: by number, each with these bytes.
 
-        What a transform makes needs memory even where it is nothing.
+        A transform's output is included even if it has no elements.
         """
-        # Most matches are neither: very many are looked through.
+        # Filter first: most matches have neither, and there may be very many.
         numbered = [
             (number, one, chosen)
             for number, (one, chosen) in enumerate(self.moves)
@@ -208,14 +209,14 @@ class RefitPlan:
 
     @cached_property
     def bucket_of(self) -> dict[str, int]:
-        """The bucket of every match that goes straight into the target."""
+        """The bucket of every match that moves straight into the target."""
         direct = [one for n, one in enumerate(self.matches) if n not in self._staged_bytes]
         if self.buckets is None:
             return dict.fromkeys([one.name for one in direct], 0)
         if isinstance(self.buckets, Mapping):
             last = max(self.buckets.values(), default=0)
             return {one.name: self.buckets.get(one.source_name, last) for one in direct}
-        # All pieces of a tensor are in one bucket, so that it is complete with that.
+        # All pieces of a tensor are in one bucket, so the tensor is complete after it.
         size_bytes: dict[str, int] = {}
         for one in direct:
             size_bytes[one.target_name] = size_bytes.get(one.target_name, 0) + count_bytes(one)
@@ -225,17 +226,17 @@ class RefitPlan:
 
     @property
     def batch_count(self) -> int:
-        """How many batches there are: one at least."""
+        """The number of batches, at least 1."""
         return max(self.batches, default=0) + 1
 
     @cached_property
     def complete_names(self) -> tuple[tuple[str, ...], ...]:
-        """By batch, the target's tensors that are complete with it."""
+        """By batch, the target's tensors that are complete after it."""
         pairs = list(zip(self.batches, self.matches, strict=True))
         return list_complete_names(pairs, self.batch_count)
 
     def part(self, rank: int) -> RefitPart:
-        """What one rank does."""
+        """Return the share of a rank."""
         transfers = self.job.for_rank(rank).shared()
         changes = {item.name: item.change for item in self.job.items}
         handed_on: dict[str, tuple[Transfers, ...]] = {}
@@ -243,13 +244,13 @@ class RefitPlan:
         if self.staged is not None:
             for item, stages in zip(self.staged.job.items, self.staged.for_rank(rank), strict=True):
                 if item.name in changes:
-                    # It is exchanged in all other runs.
+                    # The tensor is exchanged in all other runs.
                     when_whole[item.name] = tuple(stages)
                 elif any(map(len, stages)):
                     transfers[item.name], *others = stages
                     handed_on[item.name] = tuple(others)
             changes |= {item.name: item.change for item in self.staged.job.items}
-        # What one transform makes at the source, it makes together.
+        # A transform at the source creates all of its outputs in a single call.
         made = {m.made_of for m in self.matches if m.made_at == "source" and m.name in transfers}
         items = []
         spans, no_span = self.spans, PipelineSpan()
@@ -277,23 +278,23 @@ class RefitPlan:
         return RefitPart(tuple(items), self.batch_count, max(filled_bytes), self.digest, buckets)
 
     def own_part(self, rank: int) -> RefitPart:
-        """What this rank does, worked out once; `part` keeps nothing."""
+        """Return the share of a rank, and keep it; `part` computes it anew."""
         if rank not in self.known_parts:
             self.known_parts[rank] = self.part(rank)
         return self.known_parts[rank]
 
     def parts(self, ranks: Sequence[int]) -> Iterable[RefitPart]:
-        """What each of the ranks does, one after the other."""
+        """Yield the share of each rank."""
         return (self.part(rank) for rank in ranks)
 
 
 def list_complete_names(
     pairs: Sequence[tuple[int, Match]], batches: int
 ) -> tuple[tuple[str, ...], ...]:
-    """By batch, the targets of matches in batches `(batch, match)` that are complete with it."""
+    """Return by batch the targets that are complete after it, from pairs `(batch, match)`."""
     last: dict[str, int] = {}
     for batch, match in pairs:
-        # What a transform makes is complete with all that it is made of.
+        # A transformed tensor is complete after all of its inputs.
         for name in {match.target_name, match.made_of or match.target_name}:
             last[name] = max(last.get(name, 0), batch)
     names: list[list[str]] = [[] for _ in range(batches)]
@@ -303,15 +304,15 @@ def list_complete_names(
 
 
 def staging_limit_bytes(extra_bytes: int) -> int:
-    """How much of a limit is for what lies between source and target; the rest is for messages."""
+    """Return the part of a memory limit for staged elements; the rest is for messages."""
     return extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
 
 def staging_bytes(match: Match, chosen: TensorMethod = BY_EXCHANGE) -> int:
-    """The most that a rank needs between source and target of a tensor.
+    """Return the maximum memory of a rank between source and target of a tensor.
 
-    That is what it sends and receives of one that a transform makes; what is made at the source is
-    received in place. Of a program it is the shards between its steps.
+    A transform at the target stages sent and received elements. A transform at the source stages
+    only sent elements, which are received in place. A program stages the shards between its steps.
     """
     itemsize = as_dtype(match.dtype).itemsize_bytes
     if chosen.program is not None:
@@ -319,14 +320,14 @@ def staging_bytes(match: Match, chosen: TensorMethod = BY_EXCHANGE) -> int:
     found_bytes = 0
     for layout in (match.source, match.target)[: 1 if match.made_at == "source" else 2]:
         elements = np.zeros(layout.slots, dtype=np.int64)
-        # Of each rank, all of its cells.
+        # Sum over all cells of each rank.
         np.add.at(elements, layout.cell_slot, layout.cell_shape.prod(axis=1))
         found_bytes += align(int(elements.max(initial=0)) * itemsize)
     return found_bytes
 
 
 def count_bytes(match: Match) -> int:
-    """Of its elements, as they travel."""
+    """Return the size of a match's elements as they are sent."""
     return math.prod(match.target.shape) * as_dtype(match.dtype).itemsize_bytes
 
 

@@ -1,10 +1,10 @@
-"""Planning of a refit: models are compared, and the `plan` is made on every rank or on one.
+"""Planning of a refit: compare both models, and create the `plan` on every rank or on one rank.
 
-*Local* planning: every rank learns what all others have, and plans its own part. *Centralized*:
-only the group's first rank learns it, plans all parts and gives each rank its own. The parts are
-the same, and so is the error where models do not fit: on every rank. Centralized planning is worth
-it where ranks are many and slow and their models large; the first rank's time and bytes then grow
-with the number of ranks, as `PlanningReport` says.
+*Local* planning: every rank gathers the manifests of all ranks, and plans its own part.
+*Centralized* planning: only the group's first rank gathers them, plans all parts and sends each
+rank its part. The parts are equal, and so is the error if models do not match: it is raised on
+every rank. Centralized planning pays off for many slow ranks with large models; the first rank's
+time and bytes then grow with the number of ranks (see `PlanningReport`).
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from reshard.torch.refitting.tied_sources import find_distant_pairs
 from reshard.torch.refitting.transforms import BlockQuantized, Transform
 
 Planning = Literal["local", "centralized"]
-# The most bytes of a bucket, or which one each tensor of the source is in; one for all when None.
+# The maximum bytes of a bucket, or the bucket of each source tensor; a single bucket when None.
 Buckets = int | Literal["auto"] | Mapping[str, int] | None
 _SHOWN = 20
-# How many buckets there are at least where they are not told, unless they are too small for it.
+# With "auto": the number of buckets, and the minimum bytes of a bucket, which take precedence.
 _FEWEST_BUCKETS, _LEAST_BUCKET_BYTES = 16, 1 << 20
-# What this process has planned.
+# The plans of this process, for reuse.
 _KNOWN: KnownPlans[RefitPlan] = KnownPlans()
 
 
 @dataclass(frozen=True, slots=True)
 class RefitPlanner:
-    """How both models are compared: the same on every rank."""
+    """The comparison of both models, with options that are equal on every rank."""
 
     ties: Mapping[str, str]
     cast: CastOption
@@ -57,12 +57,12 @@ class RefitPlanner:
     quantized: BlockQuantized | None = None
 
     def transforms_made(self, names: Iterable[str]) -> dict[str, Transform]:
-        """Those of tensors that are known to be made by one; where none is given, quantised."""
+        """Return the transforms of transformed tensors; the default is quantization, if given."""
         found, quantized = self.transforms_of(names), self.quantized
         return {name: found.get(name, quantized) for name in names} if quantized else found
 
     def transforms_of(self, names: Iterable[str]) -> dict[str, Transform]:
-        """The transform of every tensor that one is given for; what it makes besides has none."""
+        """Return the transform of each tensor. A transform's further outputs have none."""
         found: dict[str, Transform] = {}
         made: set[str] = set()
         for name in names if self.transforms else ():
@@ -74,7 +74,7 @@ class RefitPlanner:
 
     @property
     def options(self) -> tuple[object, ...] | None:
-        """All that says how models are compared; None with transforms, which are code."""
+        """The options that determine the plan; None with transforms, which are code."""
         tables = (
             list(given.items()) if isinstance(given, Mapping) else given
             for given in (self.ties, self.cast, self.buckets)
@@ -88,8 +88,8 @@ class RefitPlanner:
     def plan(
         self, before: Mapping[int, ModelManifest], after: Mapping[int, ModelManifest]
     ) -> RefitPlan:
-        """The tensors to move. Raises ShardError with all that does not fit."""
-        # A model that a rank could not list lacks tensors, which are no problems of their own.
+        """Return the plan. Raises ShardError with all mismatches."""
+        # If a rank could not list its model, the missing tensors are not reported separately.
         unlisted = [
             f"rank {rank}: {problem}"
             for manifests in (before, after)
@@ -100,7 +100,7 @@ class RefitPlanner:
         source, problems = assemble_tensors(before, "source")
         target, more = assemble_tensors(after, "target")
         problems += more
-        # What a side has, but ranks describe differently, is reported once, and not as missing too.
+        # A tensor that ranks describe differently is reported once, and not also as missing.
         aliases = find_alias_names(after)
         unclear = _names(before) - source.keys(), _names(after) - target.keys() - aliases
         source = {name: tensor for name, tensor in source.items() if name not in unclear[1]}
@@ -149,7 +149,7 @@ class RefitPlanner:
 
 
 def _expect_none(problems: Sequence[str]) -> None:
-    """Raise ShardError where there are problems, with the first of them."""
+    """Raise ShardError if there are problems, with the first of them."""
     if problems:
         shown = "\n  ".join(problems[:_SHOWN])
         rest = len(problems) - _SHOWN
@@ -171,13 +171,13 @@ def plan_part(
     planning: Planning,
     group: RankGroup,
 ) -> tuple[RefitPart, PlanningReport, RefitPlan | None]:
-    """This rank's part, what finding it took, and the whole plan where this rank has it."""
+    """Return this rank's part, a report of its planning, and the whole plan if known here."""
     begun_s, had_bytes = time.perf_counter(), peak_memory_bytes()
     ranks = group.ranks
     is_central = planning == "centralized"
     is_first = group.rank == ranks[0]
-    # 1. Learn what all ranks have; where one rank plans for all, only that one does.
-    # Names and all else apart: ranks that have other parts of a tensor call it by the same name.
+    # 1. Gather the manifests of all ranks; with centralized planning, on the first rank only.
+    # Names are separate from the rest: ranks with different parts of a tensor use the same names.
     names, others = (
         gather(message, group, to_first=is_central) for message in write_manifests(before, after)
     )
@@ -187,7 +187,7 @@ def plan_part(
     parts: Any = None
     whole: RefitPlan | None = None
     is_known = False
-    # 2. Plan: for all ranks, or each rank its own part.
+    # 2. Plan: all ranks' parts, or each rank its own part.
     if is_first or not is_central:
         key = make_key(matching.options, messages)
         found = _KNOWN.find(key) or plan_or_error(matching, messages)
@@ -203,7 +203,7 @@ def plan_part(
             parts = found.parts(ranks)
     if is_central:
         part, scattered_bytes = scatter(parts, group)
-    # 3. Raised behind the collectives, so that no rank waits for one that failed.
+    # 3. Raise after the collectives, so that no rank waits for a failed rank.
     if isinstance(part, ReshardError):
         raise part
     made = {
@@ -227,9 +227,9 @@ def plan_part(
 def plan_or_error(
     matching: RefitPlanner, messages: Mapping[int, tuple[bytes, bytes]]
 ) -> RefitPlan | ReshardError:
-    """The plan of both models as all ranks say they are, or why there is none.
+    """Return the plan of both models as all ranks describe them, or the error.
 
-    Every rank that waits for it learns that.
+    The error is returned, not raised, so that every rank that waits for the plan receives it.
     """
     try:
         manifests = read_manifests(messages)
@@ -237,11 +237,11 @@ def plan_or_error(
             {rank: before for rank, (before, _) in manifests.items()},
             {rank: after for rank, (_, after) in manifests.items()},
         )
-        # What can be wrong with a plan is wrong now, not for one rank later.
+        # Compute these now, so that errors occur here and not later on a single rank.
         plan.job.assignment, plan.batches, plan.spans  # noqa: B018
     except ReshardError as error:
         return error
     except Exception as error:
-        # A transform of the user's: the other ranks wait for this.
+        # Any error of a user's transform is returned, since the other ranks wait for this rank.
         return ShardError(f"nothing was written: {type(error).__name__}: {error}")
     return plan

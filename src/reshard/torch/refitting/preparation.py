@@ -1,8 +1,8 @@
-"""Preparation of refits of many tensors: what need not be planned again.
+"""Preparation of many refits: reuse plans of equal inputs.
 
-A trainer prepares one refit for each engine, and engines are much alike. A plan follows from what
-all ranks say of their models and from the options, so a rank that has planned the same before uses
-that plan. Nobody else has to: the others find the same.
+A trainer prepares a refit for each engine, and most engines are alike. A plan follows from the
+options and from all ranks' descriptions of their models, so a rank with a plan for the same inputs
+reuses it. Each rank decides this by itself: ranks that plan anew find the same plan.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Plan = TypeVar("Plan")
 
 
 class KnownPlans(Generic[Plan]):
-    """Plans by what they follow from: those that somebody has, and the one that was used last.
+    """A cache of plans by their inputs: all plans that are in use, and the last one used.
 
-    So an engine that comes again, after the only one has gone, finds the plan that it had.
+    If the only engine leaves and another engine like it arrives, its plan is still in the cache.
 
     >>> known = KnownPlans[frozenset[str]]()
     >>> known.keep(b"a", frozenset({"up"}))
@@ -31,12 +31,12 @@ class KnownPlans(Generic[Plan]):
         self._last: Plan | None = None
 
     def keep(self, key: bytes | None, plan: Plan) -> None:
-        """Know a plan, unless it has no key."""
+        """Cache a plan, unless its key is None."""
         if key is not None:
             self._plans[key] = self._last = plan
 
     def find(self, key: bytes | None) -> Plan | None:
-        """The plan of a key; None where it is not known, or not any more."""
+        """Return the plan of a key, or None if it is not in the cache."""
         found = None if key is None else self._plans.get(key)
         if found is not None:
             self._last = found
@@ -44,7 +44,7 @@ class KnownPlans(Generic[Plan]):
 
 
 def make_key(options: object | None, messages: Mapping[int, tuple[bytes, ...]]) -> bytes | None:
-    """A digest of what a plan follows from: options, and what all ranks say; None without options.
+    """Return a digest of a plan's inputs: options and all ranks' messages; None without options.
 
     >>> make_key((True, 3), {0: (b"a",)}) == make_key((True, 3), {0: (b"b",)}), make_key(None, {})
     (False, None)
@@ -52,7 +52,7 @@ def make_key(options: object | None, messages: Mapping[int, tuple[bytes, ...]]) 
     if options is None:
         return None
     hasher = hashlib.blake2b(repr(options).encode(), digest_size=16)
-    # Ranks that say the same have one object.
+    # Ranks with equal messages share an object, so each is hashed once.
     every = {id(one): one for message in messages.values() for one in message}
     digests = {key: hashlib.blake2b(one, digest_size=16).digest() for key, one in every.items()}
     for rank, message in messages.items():

@@ -1,6 +1,6 @@
-"""A refit as one rank has it prepared: its part, its tensors, and the batches made of them.
+"""A prepared refit on a rank: its part, its tensors, and its batches.
 
-Batches are made when the refit is prepared, and anew over another group after a run that failed.
+Batches are created during preparation, and again over another group after a failed run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from reshard.torch.refitting.transforms import Transform
 def list_slots(
     models: ModelPair, part: RefitPart, before: LocalTensors, after: LocalTensors
 ) -> tuple[ModuleSlots, ModuleSlots]:
-    """Where modules of the source and of the target have the tensors of a rank's part."""
+    """Return the slots of both models' modules that hold the tensors of a rank's part."""
     sources = {item.match.source_name for item in part.items}
     return (
         ModuleSlots.of(models.source, [t for n, t in before.tensors.items() if n in sources]),
@@ -36,13 +36,13 @@ def list_slots(
     )
 
 
-# The latest batches that somebody has of each part: mostly the next ones send the same.
+# The latest live batches of each part: the next batches mostly send the same messages.
 _LATEST: weakref.WeakValueDictionary[RefitPart, RefitBatches] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRefit:
-    """What one rank has and does, kept for every run."""
+    """The state of a rank that is kept for every run."""
 
     part: RefitPart
     before: LocalTensors
@@ -58,19 +58,19 @@ class PreparedRefit:
     slots: tuple[ModuleSlots, ModuleSlots]
 
     def free_gathered(self, of_source: bool = True) -> str:
-        """Free what FSDP2 gathered of the target, and of the source; why not, or empty."""
+        """Free copies that FSDP2 gathered of both models; return why not, or an empty text."""
         try:
             problem = free_gathered(self.after.shard_groups)
             if of_source:
-                # The shards are what a source has, also where it computes at this moment.
+                # The source's shards have its values, even while it is computing.
                 free_gathered(self.before.shard_groups)
         except Exception as error:
-            # What fails within FSDP here: the other ranks wait for this.
+            # Errors within FSDP are returned, since the other ranks wait for this rank.
             return f"{type(error).__name__}: {error}"
         return problem and f"the target's parameters are in use: {problem}"
 
     def find_change(self) -> str | None:
-        """Which tensor is not what it was when this was prepared; None where all are."""
+        """Return the first change of a tensor since the preparation, or None if unchanged."""
         # Messages are views of the tensors' memory, so a tensor must still be where it was.
         for side in (self.before, self.after):
             for name, change in side.list_changes():
@@ -87,7 +87,7 @@ class PreparedRefit:
         return None
 
     def prepare_batches(self, group: RankGroup) -> tuple[RefitBatches | None, str | None]:
-        """Memory and messages for every run; or None and why there are none."""
+        """Return the memory and messages for every run; or None and the reason."""
         try:
             devices = self.before.devices | self.after.devices
             if len(devices) > 1:
@@ -112,7 +112,7 @@ class PreparedRefit:
         except ReshardError as error:
             return None, str(error)
         except Exception as error:
-            # Memory that is not there, a transform of the user's: the other ranks wait for this.
+            # Errors such as lack of memory are returned, since the other ranks wait for this rank.
             return None, f"{type(error).__name__}: {error}"
         return batches, None
 

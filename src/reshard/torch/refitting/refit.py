@@ -2,14 +2,14 @@
 
 A trainer's weights move into the inference engine's, in place:
 
-1. Every rank lists what it has of both models (`models.parameters`), and learns what the others
-   have (`models.manifests`, `exchange.agreement`).
-2. Names, shapes and types are compared (`matching`); all that does not fit is one error, on
-   every rank, before anything is written.
+1. Every rank lists its tensors of both models (`models.parameters`), and gathers the lists of the
+   others (`models.manifests`, `exchange.agreement`).
+2. Names, shapes and types are compared (`matching`); all mismatches are a single error, raised on
+   every rank before any tensor is written.
 3. The tensors are one job; each rank has its part of it (`planning`), and prepares memory and
    messages once (`batches`).
-4. A run sends and receives. All ranks confirm its end: where one fails, all raise, and the
-   target counts as not usable.
+4. A run sends and receives. All ranks confirm its end: if a rank fails, all raise, and the target
+   is marked as not usable.
 """
 
 from __future__ import annotations
@@ -120,17 +120,17 @@ class Refit:
 
     @property
     def names(self) -> NameOptions:
-        """Names, stacks and ties of this rank's models: as they were given, or found."""
+        """Names, stacks and ties of this rank's models, as given or found."""
         return self._prepared.names
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank sends in a run; with `changed_only` what it sent in the last one."""
+        """The bytes this rank sends in a run; with `changed_only` those of the last run."""
         return self._batches.sent_bytes
 
     @property
     def received_bytes(self) -> int:
-        """What this rank receives, likewise."""
+        """The bytes this rank receives, counted as `sent_bytes`."""
         return self._batches.received_bytes
 
     @classmethod
@@ -201,10 +201,10 @@ class Refit:
                 bucket; "auto" for 16 buckets of at least 1 MiB and at most `extra_bytes`; one
                 bucket when None. There are at most 256. A table gives the bucket of each of the
                 source's tensors, from 0.
-            changed_only: whether a run sends only what changed since the one before: "elements"
-                compares with a copy of what was sent, "blocks" with a digest of each 4 KiB. True is
-                "elements", but sends everything to ranks that share memory, which is faster. See
-                `reshard.torch.exchange.changes`.
+            changed_only: whether a run sends only changes since the previous run: "elements"
+                compares with a copy of the sent elements, "blocks" with a digest of each 4 KiB.
+                True is "elements", but sends everything to ranks that share memory, which is
+                faster. See `reshard.torch.exchange.changes`.
             group: of all ranks that have a part of either model; all ranks when None. Ranks of a
                 group of several jobs are numbered by their positions in it.
 
@@ -285,7 +285,7 @@ class Refit:
             "transforms": transforms,
             "quantize": quantize,
         }
-        # Problems are brought to `agree`: a rank that raised by itself would leave others waiting.
+        # `agree` reports problems: a rank that raised an error alone would leave others waiting.
         problem = validate_tables(ties or {}, transforms or {}, extra_bytes, check_replicas)
         problem = problem or validate_names(stacks or {}, source_offset, target_offset)
         if planning not in ("local", "centralized"):
@@ -321,12 +321,12 @@ class Refit:
             extra_bytes,
             methods,
             buckets,
-            # A format that there is not was refused by all ranks.
+            # All ranks have rejected an unknown format by now.
             QUANTIZATIONS.get(quantize or ""),
         )
         part, report, whole = plan_part(matching, own, wanted, planning, group)
         made_by = matching.transforms_made(dict.fromkeys(match.made_of for match in part.made))
-        # Of refits that are alike, ranks must run the same one too.
+        # If several refits are alike, ranks must run the same one.
         digest = f"{part.digest} {group.generation} {group.next_number()}".encode()
         kept = report, digest, whole, names, wanted, list_slots(given, part, before, after)
         prepared = PreparedRefit(part, before, after, made_by, extra_bytes, changed_only, *kept)
@@ -339,7 +339,7 @@ class Refit:
             known: tuple[set[str], tuple[DistantPair, ...]] = (set(), ())
             if whole is not None:
                 known = {match.source_name for match in whole.matches}, whole.tied
-            # With centralized planning the first rank alone knows all tensors.
+            # With centralized planning only the first rank knows all tensors.
             if planning == "centralized":
                 known = share(known, group.ranks[0], group)
             used, made._distant = known
@@ -353,7 +353,7 @@ class Refit:
     def free_gathered(self) -> None:
         """Free the copies that FSDP2 gathered of the source's shards (`fully_sharded`).
 
-        For runs in another thread, called with `computes=True`, while this one computes.
+        Call it on the thread that computes, while another thread runs with `computes=True`.
         """
         self._prepared.free_gathered()
 
@@ -383,17 +383,17 @@ class Refit:
             self._run(observer, checks_source, computes)
 
     def _run(self, observer: BatchObserver | None, checks_source: bool, computes: bool) -> None:
-        # Before each run, since a rank may have failed, or its tensors may have moved.
+        # Check before each run, since a rank may have failed, or its tensors may have moved.
         problem = self._problem(checks_source, computes or not checks_source)
         targets = self._prepared.after.tensors.values()
-        # Where any rank has other than what the last run left, all of it is sent.
+        # Send all elements if no run has completed, or a target was written since the last run.
         is_new = not self._batches.is_complete or self._left != self._see_written()
         is_like_before = 0
         if not (problem or is_new):
             try:
                 is_like_before = int(not self._batches.seems_changed())
             except Exception as error:
-                # The other ranks wait for this.
+                # `agree` reports the error, since the other ranks wait for this rank.
                 problem = f"{type(error).__name__}: {error}"
         notes = int(is_new), is_like_before
         with span("agree"):
@@ -403,11 +403,11 @@ class Refit:
             )
             if self._distant:
                 compare_distant(self._distant, self._prepared.before.locals, self._group)
-        # Everything too where most has changed on each rank that sends anything.
+        # Send all elements too if most have changed on each rank that sends any.
         is_whole = any_new or not any_like_before
         self.is_usable = False
         try:
-            # An engine's tensors may be inference tensors, which only this mode may write.
+            # An engine's tensors may be inference tensors, which can only be written in this mode.
             with torch.inference_mode():
                 self._batches.run(observer, is_whole=bool(is_whole))
         except BaseException as error:
@@ -419,18 +419,18 @@ class Refit:
                     f"{error}; the target is partly new and partly old, and not usable"
                 ) from error
             raise
-        # Messages are written behind autograd's back.
+        # Messages are written without autograd noticing, so mark the tensors as changed.
         torch.autograd.graph.increment_version(targets)
         unmark(targets)
         count_runs(self._uncounted)
-        # A forward of another thread may have gathered shards meanwhile.
+        # A forward on another thread may have gathered shards meanwhile.
         self._prepared.free_gathered(of_source=False)
         forget_cached()
         self._left = self._see_written()
         self.is_usable = True
 
     def _see_written(self) -> tuple[object, ...]:
-        """What differs once somebody writes into the target, where that matters."""
+        """Return a state that differs after writes into the target, if changes are tracked."""
         prepared = self._prepared
         return written_states(prepared.after.tensors.values()) if prepared.changed_only else ()
 
@@ -449,7 +449,7 @@ class Refit:
             try:
                 return self._verify()
             except BaseException as error:
-                # What fails here, such as memory, others would wait for.
+                # Errors such as lack of memory are collected, since others wait for this rank.
                 self._group.break_off(error)
                 raise
 
@@ -466,7 +466,7 @@ class Refit:
         return found
 
     def _problem(self, checks_source: bool = True, computes: bool = False) -> str | None:
-        """Why this rank cannot run; None where it can. The source's copies are freed, or kept."""
+        """Return why this rank cannot run, or None. Frees gathered copies first."""
         if not self.is_usable:
             return (
                 "an earlier run failed, and messages of it may still be on their way; call "
@@ -483,7 +483,7 @@ class Refit:
 
     @cached_property
     def complete_names(self) -> tuple[tuple[str, ...], ...]:
-        """By batch, the tensors of the target on this rank that are complete with it."""
+        """By batch, the target's tensors on this rank that are complete after it."""
         part = self._prepared.part
         return list_complete_names([(one.batch, one.match) for one in part.items], part.batches)
 
@@ -496,7 +496,7 @@ class Refit:
 
     @cached_property
     def source_names(self) -> tuple[tuple[str, ...], ...]:
-        """By batch, the tensors of the source on this rank that are read in it."""
+        """By batch, the source's tensors on this rank that are read in it."""
         found = [dict[str, None]() for _ in range(self._prepared.part.batches)]
         for item in self._prepared.part.items:
             found[item.batch][item.match.source_name] = None
@@ -504,28 +504,28 @@ class Refit:
 
     @property
     def batch_sent_bytes(self) -> tuple[int, ...]:
-        """By batch, what this rank sends."""
+        """The bytes that this rank sends in each batch."""
         return tuple(
             sum(exchange.sent_bytes for exchange in batch.exchanges)
             for batch in self._batches.batches
         )
 
     def target_bytes(self, names: Iterable[str]) -> int:
-        """Of tensors of the target, what this rank has of them."""
+        """Return the size of this rank's parts of tensors of the target."""
         tensors = self._prepared.after.locals
         return sum(tensors[name].nbytes for name in names if name in tensors)
 
     @cached_property
     def target_digest(self) -> str:
-        """A digest that ranks share whose part of the target has the same tensors, cut alike."""
+        """A digest, equal on ranks whose parts of the target have equal tensors and shardings."""
         manifest = write_manifest(self._prepared.target_roster)
         return hashlib.blake2b(manifest.encode(), digest_size=16).hexdigest()
 
     @cached_property
     def plan(self) -> RefitMoves:
-        """Who sends which slice of which tensor to whom. Nothing has to run before.
+        """The moves: which rank sends which slice of a tensor to which. Available before a run.
 
-        Of all ranks; with centralized planning, on others than the first, what concerns this one.
+        All ranks' moves; with centralized planning, only the first rank has those of others.
         """
         prepared = self._prepared
         if prepared.whole is None:

@@ -1,4 +1,4 @@
-"""Reports of what preparing a refit took, and by which methods its tensors move."""
+"""Reports of a refit's preparation: its costs, and the methods by which tensors move."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from reshard.torch.refitting.methods import TensorMethod
 
 @dataclass(frozen=True, slots=True)
 class PlanningReport:
-    """What the preparation of a refit took on this rank.
+    """The costs of a refit's preparation on this rank.
 
     Attributes:
         planning: `local` or `centralized`.
-        gathered_bytes: received of what other ranks have.
-        scattered_bytes: parts given out, on the rank that plans; on others, that of its own part.
-        planned_ranks: how many ranks' parts this rank worked out; of its own none where it had
-            planned the same before.
-        peak_memory_bytes: by how much the most memory this process ever had grew meanwhile.
-        planning_s: seconds, waiting for others included.
-        made_at_source: the tensors, of those that this rank has a part in, that transforms make
-            before they are sent.
-        made_at_target: likewise those that they make of what has arrived, and why.
-        programs: likewise those that move by a program of collectives, with its steps and why.
-        exchanged: likewise why all others do not, where programs are considered.
-        staged: likewise what crosses into each host once, and why.
+        gathered_bytes: the size of other ranks' manifests received.
+        scattered_bytes: the size of all parts, on the rank that plans; on others, of its own part.
+        planned_ranks: the number of ranks whose parts this rank computed, without parts that were
+            reused.
+        peak_memory_bytes: the increase of this process's peak memory during the preparation.
+        planning_s: seconds, including those spent waiting for others.
+        made_at_source: tensors with a part on this rank that transforms create before sending.
+        made_at_target: tensors with a part on this rank that transforms create from received
+            elements, and why.
+        programs: tensors with a part on this rank that move by a program of collectives, with its
+            steps and why.
+        exchanged: tensors with a part on this rank that move in the exchange though programs were
+            considered, and why.
+        staged: tensors with a part on this rank that cross into each host once, and why.
     """
 
     planning: str
@@ -44,7 +46,7 @@ class PlanningReport:
 
 
 class ReportedMethods(NamedTuple):
-    """What moves by programs, why others do not, and what is staged and why, by name."""
+    """Reasons by tensor name: for programs, for the exchange, and for stages."""
 
     programs: dict[str, str]
     exchanged: dict[str, str]
@@ -52,7 +54,7 @@ class ReportedMethods(NamedTuple):
 
 
 def report_methods(chosen: Iterable[tuple[str, TensorMethod]]) -> ReportedMethods:
-    """The methods of tensors by their names."""
+    """Return the methods of tensors by name."""
     found = programs, exchanged, staged = ReportedMethods({}, {}, {})
     for name, method in chosen:
         if method.program is not None:
@@ -66,5 +68,5 @@ def report_methods(chosen: Iterable[tuple[str, TensorMethod]]) -> ReportedMethod
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process ever had; 0 where the system does not say."""
+    """Return the peak memory of this process, or 0 if the system does not report it."""
     return peak_bytes()

@@ -1,7 +1,7 @@
 """Reshard plans as Megatron-core has them: transfers of a rank as ranks and slices, by parameter.
 
-Code that plans with `megatron.core.resharding` and executes the lists itself takes the same
-functions from here; `Refit` is what plans, and `execute_reshard_plan` runs it. A transfer is
+Code that plans with `megatron.core.resharding` and executes the lists itself can use the same
+functions from here. `Refit` plans, and `execute_reshard_plan` runs it. A transfer is
 `(source_rank, source_slices, target_slices)`: the slices are of the local tensors of both ranks,
 and the ranks may be the same.
 
@@ -26,7 +26,7 @@ from reshard.torch.refitting.refit import Refit
 
 Slices = tuple[slice, ...]
 Transfer = tuple[int, Slices, Slices]
-"""The rank that sends, the slices of its local tensor, and those of the receiver's."""
+"""The sending rank, the slices of its local tensor, and the slices of the receiver's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class TransferOp:
     """A send or a receive of this rank, with the names of Megatron's class.
 
     Attributes:
-        param_name: of the parameter in this rank's module, after the number of its chunk where the
+        param_name: of the parameter in this rank's module, after the number of its chunk if the
             rank has several: `1.decoder.layers.0...`.
-        peer_rank: the other rank of the group, or this one where a rank has both models.
+        peer_rank: the other rank of the group, or this rank if it has both models.
         is_send: whether this rank sends.
-        my_slice, peer_slice: of the local tensors of this rank and of the other.
+        my_slice, peer_slice: of the local tensors of this rank and of the other rank.
     """
 
     param_name: str

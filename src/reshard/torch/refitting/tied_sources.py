@@ -1,14 +1,14 @@
-"""Tensors of a source that are declared tied, and are two.
+"""Tied source tensors that are stored separately.
 
-`ties=` fills a target from the tensor of another name. Where the source has a tensor of each name,
-as after a `copy.deepcopy` or in an optimizer that updates both, their elements must be equal:
-those of the name that nothing is filled from would be lost.
+`ties=` fills a target from the tensor of another name. If the source has a separate tensor for each
+name, as after a `copy.deepcopy` or with an optimizer that updates both, their elements must be
+equal: otherwise the elements of the unused name would be lost.
 
-Where both are sharded alike, each rank compares its own parts. Elsewhere, as for the embedding of
+If both have the same sharding, each rank compares its own parts. Otherwise, as for the embedding of
 the first pipeline stage and the head of the last, all ranks compare checksums of the whole tensors.
 A checksum is the sum, modulo 2**64, of all words of a tensor, each times a factor that depends on
-its position, so that each rank computes the sum of the parts that it has, however they are
-sharded. Of replicas, the first rank's are counted::
+its position, so each rank can compute the sum of its own parts, whatever the sharding. Among
+replicas, only the first rank's are counted::
 
     embed over rows        rank 0   rows 0:2   ->  sum   --+
                            rank 1   rows 2:4   ->  sum   --+->  total  --+
@@ -37,16 +37,16 @@ from reshard.torch.exchange.packing.messages import cells_of
 from reshard.torch.models.naming import resolve_tie
 
 Pairs = tuple[tuple[str, str], ...]
-# Words of 8 bytes that a checksum takes at once.
+# The number of 8-byte words that a checksum processes at once.
 _CHUNK_WORDS = 1 << 20
-# The finalizer of SplitMix64, which makes numbers that follow each other unlike.
+# The finalizer of SplitMix64, which maps consecutive numbers to unrelated numbers.
 _STEP, _FIRST_MIX, _SECOND_MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class DistantPair(NamedTuple):
-    """An unused and a used name of one tied tensor, which are sharded unlike each other.
+    """An unused and a used name of a tied tensor, whose tensors have different shardings.
 
-    `unlike` describes a difference that the plan knows, or is empty; `uncompared` is the reason why
+    `unlike` describes a difference found in the plan, or is empty; `uncompared` is the reason why
     the tensors cannot be compared, or is empty.
     """
 
@@ -64,7 +64,7 @@ def find_tied_pairs(
     used: Collection[str],
     distant: Collection[str] = (),
 ) -> Pairs:
-    """Return pairs of an unused and a used name of one tied tensor, which this rank has apart.
+    """Return pairs of an unused and a used name of a tied tensor that this rank stores separately.
 
     Args:
         ties: names that refer to the same tensor as another name.
@@ -123,7 +123,7 @@ def find_distant_pairs(
         ties: names that refer to the same tensor as another name.
         source: layouts and types of the source's tensors.
         used: names that targets are filled from.
-        shared: names of tensors that are another tensor's memory.
+        shared: names of tensors that share another tensor's memory.
 
     >>> first, last = Layout.whole((4,), [0], 2), Layout.whole((4,), [1], 2)
     >>> source = {"embed": (first, "int8"), "head": (last, "int8")}
@@ -186,7 +186,7 @@ def compare_distant(
                 for name, layout in layouts.items()
             ]
     except RuntimeError as error:
-        # The other ranks wait for this.
+        # The error is collected, since the other ranks wait for this rank.
         problem = f"rank {group.rank} cannot compare tied tensors: {error}"
     message = problem or (json.dumps(own) if any(own) else "")
     sums = [0] * (2 * len(compared))
@@ -207,7 +207,7 @@ def _raise_difference(pair: DistantPair, group: RankGroup) -> NoReturn:
 
 
 def _is_tiled(layout: Layout) -> bool:
-    """Whether each element is in one part, of which several ranks may have replicas."""
+    """Return whether each element belongs to a single part, which ranks may replicate."""
     lengths = [
         np.array([_owned(table, part).size for part in range(table.parts)])
         for table in layout.tables
@@ -219,7 +219,7 @@ def _is_tiled(layout: Layout) -> bool:
 
 
 def _list_first_cells(layout: Layout) -> list[int]:
-    """Return the first of all cells that own the same elements."""
+    """Return the first of the cells that own the same elements, for each set of elements."""
     owned = [
         [_owned(table, part).tobytes() for part in range(table.parts)] for table in layout.tables
     ]
@@ -240,13 +240,13 @@ def compute_checksum(
 ) -> int:
     """Return this rank's part of the checksum of a tensor, computed on the tensor's device.
 
-    Parts of other ranks are added to it, modulo 2**64. Any change of a single word
-    changes the total, and any other change does but with a chance of 1 in 2**64.
+    Add the parts of other ranks to it, modulo 2**64. A change of a single word always changes the
+    total; any other change is missed with a probability of 1 in 2**64.
 
     Args:
         layout: of the tensor.
-        rank: this one.
-        local: the part that this rank has; None without one.
+        rank: this rank.
+        local: this rank's part, or None without one.
         layouts: of all tensors whose checksums are compared.
 
     >>> whole, halves = Layout.whole((4,), [0], 2), Layout.flat_ranges((4,), {0: (0, 2), 1: (2, 4)})
@@ -266,7 +266,7 @@ def compute_checksum(
 
 
 def _word_bytes(itemsize_bytes: int, layouts: Iterable[Layout]) -> int:
-    """Return the size of the words that no run of the last dimension divides: at most 8 bytes."""
+    """Return the word size, which divides every run of the last dimension: at most 8 bytes."""
     divisor = 0
     for layout in layouts:
         if not layout.ndim:
@@ -313,9 +313,9 @@ def _sum_words(cell: torch.Tensor, layout: Layout, number: int, word_bytes: int)
 def _factors_of(
     table: RunTable, part: int, dimension: int, unit: int, word: int
 ) -> NDArray[np.uint64]:
-    """Return the factors along one dimension of a part: zeros where it owns no elements.
+    """Return the factors along a dimension of a part: zeros for elements that it does not own.
 
-    A position has `unit` bytes, and a factor is for `word` of them.
+    Each position has `unit` bytes, and each factor belongs to `word` bytes.
     """
     factors = np.zeros(int(table.local_lengths[part]) * unit // word, np.uint64)
     for start, stop, local_start, role in table.runs_of(part):
@@ -334,5 +334,5 @@ def _mix(positions: IntArray, dimension: int) -> NDArray[np.uint64]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    # As bytes, a NaN is equal to itself.
+    # Compared as bytes, a NaN equals itself.
     return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,17 +1,18 @@
-"""Transforms: what happens to a tensor between source and target, besides moving.
+"""Transforms: changes to a tensor's elements between source and target.
 
-A transform makes a target from other elements than its own::
+A transform creates a target with other elements than its source::
 
-    source  --prepare_send-->  travels, cut as the source
+    source  --prepare_send-->  sent, sharded like the source
                                   |
-    target  <--finish_receive--  arrives, cut as the target
+    target  <--finish_receive--  received, sharded like the target
 
-It sees whole local tensors: this rank's part of the source, and of what has arrived. Where every
-rank of the source can make what its part becomes, and that is fewer bytes, this travels instead::
+A transform has access to whole local tensors: this rank's part of the source, and of the received
+tensor. If every rank of the source can compute the output of its own part, and the output has fewer
+bytes, the output is sent instead::
 
-    source  --finish_receive-->  travels, cut as `at_source` says  -->  target
+    source  --finish_receive-->  sent, sharded by `at_source`  -->  target
 
-`Cast` and `BlockQuantized` are such; another is a class with these methods.
+`Cast` and `BlockQuantized` are transforms; users' transforms are classes with these methods.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Shape = tuple[int, ...]
 
 
 class Transform:
-    """The base class of transforms: it sends the source, and copies what arrives.
+    """The base class of transforms: it sends the source's elements, and copies them on arrival.
 
     Ranks compare their transforms by `repr`, which is the class name by default; a transform with
     fields should be a dataclass.
@@ -41,34 +42,34 @@ class Transform:
         return type(self).__name__
 
     def outputs(self, name: str) -> tuple[str, ...]:
-        """The names of the targets that it makes for the tensor `name`, which is the first."""
+        """Return the names of the targets created for the tensor `name`, which comes first."""
         return (name,)
 
     def sent_dtype(self, dtype: str) -> str:
-        """The type of the elements that travel for a source of type `dtype`."""
+        """Return the type of the sent elements for a source of type `dtype`."""
         return dtype
 
     def at_source(
         self, name: str, source: Layout, targets: Mapping[str, tuple[str, Layout]]
     ) -> Mapping[str, Layout] | str:
-        """How the targets are cut when each rank makes them of its own part of the source.
+        """Return the layouts of targets that each rank creates from its own part of the source.
 
         Args:
             name: of the tensor.
             source: its layout.
-            targets: element type and layout of the targets by `outputs`, of those there are.
+            targets: element types and layouts of the existing targets, by `outputs`.
 
         Returns:
-            A layout for each of `outputs`, of the target's shape; or why it cannot be.
+            A layout for each of `outputs`, of the target's shape; or why it is not possible.
         """
         return f"{self!r} is applied to what has arrived"
 
     def stretch(
         self, name: str, output: str, shape: Shape, dimension: int, start: int, stop: int
     ) -> tuple[int, int] | None:
-        """The indices of an output's dimension that are made of `start:stop` of the tensor's.
+        """Return the indices of an output's dimension made from `start:stop` of the tensor's.
 
-        None where they are made of others too. For tensors whose source is fused of several.
+        None if they also depend on other indices. Used for tensors whose source is fused.
 
         Args:
             name: of the tensor.
@@ -82,25 +83,26 @@ class Transform:
     def check(
         self, name: str, layout: Layout, rank: int, target: Mapping[str, torch.Tensor]
     ) -> None:
-        """Raise ShardError where `finish_receive` could not make this rank's targets.
+        """Raise ShardError if `finish_receive` could not create this rank's targets.
 
         Args:
             name: of the tensor.
-            layout: of what arrives, over global ranks.
-            rank: this one.
-            target: this rank's targets by `outputs`, those of them that it has.
+            layout: of the received tensor, over global ranks.
+            rank: this rank.
+            target: this rank's targets by `outputs`, as far as it has them.
         """
 
     def prepare_send(self, name: str, source: torch.Tensor, sent: torch.Tensor) -> None:
-        """Put what travels into `sent`, of the source's shape and of `sent_dtype`."""
+        """Write the sent elements into `sent`, of the source's shape and of type `sent_dtype`."""
         sent.copy_(source)
 
     def finish_receive(
         self, name: str, received: torch.Tensor, target: Mapping[str, torch.Tensor]
     ) -> None:
-        """Write this rank's targets, by `outputs`, from what has arrived.
+        """Write this rank's targets, by `outputs`, from the received elements.
 
-        Where `at_source` gives layouts, from this rank's part of the source, to what is sent.
+        If `at_source` returns layouts, it instead writes this rank's part of the output from its
+        part of the source, before sending.
         """
         target[name].copy_(received)
 
@@ -115,7 +117,7 @@ class Cast(Transform):
     dtype: str
 
     def sent_dtype(self, dtype: str) -> str:
-        """Always `dtype`."""
+        """Return `dtype`, whatever the source's type."""
         return as_dtype(self.dtype).name
 
 
@@ -139,7 +141,7 @@ class BlockQuantized(Transform):
     suffix: str = "_scale_inv"
 
     def makes(self, dtype: str) -> bool:
-        """Whether targets of a type can be made.
+        """Return whether targets of a type are supported.
 
         >>> BlockQuantized().makes("float8_e4m3fn"), BlockQuantized().makes("bfloat16")
         (True, False)
@@ -147,13 +149,13 @@ class BlockQuantized(Transform):
         return _is_float8(dtype)
 
     def outputs(self, name: str) -> tuple[str, ...]:
-        """The tensor and its scales."""
+        """Return the names of the tensor and its scales."""
         return name, name + self.suffix
 
     def at_source(
         self, name: str, source: Layout, targets: Mapping[str, tuple[str, Layout]]
     ) -> Mapping[str, Layout] | str:
-        """The source's layout in elements and in blocks, where no block is on two ranks."""
+        """Return the source's layout in elements and in blocks, if no block spans ranks."""
         if any(made not in targets for made in self.outputs(name)):
             return "the target has no scales"
         (dtype, _), (scales, in_scales) = (targets[made] for made in self.outputs(name))
@@ -169,7 +171,7 @@ class BlockQuantized(Transform):
     def stretch(
         self, name: str, output: str, shape: Shape, dimension: int, start: int, stop: int
     ) -> tuple[int, int] | None:
-        """Whole blocks, for the scales.
+        """Return whole blocks, for the scales.
 
         >>> quantised, shape = BlockQuantized(), (300, 256)
         >>> quantised.stretch("w", "w_scale_inv", shape, 0, 128, 300)
@@ -178,7 +180,7 @@ class BlockQuantized(Transform):
         """
         if output == name:
             return start, stop
-        # Blocks are of the last two dimensions; in those before, each index is one of its own.
+        # Blocks span the last two dimensions; in earlier dimensions each index is separate.
         size = (*[1] * (len(shape) - 2), *self.block)[dimension]
         if start % size or (stop % size and stop != shape[dimension]):
             return None
@@ -187,7 +189,7 @@ class BlockQuantized(Transform):
     def check(
         self, name: str, layout: Layout, rank: int, target: Mapping[str, torch.Tensor]
     ) -> None:
-        """Raise ShardError for blocks that ranks share, and for scales of another shape."""
+        """Raise ShardError for blocks that span ranks, and for scales of another shape."""
         missing = [made for made in self.outputs(name) if made not in target]
         if missing:
             raise ShardError(f"{name}: quantised, but this rank has no {missing[0]!r}")
@@ -210,7 +212,7 @@ class BlockQuantized(Transform):
                 f"{name}: this rank has it in {len(cells)} pieces, whose blocks do not lie in rows "
                 "and columns; give it one box, or stretches of each dimension"
             )
-        # Stretches that lie one behind the other, such as of a fused tensor.
+        # Check each run of a dimension, such as those of a fused tensor.
         for d, size in zip((-2, -1), self.block, strict=True):
             runs = layout.tables[d].single_runs()
             own = runs.take(runs.part == layout.cell_part[cells[0], d])
@@ -234,12 +236,12 @@ class BlockQuantized(Transform):
     def finish_receive(
         self, name: str, received: torch.Tensor, target: Mapping[str, torch.Tensor]
     ) -> None:
-        """Quantise what has arrived, a row of blocks at a time."""
+        """Quantize the received elements, a row of blocks at a time."""
         values, scales = (target[made] for made in self.outputs(name))
         greatest = torch.finfo(values.dtype).max
         rows, columns = self.block
         for begin in range(0, received.shape[-2], rows):
-            # A row of blocks at a time: only that much is in float32 at once.
+            # Process a row of blocks at a time, so that only that much is in float32 at once.
             part = received[..., begin : begin + rows, :].to(torch.float32, copy=True)
             found = scale_blocks(part, columns, greatest, lambda block: block.amax(dim=(-2, -1)))
             for column, scale in enumerate(found):
@@ -247,7 +249,7 @@ class BlockQuantized(Transform):
             values[..., begin : begin + rows, :] = part.to(values.dtype)
 
 
-#: What formats of `quantize=` make of a weight, by the names that `reshard convert` has for them.
+#: The transforms of `quantize=`, by the format names of `reshard convert`.
 QUANTIZATIONS: Mapping[str, BlockQuantized] = {"fp8-block128": BlockQuantized()}
 
 
@@ -256,9 +258,9 @@ def _is_float8(dtype: str) -> bool:
 
 
 def in_blocks(layout: Layout, block: tuple[int, int]) -> Layout | str:
-    """The layout of one element for each block of the last two dimensions; or why there is none.
+    """Return the layout of a tensor with an element for each block of the last two dimensions.
 
-    There is one where every slot has whole blocks, in one box.
+    Return the reason as text if a slot does not have whole blocks, in a single box.
 
     >>> from reshard.layout import Box
     >>> def rows(*cuts):
@@ -278,7 +280,7 @@ def in_blocks(layout: Layout, block: tuple[int, int]) -> Layout | str:
         table = tables[dimension]
         runs, length = table.single_runs(), table.dimension_length
         ends = (runs.stop % size == 0) | (runs.stop == length)
-        # A run that does not begin and end at a block, or lies across blocks in its rank's memory.
+        # Runs that do not begin and end at blocks, or that split blocks in their rank's memory.
         cuts = (runs.start % size != 0) | ~ends | (runs.local_start % size != 0)
         cuts |= runs.role == PAD
         if cuts.any():

@@ -3,7 +3,7 @@
 `verify_part` compares the target with the source after a run, without sending it again. Sender and
 receiver know which elements of a tensor were sent. Each computes a digest of its own elements, in
 the dtype in which they were sent, and the receiver compares them: 16 bytes for each tensor between
-two ranks, of any size::
+two ranks, whatever its size::
 
     sender     up.weight 0:4 of rank 2's  ->  digest  ----->  equal?  <-  digest of 0:4  receiver
 
@@ -46,7 +46,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The result on a rank.
+    """The result of a verification on a rank.
 
     Attributes:
         differences: tensors whose elements on this rank differ from the source's, with the sender.
@@ -68,7 +68,7 @@ def verify_part(
     """Compare this rank's part of the target with the source. Collective.
 
     All ranks of the group call this. `source` and `target` are local tensors by name. Raises
-    RunError where a rank does not answer.
+    RunError if a rank does not answer.
     """
     sent: dict[int, list[bytes]] = {}
     received: dict[int, list[tuple[str, bytes]]] = {}
@@ -110,7 +110,7 @@ def _list_pieces(
     match, travels = item.match, getattr(torch, as_dtype(item.match.dtype).name)
     before, after = match.source_view(source, rank), match.target_view(target, rank)
     stages = []
-    # What is handed on is compared with what it was handed on from.
+    # A forwarded tensor is compared with the rank that it was forwarded from.
     for change, rows in item.stages:
         stages.append(RankTransfers.of(change, rows, rank, before, after, travels))
         before = after
@@ -127,7 +127,7 @@ def _digest(pieces: Iterable[Piece]) -> bytes:
 
 def _bytes_of(pieces: Iterable[Piece]) -> Iterator[Any]:
     for piece in pieces:
-        # Of two types the narrower travels: a wider target's elements are exact in it.
+        # The narrower of both types is sent, and its elements are exact in a wider target.
         dense = piece.view.detach().to(piece.dtype).contiguous().flatten()
         yield dense.view(torch.uint8).cpu().numpy()
 
@@ -167,13 +167,13 @@ def check_replicas(
         source, target: this rank's local tensors by name.
         group: of all ranks.
 
-    Raises ShardError, on all ranks, where replicas differ.
+    Raises ShardError, on all ranks, if replicas differ.
     """
     digests: dict[str, str] = {}
     for item in items:
         match = item.match
         sides = [("source", match.source, match.source_view(source, group.rank))]
-        # What a transform makes has a layout of its own.
+        # A transform's output has its own layout.
         if not match.made_at:
             sides.append(("target", match.target, match.target_view(target, group.rank)))
         for side, layout, local in sides:
@@ -202,7 +202,7 @@ def check_replicas(
 def _describe_cells(
     layout: Layout, rank: int, local: torch.Tensor | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield each part that other ranks have as well, with its digest."""
+    """Yield each part that other ranks also have, with its digest."""
     shared = _find_shared_cells(layout)
     for cell, tensor in cells_of(layout, rank, local).items():
         if shared[cell]:
@@ -212,9 +212,9 @@ def _describe_cells(
 
 @lru_cache(maxsize=1024)
 def _find_shared_cells(layout: Layout) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return whether each cell's part is on another rank too: shape `(cells,)`."""
+    """Return whether each cell's part is also on another rank: shape `(cells,)`."""
     if layout.contributions > 1 or not layout.ndim:
-        # Ranks of one part have different contributions to it; of a number all have the whole.
+        # Partial sums differ between ranks; a scalar without them is whole on all ranks.
         return np.full(layout.cells, layout.contributions == 1 < layout.cells)
     _, which, counts = np.unique(layout.cell_part, axis=0, return_inverse=True, return_counts=True)
     return np.asarray(counts[which.reshape(-1)] > 1)
