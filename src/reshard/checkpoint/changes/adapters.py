@@ -236,8 +236,8 @@ class MergedWeight(_Merged):
                 self._merge(box, number, factors, read, bare)
                 rows, columns = _find_ranges(box, self.shape)
                 piece = bare.reshape(len(rows), -1)
-                # The product is in float64, so that of a whole box would take several times the
-                # box's memory: compute it in parts.
+                # Compute the sum in parts: the product of a whole box, in float64, would take
+                # several times the box's memory.
                 step = max(1, _PRODUCT // max(1, piece.shape[1]))
                 for top in range(0, len(rows), step):
                     part = piece[top : top + step]
@@ -359,6 +359,7 @@ class _Merge:
         }
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         low_rank = LowRankAdapters(shapes, {"adapter_config": config})
+        # Replace base weights first: this drops the changes that were added to them before.
         saved = {name for name in tensors if _BASE_LAYER in name}
         for name in sorted(saved):
             self._take_base(checkpoint, low_rank.base_name(name), tensors[name])
@@ -608,6 +609,7 @@ def _find_orientation(
     swapped = len(a.shape) == 2 and base.shape == (a.shape[1], b.shape[0])
     if is_embedding:
         return True if swapped else None
+    # The shapes of a square weight fit both ways, so only the config can decide.
     if plain and swapped:
         return bool(config.get("fan_in_fan_out"))
     return swapped if plain or swapped else None

@@ -1,4 +1,4 @@
-"""Which tensors change, how, and what config.json contains afterwards.
+"""Planning changes: the tensors that change, how they change, and the new config.json.
 
 1. `dequantize`: every quantised weight becomes a tensor of its values; scales and zero points are
    dropped.
@@ -203,7 +203,7 @@ class _Change:
         self.computed: dict[str, ComputedTensor] = {**made}
         self.tensors: dict[str, StoredTensor] = {}
         self.notes: list[str] = []
-        # Quantised weights without scales, with what is missing.
+        # The missing scale of each quantised weight without a scale.
         self.lacking: dict[str, str] = {}
 
     def check_scales(self, allow: Iterable[str]) -> None:

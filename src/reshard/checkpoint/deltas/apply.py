@@ -331,6 +331,7 @@ def _find_item(items: Mapping[str, StoredItem], delta: Delta, entry: AuxiliaryBy
 def _read_all_rewritten(deltas: Sequence[Delta]) -> Mapping[str, bytes]:
     places: dict[str, tuple[Delta, AuxiliaryBytes]] = {}
     for delta in deltas:
+        # A file that a later delta does not list was removed by it.
         places = {name: place for name, place in places.items() if name in delta.files}
         for name, entry in delta.files.items():
             if entry.start_bytes is not None:

@@ -379,6 +379,7 @@ def _parse_tensors(rows: Any, blocks: int) -> dict[str, DeltaTensor]:
         was = None if kind == "added" else own
         if kind == "replaced":
             was = _parse_kind(name, *before)
+        # The grid is not stored, since the shape and the element size determine it.
         blocked = BlockGrid.of(own[1], own[0].itemsize_bytes)
         tensors[name] = DeltaTensor(name, *own, kind, first, blocked, was)
         first += blocked.count
@@ -485,6 +486,7 @@ class DeltaWriter:
         self.payload_bytes = 0
         with translate_os_errors("write the delta", self._temporary):
             self._file = os.fdopen(open_new(self._temporary), "wb")
+            # The header is written last, so that an incomplete file is not taken for a delta.
             self._file.write(bytes(HEADER_BYTES))
 
     def __enter__(self) -> DeltaWriter:
@@ -518,6 +520,7 @@ class DeltaWriter:
             self._file.seek(0)
             self._file.write(header)
             self._file.flush()
+            # The content must be durable before the file gets its final name.
             sync(self._file.fileno())
             self._file.close()
             restrict_mode(self._temporary, self._open_bits)

@@ -216,6 +216,7 @@ def _encode_gaps(places: NDArray[np.intp]) -> NDArray[np.uint8]:
     gaps = places.astype(np.uint32)
     gaps[1:] -= gaps[:-1] + np.uint32(1)
     skips = gaps // np.uint32(_SKIP)
+    # The common case: every gap fits into a byte.
     if not skips.any():
         return gaps.astype(np.uint8)
     ends = np.cumsum(skips + np.uint32(1))
@@ -233,6 +234,7 @@ def _pack(
         values = new if old is None else new ^ old
         planes = np.ascontiguousarray(values.view(np.uint8).reshape(words, -1).T)
         payload = compress(head + planes.tobytes())
+        # A payload that does not get smaller is stored uncompressed.
         if len(payload) < plain_bytes:
             flags = COMPRESSED | PLANES | (DIFFERENCES if old is not None else 0)
             return EncodedBlock(coding, flags, words, plain_bytes, payload)
@@ -285,8 +287,8 @@ def read_changes(
     """Return the changed words of a block, and their bytes, from an uncompressed payload.
 
     Args:
-        payload: of a block of `total` words of `size_bytes`, `words` of which changed.
-        label: names it in errors.
+        payload: the payload of a block of `total` words of `size_bytes`, `words` of which changed.
+        label: the name of the payload in errors.
 
     Returns:
         The words, as positions or a mask (None: all), and the bytes.

@@ -331,6 +331,7 @@ class SourceFile(Closing):
             filled = 0
             if isinstance(region, BufferRegion) and size_bytes >= MIN_DIRECT_BYTES:
                 filled = self._read_cached(view, offset_bytes)
+                # Direct I/O requires that page boundaries of the file and of memory coincide.
                 if offset_bytes % PAGE_BYTES == region.lead_bytes:
                     filled = self._read_pages(region, offset_bytes, filled)
             self._read_buffered(view, offset_bytes, filled)
@@ -375,6 +376,7 @@ class SourceFile(Closing):
                 count = 0
             except OSError as error:
                 # Other errors are raised by the read that follows.
+                # A file system that refuses this call will always refuse it: do not try again.
                 if error.errno in REFUSALS:
                     self._cached_read = None
                 late += range(number, len(offsets))
@@ -437,6 +439,7 @@ class SourceFile(Closing):
                 self._cached_read = None
                 break
             filled += count
+            # The bytes after a short read are not cached, or the file ends.
             if count < len(piece):
                 break
             step *= 4
@@ -527,6 +530,7 @@ class TargetFile(Closing):
         try:
             self._descriptor = open_own(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             self._allocate()
+            # With larger pages, direct and buffered writes could touch the same page.
             if mmap.PAGESIZE <= PAGE_BYTES:
                 self._direct = open_direct(self.path, os.O_WRONLY | os.O_NOFOLLOW)
         except OSError as error:
@@ -601,6 +605,7 @@ class TargetFile(Closing):
 
     def _allocate(self) -> None:
         state = os.fstat(self._descriptor)
+        # An earlier run has allocated the space already; st_blocks is always in units of 512 bytes.
         if state.st_size == self.size_bytes and state.st_blocks * 512 >= self.size_bytes:
             return
         if self.size_bytes > 0 and not self._is_sparse:

@@ -178,6 +178,7 @@ def find_store(root: Sequence[str]) -> CachedStore:
     source: ObjectSource
     source = open_hub(name, *model) if scheme == "hf" else open_bucket(scheme, name)
     with _lock:
+        # If another thread has opened the store meanwhile, use its store.
         return _stores.setdefault(tuple(root), CachedStore(source))
 
 

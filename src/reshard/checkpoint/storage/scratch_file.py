@@ -220,6 +220,7 @@ class ScratchFile(SourceFile):
         at = np.array(offsets, dtype=np.int64)
         first = np.maximum(np.searchsorted(self._starts, at, "right") - 1, 0)
         stop = np.searchsorted(self._starts, at + size_bytes, "left")
+        # A set, since many ranges are in the same parts.
         for low, high in {*zip(first.tolist(), stop.tolist(), strict=True)}:
             for number in range(low, high):
                 self._make_once(number)

@@ -110,6 +110,7 @@ class SharedReadCache(Closing):
         self._number[self._order] = np.arange(len(starts))
         self._finished = np.zeros(len(starts) + 1, dtype=bool)
         self._low = 0
+        # Processes that load the same objects must find the same folder without communicating.
         digest = hashlib.blake2b(
             repr((place, count, sorted(sizes.items()))).encode(), digest_size=8
         ).hexdigest()
@@ -178,6 +179,7 @@ class SharedReadCache(Closing):
                         len(members),
                         self._count,
                     )
+                    # Other processes may have failed: share reads with those that came.
                     return _choose_shared(members)
                 time.sleep(_WAIT_S)
         finally:
@@ -213,6 +215,7 @@ class SharedReadCache(Closing):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
+            # The member holds its lock, so its process is alive.
             return descriptor
         os.close(descriptor)
         return None
@@ -260,7 +263,7 @@ class SharedReadCache(Closing):
                 self._write_header()
 
     def _rows(self, spans: Sequence[ReadSpan]) -> IntArray:
-        """Return the reads by piece: shape `(pieces, 4)`, with one empty row if there are none."""
+        """Return the reads by piece: shape `(pieces, 4)`, with an empty row if there are none."""
         first = np.array([self._first[s.name] for s, _ in spans], dtype=np.int64)
         table = np.array([(s.start, s.stop, size) for s, size in spans], dtype=np.int64)
         start, stop, size = table.reshape(-1, 3).T
@@ -330,6 +333,8 @@ class SharedReadCache(Closing):
         """
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            # Readers of a complete piece share the lock. Only the process that fills it needs the
+            # exclusive lock, and must check again: another may have filled it meanwhile.
             for how in (fcntl.LOCK_SH, fcntl.LOCK_EX):
                 fcntl.flock(descriptor, how)
                 state = os.fstat(descriptor)
@@ -364,6 +369,7 @@ class SharedReadCache(Closing):
             )
             if excess <= 0 or is_first:
                 return
+            # Progress of any member restarts the patience.
             if tasks != seen:
                 waited_s, seen = time.monotonic(), tasks
             time.sleep(_WAIT_S)

@@ -119,6 +119,7 @@ def run_in_threads(
                 yield result  # type: ignore[misc]
     finally:
         stop.set()
+        # Do not wait for threads that were not started: they never set their events.
         started = zip(workers, done, strict=True)
         _wait_for([pair for pair in started if pair[0].ident is not None])
 

@@ -4,7 +4,7 @@ A conversion to a URL writes its files into a sparse local staging folder. Files
 equal parts, and the disk space of each part is released once the store has it. Released ranges are
 recorded durably before, so that a later run whose store has lost such a part writes it again.
 
-`Upload` is one process's view of an upload:
+`Upload` is a process's view of an upload:
 
 1. `find_target` returns the state of the target: free, an unfinished upload, another checkpoint.
 2. `begin` begins every file in the store, or finds the parts that an earlier run sent.
@@ -442,6 +442,7 @@ class Upload(Closing):
                 )
             objects = self._store.list_objects(f"{self._folder}/")
             self._listed = frozenset(objects)
+            # The conversions with a marker here: their uploads are unfinished.
             conversions = {conversion_of(self._folder, key) for key in objects} - {None}
             others = conversions - {self._conversion_id}
             if others and not restart:
@@ -663,6 +664,7 @@ class Upload(Closing):
                 self.sent[part] = True
                 self.sent_bytes += stop - start
         if release is not None and self._records is not None and not file.is_read_back:
+            # Record the range before its space is released: a later run must know that it is gone.
             with self._lock:
                 self._records.add_released(number, start, stop)
             release(file.name, start, stop)
@@ -688,6 +690,7 @@ class Upload(Closing):
                 )
             # 1. From here on the checkpoint is hidden from readers.
             self._store.put(self._key_of_marker(COMMIT_NAME), _REPLACES if self._replaces else b"")
+            # The old manifest does not describe the new files.
             manifest = self._key(self._manifest_name)
             self._store.delete([key for key in old if key == manifest])
             # 2. Files sent in parts, the other files, and the manifest last.
@@ -720,6 +723,7 @@ class Upload(Closing):
     def _complete_file(self, number: int) -> None:
         file, parts = self.files[number], len(self.grid.parts_of(number))
         key = self._key(file.name)
+        # An empty file does not have parts to complete it from.
         if not parts:
             self._store.put(key, b"", self._conversion_id)
             return

@@ -4,5 +4,5 @@ state            the canonical form, and the styles of programs
 translation      a state in the style of another program
 state_sharding   layouts of optimizer state, from the layouts of parameters
 plain_state      values, and groups of hyper-parameters
-model_sets       several models in one checkpoint
+model_sets       several models in a checkpoint
 """

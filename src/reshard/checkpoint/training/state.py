@@ -1,4 +1,4 @@
-"""Training state by names: which tensor is a weight, and which is optimizer state of which weight.
+"""Classifying training state by names: weights, and the optimizer state of each weight.
 
 `TrainingState` is the canonical form. Programs store the same state under their own names. The name
 of optimizer state has a word for the optimizer, the parameter, and the key of the state::
