@@ -534,7 +534,7 @@ def _parse_level(level: str, item: str) -> Level:
 def _parse_marks(
     text: str,
 ) -> tuple[list[str], list[str], str | None, list[tuple[str, list[int]]]]:
-    """Return what stands after the bar: replicated and partial axes, the reduction, and `only`."""
+    """Parse the text after the bar: replicated and partial axes, the reduction, and `only`."""
     replicated: list[str] = []
     partial: list[str] = []
     reduction: str | None = None

@@ -154,7 +154,7 @@ def write_at(descriptor: int, view: memoryview, offset: int) -> int:
 def find_cached_read() -> tuple[Callable[[int, list[memoryview], int, int], int], int] | None:
     """Return `os.preadv` and its flag to read the page cache only, or None if there is none.
 
-    A read raises BlockingIOError where the first byte is not cached.
+    A read raises BlockingIOError if the first byte is not cached.
     """
     flag = getattr(os, "RWF_NOWAIT", None)
     return None if flag is None else (os.preadv, flag)
@@ -258,8 +258,8 @@ def _sync_fully(descriptor: int) -> bool:
 def exchange_names(first: Path, second: Path) -> bool:
     """Swap two existing names atomically: neither is ever missing.
 
-    Returns False, with nothing changed, where the kernel, the C library or the file system
-    cannot do it. Any other refusal raises `OSError`.
+    Returns False, with nothing changed, if the kernel, the C library or the file system does
+    not support it. Any other refusal raises `OSError`.
     """
     names = os.fsencode(first), os.fsencode(second)
     if (rename := _find_function("renameat2")) is not None:

@@ -7,8 +7,8 @@ Sets of ranks are shortened: three or more consecutive ranks become a range, fou
 distances their first two and their last: `0-3,8`, `0,4..28`. Names that differ in numbers only are
 folded: `layers.{0-31}.up_proj.weight`.
 
-Tables of ranks and files fit on a screen, however many there are: up to 16 have a row each; of
-more ranks, those with equal rows share a row, and of more files those in the middle become a row.
+Tables of ranks and files fit on a screen, however many there are: up to 16 have a row each; if
+there are more, ranks with equal rows share a row, and the files in the middle become a row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Presets: known machines, and their TOML files.
 
-A preset has the number of ranks of a host, the links between ranks, and the collective library. Its
-file::
+A preset has the number of ranks of a host, the links between ranks, and the collective library. The
+format of its file is::
 
     name = "my-cluster"
     description = "What it is"          # optional

@@ -1,7 +1,7 @@
 """Reports of movements as HTML pages: each a file without scripts that needs no network.
 
-A page is light or dark as the reader's system is. Every picture has a text alternative: the same
-picture in text is folded below it.
+A page follows the light or dark mode of the reader's system. Every picture has a text alternative:
+the same picture in text is folded below it.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class RegionGrid(Record):
 def drawn_dimensions(layout: Layout, *others: Layout) -> tuple[int | None, int | None]:
     """Return the row and the column dimension of a picture: those with the most intervals.
 
-    The longest of equals are chosen. For several layouts of a tensor, the maximum over the layouts
-    counts.
+    Among equals, the longest dimensions are chosen. For several layouts of a tensor, the maximum
+    over the layouts counts.
 
     >>> drawn_dimensions(Layout.replicated((2, 5, 4)))
     (1, 2)
@@ -175,7 +175,7 @@ def _edges(layout: Layout, dimension: int) -> IntArray:
 def _cover(
     layout: Layout, dimension: int | None, max_intervals: int
 ) -> tuple[list[Interval], dict[int, dict[int, bool]]]:
-    """Return the intervals of a dimension, and for each part those it covers, True for halos."""
+    """Return the intervals of a dimension, and those that each part covers, True for halos."""
     if dimension is None:
         return [Interval(0, 1)], {0: {0: False}}
     edges = _edges(layout, dimension).tolist()

@@ -239,7 +239,7 @@ def _identify(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
-    """Add the other files of the folder, and those that are left out."""
+    """Add the other files of the folder, and the list of files that are left out."""
     folder = checkpoint.folder
     own = {file.name for file in checkpoint.files} | {MANIFEST_NAME}
     known = find_format(checkpoint.format)
@@ -275,7 +275,7 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
 def read_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """Return the content of the model's `config.json`, or None if there is none.
 
-    For an adapter it is that in its folder, or in the folder of the model that
+    For an adapter it is the file in its folder, or in the folder of the model that
     `adapter_config.json` names; the key `adapter_config` contains `adapter_config.json`.
 
     Raises:

@@ -148,7 +148,7 @@ def _any_matches(names: Sequence[str], patterns: str) -> bool:
 
 @cache
 def _plug_in() -> tuple[Plugin, ...]:
-    """Return the plug-ins for formats; `problem` is set for those that are not usable."""
+    """Return the plug-ins for formats; `problem` is set for plug-ins that are not usable."""
     found: list[Plugin] = []
     taken = {*_SHIPPED}
     plugins = load_plugins(FORMATS)
@@ -193,7 +193,7 @@ def find_format(name: str) -> CheckpointFormat | None:
 
 
 def written_format(name: str | None, *, to_whole: bool) -> CheckpointFormat:
-    """Return the format of a new checkpoint; by default that for whole tensors or for shards.
+    """Return the format of a new checkpoint; by default the format for whole tensors or for shards.
 
     Raises:
         UsageError: an unknown or a read-only format.

@@ -142,7 +142,7 @@ class TorchPickleFormat(CheckpointFormat):
         )
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
-        """Yield the index, where there are several files."""
+        """Yield the index, if there are several files."""
         if len(write_plan.files) > 1:
             yield INDEX_NAME, index_text(write_plan.tensors.values()).encode()
 

@@ -13,7 +13,7 @@ A save is a folder, its *tag*, next to a file `latest` with its name::
     global_step100_universal/zero/lm_head.weight/exp_avg.pt     a universal checkpoint
 
 `mp_rank` numbers stages and tensor-parallel ranks, stages first. Partitions of 16-bit runs begin
-with `bf16_`; old names have no `_` before `optim_states`.
+with `bf16_`; old names lack the `_` before `optim_states`.
 
 `reader` opens saves: `saved_states` are the contents of files, `flat_buffers` locates parameters in
 the buffers of ranks, `tensor_parallel` assembles parts, and `stored_tensors` binds tensors to
@@ -200,9 +200,9 @@ def find_tag_folder(folder: Path) -> Path:
 
 
 def expect_complete(saved: SavedFiles, ranks: int, mp_ranks: int) -> None:
-    """Raise CheckpointError where files of some ranks are missing, naming them.
+    """Raise CheckpointError if files of some ranks are missing, and list them.
 
-    `ranks` is the number of data-parallel ranks that the files speak of.
+    `ranks` is the number of data-parallel ranks that the files imply.
     """
     missing = []
     if saved.model_partitions:
@@ -268,7 +268,7 @@ class DeepSpeedFormat(CheckpointFormat):
         self.name, self.evidence, self.stage = name, evidence, stage
 
     def detect(self, listing: Listing) -> bool:
-        """Return whether DeepSpeed saved it, in this format's way."""
+        """Return whether DeepSpeed saved the path in this format."""
         path = listing.path
         return listing.is_folder and is_save(path) and _name_format(path) == self.name
 
@@ -296,7 +296,7 @@ class DeepSpeedFormat(CheckpointFormat):
         yield self.pointer, tag.encode()
 
     def is_own_value(self, name: str, value: Any) -> bool:
-        """Return whether it is the stage, or what files have before a first step."""
+        """Return whether a value is the stage, or a default of files before the first step."""
         from reshard.checkpoint.formats.deepspeed.writer import is_own_value
 
         return is_own_value(name, value)
@@ -318,7 +318,7 @@ class DeepSpeedFormat(CheckpointFormat):
     def assign_layouts(
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
     ) -> Mapping[str, Layout] | None:
-        """Return flat pieces of parameters and state; other tensors are whole where files are.
+        """Return flat pieces of parameters and state; other tensors are whole on ranks with files.
 
         Raises:
             UsageError: a mesh with several axes besides the axis of experts, or a state that ZeRO
@@ -364,7 +364,7 @@ def _is_own(mesh: DeviceMesh, parts: TrainingParts) -> bool:
 
 
 class UniversalFormat(DeepSpeedFormat):
-    """A file for each parameter and each thing that an optimizer keeps of it."""
+    """A file for the weights, and for each optimizer state, of each parameter."""
 
     capabilities = frozenset({Capability.WHOLE, Capability.VALUES})
     pointer = LATEST_UNIVERSAL
@@ -378,7 +378,7 @@ class UniversalFormat(DeepSpeedFormat):
     def assign_layouts(
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
     ) -> Mapping[str, Layout] | None:
-        """Return every tensor whole; those that stage 3 looks for elsewhere in two files."""
+        """Return layouts of whole tensors, with a copy of tensors that stage 3 reads elsewhere."""
         from reshard.checkpoint.formats.deepspeed.training_parts import find_parts
         from reshard.checkpoint.formats.torch_files.optimizer_states import STEP, state_name
 

@@ -12,8 +12,8 @@ concatenated parts of a group of parameters::
     | w w w w | b b | v v |                   rank 0
     | w w w . | b . | v v |                   rank 1
 
-A parameter's pieces are regions of its elements, flattened; the container is a rank, the offset
-that in its buffer.
+A parameter's pieces are regions of its elements, flattened; the container is a rank, and the
+offset counts from the start of its buffer.
 
 Experts are parallel over some of the data-parallel ranks. Every expert's weights are a file, under
 names with the expert's number in the whole model. In flat buffers, a group of experts' parameters
@@ -149,7 +149,7 @@ _EXPERT = r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,7})(\..*)"
 class GroupCopy(NamedTuple):
     """A group of parameters and the ranks that have them, in the order of its partitions.
 
-    `names` are those in the whole model.
+    `names` are the parameters' names in the whole model.
     """
 
     ranks: tuple[int, ...]
@@ -223,7 +223,7 @@ def deal(names: Sequence[str], sets: Sequence[tuple[int, ...]]) -> tuple[GroupCo
 
 
 def list_layers(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
-    """Return the parameters of each expert of each layer, by what stands before their numbers."""
+    """Return the parameters of each expert of each layer, by the part of names before it."""
     layers: dict[str, dict[int, list[str]]] = {}
     for name in names:
         if match := match_expert(name):
@@ -232,7 +232,7 @@ def list_layers(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
 
 
 def local_names(copies: Sequence[GroupCopy]) -> list[dict[str, str]]:
-    """Return the names of each copy's parameters on its ranks, by those of the whole model."""
+    """Return the names of each copy's parameters on its ranks, by names in the whole model."""
     renamed = []
     for copy in copies:
         least = {layer: min(experts) for layer, experts in list_layers(copy.names).items()}
@@ -241,7 +241,7 @@ def local_names(copies: Sequence[GroupCopy]) -> list[dict[str, str]]:
 
 
 def match_expert(name: str) -> re.Match[str] | None:
-    """Match a parameter of an expert: what precedes the expert's number, the number, the rest."""
+    """Match a parameter of an expert: the text before the expert's number, the number, the rest."""
     return re.fullmatch(_EXPERT, name, re.DOTALL)
 
 
@@ -251,6 +251,6 @@ def _layer(name: str) -> str:
 
 
 def _move(name: str, by: int) -> str:
-    """Return an expert's parameter, whose expert has a number more by so much."""
+    """Return the name of the same parameter of the expert whose number is larger by `by`."""
     match = match_expert(name)
     return f"{match[1]}{int(match[2]) + by}{match[3]}" if match else name

@@ -266,7 +266,7 @@ class SaveReader:
         return Region(piece.start, piece.stop, Stored(file, buffer), offset, (1,))
 
     def _expect_weights(self) -> None:
-        """Raise CheckpointError if a layer or an expert has no file of weights."""
+        """Raise CheckpointError if a layer or an expert lacks a file of weights."""
         saved, tensors = self.saved, self.collector.tensors
         if self.is_stage3 or not (saved.layers or saved.experts):
             return
@@ -289,7 +289,7 @@ class SaveReader:
             model = self.models[mp, piece.container]
             buffer = model.fragments.get(name)
             if buffer is None or buffer.shape != (size,):
-                # Before a parameter is partitioned all of it is there.
+                # A parameter that is not partitioned yet is complete on each rank.
                 if buffer is not None and buffer.shape == shape:
                     self.collector.add_part(name, name, mp, self.slot(mp, 0), model.file, buffer)
                     return
@@ -493,7 +493,7 @@ class SaveReader:
         return part.counts[group] if group < len(part.counts) else self.ranks
 
     def _in_own_order(self, names: list[str]) -> list[str]:
-        """Restore the order of the model where gradients were dealt out round robin."""
+        """Restore the order of the model if gradients were distributed round robin."""
         config = self.first.rest.get("ds_config")
         zero = config.get("zero_optimization") if isinstance(config, dict) else None
         if not isinstance(zero, dict) or not zero.get("round_robin_gradients"):

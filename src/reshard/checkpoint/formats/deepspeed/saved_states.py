@@ -398,7 +398,7 @@ def list_differences(
 
 
 def plain_scalers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with loss scalers, which are objects, as dicts of what they hold."""
+    """Return the state with each loss scaler, an object, replaced by a dict of its attributes."""
     plain = dict(state)
     for key, value in state.items():
         is_scaler = isinstance(value, Call) and value.function.module == _LOSS_SCALERS
@@ -429,7 +429,7 @@ def _find_frozen(model: ModelState) -> list[str]:
 
 
 # The state of optimizers without partitions (stage 0) is in the file of weights; a model with
-# experts has a file of each of the experts' ranks, with the state of all that this rank has. Each
+# experts has a file of each of the experts' ranks, with the state of all its parameters. Each
 # stage of a pipeline and each tensor-parallel rank has a file of weights, and so state of its own.
 _OPTIMIZER_OWN = frozenset(
     {"state", "param_groups", "optimizer_state_dict", "fp32_groups", "fp32_groups_flat"}
@@ -598,7 +598,7 @@ def list_local_weights(
 
 
 def merge_groups(known: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Add another rank's groups, whose hyper-parameters are the same: the parameters it has more.
+    """Add another rank's parameters to groups, whose hyper-parameters are equal on all ranks.
 
     >>> known = [{"lr": 0.1, "params": ["a"]}]
     >>> merge_groups(known, [{"lr": 0.1, "params": ["a", "b"]}])

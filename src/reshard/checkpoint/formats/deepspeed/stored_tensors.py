@@ -60,7 +60,7 @@ def lay_out(shape: Shape, ranges: tuple[tuple[int, int, int], ...], slots: int) 
 
 
 class TensorCollector:
-    """Binds tensors to the files of a checkpoint; `tensors` are those so far.
+    """A builder that binds tensors to the files of a checkpoint; `tensors` are the tensors so far.
 
     Args:
         folder: of the files.
@@ -133,7 +133,7 @@ class TensorCollector:
                 f"{self._folder / file}: the part of {name!r} is not row by row; save it again "
                 "after `.contiguous()`"
             )
-        # Parts are joined as those in flat buffers are: as regions of the flattened part.
+        # Whole parts are joined in the same way as flat buffers: as regions of the flattened part.
         elements = math.prod(archived.shape)
         region = Region.dense((elements,), Stored(file, archived), archived.view.offset)
         pieces = [(slot, region)] if elements else []
@@ -257,7 +257,7 @@ class TensorCollector:
         file, archived = region.container
         itemsize = archived.dtype.itemsize_bytes
         start: int = archived.start_bytes + region.offset * itemsize
-        # Flat pieces are many: they are dense by their one stride.
+        # A fast path for flat pieces, since there are many: a single stride of 1 is dense.
         is_dense = region.strides == (1,) or region.is_dense()
         ranges = [(start, start + region.elements * itemsize)] if is_dense else None
         part = f"storage at byte {archived.start_bytes}"

@@ -12,7 +12,7 @@ patterns of names, or a map of each parameter (`affine_map`)::
     (no pattern)                                sharded along dimension 0
 
 1. This determines the boxes of each rank's part in the parameter (`Joiner`).
-2. A file has a range of the elements of a part. The intersections of its boxes with those boxes are
+2. A file has a range of the elements of a part. Its intersections with the boxes of the part are
    regions of the parameter (`join_regions`).
 3. When the parts of all ranks are known, they are joined (`stored_tensors`). Parts of a parameter
    that several stages of a pipeline have are copies.
@@ -56,7 +56,7 @@ _LATEST_MAP = 1
 _WIDTHS_VERSION = 0.4
 _LISTS = (_REPLICATED, _AVERAGED, _ROWS, _HALVES, _VOCABULARY)
 
-# Patterns come with a file. With these they are tried in time that a long name does not blow up.
+# Patterns come from files that may not be trusted. These limits bound the time of matching them.
 _MAX_PATTERN_LENGTH = 2000
 _MAX_REPEATS = 4
 _REPEAT = re.compile(r"(?<!\\)[*+{]")
@@ -102,7 +102,7 @@ def join_regions(join: Join, rank: int, flat: Region) -> Iterator[Region]:
 
 
 class Joiner:
-    """Determines the assembly of parameters by `info`; `label` names its file in errors.
+    """A resolver of the assembly of parameters by `info`; `label` names its file in errors.
 
     Raises:
         FormatError: an `info` that is missing or unknown.
@@ -140,7 +140,7 @@ class Joiner:
         self._maps = {self._check(p): SavedPart(entry, maps.label) for p, entry in params.items()}
 
     def wrong(self, reason: str) -> FormatError:
-        """Return the error for what is not as it should be."""
+        """Return the error for an `info` with an unexpected part."""
         return FormatError(
             f"{self.label}: {INFO} has {reason}; it is damaged, or of a version of DeepSpeed that "
             "is not known. Convert it with ds_to_universal, whose result is read"

@@ -47,7 +47,7 @@ CONFIG = "ds_config"
 # How many names an error or a note lists.
 MAX_SHOWN = 4
 _PARAMS = "params"
-# Whether weight decay is decoupled is the optimizer's, which DeepSpeed does not let set it again.
+# The optimizer determines whether weight decay is decoupled; DeepSpeed does not restore the key.
 _NEW_GROUP = {key: value for key, value in ADAM_GROUP.items() if key != DECOUPLED}
 # Last words of the names of parameters, if the source does not list these.
 _PARAMETER_WORDS = ("weight", "bias")
@@ -100,7 +100,7 @@ class TrainingParts(Record):
     def are_frozen_listed(self) -> bool:
         """Whether files of weights list the frozen parameters.
 
-        DeepSpeed looks up every frozen parameter of its model in a list, unless there is None.
+        DeepSpeed looks up every frozen parameter of its model in the list, unless the list is None.
         """
         return self.is_sure and bool(self.frozen) and not self.missing_frozen
 
@@ -140,7 +140,7 @@ class TrainingParts(Record):
         return tuple(name for group in self.groups if group.is_of_experts for name in group.names)
 
     def expect_no_experts(self, target: str) -> None:
-        """Raise UsageError for experts, where DeepSpeed has none in such checkpoints."""
+        """Raise UsageError for experts, which DeepSpeed does not store in such checkpoints."""
         if self.experts:
             raise UsageError(
                 f"{self.experts[0]!r} is an expert's: DeepSpeed's MoE layers have no {target}. "
@@ -149,7 +149,7 @@ class TrainingParts(Record):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Everything that is kept of some parameter, but for the weights."""
+        """The keys of the state of all parameters, except float32 weights."""
         found = dict.fromkeys(key for keys in self.states.values() for key in keys)
         return tuple(key for key in found if key != MASTER)
 
@@ -251,7 +251,7 @@ def _find_groups(
             f"source; they become one group, with the hyper-parameters of "
             f"{'the first' if len(groups) > 1 else 'AdamW of PyTorch, lr 0.001'}"
         )
-    # DeepSpeed takes groups without parameters away.
+    # DeepSpeed removes groups without parameters.
     filled = tuple(group for group in groups if group.names)
     for group in filled:
         other = [name for name in group.names if bool(match_expert(name)) != group.is_of_experts]

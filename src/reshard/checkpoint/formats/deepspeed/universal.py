@@ -63,7 +63,7 @@ _SUFFIX = ".pt"
 
 
 class UniversalReader:
-    """Reads a universal checkpoint; names of files are relative to `folder`."""
+    """A reader of a universal checkpoint; names of files are relative to `folder`."""
 
     def __init__(self, folder: Path, saved: SavedFiles, format_name: str) -> None:
         self.folder, self.saved, self.format_name = folder, saved, format_name
@@ -260,7 +260,7 @@ _OF_STAGE3 = frozenset({MASTER, "exp_avg", "exp_avg_sq", STEP})
 
 
 class UniversalArranger(Arranger):
-    """Plans a universal checkpoint."""
+    """A planner of a universal checkpoint."""
 
     def __init__(self, new: NewCheckpoint) -> None:
         super().__init__(new)

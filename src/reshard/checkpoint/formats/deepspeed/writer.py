@@ -133,7 +133,7 @@ class Arranger:
         )
 
     def _put_others(self, slot: int) -> tuple[dict[str, NewTensor], dict[str, Any]]:
-        """Put the tensors of a user's state into a file; they, and their places in its state."""
+        """Put the tensors of a user's state into a file; return them and their paths."""
         others = {name: self.files.put_whole(name, slot) for name in self.parts.others}
         return others, {name: self.new.paths.get(name, (name,)) for name in others}
 
@@ -165,7 +165,7 @@ class Arranger:
         """Return the value of a file of weights; `groups` are in the order of flat buffers."""
         parts, leaves = self.parts, {**self._rest, **others}
         prefix = f"{CONFIG}."
-        # Names without a path are read as paths where DeepSpeed wants dicts.
+        # A name without a path is split into a path if DeepSpeed expects a dict.
         known_paths: dict[str, StatePath] = {
             name: tuple(name.split("."))
             for name in leaves
@@ -217,7 +217,7 @@ class Arranger:
         return {name: value for name, value in self.new.values.items() if name not in unheld}
 
     def optimizer_state(self, *, with_clipping: bool) -> dict[str, Any]:
-        """Return the values of an optimizer: its loss scaler, and what else there is."""
+        """Return the values of an optimizer: its loss scaler, and other values."""
         scaler = {
             name.removeprefix(f"{_SCALER}."): value
             for name, value in self._optimizer.items()
@@ -248,7 +248,7 @@ class Arranger:
 
 
 class ZeroArranger(Arranger):
-    """Plans a checkpoint of ZeRO."""
+    """A planner of a checkpoint of ZeRO."""
 
     def __init__(self, new: NewCheckpoint, stage: int) -> None:
         super().__init__(new)
@@ -423,7 +423,7 @@ class ZeroArranger(Arranger):
         hyper = []
         for number, group in enumerate(self.parts.groups):
             own = [buffer for buffer, owner in enumerate(owners) if owner == number]
-            # By these DeepSpeed knows groups of experts.
+            # DeepSpeed identifies groups of experts by these keys.
             mark = {"moe": True, "name": f"ep_size_{self.expert_sets}"}
             more = mark if group.is_of_experts else {}
             hyper.append({**group.hyper, **more, "params": own})
@@ -524,7 +524,7 @@ _FIRST: Mapping[str, Any] = {
     "global_samples": 0,
 }
 _STAGE = f"{CONFIG}.zero_optimization.stage"
-# The loss scaler of an optimizer that scales nothing.
+# The loss scaler of an optimizer that does not scale the loss.
 _NO_SCALER: Mapping[str, Any] = {
     "optimizer.loss_scaler.class": "LossScaler",
     "optimizer.loss_scaler.cur_scale": 1.0,
@@ -535,7 +535,7 @@ _NO_SCALER: Mapping[str, Any] = {
 
 
 def is_own_value(name: str, value: Any) -> bool:
-    """Return whether a plain value is DeepSpeed's own: of the stage, or what files have by default.
+    """Return whether a plain value is DeepSpeed's own: of the stage, or a default of files.
 
     >>> is_own_value("global_steps", 0), is_own_value("global_steps", 7)
     (True, False)

@@ -34,11 +34,11 @@ def iteration_name(iteration: int) -> str:
 
 
 def find_iteration(path: Path) -> Path | None:
-    """Return the folder of the last step where `path` has several, else `path`, or None for no
-    folder.
+    """Return the folder of the last step if `path` has several, else `path`; None if it is not
+    a folder.
 
     Raises:
-        CheckpointError: a last step whose folder is missing, or a file that names none.
+        CheckpointError: a last step whose folder is missing, or a file that does not name a step.
     """
     if not path.is_dir():
         return None

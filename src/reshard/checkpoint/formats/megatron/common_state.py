@@ -300,7 +300,7 @@ def describe_decay(
             if kept is not None and _decays(name, kept.layout.shape) != is_decayed:
                 differing[is_decayed].append(name)
     if not differing[True] and not any(group.get("weight_decay") for group in groups_of(values)):
-        # Nothing decays, whatever group it is in.
+        # Without weight decay, it does not matter which group a parameter is in.
         return ()
     rule = "Megatron decays matrices, and neither vectors nor biases"
     return tuple(

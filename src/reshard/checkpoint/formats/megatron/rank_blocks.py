@@ -24,7 +24,7 @@ share (`plan_buffer`)::
 2. An embedding that two pipeline stages share has a bucket of its own.
 3. A `coalesced` buffer consists of the buckets without the padding at their ends.
 
-The lengths are compared with those in the checkpoint (`find_plan`).
+The lengths are compared with the lengths in the checkpoint (`find_plan`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class BlockPlace(NamedTuple):
 def flat_block(regions: Iterable[StoredRegion], start: int, shape: Shape) -> Iterator[StoredRegion]:
     """Yield the block of `shape` that is flat in a 1-D tensor, from index `start` on.
 
-    `regions` are those in which the 1-D tensor is stored.
+    `regions` are the regions in which the 1-D tensor is stored.
     """
     stop = start + math.prod(shape)
     for slot, region in regions:

@@ -120,7 +120,7 @@ class StageLayouts:
     Args:
         mesh: of the ranks; a single rank if it is None.
         shapes: of all tensors, by name.
-        arguments: Megatron's, where they are known.
+        arguments: Megatron's, if known.
 
     Raises:
         RecipeError: a model that the ranks do not divide, or whose sharding is not known.

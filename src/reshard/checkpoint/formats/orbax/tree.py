@@ -58,7 +58,7 @@ class Leaf(Record):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the leaf has no value, such as an empty dict."""
+        """Whether the leaf lacks a value, such as an empty dict."""
         return self.kind in _EMPTY
 
     @property
@@ -239,7 +239,7 @@ def _as_sequences(value: Any) -> Any:
 
 
 def flatten(path: TreePath, value: Any) -> list[tuple[TreePath, Any]]:
-    """Return the leaves of a plain value: elements of lists, tuples and dicts; empty containers.
+    """Return the leaves of a plain value; an empty container is a leaf.
 
     >>> flatten(("g",), [{"lr": 0.1}, ()])
     [(('g', 0, 'lr'), 0.1), (('g', 1), ())]

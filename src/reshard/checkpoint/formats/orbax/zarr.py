@@ -1,7 +1,7 @@
 """Arrays of Zarr: dtype, grid of chunks and codec, and the chunks as shards of tensors.
 
 `.zarray` of Zarr 2, or `zarr.json` of Zarr 3, describes an array. It is divided into a grid of
-equal chunks; those at its end extend beyond it, and are stored in full length::
+equal chunks; the chunks at its end extend beyond it, and are stored in full length::
 
     shape 10, chunks 4      0.  [0 1 2 3]   1.  [4 5 6 7]   2.  [8 9 . .]
 
@@ -538,7 +538,7 @@ def list_chunks(
             if box is None:
                 continue
             if one is None:
-                # Missing chunks are zeros if the checkpoint omits those.
+                # A missing chunk is all zeros if the checkpoint omits such chunks.
                 if has_all or not array.fills_zeros:
                     raise CoverageError(
                         f"{label} is missing, which has {box} of tensor {name!r}; the checkpoint "

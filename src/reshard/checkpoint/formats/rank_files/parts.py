@@ -104,7 +104,7 @@ def is_part(value: object) -> bool:
 
 
 def _find_wrapper(call: Call) -> str:
-    """Return the class of a tensor that wraps others, or nothing."""
+    """Return the class of a tensor that wraps others, or empty text for other calls."""
     if call.function.name != "_rebuild_from_type_v2" or len(call.arguments) < 4:
         return ""
     kind = call.arguments[1]
@@ -125,7 +125,7 @@ class PartReader:
         self._meshes: dict[int, DeviceMesh] = {}
 
     def part(self, name: str, value: Any) -> LocalPart:
-        """Return the part that a value of the file is.
+        """Return the part that a value of the file describes.
 
         Raises:
             FormatError: a value that is not described as by PyTorch, or is partial.
@@ -285,7 +285,7 @@ def _dtype_and_shape(where: str, call: Call) -> tuple[DType, tuple[int, ...]]:
 
 def _placement(where: str, call: Call) -> Placement:
     name, state = call.function.name, call.state
-    # In the order of the fields, where the state is none of names.
+    # A state without names has its values in the order of the fields.
     values = [*state.values()] if isinstance(state, dict) else [*call.arguments]
     match name, values:
         case "Shard", [int(dim), *_]:
@@ -313,7 +313,7 @@ def _shard_order(spec: dict[Any, Any]) -> tuple[tuple[int, tuple[int, ...]], ...
     return tuple((dim, tuple(axes)) for dim, axes in entries)
 
 
-# Where programs keep the state of the model in a file with more in it.
+# Keys under which programs keep the state of the model, in files with other contents.
 _MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
 
 
@@ -378,8 +378,8 @@ def list_parameters(
 ) -> list[str]:
     """Return the names of the model's parameters in their order.
 
-    If other tensors are parts, plain tensors are buffers, except those that a user has `cut`. Of
-    tied tensors the first counts.
+    If other tensors are parts, plain tensors are buffers, except those that a user has `cut`. Among
+    tied tensors, the first counts.
     """
     model = {name: own for name, own in parts.items() if not name.startswith(OPTIMIZER_PREFIX)}
     says_cuts = any(not part.is_plain for own in model.values() for _, part in own.values())
@@ -461,7 +461,7 @@ Parts = Mapping[int, tuple[str, LocalPart]]
 
 
 def join_parts(folder: Path, name: str, parts: Parts, slots: int) -> StoredTensor:
-    """Return the tensor that the parts of ranks are, bound to their files.
+    """Return the tensor that consists of the parts of ranks, bound to their files.
 
     Raises:
         FormatError: parts that do not fit together.
@@ -554,7 +554,7 @@ def _list_boxes(name: str, rank: int, part: LocalPart) -> tuple[tuple[Box, Archi
 
 
 def _bind_boxes(name: str, parts: Parts, slots: int) -> StoredTensor:
-    """Return the tensor that boxes on ranks are."""
+    """Return the tensor that consists of boxes on ranks."""
     first = next(iter(parts.values()))[1]
     # A box without elements counts only for a tensor without elements.
     regions = [

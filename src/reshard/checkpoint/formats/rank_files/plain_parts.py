@@ -4,7 +4,7 @@ Files with plain tensors do not describe their sharding. The user gives a mesh a
 (`--source-mesh tp=2 --source-rule '*.weight=tp, -'`), or a recipe. The shapes of whole tensors
 follow (`formats.source_sharding`). Optimizer state is sharded as its parameter.
 
-If some tensors are DTensors, rules apply to those whose own description lacks an axis: plain
+If some tensors are DTensors, rules apply to tensors whose own description lacks an axis: plain
 tensors that several ranks have, and DTensors on several meshes, each of some ranks
 (`cut_lacking_parts`).
 
@@ -84,7 +84,7 @@ def cut_lacking_parts(
     Raises:
         FormatError: parts that contradict the rules.
         RecipeError: rules that do not fit.
-        UsageError: a mesh of other ranks than there are files of; rules that match no such tensor.
+        UsageError: a mesh whose ranks differ from the files'; rules that match no such tensor.
     """
     cut.expect_ranks(folder, ranks)
     lacking = [name for name, of_tensor in parts.items() if lacks_axis(of_tensor)]
@@ -121,12 +121,12 @@ def cut_lacking_parts(
 def cut_plain_parts(
     folder: Path, parts: Mapping[str, Parts], cut: SourceSharding, ranks: int
 ) -> dict[str, StoredTensor]:
-    """Return the tensors that plain parts of ranks are, by a mesh and rules.
+    """Return the tensors that consist of plain parts of ranks, by a mesh and rules.
 
     Raises:
         FormatError: a part of another shape than its sharding gives its rank.
         RecipeError: rules that do not fit.
-        UsageError: a mesh of other ranks than there are files of.
+        UsageError: a mesh whose ranks differ from the files'.
     """
     cut.expect_ranks(folder, ranks)
     local = {name: next(iter(of_ranks.values()))[1].shape for name, of_ranks in parts.items()}

@@ -40,10 +40,10 @@ _FLAT = ("_flat_param", "flat_param")
 
 
 def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoint:
-    """Return the checkpoint that the files of ranks in a folder are.
+    """Return the checkpoint in the files of ranks in a folder.
 
     Args:
-        folder: where they are.
+        folder: of the files.
         cut: the sharding of tensors whose files do not describe it, or lack an axis.
 
     Raises:
@@ -123,7 +123,7 @@ def read_rank_files(folder: Path, cut: SourceSharding | None = None) -> Checkpoi
 def _name_optimizer_state(
     checkpoint: Checkpoint, states: RankStates, cut: Collection[str]
 ) -> Checkpoint:
-    """Return the checkpoint with optimizer state under the names of parameters, where known."""
+    """Return the checkpoint with optimizer state under the names of parameters, if known."""
     parameters = [(name, checkpoint[name].shape) for name in list_parameters(states.parts, cut)]
     inside = {
         name: tensor.shape

@@ -1,6 +1,6 @@
 """New files of ranks: for each rank a state of DTensors, which `torch.load` reads there.
 
-    model_world_size_N_rank_R.pt          tensors: DTensors, those that no axis cuts plain
+    model_world_size_N_rank_R.pt          tensors: DTensors, or plain if no axis shards them
     optim_world_size_N_rank_R.pt          {"state": {parameter: {key: ...}}, "param_groups": [...]}
     extra_state_world_size_N_rank_R.pt    values, and states with the prefix `rank_R.`
 
@@ -137,7 +137,7 @@ def _find_cut(
         placements = find_placements(sharding, shape)
     except NotationError as error:
         raise RecipeError(f"tensor {name!r}: {error}") from error
-    # torch cuts by ceil, axis by axis: of uneven shapes it may cut elsewhere.
+    # torch shards by ceil, axis by axis, which may give other parts of uneven shapes.
     if sharding_of_placements(mesh, placements, len(shape)).layout(shape) is not tensor.layout:
         said = sharding_of_placements(mesh, placements, len(shape)).layout(shape)
         if any(said.boxes(rank) != tensor.layout.boxes(rank) for rank in mesh.devices):
@@ -150,7 +150,7 @@ def _find_cut(
 
 
 def _find_numbers(new: NewCheckpoint, cuts: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers of parameters, where reading finds their names by these again."""
+    """Return the numbers of parameters, if a reader can find their names by these."""
     groups = new.values.get(GROUPS)
     parameters = [
         name for name, cut in cuts.items() if cut is not None and split_state_name(name) is None
@@ -270,7 +270,7 @@ class _RankFiles:
     def _empty_shape(
         self, shape: tuple[int, ...], cut: tuple[ShardingSpec, tuple[Placement, ...]] | None
     ) -> tuple[int, ...]:
-        """Return the shape of a part without elements: none in the dimensions that are cut."""
+        """Return the shape of an empty part: 0 in the dimensions that are sharded."""
         dims = cut[0].dim_specs if cut is not None else ()
         return tuple(0 if dim.levels else size for size, dim in zip(shape, dims, strict=True))
 

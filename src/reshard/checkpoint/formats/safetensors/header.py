@@ -23,7 +23,7 @@ safetensors package and reshard write entries with their keys in a fixed order a
     "w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}
 
 Such text is parsed by a regular expression, a megabyte at a time (`read_columns`). Any other text,
-also if it is wrong, is left to the JSON parser, which reports errors.
+even if invalid, is left to the JSON parser, which reports errors.
 
 The format is defined by the safetensors package. In cases that it leaves open (an empty name,
 several empty tensors at an offset), files that the package loads are accepted.
@@ -434,7 +434,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def select_files(names: Iterable[str]) -> list[str]:
-    """Return the names that are those of safetensors files.
+    """Select the names of safetensors files, without files of attributes.
 
     >>> select_files(["a.safetensors", "._a.safetensors", "b.bin"])
     ['a.safetensors']

@@ -5,8 +5,8 @@
                                              model.safetensors.index.json
 
 Every tensor is read whole on rank 0. New files keep the order of tensors; a file is begun when the
-next tensor would exceed the limit. The index maps each tensor to its file, in the same form as that
-of files of `torch.save` (`pytorch_model.bin.index.json`)::
+next tensor would exceed the limit. The index maps each tensor to its file, in the same form as
+for files of `torch.save` (`pytorch_model.bin.index.json`)::
 
     {"metadata": {"total_size": 96}, "weight_map": {"lm_head.weight": "model-00001-of-00002..."}}
 """
@@ -124,7 +124,7 @@ class HuggingFaceFormat(CheckpointFormat):
         return WritePlan(self.name, None, bind_shards(names, kinds, kind, shards), files)
 
     def final_files(self, write_plan: WritePlan) -> Iterator[tuple[str, bytes]]:
-        """Yield the index, where there are several files."""
+        """Yield the index, if there are several files."""
         if len(write_plan.files) > 1:
             yield INDEX_NAME, index_text(write_plan.tensors.values()).encode()
 

@@ -75,7 +75,7 @@ StatePath = tuple[str | int, ...]
 
 
 class StoredBytes(NamedTuple):
-    """A range of a file; `transforms` are those applied to its bytes, innermost first."""
+    """A range of a file; `transforms` are the transforms of its bytes, innermost first."""
 
     file: str
     start_bytes: int
@@ -107,7 +107,7 @@ class DcpMetadata(Record):
         paths: the path of each name in the nested state dict, if known.
         other_attributes: the names of attributes that PyTorch does not define, and that are not
             plain values.
-        attributes: those that PyTorch does not define and that are plain values.
+        attributes: plain values of attributes that PyTorch does not define.
         unreadable: the reason for each tensor that cannot be read, such as its type.
     """
 
@@ -445,7 +445,7 @@ def merge_rank_metadata(
                 others.append((name, place))
             else:
                 items[name] = place
-        # Where ranks differ, the lowest rank's entry stays.
+        # If ranks differ, the lowest rank's entry stays.
         paths = {**part.paths, **paths}
         unlike |= dict.fromkeys(part.other_attributes)
     attributes, differing = _join_attributes([part for _, part in parts])
@@ -467,7 +467,7 @@ def _check_same_kind(name: str, file: str, origin: dict[str, str], *, is_same: b
 def _join_attributes(
     parts: Sequence[DcpMetadata],
 ) -> tuple[Mapping[str, object], tuple[str, ...]]:
-    """Return the attributes of all ranks, dicts merged, and the names of those that differ."""
+    """Return the attributes of all ranks, dicts merged, and the names of differing attributes."""
     joined: dict[str, object] = {}
     differing: dict[str, None] = {}
     for part in parts:

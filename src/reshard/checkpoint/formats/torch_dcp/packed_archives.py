@@ -144,7 +144,7 @@ def open_packed(
     tensor_bytes: int,
     label: str,
 ) -> PackedArchive:
-    """Describe the archive of a tensor of `tensor_bytes` by its front, which alone is unpacked.
+    """Describe the archive of a tensor of `tensor_bytes`, unpacking only its front.
 
     `read(offset, size)` returns bytes of the file.
 

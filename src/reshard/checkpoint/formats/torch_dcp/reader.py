@@ -10,7 +10,7 @@ consecutive items: the archive of a chunk of a tensor, or bytes that are not a t
    `__R.metadata` of each rank instead.
 2. The bytes of each chunk must be inside its file. Its archive contains the offset of the elements
    (`torch_files.reading`), or, if it is compressed, their offset once it is decompressed
-   (`packed_archives`); dtype and shape must be those in `.metadata`, which PyTorch does not check.
+   (`packed_archives`); dtype and shape must agree with `.metadata`, which PyTorch does not check.
 3. The chunks are bound to the tensor's layout, and must cover it once.
 
 Nothing here imports PyTorch, and nothing in the files is executed.
@@ -187,7 +187,7 @@ def _list_other_items(
     chunks: ChunkReader,
     ranks: Mapping[str, int],
 ) -> Iterator[tuple[str, str]]:
-    """Yield the items of ranks whose bytes differ, or may differ, from those that are used."""
+    """Yield the items of ranks whose bytes differ, or may differ, from the bytes that are used."""
     for name, place in other_items:
         chunks.check_inside(name, place)
         first = items[name]

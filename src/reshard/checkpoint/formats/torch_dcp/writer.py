@@ -1,7 +1,7 @@
 """Planning the files of a new PyTorch distributed checkpoint.
 
 1. Every element of a tensor is stored once, in boxes. A shard that is a box is a chunk; an
-   interleaved or padded shard is a chunk for each of its boxes, without the padding. Where shards
+   interleaved or padded shard is a chunk for each of its boxes, without the padding. If shards
    overlap, the boxes of higher ranks are reduced by the boxes of lower ranks.
 2. A rank's chunks are consecutive archives in its file `__R_0.distcp`. Bytes that are not tensors
    come first, in the file of the first rank; plain values are archives of `torch.save` in a second
@@ -249,7 +249,7 @@ def _split_into_boxes(
 
 
 def _make_disjoint(pairs: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
-    """Subtract from each box those before it."""
+    """Subtract from each box all boxes before it."""
     disjoint: list[tuple[int, Box]] = []
     for slot, box in pairs:
         parts = [box]

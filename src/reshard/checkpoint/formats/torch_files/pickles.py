@@ -158,7 +158,7 @@ def read_pickle_at(
 
 
 class _ReleasedError(Exception):
-    """A part is recalled that was released."""
+    """An error for a part that is recalled after it was released."""
 
 
 # `pickle.Unpickler` with inert stand-ins for names was measured on a pickle of 20,000 tensors

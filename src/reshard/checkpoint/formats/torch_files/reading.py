@@ -469,7 +469,7 @@ def find_address(file: str, tensor: ArchivedTensor) -> tuple[FileRange, View | N
 def region_of(file: str, tensor: ArchivedTensor, offset_bytes: int = 0) -> Region:
     """Return a tensor of a file as a region of the file, in bytes.
 
-    `offset_bytes` is where the archive of the tensor begins in the file.
+    `offset_bytes` is the offset of the tensor's archive in the file.
 
     >>> from reshard.dtypes import dtype
     >>> w = ArchivedTensor(dtype("float32"), (2, 3), View(1, (1, 2)), 64, 28, None)

@@ -58,7 +58,7 @@ _PADDING_ID = b"FB"
 
 
 class _Record(NamedTuple):
-    """An entry of the directory: where the record's header is; the CRC-32 is 0 if absent."""
+    """An entry of the directory: the offset of the record's header; the CRC-32 is 0 if absent."""
 
     header_bytes: int
     size_bytes: int
@@ -197,7 +197,7 @@ class ZipRecords:
 
 def _read_entry(fields: tuple[Any, ...], extra: bytes) -> tuple[_Record, int]:
     """Return the record of an entry, and its packed size; large values are in `extra`."""
-    # Field 1 of `extra` has the 64-bit values of those that are 0xFFFFFFFF, in this order.
+    # Field 1 of `extra` has the 64-bit values of the fields that are 0xFFFFFFFF, in this order.
     values = [fields[9], fields[8], fields[16]]
     at = 0
     while at + 4 <= len(extra):

@@ -7,7 +7,7 @@
 The stage is part of the name if there are several, and so is the expert-parallel rank: with two
 numbers, the arguments in the files determine the meaning of the second.
 
-`ranks` reads the parameters and the optimizer state of a rank, `reader` joins those of all ranks,
+`ranks` reads the parameters and the optimizer state of a rank, `reader` joins the ranks,
 and `writer` plans new checkpoints.
 """
 
@@ -149,7 +149,7 @@ class MegatronLegacyFormat(CheckpointFormat):
         return is_own_value(name, value)
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
-        """Return the file that names the last step, where the folder of all steps was opened."""
+        """Return the file that names the last step, if the folder of all steps was opened."""
         return (TRACKER_NAME,)
 
     def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:

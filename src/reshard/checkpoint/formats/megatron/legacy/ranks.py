@@ -6,7 +6,7 @@ A rank numbers layers and experts from 0; the whole model continues the numbers 
     chunks of virtual stages           model0 of all stages first, then model1
     expert-parallel rank 1 of 2        local_experts.0 is expert 4 of 8
 
-The number of layers of each chunk is that in its file, so that uneven stages are read too.
+The number of layers of each chunk is determined by its file, so that uneven stages are read too.
 
 Megatron saves optimizer state without names, in the order of its parameters::
 
@@ -287,7 +287,7 @@ class RankOptimizer:
         state = self._rank.optimizer_state
         members = list(state) if isinstance(state, list | tuple) else [state]
         for member, own in zip(members, split_chain(self._parameters, len(members)), strict=False):
-            # Optimizers whose first data-parallel rank is elsewhere have nothing here.
+            # Optimizers whose first data-parallel rank is elsewhere do not store state here.
             if isinstance(member, dict):
                 yield from self._read_buffers(path, member, own)
 
@@ -375,7 +375,7 @@ class RankOptimizer:
             return
         path = self._rank.name
         if (param.chunk, param.name) in self._stacks:
-            # In the shape of the file, whose memory is that of the experts.
+            # The state has the shape of the stacked weight, and the memory order of the experts.
             if math.prod(tensor.shape) != math.prod(param.shape) or not is_dense(
                 tensor.view, tensor.shape
             ):

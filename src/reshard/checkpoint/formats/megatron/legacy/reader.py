@@ -54,10 +54,11 @@ _OWN_PARTS = ("model", "optimizer", "rng_state", "args")
 
 
 def read(root: Path, inside: str = "") -> Checkpoint:
-    """Describe the checkpoint in a folder with those of ranks: `inside` of `root`.
+    """Describe the checkpoint in a folder of ranks' folders: `inside` of `root`.
 
     Raises:
-        CheckpointError: a rank's folder or file that is missing; what is not read.
+        CheckpointError: a rank's folder or file that is missing, or an unsupported kind of
+        checkpoint.
         FormatError: a file that is damaged; ranks that contradict each other.
         CoverageError: parts that no rank has.
     """
@@ -176,7 +177,7 @@ def _read_common(folder: Path, rank: RankFiles) -> PlainValues:
 
 
 class _Builder:
-    """Puts the blocks of ranks together."""
+    """An assembler of the blocks of ranks."""
 
     def __init__(self, folder: Path, sizes: Parallelism, arguments: Mapping[str, Any]) -> None:
         self.folder = folder

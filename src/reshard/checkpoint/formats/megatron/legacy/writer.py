@@ -127,7 +127,7 @@ class _Arranger:
         return iteration if type(iteration) is int and 0 <= iteration < 10**7 else 0
 
     def arrange(self) -> WritePlan:
-        """Return all files, and where in them each tensor is."""
+        """Return all files, and the location of each tensor in them."""
         has_state = any(len(own) > 1 for own in self.of.values())
         ordered = self._sort(has_state)
         for place, slots in self.stages.folders.items():
@@ -276,7 +276,7 @@ class _Arranger:
             )
 
     def _bucket_size(self, chunk: _ChunkParts) -> int | None:
-        # Only where it is so has a buffer several buckets: in the first chunk of the first stage.
+        # Megatron divides buffers into buckets only in the first chunk of the first stage.
         is_first = (chunk.place.pp, chunk.place.vp) == (0, 0)
         if not self.arguments.get("overlap_grad_reduce") or not is_first:
             return None
@@ -301,7 +301,7 @@ class _Arranger:
                 for chunk, name in members:
                     state[len(state)] = self._state_of(chunk, name, masters[-1])
                 kept_groups.append({**group, "params": [*range(first, len(state))]})
-            # Megatron makes no group without parameters.
+            # Megatron does not make groups without parameters.
             kept = [n for n, members in enumerate(in_group) if members]
             chain.append(
                 {

@@ -10,7 +10,7 @@ its buffers are an object, in the form of a rank's `distrib_optim.pt`::
 1. The arguments specify the parallelism, from which the parameters of a rank and their blocks
    follow (`rank_layouts`), and their order (`order_key`).
 2. The order determines the place of each parameter in a bucket (`rank_blocks`). The buckets'
-   lengths must be those in the checkpoint.
+   lengths must agree with the checkpoint.
 3. Groups are in objects too; the first rank's groups are used.
 
 State that does not fit is listed as unread.
@@ -257,7 +257,7 @@ def _find_lengths(
     parameters: Sequence[RankParameter],
     arguments: Mapping[str, Any],
 ) -> BufferPlan | None:
-    """Return the plan of a buffer whose lengths are those in the checkpoint, or None."""
+    """Return the plan of a buffer whose lengths agree with the checkpoint, or None."""
     found = {tuple((n, buckets[n][0]) for n in sorted(buckets)) for buckets in stored.values()}
     if len(found) != 1:
         return None
