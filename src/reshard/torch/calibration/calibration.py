@@ -1,13 +1,13 @@
-"""Calibration: how fast the links of a running job are, and what else takes time in it.
+"""Calibration: measure the speed of a running job's links, and its other costs.
 
-1. The ranks tell each other their hosts; they must be numbered host by host.
-2. All list the same cases (`cases`), and run them in turn, round by round, each
-   behind a barrier. A round is over when the first rank says so, never by a clock of one's own.
-   The first round finds memory and connections that nobody has used, and is not counted.
-3. A case takes as long as its slowest rank. Of all rounds the median counts: what else runs on
-   the machine disturbs all cases alike.
-4. The first rank finds links and overheads that explain the medians (`reshard.cost.fitting`), and
-   tells all others.
+1. The ranks exchange the names of their hosts; they must be numbered host by host.
+2. All ranks list the same cases (`cases`), and run them in turn, round by round, each after a
+   barrier. The first rank decides when the rounds end, since the ranks' clocks differ. The first
+   round uses memory and connections for the first time, and is not counted.
+3. The time of a case is that of its slowest rank. The median of all rounds is used: other load on
+   the machine affects all cases alike.
+4. All ranks fit links and overheads to the first rank's medians (`reshard.cost.fitting`), so all
+   have the same preset.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from reshard.torch.redistribution import redistribute
 
 DEFAULT_SECONDS_S = 60.0
 DEFAULT_LARGEST_BYTES = 64 << 20
-# On gloo, all others run as messages, and cost what those do.
+# On gloo, all other collectives run as messages, and have the cost of messages.
 KINDS_ON_GLOO = ("all-reduce",)
 KINDS_ELSEWHERE = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 _FEWEST_ROUNDS = 2
 
-# Called on the first rank after each round: the seconds since the beginning, and all rounds.
+# Called on the first rank after each round, with the seconds elapsed and all rounds.
 ProgressFunction = Callable[[float, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was found out about a job. Make one with `calibrate`.
+    """The result of a calibration. Create it with `calibrate`.
 
     Args:
-        preset: the machine; `reshard.cost.preset_text` writes it.
+        preset: the machine; `reshard.cost.preset_text` writes it as text.
         measurements: the median of each case.
-        fitted: with how well each is explained.
-        rounds: how many times each was measured.
-        seconds_s: how long that took.
+        fitted: the fit, with its error for each case.
+        rounds: the number of times each case was measured.
+        seconds_s: the duration of the calibration.
     """
 
     preset: Preset
@@ -69,22 +69,22 @@ def calibrate(
     host_name: str | None = None,
     progress: ProgressFunction | None = None,
 ) -> Calibration:
-    """Measure the links of all ranks of the default process group, every one of which calls this.
+    """Measure the links of all ranks of the default process group. All ranks call this.
 
     Args:
         name: of the preset.
-        seconds_s: about how long to measure. Two rounds are counted at least, which may take
-            longer where the largest tensors are large.
-        largest_bytes: the most that a rank has of any tensor. Twice as much memory is used.
-        host_name: of this rank's host; what the system calls it when None.
+        seconds_s: the approximate duration. At least two rounds are counted, which may take
+            longer if the largest tensors are large.
+        largest_bytes: the maximum size of a rank's part of any tensor. Twice this memory is used.
+        host_name: of this rank's host; the system's host name when None.
         progress: called after each round, on the first rank.
 
     Returns:
-        The same on all ranks.
+        The calibration, the same on all ranks.
 
     Raises:
         UsageError: a single rank, hosts with different numbers of ranks, ranks that are not
-            numbered host by host, or numbers that cannot be.
+            numbered host by host, or invalid numbers.
         RunError: a rank that does not answer within the group's timeout.
     """
     if not 0 < seconds_s < float("inf"):
@@ -101,7 +101,7 @@ def calibrate(
     cases = cases_of(hosts, per_host, largest_bytes, kinds)
     with run_errors("nothing was written"):
         taken_s = _Measuring(cases, largest_bytes).rounds(seconds_s, progress)
-        # Fitted from the first rank's medians on all ranks, so that all have one preset.
+        # Each rank fits the first rank's medians, so that all have the same preset.
         shared: list[Any] = [None]
         if dist.get_rank() == 0:
             measurements = tuple(
@@ -117,7 +117,7 @@ def calibrate(
 
 
 def hosts_of(names: list[str]) -> int:
-    """How many hosts there are, from the name of each rank's.
+    """Return the number of hosts, from the host name of each rank.
 
     Raises UsageError for hosts of different numbers of ranks, or ranks in another order.
 
@@ -153,7 +153,7 @@ def _preset(name: str, backend: str, hosts: int, per_host: int, fitted: Fitted) 
 
 
 class _Measuring:
-    """Runs cases on this rank, in memory that all of them share."""
+    """Runs cases on this rank, in memory shared by all cases."""
 
     def __init__(self, cases: tuple[Case, ...], largest_bytes: int) -> None:
         self._cases = cases
@@ -167,13 +167,13 @@ class _Measuring:
             ),
             default=1,
         )
-        # Written once, so that all pages are there.
+        # Write to it once, so that all of its pages are allocated.
         self._source = torch.ones(most, dtype=torch.float32, device=self._device)
         self._target = torch.zeros(most, dtype=torch.float32, device=self._device)
         self._actions = [self._action(case, rank) for case in cases]
 
     def rounds(self, seconds_s: float, progress: ProgressFunction | None) -> list[list[float]]:
-        """The seconds of each case, on its slowest rank, in every round but the first."""
+        """Return the seconds of each case, on its slowest rank, in every round but the first."""
         began_s = time.monotonic()
         taken_s: list[list[float]] = []
         while True:
@@ -181,11 +181,11 @@ class _Measuring:
             counted = len(taken_s) - 1
             elapsed_s = time.monotonic() - began_s
             is_first = dist.get_rank() == 0
-            # Another round has to fit in the time that is left.
+            # Another round has to fit into the remaining time.
             is_over = counted >= _FEWEST_ROUNDS and (
                 elapsed_s * (len(taken_s) + 1) / len(taken_s) > seconds_s
             )
-            # By the clock of the first rank, so that all end with the same round.
+            # Use the clock of the first rank, so that all ranks end with the same round.
             over = torch.tensor([is_over if is_first else 0], device=self._device)
             dist.broadcast(over, 0)
             if is_first and progress is not None:
@@ -198,7 +198,7 @@ class _Measuring:
         for action in self._actions:
             dist.barrier()
             self._wait()
-            # Between two waits for the device, so that only this action is measured.
+            # Wait for the device before and after, so that only this action is measured.
             began_s = time.perf_counter()
             action()
             self._wait()
@@ -240,6 +240,6 @@ def _elements(layout: Layout, rank: int) -> int:
 
 
 def _part(memory: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor | None:
-    """This rank's local tensor, at the beginning of the memory."""
+    """Return this rank's local tensor, at the beginning of the memory."""
     shape = layout.local_shape(rank) if rank < layout.slots else None
     return None if shape is None else memory[: _elements(layout, rank)].view(shape)

@@ -1,19 +1,20 @@
-"""Movements to measure, which show how fast the links and copies of a job are.
+"""Movements to measure, which show the speed of a job's links and copies.
 
-Every case is a redistribution, and runs as any other does. What it measures is its subject::
+Every case is an ordinary redistribution, which measures its subject::
 
-    subject        who moves what
+    subject        which ranks move data
     -------------  ----------------------------------------------------------------------------
-    call           nobody anything, but a slice of one element: agreeing and preparing
+    call           none, except for a slice of one element: the cost of agreeing and preparing
     step           the same, as a program of one step
-    copies         rank 0 alone copies what stays, in one run and in runs of different lengths
+    copies         rank 0 alone copies data, in one run and in runs of different lengths
     within_host    rank 0 sends to rank 1, alone
-    between_hosts  every rank to the same one of the next host: a host's ranks share its network
+    between_hosts  every rank sends to the same rank of the next host: a host's ranks share its
+                   network
     shared         all ranks of all hosts, each within its host: shifts, columns from rows and
                    rows from columns, gathers, slices, sums
     a collective   the same, as a program of one step
 
-The sizes go down from the largest by factors of four. Pure: all ranks list the same cases.
+Sizes decrease from the largest by factors of four. Pure: all ranks list the same cases.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from reshard.sharding import ShardingSpec, spec
 SMALLEST_BYTES = 1 << 12
 _FACTOR = 4
 _ITEM_BYTES = 4
-# Elements of a short run, and of the rows that hold it apart from the next.
+# The number of elements of a short run, and of the gap between rows.
 _SHORT = 4
 
 
@@ -42,12 +43,12 @@ class Case:
     """A movement of float32 between two sides over the ranks of a job.
 
     Args:
-        subject: what it measures, see `reshard.cost.fitting`.
-        name: for people.
+        subject: the subject of the measurement, see `reshard.cost.fitting`.
+        name: a readable name.
         shape: of the tensor.
-        source, target: its sides.
-        kind: of collective, where it runs as a program of one; None where it is exchanged.
-        group: how many ranks a collective's groups have.
+        source, target: its layouts on both sides.
+        kind: of collective, if it runs as a program of one; None if it is exchanged.
+        group: the number of ranks in each of a collective's groups.
     """
 
     subject: str
@@ -60,24 +61,24 @@ class Case:
 
     @property
     def method(self) -> str:
-        """Of `reshard.torch.redistribute`."""
+        """The method of `reshard.torch.redistribute`."""
         return "exchange" if self.kind is None and self.subject != STEP else "program"
 
     @property
     def plan(self) -> LayoutChange:
-        """Of the exchange."""
+        """The plan of the exchange."""
         return LayoutChange(self._layout(self.source), self._layout(self.target))
 
     def _layout(self, side: ShardingSpec | Layout) -> Layout:
         return side if isinstance(side, Layout) else side.layout(self.shape)
 
     def measurement(self, seconds_s: float, ranks: Sequence[int]) -> Measurement:
-        """The measurement that it took so long.
+        """Return a measurement of this duration.
 
-        `ranks` are those of a host; what they share is counted for all of them together.
+        `ranks` are the ranks of a host; shared transfers are summed over all of them.
         """
         if self.kind is not None:
-            # Counted by the algorithm of fewest bytes, the first of the formulas.
+            # Count bytes by the algorithm with the fewest, which is the first of the formulas.
             formula = next(iter(FORMULAS[self.kind].values()))
             whole = self.plan.source if self.kind != "all-gather" else self.plan.target
             size_bytes = whole.cell_elements.max(initial=0) * _ITEM_BYTES
@@ -91,7 +92,7 @@ class Case:
         if self.subject in (CALL, STEP):
             return Measurement(self.subject, self.name, seconds_s)
         plan = self.plan
-        # What a host shares is counted for all its ranks, anything else for one: they are alike.
+        # Sum shared transfers over a host's ranks; for other cases a single rank represents all.
         counted = set(ranks if self.subject == SHARED else ranks[:1])
         moves = plan.transfers.moving
         mine = [row for row, sender in enumerate(moves.source_slot.tolist()) if sender in counted]
@@ -117,14 +118,14 @@ class Case:
 def cases_of(
     hosts: int, ranks_per_host: int, largest_bytes: int, kinds: Sequence[str] = ()
 ) -> tuple[Case, ...]:
-    """All cases, for ranks that are numbered host by host.
+    """Return all cases, for ranks that are numbered host by host.
 
     Args:
         hosts, ranks_per_host: of the job.
-        largest_bytes: the most that a rank has of any tensor.
-        kinds: of collectives to measure: keys of `FORMULAS` but "permute".
+        largest_bytes: the maximum size of a rank's part of any tensor.
+        kinds: of collectives to measure: keys of `FORMULAS` except "permute".
 
-    Raises UsageError for a single rank, or sizes of less than `SMALLEST_BYTES`.
+    Raises UsageError for a single rank, or sizes below `SMALLEST_BYTES`.
 
     >>> sorted({case.subject for case in cases_of(1, 2, 1 << 16, ["all-reduce"])})
     ['all-reduce', 'call', 'copies', 'shared', 'step', 'within_host']
@@ -139,7 +140,7 @@ def cases_of(
     size_bytes = largest_bytes
     while size_bytes >= SMALLEST_BYTES:
         elements = size_bytes // _ITEM_BYTES
-        # Once a size, so that it is measured as often as it is counted upon.
+        # List it once per size, since it is used in the evaluation of each size.
         found += _call(hosts, ranks_per_host)
         found += _copies(elements)
         if ranks_per_host > 1:
@@ -160,7 +161,7 @@ def _call(hosts: int, ranks: int) -> Iterator[Case]:
 
 
 def _alone(shape: tuple[int, ...], part: tuple[int, ...], rank: int = 0) -> Layout:
-    """The first part of a tensor, on one rank."""
+    """Return a layout of the first part of a tensor, on a single rank."""
     return Layout.from_boxes(shape, [(rank, Box((0,) * len(shape), part))])
 
 
@@ -168,14 +169,14 @@ def _copies(elements: int) -> Iterator[Case]:
     whole = _alone((elements,), (elements,))
     yield Case(COPIES, "one run", (elements,), whole, whole)
     for name, run in (("long runs", _long(elements)), ("short runs", _SHORT)):
-        # Half of every row stays, and the other half is left out.
+        # Half of every row is copied, and the other half is skipped.
         shape = (elements // (2 * run), 2 * run)
         part = (shape[0], run)
         yield Case(COPIES, name, shape, _alone(shape, shape), _alone(shape, part))
 
 
 def _long(elements: int) -> int:
-    """A power of two near the square root."""
+    """Return a power of two near the square root."""
     return int(1 << max((elements.bit_length() - 1) // 2, 0))
 
 
@@ -185,13 +186,13 @@ def _pair(elements: int) -> Iterator[Case]:
 
 
 def _matrix(hosts: int, ranks: int, elements: int) -> tuple[int, int, int]:
-    """A matrix a host, of about so many elements, both sides of which `ranks` divides."""
+    """Return the shape of a matrix per host of about so many elements, divisible by `ranks`."""
     columns = ranks * max(_long(elements // ranks**2), 1)
     return hosts, max(elements // columns // ranks, 1) * ranks, columns
 
 
 def _mesh(hosts: int, ranks: int, shift: tuple[int, int] = (0, 0)) -> DeviceMesh:
-    """Ranks by host and place; with a shift, those that are so far ahead."""
+    """Return a mesh of hosts and ranks on them; `shift` moves it by hosts and ranks."""
     devices = [
         (host + shift[0]) % hosts * ranks + (place + shift[1]) % ranks
         for host in range(hosts)
@@ -205,7 +206,7 @@ def _list_shared(hosts: int, ranks: int, elements: int) -> Iterator[Case]:
     rows, columns, whole = (
         spec(mesh, text) for text in ("host, rank, -", "host, -, rank", "host, -, -")
     )
-    # What is cut on both sides is larger by as many ranks, so that shards are of one size.
+    # A tensor sharded on both sides is larger by the number of ranks, so shards have equal sizes.
     large = _matrix(hosts, ranks, elements * ranks)
     yield Case(SHARED, "shift", large, rows, spec(shifted, "host, rank, -"))
     yield Case(SHARED, "rows to columns", large, rows, columns)

@@ -1,17 +1,17 @@
-"""Links between hosts as a job finds them: measured in seconds, before something is prepared.
+"""Links between hosts of a job, measured within seconds before a plan is prepared.
 
-Hosts are told apart by the names that their ranks gave when they met. What is measured is the
-exchange itself, of bytes that lie dense on both sides, each time at once on all hosts::
+Hosts are identified by the names that their ranks reported at rendezvous. The measured operation is
+the exchange itself, with dense memory on both sides, on all hosts at the same time::
 
-    nothing moves            what any movement takes
+    nothing moves            the fixed time of a movement
     rank 0 -> rank 1         within each host
     rank 0 ----------> host 1 -> host 2 ...     one rank of each host to the next host
     all ranks -------> host 1 -> host 2 ...     all of them, which may share a network card
-    all hosts of a rack -----> the next rack    where racks are given: their uplinks
+    all hosts of a rack -----> the next rack    if racks are given: their uplinks
 
-Sizes grow until they take long enough to tell. The slowest rank counts; of several times the
-median, or the least where next to nothing moves. So all ranks find the same. `calibration` takes a
-minute, and knows copies and collectives as well.
+Sizes increase until the transfer time can be measured. The time of a round is that of the slowest
+rank; the result is the median of several rounds, or the minimum for tiny transfers. So all ranks
+have the same result. `calibration` takes a minute, and measures copies and collectives as well.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from reshard.torch.redistribution import redistribute
 
 _SMALLEST_BYTES, _LARGEST_BYTES, _LONG_ENOUGH_S = 1 << 18, 1 << 26, 0.1
 _TINY_BYTES, _TIMES, _TINY_TIMES = 8, 3, 7
-# Ranks of a host share a card where all of them together send hardly more than one.
+# Ranks of a host share a card if all of them together are hardly faster than a single rank.
 _SHARES = 0.75
 
 _Pairs = list[tuple[int, int]]
@@ -63,7 +63,7 @@ def measure_links(
     """
     among = rank_group(group)
     hosts = _find_racks(find_hosts(among), among, racks)
-    # Those of the group only: a topology counts others, too.
+    # Only hosts of the group's ranks: the topology includes others.
     members = set(among.ranks)
     ranks = [
         [rank for rank in hosts.ranks_of(host) if rank in members] for host in range(hosts.hosts)
@@ -118,7 +118,7 @@ def _find_racks(hosts: Topology, group: RankGroup, racks: Mapping[str, str] | No
 
 
 def _pair_boxes(boxes: Sequence[Sequence[int]]) -> _Pairs:
-    """Every rank of a box with one of the next box."""
+    """Return every rank of a box with a rank of the next box."""
     if len(boxes) < 2:
         return []
     following = [*boxes[1:], boxes[0]]
@@ -130,18 +130,18 @@ def _pair_boxes(boxes: Sequence[Sequence[int]]) -> _Pairs:
 
 
 class _PairTimes:
-    """Times of pairs of ranks that send at once."""
+    """Measured times of pairs of ranks that send at the same time."""
 
     def __init__(self, group: RankGroup, given: dist.ProcessGroup | None) -> None:
         self._group, self._given = group, given
         self._device = device_of(given)
 
     def tiny(self, pairs: _Pairs) -> float:
-        """The seconds of next to nothing between each pair."""
+        """Return the seconds of a tiny transfer between each pair."""
         return min(self._times(pairs, _TINY_BYTES, _TINY_TIMES))
 
     def link(self, pairs: _Pairs, call_s: float, senders: int) -> Link | None:
-        """The link that `senders` of the pairs share; None where there is no pair."""
+        """Return the link that `senders` of the pairs share, or None without pairs."""
         if not pairs:
             return None
         latency_s = max(self.tiny(pairs) - call_s, 0.0)
@@ -151,12 +151,12 @@ class _PairTimes:
             if taken_s >= _LONG_ENOUGH_S or size_bytes >= _LARGEST_BYTES:
                 break
             size_bytes *= 4
-        # What is sent takes its time, however long everything else took at another moment.
+        # The fixed times vary: attribute at least half of the time to the transfer.
         moving_s = max(taken_s - call_s - latency_s, taken_s / 2)
         return Link(senders * size_bytes / moving_s, latency_s)
 
     def _times(self, pairs: _Pairs, size_bytes: int, times: int) -> list[float]:
-        """Seconds of the slowest rank, without the first time, which finds new memory."""
+        """Return the slowest rank's seconds, without the first round, which allocates memory."""
         count = max(len(pairs), 1)
         shape = (count * size_bytes,)
         slots = max(self._group.ranks) + 1

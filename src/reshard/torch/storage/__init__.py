@@ -1,12 +1,12 @@
-"""Models and state dicts of PyTorch, from checkpoints and into them.
+"""PyTorch models and state dicts: load them from checkpoints, and save them.
 
-loading   a module or a state dict, filled from a checkpoint
-reader    a checkpoint of any format and cut, for `torch.distributed.checkpoint.load`
-writer    a new checkpoint, for its `save`, by all ranks
-places    where in new files each part of a save lies
+loading   fill a module or a state dict from a checkpoint
+reader    read checkpoints of any format and sharding with `torch.distributed.checkpoint.load`
+writer    write new checkpoints with its `save`, on all ranks
+places    find the offsets of a save's tensors in new files
 folder_save, address_save
-          how a save becomes a checkpoint, in a folder or in an object store
+          complete a checkpoint in a folder or in an object store
 rank_upload
-          what one rank sends to an object store while it writes
-chunks    parts of tensors in the words of PyTorch
+          upload a rank's files to an object store while it writes them
+chunks    describe parts of tensors in PyTorch's terms
 """

@@ -1,13 +1,13 @@
-"""A save to an object store: each rank sends the files that it alone writes (`rank_upload`).
+"""A save to an object store: each rank uploads the files that it alone writes (`rank_upload`).
 
 ::
 
     rank 0   __0_0.distcp  staged on its host --parts-->
-    rank 1   __1_0.distcp  staged on its host --parts-->  .reshard/...       nothing to read yet
+    rank 1   __1_0.distcp  staged on its host --parts-->  .reshard/...       not readable yet
     the coordinator        values, .metadata, manifest -->  step-1000/         all of it
 
-Files that several ranks write, as of `safetensors`, are staged where these ranks are, on one host,
-and sent by the coordinator.
+Files that several ranks write, such as those of `safetensors`, are staged on a host that these
+ranks share, and uploaded by the coordinator.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from reshard.torch.storage.rank_upload import RankUpload, as_sent
 
 @dataclass(frozen=True, slots=True)
 class OwnFiles:
-    """What a rank is told of the files that it alone writes.
+    """The files that a rank alone writes, as the coordinator describes them to the rank.
 
-    `uploads` are what the store calls their uploads, by name; `part_bytes` is how long the parts of
-    each file are.
+    `uploads` are the store's identifiers of the uploads, by file name; `part_bytes` are the sizes
+    of the parts of each file.
     """
 
     target: RemotePath
@@ -49,15 +49,15 @@ class OwnFiles:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the files."""
+        """The names of the files."""
         return frozenset(one.stored.name for one in self.own)
 
     def folder_of(self, rank: int) -> Path:
-        """Where the rank stages them. Raises RunError."""
+        """Return the folder in which the rank stages them. Raises RunError."""
         return rank_save_folder(local_target(self.target, self.staging)) / f"rank-{rank}"
 
     def begin(self, folder: Path) -> RankUpload:
-        """Make the files in a folder, and begin to send them as they are written.
+        """Create the files in a folder, and start to upload them as they are written.
 
         Raises RunError.
         """
@@ -71,19 +71,19 @@ class OwnFiles:
 
 
 class AddressSave:
-    """What the coordinator does for a save to an address.
+    """The coordinator's part in a save to an address.
 
     Args:
         target: the address.
         save_id: of the save.
         write_plan: its files.
-        staging: where files wait on each host; the user's cache folder when None.
+        staging: the folder for staged files on each host; the user's cache folder when None.
 
     Attributes:
-        folder: where the coordinator makes files, on its host.
-        files: those of them that several ranks write.
+        folder: the folder on the coordinator's host in which it creates files.
+        files: the files that several ranks write.
 
-    Raises as `Upload`.
+    Raises the errors of `Upload`.
     """
 
     def __init__(
@@ -99,24 +99,24 @@ class AddressSave:
         self._sent = as_sent(write_plan.files)
         self.folder = rank_save_folder(local_target(target, self._staging)) / "coordinator"
         self.files: tuple[NewFile, ...] = ()
-        # What is no part of the old checkpoint stays, as in a folder.
+        # Files that do not belong to the old checkpoint are kept, as in a folder.
         self._upload = Upload(target, save_id, self._sent, MANIFEST_NAME, is_checkpoint_file)
 
     def begin(
         self, places: Sequence[RankPlaces], hosts: Sequence[object], *, overwrite: bool
     ) -> list[OwnFiles]:
-        """Begin the upload, and make the files that several ranks write: what each rank is told.
+        """Begin the upload, create the files of several ranks, and describe each rank's own files.
 
-        What earlier saves to the address left unfinished is given up.
+        Unfinished uploads of earlier saves to the address are aborted.
 
         Args:
             places: of each rank.
-            hosts: what tells the host of each rank.
-            overwrite: whether a checkpoint may be replaced.
+            hosts: a value for each rank that identifies its host.
+            overwrite: whether to replace an existing checkpoint.
 
         Raises:
-            UsageError: a checkpoint that is there; a file with ranks of several hosts.
-            RunError: a store that refuses; files that cannot be made.
+            UsageError: an existing checkpoint; a file with ranks of several hosts.
+            RunError: an error of the store; files that cannot be created.
         """
         writers: dict[str, set[int]] = {}
         for one in places:
@@ -159,8 +159,8 @@ class AddressSave:
         ]
 
     def commit(self) -> None:
-        """Send what is left, and make all of it visible. Raises RunError."""
-        # What ranks sent is asked of the store, so that it is known to be there.
+        """Upload the remaining files, and make the checkpoint visible. Raises RunError."""
+        # Ask the store which parts the ranks uploaded, so that they are known to be there.
         self._upload.begin()
         common = {file.stored.name for file in self.files}
         own = np.zeros(self._upload.grid.count, dtype=bool)
@@ -181,5 +181,5 @@ class AddressSave:
             remove_folder(self.folder)
 
     def close(self) -> None:
-        """Close connections; what was sent stays, until another save gives it up."""
+        """Close connections. Uploaded parts stay until another save aborts their uploads."""
         self._upload.close()

@@ -1,4 +1,4 @@
-"""Arguments that reading and writing have in common, checked."""
+"""Validation of arguments that reading and writing share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from reshard.errors import UsageError
 
 
 def count_threads(thread_count: int | None) -> int:
-    """Return how many threads a rank has; 4 if None.
+    """Return the number of threads of a rank; 4 if None.
 
     Raises UsageError if `thread_count` is not an integer of at least 1.
     """

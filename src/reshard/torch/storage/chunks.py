@@ -1,9 +1,9 @@
-"""Parts of stored tensors, in the words of `torch.distributed.checkpoint`.
+"""Parts of stored tensors, in the terms of `torch.distributed.checkpoint`.
 
-PyTorch plans a load by *chunks*: boxes of a tensor that are stored. Here they are the boxes that
-supply the tensor, each element once: copies are left out, and a shard that is interleaved has as
-many chunks as boxes. What a rank needs of a tensor is a box of it, whatever its chunks; the boxes
-of shards to read for it are found again when it is read::
+PyTorch plans a load by *chunks*, which are stored boxes of a tensor. Here the chunks are the boxes
+that supply the tensor, with each element once: replicas are omitted, and an interleaved shard has
+several chunks. A rank requests a box of the tensor, independent of its chunks; the boxes of shards
+that make up this box are found when it is read::
 
     stored on two ranks      chunks                a rank needs    it reads
 
@@ -33,15 +33,15 @@ from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.layout import Box
 
-# Beyond this many boxes, a tensor is one chunk to PyTorch's planner.
+# A tensor with more boxes than this has a single chunk in PyTorch's planner.
 MOST_CHUNKS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """A box of a stored shard, and which part of a box of the tensor it is.
+    """A box of a stored shard, and its position in a box of the tensor.
 
-    `local` is where it begins in the shard of `tile`; `inside` where it lies in the box.
+    `local` is its offset in the shard of `tile`, and `inside` its offset in the box.
     """
 
     tile: Tile
@@ -50,7 +50,7 @@ class ShardPart:
 
 
 def list_parts(tensor: StoredTensor, box: Box) -> Iterator[ShardPart]:
-    """The boxes of shards that make up a box of a tensor, each element once."""
+    """Yield the boxes of shards that make up a box of a tensor, with each element once."""
     if not box.elements:
         return
     for tile in source_tiles(tensor.assembly).intersecting(box):
@@ -74,7 +74,7 @@ def list_parts(tensor: StoredTensor, box: Box) -> Iterator[ShardPart]:
 
 
 def _list_boxes(tensor: StoredTensor) -> list[Box]:
-    """The boxes that supply a tensor; the whole of it where they are too many."""
+    """Return the boxes that supply a tensor, or the whole tensor if there are too many."""
     whole = Box((0,) * len(tensor.shape), tensor.shape)
     if not whole.elements:
         return [whole]
@@ -94,10 +94,10 @@ def _list_boxes(tensor: StoredTensor) -> list[Box]:
 
 
 def torch_type(dtype: DType, name: str) -> torch.dtype:
-    """PyTorch's type of a tensor's elements.
+    """Return PyTorch's dtype of a tensor's elements.
 
     Raises:
-        UsageError: PyTorch has no such type.
+        UsageError: PyTorch has no such dtype.
     """
     found = getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype):
@@ -121,7 +121,7 @@ Value = TypeVar("Value")
 
 
 class LazyDict(dict[str, Value], Generic[Value]):
-    """A dict whose values are made when they are first asked for, by `make(key)`.
+    """A dict whose values are computed on first access, by `make(key)`.
 
     >>> lengths = LazyDict(["a", "bb"], len)
     >>> "bb" in lengths, lengths["bb"], [*lengths.items()]
@@ -146,18 +146,18 @@ class LazyDict(dict[str, Value], Generic[Value]):
         super().__setitem__(key, value)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, or `default`."""
+        """Return the value of a key, or `default`."""
         try:
             return self[key]
         except KeyError:
             return default
 
     def values(self) -> Any:
-        """All values."""
+        """Return all values."""
         return [self[key] for key in self]
 
     def items(self) -> Any:
-        """All keys with their values."""
+        """Return all keys with their values."""
         return [(key, self[key]) for key in self]
 
     def __eq__(self, other: object) -> bool:
@@ -166,12 +166,12 @@ class LazyDict(dict[str, Value], Generic[Value]):
     __hash__ = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy elsewhere is a plain dict: `make` may need files.
+        # Pickle as a plain dict, since `make` may need files.
         return dict, (dict(self.items()),)
 
 
 def describe_contents(checkpoint: Checkpoint) -> LazyDict[Any]:
-    """What each name of a checkpoint is, as PyTorch's metadata say it."""
+    """Return PyTorch's metadata of each name of a checkpoint."""
 
     def describe(name: str) -> Any:
         tensor = checkpoint.tensors.get(name)

@@ -1,9 +1,9 @@
-"""A save into a folder that all ranks see: its files, and how it takes the place of an older one.
+"""A save into a folder that all ranks share: its files, and the replacement of an old checkpoint.
 
 ::
 
     step-1000/                       the target: the old checkpoint, or nothing
-    .step-1000.reshard-saving/       what the target will be
+    .step-1000.reshard-saving/       the new checkpoint until it replaces the target
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from reshard.system import exchange_names
 
 
 class FolderSave:
-    """What the coordinator does for a save into a folder.
+    """The coordinator's part in a save into a folder.
 
     Attributes:
-        folder: where the files are made.
-        files: those that the coordinator makes there, and finishes.
+        folder: the folder in which files are created.
+        files: the files that the coordinator creates there, and completes.
     """
 
     def __init__(self, target: Path, write_plan: WritePlan, *, sync_files: bool) -> None:
@@ -46,9 +46,9 @@ class FolderSave:
         self.files = write_plan.files
 
     def begin(self) -> None:
-        """Make the files. Raises RunError.
+        """Create the files. Raises RunError.
 
-        An old checkpoint goes back to its name first if a save was killed between its two renames.
+        An old checkpoint is first renamed back if a save was killed between its two renames.
         """
         with translate_os_errors("look at the folder of a new checkpoint", self._replaced):
             if self._replaced.is_dir() and not os.path.lexists(self._target):
@@ -56,7 +56,7 @@ class FolderSave:
         make_files(self.folder, self.files)
 
     def commit(self) -> None:
-        """Give the new checkpoint its name. Raises RunError."""
+        """Rename the new checkpoint to its final name. Raises RunError."""
         with translate_os_errors("finish a new checkpoint", self.folder):
             if self._sync_files:
                 sync_folders_under(self.folder)
@@ -82,7 +82,7 @@ class FolderSave:
                 raise
             LOGGER.warning("%s", describe_two_renames(target))
         sync_folder(target.parent)
-        # What is no part of the old checkpoint stays.
+        # Keep files that do not belong to the old checkpoint.
         for path in sorted(old.iterdir()):
             if not (path.is_file() and is_checkpoint_file(path.name)) and not os.path.lexists(
                 target / path.name
@@ -92,17 +92,17 @@ class FolderSave:
 
 
 def expect_free(path: Path) -> None:
-    """Raise UsageError where a checkpoint is in a folder."""
+    """Raise UsageError if a folder contains a checkpoint."""
     if has_checkpoint(path) if path.is_dir() else path.exists():
         raise UsageError(f"there is a checkpoint at {path}; give overwrite=True")
 
 
 def make_files(folder: Path, files: Iterable[NewFile], *, is_sparse: bool = False) -> None:
-    """Make a folder anew, with files at their full size and what is known of them.
+    """Create a new folder, with files of their full size and the bytes that are already known.
 
-    Those that are sparse take space as they are written.
+    Sparse files take up space only as they are written.
 
-    Raises RunError, such as on a full disk.
+    Raises RunError, for example on a full disk.
     """
     with translate_os_errors("make the folder of a new checkpoint", folder):
         remove_folder(folder)

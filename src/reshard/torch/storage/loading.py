@@ -1,11 +1,11 @@
-"""Loading: a model's parameters filled from a checkpoint, on every rank of a job.
+"""Loading: fill a model's parameters from a checkpoint, on every rank of a job.
 
-Each rank reads its own part of each tensor, straight from the files, whatever ranks wrote
-them; ranks do not talk to each other.
+Each rank reads its own part of each tensor directly from the files, whichever ranks wrote them.
+Ranks do not communicate.
 
-1. Compare names, shapes and dtypes. Everything that does not fit is in one error, raised
+1. Compare names, shapes and dtypes. All mismatches are reported in one error, raised
    before any tensor is written.
-2. Read each local tensor in place. Where it is not in CPU memory, read beside it and copy.
+2. Read each local tensor in place. A tensor outside CPU memory is read into a buffer and copied.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, StoredTensor
 
 _SHOWN = 20
-# More missing or additional names than these are one line.
+# More missing or additional names than these are summarized in one line.
 _FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The result of a load: tensors filled, bytes of this rank, and unused names.
+    """The result of a load: filled tensors, the bytes of this rank, and unused names.
 
-    `prefix` is what precedes the target's names in the checkpoint, such as `model.`.
+    `prefix` precedes the target's names in the checkpoint, such as `model.`.
     """
 
     tensors: int
@@ -73,7 +73,7 @@ def load(
 
     Args:
         checkpoint: a checkpoint of any format and sharding, or its location.
-        target: what to fill. Of a module, its parameters and persistent buffers.
+        target: the module or state dict to fill: a module's parameters and persistent buffers.
         strict: whether names that only the checkpoint has are an error. Names that only the target
             has always are.
         threads: the number of reading threads on this rank; 4 when None, and 16 from an address.
@@ -96,7 +96,7 @@ def load(
         checkpoint = open_checkpoint(checkpoint)
     given = dict(tensors_of(target))
     tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
-    # Parameters that FSDP1 has in flat ones, of which this rank may have no part.
+    # Parameters that FSDP1 stores in flat parameters; this rank may have no part of some.
     flat = {
         name: value
         for name, value in given.items()
@@ -112,7 +112,7 @@ def load(
     if problem := free_gathered(find_groups(storages, are_stale=True)):
         raise UsageError(f"the target's parameters are in use: {problem}")
     local_bytes = 0
-    # One call, plain tensors too: processes that share reads meet once.
+    # A single call that includes plain tensors: processes that share reads rendezvous once.
     rank = dist.get_rank() if flat else max(map(rank_of, tensors.values()), default=0)
     layouts = {
         name: layout_of(tensor)
@@ -140,7 +140,7 @@ def load(
         if beside[name] is not locals_[name]:
             locals_[name].copy_(beside[name])
         elif not locals_[name].is_inference():
-            # What reads a file writes behind autograd's back.
+            # Reading a file writes tensors without autograd noticing, so mark them as changed.
             torch.autograd.graph.increment_version(locals_[name])
     forget_cached()
     filled = {prefix + name for name in given}
@@ -165,10 +165,10 @@ def _find_write_problems(local: torch.Tensor) -> Iterator[str]:
 
 
 def _find_prefix(checkpoint: Checkpoint, given: Collection[str]) -> str:
-    """Return what precedes the target's names in a training checkpoint; empty for none.
+    """Return the prefix of the target's names in a training checkpoint; empty for none.
 
     Raises:
-        ShardError: several models with these names, or a prefix that is not one of trainers.
+        ShardError: several models with these names, or a prefix that trainers do not use.
     """
     if all(name in checkpoint.tensors for name in given):
         return ""
@@ -190,7 +190,7 @@ def _find_prefix(checkpoint: Checkpoint, given: Collection[str]) -> str:
 
 
 def _list_training_state(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the names of tensors that are training state, and not weights."""
+    """Return the names of tensors that are training state rather than weights."""
     state = find_training_state(checkpoint)
     beside = filter(is_auxiliary, checkpoint.tensors)
     return frozenset((*beside, *(() if state is None else state.optimizer_names)))
@@ -237,7 +237,7 @@ def _find_misfits(
     tensors: Mapping[str, torch.Tensor],
     flat: Mapping[str, tuple[torch.Tensor | None, Layout]],
 ) -> Iterator[str]:
-    """Yield why a stored tensor cannot fill the target's tensor of a name."""
+    """Yield the reasons why a stored tensor cannot fill the target's tensor of this name."""
     tensor, layout = flat[name] if name in flat else (tensors[name], None)
     shape = tensors[name].shape if layout is None else layout.shape
     if tuple(shape) != stored.shape:
@@ -255,7 +255,7 @@ def _find_misfits(
 def _describe_missing(
     checkpoint: Checkpoint, missing: Sequence[str], given: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield what the target has and the checkpoint lacks; one line if it has other names."""
+    """Yield the tensors missing from the checkpoint; one line if it has other names."""
     unreadable = [stored for stored in missing if stored in checkpoint.unreadable]
     absent = [stored for stored in missing if stored not in checkpoint.unreadable]
     for stored in unreadable:
@@ -280,7 +280,7 @@ def _describe_missing(
 
 
 def _describe_others(others: Sequence[str]) -> Iterator[str]:
-    """Yield what the checkpoint has and the target lacks; one line for many."""
+    """Yield the tensors missing from the target; one line for many."""
     if len(others) <= _FEW:
         yield from (f"{stored}: in the checkpoint only" for stored in others)
         return

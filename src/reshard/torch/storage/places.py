@@ -1,7 +1,7 @@
-"""Where in the files of a new checkpoint each part of a save by all ranks lies.
+"""Offsets in the files of a new checkpoint for each part of a save by all ranks.
 
-The plans of all ranks say which box of which tensor each of them has. The coordinator turns them
-into what a format arranges (`NewCheckpoint`), and tells each rank where its boxes go::
+The plans of all ranks list their boxes of tensors. The coordinator passes them to the format, which
+arranges the files (`NewCheckpoint`), and sends each rank the offsets of its boxes::
 
     plans of ranks             layouts                 files                  to each rank
     rank 0: w [0:4, 0:8]  -->  w: rank 0 and 1    -->  __0_0.distcp  -->      w at byte 4096
@@ -34,10 +34,10 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class WritePlace:
-    """Where a rank writes a box: into the array of `shape` that begins at a byte of a file.
+    """The location of a box in a file: in the array of `shape` that begins at a byte of the file.
 
-    `local` is where the box begins in that array. `file_bytes` is the size of the file, and
-    `is_checked` says whether it has the checksum of these bytes.
+    `local` is the box's offset in that array. `file_bytes` is the size of the file, and
+    `is_checked` is whether the file has a checksum of the array's bytes.
     """
 
     file: str
@@ -50,10 +50,10 @@ class WritePlace:
 
 @dataclass(frozen=True, slots=True)
 class RankPlaces:
-    """What a rank is told: the folder to write in, its number, and the place of every item.
+    """The coordinator's answer to a rank: its folder, its number, and the place of every item.
 
-    An item without elements, or that is no tensor, has none. `own_files` say, of a save to an
-    address, which files the rank writes alone (`OwnFiles`); None into a folder.
+    Items without elements and items that are not tensors have no place. `own_files` lists the files
+    that the rank alone writes (`OwnFiles`), in a save to an address; None in a save to a folder.
     """
 
     folder: str
@@ -63,14 +63,14 @@ class RankPlaces:
 
 
 def find_box(item: WriteItem) -> Box:
-    """The box of a tensor that an item is."""
+    """Return the box of a tensor that an item denotes."""
     chunk = item.tensor_data.chunk
     start = tuple(chunk.offsets)
     return Box(start, tuple(a + n for a, n in zip(start, chunk.sizes, strict=True)))
 
 
 def list_values(plans: Sequence[SavePlan]) -> list[str]:
-    """The names of what is no tensor."""
+    """Return the names of values that are not tensors."""
     return [
         item.index.fqn
         for plan in plans
@@ -80,7 +80,7 @@ def list_values(plans: Sequence[SavePlan]) -> list[str]:
 
 
 def check_values(format: CheckpointFormat, plans: Sequence[SavePlan]) -> None:
-    """Raise UsageError for values that are no tensors, where the format has no place for them."""
+    """Raise UsageError for values that are not tensors if the format cannot store them."""
     names = list_values(plans)
     if names and Capability.ITEMS not in format.capabilities:
         raise UsageError(
@@ -93,11 +93,11 @@ def check_values(format: CheckpointFormat, plans: Sequence[SavePlan]) -> None:
 def arrange_save(
     format: CheckpointFormat, plans: Sequence[SavePlan], metadata: Mapping[str, str]
 ) -> WritePlan:
-    """The files of a save, for the plans of all ranks.
+    """Return the files of a save, for the plans of all ranks.
 
     Raises:
-        UsageError: plans that were left out since they had not changed; a type or a cut that the
-            format cannot say; two ranks that speak of one tensor differently.
+        UsageError: plans that were omitted because they had not changed; a dtype or sharding that
+            the format cannot represent; ranks that describe a tensor differently.
     """
     if not all(plan.usable for plan in plans):
         raise UsageError(
@@ -132,10 +132,10 @@ def arrange_save(
 
 
 def find_places(write_plan: WritePlan, plans: Sequence[SavePlan], folder: str) -> list[RankPlaces]:
-    """Where each rank's items go.
+    """Return the places of each rank's items.
 
     Raises:
-        UsageError: a format that stores something else than boxes of ranks.
+        UsageError: a format that stores other data than boxes of ranks.
     """
     files = {
         file.stored.name: (file.stored.size_bytes, bool(file.checked_ranges))
@@ -167,11 +167,11 @@ def _find_place(
 ) -> WritePlace:
     layout = tensor.layout
     whole = Box((0,) * layout.ndim, layout.shape)
-    # The rank's own shard, or that of the one rank that stores all of the tensor.
+    # The rank's own shard, or the shard of the single rank that stores the whole tensor.
     for slot in (rank, *tensor.stored_slots[:1]):
         if slot not in tensor.binding.addresses:
             continue
-        # A rank may have very many boxes: they are listed once.
+        # Cached, since a rank may have very many boxes.
         if (tensor.name, slot) not in cells:
             cells[tensor.name, slot] = _number_boxes(layout, slot)
         numbers = cells[tensor.name, slot]
@@ -191,7 +191,7 @@ def _find_place(
 
 
 def _number_boxes(layout: Layout, slot: int) -> dict[Box, int]:
-    """The boxes of a slot, each with the number of its cell; none where a cell has several."""
+    """Return the boxes of a slot with their cell numbers; empty if a cell has several boxes."""
     boxes = layout.boxes(slot)
     if len(boxes) != len(layout.cells_of(slot)):
         return {}
@@ -199,7 +199,7 @@ def _number_boxes(layout: Layout, slot: int) -> dict[Box, int]:
 
 
 def as_paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
-    """Where names stood in the nested state dict, where a planner says so as PyTorch's does."""
+    """Return the paths of names in the nested state dict, if given in the form of PyTorch's."""
     if not isinstance(planner_data, Mapping):
         return {}
     return {

@@ -1,16 +1,16 @@
-"""What one rank of a save sends to an object store: its files, while it still writes them.
+"""Upload of a rank's files to an object store while the rank still writes them.
 
 ::
 
     file     |head|..... w .....|tail|head|......... b .........|tail|
     parts    |------A------|------B------|------C------|------D------|
 
-    w and b are written  -->  a part lacks nothing  -->  a thread sends it, and frees its space
+    w and b are written  -->  a part is complete  -->  a thread uploads it, and frees its space
 
-1. The heads are there from the beginning. The bytes that are missing are counted for every part.
-2. Tails have the checksums of what is in front of them. A thread goes through each file's, and
-   writes one as soon as all ranges are written whose checksums it has.
-3. At the end parts are sent that have bytes which nobody writes.
+1. The heads are written at the beginning. Missing bytes are counted for every part.
+2. Tails contain checksums of the preceding data. A thread iterates over each file's tails, and
+   writes a tail as soon as all ranges of its checksums are written.
+3. At the end, parts with bytes that are never written are uploaded too.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _REQUESTS = 16
 
 
 class RankUpload(Closing):
-    """The files that a rank alone writes, on their way to a store.
+    """The upload of the files that a rank alone writes.
 
     Args:
-        upload: of the files; closed with this.
-        files: made in the folder, at their full size and with what is known of them.
-        folder: where they are staged.
+        upload: of the files; closed with this object.
+        files: created in the folder, with their full size and the bytes that are already known.
+        folder: the folder in which they are staged.
 
-    Raises RunError for files that cannot be made.
+    Raises RunError for files that cannot be created.
     """
 
     def __init__(self, upload: Upload, files: Sequence[NewFile], folder: Path) -> None:
         self._upload, self._files, self._folder = upload, tuple(files), folder
         self._numbers = {file.stored.name: number for number, file in enumerate(files)}
         sizes = {file.stored.name: file.stored.size_bytes for file in files}
-        # Space is taken as it is written, since that of parts that are sent is given back.
+        # Sparse files, since the space of uploaded parts is released while others are written.
         self.targets: OpenFiles[TargetFile] = OpenFiles(
             lambda name: TargetFile(folder / name, sizes[name], is_sparse=True)
         )
@@ -68,9 +68,9 @@ class RankUpload(Closing):
         self._closed = self._closing.submit(self._write_closing_bytes)
 
     def wrote(self, file: str, start_bytes: int, stop_bytes: int) -> None:
-        """A range of a file is written: parts that lack nothing by that are sent.
+        """Record that a range of a file is written, and upload the parts that it completes.
 
-        Raises RunError where a part could not be sent, or a range is written twice.
+        Raises RunError if a part could not be uploaded, or a range is written twice.
         """
         self._sender.check()
         whole = []
@@ -92,21 +92,21 @@ class RankUpload(Closing):
             self._sender.put(part)
 
     def contribute(self, file: str, start_bytes: int, checksum: int, seen_bytes: int) -> None:
-        """What a box contributes to the checksum of the range that begins there."""
+        """Add a box's contribution to the checksum of the range at `start_bytes`."""
         key = (file, start_bytes)
         if key not in self._awaited:
             return
         self._checksums.contribute(file, start_bytes, checksum, seen_bytes)
         found = self._checksums.of(file, start_bytes)
-        # Two threads that write the last boxes of a range may both find it whole.
+        # Two threads that write the last boxes of a range may both see its complete checksum.
         with self._lock:
             if found is not None and not self._awaited[key].done():
                 self._awaited[key].set_result(found)
 
     def finish(self) -> None:
-        """Wait until everything is written and sent.
+        """Wait until everything is written and uploaded.
 
-        Raises RunError where something was not written, or the store refuses it.
+        Raises RunError if a range was not written, or the store rejects a part.
         """
         for (name, start), future in self._awaited.items():
             if not future.done():
@@ -135,7 +135,7 @@ class RankUpload(Closing):
         self.targets[self._files[number].stored.name].release(start, stop)
 
     def close(self) -> None:
-        """End the threads, and close files and connections; what was sent stays."""
+        """Stop the threads, and close files and connections. Uploaded parts stay."""
         for future in self._awaited.values():
             future.cancel()
         self._closing.shutdown(cancel_futures=True)
@@ -145,5 +145,5 @@ class RankUpload(Closing):
 
 
 def as_sent(files: Sequence[NewFile]) -> tuple[SentFile, ...]:
-    """The files as an upload takes them."""
+    """Return the names and sizes of files for an upload."""
     return tuple(SentFile(file.stored.name, file.stored.size_bytes) for file in files)

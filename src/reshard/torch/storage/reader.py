@@ -1,9 +1,9 @@
-"""Loads of `torch.distributed.checkpoint` from checkpoints of any format and cut.
+"""Loads of `torch.distributed.checkpoint` from checkpoints of any format and sharding.
 
-1. PyTorch's planner asks for boxes of tensors, by the metadata that are made here of the headers.
-2. Each box is found in the shards that hold it, and read in the order of the files, a few
-   megabytes at a time: straight into the tensor where both are dense, else through a buffer.
-3. Values that are no tensors are given as the bytes that PyTorch saves for them.
+1. PyTorch's planner requests boxes of tensors, by metadata that are created here from the headers.
+2. Each box is located in the shards that contain it, and read in the order of the files, a few
+   megabytes at a time: directly into the tensor if both are dense, otherwise through a buffer.
+3. Values that are not tensors are returned as the bytes that PyTorch saves for them.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ from reshard.layout import Box
 from reshard.torch.storage.arguments import count_threads
 from reshard.torch.storage.chunks import ShardPart, describe_contents, list_parts
 
-# What one thread reads at a time, and what is copied of a tensor on another device.
+# The bytes that a thread reads at a time, and that are copied to another device at a time.
 _PIECE_BYTES = 4 * BUFFER_BYTES
-# Values that are no tensors are held in memory whole.
+# Values that are not tensors are held in memory as a whole.
 _MOST_ITEM_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class _TensorRead:
-    """A box of a tensor that a planner asks for: its number in the plan, and its parts."""
+    """A box of a tensor that a planner requests: its number in the plan, and its parts."""
 
     number: int
     item: ReadItem
@@ -72,9 +72,9 @@ class _TensorRead:
 
 @dataclass(frozen=True, slots=True)
 class _PartRead:
-    """A box of a shard to read into a part of a tensor; nothing to read where `part` is None.
+    """A box of a shard to read into a part of a tensor; nothing is read if `part` is None.
 
-    It is one of `count` that fill the tensor `whole`.
+    `count` such parts fill the tensor `whole`.
     """
 
     read: _TensorRead
@@ -85,7 +85,7 @@ class _PartRead:
 
     @property
     def spans(self) -> list[ReadSpan]:
-        """What is read of a file."""
+        """The byte ranges to read, with the number of bytes read of each."""
         if self.part is None:
             return []
         place, view = _place_of(self.read.tensor, self.part)
@@ -104,17 +104,18 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
         state = {"model": get_model_state_dict(model)}
         torch.distributed.checkpoint.load(state, storage_reader=StorageReader("step-1000"))
 
-    Each rank reads the bytes that it needs. As with PyTorch's readers, a tensor of another type
-    than the stored one is filled with cast values.
+    Each rank reads the bytes that it needs. As with PyTorch's readers, a tensor whose dtype differs
+    from the stored dtype is filled with cast values.
 
     Args:
-        path: a checkpoint, or where it is; the `checkpoint_id` of a load replaces it.
-        thread_count: how many read at a time on this rank; 4 when None, and 16 from an address.
-        readers_on_host: how many ranks of this host take part in each load: from an address, what
-            several of them need is asked for once, as by `reshard.checkpoint.load`.
+        path: a checkpoint or its location; the `checkpoint_id` of a load replaces it.
+        thread_count: the number of reading threads on this rank; 4 when None, 16 from an address.
+        readers_on_host: the number of ranks of this host that take part in each load: from an
+            address, data that several of them need is requested once, as by
+            `reshard.checkpoint.load`.
 
     Raises:
-        UsageError: what is no path, or no number of threads or readers.
+        UsageError: an invalid path, or an invalid number of threads or readers.
 
     >>> import tempfile, warnings, numpy as np, torch, torch.distributed.checkpoint as dcp
     >>> from safetensors.numpy import save_file
@@ -143,12 +144,12 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
 
     @property
     def checkpoint_id(self) -> Path:
-        """Where the checkpoint is."""
+        """The location of the checkpoint."""
         return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path that has something, or an address."""
+        """Return whether the location is an existing path or an address."""
         try:
             place = as_path(checkpoint_id)
         except ReshardError:
@@ -156,28 +157,28 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
         return isinstance(place, RemotePath) or place.exists()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load, of another checkpoint where `checkpoint_id` says so."""
+        """Begin another load, from another checkpoint if `checkpoint_id` is given."""
         if checkpoint_id:
             self.path = as_path(checkpoint_id)
-        # The folder may hold another checkpoint by now.
+        # The folder may contain another checkpoint by now.
         self._checkpoint = None
         self.load_id = str(uuid.uuid4())
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint, opened when it is first asked for."""
+        """The checkpoint, opened on first access."""
         if self._checkpoint is None:
             self._checkpoint = open_checkpoint(self.path)
         return self._checkpoint
 
     def read_metadata(self) -> Metadata:
-        """What the checkpoint holds, in PyTorch's words; only headers are read.
+        """Return the checkpoint's metadata in PyTorch's terms. Only headers are read.
 
-        What it says of a tensor is made when it is first asked for.
+        The metadata of a tensor are created on first access.
 
         Raises:
-            CheckpointError: nothing there that is a checkpoint.
-            FormatError: a file that is damaged.
+            CheckpointError: no checkpoint at the location.
+            FormatError: a damaged file.
         """
         checkpoint = self.checkpoint
         contents = describe_contents(checkpoint)
@@ -191,21 +192,21 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Take part in a load; every rank does the same."""
+        """Take part in a load. All ranks do the same."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is: where boxes lie in files is found when they are read."""
+        """Return the plan unchanged: boxes are located in files when they are read."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are: no rank needs to know of the others."""
+        """Return the plans unchanged: ranks read independently."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future:
-        """Read what a plan asks for, into the tensors that the planner gives.
+        """Read the items of a plan into the tensors that the planner provides.
 
         Raises:
-            CheckpointError: a name that the checkpoint does not have; ranks whose copies differ.
+            CheckpointError: a name missing from the checkpoint; replicas that differ.
             RunError: a file that cannot be read.
         """
         numbered = list(enumerate(plan.items))
@@ -255,12 +256,12 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
     def _read_tensors(
         self, reads: list[_TensorRead], planner: LoadPlanner, files: OpenFiles[SourceFile]
     ) -> None:
-        # In the order of the files, so that a disk reads forward.
+        # Read in the order of the files, so that a disk reads sequentially.
         reads.sort(key=_find_place)
 
         def list_tasks() -> Iterator[_PartRead]:
-            # The planner may make a tensor when it is asked for, so it is asked late; by one
-            # thread at a time, which `run_in_threads` promises.
+            # The planner may allocate a tensor on request, so it is asked as late as possible, by a
+            # single thread at a time, which `run_in_threads` guarantees.
             for read in reads:
                 yield from _list_part_reads(read, _resolve(read, planner), _PIECE_BYTES)
 
@@ -268,7 +269,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
         _run(list_tasks(), planner, partial(_fill, files=files), threads)
 
     def _read_together(self, reads: list[_TensorRead], planner: LoadPlanner) -> None:
-        """Read with the other ranks of this host, all in the order of the files."""
+        """Read together with the other ranks of this host, in the order of the files."""
         tasks = [
             one
             for read in reads
@@ -303,7 +304,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
 
 
 def _resolve(read: _TensorRead, planner: LoadPlanner) -> torch.Tensor:
-    """The tensor to fill, as the planner gives it. Raises ShardError."""
+    """Return the tensor to fill, as the planner provides it. Raises ShardError."""
     target: torch.Tensor = planner.resolve_tensor(read.item).detach()
     if tuple(target.shape) != tuple(read.item.lengths):
         raise ShardError(
@@ -316,7 +317,7 @@ def _resolve(read: _TensorRead, planner: LoadPlanner) -> torch.Tensor:
 def _list_part_reads(
     read: _TensorRead, whole: torch.Tensor, most_bytes: int, *, is_hull: bool = False
 ) -> list[_PartRead]:
-    """What is read of one tensor, in pieces of at most so many bytes; of the file if `is_hull`."""
+    """Return the reads of a tensor, in pieces of limited size; in the file if `is_hull`."""
     found: list[tuple[ShardPart | None, torch.Tensor]] = []
     for part in read.parts:
         strides = _place_of(read.tensor, part)[1].strides if is_hull else None
@@ -331,7 +332,7 @@ def _run(
     work: Callable[[_PartRead, AlignedBuffer], _PartRead],
     threads: int,
 ) -> None:
-    """Do all tasks, and commit each tensor when its last one is done."""
+    """Run all tasks, and commit each tensor after its last task."""
     done: Counter[int] = Counter()
     results = run_in_threads(tasks, work, _make_buffer, threads)
     try:
@@ -344,11 +345,11 @@ def _run(
 
 
 def read_item(item: StoredItem, files: OpenFiles[SourceFile]) -> bytes:
-    """The bytes of an item that is no tensor, with what was done to them undone.
+    """Return the bytes of an item that is not a tensor, with its transforms reversed.
 
     Raises:
-        CheckpointError: an item of more than 1 GiB; a transform that is not known.
-        FormatError: bytes that the transforms did not write.
+        CheckpointError: an item of more than 1 GiB; an unknown transform.
+        FormatError: bytes that the transforms cannot have written.
     """
     label = f"{item.name!r} in {item.place.path}"
     if item.size_bytes > _MOST_ITEM_BYTES:
@@ -374,7 +375,7 @@ def _make_buffer() -> AlignedBuffer:
 
 
 def _place_of(tensor: StoredTensor, part: ShardPart) -> tuple[FileRange, View]:
-    """Where the cell of a shard is that has a part, and how it lies there."""
+    """Return the file range of the cell of a shard that has a part, and its view."""
     tile = part.tile
     view = tensor.view(tile.slot, tile.number) or View.row_major(tile.local_shape)
     return tensor.file_range(tile.slot, tile.number, tile.offset), view
@@ -393,15 +394,15 @@ def _split(
     most_bytes: int = _PIECE_BYTES,
     strides: tuple[int, ...] | None = None,
 ) -> Iterator[tuple[ShardPart, torch.Tensor]]:
-    """Pieces of a part of at most so many bytes, so that threads share it.
+    """Yield pieces of a part of at most so many bytes, so that threads share the work.
 
-    With `strides`, those of elements in the file, what lies between counts.
+    With `strides`, those of elements in the file, bytes between the elements count too.
     """
     long = [d for d, n in enumerate(target.shape) if n > 1]
     if not long:
         yield part, target
         return
-    # Along the outermost dimension: each piece is as contiguous in the file as the whole.
+    # Split the outermost dimension, so each piece is as contiguous in the file as the whole.
     d, rows = long[0], target.shape[long[0]]
     row_elements = target.numel() // rows if strides is None else strides[d]
     row_bytes = row_elements * target.element_size()
@@ -433,7 +434,7 @@ def _fill(task: _PartRead, buffer: AlignedBuffer, *, files: OpenFiles[SourceFile
     if not is_in_place:
         target.copy_(memory)
     elif not target.is_inference():
-        # What reads a file writes behind autograd's back.
+        # Reading a file writes the tensor without autograd noticing, so mark it as changed.
         torch.autograd.graph.increment_version(target)
     return task
 
@@ -447,7 +448,7 @@ def _region_of(view: View, part: ShardPart, shape: tuple[int, ...]) -> Region:
 def _read_straight(
     file: SourceFile, start_bytes: int, view: View, local: tuple[int, ...], target: NDArray[Any]
 ) -> bool:
-    """Read a box that is one range of the file into memory that is one range; False if not."""
+    """Read a box directly if it is contiguous in file and memory; return False if it is not."""
     dense = View.row_major(target.shape).strides
     pairs = zip(target.shape, dense, view.strides, strict=True)
     if not target.flags.c_contiguous or any(n > 1 and a != b for n, a, b in pairs):

@@ -1,12 +1,12 @@
-"""Saves of `torch.distributed.checkpoint` into checkpoints of any format that can be written.
+"""Saves of `torch.distributed.checkpoint` into checkpoints of any writable format.
 
-1. The coordinator arranges the files of all ranks, and makes them beside the target at their full
-   size, with what is known of them (`places`).
-2. Every rank writes its boxes into them, a few megabytes at a time, and says what their checksums
-   are; values that are no tensors go into a file of the rank's own.
-3. The coordinator closes the files, writes the manifest, and gives the folder its name in one step
-   (`folder_save`). To an address, ranks send files that they alone write, and the coordinator makes
-   all of it visible (`address_save`).
+1. The coordinator arranges the files of all ranks, and creates them next to the target, with their
+   full size and the bytes that are already known (`places`).
+2. Every rank writes its boxes into them, a few megabytes at a time, and reports their checksums.
+   Values that are not tensors are written into a separate file of the rank.
+3. The coordinator completes the files, writes the manifest, and renames the folder in one step
+   (`folder_save`). To an address, ranks upload the files that they alone write, and the
+   coordinator makes the whole checkpoint visible (`address_save`).
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ from reshard.torch.storage.rank_upload import RankUpload
 
 @dataclass(frozen=True, slots=True)
 class WrittenItem:
-    """What a rank tells of an item that it wrote: `size_bytes` of the range at `start_bytes`.
+    """A rank's report of an item that it wrote: `size_bytes` of the range at `start_bytes`.
 
-    `crc32` is what they contribute to the checksum of that range, where the file has one (`moved`
-    in `range_checksums`); `digest` that of a tensor which the rank wrote all of. `content` is that
-    of a value which the coordinator writes.
+    `crc32` is the contribution to the checksum of that range, if the file has one (`moved` in
+    `range_checksums`); `digest` is the digest of a tensor that the rank wrote completely. `content`
+    is the content of a value that the coordinator writes.
     """
 
     file: str
@@ -93,26 +93,26 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         writer = StorageWriter("step-1000", format="safetensors")
         torch.distributed.checkpoint.save(state, storage_writer=writer)
 
-    All ranks write into one folder that all of them see. The checkpoint appears whole or not at
-    all; what else was in the folder stays there.
+    All ranks write into a shared folder. The checkpoint appears whole or not at all; other files in
+    the folder are kept.
 
-    To an address of an object store each rank sends the files that it alone writes, a part as soon
-    as it is written; what waits needs room on its host. Files that several ranks write
-    (`safetensors`) need these on one host. Everything below the address belongs to the checkpoint.
+    To an address of an object store, each rank uploads the files that it alone writes, each part as
+    soon as it is written; staged data needs space on its host. Ranks that write a common file, as
+    with `safetensors`, must be on one host. Everything below the address belongs to the checkpoint.
 
     Args:
         path: the folder or address; the `checkpoint_id` of a save replaces it.
-        format: `torch-dcp`, `sharded-safetensors` (a file a rank), `safetensors` (whole tensors,
-            put together by the ranks), or another that can be written.
-        overwrite: replace a checkpoint that is there; until the end it stays as it is.
-        thread_count: how many write at a time on each rank; 4 when None.
-        sync_files: wait until all is on the disk.
-        metadata: text for the heads of safetensors files.
-        staging: where files wait for a store on each host; the user's cache folder when None.
+        format: `torch-dcp`, `sharded-safetensors` (a file per rank), `safetensors` (whole tensors,
+            assembled by the ranks), or another writable format.
+        overwrite: replace an existing checkpoint, which is kept until the end.
+        thread_count: the number of writing threads on each rank; 4 when None.
+        sync_files: wait until all data is on the disk.
+        metadata: text for the headers of safetensors files.
+        staging: the folder for staged files on each host; the user's cache folder when None.
 
     Raises:
-        UsageError: what is no path, an address that is only read, no format that can be written,
-            or no number of threads.
+        UsageError: an invalid path, a read-only address, a format that cannot be written, or an
+            invalid number of threads.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
 
     @property
     def checkpoint_id(self) -> Path:
-        """Where the checkpoint will be."""
+        """The location of the new checkpoint."""
         return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path in a folder, or in a store, that can be written to."""
+        """Return whether the path is a location in a folder or a store that can be written to."""
         text = str(checkpoint_id)
         if "://" in text:
             try:
@@ -158,21 +158,21 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         return found is not None and os.access(found, os.W_OK)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save, elsewhere where `checkpoint_id` says so."""
+        """Begin another save, at another location if `checkpoint_id` is given."""
         if checkpoint_id:
             self.path = _as_target(checkpoint_id)
         self.save_id = str(uuid.uuid4())
         self._forget()
 
     def storage_meta(self) -> StorageMeta:
-        """What identifies this save."""
+        """The identification of this save."""
         return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take part in a save.
 
         Raises:
-            UsageError: a save in which ranks do not talk.
+            UsageError: a save in which ranks do not communicate.
         """
         self.is_coordinator = is_coordinator
         if not kwargs.get("use_collectives", True):
@@ -182,27 +182,27 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is.
+        """Return the plan unchanged.
 
         Raises:
-            UsageError: a checkpoint that is there and not to be replaced; values that the format
-                has no place for.
+            UsageError: an existing checkpoint, without `overwrite`; values that the format cannot
+                store.
         """
         check_values(self.format, [plan])
         if isinstance(self.path, RemotePath):
-            # The coordinator asks the store what is there.
+            # The coordinator asks the store whether a checkpoint exists.
             return dataclasses.replace(plan, storage_data=name_host())
         if not self.overwrite:
             expect_free(self.path)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans with the place of every item; the files are made.
+        """Create the files, and return the plans with the place of every item.
 
         Raises:
-            UsageError: what the format cannot say; at an address, a checkpoint that is there and
-                not to be replaced, or ranks of several hosts that would write one file.
-            RunError: files that cannot be made, such as on a full disk; a store that refuses.
+            UsageError: data that the format cannot represent; at an address, an existing checkpoint
+                without `overwrite`, or ranks of several hosts that would write the same file.
+            RunError: files that cannot be created, for example on a full disk; errors of the store.
         """
         self._forget()
         write_plan = arrange_save(self.format, plans, self.metadata)
@@ -228,7 +228,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         ]
 
     def _forget(self) -> None:
-        """Close what an earlier save began."""
+        """Close the resources of an earlier save."""
         if isinstance(self._save, AddressSave):
             self._save.close()
         self._write_plan = self._save = None
@@ -237,7 +237,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         """Write this rank's items.
 
         Raises:
-            RunError: files that cannot be written; a folder that this rank does not see.
+            RunError: files that cannot be written; a folder that this rank cannot access.
         """
         told: RankPlaces = plan.storage_data
         own: OwnFiles | None = told.own_files
@@ -257,7 +257,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         return future
 
     def _send(self, plan: SavePlan, planner: SavePlanner, own: OwnFiles) -> list[Any]:
-        """Write this rank's items beside an address, and send the files that it alone writes."""
+        """Write this rank's items to staged files, and upload the files that it alone writes."""
         told: RankPlaces = plan.storage_data
         folder = own.folder_of(told.rank)
         try:
@@ -273,11 +273,11 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
     def _write_values(
         self, plan: SavePlan, planner: SavePlanner, folder: Path | None, rank: int
     ) -> list[Any]:
-        """Write what is no tensor, one value behind the other; or tell it the coordinator."""
+        """Write values that are not tensors one after another, or send them to the coordinator."""
         items = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         if not items:
             return []
-        # File 1 of the rank, as PyTorch numbers them; file 0 has its tensors.
+        # File 1 of the rank, in PyTorch's numbering; file 0 has its tensors.
         name = f"__{rank}_1{SUFFIX}"
         written, at = [], 0
         with contextlib.ExitStack() as stack:
@@ -309,7 +309,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         folders: Mapping[str, Path],
         upload: RankUpload | None = None,
     ) -> list[Any]:
-        """Write the boxes of tensors into files, by the folder that each is in, or of `upload`."""
+        """Write the boxes of tensors into files in their folders, or into those of `upload`."""
         told: RankPlaces = plan.storage_data
         sizes = {one.file: one.file_bytes for one in told.places if one is not None}
         targets: OpenFiles[TargetFile] = OpenFiles(
@@ -317,7 +317,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         )
 
         def tasks() -> Iterator[_TensorWrite]:
-            # A planner may make a tensor when it is asked for: it is asked late, by one thread.
+            # A planner may allocate a tensor on request: ask it late, in one thread.
             for item, place in zip(plan.items, told.places, strict=True):
                 if item.type != WriteItemType.BYTE_IO:
                     own = None if place is None or place.file in folders else upload
@@ -335,7 +335,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         return written
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Close the files, and give the new checkpoint its name.
+        """Complete the files, and rename the new checkpoint to its final name.
 
         Raises:
             RunError: a file that cannot be written or renamed.
@@ -349,7 +349,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         for told in written.values():
             if told.crc32 is not None:
                 checksums.contribute(told.file, told.start_bytes, told.crc32, told.size_bytes)
-        # 1. Values that are no tensors are where the ranks put them, or come with their words.
+        # 1. Values that are not tensors: in the ranks' files, or sent with the ranks' results.
         items, extra = {}, {}
         contents: dict[str, bytes] = {}
         for rank, found in enumerate(results):
@@ -365,7 +365,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         write_plan = dataclasses.replace(
             write_plan, items=items, paths=as_paths(metadata.planner_data)
         )
-        # 2. The ends of files, and files that the format adds.
+        # 2. The ends of files, and additional files of the format.
         with translate_os_errors("finish a new checkpoint", folder):
             for name, content in contents.items():
                 self._write_file(folder / name, content)
@@ -379,7 +379,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
                         target.sync()
             for name, final in self.format.final_files(write_plan):
                 self._write_file(folder / name, final)
-            # 3. The manifest last.
+            # 3. The manifest, last.
             files = [file.stored for file in write_plan.files]
             for name, rank in extra.items():
                 files.append(StoredFile(name, (folder / name).stat().st_size, rank))
@@ -413,7 +413,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class _TensorWrite:
-    """A box of a tensor to write, nowhere where it has no elements; to send at once by `upload`."""
+    """A box of a tensor to write: `place` is None without elements, `upload` uploads it at once."""
 
     item: WriteItem
     place: WritePlace | None
@@ -422,7 +422,7 @@ class _TensorWrite:
 
 
 def _as_target(path: str | os.PathLike[str]) -> Path:
-    """A folder, or an address that can be written to. Raises UsageError."""
+    """Return a folder, or an address that can be written to. Raises UsageError."""
     target = as_path(path)
     if isinstance(target, RemotePath):
         expect_writable(target)
@@ -430,7 +430,7 @@ def _as_target(path: str | os.PathLike[str]) -> Path:
 
 
 def _names(told: RankPlaces) -> set[str]:
-    """The files that a rank writes to."""
+    """Return the files that a rank writes to."""
     return {one.file for one in told.places if one is not None}
 
 
@@ -482,9 +482,9 @@ def _write_box(task: _TensorWrite, memory: AlignedBuffer, *, targets: OpenFiles[
 def _list_ranges(
     place: WritePlace, box: Box, array: NDArray[Any]
 ) -> Iterator[tuple[int, memoryview]]:
-    """The ranges of the file's array that a block of the rank's box is, with their bytes."""
+    """Yield the byte offsets in the file's array of a block of the rank's box, with the bytes."""
     start = tuple(a + b for a, b in zip(place.local, box.start, strict=True))
-    # Dimensions of the block that are whole in the file's array, from the last on, are one range.
+    # Merge trailing dimensions in which the block spans the file's array.
     inner = len(place.shape)
     while inner > 0 and box.shape[inner - 1] == place.shape[inner - 1]:
         inner -= 1
