@@ -7,8 +7,8 @@ bytes are read, compared and digested.
 1. Names, shapes and dtypes are compared without reading.
 2. Threads read, compare and digest the blocks of the tensors that both checkpoints have.
 3. Items that are not tensors are compared by their digests, if both formats can store such items.
-4. The comparison reads only one of several copies, so copies within a checkpoint that differ from
-   each other are reported as differences too (`copy_checks`).
+4. The comparison reads a single copy of each element, so copies within a checkpoint that differ
+   from each other are reported as differences too (`copy_checks`).
 
 `check_digests` reads a single checkpoint in the same way. It compares the digests with the
 manifest's, the bytes with the checksums that the files contain, and copies with each other.
@@ -173,7 +173,7 @@ class _Side:
         return [BlockMemory(block, np.zeros(1, np.int64), block.nbytes)]
 
     def new_workspace(self, names: list[str], batch_bytes: int) -> Workspace:
-        """Return the memory of one thread that reads these tensors."""
+        """Return the memory of a thread that reads these tensors."""
         if self.conversion is not None:
             return self.conversion.new_workspace(0)
         rows = self.columns.rows(names)
@@ -287,6 +287,7 @@ def compare(
         index = tuple(int(s + o) for s, o in zip(box.start, offset, strict=True))
         problem = f"{count} of {math.prod(shape)} elements differ, the first at {list(index)}"
         differences.append(Difference(name, problem, count, index))
+    # Only tensors that are the same in both checkpoints have a digest in the result.
     digests = blocks.digests(row for row in rows.tolist() if row not in found)
     copies, notes = _compare_copies([side.checkpoint for side in sides if side.conversion is None])
     for copy in copies:

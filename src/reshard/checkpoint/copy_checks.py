@@ -63,8 +63,8 @@ MAX_SAMPLED_SHARE = 0.01
 MIN_SAMPLE_LIMIT_BYTES = 4 << 20
 # The maximum number of copies to sample, from disks and from servers: a copy takes three reads.
 _MAX_SAMPLED_COPIES, _MAX_REQUESTED_COPIES = 1 << 14, 1 << 8
-# For tensors with a recorded digest, a copy is sampled for each so many bytes of the files, within
-# a minimum and a maximum number of copies: every rank that loads its part repeats these reads.
+# For tensors with a recorded digest: the number of bytes of the files for each sampled copy, and
+# the minimum and maximum number of copies. Every rank that loads its part repeats these reads.
 _RECORDED_COPY_BYTES, _MIN_RECORDED_COPIES, _MAX_RECORDED_COPIES = 4 << 20, 256, 1 << 11
 _MAX_SHOWN = 3
 # Boxes that overlap without being equal are compared in pairs, which takes quadratic time.
@@ -313,6 +313,7 @@ def list_read_checksums(checkpoint: Checkpoint) -> tuple[StoredChecksum, ...]:
             if storage is not None:
                 is_read = number not in read or place in read[number]
                 (needed if is_read else skipped).add((file, storage[0]))
+    # Copies that are not read may share a checksum with elements that are.
     unread = skipped - needed
     return tuple(
         checksum
@@ -516,6 +517,8 @@ def _find_copies(kind: TensorKind, layout: Layout) -> tuple[tuple[_Copy, ...], .
 def _find_overlaps(layout: Layout, copies: list[_Copy]) -> Iterator[tuple[_Copy, ...]]:
     """Yield the copies of the overlaps of boxes that are not equal."""
     held = sum(region.elements for copy in copies for region in copy.regions)
+    # Shards that are partial sums differ by their nature. Without more elements than the tensor
+    # has, no boxes overlap.
     if layout.contributions > 1 or held <= math.prod(layout.shape):
         return
     # A halo may be older than the elements that it copies.

@@ -7,7 +7,7 @@ Two judges know the tensors of a class:
    takes seconds, so it is asked only where the records lack the class or find a difference.
 
 A difference is an error unless the user allows it by name: `incomplete` for missing tensors,
-`unknown` for additional ones. Tensors of another shape cannot be allowed, since no class loads
+`unknown` for additional tensors. Tensors of another shape cannot be allowed, since no class loads
 them. If neither judge knows the architecture, nothing is checked, and a note reports that.
 """
 
@@ -229,7 +229,7 @@ def _find_logical_shapes(
 def _without_expected(
     found: TensorDifferences, config: Mapping[str, Any], left_out: Collection[str]
 ) -> TensorDifferences:
-    """Return differences except expected ones: tensors left out by the user, and known extras."""
+    """Return differences, except tensors that the user left out, and known extras."""
     extra = _extra_layers(config)
     ignored = [
         name

@@ -73,6 +73,7 @@ def find_recorded_differences(
     names = [chosen]
     if any_class:
         names += [name for name in record["classes"] if name != chosen]
+    # Compare with the form that has the fewest differences.
     name, best = min(
         (
             (name, _expect(record, form, full, prefix, shapes))
@@ -90,6 +91,7 @@ def find_recorded_differences(
 
 @lru_cache(maxsize=8)
 def _read_record(model_type: object) -> Mapping[str, Any] | None:
+    # The type becomes a part of a path, so it must not contain other characters.
     if not isinstance(model_type, str) or not _WORD.fullmatch(model_type):
         return None
     file = files("reshard.checkpoint.architectures") / "recorded" / f"{model_type}.json"
@@ -255,6 +257,7 @@ def list_row(
     terms, is_negated = (when["unless"], True) if isinstance(when, Mapping) else (when, False)
     is_numbered = not all(map(is_about_config, terms))
     found, parts = {}, pattern.split("*")
+    # Terms depend on the first number of a name only, so they are evaluated once for each.
     there: dict[tuple[int, ...], bool] = {}
     for numbers in itertools.product(*(range(size or 0) for size in sizes)):
         first = numbers[:1] if is_numbered else ()

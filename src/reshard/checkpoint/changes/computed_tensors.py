@@ -126,7 +126,7 @@ class ComputedReader:
 
 
 class CastTensor(Record):
-    """A stored or computed tensor's elements as `dtype`, rounded to nearest.
+    """A stored or computed tensor cast to `dtype`, rounded to nearest.
 
     Elements of a computed tensor are rounded to its own type first.
     """
@@ -329,8 +329,10 @@ class ChangedReader:
             (kinds[0][before.kind].dtype, kinds[1][after.kind].dtype)
             for before, after in zip(read, written, strict=True)
         ]
+        # All blocks of a batch are produced in the same way, so the first section decides.
         if types[0][0] is not types[0][1]:
             inputs = self._reader.read(read, workspace.for_inputs())
+            # The recorded digests are of the elements before the cast.
             if self._reader.columns.digests is not None:
                 self._expect_digests(read, _digest(inputs))
             blocks, counts = cast_blocks(inputs, types, workspace.block.memory)

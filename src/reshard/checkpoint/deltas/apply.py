@@ -402,6 +402,7 @@ def plan_application(
         raise UsageError("no delta to apply; give at least one")
     checkpoint, target = open_apart(base, target)
     # Deltas have the names of the model that was selected when they were created.
+    # So the model is selected before the deltas are applied, not by the request.
     chosen = arguments.pop("select", None) if request is None else request.select
     checkpoint = select_from(checkpoint, TensorSelection(select=chosen))
     request = None if request is None else dataclasses.replace(request, select=None)
@@ -458,7 +459,7 @@ def apply(
 ) -> ConversionReport:
     """Write a checkpoint with deltas applied.
 
-    The arguments are those of `plan_application`, and as keywords those of `run_conversion`.
+    Takes the arguments of `plan_application`, and as keywords the arguments of `run_conversion`.
 
     Raises:
         CheckpointError: a base or a delta that cannot be used; a delta of another checkpoint.

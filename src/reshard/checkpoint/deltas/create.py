@@ -202,6 +202,7 @@ class _Creation:
                     f"a memory limit of {extra_bytes} bytes; a thread needs {each} for a block of "
                     "the largest tensor, give at least that"
                 )
+            # Smaller batches take less memory; without batches, a thread has single blocks.
             batch_bytes //= 2
 
     def close(self) -> None:
@@ -312,6 +313,7 @@ class _Creation:
                     progress(Progress(done, total, 0, self._blocks.last_name(batch)))
         finally:
             results.close()
+        # A delta of files that changed while they were read would not fit either state.
         for source in (*self._files_a, *self._files_b):
             source.check_unchanged()
 

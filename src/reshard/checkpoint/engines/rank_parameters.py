@@ -112,6 +112,7 @@ class RankParameters:
         derived: list[DerivedRegion] = []
         for piece in parameter.pieces:
             stored = self.checkpoint[piece.source]
+            # Elements whose bits are only reinterpreted are bound to the stored bytes.
             steps = tuple(step for step in piece.steps if not step.startswith("bits as "))
             if steps:
                 derived.append(DerivedRegion(piece.box, piece.source, piece.view, steps))
@@ -166,6 +167,7 @@ def _resolve(name: str, piece: SourcePiece, stored: StoredTensor) -> Iterator[Re
     """Yield the regions of files that fill a piece of a parameter."""
     itemsize = stored.dtype.itemsize_bytes
     cells = [region for _, region in list_stored_regions(stored)]
+    # A whole source: a view of the tensor is also a view of the file.
     if len(cells) == 1 and cells[0].is_dense(itemsize):
         start = cells[0].offset + piece.view.offset * itemsize
         strides = tuple(stride * itemsize for stride in piece.view.strides)

@@ -161,6 +161,7 @@ def find_new_names(
     if is_expected and checkpoint.tensors and all(new[name] is None for name in checkpoint.tensors):
         for name in checkpoint.unreadable:
             if new[name] is not None:
+                # This raises UnreadableTensorError with the reason.
                 _ = checkpoint[name]
         raise UsageError(
             f"no tensor is left of {count_text(len(checkpoint), 'tensor')} in {checkpoint.folder}; "
@@ -229,6 +230,7 @@ def move_path(path: tuple[str | int, ...], name: str) -> tuple[str | int, ...] |
     >>> move_path(("model", "layers", 0, "w1"), "model.layers.0.gate")
     ('model', 'layers', 0, 'gate')
     """
+    # Keep as many keys as possible at the beginning, then at the end, and replace those between.
     for kept in range(len(path) - 1, -1, -1):
         front = ".".join(map(str, path[:kept])) + "." if kept else ""
         if not name.startswith(front) or name == front:

@@ -263,6 +263,7 @@ def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
     a, b = checkpoint.tensors[one], checkpoint.tensors[other]
     if a.binding == b.binding:
         return True
+    # Recorded digests avoid reading the tensors.
     if a.digest is not None and b.digest is not None:
         return a.digest.tensor == b.digest.tensor
     left, right = (

@@ -551,6 +551,7 @@ def _expect_same_model(folder: Path, config: Mapping[str, Any]) -> None:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if not isinstance(given, dict):
         raise CheckpointError(f"{path} is not a JSON object, but a {type(given).__name__}")
+    # Both files may leave out the number of key heads if it is equal to the number of heads.
     given.setdefault("n_kv_heads", given.get("n_heads"))
     own = {**config, "num_key_value_heads": config.get("num_key_value_heads")}
     own["num_key_value_heads"] = own["num_key_value_heads"] or config.get("num_attention_heads")

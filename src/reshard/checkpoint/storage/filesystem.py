@@ -147,7 +147,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
     """Open a file that belongs to this user, or create it (`O_CREAT`), and return its descriptor.
 
-    `flags` are those of `os.open` without `O_TRUNC`: a caller truncates the open descriptor.
+    `flags` are flags of `os.open`, without `O_TRUNC`: a caller truncates the open descriptor.
 
     Raises:
         RunError: a link, a pipe or device, a file with another name, a file of another user.
@@ -197,8 +197,7 @@ def read_own(path: Path) -> bytes:
 
 
 def make_own_folder(folder: Path) -> os.stat_result:
-    """Create a folder that only this user can enter, or check an existing one, and return its
-    state.
+    """Create a folder that only this user can enter, or check it if it exists; return its state.
 
     Raises as `check_own_folder`.
 

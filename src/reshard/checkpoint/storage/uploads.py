@@ -806,7 +806,7 @@ def find_orphaned_uploads(folder: RemotePath) -> list[OrphanedUpload]:
 
 
 def remove_orphaned_uploads(uploads: Iterable[OrphanedUpload]) -> None:
-    """Abort the uploads of conversions and delete their markers, except half-visible ones.
+    """Abort the uploads of conversions and delete their markers, unless they are half-visible.
 
     Raises:
         RunError: the store does not answer.
