@@ -348,7 +348,7 @@ def _find_largest(block: Any) -> Any:
 
 
 _MARK = ".quant_state.bitsandbytes__"
-# JSON with a shape, a type and some numbers is shorter.
+# The maximum size of the JSON, which has only a shape, a type and some numbers.
 _MAX_BYTES = 1 << 16
 
 
@@ -365,6 +365,7 @@ def read_flat_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     try:
         for tensor in states:
             reader = BlockReader(tensor, files)
+            # A larger tensor is not such JSON. It is not read, so parsing the empty content fails.
             content = b""
             size = reader.workspace_size()
             if reader.grid(0).count == 1 and size.block_bytes <= _MAX_BYTES:

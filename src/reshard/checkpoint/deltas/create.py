@@ -66,8 +66,9 @@ _PIECE_BYTES = 1 << 20
 class DeltaReport(Record):
     """A summary of a delta.
 
-    `changed_bytes` counts the changed elements of tensors that keep their type and shape, `blocks`
-    the blocks of all tensors afterwards, and `read_bytes` the bytes read from both checkpoints.
+    `changed_bytes` is the size of the changed elements of tensors that keep their type and shape,
+    `blocks` the number of blocks of all tensors afterwards, and `read_bytes` the number of bytes
+    read from both checkpoints.
     """
 
     path: Path
@@ -413,6 +414,7 @@ class _Creation:
         for name, item in self.b.items.items():
             was = self.a.items.get(name)
             digest = item_digest(item, self._files_b)
+            # An item without a start is unchanged: it is taken from the base.
             start = None
             same = was is not None and was.transforms == item.transforms
             if was is None or not same or item_digest(was, self._files_a) != digest:
@@ -428,6 +430,7 @@ class _Creation:
         rows = []
         for name in self.b.carried:
             digest, size = _digest_file(self.b.path(name))
+            # A file without a start is unchanged: it is taken from the base.
             start = None
             if name not in self.a.carried or _digest_file(self.a.path(name)) != (digest, size):
                 start = writer.payload_bytes

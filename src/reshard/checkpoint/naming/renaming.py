@@ -152,6 +152,7 @@ def in_names_of(
     fused: dict[str, Fusion] = {}
     for name, tensor in checkpoint.tensors.items():
         theirs, fusion = find_foreign_name(name, table) or _find_around(name, new, table)
+        # A fused parameter is added when the first of its members is found.
         if fusion is None:
             new.add(tensor.replace(name=theirs), name)
         elif new.is_common(name):

@@ -70,6 +70,7 @@ class AzureTarget(ObjectTarget):
             try:
                 blob.commit_block_list(blocks, metadata={CONVERSION_KEY: conversion_id})
             except HttpResponseError as error:
+                # The blocks are no longer uncommitted: an earlier call may have committed them.
                 if _code(error) != "InvalidBlockList":
                     raise
             else:
@@ -80,7 +81,7 @@ class AzureTarget(ObjectTarget):
         """Discard uncommitted blocks, unless a blob of that name exists."""
         if self.head(key) is None and self.list_parts(key, upload) is not None:
             with self._translate(key), self._blob(key) as blob:
-                # Committing an empty list discards the blocks.
+                # Committing an empty list discards the blocks, and creates an empty blob.
                 blob.commit_block_list([])
                 blob.delete_blob()
 

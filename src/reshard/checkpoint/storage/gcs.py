@@ -75,10 +75,12 @@ class GcsTarget(ObjectTarget):
         """Create the object by composing its parts, and delete them."""
         stored_parts = self.list_parts(key, upload) or {}
         if any(number not in stored_parts for number in range(parts)):
+            # An earlier call may have created the object, and deleted parts.
             problem = f"the store has {len(stored_parts)} of its {parts} parts"
             self._expect_complete(key, conversion_id, problem)
         else:
             names = [f"{upload}/{number:06}" for number in range(parts)]
+            # A call composes a limited number of objects, so groups of them are composed first.
             for level in itertools.count():
                 if len(names) <= _COMPOSED_AT_A_TIME:
                     break

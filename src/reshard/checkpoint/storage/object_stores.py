@@ -175,7 +175,7 @@ class BucketSource:
         return FolderListing(objects, is_complete=False)
 
     def read_into(self, key: str, start_bytes: int, memory: memoryview) -> ObjectState:
-        """Fill memory with a range of an object, and return the object's state meanwhile."""
+        """Fill memory with a range of an object, and return the object's state while reading."""
         filled = 0
         seen: ObjectState | None = None
 
@@ -185,7 +185,8 @@ class BucketSource:
             answer = self._obstore.get(self._store, key, options=options)
             state = self._state_of(answer.meta)
             if seen not in (None, state):
-                # The object was replaced, so its new bytes do not belong to those already read.
+                # The object was replaced, so its new bytes do not belong to those already read. The
+                # caller detects that by the returned state.
                 return state
             seen = state
             for piece in answer.stream(min_chunk_size=_PIECE_BYTES):

@@ -53,6 +53,7 @@ class S3Target(ObjectTarget):
                 Bucket=self._name,
                 Key=key,
                 UploadId=upload,
+                # S3 counts parts from 1.
                 PartNumber=number + 1,
                 Body=body,
                 ContentLength=body.size_bytes,
@@ -106,6 +107,7 @@ class S3Target(ObjectTarget):
                         raise
                 else:
                     return
+        # The upload no longer exists: it was completed, or aborted.
         self._expect_complete(key, conversion_id, "the upload is gone: it was aborted")
 
     def abort(self, key: str, upload: str) -> None:

@@ -208,6 +208,7 @@ def local_target(target: RemotePath, folder: str | os.PathLike[str] | None, host
     if folder is None:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(cache) / "reshard"
+    # Targets in different folders or buckets may have the same name, so add a digest of the URL.
     digest = hashlib.blake2b(str(target).encode(), digest_size=6).hexdigest()
     with translate_os_errors("create the folder for staged files", Path(folder)):
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -246,7 +247,7 @@ class SentRecords(Closing):
         with translate_os_errors("record what was sent", self._folder):
             self._folder.mkdir(exist_ok=True)
             self._released = open_own(self._folder / f"given_back.{rank}", os.O_WRONLY | os.O_CREAT)
-            # The last record of a killed run may be incomplete.
+            # The last record of a killed run may be incomplete: overwrite it.
             size = os.fstat(self._released).st_size
             self._end = size - size % _RECORD.size
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND

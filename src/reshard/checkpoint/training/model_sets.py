@@ -172,9 +172,7 @@ def find_prefixes(names: Collection[str], stored: Iterable[str]) -> dict[str, in
 
 
 def find_common_prefixes(names: Mapping[str, int], share: int) -> list[str]:
-    """Return prefixes that end with a dot, and that at least 1 in `share` names has.
-
-    More frequent prefixes come first.
+    """Return the prefixes, up to a dot, of at least 1 in `share` names, by descending frequency.
 
     Args:
         names: the number of occurrences of each name.
@@ -262,6 +260,7 @@ def _find_twins(
     shared: dict[tuple[str, str], list[str]] = {}
     for end, prefixes in ends.items():
         named = [prefix for prefix, kind in prefixes.items() if longest.get(kind) == len(end)]
+        # An end that very many names share is an end of names in layers.
         if 1 < len(named) <= _MAX_MODELS:
             for number, first in enumerate(named):
                 for second in named[number + 1 :]:

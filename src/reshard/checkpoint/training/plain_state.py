@@ -172,6 +172,7 @@ def find_groups(values: Mapping[str, Any], state: TrainingState) -> list[dict[st
             for name, value in values.items()
             if name.startswith(f"{prefix}.")
         }
+        # Groups are stored as a list, or as values by the group's number, or by parameter.
         if isinstance(whole, list):
             found = [dict(group) for group in whole if isinstance(group, dict)]
         elif inside and all(re.match(r"\d+\.\w+$", name) for name in inside):

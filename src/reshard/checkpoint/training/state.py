@@ -299,6 +299,7 @@ class _StateBuilder:
     def _choose_prefix(self, guesses: Sequence[str]) -> dict[str, str]:
         """Return the weights under the prefix with most of the guessed parameters."""
         candidates = [""]
+        # A few parameters suffice to find the prefixes of weights.
         for guess in guesses[:4]:
             bare = bare_name(guess)
             for name in self.outside:
@@ -421,6 +422,7 @@ def _split_path(path: Path, rest: str) -> tuple[str, str]:
 
 def _split_by_known(rest: str, known: Mapping[str, str]) -> tuple[str, str]:
     """Return the longest known parameter that `rest` begins with, and the key after it."""
+    # Try longer beginnings first: a parameter's name may begin with that of another.
     at = rest.rfind(".")
     while at > 0:
         bare = bare_name(rest[:at])

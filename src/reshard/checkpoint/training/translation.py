@@ -118,6 +118,7 @@ class _Translation:
 
     def _make(self, has_items: bool, keeps_items: bool) -> ChangedElements:
         items = self._read_values(has_items, keeps_items)
+        # Optax has hyper-parameters as tensors instead of groups.
         groups = find_groups(self.values, self.state) or self._read_injected()
         groups = self._complete_groups(groups)
         self.numbers = self._number_parameters(groups)
@@ -307,6 +308,7 @@ class _Translation:
             stored = None if kept is None else kept.get(MASTER)
             master = None if stored is None else self.old.tensors[stored]
             name, path = style.weight_name(bare), style.weight_path(bare)
+            # The 32-bit weight is the more exact copy of the weight.
             if master is not None and not style.has_masters:
                 self._add(name, master, path)
                 replaced += [] if weight.dtype is master.dtype else [bare]
