@@ -1,6 +1,6 @@
-"""Tensors of PyTorch: DTensors described as layouts, moved between ranks, filled from checkpoints.
+"""PyTorch tensors: DTensors as layouts, tensors moved between ranks and loaded from checkpoints.
 
-torch is imported here, so this package is only for programs that have it.
+This package imports torch, so it is only for programs that have it.
 """
 
 from reshard.notation.objects import sharding_of

@@ -1,7 +1,7 @@
-"""Sides of a redistribution: a layout, and what its local tensors look like.
+"""Sides of a redistribution: a layout, and the type of its local tensors.
 
 A side is described by a `Layout`, by a `ShardingSpec` with a shape, or by a torch mesh with
-placements; only the last has DTensors for its tensors, unless a placement is not one of torch's.
+placements. Only a torch mesh has DTensors, unless a placement is not a placement of torch.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from reshard.torch.distributed_tensor import sharding_of_dtensor, sharding_of_pl
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.copies import empty_result
 
-# Types of tensors that have their memory themselves.
+# Types of tensors that own their memory.
 WITH_MEMORY = {torch.Tensor, torch.nn.Parameter}
 FREED = "its storage was freed, as FSDP frees gathered parameters; take the tensor again"
-# Nearly all memory is above, on the systems that PyTorch runs on; below it, storages are asked.
+# On the systems of PyTorch nearly all memory is above this address; below it, check the storage.
 MIN_ADDRESS = 1 << 40
 Description = tuple[Any, Sequence[Any]] | ShardingSpec | Layout
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEndpoint:
-    """A layout over global ranks; `mesh` and `placements` where its tensors are DTensors.
+    """A layout over global ranks; `mesh` and `placements` if its tensors are DTensors.
 
     `spec` is its sharding, or None if it was given as a layout.
     """
@@ -55,7 +55,7 @@ class TensorEndpoint:
     ) -> TensorEndpoint:
         """Return the described side; `what` is its name in errors.
 
-        A torch mesh has the ranks of its own job, all else those of the group.
+        A torch mesh has the ranks of its own job; other descriptions have those of the group.
 
         Raises:
             UsageError: something that describes no side, or that needs a shape and has none.
@@ -107,12 +107,12 @@ class TensorEndpoint:
         return self.layout.local_shape(rank) if rank < self.layout.slots else None
 
     def wrap_local(self, local: torch.Tensor | None, device: torch.device) -> Any:
-        """A rank's local tensor as the side has it: as a DTensor, or as it is."""
+        """Return a rank's local tensor as a DTensor, or unchanged if the side has no DTensors."""
         if self.mesh is None:
             return local
         shape = self.layout.shape
         if local is None:
-            # A DTensor has a local tensor on every rank, also where it holds nothing.
+            # A DTensor has a local tensor on every rank, even if it is empty.
             local = torch.empty(0, device=device)
         return DTensor.from_local(
             local,
@@ -125,9 +125,9 @@ class TensorEndpoint:
 
 
 def place_sharding(spec: ShardingSpec, group: RankGroup) -> ShardingSpec:
-    """A sharding over the ranks of this process's job, over the numbers that they have in a group.
+    """Return a sharding over this process's job with the numbers of its ranks in a group.
 
-    Raises ShardError where the group is of several jobs, and lacks ranks of the mesh.
+    Raises ShardError if the group spans several jobs, and lacks ranks of the mesh.
     """
     if not group.is_across_jobs:
         return spec
@@ -137,7 +137,7 @@ def place_sharding(spec: ShardingSpec, group: RankGroup) -> ShardingSpec:
 
 
 def shape_of(*described: Description | None) -> tuple[int, ...] | None:
-    """The shape that the first layout among descriptions has."""
+    """Return the shape of the first layout among descriptions, or None."""
     return next((one.shape for one in described if isinstance(one, Layout)), None)
 
 
@@ -177,10 +177,10 @@ def lay_out_array(array: Any) -> tuple[torch.Tensor | None, ShardingSpec]:
     shard = shards.get(rank)
     if isinstance(shard, np.ndarray):
         kind = as_dtype(shard.dtype)
-        # PyTorch warns of memory that it must not write to.
+        # Copy read-only memory, for which PyTorch would emit a warning.
         own = shard if shard.flags.writeable else shard.copy()
         if own.dtype.isbuiltin == 2:
-            # PyTorch has these types under names of its own.
+            # PyTorch has its own names for these types.
             shard = torch.from_numpy(own.view(kind.storage)).view(getattr(torch, kind.name))
         else:
             shard = torch.from_numpy(own)
@@ -188,27 +188,27 @@ def lay_out_array(array: Any) -> tuple[torch.Tensor | None, ShardingSpec]:
 
 
 def local_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """This rank's own tensor, without its gradient and dense in what it stands for."""
+    """Return this rank's own tensor, detached, with conjugate and negative views resolved."""
     if tensor is None:
         return None
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
     local = _unwrap_memory(local).detach()
-    # A conjugate or a negative that is only marked as such has other bytes than elements.
+    # A lazy conjugate or negative has other bytes than its elements.
     if local.is_conj() or local.is_neg():
         return local.resolve_conj().resolve_neg()
     return local
 
 
 def _unwrap_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor that wraps another of the same elements, as of float8 training.
+    """Return the memory of a tensor that wraps another with equal elements, as in float8 training.
 
-    Raises ShardError for a tensor that wraps others, such as quantised weights with their scales.
+    Raises ShardError for a tensor that wraps several, such as quantized weights with their scales.
     """
     local: Any = tensor
     while type(local) not in WITH_MEMORY and is_traceable_wrapper_subclass(local.data):
-        # A parameter of a wrapper is one, too.
+        # A parameter of a wrapper is a wrapper, too.
         inside = local.data
         names, _ = inside.__tensor_flatten__()
         inner = getattr(inside, names[0]) if len(names) == 1 else None
@@ -254,7 +254,7 @@ def check_local(
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether the storage of a tensor with elements was freed.
+    """Return whether the storage of a tensor with elements was freed.
 
     >>> value = torch.ones(4)
     >>> view = value[2:]
@@ -273,7 +273,7 @@ def is_freed(tensor: torch.Tensor) -> bool:
 def check_no_lazy_bits(out: torch.Tensor) -> None:
     """Raise ShardError for a target whose elements are not the bytes of its memory.
 
-    PyTorch marks `x.conj()` and `x.imag` of a conjugate, and computes them as they are read.
+    PyTorch marks `x.conj()` and `x.imag` of a conjugate, and applies the mark when they are read.
     """
     local = out._local_tensor if isinstance(out, DTensor) else out
     for kind, is_lazy in (("conj", local.is_conj()), ("neg", local.is_neg())):
@@ -285,7 +285,7 @@ def check_no_lazy_bits(out: torch.Tensor) -> None:
 
 
 def check_writable(out: torch.Tensor, source: torch.Tensor | None) -> None:
-    """Raise ShardError for a target that has elements twice, or shares memory with the source."""
+    """Raise ShardError for a target whose elements overlap each other or the source."""
     # Tensors without elements count as contiguous, whatever their strides.
     if not out.is_contiguous() and _has_overlap(out):
         raise ShardError(
@@ -376,14 +376,14 @@ def find_addresses(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def list_locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the local tensor of each, in few steps of Python, since every run asks for all.
+    """Return the local tensors in few Python operations, since every run calls this.
 
     >>> here = torch.zeros(4)
     >>> list_locals([here])[0] is here
     True
     """
     listed = list(tensors)
-    # What a DTensor has is asked anew, since it may have been given another.
+    # The local tensor of a DTensor is fetched anew, since it may have been replaced.
     if not set(map(type, listed)) <= WITH_MEMORY:
         listed = [getattr(tensor, "_local_tensor", tensor) for tensor in listed]
     if not set(map(type, listed)) <= WITH_MEMORY:

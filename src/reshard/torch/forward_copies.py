@@ -1,21 +1,21 @@
 """Other forms of parameters that a module's forward computes with.
 
-A forward may read something that was computed of a parameter earlier, and that a write into the
+A forward may use values that were computed from a parameter earlier, and that a write into the
 parameter does not change:
 
 ===========================================  ===================================================
-form                                         what happens to it
+form                                         handling
 ===========================================  ===================================================
 parameters gathered by FSDP                  freed before and after a run (`fully_sharded`)
 casts that autocast has cached               forgotten after a run
 `torch.nn.utils.parametrize.cached()`        forgotten after a run
-weights of an RNN that are not its           refused
+weights of an RNN that are not its           rejected
 parameters
-constants of code compiled with `freezing`   refused
-partitions of ZeRO-3                         read, and refused where they are written
-adapters merged into their base (PEFT,       refused, where the base is written, or read beside
+constants of code compiled with `freezing`   rejected
+partitions of ZeRO-3                         read; rejected as targets
+adapters merged into their base (PEFT,       rejected if the base is written, or read together with
 loralib)                                     the adapters
-weights that vLLM or SGLang has processed    refused
+weights that vLLM or SGLang has processed    rejected
 ===========================================  ===================================================
 """
 
@@ -29,9 +29,9 @@ from torch.nn.utils import parametrize
 
 from reshard.torch.fully_sharded import is_partitioned, partitions_parameters
 
-# Methods of vLLM's and SGLang's layers that leave weights as they were loaded.
+# Quantization methods of vLLM and SGLang that leave loaded weights unchanged.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-# Weights of their latent attention that are computed of others, and plain attributes of layers.
+# Weights of their latent attention that are computed from other weights; attributes of layers.
 _COMPUTED = ("W_UV", "W_UK", "W_UK_T", "w_kc", "w_vc")
 _PROCESS = "process_weights_after_loading"
 # Attributes of modules that may compute with other forms of their parameters.
@@ -55,14 +55,14 @@ def forget_cached() -> None:
 
 
 def find_copies(module: torch.nn.Module) -> str:
-    """Why a forward of the module would not use what is written into its parameters, or empty.
+    """Return why a module's forward would not use values written into its parameters, or empty.
 
     >>> find_copies(torch.nn.LSTM(2, 2))
     ''
     """
     partitions = partitions_parameters()
     for path, part in module.named_modules():
-        # Of very many parts nearly all have nothing that could be a copy.
+        # Skip most parts quickly: among many, nearly all have no such attributes.
         if (
             partitions
             or not vars(part).keys().isdisjoint(_MARKS)
@@ -109,7 +109,7 @@ def _list_copies(part: torch.nn.Module) -> Iterator[str]:
 
 
 def _processes(method: type) -> bool:
-    """Whether a method of vLLM's or SGLang's may change weights once they are loaded."""
+    """Return whether a method of vLLM or SGLang may change weights after loading."""
     if method.__name__ in _PLAIN_METHODS:
         return False
     definers = [one for one in method.__mro__ if _PROCESS in vars(one)]
@@ -118,20 +118,20 @@ def _processes(method: type) -> bool:
 
 
 def is_frozen(part: torch.nn.Module) -> bool:
-    """Whether a module was compiled by Inductor with parameters as constants.
+    """Return whether a module was compiled by Inductor with parameters as constants.
 
     >>> is_frozen(torch.compile(torch.nn.Linear(1, 1), backend="eager"))
     False
     """
     compiled = vars(part).get("_compiled_call_impl")
     reads: Any = (getattr(one, "get_compiler_config", None) for one in (part, compiled))
-    # The options of the compilation, over those of Inductor at this moment.
+    # The options of the compilation take precedence over Inductor's current options.
     configs = (read() for read in reads if read is not None)
     return any(bool(config and config.get("freezing")) for config in configs)
 
 
 def can_merge(part: torch.nn.Module) -> bool:
-    """Whether a module can merge adapters into its weights.
+    """Return whether a module can merge adapters into its weights.
 
     >>> can_merge(torch.nn.Linear(2, 2))
     False
@@ -142,7 +142,7 @@ def can_merge(part: torch.nn.Module) -> bool:
 def find_merged(
     tuners: Iterable[tuple[str, torch.nn.Module]], used: Iterable[torch.Tensor] | None
 ) -> str:
-    """Why adapters that are merged now would count twice, or not at all; empty where none are.
+    """Return why merged adapters would count twice, or not at all; empty without any.
 
     Args:
         tuners: parts for which `can_merge` holds, by name.

@@ -6,17 +6,17 @@ forward uses that copy::
     shards            written by a refit           read by the next all-gather
     unsharded copy    left by the last forward     read by the next forward
 
-Before shards are read or written, the copies made of them are freed. That needs no communication:
-the next forward gathers again. All ranks that share the parameters have to do it alike.
+Before shards are read or written, their gathered copies are freed. This needs no communication:
+the next forward gathers again. All ranks that share the parameters must free them alike.
 
-FSDP1 concatenates the parameters of a unit, and cuts the flat parameter into one range for each
-rank, wherever the parameters begin::
+FSDP1 concatenates the parameters of a unit into a flat parameter, and splits it into one range for
+each rank, independent of parameter boundaries::
 
     parameters   | weight 3 x 4              | bias 4    | pad |
     ranks        | 0               | 1                   |       weight: 0:9 on 0, 9:12 on 1
 
 So a rank has a range of each parameter, in the memory of its shard, which layouts describe.
-DeepSpeed's ZeRO-3 also cuts every parameter by itself.
+DeepSpeed's ZeRO-3 splits each parameter separately in this way.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from torch.distributed.tensor import DTensor
 from reshard.errors import ShardError
 from reshard.layout import Layout
 
-# Several refits may run at the same time, each in a thread of its own.
+# Several refits may run at the same time, each in its own thread.
 _TURN = threading.Lock()
 _IDLE = "IDLE"
 
 
 def find_groups(storages: Collection[int], are_stale: bool = False) -> tuple[Any, ...]:
-    """The groups of FSDP's parameters whose shards are in some storages.
+    """Return the groups of FSDP's parameters whose shards are in the given storages.
 
     Args:
-        storages: by their addresses.
-        are_stale: whether to leave out groups that have no copies at the moment.
+        storages: the addresses of storages.
+        are_stale: whether to omit groups that currently have no copies.
     """
     groups = chain(_list_groups(), map(_FlatGroup, list(_LISTED)))
     candidates = [group for group in groups if not are_stale or _has_copy(group)]
@@ -56,10 +56,10 @@ def find_groups(storages: Collection[int], are_stale: bool = False) -> tuple[Any
 
 
 def free_gathered(groups: Collection[Any]) -> str:
-    """Free the copies that FSDP gathered of groups, so that the next forward uses the shards.
+    """Free the gathered copies of groups, so that the next forward uses the shards.
 
     Returns:
-        Why a copy has to stay; empty where none is left.
+        Why a copy cannot be freed, or an empty text.
     """
     if not any(map(_has_copy, groups)):
         return ""
@@ -72,7 +72,7 @@ def free_gathered(groups: Collection[Any]) -> str:
                     "passes, not within them"
                 )
             with torch.no_grad():
-                # An all-gather under way would be taken for the parameters by the next forward.
+                # The next forward would use the result of an all-gather in progress.
                 group.wait_for_unshard()
                 group.reshard()
     return ""
@@ -81,8 +81,8 @@ def free_gathered(groups: Collection[Any]) -> str:
 def list_gathered(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the names of tensors that are copies which FSDP2 gathered of its shards.
 
-    `dict(module.named_parameters())` of a module that is unsharded has them. FSDP frees them, and
-    what is written there is lost.
+    `dict(module.named_parameters())` of an unsharded module contains them. FSDP frees them, and
+    values written into them are lost.
     """
     copies = {
         find_storage(parameter._unsharded_param)
@@ -95,8 +95,8 @@ def list_gathered(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _list_groups() -> Iterator[Any]:
-    """The parameter groups of all modules of this process that `fully_shard` was applied to."""
-    # Modules of one group have one state. Before torch 2.6 the table has the states themselves.
+    """Yield the parameter groups of all modules of this process that use `fully_shard`."""
+    # Modules of a group share a state. Before torch 2.6 the table contains the states themselves.
     entries = list(_composable_state._module_state_mapping.values())
     states: list[Any] = [entry() if callable(entry) else entry for entry in entries]
     for state in {id(one): one for one in states}.values():
@@ -108,9 +108,9 @@ def _list_groups() -> Iterator[Any]:
 
 
 def find_detached(module: torch.nn.Module) -> str:
-    """The name of a parameter in whose place FSDP2 computes with another shard; empty for none.
+    """Return the name of a parameter for which FSDP2 uses another shard; or empty.
 
-    FSDP2 takes over a parameter that was replaced before the first forward, and none after it.
+    FSDP2 adopts a parameter that is replaced before the first forward, but not after it.
 
     >>> find_detached(torch.nn.Linear(2, 2))
     ''
@@ -135,12 +135,12 @@ def _has_copy(group: Any) -> bool:
 
 
 def _storages_of(group: Any) -> set[int]:
-    """The addresses of the storages that a group's shards are in."""
+    """Return the addresses of the storages that contain a group's shards."""
     return set(map(find_storage, (one.sharded_param for one in group.fsdp_params))) - {0}
 
 
 class _FlatGroup:
-    """A flat parameter of FSDP1, asked and freed like a parameter group of FSDP2."""
+    """A flat parameter of FSDP1, with the interface of a parameter group of FSDP2."""
 
     _all_gather_result = None
 
@@ -160,9 +160,9 @@ class _FlatGroup:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether forwards gather anew, from what the shard has."""
+        """Whether the next forward gathers from the shard."""
         if self._handle._use_orig_params and self._training_state.name == _IDLE:
-            # Parameters that were given other memory are copied into the shard, as by a forward.
+            # Parameters that were assigned other memory are copied into the shard, as in a forward.
             shard = self.sharded_param
             begin, end = shard.data_ptr(), shard.data_ptr() + shard.nbytes
             own = (one.data_ptr() for one in self._handle.flat_param._params or () if one.numel())
@@ -171,7 +171,7 @@ class _FlatGroup:
         return not any(one.untyped_storage().size() for one in _list_gathered(self._handle))
 
     def wait_for_unshard(self) -> None:
-        """Copy parameters that were given other memory into the shard."""
+        """Copy parameters that were assigned other memory into the shard."""
         if self._handle._use_orig_params and not self._handle._skip_writeback_check:
             self._handle._writeback_orig_params()
 
@@ -189,25 +189,25 @@ class _FlatGroup:
 
 
 def _list_gathered(handle: Any) -> list[torch.Tensor]:
-    """The memory that FSDP1 gathers a flat parameter in; none before the first forward."""
+    """Return the memory of FSDP1's gathered flat parameter; empty before the first forward."""
     names = ("_full_param_padded", "_full_prec_full_param_padded")
     found = (getattr(handle.flat_param, name, None) for name in names)
     return [one for one in found if one is not None] if handle.uses_sharded_strategy else []
 
 
-# Flat parameters that were listed, with the address of the shard, and what was found then.
+# The results of `list_flat_parameters`, each with the address of its shard.
 _LISTED: weakref.WeakKeyDictionary[Any, tuple[int, list[tuple[Any, str, Any]]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def list_handles(module: torch.nn.Module) -> list[Any]:
-    """The flat parameters of a module's parts that are FSDP1's.
+    """Return the flat parameters of a module's FSDP1 submodules.
 
     >>> list_handles(torch.nn.Linear(2, 2))
     []
     """
-    # Who has not imported it has no such module; to import it takes long.
+    # If FSDP1 has not been imported, no module uses it. Importing it is slow.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if fsdp is None:
         return []
@@ -216,19 +216,19 @@ def list_handles(module: torch.nn.Module) -> list[Any]:
 
 
 def find_shard(handle: Any) -> torch.Tensor:
-    """The memory of this rank's range of a flat parameter."""
+    """Return the memory of this rank's range of a flat parameter."""
     flat = handle.flat_param
     shard: torch.Tensor = getattr(flat, "_local_shard", flat)
     return shard.detach()
 
 
 def list_flat_parameters(handle: Any) -> list[tuple[torch.nn.Module, str, Any]]:
-    """The parameters of a flat parameter: the module, the name in it, and `(tensor, Layout)`.
+    """Return the parameters of a flat parameter: module, name in it, and `(tensor, Layout)`.
 
-    The tensor is a view of the shard, and None where this rank has no part; ranks of the layout are
-    those of this process's job. Parameters of one tensor have one view.
+    The tensor is a view of the shard, or None if this rank has no part. The layout has the ranks of
+    this process's job. Parameters that share a tensor have the same view.
 
-    Raises ShardError for parameters that are not dense, or are cut by DTensors as well.
+    Raises ShardError for parameters that are not dense, or are also sharded as DTensors.
     """
     shard = find_shard(handle)
     known = _LISTED.get(handle)
@@ -266,12 +266,12 @@ def list_flat_parameters(handle: Any) -> list[tuple[torch.nn.Module, str, Any]]:
 
 
 def partitions_parameters() -> bool:
-    """Whether this process may have parameters that ZeRO-3 has partitioned."""
+    """Return whether this process may have parameters partitioned by ZeRO-3."""
     return "deepspeed" in sys.modules
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
-    """Whether ZeRO-3 has partitioned a parameter.
+    """Return whether ZeRO-3 has partitioned a parameter.
 
     >>> is_partitioned(torch.zeros(2))
     False
@@ -280,9 +280,9 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 
 
 def find_partition(parameter: torch.Tensor) -> tuple[torch.Tensor | None, Layout]:
-    """A parameter that ZeRO-3 has partitioned, as `list_flat_parameters` has them.
+    """Return the part and layout of a parameter partitioned by ZeRO-3.
 
-    Raises ShardError for a partition that is not in memory, or that is quantised.
+    Raises ShardError for a partition that is not in memory, or that is quantized.
     """
     part: Any = vars(parameter)["ds_tensor"]
     of: Any = parameter
@@ -303,9 +303,9 @@ def find_partition(parameter: torch.Tensor) -> tuple[torch.Tensor | None, Layout
 
 @lru_cache(maxsize=4096)
 def _lay_out(shape: tuple[int, ...], begin: int, length: int, ranks: tuple[int, ...]) -> Layout:
-    """The layout of a parameter at `begin` of a flat one, of which each rank has `length` elements.
+    """Return the layout of a parameter at `begin` of a flat parameter.
 
-    All ranks have all of it where that is 0.
+    Each rank has `length` elements of the flat parameter, or all of them if `length` is 0.
 
     >>> _lay_out((2, 3), 1, 4, (0, 1)).boxes(1)
     (Box(start=(1, 0), stop=(2, 3)),)

@@ -1,12 +1,12 @@
 """Gradients of a redistribution.
 
-They flow by a redistribution from the target's layout to the source's. A contribution's gradient
-is that of the whole, as DTensor has it: where a side is partial, its gradient is replicated.
-Copies of an element are assumed to have equal gradients.
+A gradient is redistributed from the target's layout to the source's. The gradient of a partial
+tensor's contribution is that of the whole, as in DTensor: if a side is partial, its gradient is
+replicated. Replicas of an element are assumed to have equal gradients.
 
-Every rank takes part in the backward pass, so every rank's result must be able to call for it: a
-rank that holds nothing of the source hangs its result on an empty tensor that requires a gradient,
-and a rank that holds nothing of the target gets an empty result.
+Every rank takes part in the backward pass, so autograd must reach it from every rank's result: a
+rank without a part of the source attaches its result to an empty tensor that requires a gradient,
+and a rank without a part of the target gets an empty result.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from reshard.torch.endpoint import TensorEndpoint
 def apply_with_gradient(
     tensor: torch.Tensor | None, forth: Callable[[], Any], back: Callable[[Any], Any]
 ) -> Any:
-    """The result of `forth()`, whose gradient becomes the tensor's by `back`."""
-    # It gives the result a gradient where this rank has nothing of the source, too.
+    """Return the result of `forth()`; `back` maps its gradient to the tensor's gradient."""
+    # The result also requires a gradient on a rank without a part of the source.
     anchor = torch.empty(0, requires_grad=True)
     return _Flow.apply(anchor, tensor, forth, back)
 
@@ -56,11 +56,11 @@ class _Flow(torch.autograd.Function):  # type: ignore[misc]
 def backward_endpoints(
     change: LayoutChange, source: TensorEndpoint
 ) -> tuple[Layout, TensorEndpoint]:
-    """The layout of the result's gradient, and the side that the tensor's gradient gets.
+    """Return the layout of the result's gradient, and the side of the tensor's gradient.
 
     Raises:
-        ShardError: one that has no gradient: contributions that are not added, or a target
-            that leaves out elements.
+        ShardError: a redistribution without gradients: contributions that are not added, or a
+            target that omits elements.
     """
     for reduction in {change.source.reduction, change.target.reduction} - {None, "sum", "mean"}:
         raise ShardError(f"a {reduction} of contributions has no gradient here; detach the tensor")

@@ -1,8 +1,8 @@
-"""Calls that `torch.compile` does not trace: those that talk to other ranks.
+"""Calls that `torch.compile` does not trace: calls that communicate with other ranks.
 
-A compiled function breaks its graph at such a call and runs it as it is. `torch.compiler.disable`
-does that, but imports the compiler, which takes seconds: it is used here only once something else
-has imported it.
+A compiled function breaks its graph at such a call and runs the call eagerly, as with
+`torch.compiler.disable`. That imports the compiler, which takes seconds, so it is used here only
+after another module has imported the compiler.
 """
 
 from __future__ import annotations

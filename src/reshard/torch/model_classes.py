@@ -1,10 +1,10 @@
-"""Tensors that a model class of transformers loads, by its own loading code.
+"""Tensors that a model class of transformers loads, according to its own loading code.
 
-The class is built on the meta device, without memory. Names of files are those that its own
-conversions lead to its parameters, so experts may be stacked in memory and apart in files; its
-lists of ignored tensors and its tied weights count as in `from_pretrained`. A name counts with its
-numbers: transformers stacks experts in the order of their names and does not see that a number is
-missing. Code next to a checkpoint (`auto_map`) never runs.
+The class is built on the meta device, without memory. Its own conversions map names in files to its
+parameters, so experts may be stacked in memory and separate in files; its lists of ignored tensors
+and its tied weights apply as in `from_pretrained`. Names include their numbers here: transformers
+stacks experts in the order of their names and does not notice a missing number. Code next to a
+checkpoint (`auto_map`) never runs.
 
 Source: transformers 5.24, `PreTrainedModel.from_pretrained` and `core_model_loading`.
 """
@@ -38,7 +38,7 @@ def find_class_differences(
         shapes: of the tensors, by their names in the files.
 
     Returns:
-        The differences; None where transformers has no such class.
+        The differences, or None if transformers has no such class.
 
     Raises:
         MissingExtraError: transformers 5 is not installed.
@@ -71,12 +71,12 @@ def _count(found: TensorDifferences) -> int:
 
 
 class _Key(NamedTuple):
-    """A tensor of a file as the loading code takes it.
+    """The result of applying the loading code to a tensor's name.
 
     Attributes:
-        parameter: that it is loaded into, the first where there are several.
-        pattern: of the conversion that takes it; None where it is loaded as it is.
-        numbers: in its name, where a conversion takes it: which of several it is.
+        parameter: into which the tensor is loaded, the first if there are several.
+        pattern: of the conversion that applies; None if the tensor is loaded unchanged.
+        numbers: in the name, if a conversion applies: the index of the tensor in a stack.
     """
 
     parameter: str
@@ -85,9 +85,9 @@ class _Key(NamedTuple):
 
 
 class _ClassTensors:
-    """The tensors of a class and a config, by the names that files may have for them.
+    """The tensors of a class and a config, by the possible names in files.
 
-    `forms` are the names that the class saves, and those that its module has.
+    `forms` are the names that the class saves, and the names in its module.
     """
 
     def __init__(self, engine: Any, model_class: Any, config: Any) -> None:
@@ -120,20 +120,20 @@ class _ClassTensors:
     def compare(
         self, form: Mapping[_Key, tuple[str, Shape]], shapes: Mapping[str, Shape]
     ) -> TensorDifferences:
-        """Compare tensors with those of a form."""
+        """Compare tensors with the tensors of a form."""
         given = {self.key(name): name for name in shapes}
         missing = {key for key in form if key not in given}
         unknown = {key for key in given if key not in form}
         there = {key.parameter for key in given if key in form}
         for target, source in (self._model.all_tied_weights_keys or {}).items():
-            # A tied weight is there by any of its names.
+            # A tied weight may have any of its names.
             if target in there or source in there:
                 there |= {target, source}
         tied = {*(self._model.all_tied_weights_keys or {})}
         missing = {
             key for key in missing if key.parameter not in tied and not self._is_tied_to(key, there)
         }
-        # The lists of the class, and the rules that the loading code has for all classes.
+        # The lists of the class, and the loading code's rules for all classes.
         left = SimpleNamespace(
             missing_keys={key.parameter for key in missing},
             unexpected_keys={key.parameter for key in unknown},
@@ -160,13 +160,13 @@ class _ClassTensors:
         )
 
     def _is_tied_to(self, key: _Key, there: set[str]) -> bool:
-        """Return whether a parameter has the value of another that is there."""
+        """Return whether a parameter is tied to another parameter that is present."""
         ties = (self._model.all_tied_weights_keys or {}).items()
         return any(source == key.parameter and target in there for target, source in ties)
 
 
 def _find_class(engine: Any, made: Any, content: Mapping[str, Any]) -> Any:
-    """Return the class that config.json names, or the one that its type has; None if unknown."""
+    """Return the class that config.json names, or that of its model type; None if unknown."""
     named = [one for one in content.get("architectures") or () if isinstance(one, str)]
     for name in named:
         found = getattr(engine, name, None)
@@ -190,7 +190,7 @@ def _is_model(engine: Any, found: Any) -> bool:
 def _find_elsewhere(
     engine: Any, model_class: Any, config: Any, names: tuple[str, ...]
 ) -> frozenset[str]:
-    """Return those of some names that another class of the same model type has, such as a head."""
+    """Return the names that another class of the same model type has, such as names of a head."""
     left = {*names}
     for other in _list_classes(engine, model_class) if names else ():
         try:

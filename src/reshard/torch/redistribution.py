@@ -3,9 +3,9 @@
 Phases are methods of `Redistribution`, in the order in which they run:
 
 1. *Agree.* Every rank plans by itself, and all compare their calls (`exchange.agreement`). Ranks
-   that hold nothing of the source may leave its description to those that do.
+   without a part of the source may omit its description, and receive it from the other ranks.
 2. *Plan.* Both sides become layouts over global ranks (`endpoint`). Messages are exchanged, in
-   stages or by a program of collectives where that is asked for, or is faster (`programs.methods`).
+   stages or by a program of collectives if requested or faster (`programs.methods`).
 3. *Move.* This rank's transfers run within a limit of memory (`exchange.transfer`), and all ranks
    confirm: if a rank fails, all raise.
 
@@ -194,7 +194,7 @@ class Redistribution:
         try:
             self._plan()
         except Exception as error:
-            # Also for a lack of memory: the other ranks wait.
+            # Return errors such as lack of memory too, since the other ranks wait for this rank.
             return f"{type(error).__name__}: {error}"
         return None
 
@@ -231,16 +231,16 @@ class Redistribution:
         if dtype is None:
             raise UsageError("a rank without a tensor that gives source= needs dtype= as well")
         change = LayoutChange(before.layout, after.layout)
-        # Here, where the arguments are named, and not when messages are combined.
+        # Raise here, where the arguments are named, rather than when messages are combined.
         for reduction in {before.layout.reduction, after.layout.reduction} - {None}:
-            # Where only the target is a mean, its contributions are copies: nothing is divided.
+            # If only the target is a mean, its contributions are replicas: nothing is divided.
             if reduction != "mean" or before.layout.reduction == "mean":
                 check_reduction(str(reduction), as_dtype(dtype))
         if self._wants_gradient:
             backward_endpoints(change, before)
         check_ranks(change, group)
         limit_message_bytes(self._limit_bytes)
-        # This rank's memory on both sides, and what moves between it and others.
+        # This rank's memory on both sides, and the transfers between it and other ranks.
         own = check_local(tensor, before, as_dtype(dtype), rank, "tensor")
         device = own.device if own is not None else device_of(group)
         local = find_target_local(self._out, after, dtype, own, device, group)
@@ -257,7 +257,7 @@ class Redistribution:
         )
         program = chosen if isinstance(chosen, Program) else None
         staged = chosen if isinstance(chosen, StagedJob) else None
-        # Planned here, where all learn of a rank that cannot.
+        # Planned here, so that all ranks receive the error of a rank that cannot.
         rows = stages_of(staged, rank)[0] if staged else transfers_of(change, as_dtype(dtype), rank)
         limit_messages([RankTransfers.of(change, rows, rank, own, local, dtype)], limit_bytes)
         self._before, self._after, self._change = before, after, change
@@ -265,7 +265,7 @@ class Redistribution:
         self.program, self._staged, self._is_planned = program, staged, True
 
     def _check_against_tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Raise UsageError where arguments contradict the tensor."""
+        """Raise UsageError if arguments contradict the tensor."""
         if self._dtype is not None and as_dtype(self._dtype) is not as_dtype(dtype):
             raise UsageError(
                 f"dtype={self._dtype}, but the tensor is {dtype}; nothing is cast: tensor.to(dtype)"
@@ -276,13 +276,13 @@ class Redistribution:
             )
 
     def _make_run(self) -> MessageExchange | ProgramRun:
-        """Prepare what moves this rank's tensors."""
+        """Prepare the exchange or program that moves this rank's tensors."""
         rank, ends, dtype = self._group.rank, (self._own, self._local), cast(Any, self._dtype)
         if self.program is not None:
             return ProgramRun(
                 self.program, *ends, dtype, self._group, self._device, self._limit_bytes
             )
-        # No message has padding.
+        # Zero the target, since padding is not sent.
         if self._local is not None and self._change.target.is_padded:
             self._local.zero_()
         if self._staged is not None:
@@ -304,10 +304,10 @@ class Redistribution:
         return self
 
     def wait(self) -> Any:
-        """The result, once it is there.
+        """Return the result, once it is complete.
 
-        Raises RunError on every rank where a message does not come, or a rank does not finish;
-        an `out` is partly new and partly old then, and not to be used.
+        Raises RunError on every rank if a message does not arrive, or a rank does not finish. An
+        `out` is then partly new and partly old, and not usable.
         """
         if not self.is_usable:
             with self._group.turn():
@@ -332,17 +332,17 @@ class Redistribution:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the result, or `out`, is that of this redistribution: once it is done."""
+        """Whether the result, or `out`, is complete and was not left partly written."""
         return self._transfer.is_done
 
     @property
     def extra_bytes(self) -> int:
-        """The memory that is used beyond source and target; of a program, until now."""
+        """The memory used beyond source and target; of a program, the memory used so far."""
         return self._transfer.extra_bytes
 
     @property
     def has_arrived(self) -> bool:
-        """Whether this rank has sent and received all, or failed; `wait` then takes no time."""
+        """Whether this rank has sent and received all, or failed; then `wait` does not block."""
         return self._transfer.has_arrived
 
     def _run_with_gradient(self) -> Any:
@@ -381,7 +381,7 @@ class Redistribution:
         return apply_with_gradient(self._tensor, lambda: self._start()._finish(), back)
 
 
-# Less than minus any rank.
+# Less than the negative of any rank.
 _NOBODY = -(1 << 40)
 
 

@@ -1,15 +1,15 @@
 """The layouts of transformers' ranks, from its own loading code: `layouts`.
 
-transformers cuts a model by plans that its configs have (`base_model_tp_plan`,
-`base_model_ep_plan`), and puts tensors of a checkpoint together where its modules are fused or
-stacked. Both are its own code's here::
+transformers shards a model by plans in its configs (`base_model_tp_plan`, `base_model_ep_plan`),
+and combines tensors of a checkpoint if its modules are fused or stacked. Both are traced through
+its own code::
 
-    config.json --> a rank's model on `meta`, cut by its plans as DTensors
-    checkpoint's names and shapes --> its conversions and shardings, followed --> the rank's layout
+    config.json --> a rank's model on `meta`, sharded by its plans as DTensors
+    checkpoint's names and shapes --> conversions and shardings, traced --> the rank's layout
 
 1. This process pretends to be each rank in turn (`fake_rank`).
-2. The model is built and distributed as `from_pretrained(distributed_config=...)` does it.
-3. Its loading is traced (`trace_loading`): what every local tensor is made of.
+2. The model is built and distributed as in `from_pretrained(distributed_config=...)`.
+3. Its loading is traced (`trace_loading`): the source elements of every local tensor.
 
 Source: transformers 5.23, `distributed` and `core_model_loading`.
 """
@@ -37,7 +37,7 @@ from reshard.recipes.engine_layouts import EngineLayout, RankLayout, SourceTenso
 from reshard.torch.loaders.fake_ranks import fake_rank
 from reshard.torch.loaders.tracing import trace_loading
 
-# Set, transformers loads one tensor after the other.
+# If this variable is set, transformers loads tensors one after another, in the same thread.
 _ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 _AXES = ("pp", "dp", "fsdp", "tp")
 
@@ -52,26 +52,27 @@ def layouts(
     pp: int = 1,
     sources: Mapping[str, Any] | None = None,
 ) -> EngineLayout:
-    """What every rank of transformers holds of a model, as its own loading fills it.
+    """Return the parts of a model on every rank of transformers, as its own code loads them.
 
-    Takes no GPU and no weights: models are built without memory, and loaded from names and shapes.
+    No GPU and no weights are needed: models are built on the meta device, and loaded from names and
+    shapes.
 
     Args:
-        config: a folder with `config.json`, and with the checkpoint, of which headers are read; or
-            the content of a config.json.
+        config: a folder with `config.json` and the checkpoint, whose headers are read; or the
+            content of a config.json.
         tp, ep, fsdp, dp, pp: sizes of its `DistributedConfig`: `tp_size`, `ep_size` (which is over
             the ranks of `fsdp` and `tp`), `fsdp_size`, `dp_replicate_size`, `pp_size`.
         sources: the checkpoint's tensors, `{name: (dtype, shape)}`; by default those in the folder,
             or what transformers would save.
 
     Returns:
-        A layout over a mesh of axes `pp`, `dp`, `fsdp`, `tp`, as far as they are larger than 1.
+        A layout over a mesh of those axes `pp`, `dp`, `fsdp`, `tp` that are larger than 1.
 
     Raises:
-        UsageError: sizes that are none, or a quantised model.
+        UsageError: invalid sizes, or a quantized model.
         MissingExtraError: transformers is not installed.
         CheckpointError: no checkpoint in the folder.
-        RunError: transformers refuses the model or the parallelism, in its own words.
+        RunError: transformers rejects the model or the parallelism; the message has its reason.
     """
     given = {"pp": pp, "dp": dp, "fsdp": fsdp, "tp": tp}
     sizes = {axis: check_int(given[axis], axis, UsageError, minimum=1) for axis in _AXES}
@@ -105,18 +106,18 @@ def layouts(
 def module_tensors(
     config: Any, dtype: torch.dtype | None = None, *, as_saved: bool = False
 ) -> dict[str, SourceTensor]:
-    """The tensors of transformers' module of a config: types and shapes by name.
+    """Return the tensors of transformers' module of a config: types and shapes by name.
 
     Args:
         config: a `PretrainedConfig`.
-        dtype: of the module; what the config says when None.
-        as_saved: whether by the names and shapes of the files that it is saved to; else they are
-            those of `state_dict()`, experts stacked where the module has them so. Of tensors that
-            are tied there is one in either.
+        dtype: of the module; the config's when None.
+        as_saved: whether to use the names and shapes of saved files, rather than those of
+            `state_dict()`, in which experts are stacked if the module stacks them. Either way,
+            tied tensors have a single entry.
 
     Raises:
         MissingExtraError: transformers is not installed.
-        RunError: transformers has no such module, in its own words.
+        RunError: transformers has no such module; the message has its reason.
     """
     engine = import_module_code()
     with explain_errors("build the model"):
@@ -127,7 +128,7 @@ def module_tensors(
 
 
 def save_form(config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What transformers saves of a module that has these tensors: experts one by one, for example.
+    """Return the tensors that transformers saves of a module, for example with separate experts.
 
     Args:
         config: a `PretrainedConfig`.
@@ -135,7 +136,7 @@ def save_form(config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tor
 
     Raises:
         MissingExtraError: transformers is not installed.
-        RunError: transformers has no such module, in its own words.
+        RunError: transformers has no such module; the message has its reason.
     """
     engine = import_module_code()
     with explain_errors("build the model"):
@@ -147,7 +148,7 @@ def save_form(config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tor
 
 
 def import_module_code() -> Any:
-    # Packages that transformers imports log what they lack, which is not the user's concern here.
+    # Packages that transformers imports log missing packages, which do not concern users here.
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -178,8 +179,8 @@ def _import_transformers() -> Any:
 
 @contextmanager
 def silence(engine: Any) -> Iterator[None]:
-    """Without its progress bars, its advice about meshes, and its threads."""
-    # Nothing can follow what other threads load.
+    """Disable its progress bars, its warnings about meshes, and its threads."""
+    # Loading on other threads cannot be traced.
     threads = os.environ.get(_ASYNC)
     os.environ[_ASYNC] = "1"
     level = engine.logging.get_verbosity()
@@ -200,7 +201,7 @@ def silence(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def explain_errors(what: str) -> Iterator[None]:
-    """Say of an error of transformers' what it was doing."""
+    """Add the current operation to errors of transformers."""
     try:
         yield
     except (UsageError, MissingExtraError):
@@ -222,7 +223,7 @@ def _read_config(engine: Any, config: str | os.PathLike[str] | Mapping[str, Any]
 
 
 def _find_class(engine: Any, config: Any) -> Any:
-    """The model class that a config names, or the one that its type generates text with."""
+    """Return the model class that a config names, or the class for text generation of its type."""
     for name in config.architectures or ():
         if hasattr(engine, name):
             return getattr(engine, name)
@@ -244,13 +245,13 @@ def _build_whole(engine: Any, config: Any, dtype: torch.dtype | None = None) -> 
 
 
 def _list_saved(engine: Any, model: Any) -> dict[str, SourceTensor]:
-    """The tensors that transformers saves of a model: types and shapes by name."""
+    """Return the tensors that transformers saves of a model: types and shapes by name."""
     saved = engine.core_model_loading.revert_weight_conversion(model, _list_untied(model))
     return {name: _as_source(tensor) for name, tensor in saved.items()}
 
 
 def _list_untied(model: Any) -> dict[str, torch.Tensor]:
-    """A module's tensors, of those that are tied one."""
+    """Return a module's tensors, with a single entry for tied tensors."""
     tied = set(model.all_tied_weights_keys or {})
     return {name: one for name, one in model.state_dict().items() if name not in tied}
 
@@ -268,7 +269,7 @@ def _trace_rank(
     rank: int,
     sources: Mapping[str, Any],
 ) -> RankLayout:
-    """The layout of the rank that this process pretends to be."""
+    """Return the layout of the rank that this process simulates."""
     targets: dict[str, torch.Tensor] = {}
 
     def load(weights: dict[str, torch.Tensor]) -> None:
@@ -276,14 +277,14 @@ def _trace_rank(
             device = next(iter(weights.values())).device
             targets.update(_load_rank(engine, config, sizes, ep, weights, device))
 
-    # Names and shapes of what is filled are those that the model has before.
+    # The names and shapes to fill are those of the model before loading.
     with explain_errors(f"build the model of rank {rank} of {dict(sizes)}, ep={ep}"):
         targets.update(_list_locals(_build_rank(engine, config, sizes, ep)[0]))
     return trace_loading(load, sources, targets, rank=rank, form="dict")
 
 
 def _build_rank(engine: Any, config: Any, sizes: Mapping[str, int], ep: int) -> tuple[Any, Any]:
-    """A rank's model without memory, and how its tensors are converted when they are loaded."""
+    """Return a rank's model without memory, and the conversions of its tensors for loading."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.distributed import DistributedConfig
 
@@ -298,7 +299,7 @@ def _build_rank(engine: Any, config: Any, sizes: Mapping[str, int], ep: int) -> 
         )
     )
     with ExitStack() as stack:
-        # As `from_pretrained` does: without memory, and parameters are tied when they are loaded.
+        # As in `from_pretrained`: without memory; parameters are tied when they are loaded.
         for context in cls.get_init_context(config.dtype or torch.float32, False, False, None):
             stack.enter_context(context)
         model = cls(copy.deepcopy(config))
@@ -314,7 +315,7 @@ def _load_rank(
     weights: dict[str, torch.Tensor],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """What a rank holds after transformers loaded it."""
+    """Return a rank's local tensors after transformers loaded them."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
@@ -337,7 +338,7 @@ def _load_rank(
 
 
 def _list_locals(model: Any) -> dict[str, torch.Tensor]:
-    """The rank's own part of every parameter and persistent buffer."""
+    """Return the rank's part of every parameter and persistent buffer."""
     return {
         name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         for name, tensor in model.state_dict().items()
