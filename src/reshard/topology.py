@@ -55,7 +55,7 @@ class Link(Record):
 
 
 class Overhead(Record):
-    """Time in addition to messages that are each alone on their link. None is not counted.
+    """Time in addition to messages that are each alone on their link. A cost of None is not counted.
 
     Copies are described by links, too: their latency applies to each run of contiguous bytes, so
     many short runs take longer than a single long run.

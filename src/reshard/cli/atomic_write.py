@@ -61,6 +61,7 @@ def write_whole(path: Path, text: str, overwrite: bool, what: str) -> None:
             restrict_mode(draft, replaced)
             _put_in_place(draft, path, overwrite)
         finally:
+            # A rename moves the draft; a link or a failure leaves it.
             draft.unlink(missing_ok=True)
 
 

@@ -146,7 +146,7 @@ class Explanation(Record):
 
     @cached_property
     def _found_program(self) -> Program | str:
-        """The program of collectives, or why there is none."""
+        """The program of collectives, or the reason why none was found."""
         source, target = (side.reading.sharding for side in (self.before, self.after))
         # Collectives run along mesh axes, over the same devices on both sides.
         if isinstance(source, Layout) or isinstance(target, Layout):

@@ -62,7 +62,7 @@ def report(error: BaseException, as_json: bool) -> int:
     if hint:
         write_error(hint)
     if as_json:
-        # Where stdout itself failed, the line on stderr is the whole report.
+        # If stdout itself failed, the line on stderr is the whole report.
         with suppress(OSError):
             write_json({"error": {"kind": kind, "message": message}})
     return exit_code

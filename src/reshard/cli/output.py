@@ -30,25 +30,26 @@ _ENCODER = json.JSONEncoder(indent=1)
 
 
 def prepare_streams() -> None:
-    """Let no character of a name be an error, whatever the encoding of the terminal."""
+    """Escape characters that the encoding of the terminal lacks, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def write(text: str) -> None:
-    """Write text and a line end to stdout. Raises `OSError`, but not for a reader that left."""
+    """Write text and a line end to stdout. Raises `OSError`, except if the reader has left."""
     write_pieces([text, "\n"])
 
 
 def write_pieces(pieces: Iterable[str]) -> None:
-    """Write text to stdout piece by piece; a single piece is in memory. Raises as `write`."""
+    """Write text to stdout piece by piece, with a single piece in memory. Raises as `write`."""
     if sys.stdout is None:
         return
     try:
         sys.stdout.writelines(pieces)
         sys.stdout.flush()
     except BrokenPipeError:
+        # The reader has closed the pipe, as `head` does.
         return
     except OSError as error:
         # The report of the failure names it.
@@ -59,8 +60,8 @@ def write_pieces(pieces: Iterable[str]) -> None:
 def write_json(content: Mapping[str, Any]) -> None:
     """Write a JSON object to stdout.
 
-    Values that are iterators are written as lists. Their items become text separately: of very
-    many, text takes a tenth of what dictionaries do.
+    Values that are iterators are written as lists. Their items are encoded separately, since
+    the text of very many items takes a tenth of the memory of their dicts.
     """
     write_pieces(_encode_pieces(content))
 
@@ -94,7 +95,7 @@ def write_error(text: str) -> None:
 
 
 def settle_streams() -> None:
-    """Drop what no reader took, so that the interpreter does not try it again at its end."""
+    """Discard unread output, so that the interpreter does not write it again at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

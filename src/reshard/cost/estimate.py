@@ -268,6 +268,7 @@ def message_cost(
     # All pieces of a pair of ranks have the same link.
     of_pair[of_piece] = levels
     work = _MessageWork(name, topology, of_pair, total, copies or LocalCopies.none())
+    # Ranks, hosts and shared links work at the same time, so the slowest determines the result.
     best = Part.nothing(name)
     # The busiest sender, and the busiest receiver.
     for ranks in (pair // topology.ranks, pair % topology.ranks):
@@ -300,6 +301,7 @@ class _MessageWork(Record, eq=False):
         np.add.at(total, (self.levels, ranks), self.size_bytes)
         latency_s = np.zeros(topology.ranks)
         transfer_s = np.zeros(topology.ranks)
+        # A rank sends a single message at a time, so its seconds on all kinds of links add up.
         for level in distinct(self.levels).tolist():
             link = link_of(topology, level)
             latency_s += count[level] * link.latency_s

@@ -195,6 +195,7 @@ def _fit_costs(measurements: Sequence[Measurement], call_s: float) -> list[float
 
 
 def _make_link(latency_s: float, byte_s: float) -> Link | None:
+    # Bytes cost nothing only if no messages or copies of this kind were measured.
     return Link(1 / byte_s, latency_s) if byte_s else None
 
 
@@ -205,6 +206,7 @@ def _solve_robustly(rows: FloatArray, expected: FloatArray) -> FloatArray:
     scale = np.where(size > 0, size, 1)
     weights = np.ones(len(expected))
     costs = np.zeros(rows.shape[1])
+    # Each solution is weighted by the errors of the previous one.
     for _ in range(_REWEIGHTINGS):
         root = np.sqrt(weights)
         costs = _solve_without_negatives(rows / scale * root[:, None], expected * root)
@@ -224,6 +226,7 @@ def _solve_without_negatives(rows: FloatArray, expected: FloatArray) -> FloatArr
         for chosen in combinations(things, count):
             columns = list(chosen)
             solved = np.linalg.lstsq(rows[:, columns], expected, rcond=None)[0]
+            # Costs are never negative; the subsets without this unknown are tried too.
             if (solved < 0).any():
                 continue
             left = rows[:, columns] @ solved - expected

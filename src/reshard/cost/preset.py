@@ -110,6 +110,7 @@ class Preset(Record):
                 f"preset {self.name!r} has only one of hosts_per_rack and between_racks; give both "
                 "or none"
             )
+        # A topology validates the numbers of ranks and hosts.
         self.topology()
 
     def topology(self, hosts: int = 1) -> Topology:

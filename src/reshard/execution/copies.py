@@ -246,6 +246,7 @@ def check_threads(threads: int | None) -> int:
     """
     if threads is None:
         return available_threads()
+    # True is an int to Python, but not a number of threads.
     is_number = isinstance(threads, int | np.integer) and not isinstance(threads, bool)
     if not is_number or threads < 1:
         raise UsageError(f"threads={threads!r}; expected at least 1, or None for one per processor")
@@ -335,6 +336,7 @@ def _share(pieces: Sequence[Copy], workers: int) -> None:
                     return
                 piece.carry_out()
         except BaseException:
+            # The other threads stop after their current piece.
             waiting.clear()
             raise
 

@@ -216,6 +216,7 @@ class FreshMemory:
                 flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
             )
         except (OSError, OverflowError):
+            # If memory is exhausted, NumPy raises MemoryError.
             return np.empty(shape, dtype)
         whole: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
         # Align to a large page: an additional page was mapped for that.

@@ -191,6 +191,7 @@ def _cut_into_bands(
     edges = distinct(starts[:: math.isqrt(len(starts)) + 1])
     sides = []
     for boxes in (first, second):
+        # Each box touches `count` bands, from band `low` on.
         low = np.searchsorted(edges, boxes.start[a], side="right") - 1
         count = np.searchsorted(edges, boxes.stop[a], side="left") - low
         sides.append((boxes, low, count))
@@ -239,6 +240,7 @@ class PartRuns(Record, eq=False):
 
     def has_twice(self, part: IntArray) -> bool:
         """Return whether any of the parts contains an index twice."""
+        # A part of a single run cannot contain an index twice. Every run intersects itself.
         part = part[self.counts[part] > 1]
         _, left, right = intersect_runs(self, self, part, part)
         return bool((left != right).any())
@@ -289,6 +291,7 @@ def share_an_index(first: PartRuns, second: PartRuns, a: IntArray, b: IntArray) 
     if len(several):
         parts = len(second.begin) - 1
         asked = a[several] * parts + b[several]
+        # Compare each distinct pair of parts once.
         code = distinct(asked)
         shared = np.zeros(len(code), dtype=bool)
         shared[intersect_runs(first, second, code // parts, code % parts)[0]] = True

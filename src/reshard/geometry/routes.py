@@ -230,6 +230,7 @@ class RouteFinder(Record, eq=False):
         key = of_cell[cells]
         row, at = ragged_ranges(begin[key], np.diff(begin)[key])
         cell = cells[row]
+        # Drop needs with a pair that is not allowed in some dimension.
         if allowed is not None:
             keep = np.ones(len(at), dtype=bool)
             for pairs, column in zip(allowed, pair, strict=True):
@@ -276,6 +277,7 @@ class RouteFinder(Record, eq=False):
         for d, overlap in enumerate(self.overlaps):
             sets = overlap.pair_set[pairs[d][need]]
             if overlap.holders.is_single:
+                # Set `s` is part `s` alone.
                 parts.append(sets)
                 continue
             row, member = ragged_rows(overlap.holders.set_begin, sets)

@@ -116,6 +116,7 @@ def _strength(amount: int, most: int) -> str:
 
 
 def _write_amount(text: str, x: float, y: float, step: float, amount: int, most: int) -> str:
+    # An amount that does not fit into its square is omitted; the `title` still has it.
     if len(text) * 5.6 + 4 > step:
         return ""
     return element(

@@ -141,6 +141,7 @@ class Sketch(Record):
         return canvas.lines(ascii)
 
     def _draw_lines(self, canvas: Canvas, x: list[int], y: list[int]) -> None:
+        # Draw a line between places of different regions. Places beyond the edges have no region.
         owner = {place: i for i, region in enumerate(self.regions) for place in region.places}
         for r in range(len(y)):
             for c in range(len(x)):
@@ -152,6 +153,7 @@ class Sketch(Record):
 
     def _write_indices(self, canvas: Canvas, x: list[int], y: list[int]) -> None:
         if self.grid.row_dimension is not None:
+            # Aligned to the right in the gutter, followed by a blank.
             for position, index in zip(y, _bounds(self.grid.rows), strict=True):
                 canvas.write(position, self.gutter - 1 - len(str(index)), str(index))
         if self.grid.column_dimension is not None:
@@ -282,6 +284,7 @@ def _grow(shares: list[int], span: range, needed: int) -> None:
     missing = needed - sum(shares[i] for i in span)
     for done, i in enumerate(span):
         if missing > 0:
+            # Round up the share of the remaining intervals, so that increases differ by at most 1.
             more = -(-missing // (len(span) - done))
             shares[i] += more
             missing -= more

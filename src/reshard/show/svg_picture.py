@@ -150,6 +150,7 @@ class _Drawing:
         return min(max(proportional, _MIN_HEIGHT), _MAX_HEIGHT)
 
     def picture(self) -> tuple[str, RegionGrid, bool]:
+        # Labels are of any width here: `_labels` shortens or omits those that do not fit.
         drawn = sketch(self.grid, self._label, 10**6, 1, "…")
         boxes = [self._box(region) for region in drawn.regions]
         labels = self._labels(drawn.regions)
@@ -200,6 +201,7 @@ class _Drawing:
         if is_left_out:
             return f"not drawn: {region.lines[0]}"
         where = f"[{self._span(region.places)}]"
+        # A region may have any form, so the rectangle around it may contain others.
         if len(region.places) != len({r for r, _ in region.places}) * len(
             {c for _, c in region.places}
         ):
@@ -346,6 +348,7 @@ class _Drawing:
 
     @staticmethod
     def _fits(lines: Sequence[str], width: float, height: float) -> bool:
+        # The letters of the first line are larger.
         widths = (len(line) * (_SMALL_LETTER if i else _LETTER) for i, line in enumerate(lines))
         return max(widths) + 6 <= width and len(lines) * _LINE + 2 <= height
 
