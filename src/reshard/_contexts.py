@@ -36,7 +36,7 @@ def set_context(variable: ContextVar[T], value: T) -> Iterator[None]:
 def pause_gc(*, freeze: bool = False) -> Iterator[None]:
     """Disable the cyclic garbage collector inside the block.
 
-    The collector runs after every few hundred allocations. Where many objects are allocated and
+    The collector runs after every few hundred allocations. If many objects are allocated and
     hardly any are part of a cycle, it takes up to a third of the time and frees nothing. It is
     process wide: if it is disabled already, it stays disabled on exit.
 

@@ -32,7 +32,7 @@ class _LazyFields:
 
 @cache
 def _make_fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
-    # `dataclasses` has no public way to make a field of a given name.
+    # `dataclasses` lacks a public way to make a field of a given name.
     template: Any = dataclasses.make_dataclass("_Template", ["field"])
     (field,) = dataclasses.fields(template)
     fields = {name: copy.copy(field) for name in cls.field_names}

@@ -906,7 +906,7 @@ def _parse_joined(text: str) -> CutRule:
 
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
-    """Split a text at a separator of one letter, except inside square brackets.
+    """Split a text at a single-letter separator, except inside square brackets.
 
     >>> split_outside_brackets("tp@joined[6@heads3,2], -", ",")
     ['tp@joined[6@heads3,2]', ' -']

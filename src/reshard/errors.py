@@ -107,7 +107,7 @@ class CoverageError(CheckpointError, ValueError):
 
 
 class DigestError(CheckpointError):
-    """Bytes that differ from those written."""
+    """Bytes that differ from the written bytes."""
 
 
 class RunError(ReshardError):

@@ -4,7 +4,7 @@ A `Layout` is concrete: a shape, and for each of the ranks 0..n-1 the elements i
 a rank a *slot*: it may represent a process, a host, a file, or something else.
 
 The elements of a rank are a list of *cells*. A cell takes one part of each dimension's run table
-and holds their product, so a layout whose dimensions are split independently has one cell per rank,
+and holds their product, so a layout whose dimensions are split independently has a cell per rank,
 and a flat buffer that is split anywhere has a few::
 
     6 x 6, rows over 2 and columns over 3        4 x 4, elements 0:6 on rank 0, 6:16 on rank 1
@@ -591,7 +591,7 @@ def _layout_text(layout: Layout) -> str:
 
 
 def grid_text(layout: Layout) -> str | None:
-    """Describe how a grid of ranks shards a tensor, such as `dim 0 over 4`; None if it is no grid.
+    """Describe how a grid of ranks shards a tensor, such as `dim 0 over 4`; None for other layouts.
 
     Cells without elements are ignored.
     """

@@ -44,7 +44,7 @@ from reshard.errors import LayoutError
 OWNED, FRESH_HALO, HALO, PAD = 0, 1, 2, 3
 ROLE_NAMES = ("owned", "fresh halo", "halo", "pad")
 
-# Larger tables take gigabytes: an interleaved split of indices where blocks were meant.
+# Larger tables take gigabytes, and are mostly mistakes: single indices instead of blocks.
 MAX_RUNS = 1 << 26
 
 IntArray = NDArray[np.int64]
@@ -88,7 +88,7 @@ class SingleRuns:
 
 
 class RunTable(Interned):
-    """The runs of one dimension, canonical and interned.
+    """The runs of a dimension, canonical and interned.
 
     Args:
         dimension_length: number of global indices.

@@ -14,7 +14,7 @@ its pipeline stage.
 
 `spec(mesh, text)` reads the text that `str(sharding)` writes::
 
-    dp tp, -                     rows over dp x tp in one split, columns not split
+    dp tp, -                     rows over dp x tp in a single split, columns not split
     dp / tp, -                   rows over dp, each part again over tp
     -, x:(1)2 y                  columns over a part of x, and y
     tp@stride2, -                rows by another cut rule (see `reshard.cut_rules`)
@@ -22,7 +22,7 @@ its pipeline stage.
     tp, - | replicated(dp) sum(pp)   replicated along dp, partial sums along pp
     tp, - | only(pp=0,3)         present only where the coordinate along pp is 0 or 3
 
-There is one item per dimension, separated by commas; in an item, axes from major to minor,
+There is an item for each dimension, separated by commas; in an item, axes from major to minor,
 separated by spaces, and ` / ` between levels. The text of a tensor without dimensions is empty. If
 the number of dimensions is given, `...` stands for the missing `-`.
 """
@@ -116,7 +116,7 @@ class DimSpec(Interned):
     """The sharding of a dimension.
 
     Args:
-        levels: `Level`s, major to minor; axes (or their names) alone make one level.
+        levels: `Level`s, major to minor; axes (or their names) alone make a single level.
         is_open: whether propagation may shard it further.
         priority: of this annotation in propagation; lower is stronger.
 

@@ -366,7 +366,7 @@ def is_tracing_restricted() -> bool:
 def permit_reader(process: int) -> bool:
     """Permit a process and its descendants to read the caller's memory, if Yama restricts access.
 
-    The kernel keeps a single permitted process: a new process replaces the previous one. Return
+    The kernel keeps a single permitted process, which the call replaces. Return
     whether the permission was set.
     """
     import ctypes

@@ -1,6 +1,6 @@
 """Topologies: the hosts and racks of ranks, and the speed of the links between them.
 
-Ranks are on hosts, and hosts, where it matters, in racks. Two ranks are connected by the link of
+Ranks are on hosts, and hosts, if it matters, in racks. Two ranks are connected by the link of
 the smallest box that contains both::
 
     rack 0                                 rack 1
@@ -55,7 +55,7 @@ class Link(Record):
 
 
 class Overhead(Record):
-    """Time in addition to messages that are each alone on their link. A cost of None is not counted.
+    """Time that is not explained by each message alone on its link. A cost of None is not counted.
 
     Copies are described by links, too: their latency applies to each run of contiguous bytes, so
     many short runs take longer than a single long run.

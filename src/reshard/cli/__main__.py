@@ -1,4 +1,4 @@
-"""`python -m reshard.cli`, where the script `reshard` is not on the path."""
+"""`python -m reshard.cli`, if the script `reshard` is not on the path."""
 
 from __future__ import annotations
 

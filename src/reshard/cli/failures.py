@@ -28,7 +28,7 @@ FAILED = 3
 
 
 def failure_of(error: BaseException) -> tuple[str, str, int, str]:
-    """Return the report of an exception: its kind, the message, the exit code, and where to look.
+    """Return the report of an exception: its kind, the message, the exit code, and a hint.
 
     >>> from reshard.errors import RecipeError
     >>> failure_of(RecipeError("unknown recipe 'lama'"))

@@ -182,7 +182,7 @@ quiet_option = click.option(
 
 
 def check_picture(drawn: str | None, as_json: bool, quiet: bool = False) -> None:
-    """Refuse a picture in JSON, or where nothing is shown. Raises `click.UsageError`."""
+    """Refuse a picture in JSON, or if nothing is shown. Raises `click.UsageError`."""
     for option, is_given in (("--json", as_json), ("--quiet", quiet)):
         if drawn is not None and is_given:
             raise click.UsageError(

@@ -1,4 +1,4 @@
-"""Output of the command: text for people, or one JSON object for programs.
+"""Output of the command: text for people, or a JSON object for programs.
 
 The whole output is written at once, when it is complete. A reader that closes the pipe early
 (`| head`) is not an error, since the work was done. Names come from files that may not be trusted:
@@ -150,7 +150,7 @@ def noted(notes: Sequence[str]) -> list[str]:
 
 
 def name_text(name: str, max_columns: int | None = LINE_WIDTH - 4) -> str:
-    """Return a name, cut in the middle where it is wider; whole where `max_columns` is None.
+    """Return a name, cut in the middle if it is wider; whole if `max_columns` is None.
 
     >>> len(name_text("model." * 99)), len(name_text("model." * 99, None))
     (96, 594)

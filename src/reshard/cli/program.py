@@ -41,7 +41,7 @@ class ModuleCommands(Commands):
     """A group whose commands are imported when they are called, each from the module of its name.
 
     Args:
-        package: where the modules are.
+        package: of the modules.
         summaries: a line for each command, by its name.
     """
 

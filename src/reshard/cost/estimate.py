@@ -3,8 +3,8 @@
 *A collective* takes the time of its fastest algorithm (`reshard.cost.formulas`) on the slowest link
 of its group.
 
-*Messages* are sent at once, each over the link between its ranks. A rank sends one message at a
-time and receives one at the same time, so no schedule is faster than the busiest rank::
+*Messages* are sent at once, each over the link between its ranks. A rank sends a single message
+at a time and receives another in parallel, so no schedule is faster than the busiest rank::
 
     rank 0 sends:   | alpha | bytes to 1 (host) | alpha | bytes to 2 (network)       |
     rank 1 sends:   | alpha | bytes to 0 (host) |
@@ -234,7 +234,7 @@ def message_cost(
 
     Args:
         sender, receiver, size_bytes: of each piece, all of shape `(pieces,)`. The pieces from a
-            rank to another are a single message; those that stay on a rank take no time.
+            rank to another are a single message; pieces that stay on a rank take no time.
         topology: the hosts of the ranks, and the links.
         name: for people.
         copies: local copies; counted if the topology's overhead has links for them.

@@ -206,7 +206,7 @@ def _solve_robustly(rows: FloatArray, expected: FloatArray) -> FloatArray:
     scale = np.where(size > 0, size, 1)
     weights = np.ones(len(expected))
     costs = np.zeros(rows.shape[1])
-    # Each solution is weighted by the errors of the previous one.
+    # Each solution is weighted by the errors of the previous solution.
     for _ in range(_REWEIGHTINGS):
         root = np.sqrt(weights)
         costs = _solve_without_negatives(rows / scale * root[:, None], expected * root)

@@ -40,7 +40,7 @@ _TORCH_OPERATIONS = {
 class NumpyArrays:
     """NumPy arrays of a dtype, including the dtypes of ml_dtypes.
 
-    The methods, which `TorchTensors` has as well, are those that the executor needs.
+    The executor needs exactly these methods; `TorchTensors` has them as well.
     """
 
     def __init__(self, numpy_dtype: np.dtype[Any]) -> None:
@@ -106,7 +106,7 @@ class TorchTensors:
         self._torch = sys.modules["torch"]
         self._torch_dtype = example.dtype
         self.dtype = as_dtype(example.dtype)
-        # torch has no 16-byte integer; complex128 copies bits too.
+        # torch lacks a 16-byte integer; complex128 copies bits too.
         carriers = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
         self._carrier = getattr(self._torch, carriers.get(self.dtype.itemsize_bytes, "complex128"))
 

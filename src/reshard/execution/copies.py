@@ -267,7 +267,7 @@ def carry_out(copies: Iterable[Copy], threads: int) -> None:
     phases: dict[int, list[Copy]] = defaultdict(list)
     for copy in copies:
         phases[copy.order].append(copy)
-    # A phase begins when the previous one has ended, since it combines with its results.
+    # A phase begins when the previous phase has ended, since it combines with its results.
     for _, phase in sorted(phases.items()):
         sizes_bytes = [copy.size_bytes for copy in phase]
         total_bytes = sum(sizes_bytes)
@@ -498,7 +498,7 @@ def _view_boxes(
 
 def _box_addresses(arrays: Cells, cell: IntArray, begin: Sequence[IntArray]) -> list[int]:
     """Return the addresses of the first elements of boxes."""
-    # Read the address of each array once, and compute those of all boxes together.
+    # Read the address of each array once, and compute the addresses of all boxes together.
     cells, _, position = find_distinct(cell)
     used = [arrays[number] for number in cells.tolist()]
     address = np.array([_address(array) for array in used])[position]

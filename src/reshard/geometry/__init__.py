@@ -3,10 +3,10 @@
 Start at `layout_change`: `LayoutChange(source, target)` is the core that plans, jobs, collectives
 and checkpoints share. It knows no dtype, runner, cost or picture. In the order of the computation:
 
-regions       boxes of a tensor and where their elements are stored; parts of them, merged again
+regions       boxes of a tensor and the locations of their elements; parts of them, merged again
 boxes         many boxes as columns, and runs, that intersect
 holders       the slots that hold each element of the source
-overlap       what target parts and cells take from which holders
+overlap       the indices that target parts and cells take from each holder
 routes        which source cell feeds which target cell
 transfers     routes expanded to boxes, and adjacent boxes coalesced
 volumes       the fewest elements that must move

@@ -18,7 +18,7 @@ a line, without a table of all pairs:
    candidates of a line are counted without listing them, and the line with the fewest is chosen.
 3. If that has many candidates still, a dimension is split into bands, and the bands are laid end to
    end, each along the next best dimension: a box is an interval of every band that it touches.
-4. Candidates are listed in blocks, and those that intersect in all dimensions are kept.
+4. Candidates are listed in blocks; pairs that intersect in all dimensions are kept.
 
 The parts of a dimension may have several runs each. `intersect_runs` finds the runs that share an
 index for given pairs of parts, so the work grows with the pairs that matter: pairs of single runs

@@ -1,4 +1,4 @@
-"""The change from one layout of a tensor to another: the boxes that move and that stay.
+"""The change between two layouts of a tensor: the boxes that move and that stay.
 
 A `LayoutChange` is geometry: for a shape and two layouts, the boxes that are copied from each slot
 to each other. It is a value that depends on no data and is the same on every rank.
@@ -209,7 +209,7 @@ class LayoutChange(Interned):
         )
 
     def verify(self, transfers: Transfers | None = None) -> None:
-        """Check the transfers of this change, or the given ones, against the two layouts.
+        """Check the transfers of this change, or the given transfers, against the two layouts.
 
         Raises:
             PlanError: a box is missing, duplicated, misplaced, sent by a slot that does not hold

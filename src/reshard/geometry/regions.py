@@ -1,4 +1,4 @@
-"""Regions: boxes of a tensor, and where their elements are stored.
+"""Regions: boxes of a tensor, and the locations of their elements.
 
 A `Region` is a box `start:stop` of a tensor and a strided view of a *container*: a file, a rank's
 buffer, another tensor. Element `i` of the tensor is stored at `offset + sum((i - start) *
@@ -329,7 +329,7 @@ def _key_across(region: Region, dimension: int) -> object:
     """Return a key that is equal for regions that can be merged along a dimension."""
     start, stop, container, _, strides = region
     d = dimension
-    # The stride of a single index has no effect, so it may differ.
+    # The stride of a single index does not matter, so it may differ.
     others = tuple(
         (a, b, 0 if b - a == 1 else stride)
         for i, (a, b, stride) in enumerate(zip(start, stop, strides, strict=True))
@@ -363,7 +363,7 @@ def _merge_along(regions: list[Region], dimension: int) -> list[Region]:
 def bind_regions(
     shape: Sequence[int], regions: Iterable[tuple[int, Region]], slots: int, itemsize: int
 ) -> Binding:
-    """Return the binding of `(rank, region)` pairs: layout, addresses, and views where strided.
+    """Return the binding of `(rank, region)` pairs: layout, addresses, and views if strided.
 
     The container of a region is the path of its file; offsets and strides are in bytes.
 

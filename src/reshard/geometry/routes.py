@@ -12,18 +12,18 @@ among the holders. It stands for a product of pieces, which is not expanded yet.
 
 Nothing here depends on the transfers to other slots, so the routes of a rank are computed without
 the routes of others, and every rank computes the same. The canonical holder serves readers of
-files, arrays in one process, where the sender does not matter, and the steps of collectives. The
+files, arrays in a process, where the sender does not matter, and the steps of collectives. The
 senders of an exchange between ranks are balanced by bytes (`reshard.plans`), for which `find_needs`
 lists the needs of a whole plan with the slots that hold each:
 
-1. One cell of each target key represents its replicas. Its needs, and the source keys that hold
+1. A cell of each target key represents its replicas. Its needs, and the source keys that hold
    them, do not depend on the slots: the layers of all pipeline stages share them.
 2. The holders of a need are the slots of its source keys.
 
-*Contributions.* A tensor that is not partial has a single contribution. Data stays in place where
+*Contributions.* A tensor that is not partial has a single contribution. Data stays in place if
 possible: each source contribution goes to the target contribution that most of its holders carry
 themselves, and by default to the first. A target contribution that receives none is the identity of
-the reduction, so a replicated tensor made partial keeps one copy. A mean lacks an identity:
+the reduction, so a replicated tensor made partial keeps a single copy. A mean lacks an identity:
 contributions of a mean are summed and scaled, and a replicated tensor becomes a copy in every
 contribution.
 """
@@ -122,10 +122,10 @@ CellNeeds = tuple[IntArray, IntArray, IntArray, tuple[IntArray, ...]]
 
 
 class RouteFinder(Record, eq=False):
-    """Finds the routes between two layouts; see the module's docstring.
+    """A finder of the routes between two layouts; see the module's docstring.
 
     `combines[c]` are the source contributions that target contribution `c` combines. With
-    `intersections`, the overlaps have the pairs of those only.
+    `intersections`, the overlaps have only the pairs of these intersections.
     """
 
     source: Layout

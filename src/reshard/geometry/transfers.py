@@ -10,7 +10,7 @@ data that a rank sends to another comes in a box for each. `coalesce` merges the
     0 sends to 2   |  box   |  box   |             two boxes, one copy: they are adjacent in the
                                                    tensor and in both local arrays
 
-1. Boxes between the same two cells that are equal in all dimensions but one are sorted along that
+1. Boxes between the same two cells that differ in a single dimension are sorted along that
    dimension; adjacent boxes are joined.
 2. This is repeated for each dimension, until no boxes can be joined.
 """
@@ -75,7 +75,7 @@ class Transfers:
 
     @classmethod
     def joined(cls, parts: Iterable[Transfers]) -> Transfers:
-        """Concatenate transfers; at least one part."""
+        """Concatenate transfers; `parts` must not be empty."""
         columns = zip(*(part.columns for part in parts), strict=True)
         return cls(*(np.concatenate(column) for column in columns))
 

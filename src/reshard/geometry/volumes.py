@@ -16,7 +16,7 @@ them, since each has memory of its own.
 1. Along each dimension, the overlap gives the indices that a target part takes from each set of
    source parts, and so the number that it shares with each part.
 2. For a source key and a target key, which are a part per dimension, these numbers are multiplied.
-3. Each slot holds what its keys hold, and needs what its cells need.
+3. Each slot holds the elements of its keys, and needs the elements of its cells.
 """
 
 from __future__ import annotations

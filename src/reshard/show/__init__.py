@@ -6,7 +6,7 @@ svg_picture     layouts in colour, for pages
 charts          traffic and memory, for pages
 html_report     pages of HTML, each a file without scripts
 
-The pictures draw what `regions` finds: `sketch` lays it out in characters, `labels` writes the
+The pictures draw the result of `regions`: `sketch` lays it out in characters, `labels` writes the
 holders, and `svg` makes elements and colours. Sizes and tables as text come from `reshard.text`.
 """
 

@@ -53,7 +53,7 @@ def picture(
     Args:
         layout: the layout to draw.
         width: maximum number of columns, at least 40.
-        labels: "ranks", or a function that returns the text of a rank for its boxes, of one line
+        labels: "ranks", or a function that returns the text of a rank for its boxes, of a line
             or several.
         height: maximum number of lines of boxes, at least 9.
         ascii: draw with plain ASCII instead of box-drawing characters.

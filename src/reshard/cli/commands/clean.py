@@ -1,4 +1,4 @@
-"""`reshard clean`: what conversions to an address left that did not end."""
+"""`reshard clean`: the remains of unfinished conversions to an address."""
 
 from __future__ import annotations
 

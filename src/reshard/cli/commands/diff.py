@@ -1,4 +1,4 @@
-"""`reshard diff`: what changed between two checkpoints, as a file."""
+"""`reshard diff`: the changes between two checkpoints, as a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`reshard inspect`: the tensors of a checkpoint, and whether its bytes are those written."""
+"""`reshard inspect`: the tensors of a checkpoint, and whether its bytes are intact."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def _tensors_json(checkpoint: Checkpoint, found: DigestReport | None) -> Iterato
     recorded = columns.digests
     for row, (name, kind) in enumerate(zip(columns.names, columns.kind.tolist(), strict=True)):
         digest = None
-        # Those just computed where bytes were read, else those that the manifest records.
+        # The digests that were just computed if bytes were read, else those in the manifest.
         if found is not None:
             digest = found.digests.get(name)
         elif recorded is not None and (recorded.known is None or recorded.known[row]):

@@ -1,4 +1,4 @@
-"""`reshard recipe`: recipes, how one shards a checkpoint, and layouts of engines.
+"""`reshard recipe`: recipes, their shardings of a checkpoint, and layouts of engines.
 
 `show` lists recipes, `check` applies one recipe, also against an engine's layout, and `derive`
 writes the layout that an engine's own loader has.
