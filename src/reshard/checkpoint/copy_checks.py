@@ -517,8 +517,8 @@ def _find_copies(kind: TensorKind, layout: Layout) -> tuple[tuple[_Copy, ...], .
 def _find_overlaps(layout: Layout, copies: list[_Copy]) -> Iterator[tuple[_Copy, ...]]:
     """Yield the copies of the overlaps of boxes that are not equal."""
     held = sum(region.elements for copy in copies for region in copy.regions)
-    # Shards that are partial sums differ by their nature. Without more elements than the tensor
-    # has, no boxes overlap.
+    # Partial shards differ by their nature. Boxes do not overlap if the shards do not have more
+    # elements than the tensor.
     if layout.contributions > 1 or held <= math.prod(layout.shape):
         return
     # A halo may be older than the elements that it copies.

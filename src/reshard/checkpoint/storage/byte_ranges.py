@@ -114,7 +114,7 @@ def split_equal_steps(*columns: IntArray) -> Iterator[tuple[int, int]]:
             steps = np.diff(column)
             changes |= steps[1:] != steps[:-1]
         for change in np.flatnonzero(changes).tolist():
-            # The step before the change ends a stretch, unless the previous stretch has it.
+            # The step between two stretches belongs to neither: ignore a change right after it.
             if change >= begin:
                 yield begin, change + 2
                 begin = change + 2

@@ -263,8 +263,8 @@ class Damage(NamedTuple):
 class SourceFile(Closing):
     """A file that many threads read at once, each into its own memory.
 
-    `size_bytes` and `identity` are those at opening; `read_bytes` counts the bytes requested and
-    delivered. A context manager; holds two descriptors.
+    `size_bytes` and `identity` are the values at opening; `read_bytes` counts the bytes requested
+    and delivered. The file is a context manager, and holds two descriptors.
 
     A file without a name is passed as `descriptor`, which is reopened; `path` names it in errors.
     Raises `RunError` if the file cannot be opened or is not a regular file, and
@@ -512,8 +512,8 @@ class TargetFile(Closing):
     The file is created, or opened with the content that an earlier run wrote, and all its space is
     allocated up front, so a disk that is too small is reported before anything is written. With
     `is_sparse`, space is taken as the file is written, because parts of it are released meanwhile
-    (`release`). `written_bytes` counts the bytes accepted; they are durable after `sync`. A context
-    manager; holds two descriptors.
+    (`release`). `written_bytes` counts the bytes accepted; they are durable after `sync`. The file
+    is a context manager, and holds two descriptors.
 
     Raises `RunError` naming the file if it cannot be created or there is no room for it.
     """

@@ -179,7 +179,7 @@ class ScratchFile(SourceFile):
 
     @property
     def read_bytes(self) -> int:
-        """0: packed bytes are counted by the packed file."""
+        """Zero, since the packed file counts the bytes that are read."""
         return 0
 
     def check_unchanged(self) -> None:

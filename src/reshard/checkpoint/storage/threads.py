@@ -32,7 +32,10 @@ ProgressFunction = Callable[[Progress], None]
 
 
 class StoppedError(InterruptedRunError):
-    """A run whose `stop` was set; the caller replaces it by an error that describes the result."""
+    """An error for a run whose `stop` was set.
+
+    The caller replaces it by an error that describes the result.
+    """
 
 
 def check_stop(stop: threading.Event | None) -> None:

@@ -125,7 +125,7 @@ class PartGrid:
         return file, start, min(start + int(self.part_bytes[file]), int(self.sizes[file]))
 
     def touched(self, file: IntArray, start: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the pairs of ranges and parts that overlap: number of the range, and part.
+        """Return the overlapping pairs of a range and a part, as numbers of ranges and of parts.
 
         Empty ranges overlap none.
         """

@@ -260,7 +260,7 @@ def _find_twins(
     shared: dict[tuple[str, str], list[str]] = {}
     for end, prefixes in ends.items():
         named = [prefix for prefix, kind in prefixes.items() if longest.get(kind) == len(end)]
-        # An end that very many names share is an end of names in layers.
+        # Layers, not models, if there are more prefixes than there can be models.
         if 1 < len(named) <= _MAX_MODELS:
             for number, first in enumerate(named):
                 for second in named[number + 1 :]:

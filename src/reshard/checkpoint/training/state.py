@@ -422,7 +422,7 @@ def _split_path(path: Path, rest: str) -> tuple[str, str]:
 
 def _split_by_known(rest: str, known: Mapping[str, str]) -> tuple[str, str]:
     """Return the longest known parameter that `rest` begins with, and the key after it."""
-    # Try longer beginnings first: a parameter's name may begin with that of another.
+    # Try longer beginnings first: a parameter's name may begin with another parameter's name.
     at = rest.rfind(".")
     while at > 0:
         bare = bare_name(rest[:at])
