@@ -1,9 +1,8 @@
 """Cut rules: how a dimension of a tensor is split into parts.
 
 A cut rule is a small frozen value. `rule.table(length, parts)` returns the run table of a dimension
-of that length for any two numbers: no rule requires the length to be divisible by the number of
-parts. A rule with numbers of its own (sizes, blocks) raises `RuleError` if they do not add up to
-the length.
+of that length. No rule requires the length to be divisible by the number of parts. A rule with
+numbers of its own (sizes, blocks) raises `RuleError` if they do not add up to the length.
 
 ====================  =================================================  ==========================
 text                  split                                              source
@@ -655,7 +654,7 @@ class Pieces(CutRule):
 
     @classmethod
     def from_splits(cls, splits: Sequence[Sequence[int]]) -> Pieces:
-        """Return the split in which part `p` has pieces of `splits[p]`, one per block."""
+        """Return the split in which part `p` has the pieces `splits[p]`, block by block."""
         counts = {len(split) for split in splits}
         if len(counts) > 1:
             raise RuleError(f"splits {[list(split) for split in splits]} must be equally many")
@@ -760,7 +759,7 @@ class BlockCyclic(CutRule):
 class Zigzag(CutRule):
     """Two equal blocks per part, by ceil: part `p` has the `p`-th and the `p`-th from the end.
 
-    In a causal sequence, all parts have equal work then. Source: zigzag ring attention, and
+    All parts of a causal sequence then have equal work. Source: zigzag ring attention, and
     Megatron's context parallelism.
 
     >>> print(Zigzag().table(8, 2))

@@ -165,7 +165,7 @@ class Layout(Interned):
         contribution: the contribution of each cell, shape `(cells,)`; zeros if None.
         contributions: number of contributions; 1 for a layout that is not partial.
         reduction: how contributions combine, one of `REDUCTIONS`; None if the layout is not
-        partial.
+            partial.
 
     Raises:
         LayoutError: tables, parts or ranks that do not match the shape or each other.

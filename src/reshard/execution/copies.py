@@ -237,7 +237,7 @@ def available_threads() -> int:
 
 
 def check_threads(threads: int | None) -> int:
-    """Return a number of threads, the available ones for None. Raises UsageError below 1.
+    """Return the number of threads; by default the available processors. Raises UsageError below 1.
 
     >>> check_threads(0)
     Traceback (most recent call last):

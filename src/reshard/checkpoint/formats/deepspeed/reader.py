@@ -68,7 +68,7 @@ _AUTO_EXPERTS = ("ds_autoep_layers", "autoep_layers")
 
 
 class SaveReader:
-    """Reads a save; names of files are relative to `folder`."""
+    """A reader of a save; names of files are relative to `folder`."""
 
     def __init__(self, folder: Path, saved: SavedFiles, format_name: str) -> None:
         self.folder, self.saved, self.format_name = folder, saved, format_name

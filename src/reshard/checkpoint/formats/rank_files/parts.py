@@ -114,7 +114,7 @@ def _find_wrapper(call: Call) -> str:
 
 
 class PartReader:
-    """Reads the parts in the file of `rank`, of `ranks` files; `label` names it in errors."""
+    """A reader of the parts in the file of `rank`, of `ranks` files; `label` names it in errors."""
 
     def __init__(self, label: str, rank: int, ranks: int, read: ReadElements) -> None:
         self._label = label

@@ -175,7 +175,7 @@ def read_torch_value(
 
 
 class _WindowReader:
-    """Reads ranges of an open file; small ranges near each other together."""
+    """A reader of ranges of an open file, which combines small ranges near each other."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file = file

@@ -57,8 +57,8 @@ def read(root: Path, inside: str = "") -> Checkpoint:
     """Describe the checkpoint in a folder of ranks' folders: `inside` of `root`.
 
     Raises:
-        CheckpointError: a rank's folder or file that is missing, or an unsupported kind of
-        checkpoint.
+        CheckpointError: a rank's folder or file that is missing, or tensor parallelism
+            of a parameter that is not known.
         FormatError: a file that is damaged; ranks that contradict each other.
         CoverageError: parts that no rank has.
     """
