@@ -47,7 +47,8 @@ CONFIG = "ds_config"
 # How many names an error or a note lists.
 MAX_SHOWN = 4
 _PARAMS = "params"
-# The optimizer determines whether weight decay is decoupled; DeepSpeed does not restore the key.
+# The optimizer determines whether weight decay is decoupled. Under DeepSpeed it does not set this
+# key again when it loads a state, so new groups leave it out.
 _NEW_GROUP = {key: value for key, value in ADAM_GROUP.items() if key != DECOUPLED}
 # Last words of the names of parameters, if the source does not list these.
 _PARAMETER_WORDS = ("weight", "bias")
