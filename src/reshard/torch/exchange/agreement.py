@@ -56,7 +56,7 @@ class CallSignature:
         problem: why this rank cannot take part, or None.
         is_open: whether this rank lacks a description of the call, and agrees with all others.
         notes: up to 8 small integers; all ranks receive the maximum of each.
-        shown: parts as text, for the error where ranks differ.
+        shown: parts as text, for the error if ranks differ.
     """
 
     parts: Mapping[str, bytes]
@@ -95,7 +95,7 @@ def agree(intent: CallSignature, group: Group = None) -> tuple[int, ...]:
         The maximum over ranks of each note.
 
     Raises:
-        PlanError: ranks that intend different things; the message names the part and the ranks.
+        PlanError: ranks whose calls differ; the message names the part and the ranks.
         RunError: a rank cannot take part, and the message names it and the reason; or a rank does
             not answer within the group's timeout.
     """
@@ -106,7 +106,7 @@ def confirm(group: Group = None, error: Exception | None = None) -> None:
     """Return if all ranks of `group` reach this point without error; raise on all otherwise.
 
     A rank that fails while no other rank waits for its messages passes its error. Other failures
-    break the group's connections off.
+    close the group's connections.
 
     Raises:
         RunError: a rank failed or was lost; the message names it and the reason.
@@ -123,19 +123,19 @@ def _compare(
 ) -> tuple[int, ...]:
     digest = intent.digest
     low, high = (int.from_bytes(half) for half in (digest[:7], digest[7:]))
-    # Maxima of `d` and `-d` give the greatest and the least. Seven bytes fit in a signed word.
+    # Maxima of `d` and `-d` give the maximum and the minimum. Seven bytes fit in a signed word.
     digits = [_NOTHING] * 4 if intent.is_open else [low, high, -low, -high]
     name = threading.current_thread().name
     caller = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
     threads = [int(group.has_threads), caller, -caller]
-    # Always as many numbers: ranks that call for different things still understand each other.
+    # Always the same number of values, so that ranks with different calls can compare them.
     notes = [*intent.notes, *[0] * (_MOST_NOTES - len(intent.notes))]
     numbers = [int(intent.problem is not None), *digits, *threads, *notes]
     with group.errors(otherwise):
         most = group.allreduce_max(numbers)
         has_problem, *digits = most[:5]
         has_threads, greatest, least = most[5:8]
-        # All are alike where the greatest is the least, and where all ranks are open.
+        # All are equal if the maximum equals the minimum, or if all ranks are open.
         is_like = digits[:2] == [-digits[2], -digits[3]] or digits == [_NOTHING] * 4
         if has_problem:
             _raise_problems(intent.problem, group, otherwise, cause)
@@ -189,7 +189,7 @@ def _raise_difference(intent: CallSignature, group: RankGroup) -> NoReturn:
     ]
     every = gather(json.dumps(None if intent.is_open else own).encode(), group).values
     told = {rank: json.loads(parts) for rank, parts in every.items()}
-    # Only digests are compared: of equal ones the texts may differ in their spelling.
+    # Compare only digests, since equal calls may have differently spelled texts.
     pairs = [
         (rank, {name: digest for name, (digest, _) in parts})
         for rank, parts in told.items()
@@ -268,7 +268,7 @@ def gather(
             # Equal values come from the first rank that has them.
             first_with.setdefault(digest, rank)
         for digest, rank in first_with.items():
-            # Only the first rank and the one that has the value take part in its message.
+            # Only the first rank and the owner of the value take part in its message.
             if to_first and (rank == ranks[0] or me not in (rank, ranks[0])):
                 continue
             if not digest[0]:
@@ -284,7 +284,7 @@ def gather(
             if me != rank:
                 received_bytes += len(data)
                 found[digest] = bytes_of(data)
-    # What is not received is what this rank has itself.
+    # Values that were not received are this rank's own.
     every = zip(ranks, digests, strict=True)
     return Gathered({rank: found.get(digest, own) for rank, digest in every}, received_bytes)
 
@@ -307,7 +307,7 @@ def scatter(parts: Iterable[Any] | None, group: Group) -> tuple[Any, int]:
     Args:
         parts: on the first rank, a value for each rank of the group in order; an iterator.
 
-    Raises RunError where a rank does not answer.
+    Raises RunError if a rank does not answer.
     """
     among = rank_group(group)
     first = among.ranks[0]

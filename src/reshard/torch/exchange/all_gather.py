@@ -1,7 +1,7 @@
 """All-gathers of shards within a process group, in little memory.
 
 A collective takes dense memory, so pieces are packed and unpacked, a limited part of them at a
-time. While one round travels the next one is packed, in the other half of the memory::
+time. While a round is in flight the next round is packed, in the other half of the memory::
 
     round        0          1          2
     pack      |  a0  |   |  a1  |  |  a2  |
@@ -31,16 +31,16 @@ from reshard.torch.exchange.packing.messages import (
 from reshard.torch.exchange.packing.pieces import MessagePieces, Piece
 
 _ROUNDS_AHEAD = 2
-# Newer releases of torch have it by another name.
+# Newer releases of torch rename it.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# A round on its way, and the pieces to be copied from its memory.
+# A round in flight, and the pieces to be copied from its memory.
 _Round = tuple[Any, list[tuple[Piece, torch.Tensor]]]
 _Shapes = tuple[tuple[int, ...], ...]
 
 
 def is_all_gather(change: LayoutChange) -> bool:
-    """Whether every rank sends its shard, whole, to all others alike."""
+    """Return whether every rank sends its whole shard to all others."""
     if change.source.contributions > 1:
         return False
     rows = change.transfers.moving
@@ -53,7 +53,7 @@ def is_all_gather(change: LayoutChange) -> bool:
     receivers = set(rows.target_slot.tolist())
     for sender, to in by_sender.items():
         boxes = list(to.values())
-        # Each rank sends the same boxes to every other one that receives anything.
+        # Each rank sends the same boxes to every other rank that receives anything.
         if set(to) != receivers - {sender} or any(one != boxes[0] for one in boxes):
             return False
     return True
@@ -66,11 +66,11 @@ class AllGatherRounds:
 
     Args:
         tensor: this rank's transfers; their change is that of the group (`is_all_gather`).
-        rank: this one.
+        rank: this rank.
         group: the process group of these ranks.
         dtype: of the tensor.
-        device: where the memory to pack into is.
-        extra_bytes: the most of that memory; the same on all ranks.
+        device: of the memory to pack into.
+        extra_bytes: the maximum size of that memory; the same on all ranks.
 
     Raises:
         UsageError: a limit too small for any message.
@@ -86,7 +86,7 @@ class AllGatherRounds:
         extra_bytes: int,
     ) -> None:
         self._group = group
-        # In the order of the process group, which is not the mesh's.
+        # In the order of the process group, which may differ from the mesh's.
         self._members = dist.get_process_group_ranks(group)
         # A part for each member, and another for the outgoing data.
         most_bytes = limit_message_bytes(extra_bytes, len(self._members))
@@ -104,7 +104,7 @@ class AllGatherRounds:
             for shapes in _find_shapes(tensor.change).values()
         ]
         rounds = max(map(len, sizes), default=0)
-        # Ranks whose shard is smaller than others' send as much, of which the rest is nothing.
+        # Ranks with a smaller shard send as many bytes as the others; the rest is ignored.
         self._sizes = [max(of[n] for of in sizes if n < len(of)) for n in range(rounds)]
         part_bytes = max(self._sizes, default=0)
         self._half_bytes = (len(self._members) + 1) * part_bytes
@@ -112,12 +112,12 @@ class AllGatherRounds:
         self._memory = torch.empty(self.extra_bytes, dtype=torch.uint8, device=device)
 
     def run(self) -> None:
-        """Carry all rounds out. All ranks of the group call this."""
+        """Run all rounds. All ranks of the group call this."""
         for one in self._local:
             one.target.copy_(one.source)
         before: _Round | None = None
         for number, size_bytes in enumerate(self._sizes):
-            # The next round is under way before the last one is waited for and unpacked.
+            # The next round is in flight before the last round is waited for and unpacked.
             following = self._post(number, size_bytes)
             if before is not None:
                 _complete(before)
@@ -159,13 +159,13 @@ def _list_rounds(
 
 
 def _place_pieces(message: RankMessage, memory: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
-    """Each piece of a message with its part of the memory."""
+    """Return each piece of a message with its part of the memory."""
     return list(zip(message.pieces, message.pieces.parts_of(memory), strict=True))
 
 
 @lru_cache(maxsize=256)
 def _find_shapes(change: LayoutChange) -> dict[tuple[int, int], _Shapes]:
-    """By sender and receiver: the shapes of the pieces in their order."""
+    """Return the shapes of pieces in their order, by sender and receiver."""
     rows = change.transfers.moving
     found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for row in order_transfers(rows):
@@ -176,7 +176,7 @@ def _find_shapes(change: LayoutChange) -> dict[tuple[int, int], _Shapes]:
 
 @lru_cache(maxsize=4096)
 def _size_messages(shapes: _Shapes, dtype: torch.dtype, most_bytes: int) -> tuple[int, ...]:
-    """The bytes of each message that pieces of these shapes travel in."""
+    """Return the bytes of each message with pieces of these shapes."""
     pieces = MessagePieces.of(
         Piece.of(torch.empty(shape, dtype=dtype, device="meta"), dtype) for shape in shapes
     )

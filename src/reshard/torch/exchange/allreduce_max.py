@@ -73,7 +73,7 @@ def reduce_far_max(
     """Return the maximum of each number over ranks that are connected.
 
     Args:
-        connections: `Connections`, or a process group of torch, whose messages know no time.
+        connections: `Connections`, or a process group of torch, whose messages have no timeout.
         numbers: as many on every rank.
         position: of this rank among so many `ranks`.
         until_s: of `time.monotonic`, when the time to wait is up.
@@ -82,7 +82,7 @@ def reduce_far_max(
         RuntimeError: a rank is lost.
     """
     senders = [(position - ahead) % ranks for ahead in list_distances(ranks)]
-    # In a list: an error keeps what its frames have, and with a work connections stay open.
+    # In a list: an error keeps its frames' objects, and a work would keep connections open.
     works: list[Any] = []
 
     def swap(own: IntArray, receiver: int, sender: int) -> IntArray:

@@ -1,8 +1,8 @@
 """The seam between exchanges and what transports their bytes.
 
-An exchange of messages knows tensors, and a carrier knows none: it moves bytes between this rank
-and the ranks that it reaches. Everything that depends on sockets, shared memory or a device's links
-is below this seam::
+An exchange of messages handles tensors, and a carrier handles bytes: it moves them between this
+rank and the ranks that it reaches. Everything that depends on sockets, shared memory or a device's
+links is below this seam::
 
     exchange   which bytes, to whom, in which order, in how much memory
     ---------------------------------------------------------------------
@@ -29,7 +29,7 @@ class Carrier(Protocol):
     """A transport of messages to and from some ranks. Messages of a tag arrive in order."""
 
     lends: bool
-    # Whether `takes_memory` is true of any.
+    # Whether `takes_memory` is true for any memory.
     takes_spans: bool
 
     @property
@@ -57,5 +57,5 @@ class Carrier(Protocol):
     def receive(self, into: torch.Tensor | int, sender: int, tag: int) -> Any:
         """Begin to receive into dense memory; by a carrier that lends, as many bytes as given.
 
-        Returns an object with `wait()`, likewise.
+        Returns an object with `wait()`, as `send` does.
         """

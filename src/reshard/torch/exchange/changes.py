@@ -1,33 +1,34 @@
-"""Exchanges that send what changed since the run before, and no more.
+"""Exchanges that send only the changes since the previous run.
 
-A trainer changes few of the elements that its engines have: of weights in bfloat16, a step of
+A trainer changes few of its engines' elements: of weights in bfloat16, a step of
 reinforcement learning changes 1 %. So a sender keeps the data that it sent, compares, and sends the
 differences, in the encoding of a delta of checkpoints (`reshard.checkpoint.deltas.encoding`)::
 
     sender      pack -> compare with what was sent    --- how much comes: 24 bytes ---->
-                          which elements, their values --- payload, often none -------->   write
+                          which elements, their values --- payload, often empty -------->   write
 
-1. *What is kept.* By elements: a copy of all that was sent; an element of two bytes that changed
-   costs three. By blocks: a digest of 16 bytes for each block of 4 KiB, 0.4 % of the memory. Whole
-   blocks are sent, which pays where changes lie together, as in the experts that were used, and not
-   where one element in a hundred changes: nearly every block has one.
-2. *Which elements.* Gaps between changes, a bit for each element, runs, or the whole, whatever
-   is shortest: a message that changed all over costs 24 bytes more than in any other exchange.
+1. *Kept data.* By elements: a copy of all sent elements; a changed element of two bytes costs
+   three bytes. By blocks: a digest of 16 bytes for each block of 4 KiB, 0.4 % of the memory. Whole
+   blocks are sent, which is efficient if changes are adjacent, as in the experts that were used,
+   but not if an element in a hundred changes, since then nearly every block has changes.
+2. *Positions.* Gaps between changes, a bit for each element, runs, or the whole message, whichever
+   is shortest: a message that changed everywhere costs 24 bytes more than in any other exchange.
 3. *Whole runs.* The first run sends everything, and so does a run before which a rank's target was
    changed: the caller passes this, equally on all ranks.
 
-4. *Ranks that share memory* (`one_host`) get everything with `changed_only=True`: to copy it
-   takes less than to compare it.
+4. *Ranks that share memory* (`one_host`) receive all elements with `changed_only=True`: copying
+   them takes less time than comparing them.
 
-5. *Stages.* Bytes that are sent whole enter each host once (`packing.messages`), and changes go to
-   each rank that wants them. So where hosts have replicas, a run in which everything travels takes
-   a second set of messages. All ranks decide alike before a run, by samples (`seems_changed`)::
+5. *Stages.* Bytes that are sent whole enter each host once (`packing.messages`); changes are sent
+   directly to each rank that needs them. So if hosts have replicas, runs that send all elements
+   have a second set of messages. All ranks make the same decision before a run, by samples
+   (`seems_changed`)::
 
        first run, or most changed    source -> one rank of a host -> the others     in stages
-       any other run                 source -> each rank, what changed
+       any other run                 source -> each rank, only changes
 
-Messages have the order of `messages`, and both ends treat theirs in it, so no two ranks wait for
-each other. What several ranks are sent alike is kept, packed and compared once.
+Messages have the order of `messages`, and both ends process them in this order, so no two ranks
+wait for each other. Bytes that several ranks receive are kept, packed and compared once.
 """
 
 from __future__ import annotations
@@ -60,19 +61,19 @@ BLOCK_BYTES = 4096
 _HEAD_TAG, _PAYLOAD_TAG = 1, 0
 _HEAD_WORDS = 3
 _NOTHING = -1
-# Sent and received messages that are under way, each in a slot of its own.
+# The maximum number of sent and received messages in flight, each in its own slot.
 _SLOTS = 2
-# Messages of half the usual part of the limit: what a comparison takes has the other half.
+# Messages have half of the usual size, since a comparison uses as much memory.
 _SHARE = 2
 _HEADS_AHEAD = 16
-# What is looked at to see whether most has changed: of so many messages, so much.
+# Samples that show whether most elements have changed: the number of messages, and their bytes.
 _SAMPLES, _SAMPLE_BYTES = 16, 16 * BLOCK_BYTES
 
 
 def can_be_compared(source: Layout, target: Layout, dtype: torch.dtype) -> bool:
     """Return whether single elements of a tensor sent as `dtype` can be kept and changed.
 
-    Both ends find the same. Contributions that are combined leave nothing to compare with.
+    The result is the same on both ends. False for combined contributions, which cannot be compared.
     """
     is_whole = max(source.contributions, target.contributions) == 1
     return is_whole and not dtype.is_complex and dtype.itemsize in WORDS
@@ -80,10 +81,10 @@ def can_be_compared(source: Layout, target: Layout, dtype: torch.dtype) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """A message from this rank to some others, and the copy or digests kept of it.
+    """A message from this rank to others, and its kept copy or digests.
 
-    `copies` pack it into its slot; empty if it is dense in its tensor. `users` are
-    how many messages carry it, `left` how many of them are still to be sent in a run that found
+    `copies` pack it into its slot; empty if it is dense in its tensor. `users` is the number of
+    messages that carry it, and `left` the number of those not yet sent in a run that found
     `coding`, `words` and `payload`.
     """
 
@@ -100,7 +101,7 @@ class _Sent:
 
 @dataclass(slots=True, eq=False)
 class _Received:
-    """What arrives from another rank: its pieces as words, and the word at which each begins."""
+    """A message from another rank: its pieces as words, and the first word of each."""
 
     message: RankMessage
     label: str
@@ -113,24 +114,24 @@ class _Received:
 
     @property
     def total(self) -> int:
-        """How many words it has."""
+        """The number of its words."""
         return int(self.begins[-1])
 
 
 class ChangeExchange:
     """The messages of a rank, of which each run sends the changes.
 
-    `sent_bytes` and `received_bytes` are of the last run, and before any of a whole one;
-    `kept_bytes` is what a sender remembers.
+    `sent_bytes` and `received_bytes` are of the last run, and before any run of a whole run;
+    `kept_bytes` is the size of a sender's copies or digests.
 
     Args:
-        tensors: this rank's transfers of each with the type of what travels, in the same order on
-            every rank, all of which `can_be_compared`.
+        tensors: this rank's transfers of each with the dtype as sent, in the same order on
+            every rank; all `can_be_compared`.
         group: of all ranks that have a part.
-        device: where the tensors are; only the CPU is possible.
-        unit: by what changes are found.
+        device: of the tensors; only the CPU is supported.
+        unit: the unit in which changes are found.
         extra_bytes: the maximum memory besides what is kept; the same on every rank.
-        memory: to stage in; its own when None.
+        memory: for staging; allocated when None.
         near: sends the rest of the same tensors, to ranks that share memory; None without any.
         staged: sends all of both in stages; None if no tensor is staged.
 
@@ -163,7 +164,7 @@ class ChangeExchange:
                 of_size.setdefault(tensor.dtype.itemsize, []).append(tensor)
         self._copies = []
         listed: list[tuple[int, RankMessage]] = []
-        # Words of a message are all of one size.
+        # All words of a message have the same size.
         for itemsize in sorted(of_size):
             messages, copies, _ = list_messages(
                 of_size[itemsize], group.rank, group.slots, message_bytes
@@ -196,7 +197,7 @@ class ChangeExchange:
         self.sent_bytes = sum(m.size_bytes + heads for _, m in listed if m.is_sent)
         self.received_bytes = sum(m.size_bytes + heads for _, m in listed if not m.is_sent)
         self._count_bytes(near if staged is None else staged, is_all=staged is not None)
-        # Works in the order in which they were begun, with the slot that each reads.
+        # Sends in the order in which they began, with the slot that each reads.
         self._sends: deque[tuple[Any, int | None, Any]] = deque()
         self._heads: deque[Any] = deque()
         self._arriving: deque[tuple[Any, _Received]] = deque()
@@ -225,9 +226,9 @@ class ChangeExchange:
             self.received_bytes += other.received_bytes
 
     def run(self, is_whole: bool) -> None:
-        """Send what changed, or all where `is_whole`, which is the same on all ranks.
+        """Send the changes, or all elements if `is_whole`, which is the same on all ranks.
 
-        Raises RunError where a message does not come; the targets are not usable then.
+        Raises RunError if a message does not arrive; the targets are then not usable.
         """
         if is_whole and self._staged is not None:
             self._staged.run()
@@ -251,7 +252,7 @@ class ChangeExchange:
                 raise LostMessageError(str(error)) from error
 
     def _remember(self) -> None:
-        """Keep what this rank sends, once all of it has travelled in stages."""
+        """Keep the sent elements, after all of them were sent in stages."""
         for one in self._sent_once:
             self._pack(one)
             self._compare(one, is_whole=True)
@@ -259,8 +260,8 @@ class ChangeExchange:
     def seems_changed(self) -> bool:
         """Return whether all of what this rank sends is better sent in stages.
 
-        That is so if at least half of it changed since the last run, by a sample. True where it
-        sends nothing; False where there are no stages.
+        This is the case if at least half of it changed since the last run, by a sample. True if
+        this rank sends nothing; False without stages.
         """
         if self._staged is None:
             return not self._sent_once
@@ -279,7 +280,7 @@ class ChangeExchange:
         return 2 * changed >= looked
 
     def fail(self) -> None:
-        """Give up all messages: while they are under way they keep their connections."""
+        """Drop all messages: messages in flight keep their connections open."""
         self.has_failed = True
         for works in (self._sends, self._heads, self._arriving):
             works.clear()
@@ -296,7 +297,7 @@ class ChangeExchange:
             if isinstance(one, _Sent):
                 self._send(peer, one, is_whole)
                 continue
-            # Heads are small: some are waited for ahead, in the order of the messages.
+            # Heads are small: wait for some of them ahead, in the order of the messages.
             while asked < min(len(incoming), turn + _HEADS_AHEAD):
                 sender, ahead = incoming[asked]
                 head = torch.from_numpy(ahead.head)
@@ -315,18 +316,18 @@ class ChangeExchange:
         if one.left == one.users:
             self._find_changes(one, is_whole)
         elif one.coding == Coding.WHOLE and self._unit == "blocks":
-            # Others may have had the slot since.
+            # Pack again, since another message may have used the slot.
             self._pack(one)
         one.left -= 1
         data, slot = one.data.view(np.uint8), one.slot
         if one.payload is not None:
             data, slot = one.payload, None
         elif self._unit == "elements":
-            # What is kept is what is sent: the slot is free again.
+            # Send the kept copy, which has the same elements, so that the slot is free again.
             data, slot = one.kept.view(np.uint8), None
         size_bytes = 0 if one.coding == _NOTHING else len(data)
         head = np.array([one.coding, one.words, size_bytes], np.int64)
-        # Only the queue has works: what an error has seen would keep their connections open.
+        # Keep works only in the queue: an error's frames would keep their connections open.
         for part, tag in ((head, _HEAD_TAG), (data, _PAYLOAD_TAG)):
             if part is head or size_bytes:
                 sending = self._group.send(torch.from_numpy(part.view(np.uint8)), peer, tag)
@@ -339,7 +340,7 @@ class ChangeExchange:
             self._complete_send()
 
     def _pack(self, one: _Sent) -> None:
-        """Pack into its slot, once what was sent from there has gone."""
+        """Pack into its slot, after the previous send from the slot is complete."""
         if one.slot is None:
             return
         while any(slot == one.slot for _, slot, _ in self._sends):
@@ -358,11 +359,11 @@ class ChangeExchange:
             one.coding, one.words = _NOTHING, 0
         elif encoded.coding is not Coding.WHOLE:
             one.coding, one.words = encoded.coding, encoded.words
-            # Torch wants memory that may be written.
+            # Torch requires writable memory.
             one.payload = np.frombuffer(bytearray(encoded.payload), np.uint8)
 
     def _compare(self, one: _Sent, is_whole: bool) -> NDArray[np.bool_] | None:
-        """Which words of what is packed are not those kept, which are replaced; all where None.
+        """Return which packed words differ from those kept, and replace these; None for all.
 
         Shape `(words,)`.
         """
@@ -379,7 +380,7 @@ class ChangeExchange:
         return np.repeat(changed, BLOCK_BYTES // one.data.itemsize)[: len(one.data)]
 
     def _receive(self, peer: int, one: _Received) -> None:
-        """Begin to receive a message whose head is there."""
+        """Begin to receive a message whose head has arrived."""
         coding, _, size_bytes = one.head.tolist()
         whole_bytes = one.message.size_bytes
         is_whole = coding == Coding.WHOLE
@@ -396,7 +397,7 @@ class ChangeExchange:
             self._complete_arrival()
         into = one.direct if is_whole else None
         if into is None:
-            # Of those that arrive, each has the slot that the last but one had.
+            # Received messages use the slots in turn.
             into = self._slots[_SLOTS + self._arrivals % _SLOTS][:size_bytes]
         self._arrivals += 1
         one.buffer = into
@@ -430,7 +431,7 @@ class ChangeExchange:
 
 
 def find_digests(words: NDArray[Any]) -> NDArray[Any]:
-    """The digest of each block of some words, of which the last may be shorter.
+    """Return the digest of each block of words; the last block may be shorter.
 
     >>> found = find_digests(np.zeros(3 * BLOCK_BYTES // 4 + 1, np.uint32))
     >>> (found == found[0]).tolist()
@@ -459,7 +460,7 @@ def _prepare_received(itemsize: int, message: RankMessage) -> _Received:
 
 
 def _write_words(one: _Received, chosen: NDArray[Any], values: NDArray[Any]) -> None:
-    """Write the values of words, named by places or a mask, into the pieces that have them."""
+    """Write words, selected by positions or a mask, into the pieces that contain them."""
     parts = list_positions(chosen) if chosen.dtype == bool else [(slice(0, None), chosen)]
     at = 0
     for part, places in parts:

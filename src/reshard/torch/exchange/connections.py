@@ -37,8 +37,8 @@ class Connections:
     """A process group of gloo, for this process alone.
 
     Args:
-        group: torch's, which nothing else uses.
-        find_silent: why nothing more is to be waited for; empty where nothing is known.
+        group: of torch, used only here.
+        find_silent: returns why waiting is futile; empty if unknown.
     """
 
     def __init__(self, group: Any, find_silent: Callable[[], str] = str) -> None:
@@ -74,7 +74,7 @@ class Connections:
         # A rank receives from the position without its lowest set bit, and sends to the positions
         # with a further, lower bit. The first rank only sends.
         ahead = place & -place if place else 1 << (count - 1).bit_length()
-        # In a list: an error keeps what its frames have, and with a message connections stay open.
+        # In a list: an error keeps its frames' objects, and a message would keep connections open.
         messages: list[Message] = []
         try:
             if place:
@@ -90,11 +90,11 @@ class Connections:
     def all_gather(self, tensor: torch.Tensor, until_s: float) -> list[torch.Tensor]:
         """Return the tensors of all ranks, which have equal shapes.
 
-        After each round a rank has those of twice as many (Bruck and others, 1997). Raises as
-        `Message.wait` does.
+        After each round a rank has the tensors of twice as many ranks (Bruck and others, 1997).
+        Raises as `Message.wait` does.
         """
         own, count = self._group.rank(), self._group.size()
-        # From this rank on.
+        # The tensors of the ranks from this rank on.
         found = torch.empty((count, *tensor.shape), dtype=tensor.dtype)
         found[0] = tensor
         messages: list[Message] = []
@@ -112,7 +112,7 @@ class Connections:
         return [found[(rank - own) % count] for rank in range(count)]
 
     def is_closed(self, rank: int) -> bool:
-        """Whether nothing can come from a rank any more."""
+        """Return whether no more messages can arrive from a rank."""
         try:
             self._group.recv([torch.empty(0)], rank, _PROBE_TAG)
         except RuntimeError:
@@ -120,16 +120,16 @@ class Connections:
         return False
 
     def close(self) -> None:
-        """Close all, also where messages or errors that somebody keeps would hold them open."""
+        """Close all connections, even if remaining messages or errors would keep them open."""
         for rank in range(self._group.size()):
             if rank != self._group.rank():
-                # Where the time of one message is up, gloo closes all connections of the group.
+                # After the timeout of a message, gloo closes all connections of the group.
                 with suppress(RuntimeError):
                     self._group.recv([torch.empty(0)], rank, _PROBE_TAG).wait(_AT_ONCE)
 
 
 class Message:
-    """A message that is on its way to or from a rank."""
+    """A message in flight to or from a rank."""
 
     __slots__ = ("_connections", "_rank", "_work")
 
@@ -139,14 +139,14 @@ class Message:
     def wait(
         self, until_s: float = math.inf, watched: Iterable[int] = (), patience_s: float = 0
     ) -> None:
-        """Wait until it is sent or received, or for as long as the group's timeout.
+        """Wait until it is sent or received, or until the group's timeout.
 
         Args:
-            until_s: of `time.monotonic`, when its time is up at the latest.
-            watched: other ranks; once the connection to one of them is closed, wait for
+            until_s: the deadline, by `time.monotonic`.
+            watched: other ranks; once the connection to any of them is closed, wait for
                 `patience_s` and no longer.
 
-        Raises RuntimeError where it is not sent or received.
+        Raises RuntimeError if it is not sent or received.
         """
         ends_s = math.inf
 
@@ -165,16 +165,16 @@ class Message:
 
 
 def _wait_for_all(messages: list[Message], until_s: float) -> None:
-    """Wait for messages, and take each from the list."""
+    """Wait for messages, and remove each from the list."""
     while messages:
         messages.pop().wait(until_s)
 
 
 class _Waiter:
-    """A thread that waits for works of torch in turn."""
+    """A thread that waits for torch works, one after another."""
 
     def __init__(self) -> None:
-        # Both are taken: the one is let go where a work is given, the other where it has ended.
+        # Both locks are held: a work releases the first when it is passed, the second when it ends.
         self._given, self._ended = threading.Lock(), threading.Lock()
         self._given.acquire()
         self._ended.acquire()
@@ -187,26 +187,26 @@ class _Waiter:
             try:
                 self._works[0].wait()
             except RuntimeError as error:
-                # Without the frames that it has seen, which keep the work.
+                # Without its frames, which keep the work alive.
                 self._error = error.with_traceback(None)
             self._works.clear()
             self._ended.release()
 
     def wait(self, work: Any, find_loss: Callable[[], str], until_s: float) -> None:
-        """Wait for a work, or until it is lost. Raises RuntimeError as it does, or why it is."""
+        """Wait for a work, or until it is lost. Raises RuntimeError if it fails or is lost."""
         self._works.append(work)
         self._given.release()
         has_ended, problem = False, ""
         try:
             while not problem and not (has_ended := self._has_ended(until_s)):
                 if problem := find_loss():
-                    # It may have ended meanwhile, and then knows more.
+                    # It may have ended meanwhile; then its own error is more precise.
                     has_ended = self._ended.acquire(timeout=_LOOK_S)
                 elif time.monotonic() >= until_s:
                     problem = "the time to wait for all ranks is up"
         finally:
             if not has_ended:
-                # The thread ends if no work follows this.
+                # The thread ends if it gets no further work.
                 self._given.release()
         if not has_ended:
             raise RuntimeError(problem)
@@ -219,6 +219,6 @@ class _Waiter:
         return self._ended.acquire(timeout=max(0, min(_LOOK_S, until_s - time.monotonic())))
 
 
-# Threads that have nothing to wait for. Forks do not have them.
+# Idle threads. A forked process does not have them.
 _IDLE: list[_Waiter] = []
 os.register_at_fork(after_in_child=_IDLE.clear)

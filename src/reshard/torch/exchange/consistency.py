@@ -1,4 +1,4 @@
-"""Consistency of tensors after a failed run: marks on those that it wrote into.
+"""Consistency of tensors after a failed run: marks on the tensors that it wrote into.
 
 A run that fails leaves the tensors that it wrote into partly new and partly old. They are marked
 until a later run has filled them, or the user has written into them.
@@ -14,12 +14,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 # Weak, so that a mark keeps no tensor in memory.
 _MARKED = WeakTensorKeyDictionary()
-# Runs that wrote into inference tensors, by their addresses: other tensors count writes themselves.
+# The number of runs that wrote into inference tensors, by address; others count their writes.
 _RUNS_INTO: dict[int, int] = {}
 
 
 def is_usable(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has consistent values: no failed run wrote into it since it was last filled.
+    """Return whether `tensor` is consistent: no failed run wrote into it since it was last filled.
 
     The tensor object that was given is marked, or the local tensor of its `DTensor`; other views of
     the same memory are not. Writes to an inference tensor are not detected.
@@ -35,36 +35,36 @@ def is_usable(tensor: torch.Tensor) -> bool:
 
 
 def find_unusable(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """The names of those that are not usable."""
-    # Of very many tensors none is, nearly always.
+    """Yield the names of tensors that are not usable."""
+    # Usually no tensor is marked, even among very many.
     if _MARKED:
         yield from (name for name, tensor in tensors.items() if not is_usable(tensor))
 
 
 def mark_unusable(*tensors: torch.Tensor) -> None:
-    """A run into `tensors` has failed."""
+    """Mark `tensors` as partly written by a failed run."""
     for local in map(_local, tensors):
         _MARKED[local] = _make_mark(local)
     count_runs(list_uncounted(tensors))
 
 
 def mark_usable(*tensors: torch.Tensor) -> None:
-    """All of `tensors` has been written."""
+    """Remove the marks of `tensors`, all of which have been written."""
     unmark(tensors)
     count_runs(list_uncounted(tensors))
 
 
 def unmark(tensors: Iterable[torch.Tensor]) -> None:
     """Forget that runs into `tensors` have failed."""
-    # Of very many tensors none is marked, nearly always.
+    # Usually no tensor is marked, even among very many.
     for local in map(_local, tensors) if _MARKED else ():
         _MARKED.pop(local, None)
 
 
 def list_uncounted(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those into which torch counts no writes, as this process has them: inference tensors.
+    """Return the inference tensors on this process, whose writes torch does not count.
 
-    This does not change during a tensor's life, so that callers with many runs ask once.
+    This does not change during a tensor's life, so callers with many runs call it once.
 
     >>> list_uncounted([torch.zeros(2)])
     []
@@ -73,7 +73,7 @@ def list_uncounted(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def count_runs(uncounted: Iterable[torch.Tensor]) -> None:
-    """A run has written into tensors of `list_uncounted`."""
+    """Count a run that has written into tensors of `list_uncounted`."""
     for local in uncounted:
         _RUNS_INTO[local.data_ptr()] = _RUNS_INTO.get(local.data_ptr(), 0) + 1
 
@@ -81,8 +81,8 @@ def count_runs(uncounted: Iterable[torch.Tensor]) -> None:
 def written_states(tensors: Iterable[torch.Tensor]) -> tuple[object, ...]:
     """Return a state that differs after a write into any of the tensors, if writes are counted.
 
-    Torch counts no writes into inference tensors, where only those of runs are known, nor any by
-    other views of their memory such as NumPy's.
+    Torch does not count writes into inference tensors, for which only runs are counted, nor writes
+    by other views of their memory such as NumPy's.
 
     >>> tensor = torch.zeros(2)
     >>> before = written_states([tensor])

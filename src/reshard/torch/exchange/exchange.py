@@ -27,16 +27,16 @@ Ranks that share memory (`carrier`) have slots for sends only, from which receiv
 So packing, sending and unpacking overlap, and the staging memory stays within a limit whatever the
 size of the tensors. A prepared exchange keeps its views and slots, and can run any number of times.
 
-*In the background.* A thread of its own runs an exchange, in the same order and memory, while its
+*In the background.* A separate thread runs an exchange, in the same order and memory, while its
 rank does something else (`BackgroundExchange`)::
 
     main thread    start()   other work ...   finish()
     its thread         | messages, a few slots at a time |
 
-Several exchanges of a group can be under way at once. The messages of each carry a tag of its own;
-all ranks begin them in one order, so that tags are equal. On devices, and where messages are
-grouped (NCCL), an exchange stays in the thread that began it: what fits its memory is posted there,
-and the stream waits for it.
+Several exchanges of a group can be in progress at once. Each has its own tag for its messages; all
+ranks begin the exchanges in the same order, so that tags are equal. On devices, and with grouped
+messages (NCCL), an exchange stays in the thread that began it: that thread posts the messages that
+fit into memory, and the stream waits for them.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ from reshard.torch.exchange.packing.slots import ExchangeStep, MessageSlots, Sta
 from reshard.torch.exchange.timeline import span
 
 DEFAULT_EXTRA_BYTES = 64 << 20
-# How many are under way in each direction. Fewer are packed ahead: then they are still in a cache.
+# The messages in flight in each direction. Fewer are packed ahead, so that they stay in a cache.
 _MESSAGES_AHEAD = 4
 _PACKED_AHEAD = 2
 # In a pipeline, messages wait for others to arrive, while later messages are in flight.
 _PIPELINE_AHEAD = 16
-# Smaller messages, those of more pieces, and those of shorter rows are packed.
+# Messages below these limits, or with more pieces or shorter rows, are packed.
 _MIN_SPANNED_BYTES, _MAX_SPANNED_PIECES, _MIN_SPAN_BYTES = 1 << 16, 64, 1 << 10
-# Consecutive messages to a rank before those to the next: waiting threads wake up less often. They
-# are still packed when the next rank, which may be sent the same bytes, has its turn.
+# Consecutive messages to a rank before those to the next: waiting threads wake up less often.
+# Packed messages remain until the next rank's turn, since it may receive the same bytes.
 _IN_A_TURN = _PACKED_AHEAD
 
 
@@ -101,7 +101,7 @@ def find_partitioning(
     is_grouped: bool | None = None,
     is_hosted: bool | None = None,
 ) -> tuple[int, int, bool, int]:
-    """Return all that decides, besides the transfers, how they are partitioned into messages.
+    """Return the values that determine, besides the transfers, the partitioning into messages.
 
     Returns:
         The rank, the slots of the group, whether messages are grouped, and their largest size.
@@ -130,28 +130,28 @@ def _find_shared(
 
 
 class MessageExchange:
-    """The messages of one rank, prepared to run any number of times.
+    """The messages of a rank, prepared to run any number of times.
 
     Args:
         tensors: this rank's transfers of each, in the same order on every rank.
-        rank: this process's, among the slots of the layouts.
+        rank: of this process, among the slots of the layouts.
         group: of all ranks that have a part.
-        device: of the tensors, where their messages are staged too, but for `is_hosted`.
-        extra_bytes: the most staging memory; the same on every rank.
+        device: of the tensors, and of the staging memory unless `is_hosted`.
+        extra_bytes: the maximum staging memory; the same on every rank.
         is_grouped: whether the messages of all pairs are posted together, step by step, as NCCL
-            needs it; by default where that is what carries the device's tensors.
-        by_region: whether all contributions to a region travel before the next region does; for one
-            tensor whose contributions are cut alike (`are_cut_alike`), likewise on every rank.
-        is_hosted: whether messages are staged in the host's memory; by default where gloo, which
-            knows no other, carries a device's tensors.
-        memory: bytes to stage in, `extra_bytes` of them (`RankGroup.staging_memory`), that
-            exchanges share which run one after the other; its own when None.
+            requires; by default if the device's tensors are sent by such a backend.
+        by_region: whether all contributions to a region are sent before the next region's; for a
+            single tensor with equally sharded contributions (`are_cut_alike`). Equal on all ranks.
+        is_hosted: whether messages are staged in the host's memory; by default if gloo, which
+            requires it, sends a device's tensors.
+        memory: `extra_bytes` bytes of staging memory (`RankGroup.staging_memory`), shared by
+            exchanges that run one after another; allocated when None.
         like: another exchange of the same transfers and sources, with the same `find_partitioning`.
             Its messages to send are used again, with their memory if the group is the same, since
-            exchanges of a group run one at a time. `tensors` may lack those that only send.
+            exchanges of a group run one at a time. `tensors` may omit tensors that are only sent.
 
     Raises:
-        UsageError: a limit too small for any message, or for so much.
+        UsageError: a limit too small for any message, or for the number of messages.
     """
 
     def __init__(
@@ -175,11 +175,11 @@ class MessageExchange:
         )
         peers = len(among.ranks) - 1 if self._is_grouped else 1
         if like is None:
-            # Of what another exchange has sent it is known that there is room.
+            # With `like`, the limit has been checked for the same messages.
             limit_messages(tensors, extra_bytes, peers)
         self._shared = _find_shared(among, device, self._is_grouped, self._is_hosted)
         if self._shared is not None and self._shared.serves(device):
-            # All ranks share memory of devices, and nothing passes through the host.
+            # All ranks share memory of devices, and no data passes through the host.
             self._is_hosted = False
         messages, copies, combinations = list_messages(
             tensors,
@@ -216,21 +216,21 @@ class MessageExchange:
         if self._is_pipeline:
             _follow_arrivals(self._steps)
         self.extra_bytes = sum(one.size_bytes for one in self._slots)
-        # Grouped messages are posted in the same order on all ranks; else sends and receives are
-        # independent.
+        # Grouped messages are posted in the same order on all ranks; otherwise sends and receives
+        # are independent.
         self._lanes: tuple[list[ExchangeStep], list[ExchangeStep]] = ([], [])
         for step in self._steps:
             self._lanes[step.only_sends and not self._is_grouped].append(step)
-        # How many steps of each lane are posted, and of the first one are completed in order.
+        # The number of posted steps in each lane, and of the steps completed in order in the first.
         self._posted = [0, 0]
         self._completed = 0
         self._is_running = False
         self.has_failed = False
-        # Of all its messages; exchanges that are under way at once have tags of their own.
+        # The tag of its messages; exchanges in progress at the same time have different tags.
         self.tag = 0
 
     def list_sent(self) -> list[StagedMessage]:
-        """What this rank sends."""
+        """Return the messages that this rank sends."""
         return [one for step in self._steps for one in step.messages if one.message.is_sent]
 
     def _find_carrier(self, message: RankMessage) -> Carrier:
@@ -263,7 +263,7 @@ class MessageExchange:
                     spans = sent.spans = message.list_spans() if spans is None else spans
 
     def _is_staged(self, prepared: StagedMessage) -> bool:
-        """Whether a message needs a slot: not where it is sent from, or received in, its tensor."""
+        """Return whether a message needs a slot, as it is not sent or received in place."""
         message = prepared.message
         if self._find_carrier(message).lends:
             return message.is_sent and prepared.spans is None
@@ -277,7 +277,7 @@ class MessageExchange:
         memory: torch.Tensor | None,
         before: MessageExchange | None,
     ) -> MessageSlots:
-        """Make the slots of a direction, in half of the memory."""
+        """Allocate the slots of a direction, in half of the memory."""
         messages = [
             one.message
             for step in self._steps
@@ -313,12 +313,12 @@ class MessageExchange:
         combinations: Iterable[LocalCombination],
         sent: Iterable[StagedMessage],
     ) -> list[ExchangeStep]:
-        """Steps in the order of all messages, of which some are `sent` that are prepared."""
+        """Return steps in the order of all messages; `sent` are messages prepared elsewhere."""
         nothing = torch.empty(0, dtype=torch.uint8)
         known = {id(one.message): one for one in sent}
-        # What a rank has itself is combined in its turn, as if it arrived.
+        # This rank's own contribution is combined in its turn, as if it had arrived.
         steps = [ExchangeStep(key, order, copies=copies) for key, order, copies in combinations]
-        # Grouped messages are posted with all others of their turn; else each by itself.
+        # Grouped messages are posted with all others of their turn, other messages separately.
         digits = 4 if self._is_grouped else None
         for key, group in itertools.groupby(messages, lambda message: message.key[:digits]):
             prepared = [known.get(id(one)) or StagedMessage(one, nothing, []) for one in group]
@@ -327,18 +327,18 @@ class MessageExchange:
 
     @property
     def can_leave_its_thread(self) -> bool:
-        """Whether another thread may run it: not where streams belong to threads."""
+        """Return whether another thread may run it: not if streams belong to threads."""
         return not self._is_grouped and self._device.type == "cpu"
 
     def run(self) -> None:
-        """`start` and `finish`."""
+        """Run `start` and `finish`."""
         self.start()
         self.finish()
 
     def start(self) -> None:
         """Begin. Sources must not change, nor targets be used, until `finish` has returned.
 
-        Raises RunError where the process group cannot send, or an earlier run failed.
+        Raises RunError if the process group cannot send, or an earlier run failed.
         """
         if self.has_failed:
             raise RunError(
@@ -355,21 +355,21 @@ class MessageExchange:
         self._group.running.add(self)
         with exchange_errors(self, self._group, "a message could not be sent"):
             self._post_what_can_be()
-            # Copies run while the first messages travel.
+            # Copies run while the first messages are in flight.
             with span("copy what stays"):
                 for copy in self._copies:
                     copy()
 
     def finish(self) -> None:
-        """Wait for what has begun, and do the rest.
+        """Wait for the posted messages, and process the rest.
 
-        Raises RunError where a message does not come, and ShardError for a contribution that
-        cannot be filled; the targets are not usable then.
+        Raises RunError if a message does not arrive, and ShardError for a contribution that cannot
+        be filled. The targets are then not usable.
         """
         if not self._is_running:
             raise RunError("this exchange has not started")
         with exchange_errors(self, self._group, "a message did not arrive"):
-            # Some messages wait for memory: complete the steps that have it, the earliest first.
+            # Some messages wait for memory: complete the steps that occupy it, the earliest first.
             while waiting := self._post_what_can_be():
                 for before in min(waiting, key=lambda step: step.key).follows:
                     self._complete(before)
@@ -387,7 +387,7 @@ class MessageExchange:
             raise
 
     def fail(self) -> None:
-        """Give up all messages: while they are under way they keep their connections."""
+        """Drop all messages: messages in flight keep their connections open."""
         self.has_failed = True
         for step in self._steps:
             step.works.clear()
@@ -436,13 +436,13 @@ class MessageExchange:
 
     def _complete(self, step: ExchangeStep) -> None:
         if self._shared is not None:
-            # Others wait until this rank has taken what they lent it: the first of all can go on.
+            # Senders wait until this rank has read their slots, so read in the common order first.
             arriving = self._lanes[0]
             while self._completed < self._posted[0] and arriving[self._completed].key < step.key:
                 self._complete_alone(arriving[self._completed])
                 self._completed += 1
         if step.order and not step.only_sends:
-            # What it is combined with comes before it on its lane, and is posted.
+            # The contributions to combine it with precede it in its lane, and are posted.
             while not step.is_done:
                 self._complete_alone(self._lanes[0][self._completed])
                 self._completed += 1
@@ -455,13 +455,13 @@ class MessageExchange:
         try:
             with span("wait", step.describe):
                 while step.works:
-                    # In place: an error must not keep what it has seen, see `_fail`.
+                    # In place: an error must not keep the objects of its frames alive, see `fail`.
                     step.works[0].wait()
                     step.works.pop(0)
         except RuntimeError as error:
             raise LostMessageError(str(error)) from error
         if self.has_failed:
-            # By another thread, which found that a rank is lost.
+            # Set by another thread, which found that a rank is lost.
             raise LostMessageError("a rank of this group failed")
         step.end_tracing()
         with span("unpack", step.describe):
@@ -486,7 +486,7 @@ class MessageExchange:
 
 
 def _follow_arrivals(steps: Sequence[ExchangeStep]) -> None:
-    """Let what is handed on follow what earlier stages bring of the same part of a pipeline."""
+    """Let forwarded messages depend on those of earlier stages with the same part of a pipeline."""
     arriving: dict[Place, list[ExchangeStep]] = {}
     for one in steps:
         if not one.only_sends:
@@ -501,7 +501,7 @@ def _follow_arrivals(steps: Sequence[ExchangeStep]) -> None:
 
 
 class LostMessageError(Exception):
-    """A message that cannot be sent, or does not come."""
+    """A message that cannot be sent, or does not arrive."""
 
 
 @contextmanager
@@ -522,7 +522,7 @@ def exchange_errors(exchange: Any, group: RankGroup, problem: str) -> Iterator[N
 def limit_messages(tensors: Iterable[RankTransfers], extra_bytes: int, peers: int = 1) -> int:
     """Return the maximum bytes of a message of a rank's tensors: `limit_message_bytes`."""
     message_bytes = limit_message_bytes(extra_bytes, peers)
-    # How much moves only matters where they are small.
+    # The sizes of transfers only matter if messages are small.
     if message_bytes < SMALL_MESSAGE_BYTES:
         moved = [0, 0]
         for one in tensors:
@@ -536,7 +536,7 @@ def limit_messages(tensors: Iterable[RankTransfers], extra_bytes: int, peers: in
 
 
 def copy_or_combine(target: torch.Tensor, source: torch.Tensor, reduction: str | None) -> None:
-    """Copy what has arrived into its place, or combine it with what is there."""
+    """Copy a received piece into its target, or combine it with the target."""
     if reduction is None:
         target.copy_(source)
     else:
@@ -544,11 +544,11 @@ def copy_or_combine(target: torch.Tensor, source: torch.Tensor, reduction: str |
 
 
 def _is_partial(change: LayoutChange) -> bool:
-    """Whether a side is made of contributions."""
+    """Return whether a side consists of contributions."""
     return max(change.source.contributions, change.target.contributions) > 1
 
 
-# Tags begin where those that people choose rarely are, and come again only after as many.
+# Tags begin at a number that users rarely choose, and repeat after this many exchanges.
 _FIRST_TAG, _TAGS = 1 << 20, 1 << 20
 
 
@@ -558,7 +558,7 @@ def next_tag(group: Group) -> int:
 
 
 class BackgroundExchange:
-    """An exchange that runs in a thread of its own, once.
+    """An exchange that runs once, in a separate thread.
 
     Args:
         exchange: prepared; its messages get the tag.
@@ -569,7 +569,7 @@ class BackgroundExchange:
         exchange.tag = tag
         self._exchange = exchange
         self._error: BaseException | None = None
-        # A thread that waits for a rank that never answers must not keep the process.
+        # A daemon thread, so that a thread that waits forever does not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="reshard exchange", daemon=True)
         self.received_bytes = exchange.received_bytes
         self.sent_bytes = exchange.sent_bytes
@@ -578,20 +578,20 @@ class BackgroundExchange:
 
     @property
     def is_done(self) -> bool:
-        """Whether all has arrived here, or will not."""
+        """Return whether all messages have arrived on this rank, or it has failed."""
         return self._thread.ident is not None and not self._thread.is_alive()
 
     def start(self) -> None:
         """Begin. Sources must not change, nor targets be used, until `finish` has returned.
 
-        Raises RunError where it has begun before.
+        Raises RunError if it has begun before.
         """
         if self._thread.ident is not None:
             raise RunError("this exchange runs already, or did; begin another")
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until all has arrived. Raises what the thread raised."""
+        """Wait until all messages have arrived. Raises the error of the thread."""
         self._thread.join()
         error, self._error = self._error, None
         if error is not None:
@@ -600,7 +600,7 @@ class BackgroundExchange:
 
     def _run(self) -> None:
         try:
-            # Which mode a thread is in is its own; an engine's tensors may be inference tensors.
+            # Inference mode is set per thread; an engine's tensors may be inference tensors.
             with torch.inference_mode():
                 self._exchange.run()
         except BaseException as error:

@@ -1,7 +1,7 @@
 """Groups of ranks that move tensors: their members, and private connections between them.
 
-A torch process group specifies the members. When it is first used, all of its ranks meet at its
-store (`rendezvous`), and each receives of all others
+A torch process group specifies the members. On first use, all of its ranks meet at its store
+(`rendezvous`), and each receives from all others
 
 1. *the number*. Within a job this is the global rank. A group may also span several jobs, which
    were started separately and number their ranks from 0 each; its ranks then have the numbers that
@@ -13,10 +13,10 @@ store (`rendezvous`), and each receives of all others
 
 2. *the host and process*, for error messages.
 
-CPU tensors are sent over private gloo connections, so that nothing of the user's program can come
-between; between ranks that can share memory, messages of exchanges use that (`one_host`). A rank
+CPU tensors are sent over private gloo connections, so that other messages of the user's program do
+not interfere. Ranks that can share memory use it for the messages of exchanges (`one_host`). A rank
 that fails leaves a note at the store and closes its connections. The ranks that wait for it notice
-that at once, close theirs and read the notes: all raise the same cause, long before the group's
+this at once, close theirs and read the notes: all raise the same cause, long before the group's
 timeout. Tensors on devices are sent by the group's backend for them.
 """
 
@@ -52,23 +52,23 @@ _UNNAMED = re.compile(r"MainThread$|(Thread|Dummy|ThreadPoolExecutor)-\d+")
 
 
 class RankGroup:
-    """The ranks of a group, seen from this rank. Returned by `rank_group`.
+    """The ranks of a group, as seen from this rank. Returned by `rank_group`.
 
     Args:
         meeting: of all of them.
         given: their process group, or None.
-        compares_threads: whether ranks that call from threads of other names may mean another
-            call; False if the creator of the group orders its calls.
+        compares_threads: whether calls from threads of different names may be different calls;
+            False if the creator of the group orders its calls.
 
     Attributes:
         ranks: their numbers, in the group's order.
-        rank: this one's.
+        rank: the number of this rank.
         hosts: of each, in the same order.
-        is_across_jobs: whether they are of several jobs, each of which counts its ranks from 0.
-        generation: how many groups met at the same store before.
+        is_across_jobs: whether they belong to several jobs, each of which numbers its ranks from 0.
+        generation: the number of groups that met at the same store before.
     """
 
-    # As a carrier (`carrier`): of all messages that ranks do not share memory for.
+    # As a carrier (`carrier`): of all messages that are not sent by shared memory.
     lends = takes_spans = False
 
     def __init__(
@@ -80,7 +80,7 @@ class RankGroup:
     ) -> None:
         self._compares_threads = compares_threads
         self._meeting = meeting
-        # A group that torch destroys goes, with all that is kept for it.
+        # When torch destroys a group, its cached objects are released.
         self._found_by = None if given is None else weakref.ref(given)
         peers = meeting.peers
         self.position = meeting.position
@@ -105,7 +105,7 @@ class RankGroup:
         self._turn = threading.RLock()
         self._is_in_turn = False
         self._has_threads = False
-        # Exchanges that have begun, which are to be given up where a rank fails.
+        # Exchanges in progress, which are dropped if a rank fails.
         self.running: weakref.WeakSet[Any] = weakref.WeakSet()
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._count = 0
@@ -125,7 +125,7 @@ class RankGroup:
             sockets = {self.ranks[position]: one for position, one in found.items()}
             devices = DeviceMemory() if len(seen) == 1 and NO_DEVICES not in seen else None
             self.shared_memory = SharedMemory(sockets, timeout_s, is_complete, devices, ratios)
-            # A watch of silent peers is consulted by waits for connections only.
+            # Only waits for connections check the watch for unreachable peers.
             if is_complete and self._meeting.watch is None:
                 self._near = self.shared_memory
 
@@ -152,13 +152,13 @@ class RankGroup:
         return self._given is not None and self._given is dist.group.WORLD
 
     def backend_of(self, device: torch.device) -> str:
-        """What carries tensors of a device: `gloo`, `nccl` or another of torch's backends."""
+        """Return the transport for tensors of a device: `gloo`, `nccl` or another torch backend."""
         if device.type == "cpu" or self._given is None:
             return "gloo"
         return backend_of(self._given, device)
 
     def is_hosted(self, device: torch.device) -> bool:
-        """Whether a device's tensors travel through the host's memory: gloo knows no other."""
+        """Return whether a device's tensors are sent through host memory, as gloo requires."""
         return device.type != "cpu" and self.backend_of(device) == "gloo"
 
     @property
@@ -169,7 +169,7 @@ class RankGroup:
     def find_rank(self, home_rank: int) -> int:
         """Return the number in this group of a rank of this process's job.
 
-        Raises ShardError where the group is of several jobs, and that rank is not in it.
+        Raises ShardError if the group spans several jobs, and does not contain that rank.
         """
         if not self.is_across_jobs:
             return home_rank
@@ -181,7 +181,7 @@ class RankGroup:
         return self._at_home[home_rank]
 
     def find_offset(self, home_rank: int) -> int:
-        """What to add to ranks of this job, from `home_rank` on, to get their numbers here.
+        """Return the offset from ranks of this job, from `home_rank` on, to their numbers here.
 
         Raises ShardError if the offsets of the ranks differ.
         """
@@ -204,7 +204,7 @@ class RankGroup:
         return DeviceMesh(mesh.name, mesh.shape, mesh.axis_names, devices)
 
     def next_number(self) -> int:
-        """A number that no other call of the group gets: the n-th is the same on all ranks."""
+        """Return a number for a call of the group: the n-th is the same on all ranks."""
         self._count += 1
         return self._count
 
@@ -230,9 +230,9 @@ class RankGroup:
     def sequence(self) -> Iterator[None]:
         """Enter a sequence of calls: calls of other threads come before or after all of them.
 
-        Each takes its `turn` as ever.
+        Each call still takes its own `turn`.
         """
-        # Before its turn: a thread in the middle of a run must know that another waits.
+        # Count before the turn: a thread in the middle of a run must know that another waits.
         self._threads.add(threading.current_thread())
         self._has_threads |= sum(thread.is_alive() for thread in list(self._threads)) > 1
         with self._turn:
@@ -240,7 +240,7 @@ class RankGroup:
 
     @property
     def has_threads(self) -> bool:
-        """Whether the calling thread matters: several use the group, or this thread was named."""
+        """Return whether the calling thread matters: several use the group, or it was named."""
         name = threading.current_thread().name
         return self._compares_threads and (self._has_threads or not _UNNAMED.match(name))
 
@@ -249,8 +249,8 @@ class RankGroup:
 
         Raises RuntimeError if a rank is lost.
         """
-        # Gloo's own reduction sends seven times as many messages among four ranks, from a thread
-        # of its own; to make tensors of so few numbers takes torch as long as a message.
+        # Gloo's own reduction sends seven times as many messages among four ranks, from a separate
+        # thread; creating tensors of so few numbers takes torch as long as a message.
         most = np.array(numbers, dtype=np.int64)
         near = self._near if most.nbytes <= MAX_NOTE_BYTES and not self.has_failed else None
         if near is not None:
@@ -299,7 +299,7 @@ class RankGroup:
         return False
 
     def staging_memory(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Bytes to stage messages of a device in; the host's are such as other ranks can map."""
+        """Return staging memory for messages of a device; on the host, other ranks can map it."""
         is_hosted = self.is_hosted(device)
         if self.shared_memory is None or not (is_hosted or device.type == "cpu"):
             return empty_bytes(size_bytes, device, is_hosted)
@@ -363,9 +363,10 @@ class RankGroup:
 
     def lose(self, otherwise: str, error: BaseException) -> NoReturn:
         """Raise the reason why a rank does not answer, on this rank and soon on all others."""
-        # After the first sentence gloo advises where to look.
+        # After the first sentence gloo gives debugging advice.
         line = (str(error).splitlines() or [type(error).__name__])[0].partition(". This is")[0]
-        # The place in gloo's sources is of no use to people, and differs between builds.
+        # Omit the location in gloo's sources, which does not help users, and differs between
+        # builds.
         line = re.sub(r"\[/\S+:\d+\] ", "", line)
         self._close("")
         causes = self._meeting.find_causes(self.ranks)
@@ -373,7 +374,7 @@ class RankGroup:
         raise RunError(f"{otherwise}: {text}") from error
 
     def break_off(self, error: BaseException) -> None:
-        """Notify all ranks that this rank cannot go on, unless they have been notified."""
+        """Notify all ranks that this rank cannot continue, unless they have been notified."""
         cause: BaseException | None = error
         while cause is not None and cause is not self._known_error:
             cause = cause.__cause__
@@ -435,13 +436,13 @@ _MEETS: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDicti
 
 
 def rank_group(group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
-    """The ranks of a torch process group; of all ranks when None.
+    """Return the ranks of a torch process group; of all ranks when None.
 
-    The first time, and after a rank failed, all ranks of the group have to call this.
+    The first time, and after a rank has failed, all ranks of the group must call this.
 
     Raises:
         UsageError: a rank outside the group, or no process groups at all.
-        RunError: a rank that does not come.
+        RunError: a rank that does not arrive.
     """
     if isinstance(group, RankGroup):
         return group
@@ -452,7 +453,7 @@ def rank_group(group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
         return found
     with _LOCK:
         turn = _MEETS.setdefault(given, threading.Lock())
-    # Threads that come first meet others once.
+    # If several threads call this first, only one meets the other ranks.
     with turn:
         found = _MET.get(given)
         if found is None or found.has_failed:
@@ -461,7 +462,7 @@ def rank_group(group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
 
 
 def check_member(group: dist.ProcessGroup | RankGroup | None) -> None:
-    """Raise UsageError where this process is not in the group, or there are no process groups."""
+    """Raise UsageError if this process is not in the group, or there are no process groups."""
     if isinstance(group, RankGroup):
         return
     if group is None and not (dist.is_available() and dist.is_initialized()):
@@ -494,10 +495,10 @@ def check_real(group: dist.ProcessGroup | RankGroup | None) -> None:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that a process group has for tensors of a device, such as `gloo`.
+    """Return a process group's backend for tensors of a device, such as `gloo`.
 
-    Groups may have several, such as `cpu:gloo,cuda:nccl`, also where none was named. Raises
-    UsageError where it has none for the device.
+    Groups may have several, such as `cpu:gloo,cuda:nccl`, also by default. Raises UsageError if it
+    has none for the device.
     """
     try:
         found = group._get_backend(torch.device(device.type))

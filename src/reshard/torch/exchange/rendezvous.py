@@ -1,13 +1,13 @@
 """Rendezvous of ranks at a store: information on each peer, and notes of those that fail.
 
-A store is torch's, with which its process groups are made. A meeting has keys of its own there::
+A store is the torch store that creates process groups. Each meeting has its own keys::
 
-    arrivals                  how many have come, so that later meetings get other keys
+    arrivals                  the number of arrived ranks, so that later meetings get other keys
     0/peer/2                  rank 2 of meeting 0: its job, its rank there, its host and process
-    0/note/2                  why rank 2 failed; empty where it only lost others
+    0/note/2                  why rank 2 failed; empty if it only lost others
 
-1. Every rank leaves its peer, and waits for those of all others. Meanwhile the process group is
-   asked, which knows at once of a process that has ended.
+1. Every rank stores its peer information, and waits for that of all others. Meanwhile it checks the
+   process group, which reports at once if a process has ended.
 2. Ranks of a job share its name, which the first of them sets at the job's own store.
 3. When connections break, ranks leave notes. A rank without a note after a second has ended, or
    hangs.
@@ -47,11 +47,11 @@ class Watch:
     """Conditions that end the waiting of a rendezvous early.
 
     Attributes:
-        find_lost: why some rank will not come, or not go on; empty where nothing is known.
-        find_silent: the same, of ranks that have nothing on its way to this one either.
-        is_cut_off: whether the store seems to be among what cannot be reached: who fails then does
-            not tell why, since the system would try to send it for a silence more.
-        connect_s: the most seconds until all that are here are connected.
+        find_lost: returns why some rank will not arrive, or not continue; empty if unknown.
+        find_silent: the same, including ranks that have no message in flight to this rank.
+        is_cut_off: whether the store seems to be unreachable too: a failing rank then leaves no
+            note, since the system would try to send it until another timeout.
+        connect_s: the maximum seconds until all present ranks are connected.
         opening: entered while connections are opened.
     """
 
@@ -92,19 +92,19 @@ class Rendezvous:
     watch: Watch | None = None
 
     def connect(self) -> Any:
-        """Connections between all ranks, for what lies on the CPU."""
+        """Return connections between all ranks, for CPU tensors."""
         if self.store is None:
             return self.group
         own = dist.PrefixStore(f"{self.generation}/gloo", self.store)
         options = dist.ProcessGroupGloo._Options()
-        # All ranks are here: a rank that does not answer at once cannot be reached.
+        # All ranks have arrived: a rank that does not answer at once cannot be reached.
         limit = datetime.timedelta(seconds=self.watch.connect_s) if self.watch else _CONNECT
         options._timeout = min(self.timeout, limit)
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
         if self.address:
             device = dist.ProcessGroupGloo.create_device(hostname=self.address)
         elif interfaces:
-            # As torch's own gloo does, where a host's name leads elsewhere.
+            # As in torch's own gloo, if a host's name resolves to another address.
             device = dist.ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
         else:
             device = dist.ProcessGroupGloo.create_default_device()
@@ -120,7 +120,7 @@ class Rendezvous:
         return Connections(found, self.watch.find_silent) if self.watch else Connections(found)
 
     def _connect_watched(self, store: Any, options: Any) -> Any:
-        """Gloo's connections. Raises RuntimeError where they fail, or a rank is lost meanwhile."""
+        """Return gloo's connections. Raises RuntimeError if they fail, or a rank is lost."""
         found: list[Any] = []
         error: list[BaseException] = []
         watch = self.watch
@@ -136,7 +136,7 @@ class Rendezvous:
             except BaseException as raised:
                 error.append(raised)
 
-        # Gloo waits for all its time for a rank that has ended: then this thread is left to it.
+        # Gloo waits until its timeout for a rank that has ended; the thread is abandoned then.
         thread = threading.Thread(target=begin, name="reshard connect", daemon=True)
         thread.start()
         while thread.is_alive():
@@ -205,7 +205,7 @@ def meet_at(
     Args:
         job, home_rank: a name that all ranks of this process's job share, and its rank there, if
             torch does not know them.
-        address: by which other ranks reach this one.
+        address: by which other ranks reach this rank.
         watch: ends the waiting early.
     """
     if job is None or dist.is_initialized():
@@ -230,7 +230,7 @@ def meet_at(
         if probe is not None:
             probe.finish()
     except BaseException as error:
-        # The others must not wait for what this rank will not do.
+        # Leave a note, so that the others do not wait for this rank.
         leave_note(store, generation, position, "" if isinstance(error, RunError) else str(error))
         if isinstance(error, RuntimeError | ValueError | TypeError):
             raise _describe_loss(error) from error
@@ -240,13 +240,13 @@ def meet_at(
 
 
 def peer_key(generation: int, position: int) -> str:
-    """Where a rank leaves its peer, at the store of a meeting."""
+    """Return the key of a rank's peer information, at the store of a meeting."""
     return f"{generation}/peer/{position}"
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     """Return the timeout of a process group, or None if unknown."""
-    # Among several backends, that of the CPU counts.
+    # Among several backends, the timeout of the CPU's is used.
     for device in sorted(group._device_types, key=lambda device: device.type != "cpu"):
         try:
             found = group._get_backend(device).options._timeout
@@ -275,7 +275,7 @@ class _Probe:
             self.error = str(error)
 
     def finish(self) -> None:
-        """All have come, so all have asked: what comes next on the group follows it."""
+        """Wait for the probe. All ranks have arrived and probed, so later calls follow it."""
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -296,7 +296,7 @@ def _name_job() -> str:
     if not dist.is_initialized():
         return own
     try:
-        # The first that comes gives the name.
+        # The first rank that arrives sets the name.
         found = dist.distributed_c10d._get_default_store().compare_set(f"{_PREFIX}/job", "", own)
     except (RuntimeError, NotImplementedError):
         return own
@@ -309,7 +309,7 @@ def _find_home_rank() -> int:
 
 def leave_note(store: Any, generation: int, position: int, note: str) -> None:
     """Leave the reason why a rank fails at the store, for the ranks that wait for it."""
-    # Where the store is gone with the rank that had it, others see that too.
+    # If the store is gone with its rank, others notice that too.
     with contextlib.suppress(RuntimeError, ReshardError):
         store.set(f"{generation}/note/{position}", json.dumps(note))
 
@@ -338,14 +338,14 @@ def _find_causes(
                     notes[number] = str(json.loads(store.get(key)))
             if any(notes.values()) or not silent or time.monotonic() > deadline_s:
                 break
-            # A host that cannot be reached leaves no note that comes.
+            # A note from an unreachable host does not arrive.
             if watch is not None and watch.find_silent():
                 break
             time.sleep(_LOOK_S)
         # A rank that is only late leaves no note either.
         silent = [n for n in silent if n in peers and _has_ended(peers[n])] or silent
     except RuntimeError:
-        # It ended with the process that had it.
+        # The store ended with its process.
         silent = [n for n, peer in peers.items() if _has_ended(peer)]
     told = [f"{_describe(n, ranks, peers)}: {note}" for n, note in sorted(notes.items()) if note]
     if told:
@@ -362,7 +362,7 @@ def _describe(number: int, ranks: Sequence[int], peers: Mapping[int, PeerInfo]) 
 
 
 def name_process(host: str, process: int) -> str:
-    """A process as errors name it.
+    """Return a process's name for errors.
 
     >>> name_process("gpu-3", 4711)
     'host gpu-3, process 4711'
@@ -371,7 +371,7 @@ def name_process(host: str, process: int) -> str:
 
 
 def _has_ended(peer: PeerInfo) -> bool:
-    """Whether a process of this host has ended; False where that cannot be seen."""
+    """Return whether a process of this host has ended; False if unknown."""
     if peer.host != socket.gethostname():
         return False
     return has_ended(peer.process)

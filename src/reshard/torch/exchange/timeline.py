@@ -1,18 +1,18 @@
 """Timelines of a rank: packing, messages and waiting, in each of its threads.
 
-A timeline is recorded if set as current, in a thread and in those that it starts with its context;
-elsewhere a span costs only the lookup. It is written as Chrome's trace events,
-which chrome://tracing and Perfetto show::
+A timeline is recorded while it is current, in its thread and in threads that inherit its context;
+otherwise a span costs only the lookup. It is written as Chrome's trace events, which
+chrome://tracing and Perfetto show::
 
     thread "reshard engine"   | bucket 0           | bucket 1
                               | pack | wait | unpack |
     messages                     |-- to rank 2 --|
 
-Spans are complete events (`ph` X) of a thread, which lie within each other; messages are
-asynchronous ones (`b` and `e`), which overlap. Times are those of the host's clock, so timelines of
-its processes fit together.
+Spans are complete events (`ph` X) of a thread, which are nested; messages are asynchronous events
+(`b` and `e`), which overlap. Times are those of the host's clock, so timelines of its processes are
+comparable.
 
-Source: the Trace Event Format, as Chrome's documentation of it has it.
+Source: the Trace Event Format, as documented by Chrome.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Timeline:
     """
 
     def __init__(self, process: str) -> None:
-        # Clocks that only go forward, from where the host's clock was.
+        # Monotonic clocks, offset by the time of the host's clock.
         self._ahead_ns = time.time_ns() - time.perf_counter_ns()
         self._process = os.getpid()
         self._threads: set[int] = set()
@@ -71,17 +71,17 @@ class Timeline:
             self._add("X", name, details, begun_us, dur=self._now_us() - begun_us)
 
     def begin_message(self, name: str, details: Details) -> int:
-        """A message is on its way; a number to end it by."""
+        """Record that a message is in flight; return a number to end it by."""
         number = next(self._numbers)
         self._add("b", name, details, self._now_us(), id=number)
         return number
 
     def end_message(self, name: str, number: int) -> None:
-        """A message has arrived, or is sent."""
+        """Record that a message has arrived, or is sent."""
         self._add("e", name, None, self._now_us(), id=number)
 
     def write(self, file: IO[str]) -> None:
-        """As JSON."""
+        """Write the timeline as JSON."""
         json.dump({"traceEvents": self.events, "displayTimeUnit": "ms"}, file)
 
     def _now_us(self) -> float:

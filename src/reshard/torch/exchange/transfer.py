@@ -1,7 +1,7 @@
 """A transfer: tensors that move between ranks, prepared once and run any number of times.
 
-Its phases follow one another in this order. The first two are the caller's, since calls differ in
-what they agree upon: one tensor (`redistribution`), partitions, a model::
+Its phases follow one another in this order. The first two are done by the caller, since calls agree
+on different things: a tensor (`redistribution`), partitions, or a model::
 
     agree      all ranks compare their calls                        `agreement.agree`
     plan       which rank sends which part to which                 `RankTransfers`, or a program
@@ -10,8 +10,8 @@ what they agree upon: one tensor (`redistribution`), partitions, a model::
     finish     send the rest, receive and unpack                    `Transfer.finish`
     confirm    all ranks have everything, or all raise
 
-A rank that fails breaks the group's connections off, so that all others raise its cause. The
-tensors of the caller that were written into are then marked (`consistency`).
+A rank that fails closes the group's connections, so that all others raise its cause. The caller's
+tensors that were written into are then marked (`consistency`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Transfer:
     `sent_bytes`, `received_bytes` and `extra_bytes`, memory beyond the tensors, are this rank's.
 
     Args:
-        make_run: prepares what moves this rank's tensors: an exchange, or a run of a program. Its
-            errors, as for lack of memory, are raised on all ranks.
+        make_run: prepares an exchange or a run of a program for this rank's tensors. Its errors,
+            such as for lack of memory, are raised on all ranks.
         group: of all ranks, which prepare and run alike.
         written: tensors of the caller that a failed run leaves partly written, with their memory.
-        in_background: whether to run in a thread of its own, where the device allows it.
+        in_background: whether to run in a separate thread, if the device allows it.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Transfer:
         in_background: bool = False,
     ) -> None:
         self._group, self._written = group, tuple(written)
-        # Before anything that may fail on this rank only: all ranks count alike.
+        # Count before any step that may fail on this rank only, so that all ranks count alike.
         tag = next_tag(group)
         with group.errors_on_all():
             run = make_run()
@@ -96,7 +96,7 @@ class Transfer:
 
     @property
     def extra_bytes(self) -> int:
-        """The memory that is used beyond the tensors; of a program, until now."""
+        """The memory used beyond the tensors; of a program, the memory used so far."""
         return int(self._run.extra_bytes)
 
     @property
@@ -146,7 +146,7 @@ class Transfer:
 
     def _mark(self, is_usable: bool) -> None:
         for tensor, memory in self._written:
-            # Messages are written without autograd, and a graph that saved the tensor must know.
+            # Messages are written without autograd noticing, so mark the tensors as changed.
             if not memory.is_inference():
                 torch.autograd.graph.increment_version(memory)
             (mark_usable if is_usable else mark_unusable)(tensor)

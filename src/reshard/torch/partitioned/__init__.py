@@ -1,4 +1,4 @@
-"""Tensors of partitions, such as the tokens of experts: `partitioned_tensor` is what users have.
+"""Tensors of partitions, such as the tokens of experts: `partitioned_tensor` is the public class.
 
-`partitions` says which rank sends which pieces to whom, and exchanges them.
+`partitions` determines which rank sends which pieces to which rank, and exchanges them.
 """

@@ -1,18 +1,18 @@
-"""Tensors of partitions, such as the tokens of experts, whose sizes each rank knows for itself.
+"""Tensors of partitions, such as the tokens of experts, with sizes known only to each rank.
 
-The tokens of a mixture of experts are sorted by expert on every rank (*unaligned*), and go to
-the ranks that have the experts (*aligned*), and back. How many go where, only the sender knows::
+The tokens of a mixture of experts are sorted by expert on every rank (*unaligned*). They are sent
+to the ranks with the experts (*aligned*), and back. Only the sender knows how many are sent where::
 
     rank 0   |P00 P01 P02 P03|    -- to_aligned() -->    |P00 P10|P01 P11|
     rank 1   |P10 P11 P12 P13|    <- to_unaligned() -    |P02 P12|P03 P13|
 
-1. All ranks agree that they mean the same.
-2. A first all-to-all carries splits: how large the pieces are that each rank will get. There is
-   none where they are known: to all as a matrix, or from the conversion before.
-3. The pieces travel, each to its place.
+1. All ranks compare their calls.
+2. A first all-to-all sends splits: the sizes of the pieces that each rank will receive. It is
+   omitted if they are known: to all ranks as a matrix, or from an earlier conversion.
+3. The pieces are sent to their ranks.
 
-For the whole tensor (`redistribute`) every rank needs all splits: they are gathered first, where
-they are not known to all.
+To convert the whole tensor (`redistribute`) every rank needs all splits, which are gathered first
+if some rank does not know them.
 
 Source: the proposal of a `PartitionedShard` placement for DTensor.
 """
@@ -52,7 +52,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _disable_compilation(method: _Method) -> _Method:
-    """A method that programs under `torch.compile` call as it is, with sizes that are numbers."""
+    """Return a method that `torch.compile` does not trace, with sizes that are numbers."""
 
     @wraps(method)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -84,7 +84,7 @@ class PartitionedTensor:
 
     Raises:
         ShardError: splits that do not fit the tensor or the mesh.
-        UsageError: a mesh of several axes, or one that this rank is not in.
+        UsageError: a mesh of several axes, or a mesh without this rank.
     """
 
     local: torch.Tensor
@@ -95,7 +95,7 @@ class PartitionedTensor:
     aligned: bool = False
     matrix: Matrix | None = None
     received_bytes: int = 0
-    # What a rank knows of both ends of a conversion, once the splits were exchanged.
+    # The splits of both sides of a conversion, once they were exchanged.
     _known: Splits | None = field(default=None, repr=False)
 
     @_disable_compilation
@@ -141,10 +141,10 @@ class PartitionedTensor:
         aligned: bool = False,
         num_partitions: int | None = None,
     ) -> PartitionedTensor:
-        """A tensor of which each rank knows its own splits: as the attribute, or a tensor of them.
+        """Create a tensor of which each rank knows its own splits, as a sequence or a tensor.
 
-        Raises as the class does; and UsageError for an aligned tensor without `num_partitions`,
-        which its splits do not say.
+        Raises the errors of the class, and UsageError for an aligned tensor without
+        `num_partitions`, which does not follow from its splits.
         """
         given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
         sizes = tuple(int(size) for size in given)
@@ -161,10 +161,10 @@ class PartitionedTensor:
     def of_placement(
         cls, local: torch.Tensor, placement: PartitionedShard, mesh: DeviceMesh
     ) -> PartitionedTensor:
-        """A tensor whose splits all ranks know: those of a `PartitionedShard`.
+        """Create a tensor whose splits all ranks know: those of a `PartitionedShard`.
 
-        Where it gives one size a partition, every rank's piece of it is by ceil. Raises as the
-        class does.
+        If it has a single size for each partition, ranks' pieces of the partition are by ceil.
+        Raises the errors of the class.
         """
         axis = AxisRanks(mesh)
         matrix = placement.by_rank
@@ -184,9 +184,9 @@ class PartitionedTensor:
     @classmethod
     @_disable_compilation
     def distribute(cls, tensor: DTensor, placement: PartitionedShard) -> PartitionedTensor:
-        """A DTensor over a mesh of one axis, in partitions. Gradients flow.
+        """Convert a DTensor over a mesh of one axis to partitions. Differentiable.
 
-        Raises what `redistribute` raises, and UsageError for a mesh of several axes.
+        Raises the errors of `redistribute`, and UsageError for a mesh of several axes.
         """
         mesh = tensor.device_mesh
         group = AxisRanks(mesh).group
@@ -195,7 +195,7 @@ class PartitionedTensor:
 
     @property
     def partitions(self) -> dict[int, torch.Tensor]:
-        """The partitions that this rank has, by number: whole, or its pieces; views of `local`."""
+        """The partitions of this rank by number, whole or as its pieces; views of `local`."""
         numbers, sizes = range(self.num_partitions), np.array(self.splits, dtype=np.int64)
         if self.aligned:
             numbers = self._owners.owned(self._axis.position)
@@ -204,7 +204,7 @@ class PartitionedTensor:
 
     @property
     def placement(self) -> PartitionedShard | None:
-        """The placement that says the same, where all splits are known to all."""
+        """The equivalent placement, or None if not all ranks know all splits."""
         if self.matrix is None:
             return None
         sizes = tuple(map(sum, zip(*self.matrix, strict=True)))
@@ -213,7 +213,7 @@ class PartitionedTensor:
 
     @property
     def whole_shape(self) -> tuple[int, ...] | None:
-        """The shape of the whole tensor, where all splits are known to all."""
+        """The shape of the whole tensor, or None if not all ranks know all splits."""
         if self.matrix is None:
             return None
         shape = list(self.local.shape)
@@ -222,7 +222,7 @@ class PartitionedTensor:
 
     @_disable_compilation
     def with_local(self, local: torch.Tensor) -> PartitionedTensor:
-        """The same pieces of another tensor, such as what experts made of their tokens.
+        """Return a tensor with the same pieces of other data, such as experts' outputs.
 
         Its dtype and its other dimensions may differ. Raises ShardError for another length.
         """
@@ -234,7 +234,7 @@ class PartitionedTensor:
 
         Raises:
             RunError: on every rank, a rank that fails or does not answer.
-            PlanError: on every rank, ranks that intend different things.
+            PlanError: on every rank, ranks whose calls differ.
         """
         return self._convert(True, extra_bytes)
 
@@ -258,7 +258,7 @@ class PartitionedTensor:
     def redistribute(self, target: Description, **options: Unpack[RedistributionOptions]) -> Any:
         """Convert the full tensor to another layout, by `reshard.torch.redistribute`.
 
-        `options` are those of `redistribute`; its `group` is the mesh's, where none is given.
+        `options` are those of `redistribute`; its `group` is the mesh's by default.
         """
         known = self.gather_splits()
         options.setdefault("group", known._axis.group)
@@ -267,8 +267,8 @@ class PartitionedTensor:
 
     @_disable_compilation
     def gather_splits(self) -> PartitionedTensor:
-        """The same tensor, with all splits known to all ranks. Raises as `to_aligned` does."""
-        # Ranks that know all splits agree as well: those that do not would wait for them.
+        """Return the tensor with all splits known to all ranks. Raises as `to_aligned` does."""
+        # Ranks that know all splits agree as well: the other ranks would wait for them.
         agree(self._intent("gather splits", DEFAULT_EXTRA_BYTES), self._axis.group)
         if self.matrix is not None:
             return self
@@ -290,7 +290,7 @@ class PartitionedTensor:
         if self.aligned == is_aligning:
             return self
         known = self._known
-        # The splits are exchanged once: the way back needs the same ones.
+        # The splits are exchanged once: the way back uses the same splits.
         if known is None:
             sizes = np.array(self.splits, dtype=np.int64)
             known = exchange_splits(axis, self._owners, sizes, is_aligning)
@@ -307,7 +307,7 @@ class PartitionedTensor:
         )
 
     def _intent(self, what: str, extra_bytes: int) -> CallSignature:
-        """What all ranks have to mean alike."""
+        """Return the signature of this rank's call."""
         others = [size for d, size in enumerate(self.local.shape) if d != self.dim]
         known = "each rank's own" if self._known is None else "both ends"
         meant = {

@@ -1,8 +1,8 @@
-"""Pieces of partitions: which rank sends which to whom, and their exchange along a mesh axis.
+"""Pieces of partitions: which rank sends which piece to which rank, along a mesh axis.
 
-A dimension is made of partitions, and every rank of a mesh axis has a piece of each. The pieces
-lie on a rank in one of two orders: *unaligned*, those that are the rank's own; *aligned*, all
-pieces of the partitions that are dealt to it::
+A dimension consists of partitions, and every rank of a mesh axis has a piece of each. The pieces
+are stored on a rank in one of two orders: *unaligned*, the rank's own pieces of all partitions; or
+*aligned*, all pieces of the partitions that the rank owns::
 
     splits of rank 0: 4 6 4 2, of rank 1: 2 4 8 2
 
@@ -10,15 +10,15 @@ pieces of the partitions that are dealt to it::
     rank 0      P00 P01 P02 P03              P00 P10 P01 P11        4+2, 6+4
     rank 1      P10 P11 P12 P13              P02 P12 P03 P13        4+8, 2+2
 
-1. Partitions are dealt by ceil of their number: rank `b // ceil(partitions / ranks)` owns `b`.
+1. Partitions are assigned by ceil of their number: `b // ceil(partitions / ranks)` owns `b`.
 2. `exchange_splits`, the first all-to-all: each rank sends each other rank the sizes of the pieces
-   that it will send there. A rank then knows its row of the splits (what it has, unaligned) and
-   the columns of the partitions it owns (what others have of them), and needs no more.
+   for that rank. A rank then knows its row of the splits (its own pieces, unaligned) and the
+   columns of the partitions it owns (the others' pieces of them), which suffices.
 3. `exchange_pieces`, the second: an exchange of messages as for any plan, in little memory. Both
    ends list the pieces between them by partition, so nothing but elements is sent.
 4. `gather_splits`: all ranks receive all sizes, if the whole tensor is wanted.
 
-A mesh has an order of its own, which its process group's ranks need not have.
+The order of a mesh may differ from the ranks of its process group.
 
 Source: the proposal of a `PartitionedShard` placement for DTensor.
 """
@@ -50,7 +50,7 @@ from reshard.torch.gradients import apply_with_gradient
 
 @dataclass(frozen=True, slots=True)
 class PartitionOwners:
-    """`partitions` dealt whole to `ranks`, by ceil of their number.
+    """`partitions` assigned whole to `ranks`, by ceil of their number.
 
     >>> [list(PartitionOwners(5, 3).owned(rank)) for rank in range(3)]
     [[0, 1], [2, 3], [4]]
@@ -61,11 +61,11 @@ class PartitionOwners:
 
     @property
     def most(self) -> int:
-        """The most partitions that a rank owns."""
+        """The maximum number of partitions of a rank."""
         return -(-self.partitions // self.ranks)
 
     def owned(self, rank: int) -> range:
-        """The partitions that a rank owns."""
+        """Return the partitions that a rank owns."""
         begin, stop = rank * self.most, (rank + 1) * self.most
         return range(min(begin, self.partitions), min(stop, self.partitions))
 
@@ -80,9 +80,9 @@ class Splits:
 
     Attributes:
         owners: of the partitions.
-        rank: whose knowledge it is, counted along the mesh axis.
-        row: what it has of every partition, unaligned: shape `(partitions,)`.
-        columns: what every rank has of the partitions it owns: shape `(owned, ranks)`.
+        rank: the rank that knows these sizes, counted along the mesh axis.
+        row: the sizes of its own pieces of every partition: shape `(partitions,)`.
+        columns: the sizes of every rank's pieces of its own partitions: shape `(owned, ranks)`.
     """
 
     owners: PartitionOwners
@@ -111,16 +111,16 @@ class Splits:
     def transfers(
         self, dim: int, shape: Sequence[int], slots: Sequence[int], is_aligning: bool
     ) -> tuple[Transfers, Transfers]:
-        """What the rank receives (what stays included), and what it sends to others.
+        """Return the transfers into the rank (including local ones), and out of it.
 
         Args:
             dim: the dimension of the partitions.
-            shape: of a local tensor; its length along `dim` does not matter.
+            shape: of a local tensor; its length along `dim` is not used.
             slots: of the ranks along the axis.
-            is_aligning: from unaligned to aligned, else from aligned to unaligned.
+            is_aligning: from unaligned to aligned, otherwise from aligned to unaligned.
         """
         owned = np.array(self.owners.owned(self.rank), dtype=np.int64)
-        # Unaligned: a piece of each partition. Aligned: for each owned partition, one of each rank.
+        # Unaligned: a piece of each partition. Aligned: for each owned partition, a piece per rank.
         ranks = self.owners.ranks
         apart = np.arange(self.owners.partitions), self.owners.owners(), self.row
         together = (
@@ -187,11 +187,11 @@ class AxisRanks:
     Attributes:
         mesh: the torch mesh.
         members: global ranks.
-        position: this process's place among them.
+        position: this process's position among them.
         group: the mesh's process group.
 
     Raises:
-        UsageError: a mesh of several axes, or one that this process is not in.
+        UsageError: a mesh of several axes, or a mesh without this process.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -212,20 +212,20 @@ class AxisRanks:
 
     @property
     def in_group_order(self) -> list[int]:
-        """The place in the mesh of each of the group's ranks."""
+        """The position in the mesh of each of the group's ranks."""
         return [self.members.index(rank) for rank in dist.get_process_group_ranks(self.group)]
 
 
 def exchange_splits(
     axis: AxisRanks, owners: PartitionOwners, sizes: IntArray, is_aligning: bool
 ) -> Splits:
-    """What this rank needs to know of both ends, from what it knows of its own.
+    """Return this rank's splits of both sides, from the sizes of its own pieces.
 
     Args:
         axis: the ranks; all of them call this.
         owners: of the partitions.
-        sizes: of the pieces that the rank has: its row before aligning, its columns after.
-        is_aligning: whether the pieces will go from unaligned to aligned.
+        sizes: of this rank's pieces: its row before aligning, its columns after it.
+        is_aligning: whether the pieces will be converted from unaligned to aligned.
 
     Raises:
         RunError: a rank that does not answer.
@@ -237,12 +237,12 @@ def exchange_splits(
         ]
         expected = [own] * len(axis)
     else:
-        # Aligned pieces lie partition by partition, in each the pieces of all ranks in order.
+        # Aligned pieces are ordered by partition, and within a partition by rank.
         columns = sizes.reshape(own, len(axis))
         outgoing = list(columns.T)
         expected = [len(owners.owned(rank)) for rank in range(len(axis))]
     others = [place for place in range(len(axis)) if place != axis.position]
-    # Not by the process group's own collectives: ranks that raise leave others waiting in these.
+    # Do not use the process group's own collectives, in which others would wait for a failed rank.
     with run_errors("nothing was moved", axis.group):
         received = rank_group(axis.group).swap_bytes(
             {axis.members[n]: outgoing[n].tobytes() for n in others if len(outgoing[n])},
@@ -256,7 +256,7 @@ def exchange_splits(
 
 
 def gather_splits(axis: AxisRanks, sizes: Sequence[int], most: int) -> IntArray:
-    """The sizes of all ranks: shape `(ranks, most)`, a rank that has fewer followed by zeros.
+    """Return the sizes of all ranks: shape `(ranks, most)`, padded with zeros.
 
     Raises:
         RunError: a rank that does not answer.
@@ -279,7 +279,7 @@ def exchange_pieces(
     is_aligning: bool,
     extra_bytes: int,
 ) -> tuple[torch.Tensor, int]:
-    """The pieces in their other order, and how many bytes of them came from other ranks.
+    """Return the pieces in their other order, and the bytes received from other ranks.
 
     Raises:
         RunError: on every rank, a rank that fails or does not answer.
@@ -318,7 +318,7 @@ def convert_pieces(
     is_aligning: bool,
     extra_bytes: int,
 ) -> tuple[torch.Tensor, int]:
-    """As `exchange_pieces`; gradients flow, by the same exchange the other way round."""
+    """Exchange pieces as `exchange_pieces` does, with gradients by the reverse exchange."""
     received_bytes = 0
 
     def forth() -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Programs of collectives between ranks: which is taken (`methods`), and how it runs.
+"""Programs of collectives between ranks: their choice (`methods`) and their execution.
 
-`phases` says what one rank does in each step and where its shards lie in between; `run` carries a
-program out for a redistribution, by the exchange of messages. A refit runs the same phases.
+`phases` derives a rank's part in each step, and the memory of its shards in between. `run` executes
+a program for a redistribution, by the exchange of messages. A refit runs the same phases.
 """

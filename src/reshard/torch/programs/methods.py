@@ -1,20 +1,20 @@
 """Methods of moving a tensor: the direct exchange, or a program of collectives.
 
 1. `"exchange"`: each rank receives the elements that it lacks. Any layouts.
-2. `"program"`: that of `find_program`, between shardings over the same devices; an error if there
-   is none. A `Program` of the caller is used as it is.
+2. `"program"`: the program of `find_program`, between shardings over the same devices; an error if
+   there is none. A `Program` of the caller is used as it is.
 3. `"auto"`: with a topology, the method that `reshard.collectives.choose` estimates as faster, if
    its memory suffices. Without a topology the exchange, which moves the fewest bytes in any memory,
-   except for contributions that become replicas. Those are combined once by a program, and on every
-   rank by the exchange, so the program is used if it moves less, and the bytes that it saves
-   outweigh its messages, each counted as a number of bytes (`assumed_topology`).
-4. `"stages"`: what crosses between hosts does so once for each host, and is handed on within it
-   (`reshard.plans.hierarchical`). `"auto"` takes stages where they are quicker than what else is,
-   on the topology or, where none is given and ranks have told of several hosts, as `assume_links`
-   says.
+   except for contributions that become replicas. A program combines those once, while the exchange
+   combines them on every rank. So the program is used if it moves fewer bytes, and the saving
+   exceeds the cost of its messages, each counted as a number of bytes (`assumed_topology`).
+4. `"stages"`: each byte enters a host once, and is forwarded within it
+   (`reshard.plans.hierarchical`). `"auto"` uses stages if they are faster than the other methods,
+   on the topology or, without a topology and with ranks on several hosts, on that of
+   `assume_links`.
 
-The choice depends only on what all ranks know, so it is the same on all of them; its digest is
-compared before anything moves.
+The choice depends only on data that all ranks have, so it is the same on all of them; its digest
+is compared before anything moves.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from reshard.torch.programs.run import min_extra_bytes
 
 Method = str | Program
 METHODS = ("auto", "exchange", "program", "stages")
-# For how many bytes a message counts where no topology says so, all that is done for it included.
-# Links of 50 to 450 GB/s carry about a megabyte in its latency; between four ranks of gloo on one
-# host programs are quicker from sizes on that follow from as much.
+# The cost of a message in bytes without a topology, including all work for it. Links of 50 to
+# 450 GB/s send about a megabyte in their latency. Between four ranks of gloo on one host, programs
+# are faster from sizes on that correspond to a similar number.
 MESSAGE_COUNTS_BYTES = 1 << 20
-# How many times as long a byte takes between hosts: as much as between eight and nine of NVLink's
-# and InfiniBand's in machines with a card for each rank, and less than where ranks share one.
+# The ratio of a byte's time between hosts to that within a host: between eight and nine for NVLink
+# and InfiniBand in machines with a card for each rank, and more if ranks share a card.
 ASSUMED_SLOWER = 8
 
 
@@ -61,7 +61,7 @@ def choose_method(
     device: torch.device,
     extra_bytes: int,
 ) -> Program | StagedJob | None:
-    """The program to run, or the stages; None for the exchange. Raises as `choose_program` does."""
+    """Return the program or stages, or None for the exchange. Raises as `choose_program`."""
     program = None
     if method != "stages":
         program = choose_program(
@@ -78,7 +78,7 @@ def choose_method(
     topology = topology or find_hosts(group)
     if method == "stages":
         return stage_change(change, as_dtype(dtype), topology)
-    # On one host nothing crosses. A program without a topology is taken for what it combines.
+    # On one host no data crosses hosts. Without a topology a program is used for contributions.
     if topology.hosts == 1 or (program is not None and not is_known):
         return program
     topology = topology if is_known else assume_links(topology)
@@ -92,7 +92,7 @@ def choose_method(
 
 
 def can_be_staged(change: LayoutChange) -> bool:
-    """Whether what arrives can be handed on: contributions are combined where they arrive."""
+    """Return whether received data can be forwarded: contributions are combined on arrival."""
     return max(change.source.contributions, change.target.contributions) == 1
 
 
@@ -106,12 +106,12 @@ def choose_program(
     device: torch.device,
     extra_bytes: int,
 ) -> Program | None:
-    """The program to run, or None for the exchange.
+    """Return the program to run, or None for the exchange.
 
     Raises:
-        UsageError: an unknown method, a side that is no sharding where a program is asked for, a
-            program of others than these sides, or one that `extra_bytes` has no room for.
-        PlanError: a program is asked for, and there is none.
+        UsageError: an unknown method; method "program" with a side that is not a sharding; a
+            program between other layouts, or one that needs more than `extra_bytes`.
+        PlanError: method "program", and no program is found.
         LayoutError: a topology without a rank or link that is needed.
     """
     if not isinstance(method, Program) and method not in METHODS:
@@ -136,10 +136,10 @@ def choose_program(
             )
         return _check_memory(method, dtype, ranks, extra_bytes)
     is_combined = source.layout.contributions > target.layout.contributions
-    # Without a topology, only what combines contributions may move less by a program.
+    # Without a topology, a program can only move fewer bytes if it combines contributions.
     if method == "auto" and topology is None and not is_combined:
         return None
-    # Programs are between shardings; a layout alone has no mesh axes to go along.
+    # Programs are between shardings; a plain layout has no mesh axes.
     if source.spec is None or target.spec is None:
         if method == "auto":
             return None
@@ -164,7 +164,7 @@ def choose_program(
 
 
 def _library_of(group: RankGroup, device: torch.device) -> str:
-    """Whose collectives the group runs: a key of `reshard.cost.LIBRARIES`."""
+    """Return the library whose collectives the group runs: a key of `reshard.cost.LIBRARIES`."""
     return "gloo" if group.backend_of(device) == "gloo" else "nccl"
 
 
@@ -215,7 +215,7 @@ def _choose_quicker(
 ) -> Program | None:
     """Return the program if it is faster, or None.
 
-    On a topology that is only assumed, it has to move less than the exchange, too.
+    On an assumed topology, it also has to move fewer bytes than the exchange.
     """
     choice = choose(source, target, shape, dtype, topology, library=library)
     is_less = choice.program.moved_elements < choice.change.moved_elements
@@ -226,9 +226,9 @@ def _choose_quicker(
 
 @lru_cache(maxsize=64)
 def assumed_topology(ranks: int) -> Topology:
-    """Ranks of one host, between whom a message counts as `MESSAGE_COUNTS_BYTES`.
+    """Return a topology on one host in which a message costs `MESSAGE_COUNTS_BYTES`.
 
-    Its seconds are none: only their order counts.
+    Its seconds are not real: only their order is used.
     """
     link = Link(bandwidth_bytes_per_s=1.0, latency_s=MESSAGE_COUNTS_BYTES)
     return Topology.of(hosts=1, ranks_per_host=ranks, within_host=link)
@@ -268,15 +268,15 @@ def _find_stages(
 
 
 def stages_of(staged: StagedJob, rank: int) -> tuple[Transfers, ...]:
-    """What a rank receives, keeps and sends of the only tensor of a job, stage by stage."""
+    """Return a rank's transfers of the only tensor of a job, stage by stage."""
     (item,) = staged.job.items
     return _find_stages(item.change, item.dtype, staged.topology, rank)
 
 
 def find_hosts(group: RankGroup) -> Topology:
-    """Which ranks of a group share a host, by the names of their hosts; no speeds are known.
+    """Return which ranks of a group share a host, by their hosts' names; speeds are unknown.
 
-    Ranks that are not in the group count as on the host of its first one.
+    Ranks outside the group are placed on the host of its first rank.
     """
     return _place_ranks(group.ranks, group.hosts)
 
@@ -291,7 +291,7 @@ def _place_ranks(ranks: tuple[int, ...], hosts: tuple[str, ...]) -> Topology:
 
 @lru_cache(maxsize=64)
 def assume_links(hosts: Topology) -> Topology:
-    """Links between hosts of which nothing else is known. Its seconds are none."""
+    """Return the topology with assumed links between hosts. Its seconds are not real."""
     near = Link(bandwidth_bytes_per_s=1.0, latency_s=MESSAGE_COUNTS_BYTES)
     far = Link(1.0 / ASSUMED_SLOWER, MESSAGE_COUNTS_BYTES)
     return Topology(hosts.rank_host, hosts.host_rack, near, far, far)

@@ -1,20 +1,19 @@
-"""The steps of a program on one rank, and where its shards lie between them.
+"""The steps of a program on a rank, and the memory of its shards between them.
 
-1. Each step is a phase: what this rank's group holds and needs, as a change of layout within the
-   group alone. An all-reduce is two: contributions are combined in parts of the shard, one a rank,
-   and the parts are gathered.
-2. The shards between phases lie in buffers. A slice is a view of the shard before it, and what is
-   gathered lies inside the shard after it already, so most programs need no memory between source
-   and target::
+1. Each step is a phase: a change of layout within this rank's group. An all-reduce has two phases:
+   contributions are combined in parts of the shard, one for each rank, and the parts are gathered.
+2. The shards between phases are stored in buffers. A slice is a view of the shard before it, and a
+   shard to be gathered is a view of the shard after it, so most programs need no memory between
+   source and target::
 
        source --slice--> buffer 1 --all-to-all--> buffer 2 --gather--> target
          |                   |                      |                   |
          +- is a view of it -+                      +- is a view of it -+
 
-3. Only a buffer that is neither takes memory: from when the shard is first wanted, until no later
-   one lies in it.
+3. Only a buffer that is neither needs memory: from the first use of its shard, until no later shard
+   is stored in it.
 
-All of it follows from the program, so every rank finds the same.
+All of it follows from the program, so every rank derives the same phases.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class Phase:
     """The work of a rank between two buffers.
 
     Args:
-        kind: whether elements stay on the rank, travel as messages, or are gathered.
+        kind: whether elements stay on the rank, are sent as messages, or are gathered.
         step: of the program.
-        change: of the group's layouts; of all ranks' for a permutation and an exchange.
+        change: of the group's layouts; for a permutation and an exchange, of all ranks' layouts.
         ranks: of the group; empty if this rank has no part.
     """
 
@@ -58,7 +57,7 @@ class Phase:
 
     @property
     def by_region(self) -> bool:
-        """Whether contributions travel and are combined region by region."""
+        """Whether contributions are sent and combined region by region."""
         change = self.change
         if not self.ranks or isinstance(self.step, Permute | Exchange):
             return False
@@ -66,12 +65,12 @@ class Phase:
         return is_combined and are_cut_alike(change)
 
     def transfers(self, rank: int) -> Transfers:
-        """What a rank receives, keeps and sends."""
+        """Return a rank's transfers, including those that stay on it."""
         if isinstance(self.step, Permute):
-            # Whole shards go by the pairs of the step, whichever ranks hold replicas of them.
+            # Send whole shards by the pairs of the step, whichever ranks have replicas of them.
             return _permute_shards(self.step, rank)
         if isinstance(self.step, Exchange):
-            # Senders are chosen as in any plan; by elements, since all are of one dtype.
+            # Choose senders as in any plan; by elements, since all have the same dtype.
             return transfers_of(self.change, as_dtype("uint8"), rank)
         return self.change.for_rank(rank) if self.ranks else Transfers.none(self.change.source.ndim)
 
@@ -97,7 +96,7 @@ class RankPhases:
         return buffer
 
     def is_view(self, phase: int) -> bool:
-        """Return whether what stays in a phase is in place: one shard is a part of the other."""
+        """Return whether staying elements are in place: one shard is a part of the other."""
         return self.inside[phase] == phase + 1 or self.inside[phase + 1] == phase
 
     def max_elements(self, buffer: int) -> int:
@@ -105,31 +104,31 @@ class RankPhases:
         return int(self.layouts[buffer].cell_shape.prod(axis=1).max(initial=0))
 
     def between_elements(self, phase: int) -> int:
-        """Elements of memory that is neither source nor target, the most of any rank."""
+        """Return the maximum over ranks of a phase's elements in neither source nor target."""
         roots = {self.root(phase), self.root(phase + 1)} - {0, len(self.phases)}
         return sum(map(self.max_elements, roots))
 
     @property
     def most_between_elements(self) -> int:
-        """The most of any phase."""
+        """Return the maximum over phases."""
         return max(map(self.between_elements, range(len(self.phases))), default=0)
 
     @property
     def own_elements(self) -> tuple[int, ...]:
-        """Elements of each memory that is neither source nor target, the most of any rank."""
+        """Return the maximum over ranks of each memory that is in neither source nor target."""
         roots = set(map(self.root, self.inside)) - {0, len(self.phases)}
         return tuple(map(self.max_elements, sorted(roots)))
 
 
 def between_bytes(program: Program, itemsize_bytes: int) -> int:
-    """Bytes between source and target of a program all of whose shards are kept to the end."""
+    """Return the bytes between source and target of a program if no shard is freed early."""
     found = phases_of(program, program.source.mesh.devices[0])
     return sum(align(elements * itemsize_bytes) for elements in found.own_elements)
 
 
 @lru_cache(maxsize=1024)
 def phases_of(program: Program, rank: int) -> RankPhases:
-    """The phases of one rank.
+    """Return the phases of a rank.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.collectives import find_program
@@ -143,7 +142,7 @@ def phases_of(program: Program, rank: int) -> RankPhases:
     phases: list[Phase] = []
     layouts = [program.source.layout(program.shape)]
     for step in program.steps:
-        # A rank takes part in the collective of its own group alone.
+        # A rank takes part in the collective of its own group only.
         number = next((i for i, group in enumerate(step.groups) if rank in group), None)
         change, ranks = LayoutChange(step.source_layout, step.target_layout), tuple[int, ...]()
         if number is not None and not isinstance(step, Permute):
@@ -153,7 +152,7 @@ def phases_of(program: Program, rank: int) -> RankPhases:
                 program.shape, [pair for group in step.groups for pair in _cut_shard(step, group)]
             )
             own = Layout.from_boxes(program.shape, _cut_shard(step, ranks)) if ranks else parts
-            # Each rank combines a part and hands it on, so that no contribution travels twice.
+            # Each rank combines a part and sends the result, so that no contribution is sent twice.
             phases.append(Phase("exchange", step, LayoutChange(change.source, own), ranks))
             phases.append(Phase("all-gather", step, LayoutChange(own, change.target), ranks))
             layouts += [parts, step.target_layout]
@@ -173,7 +172,7 @@ def _find_views(phases: list[Phase], layouts: list[Layout]) -> tuple[int, ...]:
     inside = list(range(len(layouts)))
     for number in range(1, len(layouts) - 1):
         before, after = phases[number - 1], phases[number]
-        # A slice is a view of the shard before it; a gather's shards are views of what it makes.
+        # A slice is a view of the shard before it; shards to gather are views of the result.
         if before.kind == "local" and _lies_in(layouts[number], layouts[number - 1]):
             inside[number] = number - 1
         elif after.kind == "all-gather" and _lies_in(layouts[number], layouts[number + 1]):
@@ -207,7 +206,7 @@ def _cut_shard(step: Step, group: tuple[int, ...]) -> list[tuple[int, Box]]:
         return []
     if not whole.shape:
         return [(group[0], whole)]
-    # Along the first dimension that is long enough parts are dense, and nearly of one size.
+    # Parts along the first dimension that is long enough are dense, and nearly equal in size.
     dim = next((d for d, n in enumerate(whole.shape) if n >= 8 * len(group)), None)
     if dim is None:
         dim = int(np.argmax(whole.shape))
@@ -221,10 +220,10 @@ def _cut_shard(step: Step, group: tuple[int, ...]) -> list[tuple[int, Box]]:
     return found
 
 
-# Programs run again and again, each time on other tensors.
+# Cached, since programs run repeatedly, each time on other tensors.
 @lru_cache(maxsize=4096)
 def directions_of(phase: Phase, rank: int, only_moving: bool) -> tuple[Transfers, Transfers]:
-    """What a rank receives in a phase, with what stays unless `only_moving`, and what it sends."""
+    """Return a phase's transfers into a rank, and out of it; no local ones if `only_moving`."""
     found = phase.transfers(rank)
     if only_moving:
         found = found.moving
@@ -233,7 +232,7 @@ def directions_of(phase: Phase, rank: int, only_moving: bool) -> tuple[Transfers
 
 
 def _permute_shards(step: Permute, rank: int) -> Transfers:
-    """The whole shards that come to a rank and leave it."""
+    """Return the whole shards sent to and from a rank."""
     slots, cells, boxes = [], [], []
     for sender, receiver in step.pairs:
         box = shard_box(step.target_layout, receiver)
@@ -268,10 +267,10 @@ class ShardBuffers:
 
     Args:
         phases: of this rank.
-        rank: this one.
+        rank: this rank.
         source, target: its local tensors, or None.
-        dtype, device: of what lies in neither.
-        allocate: gives memory by shape and dtype; new memory by default.
+        dtype, device: of the memory for other shards.
+        allocate: allocates memory by shape and dtype; new memory by default.
     """
 
     def __init__(
@@ -293,17 +292,17 @@ class ShardBuffers:
         self._allocate = allocate
 
     def transfers(self) -> Iterator[tuple[int, RankTransfers]]:
-        """The phases that move anything: the number of each, and this rank's transfers in it.
+        """Yield the phases with transfers: the number of each, and this rank's transfers in it.
 
-        Memory for a phase is taken when it is asked for, and given back with the next phase where
-        no later shard lies in it. All ranks have the same phases.
+        Memory for a phase is allocated when it is requested, and freed at the next phase if no
+        later shard is in it. All ranks have the same phases.
         """
         for number, phase in enumerate(self._phases.phases):
             is_there = self._phases.is_view(number)
-            # A slice that is a view moves nothing.
+            # A slice that is a view has no transfers.
             if phase.kind == "local" and is_there:
                 continue
-            # Shards that overlap have what stays in its place already: only the rest is listed.
+            # Overlapping shards have the staying elements in place, so only the others are listed.
             received, sent = directions_of(phase, self._rank, only_moving=is_there)
             shards = [self._find_shard(number)], [self._find_shard(number + 1)]
             yield number, RankTransfers(phase.change, received, sent, *shards, self._dtype)
@@ -311,7 +310,7 @@ class ShardBuffers:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the memory that was taken and not given back."""
+        """Return the bytes of allocated memory."""
         return sum(tensor.nbytes for tensor in self._allocated.values())
 
     def _find_shard(self, number: int) -> torch.Tensor | None:

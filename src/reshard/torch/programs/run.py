@@ -1,31 +1,31 @@
 """Runs of a program of collectives between the ranks of a process group.
 
 1. This rank's phases, and its shards between them, follow from the program (`phases`).
-2. The phases run one after another, each by the exchange of messages that moves all else, within
-   the ranks of its group. Contributions that are cut alike are combined region by region, so an
+2. The phases run one after another, each by the same exchange of messages as other movements,
+   within the ranks of its group. Equally sharded contributions are combined region by region, so an
    all-reduce reads each region while it is in a cache. A slice is a view, or a copy.
-3. Where there are collectives quicker than messages (NCCL, not gloo), all-gathers run by the
-   library's own, if the group is of all ranks. Gloo's own are messages too, and slower: they take
-   dense memory, and ranks wait for one another; messages go from and to where the pieces lie.
-4. Contributions are combined by the code that combines them in one process, in the order of the
-   plan. So every rank gets the same bits, those of the direct plan where one step combines all,
-   whatever the dtype.
+3. If the backend's collectives are faster than messages (NCCL, not gloo), all-gathers use the
+   backend's own, if the group has all ranks. Gloo's own are messages too, and slower: they require
+   dense memory, and ranks wait for one another, while messages are sent from and to any strides.
+4. Contributions are combined by the same code as in a single process, in the order of the plan. So
+   every rank gets the same bits, equal to those of the direct plan if a single step combines all,
+   for any dtype.
 
 *Process groups.* An all-gather works within groups of a mesh: along `x` of a mesh `x=2, y=2` they
-are 0, 2 and 1, 3. Making a process group is a collective of all ranks of the job, members or not,
-so all of them make all groups of a step, in one order. A group is made once, and kept as long as
-the job has its own::
+are 0, 2 and 1, 3. Creating a process group is a collective of all ranks of the job, members or not,
+so all of them create all groups of a step, in the same order. Each group is created once, and kept
+as long as the job's own group::
 
-    step 0 over x     {0, 2}  {1, 3}       every rank makes these two,
+    step 0 over x     {0, 2}  {1, 3}       every rank creates these two,
     step 1 over y     {0, 1}  {2, 3}       then these; a rank is in one of each step
 
-Within a group that is not of all ranks, others do not call, and nothing can be made: there is then
-none. torch can make groups by their members alone, but names them after the number of groups that
+Within a group of fewer ranks, the others do not call, so no further groups can be created, and none
+is used. torch can create groups by their members alone, but names them by the number of groups that
 a process has, so that members with further groups wait for each other forever.
 
-*Again and again.* A redistribution learns what its ranks mean, agrees on it, moves and confirms. If
-an array moves as others did before, all of that is known but the elements: a `PreparedMovement` has
-the program and the digest of the call. Movements of a `sequence` are agreed on together.
+*Repeated runs.* A redistribution exchanges and compares its ranks' calls, moves and confirms. If an
+array moves as others did before, all but the elements is known: a `PreparedMovement` has the
+program and the digest of the call. Movements of a `sequence` are agreed on together.
 
 The ranks of a process group are numbered in ascending order, whatever the mesh's order: use global
 ranks.
@@ -58,7 +58,7 @@ from reshard.torch.exchange.packing.messages import RankTransfers
 from reshard.torch.exchange.rendezvous import timeout_of
 from reshard.torch.programs.phases import Phase, ShardBuffers, directions_of, phases_of
 
-# What the smallest messages of any phase need, for each rank of the group.
+# The size of the smallest messages of any phase, for each rank of the group.
 _SMALLEST_BYTES = 4 * ALIGNMENT_BYTES
 
 _Key = tuple[dist.ProcessGroup, tuple[int, ...]]
@@ -66,30 +66,30 @@ _MADE: dict[_Key, dist.ProcessGroup | None] = {}
 
 
 def min_extra_bytes(program: Program, itemsize_bytes: int, ranks: int) -> int:
-    """The least memory beyond source and target that a program can run in, among so many ranks.
+    """Return the minimum memory beyond source and target to run a program on so many ranks.
 
-    Of shards that lie in neither, the whole, and of all others the smallest messages.
+    It holds shards in neither source nor target, and the smallest messages of other phases.
     """
     phases = phases_of(program, program.source.mesh.devices[0])
     return phases.most_between_elements * itemsize_bytes + max(ranks, 2) * _SMALLEST_BYTES
 
 
 class ProgramRun:
-    """A program on a rank, prepared to run once. All ranks of `group` make and finish it.
+    """A program on a rank, prepared to run once. All ranks of `group` create and finish it.
 
-    `sent_bytes`, `received_bytes` and `extra_bytes`, the memory beyond source and target, are this
-    rank's; the last is known when it has run.
+    `sent_bytes`, `received_bytes` and `extra_bytes`, the memory beyond source and target, are of
+    this rank; `extra_bytes` is known after the run.
 
     Args:
-        program: what to do.
+        program: the program to run.
         source, target: this rank's local tensors, or None.
-        dtype: of them.
+        dtype: of both.
         group: of all ranks of the program; of all ranks when None.
         device: of the tensors.
-        extra_bytes: the most memory beyond source and target; the same on all ranks, and at least
-            `min_extra_bytes`.
-        by_collectives: whether to gather by the process group's own all-gather; by default where
-            the group is none of gloo. It has to be all ranks.
+        extra_bytes: the maximum memory beyond source and target; the same on all ranks, and at
+            least `min_extra_bytes`.
+        by_collectives: whether to gather by the process group's own all-gather; by default unless
+            the backend is gloo. The group must have all ranks.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class ProgramRun:
         """Do nothing: steps depend on each other, so `finish` runs all of them."""
 
     def finish(self) -> None:
-        """Carry the program out.
+        """Run the program.
 
-        Raises RunError where a rank does not answer; the target is not usable then.
+        Raises RunError if a rank does not answer; the target is then not usable.
         """
         step = "the program"
         try:
-            # Before any step: making a group is a collective, which a rank that failed cannot join.
+            # Create groups before any step: this is a collective, which a failed rank cannot join.
             groups = [self._find_group(phase) for phase in self._phases.phases]
             for number, transfers in self._buffers.transfers():
                 phase = self._phases.phases[number]
@@ -139,14 +139,14 @@ class ProgramRun:
                 self.extra_bytes = max(self.extra_bytes, used_bytes)
         except BaseException as error:
             self.has_failed = True
-            # What torch raises where a rank does not answer.
+            # An error of torch if a rank does not answer.
             if isinstance(error, RuntimeError):
                 self._group.lose(f"{step} did not end", error)
             raise
 
     def _find_group(self, phase: Phase) -> dist.ProcessGroup | None:
         """Return the process group of a phase, or None if it needs none, or none can be made."""
-        # Making a group takes all ranks of the job, and not only those of another group.
+        # All ranks of the job must take part in creating a group.
         if not self._by_collectives or phase.kind != "all-gather" or not self._group.is_everyone:
             return None
         return process_group(None, phase.step.groups, self._rank)
@@ -181,27 +181,27 @@ def _count_bytes(rows: Transfers, dtype: torch.dtype) -> int:
 def process_group(
     whole: dist.ProcessGroup | None, groups: Iterable[tuple[int, ...]], rank: int
 ) -> dist.ProcessGroup | None:
-    """The process group of a rank among groups that share none, made where there is none yet.
+    """Return the process group of a rank among disjoint groups; create it if it does not exist.
 
     All ranks of `whole` call this, with all groups of each step, in the order of the steps.
 
     Args:
-        whole: a process group of all ranks that call this; that of all ranks when None.
+        whole: a process group of all ranks that call this; the group of all ranks when None.
         groups: global ranks.
-        rank: this one.
+        rank: this rank.
 
     Returns:
-        The process group of the rank's group; None where it is in none, or alone, or where `whole`
-        is not all ranks.
+        The process group of the rank's group; None if it is in none, or alone, or if `whole` does
+        not have all ranks.
     """
     everyone = dist.group.WORLD
-    # Making a group takes all ranks of the job, and only those of `whole` are here.
+    # All ranks of the job must take part in creating a group; here are only those of `whole`.
     if whole is not None and whole is not everyone:
         return None
     _forget_ended()
     found = None
     for ranks in groups:
-        # In one order on all ranks: new_group is a collective of the whole job.
+        # In the same order on all ranks: new_group is a collective of the whole job.
         members = tuple(sorted(ranks))
         if len(members) == dist.get_world_size():
             made: dist.ProcessGroup | None = everyone
@@ -259,18 +259,18 @@ class PreparedMovement:
         """Return this rank's part of the result, from its part of the source, or None.
 
         Args:
-            tensor: dense, of the dtype, and of the shape that the program's source has here.
-            agreed: the group, where it is in the middle of a sequence of which this is a part: all
-                ranks know already that they mean the same.
+            tensor: dense, with the program's dtype, and the local shape of its source.
+            agreed: the group, within a sequence of movements, on which all ranks have already
+                agreed.
 
         Raises:
-            RunError: on every rank, a rank that cannot take part; on those that wait for it, one
-                that fails on the way.
-            PlanError: on every rank, ranks that mean different things.
-            ShardError: an agreed run of a tensor that a run has left partly new.
+            RunError: on every rank, a rank that cannot take part; on ranks that wait for it, a rank
+                that fails during the run.
+            PlanError: on every rank, ranks whose calls differ.
+            ShardError: an agreed run of a tensor that a failed run has left partly written.
         """
         group = rank_group(self._group) if agreed is None else agreed
-        # A sequence has the turn, whichever of its threads this is.
+        # A sequence has taken the turn for all of its threads.
         with group.turn() if agreed is None else nullcontext():
             if agreed is not None:
                 made = self._make_result(tensor, group.rank)
@@ -292,7 +292,7 @@ class PreparedMovement:
         try:
             made = self._make_result(tensor, group.rank)
         except Exception as error:
-            # Also memory that is not there: the others wait.
+            # Errors such as lack of memory are reported too, since the others wait for this rank.
             agree(replace(self._intent, problem=f"{type(error).__name__}: {error}"), group)
             raise
         agree(self._intent, group)
@@ -319,13 +319,13 @@ class PreparedMovement:
             return None
         device = device_of(self._group) if tensor is None else tensor.device
         made = empty_result(after, getattr(torch, self.dtype.name), device)
-        # No message has padding.
+        # Zero the result, since padding is not sent.
         return made.zero_() if self._target.is_padded else made
 
 
 @lru_cache(maxsize=1024)
 def method_digest(program: Program | None) -> bytes:
-    """A digest of a method: the steps of a program, with their groups and shards."""
+    """Return a digest of a method: the steps of a program, with their groups and shards."""
     if program is None:
         return b"exchange"
     hasher = hashlib.blake2b(b"program", digest_size=16)

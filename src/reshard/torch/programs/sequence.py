@@ -1,6 +1,6 @@
 """Sequences of movements: ranks that run a list in the same order agree on it once.
 
-They agree on no movement of it::
+The movements of a sequence are not agreed on separately::
 
     each alone      agree  move           agree  move           agree  move
     a sequence      agree  move           move                  move           confirm
@@ -46,12 +46,12 @@ class MovementSequence:
     def begin(self, move: Callable[[], Any], is_here: bool = False) -> Future[Any]:
         """Run a movement after those that have begun.
 
-        What it reads must not change before it has been waited for, and no movement may run in
-        another thread until all that have begun are waited for.
+        The data that it reads must not change before it has been waited for, and no movement may
+        run in another thread until all of the sequence are waited for.
 
         Args:
-            move: carries it out.
-            is_here: whether it has to run in this thread, at once.
+            move: runs the movement.
+            is_here: whether it must run in this thread, at once.
         """
         begun: Future[Any] = Future()
         if is_here:
@@ -61,13 +61,14 @@ class MovementSequence:
             return begun
         self._last = begun
         if self._thread is None:
-            # Modes of PyTorch are a thread's own, and what is set for this context is to hold.
+            # Copy PyTorch's thread-local modes and this context, so that the thread has the same.
             modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
             self._thread = threading.Thread(
                 target=contextvars.copy_context().run,
                 args=(self._run, *modes),
                 name="reshard movements",
-                # A thread that waits for a rank that never answers must not keep the process.
+                # A daemon thread, so that a thread that waits forever does not keep the process
+                # alive.
                 daemon=True,
             )
             self._thread.start()
@@ -75,7 +76,7 @@ class MovementSequence:
         return begun
 
     def close(self) -> None:
-        """End the thread after what has begun."""
+        """End the thread after the movements that have begun."""
         if self._thread is not None:
             self._begun.put(None)
             self._thread.join()
@@ -95,7 +96,7 @@ class MovementSequence:
 
 
 def _fulfil(begun: Future[Any], move: Callable[[], Any]) -> BaseException | None:
-    """Carry a movement out. Return what it raised."""
+    """Run a movement. Return its error, or None."""
     try:
         begun.set_result(move())
     except BaseException as error:
@@ -108,12 +109,12 @@ def _fulfil(begun: Future[Any], move: Callable[[], Any]) -> BaseException | None
 def agreed_sequence(group: Group, digest: bytes) -> Iterator[MovementSequence]:
     """Enter a sequence of movements that all ranks run in the same order, compared by its digest.
 
-    Movements inside run as agreed. A rank that raises inside breaks the group's connections off, so
+    Movements inside run as agreed. A rank that raises inside closes the group's connections, so
     that the others raise its cause at once.
 
     Raises:
         PlanError: the sequences of ranks differ.
-        RunError: a rank does not come, or does not come to the end.
+        RunError: a rank does not arrive, or does not reach the end.
     """
     among: RankGroup = rank_group(group)
     with among.sequence():
@@ -122,7 +123,7 @@ def agreed_sequence(group: Group, digest: bytes) -> Iterator[MovementSequence]:
         try:
             yield sequence
         except BaseException as error:
-            # Before the thread is waited for, which may be in the middle of a movement.
+            # Notify before waiting for the thread, which may be in the middle of a movement.
             among.break_off(error)
             raise
         finally:
