@@ -60,7 +60,7 @@ class ArrayType(Interned):
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of its elements; whole on slot 0 where it is not sharded."""
+        """The layout of the elements; all of them on slot 0 if the array is not sharded."""
         if self.spec is None:
             return Layout.replicated(self.shape)
         return self.spec.layout(self.shape)
@@ -74,11 +74,11 @@ class ArrayType(Interned):
         return bool(spec.partial_axes) or any(dim.levels for dim in spec.dim_specs)
 
     def with_spec(self, spec: ShardingSpec | None) -> ArrayType:
-        """The same array sharded another way."""
+        """Return the same array sharded another way."""
         return self if spec is self.spec else ArrayType(self.shape, self.dtype, spec)
 
     def with_dtype(self, dtype: DType) -> ArrayType:
-        """The same array of another element type."""
+        """Return the same array of another element type."""
         return ArrayType(self.shape, dtype, self.spec)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """Array libraries that compute with shards: NumPy and PyTorch, by names of the array API standard.
 
-Both libraries are used through one namespace each, with the standard's names. NumPy has them
-itself; for PyTorch the package `array_api_compat` has them.
+Each library is used through a namespace with the standard's names: NumPy's own, and for PyTorch
+the namespace of the package `array_api_compat`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Library:
         self._dtypes: dict[Any, DType] = {}
 
     def dtype_of(self, array: Any) -> DType:
-        """The element type of one of its arrays."""
+        """Return the element type of an array of this library."""
         # A look into a dictionary, since this is asked at each operation.
         own = array.dtype
         found = self._dtypes.get(own)
@@ -57,7 +57,7 @@ class Library:
         return found
 
     def own_dtype(self, dtype: DType) -> Any:
-        """The library's own name of an element type. Raises UsageError where it has none."""
+        """Return the library's own element type. Raises UsageError if the library lacks it."""
         if self.name == "numpy":
             return dtype.numpy
         found = getattr(import_module("torch"), dtype.name, None)
@@ -66,15 +66,15 @@ class Library:
         return found
 
     def is_array(self, value: object) -> bool:
-        """Whether a value is one of its arrays."""
+        """Return whether a value is an array of this library."""
         if self.name == "numpy":
             return isinstance(value, np.ndarray | np.generic)
         return isinstance(value, sys.modules["torch"].Tensor)
 
     def array(self, data: Any, dtype: DType | None = None, beside: Any = None) -> Any:
-        """Data as one of its arrays, on the device of `beside`; its own arrays are not copied.
+        """Convert data to an array on the device of `beside`; its own arrays are not copied.
 
-        Raises ShardError for tensors whose memory was freed, that are sparse or nested, and for
+        Raises ShardError for tensors that are sparse or nested or whose memory was freed, and for
         arrays with a mask.
         """
         own = None if dtype is None else self.own_dtype(dtype)
@@ -89,7 +89,7 @@ class Library:
                 "data.filled(...), and its mask as an array of its own"
             )
         if self.name == "numpy":
-            # Without importing it: where it is not loaded, nothing is a tensor.
+            # PyTorch is not imported for this: if it is not loaded, no value is a tensor.
             torch = sys.modules.get("torch")
             if torch is not None and isinstance(data, torch.Tensor):
                 data = _as_numpy(data)
@@ -99,19 +99,19 @@ class Library:
         if isinstance(data, torch.Tensor):
             _check_memory(data)
             return data.to(dtype=own, device=device)
-        # By way of NumPy, so that numbers get the same types in both libraries.
+        # Numbers go through NumPy, so that they get the same types in both libraries.
         found = np.array(data, order="C")
-        # Raises for what no array in shards has: texts, objects.
+        # Raises for element types that sharded arrays do not support: strings, objects.
         kind = as_dtype(found.dtype)
         if found.dtype.isbuiltin == 2:
-            # A type of ml_dtypes: PyTorch takes the bits, and its own name for them.
+            # A type of ml_dtypes: PyTorch takes the bits, and views them as its own type.
             made = torch.from_numpy(found.view(kind.storage)).view(self.own_dtype(kind))
         else:
             made = torch.from_numpy(found)
         return made.to(dtype=own, device=device)
 
     def filled(self, shape: tuple[int, ...], value: Any, beside: Any) -> Any:
-        """A new array of one number, of the element type and on the device of `beside`."""
+        """Return a new array filled with a number, with the element type and device of `beside`."""
         if self.name == "numpy":
             return np.full(shape, value, dtype=beside.dtype)
         return beside.new_full(shape, value)
@@ -119,8 +119,8 @@ class Library:
     def state_of(self, arrays: tuple[Any, ...]) -> Any:
         """Return a state that differs once an array may have been written to.
 
-        Of PyTorch's, how often each was written to, and whether gradients are recorded. NumPy
-        counts no writes: None where a program has got hold of the memory, see `lend`.
+        For PyTorch: how often each tensor was written to, and whether gradients are recorded. NumPy
+        does not count writes: the state is None if a program has access to the memory, see `lend`.
         """
         if self.name == "numpy":
             is_lent = any(id(_find_root(one)) in _lent for one in arrays)
@@ -128,9 +128,9 @@ class Library:
         return (any(map(records_gradient, arrays)), *map(_count_writes, arrays))
 
     def has_copied(self, data: Any, made: Any) -> bool:
-        """Whether `made`, its array of some data, has memory that nobody else knows of.
+        """Return whether `made`, an array created from `data`, does not share memory with it.
 
-        By the kinds of both alone, so that all processes say the same.
+        The answer depends on the types of both alone, so all processes get the same.
         """
         if isinstance(data, list | tuple | int | float | complex | np.generic):
             return True
@@ -140,12 +140,12 @@ class Library:
         return source is not None and source.dtype_of(data) is not self.dtype_of(made)
 
     def find_views(self, arrays: Iterable[Any], others: Iterable[Any]) -> tuple[bool, ...]:
-        """Of arrays of NumPy, whether each has the memory of one of the others."""
+        """Return for each NumPy array whether it shares memory with any of the others."""
         roots = {id(_find_root(one)) for one in others}
         return tuple([id(_find_root(one)) in roots for one in arrays])
 
     def lend(self, arrays: Iterable[Any]) -> None:
-        """A program gets its arrays, and might write to them."""
+        """Note that a program has access to these arrays, and might write to them."""
         if self.name == "numpy":
             for one in arrays:
                 root = _find_root(one)
@@ -153,19 +153,19 @@ class Library:
                     _lent[id(root)] = root
 
     def copied(self, array: Any) -> Any:
-        """A copy of one of its arrays, to be written to; gradients go through it."""
+        """Return a copy of an array that may be written to; gradients flow through the copy."""
         return array.copy() if self.name == "numpy" else array.clone()
 
     def has_gradient_or_device(self, array: Any) -> bool:
-        """Whether one of its arrays records gradients, or is elsewhere than in CPU memory."""
+        """Return whether an array records gradients, or is not in CPU memory."""
         if self.name == "numpy":
             return False
         return array.device.type != "cpu" or records_gradient(array)
 
     def identity(self, reduction: str, beside: Any) -> Any:
-        """The number that changes nothing when it is combined, for elements like those of an array.
+        """Return the identity element of a reduction, for the element type of `beside`.
 
-        Of truth values, whole numbers and floats alike: the least of a type for "max".
+        For "max" it is the smallest value of the type: False, the minimum integer, or -inf.
         """
         if reduction in ("sum", "mean"):
             return 0
@@ -180,7 +180,7 @@ class Library:
         return -np.inf if reduction == "max" else np.inf
 
     def scaled(self, array: Any, numerator: int, denominator: int) -> Any:
-        """One of its arrays times a fraction, in its own type."""
+        """Multiply an array by a fraction; the result has the array's element type."""
         return (
             (array * numerator / denominator).astype(array.dtype)
             if self.name == "numpy"
@@ -188,21 +188,21 @@ class Library:
         )
 
     def linked(self, made: Any, to: Any) -> Any:
-        """An array of constants that, as one made from `to`, takes part in its gradient: by 0.
+        """Make constants depend on `to` for autograd, with a gradient of 0.
 
-        All ranks must record alike, also those whose part has no elements.
+        All ranks must record the same operations, including ranks whose part is empty.
         """
         if self.name == "numpy" or not records_gradient(to):
             return made
         return made + to.reshape(-1)[:0].sum().to(made.dtype)
 
     def is_finite(self, array: Any) -> bool:
-        """Whether all elements of one of its floating arrays are finite."""
+        """Return whether all elements of a floating-point array are finite."""
         space = self.namespace
         return bool(space.all(space.isfinite(array)))
 
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
-        """One of its arrays as a NumPy array."""
+        """Convert an array to a NumPy array."""
         if self.name == "numpy":
             return np.asarray(array)
         return _as_numpy(array)
@@ -221,10 +221,10 @@ _UFUNCS = {
 
 
 def _of_tensors(combine: Combine, by_numpy: np.ufunc) -> Combine:
-    """PyTorch's function of two tensors, by NumPy for unsigned types that PyTorch cannot add.
+    """Return PyTorch's function of two tensors, or NumPy's for unsigned types PyTorch cannot add.
 
-    PyTorch's sum multiplies its second operand by 1, which is no number where that is complex and
-    infinite. So parts are added by themselves.
+    PyTorch's sum multiplies its second operand by 1, which gives NaN for complex infinities. So
+    real and imaginary parts are added separately.
     """
     torch = import_module("torch")
     lacking = (torch.uint16, torch.uint32, torch.uint64)
@@ -241,11 +241,11 @@ def _of_tensors(combine: Combine, by_numpy: np.ufunc) -> Combine:
 
 
 _lent: WeakValueDictionary[int, np.ndarray[Any, Any]] = WeakValueDictionary()
-"""Arrays of NumPy, by identity, that programs have got and might write to."""
+"""NumPy arrays, by identity, to which programs have access and might write."""
 
 
 def _find_root(array: Any) -> Any:
-    """The array that has the memory which another one is a view of."""
+    """Return the array that owns the memory of a view."""
     while isinstance(getattr(array, "base", None), np.ndarray):
         array = array.base
     return array
@@ -255,16 +255,16 @@ def _count_writes(tensor: Any) -> int:
     try:
         return int(tensor._version)
     except RuntimeError:
-        return 0  # Of inference mode, in which nothing is counted.
+        return 0  # A tensor of inference mode: its writes are not counted.
 
 
 def records_gradient(tensor: Any) -> bool:
-    """Whether PyTorch records what is computed with a tensor, for its gradient."""
+    """Return whether PyTorch records operations on a tensor for its gradient."""
     return bool(tensor.requires_grad) and sys.modules["torch"].is_grad_enabled()
 
 
 def _check_memory(tensor: Any) -> None:
-    """Raises ShardError for a tensor whose memory was freed, and for a sparse or nested one."""
+    """Raise ShardError for a tensor whose memory was freed, and for a sparse or nested one."""
     if tensor.is_nested or str(tensor.layout) != "torch.strided":
         kind = "a nested tensor" if tensor.is_nested else f"a tensor of {tensor.layout}"
         raise ShardError(
@@ -283,10 +283,10 @@ def _check_memory(tensor: Any) -> None:
 
 
 def _as_numpy(tensor: Any) -> np.ndarray[Any, Any]:
-    """A tensor's elements in an array of NumPy.
+    """Return a tensor's elements as a NumPy array.
 
-    Raises MissingExtraError for a type that NumPy has by `ml_dtypes` only, where that is absent,
-    and ShardError where the tensor's memory was freed.
+    Raises MissingExtraError for a type that NumPy needs `ml_dtypes` for, if that is not installed,
+    and ShardError if the tensor's memory was freed.
     """
     torch = import_module("torch")
     _check_memory(tensor)
@@ -303,7 +303,7 @@ def _as_numpy(tensor: Any) -> np.ndarray[Any, Any]:
     try:
         found = plain.numpy()
     except TypeError:
-        # A type that NumPy lacks goes over as integers of its width, then by its name in ml_dtypes.
+        # A type that NumPy lacks is converted as integers of its width, viewed as ml_dtypes' type.
         bits = getattr(torch, f"int{8 * kind.itemsize_bytes}")
         found = plain.contiguous().view(bits).numpy().view(kind.numpy)
     return found
@@ -311,7 +311,7 @@ def _as_numpy(tensor: Any) -> np.ndarray[Any, Any]:
 
 @lru_cache(maxsize=2)
 def library(name: str) -> Library:
-    """The library `numpy` or `torch`.
+    """Return the library `numpy` or `torch`.
 
     Raises:
         UsageError: another name.
@@ -341,7 +341,7 @@ def is_distributed(value: object) -> bool:
 
 
 def library_of(value: object) -> Library | None:
-    """The library that a value is an array of; None if it is not an array."""
+    """Return the library that a value is an array of, or None if it is not an array."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return library("torch")

@@ -23,16 +23,16 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class LocalWork:
-    """An operation of which every rank here computes its part.
+    """An operation, of which every rank in this process computes its part.
 
     Args:
         name: of the operator.
         attributes: of the operator, its options among them.
         operands: types with the shardings that the operator runs with; None for a number.
         result_specs, result_shapes: of the results; empty if only the outcome determines them.
-        ranks: that are here.
-        library: that computes.
-        options: names of attributes that the operator's rule does not ask for.
+        ranks: the ranks in this process.
+        library: the library that computes.
+        options: names of attributes that the operator's rule does not depend on.
     """
 
     name: str
@@ -53,14 +53,14 @@ class LocalWork:
         )
 
     def result_shapes_here(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
-        """The first result's shape on each rank; `shape` where it is not sharded."""
+        """Return the first result's shape on each rank; `shape` where it is not sharded."""
         if not self.result_specs:
             return [tuple(shape)] * len(self.ranks)
         layout = self.result_layouts[0]
         return [layout.local_shape(rank) or () for rank in self.ranks]
 
     def starts_here(self, operand: int, axis: int) -> list[int]:
-        """Where each rank's part of an operand begins along an axis, 0 for an empty part."""
+        """Return where each rank's part of an operand begins along an axis, 0 for an empty part."""
         one = self.operands[operand]
         if one is None or one.spec is None:
             return [0] * len(self.ranks)
@@ -81,12 +81,12 @@ class LocalWork:
         return [_find_stretches(self.result_layouts[result], rank, axis) for rank in self.ranks]
 
     def is_cut(self, operand: int, axis: int) -> bool:
-        """Whether ranks have different parts of an operand's axis."""
+        """Return whether ranks have different parts of an operand's axis."""
         one = self.operands[operand]
         return one is not None and one.spec is not None and bool(one.spec.dim_specs[axis].levels)
 
     def operand_shapes_here(self, number: int = 0) -> list[tuple[int, ...]]:
-        """An operand's shape on each rank."""
+        """Return an operand's shape on each rank."""
         one = self.operands[number]
         if one is None:
             return [()] * len(self.ranks)
@@ -104,20 +104,20 @@ def _find_stretches(layout: Layout, rank: int, axis: int) -> list[Stretch]:
 
 
 def has_plain_parts(spec: ShardingSpec) -> bool:
-    """Whether every part of a dimension is one stretch of it."""
+    """Return whether every part of a dimension is one stretch of it."""
     return all(level.rule.is_default for dim in spec.dim_specs for level in dim.levels)
 
 
 def part_lengths(spec: ShardingSpec, axis: int, size: int) -> tuple[int, ...]:
-    """The lengths of the parts of a dimension that have elements, in order."""
+    """Return the lengths of the parts of a dimension that have elements, in order."""
     cut = spec.dim_specs[axis]
-    # 5 indices over 4 parts are 2, 2, 1 and none.
+    # The last parts may be empty: 5 indices over 4 parts are 2, 2, 1 and 0.
     lengths = cut.table(spec.mesh, size).local_lengths if cut.levels else [size]
     return tuple(int(length) for length in lengths if length)
 
 
 def parts_of(spec: ShardingSpec, axis: int, size: int) -> tuple[Stretch, ...]:
-    """Where the parts of a dimension start and stop, the empty ones too.
+    """Return where the parts of a dimension start and stop, the empty ones too.
 
     >>> from reshard import DeviceMesh, spec
     >>> parts_of(spec(DeviceMesh.of(x=4), "x"), 0, 5)
@@ -143,11 +143,11 @@ def stretches_of(spec: ShardingSpec, axis: int, size: int) -> tuple[tuple[Stretc
 
 
 MakeLocal = Callable[[LocalWork], Function | list[Function]]
-"""Makes the function that the ranks here compute: one for all, or a list of one for each."""
+"""Makes the functions that the ranks here compute: one for all ranks, or a list of one per rank."""
 
 
 def find_function(work: LocalWork, place: Any, name: str) -> Function:
-    """A library's function. Raises UsageError where it has none of the name."""
+    """Return a library's function. Raises UsageError if it has no function of that name."""
     function: Function | None = getattr(place, name, None)
     if function is None:
         raise UsageError(f"operator {work.name!r} is none of {work.library.name}'s")
@@ -155,7 +155,7 @@ def find_function(work: LocalWork, place: Any, name: str) -> Function:
 
 
 def own_attributes(work: LocalWork) -> dict[str, Any]:
-    """The attributes, with element types as the library calls them."""
+    """Return the attributes, with element types as the library calls them."""
     return {
         name: work.library.own_dtype(value) if isinstance(value, DType) else value
         for name, value in work.attributes.items()
@@ -163,7 +163,7 @@ def own_attributes(work: LocalWork) -> dict[str, Any]:
 
 
 def by_name(work: LocalWork) -> Function:
-    """The library's function of the operator's name, with the operator's attributes."""
+    """Return the library's function of the operator's name, with the operator's attributes."""
     function = find_function(work, work.library.namespace, work.name)
     attributes = own_attributes(work)
     return partial(function, **attributes) if attributes else function

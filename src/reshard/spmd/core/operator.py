@@ -2,8 +2,8 @@
 
 An operator's record has its sharding rule, the function that each rank computes, its derivative,
 its cost, the element types of its results, and which operands may be partial sums. Runners,
-propagation, traces, tapes and the cost model read records alone. The package registers its own
-operators as users do theirs: `register(Operator(...))`.
+propagation, traces, tapes and the cost model read only these records. The package registers its own
+operators in the way users register theirs: `register(Operator(...))`.
 
 `operators` has every operator by name. `rule_of` returns the rule of a name; the operands of an
 unknown operator are replicated, with one warning that names it.
@@ -30,29 +30,29 @@ from reshard.spmd.rules.rule_builder import Inferred, Shape, replicated_rule
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 Linear = Literal["each", "one", "none"] | tuple[int, ...]
-"""Which operands may be partial sums, the result being one then:
+"""Which operands may be partial sums, so that the result is a partial sum:
 
 "each"    all of them together, along the same axes: `f(a + b, c + d) = f(a, c) + f(b, d)`
-"one"     any one of them, the others being whole: `f(a + b, c) = f(a, c) + f(b, c)`
+"one"     any single operand, if the others are whole: `f(a + b, c) = f(a, c) + f(b, c)`
 "none"    none: partial sums are reduced first
-(1, 2)    those operands together, the others being whole
+(1, 2)    those operands together, if the others are whole
 """
 
 Infer = Callable[..., Inferred]
 """From the operands' shapes and an operator's attributes to its rule and its results' shapes."""
 
 Example = tuple[Sequence[Shape], Mapping[str, Any]]
-"""Operands' shapes and attributes to show an operator with."""
+"""Operands' shapes and attributes of an example of an operator."""
 
 KnowsPlace = Callable[[Sequence[ShardingSpec], Sequence[Shape], Mapping[str, Any]], bool]
-"""From operands' shardings and shapes and the attributes to whether ranks find their own places."""
+"""From operands' shardings and shapes and the attributes to whether ranks find their offsets."""
 
 Placed = Callable[
     [Sequence[ShardingSpec], Sequence[Shape], Mapping[str, Any]],
     tuple[tuple[ShardingSpec, ...], tuple[ShardingSpec, ...]] | None,
 ]
 """From operands' shardings and shapes and the attributes to the shardings that an operation runs
-with, of operands and of results; None where its rule is to say so."""
+with, of operands and of results, or to None if the rule determines them."""
 
 Fails = Literal["never", "any", "whole numbers"]
 """The element types for which an operation may fail by its values: none, any, or integers."""
@@ -61,17 +61,17 @@ Fails = Literal["never", "any", "whole numbers"]
 Sizes = Sequence[int]
 Attributes = Mapping[str, Any]
 Work = Callable[[OpShardingRule, Sizes, Attributes], float]
-"""From a rule, the sizes of its factors on a rank, and the attributes of the operation to additions
-and multiplications there."""
+"""From a rule, the sizes of its factors on a rank, and the operation's attributes to the number of
+additions and multiplications on that rank."""
 
 
 def no_operations(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
-    """Return 0: the operator reads and writes."""
+    """Return 0: the operator only reads and writes."""
     return 0.0
 
 
 def of_product(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
-    """Return two operations for each index of all factors: products are added up.
+    """Return two operations, a product and a sum, for each index of all factors.
 
     >>> rule = OpShardingRule.parse("([i, k], [k]) -> ([i]) {i=4, k=8} reduction={k}")
     >>> of_product(rule, (4, 8), {})
@@ -93,7 +93,7 @@ def dimension_sizes(mapping: Iterable[Iterable[int]], sizes: Sizes) -> list[int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TapeStep:
-    """An operation that was carried out, on a tape.
+    """An executed operation on a tape.
 
     Args:
         name: the operator's.
@@ -131,7 +131,7 @@ None if it has none. The cotangents are one array for an operator of one result,
 
 
 class OperatorClass(enum.Enum):
-    """How an operator treats what passes through it, which orders propagation."""
+    """How an operator treats its operands' elements, which orders propagation."""
 
     OTHER = 0
     ELEMENTWISE = 1
@@ -141,42 +141,45 @@ class OperatorClass(enum.Enum):
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether each element of the result comes from the same place of the operands."""
+        """Whether each element of the result depends on the same position of the operands."""
         return self is OperatorClass.ELEMENTWISE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operator:
-    """One operator.
+    """A record of an operator's properties.
 
     Args:
-        name: the array API's where it has the operator.
-        family: the section of the table it stands in.
+        name: the array API's name if it has the operator.
+        family: the section of the table that lists it.
         infer: from the operands' shapes and the attributes to the rule and the results' shapes;
             None for an operator without a rule, whose operands are replicated.
         linear: which operands may be partial sums, or partial means.
-        commutes: the other reductions whose contributions the operator may be applied to one by
-            one, those of `linear` or else all operands together: `maximum` commutes with "max".
-        linear_if: whether the attributes let the operator be so; always, when not given.
-        operator_class: by which it propagates; derived from its rule when None.
-        local: makes what each rank computes; the library's function of that name when not given.
-        knows_place: whether the local function finds its own places along adjusted factors, so
-            that these may be cut; never when None.
-        placed: shardings that no rule can say, of ranks that need other parts of an operand than
-            they have; its rule alone when not given.
-        fails: whose elements may make it fail on one rank alone, so that all ranks must agree.
+        commutes: the other reductions whose contributions the operator may be applied to
+            separately, for the operands of `linear` or else for all operands together: `maximum`
+            commutes with "max".
+        linear_if: whether the attributes let the operator be linear; always when not given.
+        operator_class: the class that orders propagation; derived from its rule when None.
+        local: makes the function that each rank computes; the library's function of that name when
+            not given.
+        knows_place: whether the local function finds its offset along adjusted factors, so that
+            these may be sharded; never when None.
+        placed: shardings that a rule cannot express, for ranks that need other parts of an operand
+            than they have; the rule alone when not given.
+        fails: the element types for which an operation may fail on a single rank, so that all
+            ranks must agree.
         pullback: the derivative: from the cotangents of the results to those of the operands.
-        is_constant: whether results do not change with small changes of the operands, as those of
-            comparisons.
+        is_constant: whether results do not change with small changes of the operands, such as the
+            results of comparisons.
         no_pullback: why an operator that is not constant has no pullback.
         work: additions and multiplications, from the rule, the sizes of its factors on a rank, and
             the attributes.
-        reads_part: whether it reads no more of its first operand than it writes.
+        reads_part: whether it reads at most as many elements of its first operand as it writes.
         result_types: of the results' elements; as the library promotes when None.
         example: small shapes and attributes, for the page of rules and for tests.
-        doc: what it computes, in a sentence. An operator with one is a function of
-            `reshard.spmd` by this row alone; the others are called by functions that read
-            arguments, or are for graphs only.
+        doc: a sentence that describes the operator. An operator with a `doc` becomes a function of
+            `reshard.spmd` by this record alone; the others are called by functions that read
+            arguments, or occur in graphs only.
         note: one line for the page of rules.
     """
 
@@ -207,7 +210,7 @@ class Operator:
         return self.infer is not None
 
     def rule(self, shapes: Sequence[Sequence[int]], **attributes: Any) -> OpShardingRule:
-        """The rule for operands of these shapes.
+        """Return the rule for operands of these shapes.
 
         Raises:
             SpecError: shapes or attributes that the operator cannot have.
@@ -217,11 +220,11 @@ class Operator:
     def result_shapes(
         self, shapes: Sequence[Sequence[int]], **attributes: Any
     ) -> tuple[Shape, ...]:
-        """The shapes of the results for operands of these shapes."""
+        """Return the shapes of the results for operands of these shapes."""
         return self.inferred(shapes, **attributes).result_shapes
 
     def adjusted(self, shapes: Sequence[Sequence[int]], **attributes: Any) -> tuple[int, ...]:
-        """Factors of the rule along which a device has to know where its part lies.
+        """Return the factors of the rule along which a device has to know its part's offset.
 
         >>> from reshard.spmd.core.operator import operators
         >>> operators["take"].adjusted([(100, 8), (4,)], axis=0)
@@ -232,12 +235,12 @@ class Operator:
     def partial_operands(
         self, count: int, reduction: str = "sum", **attributes: Any
     ) -> tuple[tuple[int, ...], ...]:
-        """Sets of operands that may be partial together, the result being partial then.
+        """Return the sets of operands that may be partial together, which makes the result partial.
 
         Args:
-            count: of the operands.
-            reduction: that of the contributions.
-            attributes: of the operator; padding with ones, say, is not linear.
+            count: the number of operands.
+            reduction: the reduction that combines the contributions.
+            attributes: of the operator; padding with 1, for instance, is not linear.
 
         >>> from reshard.spmd.core.operator import operators
         >>> operators["subtract"].partial_operands(2), operators["multiply"].partial_operands(2)
@@ -247,11 +250,11 @@ class Operator:
         """
         if self.linear_if is not None and not self.linear_if(**attributes):
             return ()
-        # A tuple names the operands that are partial together; else all are.
+        # A tuple names the operands that are partial together; otherwise all operands are.
         together = self.linear if isinstance(self.linear, tuple) else tuple(range(count))
         if reduction in self.commutes:
             return (together,)
-        # A mean is a sum over a constant, so that what is linear keeps both.
+        # A mean is a sum divided by a constant, so a linear operator preserves both.
         if reduction not in ("sum", "mean") or self.linear == "none":
             return ()
         if self.linear == "one":
@@ -259,37 +262,37 @@ class Operator:
         return (together,)
 
     def inferred(self, shapes: Sequence[Sequence[int]], **attributes: Any) -> Inferred:
-        """The rule and the shapes of the results together; found once for equal questions."""
-        # Lists become tuples, and names an order, so that equal questions have equal keys.
+        """Return the rule and the shapes of the results; cached by shapes and attributes."""
+        # Lists become tuples, and names are sorted, so that equal arguments have equal keys.
         frozen = tuple(sorted((name, _freeze(value)) for name, value in attributes.items()))
         key = tuple(tuple(int(size) for size in shape) for shape in shapes)
         return _infer(self, key, _Attributes(frozen))
 
     def local_functions(self, work: LocalWork) -> list[Function]:
-        """The function that each rank here applies to its parts.
+        """Return for each rank here the function that it applies to its parts.
 
-        Raises UsageError for an operator that the library has not.
+        Raises UsageError for an operator that the library does not have.
         """
         found = self.local(work)
         return found if isinstance(found, list) else [found] * len(work.ranks)
 
     def may_fail(self, work: LocalWork, has_everyone: bool = True) -> bool:
-        """Whether one rank's elements alone may make it fail, so that all ranks must agree.
+        """Return whether a single rank may fail because of its elements, so that all must agree.
 
         `has_everyone` is whether all processes have shards of the operands.
 
-        An index is out of range, a matrix singular, a whole number divided by 0.
+        Examples: an index out of range, a singular matrix, an integer division by 0.
         """
         is_cut = any(x is not None and x.is_cut for x in work.operands)
         if self.fails == "never" or (has_everyone and not is_cut):
-            # Without a cut every rank has the same elements, and fails alike.
+            # If no operand is sharded, every rank has the same elements, and fails in the same way.
             return False
         types = [x.dtype.name for x in work.operands if x is not None]
         return self.fails == "any" or all("int" in one or one == "bool" for one in types)
 
 
 class _Attributes:
-    """Attributes as a key. 1, 1.0 and True are different ones."""
+    """Attributes as a cache key, in which 1, 1.0 and True are different."""
 
     def __init__(self, items: tuple[tuple[str, Any], ...]) -> None:
         self.items = items
@@ -314,7 +317,7 @@ def _infer(operator: Operator, shapes: tuple[Shape, ...], attributes: _Attribute
     try:
         return operator.infer(shapes, **given)
     except TypeError as error:
-        # Only what the caller gave is the caller's: anything else goes on as it is.
+        # Only errors about the caller's own arguments are translated; others are raised unchanged.
         names = signature(operator.infer).parameters
         try:
             signature(operator.infer).bind(shapes, **given)
@@ -334,11 +337,11 @@ operators: Mapping[str, Operator] = MappingProxyType(_table)
 """Every registered operator, by name."""
 
 SHIPPED: set[str] = set()
-"""The names of the operators that come with the package, without users' own."""
+"""The names of the operators that are part of the package, without custom operators."""
 
 
 def close_shipped() -> None:
-    """Let the operators registered so far be the package's, which none may replace."""
+    """Mark the operators registered so far as built-in, so that they cannot be replaced."""
     SHIPPED.update(_table)
 
 
@@ -346,7 +349,7 @@ _warned: set[str] = set()
 
 
 def find_operator(name: str) -> Operator:
-    """The row of a name, which is one without a rule where the table has none."""
+    """Return the record of a name; a name that is not in the table gets a record without a rule."""
     return _table.get(name) or Operator(
         name, "without a rule", None, operator_class=None, work=of_own_rule
     )
@@ -361,7 +364,7 @@ def operator_of(name: str) -> Operator:
     'one'
     """
     operator = find_operator(name)
-    # Once a name: a layer that runs many times warns once.
+    # Each name warns once, also for a layer that runs many times.
     if not operator.has_rule and name not in _warned:
         _warned.add(name)
         warnings.warn(
@@ -374,7 +377,7 @@ def operator_of(name: str) -> Operator:
 
 
 def likely_name(name: str) -> str:
-    """Return the end of a message with the operators whose names resemble this unknown one.
+    """Return the end of a message with the operators whose names resemble an unknown name.
 
     >>> likely_name("matmull"), likely_name("my_own_kernel")
     ("; did you mean 'matmul'?", '')
@@ -490,7 +493,7 @@ def rule(
                     f"the rule of {name} is {found!r}; return an OpShardingRule or its text, such "
                     "as ([i, j]) -> ([i]) {i=4, j=8} reduction={j}"
                 )
-            # Sizes of factors that do not make up the shapes would give shards of the wrong sizes.
+            # If the factors' sizes do not multiply to the shapes, shards would have wrong sizes.
             if found.operand_shapes != tuple(shapes):
                 raise SpecError(
                     f"the rule {found} of {name} is for operands {found.operand_shapes}, but they "

@@ -1,7 +1,7 @@
-"""Element types of the results of operators, which their rows name.
+"""Element types of the results of operators, which their records name.
 
-A row without any has those that the library gives: NumPy's promotions, found by computing a few
-elements. Types that NumPy lacks stand in as `float16`, which promotes as they do.
+If a record names none, the results have the types that the library gives: NumPy's promotions, found
+by computing a few elements. `float16` stands in for types that NumPy lacks: it promotes as they do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reshard.dtypes import dtype as as_dtype
 ResultTypes = Callable[[Sequence[DType], Mapping[str, Any], str], tuple[DType, ...]]
 """From arrays' element types, attributes and the library's name to the results' element types.
 
-The last one stands for all results that follow.
+The last type applies to all further results.
 """
 
 _STAND_IN = as_dtype("float16")
@@ -33,7 +33,7 @@ BY_KIND: dict[str, tuple[DType, ...]] = {
 
 
 def kind_of(dtype: DType) -> str:
-    """The kind of a type, as `isdtype` takes it.
+    """Return the kind of a type, as `isdtype` takes it.
 
     >>> kind_of(as_dtype("bfloat16"))
     'real floating'
@@ -47,7 +47,7 @@ def kind_of(dtype: DType) -> str:
 def promoted(
     dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
 ) -> tuple[DType, ...]:
-    """The type to which the operands' types promote.
+    """Return the type to which the operands' types promote.
 
     >>> promoted([as_dtype("int8"), as_dtype("float32")], {}, "numpy")
     (DType('float32'),)
@@ -58,7 +58,7 @@ def promoted(
 def of_first(
     dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
 ) -> tuple[DType, ...]:
-    """The type of the first operand."""
+    """Return the type of the first operand."""
     return (dtypes[0],)
 
 
@@ -86,14 +86,14 @@ def value_and_index(
 def asked(
     dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
 ) -> tuple[DType, ...]:
-    """The type that the attribute `dtype` names."""
+    """Return the type that the attribute `dtype` names."""
     return (as_dtype(attributes["dtype"]),)
 
 
 def total(
     dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
 ) -> tuple[DType, ...]:
-    """The type of a sum or product: as asked, else integers at least as wide as the default one.
+    """Return the type of a sum or product: as asked, else at least the default integer type.
 
     >>> total([as_dtype("int8")], {}, "numpy"), total([as_dtype("float32")], {}, "numpy")
     ((DType('int64'),), (DType('float32'),))
@@ -101,20 +101,20 @@ def total(
     if attributes.get("dtype") is not None:
         return asked(dtypes, attributes, library)
     kind = kind_of(dtypes[0])
-    # PyTorch has uint64, and does not add it.
-    # As NumPy's sum: what is narrower than the default integer would wrap around.
+    # PyTorch has uint64, but cannot add it.
+    # Like NumPy's sum: integers narrower than the default integer would wrap around.
     if kind in ("bool", "signed integer") or (kind == "unsigned integer" and library == "torch"):
         return (as_dtype("int64"),)
     return (as_dtype("uint64"),) if kind == "unsigned integer" else (dtypes[0],)
 
 
 def stand_in(dtype: DType) -> np.dtype[Any]:
-    """The type of NumPy that promotes as a type does."""
+    """Return the type of NumPy that promotes as a type does."""
     return dtype.numpy if _is_numpys(dtype) else _STAND_IN.numpy
 
 
 def meant(found: DType, given: Sequence[DType]) -> DType:
-    """The type that a result of types given, or of their stand-ins, has.
+    """Return the type of a result from the computed type, which may be a stand-in.
 
     >>> bfloat16, float16 = as_dtype("bfloat16"), as_dtype("float16")
     >>> meant(float16, [bfloat16, as_dtype("int8")]), meant(float16, [bfloat16, float16])
@@ -122,8 +122,8 @@ def meant(found: DType, given: Sequence[DType]) -> DType:
     """
     if found is not _STAND_IN:
         return found
-    # float16 stands for itself, and for each type that NumPy lacks. Of two such types neither has
-    # the other's numbers.
+    # float16 stands for itself, and for each type that NumPy lacks. Neither of two such types can
+    # represent all numbers of the other.
     narrow = {one for one in given if one is _STAND_IN or not _is_numpys(one)}
     if len(narrow) > 1:
         return as_dtype("float32")
@@ -131,7 +131,7 @@ def meant(found: DType, given: Sequence[DType]) -> DType:
 
 
 def _is_numpys(dtype: DType) -> bool:
-    """Whether NumPy itself has the type: a package that adds some lets NumPy's own names be."""
+    """Return whether NumPy itself has the type; packages that add types keep NumPy's own names."""
     try:
         return np.dtype(dtype.name).isbuiltin == 1
     except TypeError:

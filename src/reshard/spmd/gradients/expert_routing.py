@@ -286,7 +286,7 @@ class ExpertRouting:
         return [] if self.mesh is None else [self.mesh.axis_size(one) for one in self._axes]
 
     def _spec(self, ndim: int, rule: CutRule | None = None) -> ShardingSpec | None:
-        """The first dimension cut over the tokens' axes."""
+        """Return the first dimension cut over the tokens' axes."""
         if self.mesh is None:
             return None
         levels = [Level(self._axes, rule)] if self._axes else []
@@ -356,7 +356,7 @@ class ExpertRouting:
         return counted
 
     def _take(self, x: Any) -> Any:
-        """An array over the mesh of this routing."""
+        """Return an array over the mesh of this routing."""
         _, x = operands(self._which, x)
         spec = x.type.spec
         if x.runner is not self.runner or (spec is not None and spec.mesh is not self.mesh):
@@ -437,7 +437,7 @@ class ExpertRouting:
         return made
 
     def _suppose(self, name: str, given: tuple[Any, ...], kind: ArrayType, moved_bytes: int) -> Any:
-        """An array without elements, as an operation of the function that is traced."""
+        """Return an array without elements, as an operation of the function that is traced."""
         wrap = type(self._which)
 
         def run(arrays: Sequence[Any], runner: Any) -> list[Any]:
@@ -467,7 +467,7 @@ class ExpertRouting:
 
 
 def _limit_counts(counts: Integers, capacity: int | None) -> Integers:
-    """The counts of rows that experts take."""
+    """Return the counts of rows that experts take."""
     return counts if capacity is None else np.minimum(counts, _share_out(counts, capacity))
 
 
@@ -537,7 +537,7 @@ class ExpertRows:
         return Sizes(tuple(self._exchanged.sum(0).tolist()))
 
     def order_to_send(self, part: int, experts: Integers, capacity: Integers | None) -> Integers:
-        """Which rows a part sends, in order.
+        """Return which rows a part sends, in order.
 
         Args:
             part: of the tokens.
@@ -576,7 +576,7 @@ class ExpertRows:
         return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
 
     def counts_at(self, part: int) -> Integers:
-        """How many rows a part has of each expert."""
+        """Return how many rows a part has of each expert."""
         found: Integers = np.where(self.owners == part, self.counts, 0).sum(0)
         return found
 
@@ -635,7 +635,7 @@ def _find_kernel(library: Library, rows: Any, others: Any, ends: Integers) -> An
 
 
 def _is_dense(matrices: Any) -> bool:
-    """Whether each matrix lies row by row, or column by column."""
+    """Return whether each matrix lies row by row, or column by column."""
     return bool(matrices.is_contiguous() or matrices.transpose(-1, -2).is_contiguous())
 
 
@@ -644,7 +644,7 @@ def _list_stretches(ends: Integers) -> list[tuple[int, int]]:
 
 
 def _multiply(library: Library, one: Any, other: Any) -> Any:
-    """A product of matrices, in float32 where NumPy has none of a narrow type."""
+    """Return a product of matrices, in float32 where NumPy has none of a narrow type."""
     if library.name == "numpy" and one.dtype.kind == "V":
         return (one.astype(np.float32) @ other.astype(np.float32)).astype(one.dtype)
     return library.namespace.matmul(one, other)

@@ -191,7 +191,7 @@ def _read_leaves(what: str, tree: Any) -> Iterator[Any]:
 
 
 def _fill(tree: Any, values: Sequence[Any]) -> Any:
-    """A tree with other values in its places, in order."""
+    """Return a tree with other values in its places, in order."""
     left = iter(values)
     return replaced(tree, lambda _: next(left))
 
@@ -342,7 +342,7 @@ class AdamW(_Optimizer):
 
 
 def _rate_like(rate: Any, x: Any) -> Any:
-    """A learning rate; one in an array of the type of another."""
+    """Return a learning rate; one in an array of the type of another."""
     return astype(rate, x.type.dtype) if isinstance(rate, ArrayValue) else rate
 
 

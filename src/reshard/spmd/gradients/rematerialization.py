@@ -140,7 +140,7 @@ def _enter(leaf: Any) -> Any:
 def _pull_back_again(
     function: Function, everything: Any, operands: Sequence[Any], cotangents: Any
 ) -> list[Any]:
-    """The cotangents of a function's operands, by carrying it out once more."""
+    """Return the cotangents of a function's operands, by carrying it out once more."""
     tape = Tape()
     entered = replaced(everything, _enter)
     watched = [leaf for _, leaf in leaves(entered) if isinstance(leaf, ArrayValue)]

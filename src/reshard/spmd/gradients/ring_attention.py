@@ -84,7 +84,7 @@ def _attend(q: Any, k: Any, v: Any, shared: Attributes, scale: float) -> tuple[A
 def _pull_back(
     q: Any, k: Any, v: Any, found: Any, sums: Any, g: Any, shared: Attributes, scale: float
 ) -> tuple[Any, ...]:
-    """The cotangents of queries, keys and values, in the shardings of those."""
+    """Return the cotangents of queries, keys and values, in the shardings of those."""
     shift = e.negative(sum_over(g * found, axis=-1))
     arrays = (q, _in_passing(k), _in_passing(v))
     every: list[Any] = []

@@ -113,7 +113,7 @@ def remove_gradient(name: str) -> None:
 
 
 def is_real_floating(dtype: DType) -> bool:
-    """Whether arrays of a type have gradients."""
+    """Return whether arrays of a type have gradients."""
     return kind_of(dtype) == "real floating"
 
 
@@ -130,11 +130,11 @@ class Tape:
         self._active[id(array)] = array
 
     def is_active(self, operand: object) -> bool:
-        """Whether an operand depends on what is watched."""
+        """Return whether an operand depends on what is watched."""
         return id(operand) in self._active and isinstance(operand, ArrayValue)
 
     def watches(self, arrays: Sequence[Any]) -> bool:
-        """Whether some of the arrays depend on what is watched."""
+        """Return whether some of the arrays depend on what is watched."""
         return any(map(self.is_active, arrays))
 
     def record(
@@ -165,7 +165,7 @@ class Tape:
             self.add(TapeStep(WITH_SHARDING, {}, (operand,), (result,), _move_back))
 
     def record_read(self, array: ArrayValue) -> None:
-        """Raises UsageError: what is made of an array's elements would have no gradient."""
+        """Raise UsageError: what is made of an array's elements would have no gradient."""
         if self.is_active(array):
             raise UsageError(
                 f"the elements of {array.type} were asked for within a function that is "
@@ -188,7 +188,7 @@ class Tape:
                 self.watch(one)
 
     def pulled_back(self, cotangents: Sequence[tuple[ArrayValue, Any]]) -> Cotangents:
-        """The cotangents of what is watched, from those of results.
+        """Return the cotangents of what is watched, from those of results.
 
         Args:
             cotangents: pairs of an array and its cotangent, of its shape and element type.
@@ -258,7 +258,7 @@ class OfElements:
         return self
 
     def watches(self, arrays: Sequence[Any]) -> bool:
-        """Whether the recorder depends on some of the arrays, all of which have elements."""
+        """Return whether the recorder depends on some of the arrays, all of which have elements."""
         is_abstract = any(isinstance(x, ArrayValue) and x.runner.is_abstract for x in arrays)
         watches = getattr(self.recorder, "watches", None)
         return watches is not None and not is_abstract and bool(watches(arrays))
@@ -373,7 +373,7 @@ def _pull_into(
 
 
 def _pull(step: TapeStep, cotangents: Any, wanted: Sequence[int]) -> list[Any]:
-    """The cotangents of some operands, by their places."""
+    """Return the cotangents of some operands, by their places."""
     if isinstance(step.pullback, JointPullback):
         every = step.pullback.function(step, cotangents)
         return [every[number] for number in wanted]
@@ -381,7 +381,7 @@ def _pull(step: TapeStep, cotangents: Any, wanted: Sequence[int]) -> list[Any]:
 
 
 def _over_mesh_of(known: Any, cotangent: Any) -> Any:
-    """A cotangent over the mesh of another one of the same array, which is over no mesh."""
+    """Return a cotangent over the mesh of another one of the same array, which is over no mesh."""
     own, other = cotangent.type.spec, known.type.spec
     if own is None or other is None or own.mesh is other.mesh:
         return cotangent
@@ -403,16 +403,16 @@ class Cotangents:
         self._by_id[id(array)] = cotangent
 
     def take(self, array: Any) -> Any:
-        """The cotangent of an array, which is forgotten; None where it has none."""
+        """Return the cotangent of an array, which is forgotten; None where it has none."""
         return self._by_id.pop(id(array), None)
 
     def of(self, array: Any) -> Any:
-        """The cotangent of an array; None where it has none."""
+        """Return the cotangent of an array; None where it has none."""
         return self._by_id.get(id(array))
 
 
 def _move_back(step: TapeStep, cotangent: Any, number: int) -> Any:
-    """The cotangent of what was resharded, which its own operation brings to where that lay.
+    """Return the cotangent of what was resharded, which its own operation brings to where that lay.
 
     That of what went to another mesh comes back: no operation has two.
     """
@@ -469,6 +469,6 @@ def ended(x: Any, spec: ShardingSpec, like: Any = None) -> Any:
 
 
 def _fit(cotangent: Any, kind: ArrayType) -> Any:
-    """A cotangent of an operand's shape and element type: summed over what was broadcast."""
+    """Return a cotangent of an operand's shape and element type: summed over what was broadcast."""
     found = summed_to(cotangent, kind.shape)
     return found if found.type.dtype is kind.dtype else data_types.astype(found, kind.dtype)

@@ -213,7 +213,7 @@ def _check_value(value: Any) -> None:
 
 
 def as_parameter(leaf: Any, asked: str) -> Any:
-    """A leaf of arguments as an array that can be differentiated by; None for None.
+    """Return a leaf of arguments as an array that can be differentiated by; None for None.
 
     Raises UsageError if it is not an array of real floating numbers.
     """
@@ -239,7 +239,7 @@ def as_parameter(leaf: Any, asked: str) -> Any:
 def _run(
     function: Function, primals: Sequence[Any], has_aux: bool, asked: str
 ) -> tuple[Any, Any, Function]:
-    """A function's value, what it returned beside it, and its pullback."""
+    """Return a function's value, what it returned beside it, and its pullback."""
     tape = Tape()
     given = replaced(list(primals), lambda leaf: as_parameter(leaf, asked))
     for _, leaf in leaves(given):
@@ -285,7 +285,7 @@ def _pair(value: Any, cotangents: Any) -> list[tuple[Any, Any]]:
 
 
 def _read_specs(given: Any, specs: Any) -> list[ShardingSpec | None]:
-    """A sharding for each leaf; None where the gradient ends as its parameter lies."""
+    """Return a sharding for each leaf; None where the gradient ends as its parameter lies."""
     if specs is None:
         return [None] * sum(1 for _ in leaves(given))
     return shardings_like(specs, given, "specs of gradients")
@@ -303,7 +303,7 @@ def _end_all(parameters: Any, found: Cotangents, specs: Any) -> Any:
 
 
 def _end(parameter: Any, cotangent: Any, spec: ShardingSpec | None) -> Any:
-    """A gradient, in its parameter's sharding or the one that was asked for."""
+    """Return a gradient, in its parameter's sharding or the one that was asked for."""
     found = zeros_like(parameter) if cotangent is None else cotangent
     own = parameter.type.spec
     if spec is not None:

@@ -129,13 +129,13 @@ def whole_pairs(what: str, value: Any, count: int) -> tuple[tuple[int, int], ...
 
 
 def _has_array(argument: Any) -> bool:
-    """Whether an argument is an array in shards, or a list with one."""
+    """Return whether an argument is an array in shards, or a list with one."""
     is_list = isinstance(argument, list | tuple)
     return any(isinstance(one, ArrayValue) for one in (argument if is_list else [argument]))
 
 
 def _contains(argument: Any, found: Any) -> bool:
-    """Whether an argument is what was found, or a list with it."""
+    """Return whether an argument is what was found, or a list with it."""
     if argument is found:
         return True
     return isinstance(argument, list | tuple) and any(one is found for one in argument)

@@ -122,7 +122,7 @@ def attention(
 
 
 def _may_go_by_blocks(queries: Any, *others: Any) -> bool:
-    """Whether attention may be one operation on each rank, without scores of their own."""
+    """Return whether attention may be one operation on each rank, without scores of their own."""
     types = {one.dtype for one in (queries, *others)}
     if len(types) > 1 or kind_of(queries.dtype) != "real floating":
         return False
@@ -134,7 +134,7 @@ def _may_go_by_blocks(queries: Any, *others: Any) -> bool:
 
 
 def _axes_along(x: Any, dim: int) -> set[str]:
-    """The names of the axes that cut a dimension."""
+    """Return the names of the axes that cut a dimension."""
     spec = x.type.spec if isinstance(x, ArrayValue) else None
     return set() if spec is None else {axis.name for axis in spec.dim_specs[dim].axes}
 
@@ -534,7 +534,7 @@ def _torch_kernel(kernel: Attention) -> Function:
 
 
 def _kernels(work: LocalWork) -> list[Attention]:
-    """The kernel of each rank here."""
+    """Return the kernel of each rank here."""
     options = work.attributes
     rank = len(work.operand_shapes_here(0)[0])
     return [
@@ -718,7 +718,7 @@ def of_pair_gradient(rule: OpShardingRule, sizes: Sizes) -> float:
 
 
 def _attention_gradient_kernel(work: LocalWork) -> list[Function]:
-    """The cotangents of queries, keys and values."""
+    """Return the cotangents of queries, keys and values."""
     make = _back_by_torch if work.library.name == "torch" else _back_by_blocks
     return [make(kernel) for kernel in _kernels(work)]
 

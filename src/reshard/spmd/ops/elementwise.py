@@ -73,7 +73,7 @@ def operands(*values: Any) -> list[Any]:
 
 
 def _beside(first: ArrayValue, one: ArrayValue) -> ArrayValue:
-    """An array of NumPy's shards as one of another runner; any other array as it is."""
+    """Return an array of NumPy's shards as one of another runner; any other array as it is."""
     runner = first.runner
     if one.runner is runner or one.runner is not in_process("numpy") or runner.is_abstract:
         return one
@@ -253,7 +253,7 @@ floor: Function = _unary("floor", "The number rounded down to an integer.", comm
 
 
 def _same_kernel(work: LocalWork) -> Function:
-    """The array itself; without PyTorch's record of it where gradients are to stop."""
+    """Return the array itself; without PyTorch's record of it where gradients are to stop."""
     if work.name == "stop_gradient" and work.library.name == "torch":
         return lambda x: x.detach()
     return lambda x: x
@@ -271,7 +271,7 @@ identity: Function = _unary(
 
 
 def _imag_kernel(work: LocalWork) -> Function:
-    """The imaginary part."""
+    """Return the imaginary part."""
     space, (operand,) = work.library.namespace, work.operands
     is_complex = operand is not None and operand.dtype.name.startswith("complex")
     # PyTorch has none for real numbers, whose imaginary part is 0.
@@ -499,7 +499,7 @@ def relu(x: Any, /) -> Any:
 
 
 def _relu_kernel(work: LocalWork) -> Function:
-    """The number where it is positive, 0 elsewhere; no number stays one that is none."""
+    """Return the number where it is positive, 0 elsewhere; no number stays one that is none."""
     (operand,) = work.operands
     if work.library.name == "torch" and operand is not None and "float" in operand.dtype.name:
         return import_module("torch").nn.functional.relu  # type: ignore[no-any-return]
@@ -670,7 +670,7 @@ def _same_type(**attributes: Any) -> bool:
 
 
 def _cast_kernel(work: LocalWork) -> Function:
-    """The same numbers in another element type."""
+    """Return the same numbers in another element type."""
     own = work.library.own_dtype(work.attributes["dtype"])
     if work.library.name == "numpy":
         return lambda x: x.astype(own)

@@ -249,7 +249,7 @@ def take_along_axis_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
 
 
 def _take_along_kernel(work: LocalWork) -> Function | list[Function]:
-    """An element of an axis for each index."""
+    """Return an element of an axis for each index."""
     look_up, axis = work.library.namespace.take_along_axis, work.attributes["axis"]
     return _look_up_own_rows(
         work, lambda x, indices: look_up(x, indices, axis=axis), axis, is_along=True
@@ -594,7 +594,7 @@ def scatter(x: Any, indices: Any, updates: Any, /, *, axis: int = 0, mode: str =
 
 
 def _check_fits(name: str, x: Any, updates: Any) -> None:
-    """Raises UsageError for updates that would lose what they are: 0.5 as a whole number."""
+    """Raise UsageError for updates that would lose what they are: 0.5 as a whole number."""
     kinds = [_KINDS.index(kind_of(one.dtype)) for one in (x, updates) if hasattr(one, "dtype")]
     if len(kinds) == 2 and kinds[1] > kinds[0]:
         raise UsageError(
@@ -755,7 +755,7 @@ _KEPT = ("max", "min", "product")
 
 
 def _dynamic_slice_kernel(work: LocalWork) -> Function:
-    """A rectangle; dimensions that it takes whole may be cut."""
+    """Return a rectangle; dimensions that it takes whole may be cut."""
     sizes, shape = work.attributes["sizes"], _operand_shape(work, 0)
     return lambda x, *starts: x[_find_window(starts, sizes, shape)]
 
@@ -768,7 +768,7 @@ def _operand_shape(work: LocalWork, number: int) -> tuple[int, ...]:
 def _find_window(
     starts: Sequence[Any], sizes: Sequence[int], shape: Sequence[int]
 ) -> tuple[slice, ...]:
-    """The rectangle that begins at `starts`, moved inside; all of what it takes whole."""
+    """Return the rectangle that begins at `starts`, moved inside; all of what it takes whole."""
     window = []
     for start, size, length in zip(starts, sizes, shape, strict=True):
         first = min(max(int(start), 0), length - size)
@@ -827,7 +827,7 @@ def dynamic_update_slice_rule(shapes: Sequence[Shape]) -> Inferred:
 
 
 def _dynamic_update_kernel(work: LocalWork) -> Function:
-    """A copy with a rectangle replaced."""
+    """Return a copy with a rectangle replaced."""
     sizes, shape = _operand_shape(work, 1), _operand_shape(work, 0)
     library = work.library
 

@@ -205,7 +205,7 @@ _STACK: Example = ([(2, 4, 8)], {})
 
 
 def _diagonal_kernel(work: LocalWork) -> Function:
-    """The diagonals of matrices."""
+    """Return the diagonals of matrices."""
     return partial(work.library.namespace.linalg.diagonal, offset=work.attributes["offset"])
 
 
@@ -310,7 +310,7 @@ def _pull_cholesky(step: TapeStep, g: Any, number: int) -> Any:
 
 
 def _halve_diagonal(x: Any) -> Any:
-    """The lower triangle, with half of the diagonal."""
+    """Return the lower triangle, with half of the diagonal."""
     size = x.shape[-1]
     return tril(x) * whole(x, np.where(np.eye(size, dtype=bool), 0.5, 1.0).astype(x.dtype.numpy))
 
@@ -338,7 +338,7 @@ def _pull_determinant(step: TapeStep, g: Any, number: int) -> Any:
 
 
 def _numbers(g: Any) -> Any:
-    """A number for each matrix, as matrices of one element."""
+    """Return a number for each matrix, as matrices of one element."""
     return expand_dims(expand_dims(g, axis=-1), axis=-1)
 
 

@@ -123,7 +123,7 @@ _BROADCASTING = OperatorClass.BROADCASTING
 
 
 def _to_shape_kernel(work: LocalWork) -> list[Function]:
-    """A reshape or broadcast, to the shape that the result has on each rank."""
+    """Return a reshape or broadcast, to the shape that the result has on each rank."""
     function = find_function(work, work.library.namespace, work.name)
     return [
         lambda x, shape=shape: function(x, shape)
@@ -650,7 +650,7 @@ def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
 
 
 def _find_repeat_places(x: ArrayValue, repeats: Any, size: int) -> Any:
-    """The index of each element when each place is repeated so often."""
+    """Return the index of each element when each place is repeated so often."""
     times = repeats.to_dense() if isinstance(repeats, ArrayValue) else repeats
     try:
         found = np.repeat(np.arange(size), np.broadcast_to(np.asarray(times), (size,)))
@@ -733,7 +733,7 @@ def _pads_with_zero(**attributes: Any) -> bool:
 
 
 def _pad_kernel(work: LocalWork) -> Function:
-    """A number around the array."""
+    """Return a number around the array."""
     pairs, value = work.attributes["pad_width"], work.attributes["constant_values"]
     return lambda x: pad_array(work.library, x, pairs, value)
 

@@ -67,7 +67,7 @@ def take_off_most(x: Any, axis: Axis) -> tuple[Any, Any, Any]:
 
 
 def _find_most(x: Any, axis: Axis) -> Any:
-    """The greatest along axes, as a constant: what is taken off changes no result."""
+    """Return the greatest along axes, as a constant: what is taken off changes no result."""
     most = reductions.max(x, axis=axis, keepdims=True)
     # A derivative of the greatest would have to find who it was, on all ranks.
     is_differentiated = any(hasattr(one, "record_read") for one in recorders)
@@ -118,7 +118,7 @@ def layer_norm(
 
 
 def _last_axes(x: Any, dims: int, *weights: Any) -> tuple[int, ...]:
-    """The last axes. Raises for weights that do not have their sizes."""
+    """Return the last axes. Raises for weights that do not have their sizes."""
     count = whole_number("a norm over dimensions:", dims, 1)
     axes = axes_of(x.ndim, tuple(range(-count, 0)))
     sizes = tuple(x.shape[axis] for axis in axes)
@@ -176,7 +176,7 @@ def norm_rule(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
 
 
 def _norm_kernel(work: LocalWork) -> Function:
-    """A norm of each row, with a weight and an offset where these are given."""
+    """Return a norm of each row, with a weight and an offset where these are given."""
     if work.library.name == "numpy":
         return _norm_by_numpy(work)
     functional = import_module("torch").nn.functional
@@ -378,7 +378,7 @@ def norm_gradient_rule(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
 
 
 def _norm_gradient_kernel(work: LocalWork) -> Function:
-    """The cotangents of a norm's operand and weight."""
+    """Return the cotangents of a norm's operand and weight."""
     rows = _Rows(work)
     if rows.is_centred and work.library.name != "numpy":
         return _layer_norm_gradient_by_torch(rows, work.attributes["epsilon"])

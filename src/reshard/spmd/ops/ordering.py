@@ -107,7 +107,7 @@ def argsort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool
 
 
 def _argsort_kernel(work: LocalWork) -> Function:
-    """The indices that sort an axis; equal elements keep their order."""
+    """Return the indices that sort an axis; equal elements keep their order."""
     space, axis = work.library.namespace, work.attributes["axis"]
     descending = work.attributes["descending"]
     return lambda x: order_of(space, x, axis, descending)
@@ -280,7 +280,7 @@ def top_k_rule(shapes: Sequence[Shape], k: int, axis: int = -1) -> Inferred:
 
 
 def _top_k_kernel(work: LocalWork) -> Function:
-    """The largest along an axis, and where they were; of equal ones the first."""
+    """Return the largest along an axis, and where they were; of equal ones the first."""
     space, k, axis = work.library.namespace, work.attributes["k"], work.attributes["axis"]
 
     def function(x: Any) -> tuple[Any, Any]:

@@ -190,7 +190,7 @@ def _pull_tensordot(step: TapeStep, g: Any, number: int) -> Any:
 
 
 def _read_axes(step: TapeStep) -> tuple[list[int], list[int]]:
-    """The axes of both operands that a tensordot sums over."""
+    """Return the axes of both operands that a tensordot sums over."""
     x, y = step.operands
     axes = step.attributes["axes"]
     if isinstance(axes, int):
@@ -244,7 +244,7 @@ def einsum(subscripts: str, /, *arrays: Any) -> Any:
 
 
 def _take_diagonals(letters: str, x: Any) -> tuple[str, Any]:
-    """An operand in whose subscripts no letter is there twice."""
+    """Return an operand in whose subscripts no letter is there twice."""
     while letter := _find_repeated(letters):
         before, dots, after = letters.partition("...")
         if len(before) + len(after) > x.ndim or not (dots or len(before) == x.ndim):
@@ -264,7 +264,7 @@ def _take_diagonals(letters: str, x: Any) -> tuple[str, Any]:
 
 
 def _find_repeated(letters: str) -> str:
-    """The first letter of an operand's subscripts that is there twice; else nothing."""
+    """Return the first letter of an operand's subscripts that is there twice; else nothing."""
     return next((x for x in letters if x != "." and letters.count(x) > 1), "")
 
 
@@ -314,7 +314,7 @@ def implied_result(letters: str) -> str:
 
 
 def _einsum_kernel(work: LocalWork) -> Function:
-    """The library's own einsum, which the array API has not."""
+    """Return the library's own einsum, which the array API has not."""
     name, text = work.library.name, work.attributes["subscripts"]
     if name != "numpy":
         return torch_einsum(text)
@@ -425,7 +425,7 @@ def _pull_einsum(step: TapeStep, g: Any, number: int) -> Any:
 
 
 def _spell_out(subscripts: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str], str]:
-    """The letters of each operand and of the result, with those of ellipses."""
+    """Return the letters of each operand and of the result, with those of ellipses."""
     text = re.sub(r"\s", "", subscripts)
     inputs = text.partition("->")[0].split(",")
     spare = [letter for letter in _LETTERS if letter not in text]

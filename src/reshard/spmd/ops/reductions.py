@@ -51,7 +51,7 @@ def sum(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = 
 
 
 def _find_total_type(name: str, x: Any, dtype: object) -> DType:
-    """The element type of a total, as the operator's row has it."""
+    """Return the element type of a total, as the operator's row has it."""
     types = operators[name].result_types or promoted
     return types((x.dtype,), {"dtype": dtype}, x.runner.computing.name)[0]
 
@@ -139,7 +139,7 @@ def max(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
 
 
 def _extremum_kernel(work: LocalWork) -> list[Function]:
-    """A part without elements gives what any number replaces."""
+    """Reduce a part; a part without elements gives the identity, which any number replaces."""
     function = partial(
         find_function(work, work.library.namespace, work.name), **own_attributes(work)
     )
@@ -216,7 +216,7 @@ def check_some(x: Any, axis: Axis, name: str) -> None:
 
 
 def _count_reduced(shape: Sequence[int], axis: Axis) -> int:
-    """The number of elements that are reduced to one."""
+    """Return the number of elements that are reduced to one."""
     return math.prod(shape[one] for one in axes_of(len(shape), axis))
 
 
@@ -290,7 +290,7 @@ def _choose_divisor(count: float) -> float:
 
 
 def _widen(x: Any) -> Any:
-    """The same numbers in a type whose sums neither wrap around nor overflow early."""
+    """Return the same numbers in a type whose sums neither wrap around nor overflow early."""
     if _is_whole(x):
         return data_types.astype(x, data_types.float64)
     return widen(x)

@@ -260,7 +260,7 @@ Specs = tuple[ShardingSpec, ...]
 
 
 def _find_key_rule(attributes: Mapping[str, Any]) -> CutRule:
-    """Where the keys of a turn are: with the part that sees them, or where they were."""
+    """Return the cut of the keys of a turn: each interval on the part that sees it, or unmoved."""
     queries, keys = attributes["query_parts"], attributes["key_parts"]
     count = len(keys)
     places: list[tuple[Stretch, int]] = []
@@ -281,7 +281,7 @@ _TURNS = "sequences that are cut alike stay so: a rank gets the keys of one othe
 
 
 def _pull_attention_turn(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
-    """Where a traced function that has turns of ring attention is carried out again."""
+    """Pull back through a turn that a traced function recorded."""
     g, of_sums = cotangents
     found, sums = step.results
     # Of queries that see no key in this turn the logarithm has no slope.
@@ -354,7 +354,7 @@ def _work_back(rule: OpShardingRule, sizes: Sequence[int], attributes: Attribute
 
 
 def _turn_gradient_kernel(work: LocalWork) -> list[Function]:
-    """The cotangents of the queries, and those of the turn's keys and values."""
+    """Return the cotangents of the queries, and those of the turn's keys and values."""
     if work.result_layouts:
         lengths = [(work.result_layouts[1].local_shape(rank) or (0, 0))[-2] for rank in work.ranks]
     else:
@@ -428,7 +428,7 @@ def _group_heads(x: Any, groups: int) -> Any:
 
 
 def _find_met(attributes: Mapping[str, Any], shape: Sequence[int]) -> Any:
-    """Which queries and keys meet in a turn, `[s, t]`."""
+    """Return which queries and keys meet in a turn, `[s, t]`."""
     low, high = seen_keys(attributes).limits
     before = np.arange(shape[0])[:, None] - np.arange(shape[1])
     met = np.zeros(shape, dtype=bool)

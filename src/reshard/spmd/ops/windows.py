@@ -92,7 +92,7 @@ def _on_edges(
     find: FindReaches,
     make: Callable[[Callable[[Any], Edges]], Function],
 ) -> list[Function]:
-    """The function of each rank, by the edges of what it has."""
+    """Return the function of each rank, by the edges of what it has."""
     first = work.operands[0]
     count = len(window)
     if not work.result_specs or first is None or first.spec is None:
@@ -253,7 +253,7 @@ def _place_convolution(specs: GivenSpecs, shapes: Shapes, attributes: Attributes
 
 
 def _convolution_kernel(work: LocalWork) -> list[Function]:
-    """The convolution of a rank's channels; their groups follow from both operands."""
+    """Return the convolution of a rank's channels; their groups follow from both operands."""
     library, space = work.library, work.library.namespace
     strides, padding = work.attributes["strides"], work.attributes["padding"]
     dilation = work.attributes["dilation"]
@@ -330,7 +330,7 @@ def _input_gradient_rule(
     dilation: Sequence[int],
     groups: int,
 ) -> Inferred:
-    """The cotangent of the input `[n, g c, *sizes]`, from that of the result and the kernel.
+    """Infer the cotangent of the input `[n, g c, *sizes]` from the result's and the kernel.
 
     >>> shapes, options = [(2, 10, 6), (10, 6, 3)], {"padding": ((0, 0),), "groups": 1}
     >>> print(_input_gradient_rule(shapes, (8,), (1,), dilation=(1,), **options).rule)
@@ -441,7 +441,7 @@ def _find_places(
 
 
 def _input_gradient_kernel(work: LocalWork) -> list[Function]:
-    """The cotangent of the input, from that of the result and the kernel."""
+    """Return the cotangent of the input, from that of the result and the kernel."""
     library, space = work.library, work.library.namespace
     options = work.attributes
     strides, dilation = options["strides"], options["dilation"]
@@ -532,7 +532,7 @@ def _place_kernel_gradient(specs: GivenSpecs, shapes: Shapes, attributes: Attrib
 
 
 def _kernel_gradient_kernel(work: LocalWork) -> list[Function]:
-    """The cotangent of the kernel, from the input and the cotangent of the result."""
+    """Return the cotangent of the kernel, from the input and the cotangent of the result."""
     library, space = work.library, work.library.namespace
     options = work.attributes
     strides, dilation, window = options["strides"], options["dilation"], options["window"]
@@ -637,7 +637,7 @@ def _pooling_rule(
     padding: int | Pads = 0,
     dilation: int | Sequence[int] = 1,
 ) -> Inferred:
-    """A window over the last dimensions, moved by its own size when no strides are given.
+    """Infer a window over the last dimensions, with strides of its own size when not given.
 
     >>> print(_pooling_rule([(2, 3, 8, 8)], window=(2, 2)).rule)
     ([i, j, k, l]) -> ([i, j, k, l]) {i=2, j=3, k=4, l=4} permutation={k, l}
@@ -664,7 +664,7 @@ def _pooling_rule(
 def _is_still(
     dim: int, window: Sequence[int], strides: int | Sequence[int], padding: int | Pads
 ) -> bool:
-    """Whether windows of one element, each at its own place, leave a dimension as it is."""
+    """Return whether windows of one element, each at its own place, leave a dimension as it is."""
     step = strides if isinstance(strides, int) else strides[dim]
     ends = (padding,) if isinstance(padding, int) else padding[dim]
     return window[dim] == 1 and step == 1 and not any(ends)
@@ -708,12 +708,12 @@ def _pool_kernel(
 
 
 def _max_pool_kernel(work: LocalWork) -> list[Function]:
-    """The greatest number of each window over the last dimensions."""
+    """Return the greatest number of each window over the last dimensions."""
     return _pool_kernel(work, work.library.namespace.maximum, lambda x: find_least(work.library, x))
 
 
 def _avg_pool_kernel(work: LocalWork) -> list[Function]:
-    """The mean of each window over the last dimensions, padding counted as zeros."""
+    """Return the mean of each window over the last dimensions, padding counted as zeros."""
     # All places of a window count, also those in the padding.
     count = math.prod(work.attributes["window"])
     pools = _pool_kernel(work, work.library.namespace.add, lambda x: 0)
@@ -791,7 +791,7 @@ def _avg_gradient_rule(
     strides: Sequence[int],
     padding: Pads,
 ) -> Inferred:
-    """The cotangent of what is pooled, `[..., *sizes]`, from that of the means."""
+    """Infer the cotangent of the pooled array `[..., *sizes]` from the cotangent of the means."""
     shape = one_operand("avg_pool_gradient", shapes)
     return _pool_gradient_rule([shape], sizes, window, strides, padding)
 
@@ -830,7 +830,7 @@ def _place_avg_back(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -
 
 
 def _max_gradient_kernel(work: LocalWork) -> list[Function]:
-    """The cotangent of what is pooled, from that of the greatest, these, and what is pooled.
+    """Return the cotangent of what is pooled, from that of the greatest, these, and what is pooled.
 
     The first of equal elements has all of it.
     """
@@ -861,7 +861,7 @@ def _max_gradient_kernel(work: LocalWork) -> list[Function]:
 
 
 def _avg_gradient_kernel(work: LocalWork) -> list[Function]:
-    """The cotangent of what is pooled, from that of the means."""
+    """Return the cotangent of what is pooled, from that of the means."""
     library, options = work.library, work.attributes
     window, strides = options["window"], options["strides"]
     reaches = find_reaches(options["sizes"], window, strides, options["padding"])

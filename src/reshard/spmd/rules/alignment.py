@@ -66,7 +66,7 @@ def aligned_by_bytes(
     whole: tuple[int, ...] = (),
     leading: tuple[int, ...] = (),
 ) -> Alignment:
-    """The shardings of an operator's tensors by which the fewest elements move.
+    """Return the shardings of an operator's tensors by which the fewest elements move.
 
     The results' shardings do not depend on that: factors of results are cut before reduced ones.
 
@@ -119,7 +119,7 @@ def aligned(
     whole: tuple[int, ...] = (),
     order: tuple[tuple[int, ...], ...] = (),
 ) -> tuple[Specs, Specs]:
-    """The shardings that the operator runs with: of its operands, and of its results.
+    """Return the shardings that the operator runs with: of its operands, and of its results.
 
     Args:
         rule: of the operator.
@@ -249,7 +249,7 @@ def _continue(taken: DimSpec, cut: DimSpec, used: Sequence[Axis]) -> DimSpec | N
 
 
 def _is_flat(cut: DimSpec) -> bool:
-    """Whether it is the plain cut over all its axes at once."""
+    """Return whether it is the plain cut over all its axes at once."""
     return len(cut.levels) == 1 and cut.levels[0].rule.is_default
 
 
@@ -288,7 +288,7 @@ def _propose(
     factors: Sequence[int],
     compound: set[int],
 ) -> Cuts:
-    """The cuts of a dimension's factors that follow from a cut of the dimension."""
+    """Return the cuts of a dimension's factors that follow from a cut of the dimension."""
     if not factors:
         return {}
     if len(factors) == 1 and factors[0] not in compound:
@@ -322,7 +322,7 @@ def _propose(
 
 
 def _is_exact(dim: DimSpec, mesh: DeviceMesh, rule: OpShardingRule, factor: int) -> bool:
-    """Whether each index is in one part only, and every position of a part is an index."""
+    """Return whether each index is in one part only, and every position of a part is an index."""
     if all(level.rule.is_default for level in dim.levels):
         return True
     size = rule.sizes[factor]

@@ -111,7 +111,7 @@ class RuleBuilder:
             self._leading.append(index)
 
     def build(self, reduction_operator: str = "sum") -> Inferred:
-        """The rule, and the shapes of the results."""
+        """Return the rule, and the shapes of the results."""
         # Steps 1 and 2 of the module: dimensions without a factor get one of their own.
         for tensor, operand in enumerate(self._operand_dims):
             for dim, factors in enumerate(operand):
@@ -164,7 +164,7 @@ Axes = int | Sequence[int] | None
 
 
 def axis_of(rank: int, axis: int) -> int:
-    """An axis counted from the start.
+    """Return an axis counted from the start.
 
     >>> axis_of(3, -1)
     2
@@ -184,7 +184,7 @@ def axes_of(rank: int, axis: Axes) -> tuple[int, ...]:
 
 
 def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
-    """The shape that NumPy gives operands of these shapes.
+    """Return the shape that NumPy gives operands of these shapes.
 
     >>> broadcast_shape([(8, 1), (4,), ()])
     (8, 4)
@@ -203,7 +203,7 @@ def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
 
 
 def one_operand(name: str, shapes: Sequence[Shape]) -> Shape:
-    """The shape of the only operand."""
+    """Return the shape of the only operand."""
     counted(name, shapes, 1)
     return shapes[0]
 
@@ -222,7 +222,7 @@ def kept(
     moved: Sequence[int] = (),
     blocked: Sequence[int] = (),
 ) -> Inferred:
-    """The rule of an operand whose dimensions are the result's.
+    """Return the rule of an operand whose dimensions are the result's.
 
     Args:
         shape: of the operand.

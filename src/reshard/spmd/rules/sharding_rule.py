@@ -40,7 +40,7 @@ _LETTERS = "ijklmnopqrstuvwxyz"
 
 
 def factor_names(count: int) -> tuple[str, ...]:
-    """The names of factors that were given none: i to z, then z_1, z_2 and so on.
+    """Return the names of factors that were given none: i to z, then z_1, z_2 and so on.
 
     >>> factor_names(3)
     ('i', 'j', 'k')

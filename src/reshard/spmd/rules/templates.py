@@ -114,7 +114,7 @@ class Template:
         )
 
     def rule(self, *shapes: Sequence[int]) -> OpShardingRule:
-        """The rule for operands of these shapes.
+        """Return the rule for operands of these shapes.
 
         Raises:
             SpecError: shapes that the template does not fit, such as two sizes for one factor.
@@ -244,7 +244,7 @@ def reduce_template(
     keepdims: bool = False,
     reduction_operator: str = "sum",
 ) -> Template:
-    """A reduction over dimensions, which the result does not have.
+    """Return a reduction over dimensions, which the result does not have.
 
     >>> print(reduce_template(3, [1], reduction_operator="max").rule((4, 8, 2)))
     ([i, j, k]) -> ([i, k]) {i=4, j=8, k=2} reduction={j:max}
@@ -341,7 +341,7 @@ def reshape_template(in_shape: Sequence[int], out_shape: Sequence[int]) -> Templ
 
 
 def einsum_template(text: str) -> Template:
-    """The template of `numpy.einsum` subscripts: letters that the result lacks are summed.
+    """Return the template of `numpy.einsum` subscripts: letters that the result lacks are summed.
 
     >>> print(einsum_template("bik,bkj->bij"))
     ([i, j, l], [i, l, k]) -> ([i, j, k]) reduction={l}
@@ -391,7 +391,7 @@ def dimensions(rank: int, dims: Iterable[int]) -> tuple[int, ...]:
 def reshape_factors(
     in_shape: Sequence[int], out_shape: Sequence[int]
 ) -> tuple[Mapping, Mapping, tuple[int, ...]]:
-    """The factors of the operand's dimensions, of the result's, and the factors' sizes.
+    """Return the factors of the operand's dimensions, of the result's, and the factors' sizes.
 
     A reshape of nothing (a size 0) has no digits to compare: leading and trailing dimensions that
     are equal share their factor there, and the rest have none in common.

@@ -1,4 +1,4 @@
-"""Operations on shards: where shards are stored, how they move, and how operations execute.
+"""Operations on shards: storage of shards, their movement, and the execution of operations.
 
 Start at `operation_call.py`, which executes every operation. `runner.py` stores the shards of this
 process, `process_runner.py` one shard per process. `partial_sums.py` decides which contributions

@@ -1,7 +1,7 @@
-"""Supposed elements: data-dependent functions, executed without element values.
+"""Abstract values: data-dependent functions, executed without element values.
 
-This finds the types of their results. Choices that only elements decide are supposed to be even:
-each expert is chosen as often as another.
+This determines the types of their results. Choices that depend on elements are assumed to be even:
+every expert is chosen equally often.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _is_supposed: ContextVar[bool] = ContextVar("is_supposed", default=False)
 
 
 def abstract_values() -> AbstractContextManager[None]:
-    """Suppose elements inside, where there are none.
+    """Assume element values inside, for arrays without elements.
 
     >>> with abstract_values():
     ...     uses_abstract_values()
@@ -25,5 +25,5 @@ def abstract_values() -> AbstractContextManager[None]:
 
 
 def uses_abstract_values() -> bool:
-    """Whether elements may be supposed here."""
+    """Return whether element values may be assumed here."""
     return _is_supposed.get()

@@ -12,7 +12,7 @@ from reshard.spmd.shards.shard_copies import Shards
 
 
 class Donated:
-    """Stands for the shards of an array that was given up to a program."""
+    """A placeholder for the shards of an array that was donated to a program."""
 
     def __init__(self, kind: ArrayType) -> None:
         self._kind = kind
@@ -27,7 +27,7 @@ class Donated:
 
 
 class ArrayValue:
-    """An array as operations see it. `shards` are in the order of `runner.ranks(mesh)`."""
+    """An array as operations see it. Its shards are in the order of `runner.ranks(mesh)`."""
 
     __slots__ = ("_kept", "_shards", "runner", "type")
 
@@ -38,7 +38,7 @@ class ArrayValue:
 
     @classmethod
     def of_shards(cls, type: ArrayType, shards: Shards, runner: Runner) -> Any:
-        """An array of these shards, which nobody changes from now on."""
+        """Return an array of these shards, which must not be changed from now on."""
         made = cls.__new__(cls)
         made.type = type
         made._shards = shards
@@ -47,28 +47,28 @@ class ArrayValue:
 
     @classmethod
     def given(cls, type: ArrayType, shards: Shards, runner: Runner) -> Any:
-        """An array of shards that a program has given, and may write to: it keeps no reshards."""
+        """Return an array of shards that a program passed and may write to; it caches nothing."""
         made = cls.of_shards(type, shards, runner)
         made._kept = None
         return made
 
     @property
     def is_given(self) -> bool:
-        """Whether its shards may be the memory of what a program has given."""
+        """Whether its shards may share memory with data that a program passed."""
         return getattr(self, "_kept", self) is None
 
     def mark_given(self) -> None:
-        """From here on it keeps no reshards, for its memory may be what a program has given."""
+        """Stop caching reshards, because a program that passed the data may write to its memory."""
         self._kept = None
 
     def take_over(self, shards: Shards) -> None:
-        """From here on it has these shards, equal ones that no program knows of."""
+        """Replace the shards by equal copies to which no program has access."""
         self._shards = shards
         self._kept = {}
 
     def donated(self) -> Any:
-        """An array of its shards, which only that one has from here on. Raises UsageError."""
-        # Refused here where it was given up before.
+        """Move the shards to a new array. Raises UsageError if they were donated before."""
+        # Iterating over the shards of an array that was donated before raises the error.
         shards = tuple(self._shards)
         make = type(self).given if self.is_given else type(self).of_shards
         found = make(self.type, shards, self.runner)
@@ -77,12 +77,12 @@ class ArrayValue:
         return found
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        # What is kept of it in other shardings is found again where it is asked for.
+        # Cached reshards are not pickled: they are computed again when they are needed.
         return None, {"type": self.type, "runner": self.runner, "_shards": self._shards}
 
     def cached_reshards(self) -> dict[ShardingSpec, Any] | None:
         """Return its cached reshards, see `reshard_cache`, or None if nothing may be cached."""
-        # Made when it is first asked for: most arrays are never moved.
+        # The cache is created at its first use: most arrays are never moved.
         try:
             return self._kept
         except AttributeError:
@@ -90,7 +90,7 @@ class ArrayValue:
             return self._kept
 
     def to_dense(self) -> Any:
-        """The whole array as one of NumPy or PyTorch; every process gets it.
+        """Return the whole array as an array of NumPy or PyTorch, on every process.
 
         It may share memory with the shards: copy it before writing to it.
         """

@@ -1,7 +1,7 @@
 """A mode for debugging in which ranks compare what they run, and the data that they start from.
 
-Over processes every rank runs the same program. A rank that runs another operation, or creates an
-array from other data, computes other values, and nothing else notices where no elements move. With
+Over processes every rank runs the same program. If a rank runs another operation, or creates an
+array from other data, its values differ, and nothing detects that as long as no elements move. With
 `checking`, all ranks compare
 
 1. the data of each `sp.array`, by a digest of its bytes,
@@ -104,7 +104,7 @@ def check_copies(runner: Runner, shards: Mapping[int, Any], kind: ArrayType) -> 
         return
     _compare(runner, "array of sp.from_shards", str(kind))
     if kind.spec.partial_axes:
-        # Contributions to a sum differ by their nature.
+        # Contributions to a sum are expected to differ.
         return
     own = {
         str([(*box.start, *box.stop) for box in kind.layout.boxes(rank)]): _digest(shard)
@@ -127,7 +127,7 @@ def check_copies(runner: Runner, shards: Mapping[int, Any], kind: ArrayType) -> 
 
 
 def _compare(runner: Runner, what: str, text: str) -> None:
-    # Processes have torch, which arrays in one process do not need.
+    # Imported here, because arrays in a single process do not need torch.
     from reshard.torch.exchange.agreement import CallSignature, agree
 
     agree(CallSignature({what: text.encode()}, shown={what: text}), _group_of(runner))

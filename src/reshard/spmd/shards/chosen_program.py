@@ -1,7 +1,6 @@
 """Chosen programs: the collectives between two shardings of an array.
 
-By the program that moves the fewest elements, or by the direct exchange where that moves fewer
-still.
+The program that moves the fewest elements is chosen, or the direct exchange if it moves even fewer.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from reshard.spmd.shards.runner import replicated
 
 @lru_cache(maxsize=4096)
 def chosen_program(source: ArrayType, target: ShardingSpec) -> Program:
-    """The program from the sharding of an array to another; one `Exchange` where that is better.
+    """Return the program between two shardings of an array, or a single `Exchange` if it is better.
 
     Args:
-        source: the array; one that is not sharded is whole on every device.
-        target: the sharding wanted.
+        source: the type of the array; without a sharding it is replicated on every device.
+        target: the requested sharding.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.dtypes import dtype
@@ -32,7 +31,7 @@ def chosen_program(source: ArrayType, target: ShardingSpec) -> Program:
     <Program of [8, 8]: reduce-scatter>
     """
     before = source.spec or replicated(target.mesh, source.ndim)
-    # No collective is between two meshes.
+    # Collectives do not connect two meshes.
     if before.mesh is not target.mesh:
         return Program(source.shape, before, target, (Exchange(source.shape, before, target),))
     return find_program(before, target, source.shape, steps="all")

@@ -1,7 +1,7 @@
 """Runs of compiled operations: the work of each call of an operation.
 
-Operands move where they have to, each rank here computes, and the results are wrapped. Common cases
-have short functions of their own.
+Operands that need another sharding are moved, each rank here computes, and the results are wrapped.
+Common cases have specialized short functions.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def compute(
     runner: Runner,
     shares_failure: bool,
 ) -> list[Any]:
-    """The results of every rank here; a failure by the elements of one rank is raised on all."""
+    """Return the results of every rank here; if the elements of a rank fail, raise on all ranks."""
     rows: list[Any] = []
     failure = None
     try:
         rows = [function(*row) for function, *row in zip(functions, *columns, strict=True)]
     except REFUSALS as error:
         failure = make_refusal(name, operands, runner, error)
-    # Every rank takes part, whether or not it failed: the others wait for it otherwise.
+    # Every rank takes part, whether it failed or not: otherwise the others would wait for it.
     if shares_failure:
         failure = runner.failure_of_any(failure)
     if failure is not None:
@@ -47,8 +47,8 @@ def compute(
 def take_column(
     operand: Any, move: Movement | None, spec: ShardingSpec | None, count: int, mover: Runner
 ) -> tuple[Any, ...]:
-    # Without elements it is the same whatever is on a rank, and a constant of a traced function has
-    # this process's shards alone.
+    # In an abstract runner all ranks take the same operand: it has no elements, or is a constant of
+    # a traced function, which has only the shards of this process.
     if mover.is_abstract or not isinstance(operand, ArrayValue):
         return (operand,) * count
     if move is None or spec is None:
@@ -78,23 +78,23 @@ def make_run(
     wrap: type[ArrayValue],
     shares_failure: bool,
 ) -> RunCall:
-    """The function that carries out a compiled operation; common cases have short ones."""
+    """Return the function that runs a compiled operation; common cases have specialized ones."""
     name = operator.name
     result = made[0]
     new = wrap.__new__
-    # Without shards here there are no functions.
+    # If this process has no shards, there are no functions.
     is_same = len({id(one) for one in functions}) == 1
     function: Callable[..., Any] = functions[0] if is_same else compute
     arrays_only = all(one is not None for one in types)
-    # One result, one function for all ranks, arrays only, nothing that may fail on one rank alone:
-    # elementwise operations on arrays that lie alike, which are most of a program.
+    # A single result, one function for all ranks, only arrays as operands, and no failure that only
+    # some ranks could have: elementwise operations on arrays of equal sharding, the most frequent.
     is_plain = is_single and is_same and arrays_only and not shares_failure and made == results
     is_plain = is_plain and not any(movements) and not runner.is_abstract
     if is_plain and len(types) <= 2 and not may_view(operator, len(types)):
         if len(types) == 1:
 
             def run_one(x: Any) -> Any:
-                # Written out, not by `of_shards`: one call less at each operation.
+                # Inlined from `of_shards`, which saves a call per operation.
                 made = new(wrap)
                 made.type = result
                 try:
@@ -161,7 +161,7 @@ def _mark_views(run: RunCall) -> RunCall:
 
 
 def mark_views(operands: Sequence[Any], results: Sequence[ArrayValue]) -> None:
-    """Results that may be views of what a program has given count as given as well."""
+    """Mark results as given if they may be views of arrays that a program passed."""
     for one in operands:
         if isinstance(one, ArrayValue) and one.is_given:
             for made in results:

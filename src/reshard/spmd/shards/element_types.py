@@ -1,10 +1,10 @@
 """Element types of results, and arithmetic in NumPy of types that NumPy lacks.
 
-NumPy promotes its own types. Those of `ml_dtypes`, `bfloat16` say, meet a number of Python or one
-another by rules that differ from one function to the next, and `float32` or `float64` comes out
-where every other library keeps the type. So operators that compute get them as `float32`, which
-has all of their numbers; results that should be of the narrow type are rounded to it once, at the
-end. A product of matrices, or a sum, accumulates in `float32` by that.
+NumPy promotes only its own types. For types of `ml_dtypes` such as `bfloat16`, the rules for
+combining them with Python numbers or with each other differ between functions, and the result is
+`float32` or `float64` where every other library keeps the type. So operators that compute get such
+operands as `float32`, which represents all of their numbers; results of the narrow type are rounded
+once, at the end. Matrix products and sums therefore accumulate in `float32`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from reshard.spmd.core.result_types import kind_of, meant, stand_in
 _WIDE = as_dtype("float32")
 _UNPROMOTED = {"uint16", "uint32", "uint64"}
 _COMPUTING = ("elementwise", "products", "reductions", "windows", "networks", "linear algebra")
-"""The families of operators that do arithmetic; others only move elements, or order them."""
+"""The families of operators that do arithmetic; the others only move or order elements."""
 
 
 def widened_functions(operator: Operator, work: LocalWork) -> list[Function]:
-    """The functions of an operator, in NumPy, computing in `float32` where a type is narrow.
+    """Return an operator's NumPy functions, which compute in `float32` if a type is narrow.
 
     >>> import ml_dtypes
     >>> from reshard.spmd.core.backend import library
@@ -84,10 +84,10 @@ def widened_functions(operator: Operator, work: LocalWork) -> list[Function]:
 
 
 def check_promotion(operator: Operator, work: LocalWork) -> None:
-    """Raises UsageError for whole numbers that PyTorch would promote to the narrower type.
+    """Raise UsageError for integers that PyTorch would promote to the narrower type.
 
-    It promotes no `uint16`, `uint32` and `uint64`, and says so of arrays of dimensions alone: of
-    one beside an array without, it takes the type of the one that has them.
+    PyTorch does not promote `uint16`, `uint32` and `uint64`. It raises an error only if both
+    operands have dimensions; if one is zero-dimensional, the result has the other's type.
     """
     if operator.family != "elementwise":
         return
@@ -102,32 +102,32 @@ def check_promotion(operator: Operator, work: LocalWork) -> None:
 
 
 def _is_narrow(dtype: DType) -> bool:
-    """Whether it is a floating type that NumPy lacks."""
+    """Return whether a type is a floating type that NumPy lacks."""
     return (
         dtype.itemsize_bytes < 4 and dtype.name != "float16" and kind_of(dtype) == "real floating"
     )
 
 
 def _round(found: Any, kind: DType) -> Any:
-    # float32 in, so anything else is what the operator itself makes: truth values, indices.
+    # Operands were widened to float32, so other types are the operator's own: booleans, indices.
     is_rounded = _is_narrow(kind) and found.dtype in (np.float32, np.float64)
     return found.astype(kind.numpy) if is_rounded else found
 
 
 _FEW = 2
-"""Elements along a dimension that tell the type of a result."""
+"""The number of elements along a dimension from which the type of a result is found."""
 
 
 def find_result_types(
     operator: Operator, work: LocalWork, numbers: Sequence[Any], count: int
 ) -> tuple[tuple[DType, ...], bool]:
-    """The results' element types, and whether there is one result that stands by itself."""
-    # 1. Types that the operator's row names; the last one stands for all results that follow.
+    """Return the results' element types, and whether there is a single result."""
+    # 1. Types that the operator's record names; the last type applies to all further results.
     given = [one.dtype for one in work.operands if one is not None]
     if operator.result_types is not None:
         named = operator.result_types(given, work.attributes, work.library.name)
         return (*named, *named[-1:] * (count - len(named))), count == 1
-    # 2. Else those of a few elements.
+    # 2. Otherwise the types that the library computes for a few elements.
     results, is_single = compute_few(operator, work, numbers)
     asked = [value for value in work.attributes.values() if isinstance(value, DType)]
     made = map(work.library.dtype_of, results)
@@ -139,8 +139,8 @@ def compute_few(
 ) -> tuple[tuple[Any, ...], bool]:
     """Compute a few elements; return the results, and whether there is a single result.
 
-    NumPy computes stand-ins for types that it lacks. Raises what the library does for types that it
-    refuses.
+    NumPy computes with stand-ins for types that it lacks. Raises the library's error for types that
+    it does not accept.
     """
     few = tuple(
         None if one is None else ArrayType([min(size, _FEW) for size in one.shape], one.dtype)
@@ -164,7 +164,7 @@ def compute_few(
 
 
 def _make_elements(kind: ArrayType, operator: Operator) -> Any:
-    """Ones, and unit matrices, of which decompositions and quotients are found; indices of 0."""
+    """Return ones, or identity matrices, which can be divided by and decomposed; indices are 0."""
     numpy = stand_in(kind.dtype)
     is_elementwise = operator.family == "elementwise"
     if numpy.kind in "iub" and not is_elementwise:

@@ -2,15 +2,15 @@
 
 `call(name, operands, attributes)` is the one place where operations are executed:
 
-1. The types of the operands, the operator and its attributes are looked up: what was done before
-   is one look in a dictionary.
+1. The types of the operands, the operator and its attributes are looked up: a repeated operation
+   costs a single dictionary access.
 2. Otherwise the operation is compiled: the mesh is found; pending sums that the operator cannot
    work on are marked to be reduced (`partial_sums`); the operator's rule determines the shards
    on which it runs (`alignment`); each operand whose sharding differs gets its movement
    (`runner`); each rank gets its kernel.
-3. It is run: operands move, every rank that is here computes, the results are wrapped.
+3. It is run: operands move, every rank of this process computes, the results are wrapped.
 
-A `Recorder` sees every operation that is carried out while it is listening.
+A `Recorder` observes every operation that is executed while it is listening.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ class CompiledCall:
 
     Args:
         name, attributes, options: of the operator.
-        operands: types as they are given; None for a number.
-        runs_with: the shardings that the operator runs with; None for what is not sharded.
+        operands: types as they are passed; None for a number.
+        runs_with: the shardings that the operator runs with; None for operands without a sharding.
         made: types of the results as the operator makes them.
-        results: types of the results, whose contributions may be reduce-scattered before.
-        run: what carries it out, on the operands.
-        factors: operands that contributions are multiplied by. Where one of them is infinite,
-            the contributions are combined before: `3 inf - 1 inf` is no number, `2 inf` is.
-        functions: what each rank here computes.
-        is_single: whether the functions return one result, not a tuple of them.
-        shares_failure: whether ranks tell one another that one of them failed.
+        results: types of the final results; contributions may have been reduce-scattered.
+        run: the function that runs the operation on the operands.
+        factors: operands that contributions are multiplied by. If any is infinite, contributions
+            are combined first: `3 inf - 1 inf` is NaN, `2 inf` is not.
+        functions: the functions that the ranks here compute.
+        is_single: whether the functions return a single result, not a tuple of results.
+        shares_failure: whether ranks exchange whether any of them failed.
     """
 
     name: str
@@ -87,7 +87,7 @@ class CompiledCall:
 
     @property
     def looks_at_elements(self) -> bool:
-        """Whether some factor is an array, whose elements change where its type does not."""
+        """Whether any factor is an array, whose elements can change while its type does not."""
         return any(self.operands[number] is not None for number in self.factors)
 
 
@@ -101,14 +101,14 @@ class Recorder(Protocol):
     def record(
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
     ) -> None:
-        """Called after an operation."""
+        """Observe an operation that was executed."""
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
-        """Called after the user resharded an array."""
+        """Observe a reshard that the user requested."""
 
 
 class _Listening(threading.local):
-    """The recorders of this thread: what another one does is not theirs to see."""
+    """The recorders of a thread, which observe only the operations of that thread."""
 
     def __init__(self) -> None:
         self._own: list[Recorder] = []
@@ -120,12 +120,12 @@ class _Listening(threading.local):
         return iter(self._own)
 
     def replace(self, recorders: Iterable[Recorder]) -> None:
-        """Only these listen from here on."""
+        """Let only these recorders listen from here on."""
         self._own = list(recorders)
 
 
 recorders = _Listening()
-"""Those that are listening in this thread; `recording` adds one for a while."""
+"""The recorders that are listening in this thread; `recording` adds a recorder for a while."""
 
 
 @contextmanager
@@ -146,9 +146,9 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Nobody sees the operations inside, but for recorders that are added there.
+    """Hide the operations inside from all recorders except recorders that are added inside.
 
-    Of a function that is traced inside, tapes see what it computes of arrays from elsewhere alone.
+    If a function is traced inside, tapes see only its operations on arrays from outside.
     """
     before = list(recorders)
     recorders.replace([one.of_elements for one in before if hasattr(one, "of_elements")])
@@ -159,13 +159,13 @@ def unrecorded() -> Iterator[None]:
 
 
 def is_watched(arrays: Sequence[Any]) -> bool:
-    """Return whether a tape that listens has to know what is computed of some of the arrays."""
+    """Return whether a listening tape has to record operations on any of the arrays."""
     watching = (getattr(recorder, "watches", None) for recorder in recorders)
     return any(watches is not None and watches(arrays) for watches in watching)
 
 
 def placed(x: Any, spec: ShardingSpec) -> Any:
-    """An array in a sharding; itself where it lies so, which a trace would show as an operation."""
+    """Reshard an array; if it has the sharding, return it, so that a trace shows no operation."""
     return x if x.type.spec is spec else x.shard(spec)
 
 
@@ -175,30 +175,31 @@ def call(
     attributes: Attributes | None = None,
     options: Attributes | None = None,
 ) -> Any:
-    """Carry out an operation.
+    """Execute an operation.
 
     Args:
         name: of the operator, as in the table of rules.
         operands: arrays in shards, and numbers.
         attributes: of the operator, hashable.
-        options: what its rule does not ask for, such as the results' element type; hashable.
+        options: attributes that its rule does not depend on, such as the results' element type;
+            hashable.
 
     Returns:
         An array in shards; a tuple of them from an operator with several results.
 
     Raises:
         MeshError: operands over different meshes.
-        UsageError: operands of different runners, or none that is an array in shards.
+        UsageError: operands of different runners, or no sharded array among them.
         SpecError: shapes or attributes that the operator cannot have.
     """
-    # Numbers count by their class alone: their values are operands of the compiled operation.
+    # The key has only the class of a number: its value is an operand of the compiled operation.
     types = tuple([x.type if isinstance(x, ArrayValue) else x.__class__ for x in operands])
     key = (name, *types)
     if attributes or options:
         key = (*key, _freeze(attributes or {}), _freeze(options or {}))
     runner = _find_runner(name, operands)
     found = runner.calls.get(key)
-    # Factors are looked at each time, since their elements may differ where their types do not.
+    # Factors are checked at each call, because arrays of equal types may differ in elements.
     if found is None or (found.factors and not are_finite(found.factors, operands, runner)):
         return _compile(name, operands, attributes or {}, options or {}, runner, key)
     results = found.run(*operands)
@@ -208,7 +209,7 @@ def call(
 
 
 def _freeze(values: Attributes) -> tuple[Any, ...]:
-    """Equal for equal attributes only: 1, 1.0 and True are different ones."""
+    """Return a key that is equal for equal attributes only: 1, 1.0 and True are different."""
     return tuple([(name, repr(value)) for name, value in values.items()])
 
 
@@ -253,7 +254,7 @@ def _find_runner(name: str, operands: Sequence[Any]) -> Runner:
 
 
 def common_mesh(name: str, types: Sequence[ArrayType | None]) -> DeviceMesh | None:
-    """The mesh of the operands that are sharded. Raises MeshError where there are two."""
+    """Return the mesh of the sharded operands. Raises MeshError if they have different meshes."""
     mesh: DeviceMesh | None = None
     for one in types:
         if one is None or one.spec is None:
@@ -286,7 +287,7 @@ def laid_out(
     mesh: DeviceMesh,
     allows_partial: bool = True,
 ) -> _Layout:
-    """The shardings of operands and results of an operation over a mesh.
+    """Return the shardings of operands and results of an operation over a mesh.
 
     Pending sums are reduced first where the operator cannot work on contributions.
     """
@@ -304,7 +305,7 @@ def laid_out(
         if chosen is not None:
             runs, made = chosen
             return _Layout(runs, made, made, tuple(inferred.result_shapes), False)
-    # Adjusted factors are cut only where the local function finds the place of its part.
+    # Adjusted factors are sharded only if the local function finds the offset of its part.
     knows_place = operator.knows_place
     is_known = knows_place is not None and knows_place(specs, shapes, attributes)
     placed, made, results = aligned_by_bytes(
@@ -316,7 +317,7 @@ def laid_out(
         inferred.leading,
     )
     if any(spec.partial_axes and spec.reduction != (reduction or spec.reduction) for spec in made):
-        # An array's contributions combine in one way: what waits is combined before.
+        # An array is partial by a single reduction, so the operands are combined first.
         return laid_out(operator, operands, attributes, mesh, allows_partial=False)
     runs_with: list[ShardingSpec | None] = []
     for one, spec in zip(operands, placed, strict=True):
@@ -341,7 +342,7 @@ def _compile(
     key: Any,
     allows_partial: bool = True,
 ) -> Any:
-    """Compile an operation, carry it out for the first time, and keep it."""
+    """Compile an operation, run it for the first time, and cache it."""
     # 1. Check the operands, and find the mesh and the operator.
     for operand in operands:
         if not isinstance(operand, ArrayValue | int | float | complex):
@@ -356,7 +357,7 @@ def _compile(
     if mesh is None:
         operator = find_operator(name)
         if operator.has_rule:
-            # Libraries take some of what no rule does: axis 0 of a number, say.
+            # Libraries accept arguments that rules reject, for instance axis 0 of a number.
             check_shapes(operator, types, attributes)
     else:
         operator = operator_of(name)
@@ -369,8 +370,8 @@ def _compile(
         )
     else:
         runs_with = layout.runs_with
-    # 3. Contributions wait only where what they are multiplied by is finite. The operation that
-    # combines them first is compiled under a key of its own, beside the one that does not.
+    # 3. Sums stay partial only if they are multiplied by finite elements. The operation that
+    # combines them first is compiled under a separate key, in addition to this one.
     factors = factors_of(operands, runs_with) if layout and layout.keeps_pending else ()
     if factors and not are_finite(factors, operands, runner):
         key = (*key, "contributions combined before")
@@ -405,12 +406,12 @@ def _compile(
         take_column(operand, move, spec, len(ranks), runner)
         for operand, move, spec in zip(operands, movements, runs_with, strict=True)
     ]
-    # 5. The first run, which shows the results' element types.
+    # 5. The first run, which determines the results' element types.
     shares_failure = operator.may_fail(work, runner.has_everyone(mesh))
     if not shares_failure:
         check_types(operator, work, operands, runner)
     rows = compute(name, functions, columns, operands, runner, shares_failure)
-    # 6. Types of the results. Where these do not let contributions wait, it is compiled without.
+    # 6. Types of the results. If they do not allow partial sums, it is compiled again without.
     if rows:
         is_single = not isinstance(rows[0], tuple | list)
         columns = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
@@ -422,7 +423,7 @@ def _compile(
         return _compile(name, operands, attributes, options, runner, key, False)
     specs = [one.spec for one in made] if layout is None else layout.result_specs
     results = tuple(one.with_spec(spec) for one, spec in zip(made, specs, strict=True))
-    # 7. Keep what runs it the next time.
+    # 7. Cache the compiled operation for later calls.
     wrap = next(type(x) for x in operands if isinstance(x, ArrayValue))
     run = make_run(
         operator,
@@ -468,7 +469,7 @@ def _compile(
 def _suppose_result_types(
     operator: Operator, work: LocalWork, operands: Sequence[Any], layout: _Layout | None
 ) -> tuple[tuple[ArrayType, ...], bool]:
-    """The results' types, and whether there is one alone, where no shard is in this process."""
+    """Return the results' types and whether there is a single result, without any shard here."""
     if layout is None:
         raise MeshError(
             f"{work.name}, which has no sharding rule, over a mesh without this process: what "
@@ -487,7 +488,7 @@ def _find_result_types(
     layout: _Layout | None,
     runner: Runner,
 ) -> tuple[ArrayType, ...]:
-    """The results' types, checked against what the ranks computed."""
+    """Return the results' types, checked against what the ranks computed."""
     types = []
     # Element types are read off the first rank's shards; shapes and shardings come from the rule.
     for number, array in enumerate(made[0]):

@@ -1,6 +1,6 @@
-"""Settling: whether pending sums are reduced as in eager programs, or stay pending.
+"""Policy for partial sums: whether they are reduced as in eager programs, or stay pending.
 
-Programs of which a strategy places all values leave it to that.
+If a strategy determines the shardings of all values of a program, it also decides this.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _settles: ContextVar[bool] = ContextVar("settles", default=True)
 
 
 def unsettled() -> AbstractContextManager[None]:
-    """Values stay as operations make them: a strategy is to place them.
+    """Leave values inside in the shardings that operations make, for a strategy to decide.
 
     >>> with unsettled():
     ...     settles()
@@ -24,5 +24,5 @@ def unsettled() -> AbstractContextManager[None]:
 
 
 def settles() -> bool:
-    """Whether values are placed at once."""
+    """Return whether values get their final shardings at once."""
     return _settles.get()

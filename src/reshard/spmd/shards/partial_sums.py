@@ -1,17 +1,16 @@
 """Pending sums: which of them an operation keeps, and which are reduced before it.
 
 An array is pending along the axes whose devices hold contributions to it. An operation `f` may be
-applied to each contribution by itself where that gives contributions to its result:
+applied to each contribution separately if that gives contributions to its result:
 
     each    f(a0 + a1, b0 + b1) = f(a0, b0) + f(a1, b1)    add: both pending along the same axes
     one     f(a0 + a1, b) = f(a0, b) + f(a1, b)            multiply: one pending, the other whole
 
-The second holds for finite `b` only: `3 inf - 1 inf` is no number, and `2 inf` is one. So factors
-are looked at before (`are_finite`).
+The second equation holds for finite `b` only: `3 inf - 1 inf` is NaN, and `2 inf` is not. So
+factors are checked first (`are_finite`).
 
-An axis along which that does not hold is reduced first; the operand is then resharded from
-contributions to what the operation needs, so that a pending operand of a sharded one is
-reduce-scattered.
+An axis along which that does not hold is reduced first. The operand is then resharded directly from
+contributions to the sharding that the operation needs: if that is sharded, by a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from reshard.spmd.shards.runner import Runner
 def kept_partial(
     operator: Operator, operands: Sequence[ArrayType | None], attributes: Mapping[str, Any]
 ) -> tuple[tuple[Axis, ...], str | None]:
-    """The axes along which the operation works on contributions, and how those combine.
+    """Return the axes along which the operation works on contributions, and how those combine.
 
     Args:
-        operator: what is done.
-        operands: their types; None for a number, which is a whole operand.
+        operator: of the operation.
+        operands: their types; None for a number, which is not partial.
         attributes: of the operator.
     """
     reductions = {t.spec.reduction for t in operands if t is not None and t.spec is not None}
@@ -48,12 +47,12 @@ def kept_partial(
     for chosen in operator.partial_operands(len(operands), str(reduction), **attributes):
         axes = tuple(
             axis
-            # Axes along which all chosen operands are pending; any of them names those.
+            # Axes along which all chosen operands are pending: it suffices to look at those of one.
             for axis in pending[min(chosen)]
             if all(axis in pending[number] for number in chosen)
             and not any(_uses(operands[n], axis) for n in range(len(operands)) if n not in chosen)
         )
-        # Of several sets the one that leaves most axes pending, of equals the first.
+        # Choose the set that leaves the most axes pending, and the first among equals.
         best = max(best, axes, key=len)
     return best, reduction if best else None
 
@@ -63,7 +62,7 @@ def _find_pending(one: ArrayType | None) -> tuple[Axis, ...]:
 
 
 def _uses(one: ArrayType | None, axis: Axis) -> bool:
-    """Whether an operand differs between devices along an axis, or a part of it."""
+    """Return whether an operand differs between devices along an axis, or a part of it."""
     if one is None or one.spec is None:
         return False
     # By name alone: a part of an axis and the whole of it are not distinguished.
@@ -72,19 +71,19 @@ def _uses(one: ArrayType | None, axis: Axis) -> bool:
 
 
 def without_partial(spec: ShardingSpec) -> ShardingSpec:
-    """The sharding that is left when all contributions are combined."""
+    """Return the sharding that is left when all contributions are combined."""
     return ShardingSpec(spec.mesh, spec.dim_specs) if spec.partial_axes else spec
 
 
 def settled(kind: ArrayType) -> ArrayType:
-    """The type without contributions that wait."""
+    """Return the type without pending sums."""
     return kind if kind.spec is None else kind.with_spec(without_partial(kind.spec))
 
 
 def factors_of(
     operands: Sequence[Any], runs_with: Sequence[ShardingSpec | None]
 ) -> tuple[int, ...]:
-    """The operands by which an operation multiplies contributions, and which may be infinite.
+    """Return the numbers of the operands that contributions are multiplied by and may be infinite.
 
     Args:
         operands: arrays and numbers.
@@ -104,9 +103,9 @@ def _may_be_infinite(operand: Any) -> bool:
 
 
 def are_finite(factors: Sequence[int], operands: Sequence[Any], runner: Runner) -> bool:
-    """Whether these operands are finite on every rank; all ranks find the same.
+    """Return whether these operands are finite on every rank; all ranks get the same answer.
 
-    Where they are cut, ranks tell each other. Without elements, arrays are taken for finite.
+    Ranks exchange their answers if an operand is sharded. Arrays without elements count as finite.
     """
     all_are, may_differ = True, False
     for number in factors:
@@ -114,7 +113,7 @@ def are_finite(factors: Sequence[int], operands: Sequence[Any], runner: Runner) 
         if not isinstance(factor, ArrayValue):
             all_are = all_are and cmath.isfinite(factor)
         elif not runner.is_abstract:
-            # Copies of one array are looked at once.
+            # Shards that are the same object are checked once.
             shards = {id(shard): shard for shard in factor._shards}.values()
             all_are = all_are and all(map(runner.library.is_finite, shards))
             kind = factor.type
@@ -124,7 +123,7 @@ def are_finite(factors: Sequence[int], operands: Sequence[Any], runner: Runner) 
 
 
 def with_partial(spec: ShardingSpec, axes: Sequence[Axis], reduction: str | None) -> ShardingSpec:
-    """The same cuts, and contributions along more axes."""
+    """Return the sharding with further partial axes."""
     if not axes:
         return spec
     return ShardingSpec(
@@ -136,13 +135,13 @@ def with_partial(spec: ShardingSpec, axes: Sequence[Axis], reduction: str | None
 
 
 def types_allow_partial(operands: Sequence[ArrayType | None], results: Sequence[ArrayType]) -> bool:
-    """Whether the element types allow an operation on contributions.
+    """Return whether the element types allow an operation on contributions.
 
-    Whole numbers and truth values wrap around in their own type, and not in the floating or wider
-    one of a result; a narrower type rounds each contribution; the truth value of a contribution
-    is no contribution to that of the sum.
+    Integers and booleans wrap around in their own type, but not in a floating or wider result type;
+    a narrower type rounds each contribution; the truth value of a contribution is not a
+    contribution to the truth value of the sum.
     """
-    # The same type before and after: each contribution is worked on as the whole would be.
+    # If the type does not change, a contribution is treated like the whole array.
     pending = {x.dtype for x in operands if x is not None and x.spec and x.spec.partial_axes}
     made = {result.dtype for result in results}
     if made == pending:

@@ -5,19 +5,19 @@ ranks, and its gradient is the transposed movement. The gradient of a shard is t
 shard alone on the result, which is the sum over ranks of the values on which each calls `backward`:
 
     an axis that                 in the array       in its gradient
-    cuts a dimension             cuts it            cuts it alike
-    cuts nothing                 copies             contributions: each copy's own effect
-    holds contributions          contributions      copies: each does to the sum what all do
+    shards a dimension           shards it          shards it in the same way
+    shards nothing               copies             contributions: the effect of each copy
+    holds contributions          contributions      copies: all have the same effect on the sum
 
-Windows that have elements in common are contributions to all of the dimension, each of its stretch.
+Windows that overlap are contributions to the whole dimension, each to its own interval.
 
-So the transpose of an all-gather is a reduce-scatter, and that of a sum over ranks is a copy: the
-programs that move arrays also move gradients. A mean's gradient is scaled as the mean was. The
-maximum of contributions passes the gradient to those that equal it, in equal shares.
+So the transpose of an all-gather is a reduce-scatter, and the transpose of a sum over ranks is a
+copy: the programs that move arrays also move gradients. A mean's gradient is scaled like the mean.
+The maximum passes its gradient to all contributions that equal it, in equal shares.
 
 Where arrays enter and leave a program, each process has the same full array, or its copy of a
-shard, and calls `backward` on the same number; there the gradient is that of the full array, the
-same on every process. `given` and `taken` are these borders.
+shard, and calls `backward` on the same number. There the gradient is the gradient of the full
+array, the same on every process. `given` and `taken` convert between the two conventions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Way = Callable[[Tensor], Tensor]
 
 
 class TransposedMovement(torch.autograd.Function):  # type: ignore[misc]
-    """A tensor moved by `forth`, whose gradient is moved by `back`."""
+    """An autograd function that moves a tensor by `forth` and its gradient by `back`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, forth: Way, back: Way) -> Tensor:
@@ -55,7 +55,7 @@ class TransposedMovement(torch.autograd.Function):  # type: ignore[misc]
 
 
 def gradient_spec(spec: ShardingSpec) -> ShardingSpec:
-    """The sharding of an array's gradient: copies become contributions, and these copies.
+    """Return the sharding of an array's gradient, which swaps copies and contributions.
 
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2, y=2)
@@ -72,10 +72,10 @@ def gradient_spec(spec: ShardingSpec) -> ShardingSpec:
 def with_gradient(
     runner: Runner, source: ArrayType, spec: ShardingSpec, move: Movement
 ) -> Movement:
-    """A movement between processes that shards recording gradients go through as well.
+    """Make a movement between processes differentiable for shards that record gradients.
 
-    Raises UsageError, where such a shard comes, for a movement whose transpose is none that
-    moves arrays: from or to halos, or contributions that are multiplied.
+    The movement raises UsageError for such a shard if the transposed movement is not a movement of
+    arrays: from or to halos, or with contributions that are multiplied.
     """
 
     def back(gradient: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def with_gradient(
         moved = _move(runner, source, gradient_spec(apart), gradient_spec(before), gradient)
         numerator, denominator = LayoutChange(before.layout(source.shape), after).scale
         if spec.reduction == "mean" and before.reduction != "mean":
-            # Each contribution to the mean is all of it, and the gradient here is one's.
+            # The contributions to the mean share its gradient; each of them is the whole value.
             numerator *= after.contributions
         return moved if numerator == denominator else moved * numerator / denominator
 
@@ -117,9 +117,9 @@ def with_gradient(
 
 
 def refuse_gradient(runner: Runner, kind: ArrayType, shards: Shards) -> None:
-    """Raises UsageError where PyTorch records what only some processes have shards of.
+    """Raise UsageError if PyTorch records an array of which only some processes have shards.
 
-    The others would not know that they must take part in the backward pass.
+    The other processes would not know that they must take part in the backward pass.
     """
     if any(isinstance(one, torch.Tensor) and records_gradient(one) for one in shards):
         raise UsageError(
@@ -131,7 +131,7 @@ def refuse_gradient(runner: Runner, kind: ArrayType, shards: Shards) -> None:
 def _spread(
     runner: Runner, kind: ArrayType, spec: ShardingSpec, gradient: Tensor
 ) -> tuple[ShardingSpec, Tensor]:
-    """A gradient whose parts have elements in common, as contributions to whole dimensions."""
+    """Convert a gradient of overlapping parts to contributions to whole dimensions."""
     dims = list(spec.dim_specs)
     layout = spec.layout(kind.shape)
     for axis, size in enumerate(kind.shape):
@@ -152,7 +152,7 @@ def _spread(
 
 
 def _has_windows(dim: DimSpec, spec: ShardingSpec, size: int) -> bool:
-    """Whether parts of a dimension are stretches that have elements in common."""
+    """Return whether the parts of a dimension are overlapping intervals."""
     if not any(isinstance(level.rule, Windows) for level in dim.levels):
         return False
     table = dim.table(spec.mesh, size)
@@ -160,7 +160,7 @@ def _has_windows(dim: DimSpec, spec: ShardingSpec, size: int) -> bool:
 
 
 def given(runner: Runner, kind: ArrayType, tensor: Tensor) -> Tensor:
-    """A shard that a program gives: its gradient is that of all copies of it together."""
+    """Convert a shard that a program passes: its gradient is the sum over all of its copies."""
     if not records_gradient(tensor) or kind.spec is None:
         return tensor
     if not runner.has_everyone(kind.spec.mesh):
@@ -171,13 +171,13 @@ def given(runner: Runner, kind: ArrayType, tensor: Tensor) -> Tensor:
 
 
 def taken(runner: Runner, kind: ArrayType, tensor: Tensor, gather: Way | None = None) -> Tensor:
-    """A shard that a program takes, or the whole array: each process has one gradient of it.
+    """Convert a shard for a program, or gather the array; every process has the same gradient.
 
     Args:
         runner: of the processes.
         kind: of the array.
         tensor: its shard here.
-        gather: makes the whole array of it; the shard itself is taken when None.
+        gather: gathers the whole array from the shard; the shard itself is returned when None.
     """
     spec = kind.spec
     if not records_gradient(tensor) or spec is None:
@@ -188,7 +188,7 @@ def taken(runner: Runner, kind: ArrayType, tensor: Tensor, gather: Way | None = 
         return _cross(runner, kind, spec, outside, tensor, lambda x: x, enters=False)
     whole = replicated(spec.mesh, kind.ndim)
     if spec.partial_axes:
-        # Combined first: the whole has no contributions.
+        # Contributions are combined first: the whole array has none.
         combined = runner.movement(kind, whole)((tensor,))[0]
         return taken(runner, kind.with_spec(whole), combined, lambda x: x)
     _check(kind, spec)
@@ -207,7 +207,7 @@ def _cross(
 ) -> Tensor:
     """Convert a tensor sharded by `outside` between programs to a shard of `inside`.
 
-    Or the other way round, where it does not enter: each is the transposed movement of the other.
+    If it does not enter, convert it in the other direction: each movement transposes the other.
     """
     ends = (outside, inside) if enters else (inside, outside)
 
@@ -229,7 +229,7 @@ def _move(
 def _combine_extremes(
     runner: Runner, kind: ArrayType, spec: ShardingSpec, tensor: Tensor
 ) -> Tensor:
-    """The greatest (or least) of contributions, on all ranks that have some."""
+    """Return the maximum (or minimum) of contributions, on all ranks that have contributions."""
     combined = without_partial(spec)
     counted = ShardingSpec(spec.mesh, spec.dim_specs, partial_axes=spec.partial_axes)
     found = runner.movement(kind, combined)((tensor.detach(),))[0]
@@ -244,9 +244,9 @@ def _combine_extremes(
 
 
 def _check(source: ArrayType, spec: ShardingSpec, may_share: bool = False) -> None:
-    """Raises UsageError where the transposed movement is none that moves arrays.
+    """Raise UsageError if the transposed movement is not a movement of arrays.
 
-    Windows may have elements in common where `spec` is what an array is moved to.
+    With `may_share`, the windows of the target sharding `spec` may overlap.
     """
     for one in (source.spec, spec):
         if one is None:
@@ -256,7 +256,7 @@ def _check(source: ArrayType, spec: ShardingSpec, may_share: bool = False) -> No
                 continue
             if may_share and one is spec and _has_windows(dim, spec, size):
                 continue
-            # Halos included: more than there are where an element is in two parts.
+            # The count includes halos: it exceeds the size if an element is in two parts.
             if int(dim.table(one.mesh, size).element_lengths.sum()) != size:
                 raise UsageError(
                     f"a gradient through a movement of {source} from `{source.spec}` to `{spec}`: "

@@ -1,8 +1,8 @@
 """One shard per process, over `torch.distributed`: each process has the shard of its own rank.
 
-Every process runs the same program: operations that move elements are called by all of them, in
-one order. What lies in the own shard already is taken from it, without a message. What does not
-moves by the program that `chosen_program` finds, or by the direct exchange.
+Every process runs the same program: all processes call the operations that move elements, in the
+same order. Elements that are in the process's own shard are copied without a message. The others
+move by the program that `chosen_program` finds, or by the direct exchange.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from reshard.torch.redistribution import redistribute
 
 
 class OverProcesses(Runner):
-    """This process's shard only. Get one with `over_processes`."""
+    """A runner that stores this process's shard only. Create it with `over_processes`."""
 
     has_every_shard = False
 
@@ -67,7 +67,7 @@ class OverProcesses(Runner):
         return with_gradient(self, source, spec, move) if source.spec is None else move
 
     def _make_movement(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
-        # Nothing moves, such as from a whole copy to a part of it: no message, nor any waiting.
+        # No elements move, for instance from a whole copy to a part of it: no messages, no waiting.
         if not plan.moved_elements and plan.target.reduction is None:
             ranks = self.ranks(spec.mesh)
             if not ranks:
@@ -101,17 +101,17 @@ class OverProcesses(Runner):
 
     def _has_hosts(self) -> bool:
         agreed = _agreed.get()
-        # In a sequence that has failed, `rank_group` would wait for all ranks to meet again.
+        # In a sequence that has failed, `rank_group` would wait for a rendezvous of all ranks.
         group = rank_group(self.group) if agreed is None else agreed.group
         return len(set(group.hosts)) > 1
 
     def transport(self, source: ArrayType, spec: ShardingSpec) -> Transport:
-        """How the shards of an array come to another sharding."""
+        """Return how the shards of an array are moved to another sharding."""
         before = source.spec or replicated(spec.mesh, source.ndim)
         plan = LayoutChange(before.layout(source.shape), spec.layout(source.shape))
         if not plan.moved_elements and plan.target.reduction is None:
             return "here"
-        # Between hosts the direct exchange is agreed on by itself.
+        # Between hosts, ranks agree on each direct exchange separately.
         program = chosen_program(source, spec)
         is_exchange = any(isinstance(step, Exchange) for step in program.steps)
         return "together" if is_exchange and self._has_hosts() else "messages"
@@ -127,9 +127,10 @@ class OverProcesses(Runner):
         return moved
 
     def in_lockstep(self, digest: bytes) -> AbstractContextManager[Begin | None]:
-        """All ranks come here with equal digests, or all raise; and to the end likewise.
+        """Check on entry that all ranks have equal digests, and on exit that all have succeeded.
 
-        Raises PlanError and RunError as `reshard.torch.programs.sequence.agreed_sequence` does.
+        If not, all ranks raise PlanError or RunError, see
+        `reshard.torch.programs.sequence.agreed_sequence`.
         """
         return self._agree(digest)
 
@@ -153,21 +154,21 @@ class OverProcesses(Runner):
         return error
 
     def on_any_rank(self, is_so: bool) -> bool:
-        """Whether a condition holds on any rank: all ask each other."""
+        """Return whether a condition holds on any rank; all ranks must call this."""
         group = rank_group(self.group)
         with group.turn():
             return bool(agree(CallSignature({"a condition": b""}, notes=(int(is_so),)), group)[0])
 
     def failure_of_any(self, failure: Exception | None) -> Exception | None:
-        """The failure of the first rank that failed, on all ranks."""
+        """Return the failure of the first rank that failed, on all ranks."""
         group = rank_group(self.group)
         with group.turn():
-            # The greatest is that of the first rank that failed.
+            # Numbers decrease with the rank: the maximum belongs to the first rank that failed.
             own = 0 if failure is None else group.slots - group.rank
             (first,) = agree(CallSignature({"a failure": b""}, notes=(own,)), group)
             if not first:
                 return None
-            # Texts, not the errors themselves: those of libraries may not be picklable.
+            # Send the text, not the error itself: errors of libraries may not be picklable.
             told = None if failure is None else (_choose_error(failure), str(failure))
             kind, text = share(told, group.slots - first, group)
         repeated = self.collective_error(kind(text))
@@ -177,7 +178,7 @@ class OverProcesses(Runner):
     def dense(self, source: ArrayType, shards: Shards) -> Any:
         if source.spec is None:
             return shards[0]
-        # A copy on each process of the group, also on those that are not in the mesh.
+        # Every process of the group gets a copy, including processes outside the mesh.
         whole = Layout.whole(source.shape, self._everyone, max(self._everyone) + 1)
         if source.layout is whole:
             return taken(self, source, shards[0], lambda shard: shard)
@@ -204,7 +205,7 @@ class OverProcesses(Runner):
 
 
 def _read_own(shards: Shards) -> torch.Tensor | None:
-    """This rank's shard; None where it has none."""
+    """Return this rank's shard, or None if it has none."""
     return torch.as_tensor(shards[0]).contiguous() if shards else None
 
 
@@ -213,18 +214,18 @@ class _Agreed(NamedTuple):
     group: RankGroup
 
 
-# The runner whose movements all ranks have agreed on, and its ranks.
+# The runner whose movements all ranks have agreed on, and the ranks' group.
 _agreed: ContextVar[_Agreed | None] = ContextVar("agreed", default=None)
 
 
 def _choose_error(failure: Exception) -> type[Exception]:
-    """The class to raise on every rank: one whose only argument is its text."""
+    """Return the class to raise on every rank; its only argument must be the text."""
     return type(failure) if isinstance(failure, ReshardError) else RunError
 
 
 @lru_cache(maxsize=8)
 def over_processes(group: dist.ProcessGroup | None = None) -> Runner:
-    """The runner with one shard in each process of a group (of all processes when None).
+    """Return the runner with one shard in each process of a group (of all processes when None).
 
     Raises:
         MissingExtraError: where `array_api_compat` is not installed.

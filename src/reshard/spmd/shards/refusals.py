@@ -14,11 +14,11 @@ from reshard.spmd.shards.element_types import compute_few
 from reshard.spmd.shards.runner import Runner
 
 REFUSALS = (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError)
-"""The errors of libraries for elements, or shapes, that they cannot work on."""
+"""The errors that libraries raise for elements or shapes that they do not support."""
 
 
 def refuse_traced(asked: str, value: object) -> None:
-    """Raises UsageError for a value that JAX traces, in `jax.grad` or `jax.jit`."""
+    """Raise UsageError for a value that JAX traces in `jax.grad` or `jax.jit`."""
     for kind in type(value).__mro__:
         if kind.__name__ == "Tracer" and kind.__module__.partition(".")[0] == "jax":
             raise UsageError(
@@ -33,7 +33,7 @@ def check_shapes(
     operands: Sequence[ArrayType | None],
     attributes: Mapping[str, Any],
 ) -> None:
-    """Raises SpecError for whole arrays of shapes or attributes that the operator cannot have."""
+    """Raise SpecError if the operator does not accept the operands' shapes or its attributes."""
     shapes = [() if one is None else one.shape for one in operands]
     try:
         operator.inferred(shapes, **attributes)
@@ -47,12 +47,12 @@ def check_shapes(
 def check_types(
     operator: Operator, work: LocalWork, operands: Sequence[Any], runner: Runner
 ) -> None:
-    """Raises, on a rank that has no elements, what others raise for the types of theirs.
+    """Raise, on a rank without elements, the errors that other ranks raise for their element types.
 
-    Libraries take what has no elements, whatever its types. A rank that raised alone would leave
-    the others waiting for it.
+    Libraries accept empty arrays of any type. If only some ranks raised, the others would wait for
+    them.
     """
-    # Of other operators, attributes may not be those of a few elements.
+    # The attributes of other operators may not be valid for a few elements.
     is_known = operator.result_types is None or operator.family in ("elementwise", "reductions")
     takes_few = is_known or operator.name in ("sort", "argsort")
     if runner.has_every_shard or not takes_few or not _lacks_elements(work):
@@ -65,7 +65,7 @@ def check_types(
 
 
 def _lacks_elements(work: LocalWork) -> bool:
-    """Whether there is no rank here, or some operand has elements, but none on the ranks here."""
+    """Return whether no rank is here, or all parts here of a nonempty operand are empty."""
     return not work.ranks or any(
         one is not None and 0 not in one.shape and all(0 in shape for shape in parts)
         for one, parts in (
@@ -75,9 +75,9 @@ def _lacks_elements(work: LocalWork) -> bool:
 
 
 def make_refusal(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> Exception:
-    """An error of a library as one that names the operation and its operands."""
-    # Memory has nothing to do with the operands' elements: callers may catch the library's own
-    # error.
+    """Translate a library's error into an error that names the operation and its operands."""
+    # Running out of memory does not depend on the operands' elements, and callers may catch the
+    # library's own error.
     if isinstance(error, ReshardError) or "OutOfMemory" in type(error).__name__:
         return error
     given = ", ".join(str(x.type if isinstance(x, ArrayValue) else x) for x in operands)
@@ -91,5 +91,5 @@ def make_refusal(name: str, operands: Sequence[Any], runner: Runner, error: Exce
 
 
 def refuse(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> NoReturn:
-    """Raises a library's error as `make_refusal` has it."""
+    """Raise a library's error, translated by `make_refusal`."""
     raise make_refusal(name, operands, runner, error)

@@ -1,21 +1,21 @@
-"""Kept reshards: a cache of the resharded copies of an array.
+"""Reshard cache: resharded copies of arrays.
 
-A value that several operations need in one other sharding is moved once: contributions are reduced,
-or shards gathered, at the first use. The cached copy is freed with the array. All arrays of a
-runner together cache copies up to a limit, and the oldest are evicted first: weights that are
-gathered layer by layer are not all in memory at once.
+If several operations need a value in the same other sharding, it is moved once: contributions are
+reduced, or shards gathered, at the first use. The cached copy is freed with the array. A runner
+limits the total size of its cached copies, and evicts the oldest first: weights that are gathered
+layer by layer are not all in memory at once.
 
 Over processes every rank must have the same copies cached, or some would wait for others. So
-caching depends on the program alone, never on one rank's shards, memory or time:
+caching depends on the program alone, never on a single rank's shards, memory or time:
 
-    bytes                those of the fullest rank, by the layout
-    oldest first         in the order of movements, counting those of arrays that are gone
-    what a program gave  is not kept, since it may write to it, nor are views of it
+    bytes                of the rank that stores the most, by the layout
+    oldest first         in the order of movements, including movements of arrays that were freed
+    a program's data     and views of it are not cached, since the program may write to them
 
-A NumPy array that shares memory with its source data copies its own shards when it is first moved
-(other than as views), and caches like others from then on: in one process, where no rank waits for
-another. PyTorch arrays may be leaves of a gradient, which an optimizer writes to: they are moved
-each time.
+A NumPy array that shares memory with its source data copies its shards when it is first moved
+(other than as views), and is cached like others from then on: in a single process, where no rank
+waits for another. PyTorch arrays may be leaves of a gradient, which an optimizer writes to: they
+are moved each time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.shard_copies import Movement, Shards
 
 MOST_KEPT_BYTES = 256 << 20
-"""Of one runner, on the fullest rank; in one process of all ranks together."""
+"""The limit of a runner, on the rank that stores the most; of all ranks together in one process."""
 
 _VIEWING_FAMILIES = frozenset(
     ["movement", "indexing", "reductions", "users' own", "without a rule"]
@@ -48,7 +48,7 @@ _VIEWING = frozenset(_VIEWING_NAMES.split())
 
 
 class KeptShards:
-    """An array's shards in another sharding, and the state of both when they were made."""
+    """An array's shards in another sharding, and the state of both when they were created."""
 
     __slots__ = ("__weakref__", "shards", "state")
 
@@ -58,46 +58,46 @@ class KeptShards:
 
 
 class ReshardCache:
-    """The reshards that one runner keeps.
+    """The cached reshards of a runner.
 
     Args:
         runner: of the arrays.
-        most_bytes: that are kept together; `MOST_KEPT_BYTES` when None.
+        most_bytes: the limit of the total size; `MOST_KEPT_BYTES` when None.
     """
 
     def __init__(self, runner: Runner, most_bytes: int | None = None) -> None:
         self._runner = runner
         self.most_bytes = MOST_KEPT_BYTES if most_bytes is None else most_bytes
-        # Arrays of several threads count together.
+        # The limit covers the arrays of all threads.
         self._lock = RLock()
         self._order: deque[tuple[weakref.ref[KeptShards], int]] = deque()
         self.size_bytes = 0
 
     def moved(self, array: ArrayValue, spec: ShardingSpec, move: Movement) -> Shards:
-        """The shards of an array in another sharding: those that are kept, or moved ones.
+        """Return the shards of an array in another sharding, from the cache or by moving them.
 
-        Raises UsageError over processes, where shards that operations made were written to.
+        Raises UsageError over processes if shards that operations made were written to.
         """
         kept = array.cached_reshards()
         if kept is None:
             return self._move_given(array, spec, move)
         found = kept.get(spec)
         if found is not None:
-            # Another thread may drop it meanwhile.
+            # Another thread may evict it meanwhile.
             shards: Shards | None = found.shards
             if shards is not None and self._is_valid(array, found.state, shards):
                 return shards
         return self._keep(array, kept, spec, move(array._shards))
 
     def _move_given(self, array: ArrayValue, spec: ShardingSpec, move: Movement) -> Shards:
-        """The shards of an array whose memory a program may know, and write to."""
+        """Move the shards of an array whose memory a program may have access to."""
         moved: Shards = move(array._shards)
         library = self._runner.library
         is_small = _count_bytes(self._runner, array.type.with_spec(spec)) <= self.most_bytes
         if library.name != "numpy" or not is_small or library.state_of(array._shards) is None:
             return moved
         views = library.find_views(moved, array._shards)
-        # Views of what was given cost nothing, and are not kept.
+        # Views of the program's data cost nothing, and are not cached.
         if all(views):
             return moved
         with self._lock:
@@ -141,7 +141,7 @@ class ReshardCache:
             return True
         is_written = (own[1:], theirs[1:]) != (state[0][1:], state[1][1:])
         if is_written and not self._runner.has_every_shard:
-            # Moved again on this rank alone, it would wait for the others for ever.
+            # If only this rank moved it again, the movement would wait for the others forever.
             raise UsageError(
                 f"a shard of {array.type!r} was written to after it was moved; arrays never "
                 "change: copy what you write to, or give it anew with sp.from_shards"
@@ -150,9 +150,9 @@ class ReshardCache:
 
 
 def take_moved(array: ArrayValue, spec: ShardingSpec, move: Movement) -> Shards:
-    """The shards of an array in another sharding; moved once for a while."""
+    """Return the shards of an array in another sharding, cached if possible."""
     runner = array.runner
-    # Without elements there is nothing to keep.
+    # Arrays without elements have nothing to cache.
     if runner.is_abstract:
         return move(array._shards)
     found: ReshardCache | None = runner.kept
@@ -162,23 +162,23 @@ def take_moved(array: ArrayValue, spec: ShardingSpec, move: Movement) -> Shards:
 
 
 def moves_each_time(array: ArrayValue) -> bool:
-    """Whether an array can keep nothing that it is moved to: a program knows its memory."""
+    """Return whether an array is moved each time, because a program has access to its memory."""
     library = array.runner.library
-    # NumPy's are copied first, but for those that were taken out.
+    # NumPy arrays are copied first, unless a program has access to their shards.
     return array.is_given and not (
         library.name == "numpy" and library.state_of(array._shards) is not None
     )
 
 
 def may_view(operator: Operator, operands: int) -> bool:
-    """Whether an operator's results may have the memory of its operands, so many of them."""
+    """Return whether the results of an operator with this number of operands may be views."""
     if operator.name == "einsum":
         return operands == 1
     return operator.family in _VIEWING_FAMILIES or operator.name in _VIEWING
 
 
 def _count_bytes(runner: Runner, kind: ArrayType) -> int:
-    """The bytes of an array's shards that are here; over processes those of the fullest rank."""
+    """Return the bytes of an array's shards here; over processes, of the rank with the most."""
     layout = kind.layout
     sizes = [
         math.prod(layout.local_shape(rank) or (0,))
@@ -193,6 +193,7 @@ def _may_keep(array: ArrayValue, state: Any) -> bool:
     own, theirs = state
     if spec is None or own is None or theirs is None:
         return False
-    # PyTorch frees what the greatest of contributions needs for its gradient when that is taken.
+    # PyTorch frees the tensors saved for a maximum's gradient after the first backward pass, so a
+    # cached result could not be differentiated again.
     is_recorded = bool(own) and own[0]
     return not is_recorded or spec.reduction not in ("max", "min", "product")

@@ -1,8 +1,8 @@
-"""Runners: one process stores all shards of an array, or each process stores one.
+"""Runners: one process stores all shards of an array, or each process stores a single shard.
 
-A runner keeps the shards of arrays and moves them between shardings. Operations ask it which
-ranks' shards are here (`ranks`), compute on those, and never look at the others: the same code
-runs in one process and in many.
+A runner stores the shards of arrays and moves them between shardings. Operations ask it which
+ranks' shards are in this process (`ranks`), and compute on these alone: the same code runs in one
+process and in many.
 
     runner                 shards here        computes with       moves by
     InProcess              of all ranks       NumPy, PyTorch      copies in memory
@@ -32,13 +32,13 @@ from reshard.spmd.shards.element_types import check_promotion, widened_functions
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
 
 Transport = Literal["here", "messages", "together"]
-"""Of a movement: without messages, by messages alone, or by what all ranks come to together."""
+"""How elements move: without messages, by messages alone, or by a collective call of all ranks."""
 
 Begin = Callable[[Movement, Shards], Callable[[], Shards]]
-"""Begins a movement, and returns a function that waits for what it makes. Until all that have begun
-are waited for, no other movement may run."""
+"""Begins a movement, and returns a function that waits for its result. No other movement may run
+until all movements that have begun were waited for."""
 
-# Beyond any program's number of different operations; a bound all the same.
+# More than any program's number of different operations; it only bounds the memory.
 MOST_KEPT = 1 << 16
 
 
@@ -46,17 +46,17 @@ _runners: WeakSet[Runner] = WeakSet()
 
 
 def forget_calls(name: str) -> None:
-    """Forgets what was compiled for an operator, in all runners: another one has its name."""
+    """Forget an operator's compiled operations in all runners, because its record was replaced."""
     for runner in list(_runners):
         for key in [one for one in list(runner.calls) if one[0] == name]:
             runner.calls.pop(key, None)
 
 
 class Runner:
-    """The base of all runners, which caches what depends on the operands' types alone.
+    """A base class of runners, which caches everything that depends on operand types alone.
 
     `calls` are the compiled operations, see `reshard.spmd.shards.operation_call`. An abstract
-    runner has arrays without elements, and takes other runners' arrays as operands beside them.
+    runner has arrays without elements, and also accepts other runners' arrays as operands.
     """
 
     is_abstract = False
@@ -67,10 +67,10 @@ class Runner:
         self.library = library
         self.calls: dict[Any, Any] = {}
         _runners.add(self)
-        # What `reshard_cache` keeps for it.
+        # The cache of this runner, see `reshard_cache`.
         self.kept: Any = None
         self._movements: dict[tuple[ArrayType, ShardingSpec], Movement] = {}
-        # An array without a mesh is one shard, which every runner has.
+        # An array without a mesh is a single shard, which every runner has.
         self._ranks: dict[DeviceMesh | None, tuple[int, ...]] = {None: (0,)}
 
     @property
@@ -79,10 +79,10 @@ class Runner:
         return self.library
 
     def ranks(self, mesh: DeviceMesh | None) -> tuple[int, ...]:
-        """The ranks of a mesh whose shards are here, in the mesh's order.
+        """Return the ranks of a mesh whose shards are here, in the mesh's order.
 
-        An array without a mesh has one shard: all of it. One over a mesh without this process has
-        none here: its operations compute nothing, and join what all ranks do.
+        An array without a mesh has one shard: all of it. An array over a mesh without this process
+        has no shards here: its operations compute nothing, and take part in collective calls.
         """
         found = self._ranks.get(mesh)
         if found is None and mesh is not None:
@@ -90,7 +90,7 @@ class Runner:
         return found or ()
 
     def functions(self, operator: Operator, work: LocalWork) -> list[Function]:
-        """The functions that the ranks here compute of an operation."""
+        """Return the functions of an operation that the ranks here compute."""
         if not work.ranks:
             return []
         if self.library.name == "numpy":
@@ -99,7 +99,7 @@ class Runner:
         return operator.local_functions(work)
 
     def movement(self, source: ArrayType, spec: ShardingSpec) -> Movement:
-        """A function that makes the shards of `spec` from those of an array of type `source`."""
+        """Return a function that moves shards of an array of type `source` to `spec`."""
         found = self._movements.get((source, spec))
         if found is None:
             if len(self._movements) >= MOST_KEPT:
@@ -108,66 +108,66 @@ class Runner:
         return found
 
     def moved_once(self, source: ArrayType, spec: ShardingSpec, shards: Shards) -> Shards:
-        """Shards of another sharding, by a movement that is not kept: the elements chose it."""
+        """Move shards by a movement that is not cached, because it depends on elements."""
         return self._new_movement(source, spec)(shards)
 
     def _new_movement(self, source: ArrayType, spec: ShardingSpec) -> Movement:
         ranks = self.ranks(spec.mesh)
         if source.spec is None:
-            # One array without a mesh is a copy on each device: the same object for all of them.
+            # An array without a mesh is a copy on each device: the same object for all devices.
             whole = source.with_spec(replicated(spec.mesh, source.ndim))
             move = self.movement(whole, spec)
             return lambda shards: move(shards * len(ranks))
         if source.spec.mesh is not spec.mesh:
             return self._cross_meshes(source, source.spec.mesh, spec)
         before, after = source.layout, spec.layout(source.shape)
-        # Layouts are interned: different specs of one layout move nothing.
+        # Layouts are interned: specs with the same layout need no movement.
         if before is after:
             return lambda shards: shards
         return self._make_movement(source, spec, LayoutChange(before, after))
 
     def _cross_meshes(self, source: ArrayType, mesh: DeviceMesh, spec: ShardingSpec) -> Movement:
-        """A movement from a mesh to another. Raises MeshError where there is none."""
+        """Return a movement between two meshes. Raises MeshError if the runner has none."""
         raise NotImplementedError
 
     def has_everyone(self, mesh: DeviceMesh | None) -> bool:
-        """Whether every process has shards of arrays over a mesh."""
+        """Return whether every process has shards of arrays over a mesh."""
         return True
 
     def on_any_rank(self, is_so: bool) -> bool:
-        """Whether a condition holds on any rank. All ranks ask, and get the same answer."""
+        """Return whether a condition holds on any rank. All ranks ask, and get the same answer."""
         return is_so
 
     def failure_of_any(self, failure: Exception | None) -> Exception | None:
-        """Why some rank failed to compute; None where all could. All ranks get the same."""
+        """Return the failure of a rank, or None if no rank failed. All ranks get the same."""
         return failure
 
     def transport(self, source: ArrayType, spec: ShardingSpec) -> Transport:
-        """How the shards of an array come to another sharding."""
+        """Return how the shards of an array are moved to another sharding."""
         return "here"
 
     def in_lockstep(self, digest: bytes) -> AbstractContextManager[Begin | None]:
-        """Inside, every rank does the same movements in one order, of which this is a digest.
+        """Let every rank do the same movements inside in the same order; `digest` identifies them.
 
-        It gives a function that begins a movement of messages beside what is computed, if there is
-        one; see `Begin`.
+        Enters with a function that begins a movement while the program computes, or None if the
+        runner has no such function; see `Begin`.
         """
         return nullcontext()
 
     def independent(self) -> AbstractContextManager[None]:
-        """Inside something `agreed`, what its digest does not know of."""
+        """Allow movements inside `in_lockstep` that its digest does not cover."""
         return nullcontext()
 
     def collective_error(self, error: Exception) -> Exception:
-        """An error that every rank raises at the same place."""
+        """Mark an error as raised by every rank at the same place, and return it."""
         return error
 
     def wrap_input(self, kind: ArrayType, shards: Shards) -> Shards:
-        """Shards that a program gives, as those of an array: see `process_gradients`."""
+        """Convert shards that a program passes to shards of an array: see `process_gradients`."""
         return shards
 
     def unwrap_output(self, kind: ArrayType, shards: Shards) -> Shards:
-        """An array's shards, as a program takes them."""
+        """Convert an array's shards to shards for a program: see `process_gradients`."""
         return shards
 
     def _find_ranks(self, mesh: DeviceMesh) -> tuple[int, ...]:
@@ -177,12 +177,12 @@ class Runner:
         raise NotImplementedError
 
     def dense(self, source: ArrayType, shards: Shards) -> Any:
-        """The whole array, on every process."""
+        """Return the whole array, on every process."""
         raise NotImplementedError
 
 
 class InProcess(Runner):
-    """All shards in this process. Get one with `in_process`."""
+    """A runner that stores all shards in this process. Create it with `in_process`."""
 
     def __init__(self, library: Library) -> None:
         super().__init__(library)
@@ -207,7 +207,7 @@ class InProcess(Runner):
             if len(self._gathers) >= MOST_KEPT:
                 self._gathers.clear()
             devices, before = source.spec.mesh.devices, source.layout
-            # One place that wants all of it: the others need no copy.
+            # A single rank gathers the whole array: the others need no copy.
             whole = Layout.whole(source.shape, devices[:1], before.slots)
             plan = LayoutChange(before, whole)
             gather = self._gathers[source] = copies(plan, devices, devices[:1], self.library)
@@ -221,7 +221,7 @@ class InProcess(Runner):
 
 
 def replicated(mesh: DeviceMesh, ndim: int) -> ShardingSpec:
-    """The sharding that has a whole copy on every device."""
+    """Return the sharding with a whole copy on every device."""
     return _make_replicated(mesh, ndim)
 
 
@@ -231,7 +231,7 @@ def _make_replicated(mesh: DeviceMesh, ndim: int) -> ShardingSpec:
 
 
 def in_process(name: str = "numpy") -> Runner:
-    """The runner that stores all shards in this process, as arrays of `numpy` or `torch`.
+    """Return the runner that stores all shards in this process, as arrays of `numpy` or `torch`.
 
     Raises:
         UsageError: another library.
@@ -270,7 +270,7 @@ def running(runner: Runner) -> Iterator[Runner]:
 
 
 def runner_for(data: object = None) -> Runner:
-    """The runner of a new array: the chosen one, else the one whose library `data` is from."""
+    """Return the runner of a new array: the chosen runner, else the runner of `data`'s library."""
     chosen = _chosen.get()
     if chosen is not None:
         return chosen

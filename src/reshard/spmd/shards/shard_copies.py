@@ -3,12 +3,12 @@
 A change of layouts lists the boxes that each rank needs. Arrays of `spmd` are immutable, so most
 changes need no copy, and work on any device and with the gradients of any library:
 
-1. ranks that need the same box share one array;
+1. ranks that need the same box share an array;
 2. a box within one shard is a view of it;
-3. boxes that are adjacent along one dimension are concatenated by one call;
+3. boxes that are adjacent along a dimension are concatenated by a single call;
 4. if every rank needs pieces of all shards, and the source is sharded along one dimension, the
    shards are concatenated once, and each rank gets a view of the whole;
-5. contributions to one whole shard are reduced directly;
+5. contributions to a whole shard are reduced directly;
 6. everything else is written box by box into a new array.
 
 Changes with padding, means, or contributions in the target use the engine of
@@ -43,7 +43,7 @@ _Piece = tuple[int, tuple[slice, ...] | None, tuple[slice, ...], int]
 def copies(
     change: LayoutChange, sources: Sequence[int], targets: Sequence[int], library: Library
 ) -> Movement:
-    """A function from the shards of the ranks `sources` to new ones for the ranks `targets`.
+    """Return a function from the shards of the ranks `sources` to shards for the ranks `targets`.
 
     >>> import reshard
     >>> from reshard.spmd.core.backend import library
@@ -59,7 +59,7 @@ def copies(
     by_boxes = lru_cache(maxsize=1)(lambda: _copy_boxes(change, sources, targets, library))
 
     def moved(shards: Shards) -> Shards:
-        # The engine reads and writes CPU memory, behind the back of whoever records gradients.
+        # The engine reads and writes CPU memory directly, so autograd would not record the copies.
         is_plain_memory = not any(map(library.has_gradient_or_device, shards))
         return by_engine(shards) if is_plain_memory else by_boxes()(shards)
 
@@ -72,8 +72,8 @@ def _copy_boxes(
     position = {rank: number for number, rank in enumerate(sources)}
     makers: list[Callable[[Shards], Any]] = []
     which: list[int] = []
-    # Ranks with equal boxes share one array: each box has one maker, `which` names it for each
-    # rank.
+    # Ranks with equal boxes share an array: each distinct box has a maker, and `which` is the
+    # number of each rank's maker.
     known: dict[tuple[bytes, int], int] = {}
     transfers = change.transfers
     for rank in targets:
@@ -87,7 +87,7 @@ def _copy_boxes(
             rows = transfers.take(transfers.target_slot == rank)
             makers.append(_make_shard(change, rows, rank, position, library))
         which.append(known[box])
-    # Joining the whole copies all of it once: worth it where ranks take more than two pieces each.
+    # Joining the whole copies it once, which pays if ranks take more than two pieces each.
     is_many = len(transfers) > 2 * len(targets) > 2
     if is_many and change.source.contributions == 1 and _is_plain(change):
         through = _join_the_whole(change, sources, targets, library)
@@ -106,11 +106,11 @@ def _copy_boxes(
 def _join_the_whole(
     change: LayoutChange, sources: Sequence[int], targets: Sequence[int], library: Library
 ) -> Movement | None:
-    """Joins the source once; None where it is not cut into stretches of one dimension."""
+    """Join the source once; return None if it is not split into intervals of one dimension."""
     boxes: dict[Box, int] = {}
     for number, rank in enumerate(sources):
         own = change.source.boxes(rank)
-        # A shard with a halo has more than the box that is its own.
+        # A shard with a halo is larger than its own box.
         if len(own) > 1 or not _is_all_of(own, change.source, rank):
             return None
         if own and all(low < high for low, high in zip(own[0].start, own[0].stop, strict=True)):
@@ -130,7 +130,7 @@ def _join_the_whole(
         return None
     (axis,) = axes
     parts = sorted(boxes, key=lambda box: box.start[axis])
-    # Boxes that overlap, or leave a gap, cannot be joined by one call.
+    # Boxes that overlap, or leave a gap, cannot be joined by a single call.
     if any(a.stop[axis] != b.start[axis] for a, b in itertools.pairwise(parts)):
         return None
     order = [boxes[box] for box in parts]
@@ -145,7 +145,7 @@ def _join_the_whole(
 
 
 def _is_all_of(boxes: Sequence[Box], layout: Layout, rank: int) -> bool:
-    """Whether a rank's shard is its one box, or empty."""
+    """Return whether a rank's shard consists of exactly its single box, or is empty."""
     shape = layout.local_shape(rank) or ()
     if not boxes:
         return 0 in shape
@@ -153,7 +153,7 @@ def _is_all_of(boxes: Sequence[Box], layout: Layout, rank: int) -> bool:
 
 
 def _is_plain(change: LayoutChange) -> bool:
-    # Each holder has one cell: its shard is one box.
+    # Each holder has a single cell: its shard is a single box.
     single = all(layout.cells == len(layout.holders) for layout in (change.source, change.target))
     numerator, denominator = change.scale
     return (
@@ -182,17 +182,17 @@ def _find_slices(start: Any, shape: Any) -> tuple[slice, ...]:
 def _make_shard(
     change: LayoutChange, rows: Transfers, rank: int, position: dict[int, int], library: Library
 ) -> Callable[[Shards], Any]:
-    """A function that makes the shard of one rank."""
+    """Return a function that makes the shard of one rank."""
     shape = change.target.local_shape(rank) or ()
     pieces: list[_Piece] = []
-    # By contribution, then by place: pieces follow one another along an axis, and the first
+    # Sorted by contribution, then by offset: pieces are in order along an axis, and the first
     # contribution is written before others are combined with it.
     order = np.lexsort((*rows.target_start.T[::-1], rows.order))
     for row in order.tolist():
         source = int(rows.source_slot[row])
         window: tuple[slice, ...] | None = _find_slices(rows.source_start[row], rows.shape[row])
         if tuple(rows.shape[row].tolist()) == change.source.local_shape(source):
-            # All of the shard: no view of it is needed.
+            # The piece is the whole shard, so no view is needed.
             window = None
         place = _find_slices(rows.target_start[row], rows.shape[row])
         pieces.append((position[source], window, place, int(rows.order[row])))
@@ -216,7 +216,7 @@ def _make_shard(
 
 
 def _fill_identity(layout: Layout, cell: int, library: Library) -> Callable[[Shards], Any]:
-    """A contribution that changes nothing where it is combined; its padding is 0."""
+    """Return a contribution filled with the identity of the reduction; its padding is 0."""
     shape = tuple(layout.cell_shape[cell].tolist())
     positions = element_positions(layout, cell)
     reduction = layout.reduction or "sum"
@@ -241,7 +241,7 @@ def _combine_pieces(
         return lambda shards: _take_piece(shards, pieces[0])
 
     def made(shards: Shards) -> Any:
-        # Sums of what is infinite may be no number, as they are in the dense computation.
+        # Sums of infinite elements may be NaN without a warning, as in the dense computation.
         with np.errstate(all="ignore"):
             return reduce(combine, [_take_piece(shards, piece) for piece in pieces])
 
@@ -249,7 +249,7 @@ def _combine_pieces(
 
 
 def _find_joined_axis(pieces: list[_Piece], whole: tuple[slice, ...]) -> int | None:
-    """The dimension along which pieces follow one another; None where they do not."""
+    """Return the dimension along which the pieces are adjacent, or None if there is none."""
     if not pieces or any(combines for _, _, _, combines in pieces):
         return None
     axes = {
@@ -274,8 +274,8 @@ def _write_pieces(
     combine: Callable[[Any, Any], Any],
     library: Library,
 ) -> Callable[[Shards], Any]:
-    # A new array for each contribution: what is combined is not written to afterwards, which
-    # would be lost to a gradient.
+    # Each contribution is written to a new array: arrays that were combined are not written to
+    # afterwards, because autograd would not record that correctly.
     rounds: list[list[_Piece]] = []
     for piece in pieces:
         if not rounds or piece[3] > rounds[-1][0][3]:
