@@ -1,8 +1,8 @@
 """Accumulation types: floats narrower than 4 bytes are accumulated in `float32`.
 
-A sum of squares of float16 is infinite from 256 on, a sum of 70,000 ones too, and each rounding of
-bfloat16 takes off a 256th. Functions that are made of several operations widen what they are given
-and round their result once.
+A float16 overflows at the square of 256, or in a sum of 70,000 elements of 1, and each rounding to
+bfloat16 has a relative error of up to 1/256. Functions that consist of several operations widen
+their arguments and round their result once.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ def is_narrow(dtype: DType) -> bool:
 
 
 def widen(x: Any) -> Any:
-    """The same numbers, as `float32` where their type is narrow."""
+    """Cast to `float32` if the type is narrow."""
     is_one = isinstance(x, ArrayValue) and is_narrow(x.type.dtype)
     return data_types.astype(x, data_types.float32) if is_one else x
 
 
 def _widen_sum(x: Any) -> Any:
     is_one = isinstance(x, ArrayValue) and is_narrow(x.type.dtype)
-    # Said not to be widening, the operation is no linear one.
+    # With widening=False the operation does not count as linear, so contributions are combined.
     attributes = {"dtype": data_types.float32, "widening": False}
     return call("astype", (x,), attributes) if is_one else x
 
 
 def in_wide_types(function: Function) -> Function:
-    """A function of arrays that computes as `float32` what is narrower, and rounds its result.
+    """Let a function of arrays compute narrower types as `float32`, and round its result.
 
-    The result has the type that the arrays' own promote to, where that is narrow. Contributions
-    are combined before: they move in the narrow type.
+    The result is rounded to the type that the arrays promote to, if that is narrow. Contributions
+    are combined before they are widened, so that they move in the narrow type.
 
     >>> import reshard.spmd as sp
     >>> norm = in_wide_types(lambda x: sp.sqrt(sp.sum(x * x)))

@@ -16,9 +16,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def of_arrays(function: Function) -> Function:
-    """Name, in the error, the argument of a function that is not an array.
+    """Raise an error that names the argument of a function that is not an array.
 
-    Nothing is asked ahead: an argument without an array's attributes is found when it is used.
+    Arguments are not checked in advance: an argument that lacks an array's attributes raises an
+    AttributeError when it is used, which is translated.
 
     >>> from reshard.errors import UsageError
     >>> from reshard.spmd.ops.reductions import sum
@@ -35,8 +36,8 @@ def of_arrays(function: Function) -> Function:
         try:
             return function(*arguments, **options)
         except AttributeError as error:
-            # The object that lacked the attribute. Only if the caller passed it is the mistake the
-            # caller's.
+            # The object that lacked the attribute. It is the caller's mistake only if the caller
+            # passed the object.
             found = error.obj
             if not any(_has_array(one) for one in arguments):
                 found = arguments[0] if arguments else found
@@ -52,7 +53,7 @@ def of_arrays(function: Function) -> Function:
 
 @contextmanager
 def explain_errors(asked: str, expected: str) -> Iterator[None]:
-    """Turns what NumPy raises inside into a UsageError that names what was asked for."""
+    """Translate NumPy's errors inside to a UsageError that names what was requested."""
     try:
         yield
     except (TypeError, ValueError, ArithmeticError, IndexError) as error:
@@ -62,7 +63,7 @@ def explain_errors(asked: str, expected: str) -> Iterator[None]:
 
 
 def as_whole(value: Any) -> int | None:
-    """A whole number of any type; None for what is none.
+    """Convert an integer of any type to an int; return None for other values.
 
     >>> as_whole(True), as_whole(1.5)
     (1, None)
@@ -74,7 +75,7 @@ def as_whole(value: Any) -> int | None:
 
 
 def whole_number(what: str, value: Any, least: int = 0) -> int:
-    """A number of that kind. Raises UsageError for one below the least, or for none.
+    """Return an integer. Raises UsageError for other values, and for integers below `least`.
 
     >>> whole_number("a stride of", 2, 1)
     2
@@ -86,7 +87,7 @@ def whole_number(what: str, value: Any, least: int = 0) -> int:
 
 
 def portion(what: str, value: Any) -> float:
-    """A number from 0 to 1. Raises UsageError for any other.
+    """Return a number from 0 to 1. Raises UsageError for other values.
 
     >>> portion("a rate of ", 0.5)
     0.5
@@ -98,21 +99,21 @@ def portion(what: str, value: Any) -> float:
 
 
 def whole_numbers(what: str, value: Any, count: int, least: int = 0) -> tuple[int, ...]:
-    """One such number for each of `count` dimensions, or one for all of them.
+    """Return an integer for each of `count` dimensions, given a sequence or a single integer.
 
     >>> whole_numbers("strides", 2, count=3), whole_numbers("strides", (1, 2), count=2)
     ((2, 2, 2), (1, 2))
     """
     if hasattr(value, "__index__"):
         return (whole_number(what, value, least),) * count
-    # A text has a length and entries, and is no sequence of numbers.
+    # A string has a length and entries, but it is not a sequence of numbers.
     if not isinstance(value, Iterable) or isinstance(value, str) or len(list(value)) != count:
         raise UsageError(f"{what} {value!r}; give {count} whole numbers, or one for all")
     return tuple(whole_number(what, one, least) for one in value)
 
 
 def whole_pairs(what: str, value: Any, count: int) -> tuple[tuple[int, int], ...]:
-    """`(before, after)` for each of `count` dimensions; one number stands for all of them.
+    """Return `(before, after)` for each of `count` dimensions; a single integer applies to all.
 
     >>> whole_pairs("padding", 1, count=2), whole_pairs("padding", [(0, 2)], count=1)
     (((1, 1), (1, 1)), ((0, 2),))
@@ -129,13 +130,13 @@ def whole_pairs(what: str, value: Any, count: int) -> tuple[tuple[int, int], ...
 
 
 def _has_array(argument: Any) -> bool:
-    """Return whether an argument is an array in shards, or a list with one."""
+    """Return whether an argument is a sharded array, or a list that contains a sharded array."""
     is_list = isinstance(argument, list | tuple)
     return any(isinstance(one, ArrayValue) for one in (argument if is_list else [argument]))
 
 
 def _contains(argument: Any, found: Any) -> bool:
-    """Return whether an argument is what was found, or a list with it."""
+    """Return whether an argument is the object `found`, or a list that contains it."""
     if argument is found:
         return True
     return isinstance(argument, list | tuple) and any(one is found for one in argument)

@@ -1,11 +1,12 @@
 """Attention on one rank, in memory that grows linearly with the sequence.
 
-Scores are found for a block of queries and a block of keys at a time. Of each query the greatest
-score so far, the sum of the exponentials under it and what they weigh are kept; a greater one
-scales them down. Blocks in which no query sees any key are left out. The gradient finds the weights
-of some queries again, over all keys that those see, and with them the cotangents of all three.
+Scores are computed for a block of queries and a block of keys at a time. For each query, the
+maximum score so far, the sum of the exponentials relative to it, and the sum of the values weighted
+by them are kept; a larger score rescales both sums. Blocks in which no query sees any key are
+skipped. The gradient computes the weights of a block of queries again, over all keys that they see,
+and from them the cotangents of queries, keys and values.
 
-PyTorch's own kernels do both for tensors.
+For tensors, PyTorch's own kernels do both.
 
 Source: Rabe and Staats, Self-attention Does Not Need O(n^2) Memory, 2021.
 """
@@ -111,7 +112,7 @@ def attention(
         queries, keys, values = operands(queries, keys, values)
         specs = [one.type.spec for one in (queries, keys, values)]
         if None not in specs and may_turn(specs, (queries.shape, keys.shape)):
-            # It stands above this module, with the gradient that is its own.
+            # Found by name, because it depends on this module.
             go_round = namespace.find("ring_attention")
             return go_round(queries, keys, values, bool(is_causal), window, factor)
         return call("attention", (queries, keys, values), attributes, {"scale": factor})
@@ -122,13 +123,13 @@ def attention(
 
 
 def _may_go_by_blocks(queries: Any, *others: Any) -> bool:
-    """Return whether attention may be one operation on each rank, without scores of their own."""
+    """Return whether attention can be a single operation on each rank, without a scores array."""
     types = {one.dtype for one in (queries, *others)}
     if len(types) > 1 or kind_of(queries.dtype) != "real floating":
         return False
     if any(0 in one.shape for one in (queries, *others)):
         return False
-    # Where keys alone are cut, their parts of each sum are exchanged, and no key is.
+    # If only keys are sharded, ranks exchange their parts of the sums instead of the keys.
     of_queries = _axes_along(queries, -2)
     return all(_axes_along(one, -2) <= of_queries for one in others)
 
@@ -172,7 +173,7 @@ def attention_rule(
             f"attention of {', '.join(map(str, shapes))}; [..., h, s, d], [..., g, t, d] and "
             "[..., g, t, e] were expected, g dividing h"
         )
-    # Heads are the product of groups and the heads of each, groups being the major factor.
+    # Heads are the product of groups (the major factor) and the heads of each group.
     heads, groups = queries[lead], keys[lead]
     each = heads // max(groups, 1)
     scores = (*queries[:-1], keys[-2])
@@ -212,7 +213,7 @@ _HEADS: list[Shape] = [(2, 8, 5, 16), (2, 4, 7, 16), (2, 4, 7, 32)]
 
 
 def _work_of_attention(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
-    """Scores, for each of the queries' channels, and what they weigh, for each of the values'.
+    """Return the work of attention: scores per channel of queries, and sums per channel of values.
 
     >>> from reshard.spmd.core.operator import rule_of
     >>> rule = rule_of("attention", [(1, 8, 16)] * 3)
@@ -224,20 +225,23 @@ def _work_of_attention(rule: OpShardingRule, sizes: Sizes, attributes: Attribute
 
 
 def of_pair(rule: OpShardingRule, sizes: Sizes) -> float:
-    """Of attention, for a query and a key of each head; none on a rank without keys."""
+    """Return the work of attention for a query and a key of each head; 0 on a rank without keys."""
     return _of_products(rule, sizes, 1, 1)
 
 
 def _of_products(rule: OpShardingRule, sizes: Sizes, of_queries: int, of_values: int) -> float:
-    """So many products of the queries' channels and of the values', for a pair of each head."""
-    # By dimensions: what only a gradient reads has factors of its own in the rule.
+    """Return the work of products over the queries' and the values' channels, for a pair per head.
+
+    `of_queries` and `of_values` are the numbers of such products.
+    """
+    # Sizes are read by dimension, because attention and its gradient have different factors.
     queries, keys, values = (dimension_sizes(mapping, sizes) for mapping in rule.operands[:3])
     channels = of_queries * queries[-1] + of_values * values[-1]
     return float(2 * math.prod(queries[:-2]) * channels * (keys[-2] > 0))
 
 
 def _count_pairs(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> int:
-    """Pairs of a query and a key of a head that see each other, on the busiest rank."""
+    """Return the number of pairs of a query and a key that it sees, on the busiest rank."""
     queries, keys = (
         (dimension_sizes(mapping, rule.sizes)[-2], dimension_sizes(mapping, sizes)[-2])
         for mapping in rule.operands[:2]
@@ -248,12 +252,13 @@ def _count_pairs(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> 
 
 @dataclass(frozen=True)
 class SeenKeys:
-    """Which keys a query sees, by their places in the sequences.
+    """A description of which keys a query sees, by their positions in the sequences.
 
     Args:
-        is_causal: none behind it.
-        window: only those less than so many places before it (or behind it); all when None.
-        query_start, key_start: the places of the first query and of the first key of a part.
+        is_causal: whether a query does not see keys at later positions.
+        window: a query sees only keys less than this many positions before (or after) it; all keys
+            when None.
+        query_start, key_start: the positions of the first query and of the first key of a part.
     """
 
     is_causal: bool = False
@@ -262,7 +267,7 @@ class SeenKeys:
     key_start: int = 0
 
     def reaches(self, queries: tuple[int, int], keys: tuple[int, int]) -> tuple[bool, bool]:
-        """Whether any query of a block sees any key of a block, and whether all see all.
+        """Return whether any query of a block sees any key of a block, and whether all see all.
 
         Blocks are `(start, stop)` in the part.
 
@@ -270,8 +275,8 @@ class SeenKeys:
         ((False, False), (True, True))
         """
         ahead = self.query_start - self.key_start
-        # The least and the greatest number of places that a key of the one lies before a query of
-        # the other.
+        # The minimum and the maximum of the distances from a key of the one block forward to a
+        # query of the other.
         least = ahead + queries[0] - (keys[1] - 1)
         most = ahead + queries[1] - 1 - keys[0]
         low, high = self.limits
@@ -279,12 +284,12 @@ class SeenKeys:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The least and the greatest number of places that a key lies before a query."""
+        """The minimum and the maximum distance from a key forward to a query that sees it."""
         reach = math.inf if self.window is None else self.window - 1
         return (0 if self.is_causal else -reach), reach
 
     def count_pairs(self, queries: tuple[int, int], keys: tuple[int, int]) -> int:
-        """How many pairs of a query of a block and a key of a block see each other.
+        """Return the number of pairs of a query of a block and a key of a block that it sees.
 
         >>> SeenKeys(is_causal=True).count_pairs((0, 4), (0, 4))
         10
@@ -292,16 +297,16 @@ class SeenKeys:
         ahead = self.query_start - self.key_start
         low, high = self.limits
         places = np.arange(*queries) + ahead
-        # Of each query the first key that it sees, and the one behind the last.
+        # For each query, the first key that it sees, and the end of the keys that it sees.
         first = np.maximum(places - high, keys[0])
         stop = np.minimum(places - low + 1, keys[1])
         return int(np.maximum(stop - first, 0).sum())
 
     def most_pairs(self, queries: tuple[int, int], keys: tuple[int, int]) -> int:
-        """The most pairs of parts of a sequence of queries and of one of keys, each cut evenly.
+        """Return the maximum number of pairs over all parts of evenly split queries and keys.
 
         Args:
-            queries, keys: how many there are, and of how many a part is.
+            queries, keys: the length of the sequence, and the length of a part.
 
         >>> seen = SeenKeys(is_causal=True)
         >>> seen.most_pairs((8, 8), (8, 8)), seen.most_pairs((8, 4), (8, 8))
@@ -314,8 +319,8 @@ class SeenKeys:
         return _most_pairs(self, queries, keys)
 
     def mask(self, space: Any, queries: tuple[int, int], keys: tuple[int, int], beside: Any) -> Any:
-        """Truth values `[queries, keys]` of blocks."""
-        # NumPy's arrays have devices from version 2 on.
+        """Return booleans `[queries, keys]` for a block of queries and a block of keys."""
+        # NumPy accepts `device` only from version 2 on, so only PyTorch gets it.
         device = {"device": beside.device} if type(beside).__module__ == "torch" else {}
         ahead = self.query_start - self.key_start
         rows = space.arange(queries[0], queries[1], **device)[:, None]
@@ -336,7 +341,7 @@ def _most_pairs(seen: SeenKeys, queries: tuple[int, int], keys: tuple[int, int])
 
 
 def _attention_kernel(work: LocalWork) -> Function | list[Function]:
-    """Values weighed by how queries and keys agree."""
+    """Return the kernels of attention."""
     if len(work.operands) != 3:
         return by_name(work)
     if work.library.name == "torch":
@@ -353,7 +358,7 @@ def _by_blocks(kernel: Attention) -> Function:
 
 
 class Attention:
-    """Attention of a library's arrays, block by block.
+    """A kernel of attention on a library's arrays, block by block.
 
     Args:
         space: the library's namespace.
@@ -381,7 +386,7 @@ class Attention:
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Return weighted values `[..., g, r, s, e]` and logarithms of sums `[..., g, r, s]`.
 
-        A query that sees no key has zeros, and -inf.
+        A query that sees no key gets zeros, and -inf.
         """
         space = self.space
         weighed, sums = [], []
@@ -411,14 +416,13 @@ class Attention:
         return space.concat(weighed, axis=-2), space.concat(sums, axis=-1)
 
     def back(self, q: Any, k: Any, v: Any, g: Any, of_all: tuple[Any, Any] | None = None) -> Any:
-        """The cotangents of queries, of keys and of values, those summed over a group's heads.
+        """Return the cotangents of queries, keys and values; keys' and values' per group of heads.
 
         Args:
-            q, k, v: as of `forward`.
-            g: the cotangent of what is weighed.
-            of_all: where these are not all keys that the queries see: of all of them the second
-                result of `forward`, and what is added to the weights' cotangents, minus the
-                product of what is weighed and `g`.
+            q, k, v: as for `forward`.
+            g: the cotangent of the weighted values.
+            of_all: needed if the queries also see other keys: the second result of `forward` over
+                all keys, and the term that is added to the weights' cotangents.
         """
         space = self.space
         of_keys, of_values = space.zeros_like(k), space.zeros_like(v)
@@ -445,9 +449,9 @@ class Attention:
         return space.concat(of_queries, axis=-2), of_keys, of_values
 
     def _rows(self, size: int, others: int) -> Iterator[tuple[Any, Any]]:
-        """Blocks of queries, each with the stretch of all keys that one of them sees.
+        """Yield blocks of queries, each with the interval of all keys that any of them sees.
 
-        The longer that is, the fewer queries a block has.
+        The more keys there are, the fewer queries a block has.
         """
         ahead = self.seen.query_start - self.seen.key_start
         low, high = self.seen.limits
@@ -470,22 +474,22 @@ class Attention:
 
 
 _BLOCK = 256
-"""Places of a block of queries, and of a block of keys."""
+"""The length of a block of queries, and of a block of keys."""
 
 
 def blocks(size: int, length: int = _BLOCK) -> Iterator[tuple[int, int]]:
-    """Where blocks of a sequence start and stop.
+    """Yield the start and stop of the blocks of a sequence.
 
     >>> list(blocks(300))
     [(0, 256), (256, 300)]
     """
-    # An empty part has one empty block, whose result is empty.
+    # An empty part has a single empty block, whose result is empty.
     for start in range(0, max(size, 1), length):
         yield start, min(start + length, size)
 
 
 _LEAST = 32
-"""Places of the smallest block of queries that sees all its keys at once."""
+"""The length of the smallest block of queries in the gradient."""
 
 
 def _sum_heads(space: Any, weights: Any, rows: Any) -> Any:
@@ -495,7 +499,7 @@ def _sum_heads(space: Any, weights: Any, rows: Any) -> Any:
 
 
 def grouped(x: Any, groups: int) -> Any:
-    """Heads `[..., h, s, d]` by groups: `[..., g, r, s, d]`."""
+    """Split heads `[..., h, s, d]` into groups: `[..., g, r, s, d]`."""
     lead, (heads, *rest) = x.shape[:-3], x.shape[-3:]
     return x.reshape((*lead, groups, heads // max(groups, 1), *rest))
 
@@ -515,7 +519,7 @@ def _by_torch(kernel: Attention, library: Library) -> Function:
 
 
 def _torch_kernel(kernel: Attention) -> Function:
-    """PyTorch's kernel, of operands that are not empty."""
+    """Return PyTorch's kernel, for operands that are not empty."""
     compute = import_module("torch").nn.functional.scaled_dot_product_attention
     seen = kernel.seen
 
@@ -552,7 +556,7 @@ def _kernels(work: LocalWork) -> list[Attention]:
 def _finds_places(
     specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
 ) -> bool:
-    # Queries are cut as the mask and cotangents are, too.
+    # The mask and cotangents are checked, too: they are sharded like the queries.
     return all(map(has_plain_parts, specs))
 
 
@@ -571,9 +575,9 @@ def _pull_attention(step: TapeStep, g: Any) -> tuple[Any, ...]:
 def pull_by_scores(
     arrays: Sequence[Any], g: Any, *, is_causal: bool, window: int | None, scale: float
 ) -> tuple[Any, ...] | None:
-    """The cotangents of attention's operands, of operations that have derivatives themselves.
+    """Return the cotangents of attention's operands by operations that have derivatives.
 
-    None where no tape asks for those, and scores need not be there.
+    Returns None if no tape records the gradient; then the scores need not be stored.
     """
     if not is_watched((*arrays, g)):
         return None
@@ -582,7 +586,7 @@ def pull_by_scores(
     def attend(q: Any, k: Any, v: Any) -> Any:
         return attend_by_scores(q, k, v, None, **options)
 
-    # It stands above this module.
+    # Found by name, because it depends on this module.
     _, pullback = namespace.find("vjp")(attend, *arrays)
     found: tuple[Any, ...] = pullback(g)
     return found
@@ -602,10 +606,10 @@ _register_attention(
 
 
 def may_turn(specs: Sequence[ShardingSpec], shapes: Sequence[Shape]) -> bool:
-    """Whether queries, keys and values `[..., h, s, d]` are cut alike along their sequences.
+    """Return whether queries, keys and values have the same sharding along their sequences.
 
-    Parts are stretches, or the two of a zigzag. Heads may be cut as well, where each part has the
-    keys of its own groups.
+    Their shapes are `[..., h, s, d]`. Parts are intervals, or pairs of intervals in a zigzag. Heads
+    may be sharded as well, if each part has the keys of its own groups.
     """
     queries, keys, values = specs[:3]
     cut = queries.dim_specs[-2]
@@ -618,7 +622,7 @@ def may_turn(specs: Sequence[ShardingSpec], shapes: Sequence[Shape]) -> bool:
 
 
 def _may_turn_dims(spec: ShardingSpec) -> bool:
-    """Whether parts of sequences are one stretch or two, and those of other dimensions one."""
+    """Return whether sequences are split into intervals or a zigzag, other dimensions evenly."""
     return all(
         level.rule.is_default or (isinstance(level.rule, Zigzag) and dim is spec.dim_specs[-2])
         for dim in spec.dim_specs
@@ -636,7 +640,7 @@ def attend_by_scores(
     window: int | None,
     factor: float,
 ) -> Any:
-    """Attention, see `attention`, of other operations, with an array of scores."""
+    """Compute attention by other operations, with an array of scores; see `attention`."""
     heads, groups = queries.shape[-3], keys.shape[-3]
     *lead, _, length, size = queries.shape
     # 1. Scores. Queries are put into groups, so that keys broadcast and need no copies.
@@ -658,7 +662,7 @@ def attend_by_scores(
         (allowed,) = operands(scores, mask)[1:]
         is_truth = allowed.dtype is data_types.bool
         scores = where(allowed, scores, -math.inf) if is_truth else add(scores, allowed)
-    # 3. The weighed values, groups and their heads merged again: zeros where no key is seen.
+    # 3. The weighted values, with groups and their heads merged: zeros if no key is seen.
     weights = scores
     if 0 not in scores.shape:
         apart, _, _ = take_off_most(scores, -1)
@@ -708,7 +712,7 @@ def attention_gradient_rule(
 
 
 def _work_of_gradient(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
-    """Scores and the agreement of values, found again, and the three products with them."""
+    """Return the work of attention's gradient: two recomputed products, and three with these."""
     return of_pair_gradient(rule, sizes) * _count_pairs(rule, sizes, attributes)
 
 
@@ -728,9 +732,9 @@ def _back_by_torch(kernel: Attention) -> Function:
     weigh, by_blocks = _torch_kernel(kernel), _back_by_blocks(kernel)
 
     def function(*operands: Any) -> Any:
-        # What autograd does here has no gradient that autograd could go on with.
+        # The inner autograd call is not differentiable, so blocks are used under a gradient.
         is_watched = torch.is_grad_enabled() and any(one.requires_grad for one in operands)
-        # The compiler follows blocks, and not autograd.
+        # torch.compile can trace the blocks, but not a call of autograd.
         is_watched = is_watched or torch.compiler.is_compiling()
         if is_watched or any(0 in one.shape for one in operands):
             return by_blocks(*operands)
@@ -755,7 +759,7 @@ def _back_by_blocks(kernel: Attention) -> Function:
 
 
 def _pull_attention_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
-    """By scores, where a traced function that has the gradient is differentiated."""
+    """Pull back through the gradient by scores, if a traced function with it is differentiated."""
     attributes = {name: step.attributes[name] for name in ("is_causal", "window")}
     factor = step.attributes["scale"]
 

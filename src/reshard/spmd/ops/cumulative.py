@@ -1,19 +1,20 @@
 """Cumulative sums along a sharded axis, without gathering it.
 
-1. Each rank finds the running totals of its own part, as if nothing came before it.
-2. The last one of every part but the last, which is the part's own total, goes to all ranks.
-3. Their running totals say what comes before each part.
-4. Each rank combines that with what it has.
+1. Each rank computes the running totals of its own part, as if it were the first part.
+2. The last running total of every part but the last, which is the part's total, is sent to all
+   ranks.
+3. The running totals of the parts' totals are the totals before each part.
+4. Each rank combines the total before its part with its own running totals.
 
         part 0     part 1     part 2
         1  2  3    4  5  6    7  8        an axis of 8 in 3 parts
         1  3  6    4  9 15    7 15        running totals of each part
-        0          6         21           what comes before it
+        0          6         21           the total before each part
         1  3  6   10 15 21   28 36
 
-So the ranks exchange one element per part instead of the axis. Floating-point numbers are added in
-another order than from one end to the other, with equal or smaller errors. Source: Blelloch, Prefix
-Sums and Their Applications, 1990.
+So the ranks exchange an element per part instead of the whole axis. Floating-point numbers are not
+added in sequential order; errors are equal or smaller. Source: Blelloch, Prefix Sums and Their
+Applications, 1990.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _take_totals(name: str, x: Any, axis: int | None, dtype: object, include_ini
     wide = _find_total_type(name, x, dtype)
     x = data_types.astype(x, wide)
     place = axis_of(x.ndim, axis)
-    # One element more than the parts have: the operator works on the whole axis.
+    # The result is an element longer than the parts, so the operator works on the whole axis.
     if include_initial:
         return call(name, (x,), {"axis": place, "include_initial": True}, {"dtype": wide})
     return running_totals(name, x, place)
@@ -99,7 +100,7 @@ def cumulative_rule(
             raise SpecError(f"parts {tuple(parts)} of {shape[place]}; their sum must be that size")
         builder = RuleBuilder([shape], [shape])
         for dim in range(len(shape)):
-            # `_begins_at_parts` checks whether a rank's part is among those: only then may the axis
+            # `_begins_at_parts` checks whether the ranks' parts are these: only then may the axis
             # be cut.
             builder.factor([dim], [dim], adjusted=dim == place)
         return builder.build()
@@ -111,12 +112,12 @@ _TOTALLED: Example = ([(4, 8)], {"axis": 1})
 
 
 def _totals_kernel(work: LocalWork) -> Function:
-    """Totals up to each place of an axis; with lengths of parts, anew at the start of each."""
+    """Return a kernel of running totals along an axis, which restart at each part if given."""
     options = own_attributes(work)
     parts, axis = options.pop("parts", None), options["axis"]
     scan = partial(find_function(work, work.library.namespace, work.name), **options)
     if parts is None or work.is_cut(0, axis):
-        # A part that is cut off is all of one that begins anew.
+        # Each rank has exactly one of the parts, so its running totals do not restart.
         return scan
     ends = np.cumsum(parts).tolist()
     windows = [
@@ -130,7 +131,7 @@ def _totals_kernel(work: LocalWork) -> Function:
 def _begins_at_parts(
     specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
 ) -> bool:
-    """Totals that begin anew where the ranks' parts do need nothing of other parts."""
+    """Return whether totals restart exactly where ranks' parts begin, so ranks are independent."""
     if attributes.get("parts") is None or not all(map(has_plain_parts, specs)):
         return False
     axis = attributes["axis"]
@@ -142,7 +143,7 @@ _TOTALS = "totals of other parts are needed"
 
 def _pull_running_sum(step: TapeStep, g: Any, number: int) -> Any:
     axis, parts = step.attributes["axis"], step.attributes.get("parts")
-    # What comes behind each place, summed from the end.
+    # The cotangents of all later positions are added up, from the end.
     turned = flip(_without_initial(step, g), axis=axis)
     more = {} if parts is None else {"parts": tuple(reversed(parts))}
     return flip(call("cumulative_sum", (turned,), {"axis": axis, **more}), axis=axis)
@@ -183,8 +184,8 @@ def _pull_running_product(step: TapeStep, g: Any, number: int) -> Any:
     (x,) = step.operands
     axis, size = step.attributes["axis"], step.operands[0].shape[step.attributes["axis"]]
     g = moveaxis(_without_initial(step, g), axis, -1)
-    # [..., i, j]: the factors but the i-th, their running products, those from the i-th on. So no
-    # product is divided by a factor, which may be 0.
+    # [..., i, j]: the factors except the i-th, their running products, those from the i-th on. This
+    # avoids a division by a factor, which may be 0.
     ones = whole(x, np.eye(size, dtype=bool))
     factors = where(ones, 1.0, expand_dims(moveaxis(x, axis, -1), axis=-2))
     places = np.arange(size)
@@ -213,29 +214,29 @@ _COMBINE = {"cumulative_sum": add, "cumulative_prod": multiply}
 
 
 def running_totals(name: str, x: Any, axis: int) -> Any:
-    """Totals of everything up to each place of an axis, cut as it is.
+    """Compute running totals along an axis, in the sharding of `x`.
 
     Args:
         name: `cumulative_sum` or `cumulative_prod`.
         x: an array, in its totals' element type.
         axis: counted from the start.
     """
-    # Named: libraries add up whole numbers in their widest type else.
+    # The type is named, because libraries otherwise add integers in their widest type.
     dtype = {"dtype": x.dtype}
     parts = _find_parts(x, axis)
-    # One operation where nothing is cut, where contributions wait, or where parts are so short that
-    # exchanging their totals saves nothing.
+    # A single operation is used if the axis is not sharded, if sums are pending, or if parts are so
+    # short that exchanging their totals saves nothing.
     if len(parts) < 2 or x.type.spec.partial_axes or 2 * (len(parts) - 1) >= x.shape[axis]:
         return call(name, (x,), {"axis": axis}, dtype)
     spec = x.type.spec
-    # Step 1 of the module: `own` is cut as `x` is.
+    # Step 1 of the module: `own` has the sharding of `x`.
     own = call(name, (x,), {"axis": axis, "parts": parts}, dtype)
-    # Step 2: the last place of each part but the last one; each rank adds those it has.
+    # Step 2: the last position of each part but the last; each rank contributes those it has.
     ends = whole(x, np.cumsum(parts)[:-1] - 1)
     ahead = call("take", (own, ends), {"axis": axis}).reduced()
-    # Step 3: exclusive totals of the parts, the first one being 0 (or 1).
+    # Step 3: exclusive totals of the parts, the first of which is 0 (or 1).
     before = call(name, (ahead,), {"axis": axis, "include_initial": True}, dtype)
-    # Step 4: the part that each place is in, cut as the axis, looks up what comes before it.
+    # Step 4: the number of each position's part, sharded like the axis, looks up the total before.
     part_of = whole(x, np.repeat(np.arange(len(parts)), parts))
     along = ShardingSpec(spec.mesh, [spec.dim_specs[axis]])
     offsets = call("take", (before, part_of.shard(along)), {"axis": axis})
@@ -243,7 +244,7 @@ def running_totals(name: str, x: Any, axis: int) -> Any:
 
 
 def _find_parts(x: Any, axis: int) -> tuple[int, ...]:
-    """The lengths of the parts that have elements, in order; none where a part is no stretch."""
+    """Return the lengths of the nonempty parts in order; empty if a part is not an interval."""
     spec = x.type.spec if isinstance(x, ArrayValue) else None
     if spec is None or not has_plain_parts(spec):
         return ()

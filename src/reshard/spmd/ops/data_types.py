@@ -53,8 +53,8 @@ def astype(x: Any, dtype: object, /, *, copy: object = True, device: object = No
 
 
 def _is_exact(dtype: DType, wanted: DType) -> object:
-    # NumPy alone has no narrow types, whose numbers every wide one has.
-    # Narrow types that NumPy lacks cannot be asked by can_cast; all their numbers are float32's.
+    # NumPy's can_cast does not know the narrow types that NumPy lacks. float32 represents all of
+    # their numbers, so it stands in for them.
     if dtype.itemsize_bytes < 4 <= wanted.itemsize_bytes:
         return True
     if wanted.itemsize_bytes <= dtype.itemsize_bytes:
@@ -63,7 +63,7 @@ def _is_exact(dtype: DType, wanted: DType) -> object:
 
 
 def check_device(device: object, beside: Any = None) -> None:
-    """Raises UsageError for a device other than that where arrays are made, or that of `beside`."""
+    """Raise UsageError for a device other than the default device, or the device of `beside`."""
     own = getattr(beside, "device", "cpu")
     if device is not None and str(device) != own:
         raise UsageError(
@@ -78,7 +78,7 @@ def can_cast(from_: Any, to: object, /) -> object:
 
 
 class FloatInfo(NamedTuple):
-    """The limits of a floating type; of a complex one, those of its parts."""
+    """The limits of a floating-point type, or of the parts of a complex type."""
 
     bits: int
     eps: float
@@ -118,7 +118,7 @@ def finfo(type: Any, /) -> FloatInfo:
 
 
 def _read_limits(known: DType) -> Any:
-    # NumPy has none of types of ml_dtypes, such as bfloat16.
+    # numpy.finfo does not support types of ml_dtypes, such as bfloat16.
     if any(known in types for types in BY_KIND.values()):
         return np.finfo(known.numpy)
     return import_module("ml_dtypes").finfo(known.numpy)
@@ -165,16 +165,16 @@ def result_type(*arrays_and_dtypes: Any) -> DType:
     if not arrays_and_dtypes:
         raise UsageError("the type of nothing; give at least one array or type")
     types = {_read_type(one) for one in arrays_and_dtypes if not _is_number(one)}
-    # One type alone needs no promotion, which NumPy has for its own types only.
+    # A single type needs no promotion, which NumPy has for its own types only.
     if len(types) == 1 and not any(map(_is_number, arrays_and_dtypes)):
         return types.pop()
-    # NumPy's promotion, in which Python's numbers take the arrays' type where that has their kind.
+    # In NumPy's promotion, Python numbers take the arrays' type if it has their kind.
     given = [one if _is_number(one) else stand_in(_read_type(one)) for one in arrays_and_dtypes]
     return meant(as_dtype(np.result_type(*given)), list(types))
 
 
 class NamespaceInfo:
-    """Answers about the namespace `reshard.spmd`. Get one by `__array_namespace_info__()`.
+    """Information about the namespace `reshard.spmd`, returned by `__array_namespace_info__()`.
 
     >>> NamespaceInfo().default_dtypes()["real floating"]
     DType('float64')

@@ -1,9 +1,9 @@
 """Elementwise operators, with NumPy's broadcasting.
 
-An operator that is its record alone is a function made by `_unary` or `_binary`. Derivatives are
-written with the operators themselves; the tape sums what broadcasting repeated. NumPy's ufuncs can
-write their result into the memory of an operand, since they read each element before they write it;
-`writing` has a list of PyTorch's functions that can.
+`_unary` and `_binary` make the functions of operators that need only a record. Derivatives are
+written with the operators themselves; the tape sums cotangents over broadcast dimensions. NumPy's
+ufuncs can write their result into the memory of an operand, since they read each element before
+they write it; `writing` has a list of PyTorch's functions that can.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from reshard.spmd.shards.runner import in_process
 
 
 def whole(x: ArrayValue, array: Any) -> Any:
-    """A library's array as one beside `x`: not sharded, or in its own sharding."""
+    """Convert a library's array to an operand for `x`; only a DTensor gets a sharding, its own."""
     if is_distributed(array):
         return namespace.find("array")(array, runner=x.runner)
     library = x.runner.library
@@ -52,9 +52,9 @@ def whole(x: ArrayValue, array: Any) -> Any:
 
 
 def operands(*values: Any) -> list[Any]:
-    """Values as operands of one operation, of the runner of the first array in shards.
+    """Convert values to operands of an operation, with the runner of the first sharded array.
 
-    Arrays of NumPy's shards in this process become operands beside those of another runner.
+    If runners differ, arrays of NumPy shards in this process are converted to the other runner.
     """
     arrays = [one for one in values if isinstance(one, ArrayValue)]
     if not arrays:
@@ -73,12 +73,12 @@ def operands(*values: Any) -> list[Any]:
 
 
 def _beside(first: ArrayValue, one: ArrayValue) -> ArrayValue:
-    """Return an array of NumPy's shards as one of another runner; any other array as it is."""
+    """Convert an array of NumPy shards to the runner of `first`; return other arrays unchanged."""
     runner = first.runner
     if one.runner is runner or one.runner is not in_process("numpy") or runner.is_abstract:
         return one
     for recorder in recorders:
-        # The copy is another array, which depends on nothing.
+        # The copy is a new array, on which no gradient depends: recorders must know of the read.
         read = getattr(recorder, "record_read", None)
         if read is not None:
             read(one)
@@ -253,7 +253,7 @@ floor: Function = _unary("floor", "The number rounded down to an integer.", comm
 
 
 def _same_kernel(work: LocalWork) -> Function:
-    """Return the array itself; without PyTorch's record of it where gradients are to stop."""
+    """Return a kernel that returns the array, detached from PyTorch's graph to stop gradients."""
     if work.name == "stop_gradient" and work.library.name == "torch":
         return lambda x: x.detach()
     return lambda x: x
@@ -271,10 +271,10 @@ identity: Function = _unary(
 
 
 def _imag_kernel(work: LocalWork) -> Function:
-    """Return the imaginary part."""
+    """Return a kernel for the imaginary part."""
     space, (operand,) = work.library.namespace, work.operands
     is_complex = operand is not None and operand.dtype.name.startswith("complex")
-    # PyTorch has none for real numbers, whose imaginary part is 0.
+    # PyTorch does not support real numbers here; their imaginary part is 0.
     function: Function = space.imag if is_complex else space.zeros_like
     return function
 
@@ -392,7 +392,7 @@ less_equal: Function = _binary("less_equal", "Whether the first is less or equal
 
 
 def _pull_logarithm(g: Any, x: Any, r: Any) -> Any:
-    # Of two numbers of -inf neither counts.
+    # If both numbers are -inf, both derivatives are 0.
     return g * exp(x - where(equal(r, -math.inf), 0.0, r))
 
 
@@ -415,7 +415,7 @@ logical_xor: Function = _binary("logical_xor", "Logical exclusive or.")
 
 
 def _pull_greater(g: Any, x: Any, y: Any, r: Any) -> Any:
-    # Where both are equal, each has half.
+    # If both are equal, each gets half of the cotangent.
     return where(equal(x, r), where(equal(x, y), g * 0.5, g), 0.0)
 
 
@@ -454,7 +454,7 @@ not_equal: Function = _binary("not_equal", "Whether they differ.")
 
 
 def _pull_power(g: Any, x: Any, y: Any, r: Any) -> Any:
-    # At 0 to the power of 0 the slope is 0, where 0 * x ** -1 is no number.
+    # For a power of 0 the derivative is 0, also at x = 0, where 0 * x ** -1 would be NaN.
     if not isinstance(y, ArrayValue):
         return g * 0.0 if y == 0 else g * (y * pow(x, y - 1))
     is_zero = equal(y, 0)
@@ -499,7 +499,7 @@ def relu(x: Any, /) -> Any:
 
 
 def _relu_kernel(work: LocalWork) -> Function:
-    """Return the number where it is positive, 0 elsewhere; no number stays one that is none."""
+    """Return a kernel for positive numbers, and 0 elsewhere; NaN stays NaN."""
     (operand,) = work.operands
     if work.library.name == "torch" and operand is not None and "float" in operand.dtype.name:
         return import_module("torch").nn.functional.relu  # type: ignore[no-any-return]
@@ -523,7 +523,7 @@ def sigmoid(x: Any, /) -> Any:
 
 
 def _sigmoid_kernel(work: LocalWork) -> Function:
-    """`1 / (1 + exp(-x))`, by exponentials that are not above 1."""
+    """Return a kernel for `1 / (1 + exp(-x))`, with exponentials of at most 1."""
     if work.library.name == "torch":
         return import_module("torch").sigmoid  # type: ignore[no-any-return]
 
@@ -546,7 +546,7 @@ def silu(x: Any, /) -> Any:
 
 
 def _silu_kernel(work: LocalWork) -> Function:
-    """`x * sigmoid(x)`, in one pass where PyTorch has it: of floating numbers."""
+    """Return a kernel for `x * sigmoid(x)`, PyTorch's fused kernel for floating-point types."""
     own, (operand,) = _sigmoid_kernel(work), work.operands
     if work.library.name == "torch" and operand is not None and "float" in operand.dtype.name:
         return import_module("torch").nn.functional.silu  # type: ignore[no-any-return]
@@ -561,7 +561,7 @@ register_unary("silu", local=_silu_kernel, pullback=_of_one(_pull_silu))
 
 
 def _silu_gradient_kernel(work: LocalWork) -> Function:
-    """A cotangent of SiLU's result times its slope at the operand, in one pass by PyTorch."""
+    """Return a kernel for a cotangent times SiLU's derivative, fused by PyTorch."""
     own, (_, operand) = _sigmoid_kernel(work), work.operands
     if work.library.name == "torch" and operand is not None and "float" in operand.dtype.name:
         return import_module("torch").ops.aten.silu_backward  # type: ignore[no-any-return]
@@ -596,7 +596,7 @@ register_binary(
 
 @of_arrays
 def clip(x: Any, /, min: Any = None, max: Any = None) -> Any:
-    """Numbers below `min` become `min`, those above `max` become `max`; None is no bound."""
+    """Limit numbers to the interval from `min` to `max`; None means no bound."""
     x, min, max = operands(x, min, max)
     if min is None and max is None:
         return call("positive", (x,)) if x.dtype.name != "bool" else x
@@ -606,7 +606,7 @@ def clip(x: Any, /, min: Any = None, max: Any = None) -> Any:
 
 
 def _clip_kernel(work: LocalWork) -> Function:
-    """Numbers within one bound, or two."""
+    """Return a kernel that limits numbers by one bound or two."""
     limit = work.library.namespace.clip
     if work.attributes["bounds"] == ("max",):
         return lambda x, most: limit(x, None, most)
@@ -623,7 +623,7 @@ def _pull_clip(step: TapeStep, g: Any, number: int) -> Any:
     if number == 0:
         inside = equal(x, clip(x, least, most))
         return where(inside, g, 0.0)
-    # The upper bound is the one that holds where both do.
+    # Where both bounds apply, the upper bound wins.
     if names[number - 1] == "max":
         return where(greater(x if least is None else maximum(x, least), most), g, 0.0)
     below = less(x, least)
@@ -670,7 +670,7 @@ def _same_type(**attributes: Any) -> bool:
 
 
 def _cast_kernel(work: LocalWork) -> Function:
-    """Return the same numbers in another element type."""
+    """Return a kernel that casts to another element type."""
     own = work.library.own_dtype(work.attributes["dtype"])
     if work.library.name == "numpy":
         return lambda x: x.astype(own)
@@ -710,10 +710,10 @@ _ATEN_NAMES = "relu silu"
 
 
 def writing(function: Function) -> Callable[..., Any] | None:
-    """A function that takes an argument `out` as well, and returns it; None where there is none.
+    """Return a variant of a function that takes an argument `out` and returns it, or None.
 
-    A function of PyTorch returns a new tensor where it cannot write: where a gradient is recorded,
-    say.
+    A function of PyTorch returns a new tensor if it cannot write to `out`, for instance if a
+    gradient is recorded.
 
     >>> x = np.array([1.0, 2.0])
     >>> writing(np.negative)(x, out=x) is x, x.tolist()
@@ -722,7 +722,7 @@ def writing(function: Function) -> Callable[..., Any] | None:
     None None
     """
     if isinstance(function, np.ufunc):
-        # Those with a signature do not work element by element.
+        # Ufuncs with a signature do not work element by element.
         return function if function.signature is None else None
     return _torch_writing().get(function) if "torch" in sys.modules else None
 
@@ -745,7 +745,7 @@ def _write(function: Function, write: Callable[..., Any], *operands: Any, out: A
     is_recorded = torch.is_grad_enabled() and any(
         getattr(one, "requires_grad", False) for one in operands
     )
-    # A subclass defines its own functions, and some functions take no number before `out`.
+    # A subclass may define its own functions, and some functions do not accept a number with `out`.
     if is_recorded or type(out) is not torch.Tensor or not isinstance(operands[0], torch.Tensor):
         return function(*operands)
     return write(*operands, out=out)

@@ -29,8 +29,8 @@ def full_like(x: Any, /, fill_value: Any, *, dtype: object = None, device: objec
 
 
 def _make_scalar(x: Any, value: Any, dtype: DType) -> Any:
-    """Return a number as an array without dimensions beside `x`."""
-    # NumPy makes its own types at once; for others an array is cast.
+    """Return a number as a zero-dimensional array for an operation with `x`."""
+    # NumPy creates its own types directly; for other types an array is cast.
     is_numpys = any(dtype in types for types in BY_KIND.values())
     with explain_errors(f"{value!r} as {dtype}", "give a number of that type"):
         if is_numpys:

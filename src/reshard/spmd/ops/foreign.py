@@ -1,8 +1,8 @@
-"""Operators of foreign graphs: `sp` never calls them.
+"""Operators of imported graphs, which `sp` never calls.
 
-Graphs of other programs (StableHLO, other libraries') have operators that `sp` composes of others,
-as `stack`, or does not have at all. Propagation needs their rules; no rank computes them here. A
-test shows that the rule of a composed operator equals its composition.
+Graphs of other programs (StableHLO, other libraries) have operators that `sp` composes of other
+operators, such as `stack`, or does not have at all. Propagation needs their rules; no rank computes
+them here. A test shows that the rule of a composed operator equals its composition.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def moveaxis_rule(
             f"moveaxis of {source} to {destination}; name as many places as axes, each once"
         )
     order = [dim for dim in range(rank) if dim not in given]
-    # In rising order of places, so that no axis shifts one that was put in before.
+    # Axes are inserted in increasing order, so that no insertion shifts an earlier axis.
     for place, dim in sorted(zip(wanted, given, strict=True)):
         order.insert(place, dim)
     return permute_dims_rule(shapes, order)
@@ -147,7 +147,7 @@ register_movement(
 
 
 def flatten_rule(shapes: Sequence[Shape]) -> Inferred:
-    """All dimensions merged into one."""
+    """Merge all dimensions into a single dimension."""
     return reshape_rule(shapes, (math.prod(one_operand("flatten", shapes)),))
 
 
@@ -160,7 +160,7 @@ register_movement(
 
 
 def broadcast_arrays_rule(shapes: Sequence[Shape]) -> Inferred:
-    """Each operand broadcast to the shape that they have together.
+    """Broadcast each operand to their common shape.
 
     >>> print(broadcast_arrays_rule([(4, 1), (8,)]).rule)
     ([i, j], [k]) -> ([i, k], [i, k]) {i=4, j=1, k=8} need_replication={j}
@@ -184,7 +184,7 @@ register_movement(
 
 
 def stack_rule(shapes: Sequence[Shape], axis: int = 0) -> Inferred:
-    """Arrays of one shape along a new axis.
+    """Stack arrays of equal shape along a new axis.
 
     >>> print(stack_rule([(4,), (4,)], axis=1).rule)
     ([i], [i]) -> ([i, j]) {i=4, j=2} need_replication={j}
@@ -210,7 +210,7 @@ register_movement("stack", stack_rule, ([(4,), (4,)], {"axis": 1}), no_pullback=
 
 
 def unstack_rule(shapes: Sequence[Shape], axis: int = 0) -> Inferred:
-    """The slices along an axis, one by one.
+    """Return the slices along an axis as separate arrays.
 
     >>> print(unstack_rule([(4, 2)], axis=1).rule)
     ([i, j]) -> ([i], [i]) {i=4, j=2} need_replication={j}
@@ -238,7 +238,7 @@ register_movement(
 def split_rule(
     shapes: Sequence[Shape], indices_or_sections: int | Sequence[int], axis: int = 0
 ) -> Inferred:
-    """Pieces of an axis: a number of equal ones, or those between places, as `numpy.split`.
+    """Split an axis into a number of equal pieces, or at indices, as `numpy.split`.
 
     >>> split_rule([(8,)], [3, 5]).result_shapes
     ((3,), (2,), (3,))
@@ -255,7 +255,7 @@ def split_rule(
         step = size // indices_or_sections
         cuts = [step * number for number in range(1, indices_or_sections)]
     else:
-        # As NumPy: counted from the end where negative, and clipped to the axis.
+        # As in NumPy, negative indices count from the end, and indices are clipped to the axis.
         cuts = [slice(where).indices(size)[1] for where in indices_or_sections]
     ends = zip([0, *cuts], [*cuts, size], strict=True)
     results = [(*shape[:place], max(stop - start, 0), *shape[place + 1 :]) for start, stop in ends]
@@ -291,7 +291,7 @@ def tile_rule(shapes: Sequence[Shape], repetitions: Sequence[int]) -> Inferred:
     times = (1,) * (rank - len(repetitions)) + tuple(repetitions)
     builder = RuleBuilder([shape], [tuple(a * b for a, b in zip(sizes, times, strict=True))])
     for dim in range(rank):
-        # Shapes and repetitions are lined up at the end; the shorter one is filled with ones.
+        # Shapes and repetitions are aligned at the end; the shorter sequence is padded with 1.
         source = dim - rank + len(shape)
         if times[dim] != 1 or source < 0:
             builder.factor((), [dim], size=times[dim])
@@ -315,7 +315,7 @@ register_movement(
 def repeat_rule(
     shapes: Sequence[Shape], repeats: int | Sequence[int], axis: int | None = None
 ) -> Inferred:
-    """Each element many times; of the flattened array without an axis.
+    """Repeat each element; without an axis, of the flattened array.
 
     >>> print(repeat_rule([(4, 8)], repeats=3, axis=0).rule)
     ([i, k]) -> ([ij, k]) {i=4, j=3, k=8}
@@ -324,7 +324,7 @@ def repeat_rule(
     size = math.prod(shape) if axis is None else shape[axis_of(len(shape), axis)]
     place = None if axis is None else axis_of(len(shape), axis)
     counts = [repeats] if isinstance(repeats, int) else list(repeats)
-    # Equal repeats are a minor factor of the dimension. Unequal ones have no common factor: whole.
+    # Equal repeats are a minor factor of the dimension. Unequal repeats need the whole dimension.
     even = len(counts) == 1
     if not even and len(counts) != size:
         raise SpecError(f"{len(counts)} repeats of {size} elements; give one, or one for each")
@@ -362,14 +362,14 @@ register_movement(
 
 
 def meshgrid_rule(shapes: Sequence[Shape], indexing: str = "xy") -> Inferred:
-    """Vectors, each spread over a dimension of its own; the first two swapped for "xy".
+    """Broadcast each vector along its own dimension; "xy" swaps the first two dimensions.
 
     >>> print(meshgrid_rule([(4,), (8,)], indexing="ij").rule)
     ([i], [j]) -> ([i, j], [i, j]) {i=4, j=8}
     """
     if any(len(shape) > 1 for shape in shapes):
         raise SpecError(f"meshgrid of {', '.join(map(str, shapes))}; vectors were expected")
-    # The vector that each dimension of the result is of.
+    # The number of the vector that each dimension of the result belongs to.
     order = list(range(len(shapes)))
     if indexing == "xy" and len(shapes) > 1:
         order[:2] = [1, 0]
@@ -410,7 +410,7 @@ register_movement("triu", triangle_rule, (_ROWS, {}), note=_TRIANGLE, no_pullbac
 
 
 def diff_rule(shapes: Sequence[Shape], axis: int = -1, n: int = 1) -> Inferred:
-    """Differences of neighbours, `n` times; further operands are put before and behind.
+    """Compute differences of neighbours, `n` times; further operands are prepended and appended.
 
     >>> print(diff_rule([(4, 8)]).rule)
     ([i, j]) -> ([i, j]) {i=4, j=8} permutation={j}
@@ -461,7 +461,7 @@ _register_lookup("embedding", embedding_rule, ([(100, 8), (2, 4)], {}), no_pullb
 
 
 def one_hot_rule(shapes: Sequence[Shape], num_classes: int, axis: int = -1) -> Inferred:
-    """Ones where a class is an element's own; the classes are a new dimension.
+    """Return 1 at the class of each element and 0 elsewhere; the classes are a new dimension.
 
     >>> print(one_hot_rule([(4,)], num_classes=10).rule)
     ([i]) -> ([i, j]) {i=4, j=10}
@@ -490,7 +490,7 @@ register_indexing(
 
 
 def isin_rule(shapes: Sequence[Shape], invert: bool = False) -> Inferred:
-    """Whether elements are among others, of which each device needs all."""
+    """Return whether elements are among those of the second operand, which devices need whole."""
     counted("isin", shapes, 2)
     # The second operand gets no factor, so that `build` makes it whole.
     builder = RuleBuilder(shapes, [shapes[0]])
@@ -503,7 +503,7 @@ register_indexing("isin", isin_rule, ([(4, 8), (3,)], {}), result_types=boolean,
 
 register_reduction(
     "mean",
-    # A part that divided by its own count would give a mean of means; `sp.mean` divides a sum.
+    # The operator is a sum: parts that divided by their own counts would give a mean of means.
     _make_reduction("sum", adjusted=True),
     linear="each",
     note="each part divides its sum by the whole count; contributions are summed",
@@ -839,7 +839,7 @@ register_layer(
 
 
 def batch_norm_rule(shapes: Sequence[Shape], axis: int = 1) -> Inferred:
-    """An array, and vectors along one axis: scale, offset, mean and variance that are known.
+    """Infer batch normalization of an array by vectors: scale, offset, given mean and variance.
 
     >>> print(batch_norm_rule([(4, 8), (8,), (8,), (8,), (8,)]).rule)
     ([i, j], [j], [j], [j], [j]) -> ([i, j]) {i=4, j=8}
@@ -905,14 +905,14 @@ def register_creation(name: str, infer: Infer, example: Example, note: str = _PL
 
 
 def constant_rule(shapes: Sequence[Shape], shape: int | Sequence[int] = (), **_: Any) -> Inferred:
-    """An array of one value."""
+    """Fill an array with a value."""
     return filled(shapes, shape)
 
 
 def filled(
     shapes: Sequence[Shape], shape: int | Sequence[int] = (), *, adjusted: bool = False
 ) -> Inferred:
-    """A result of a shape, of which each device makes its part. Operands are scalars.
+    """Infer a result of a shape, of which each device creates its part. Operands are scalars.
 
     >>> print(filled([], (4, 8)).rule)
     () -> ([i, j]) {i=4, j=8}
@@ -948,7 +948,7 @@ def arange_rule(
     >>> arange_rule([], 2, 9, 3).result_shapes
     ((3,),)
     """
-    # As NumPy: with one number it is where the range ends.
+    # As in NumPy, a single number is the end of the range.
     low, high = (0, start) if stop is None else (start, stop)
     return filled(shapes, max(math.ceil((high - low) / step), 0), adjusted=True)
 
@@ -1013,7 +1013,7 @@ register_creation("rfftfreq", frequencies(True), ([], {"n": 8}))
 
 
 def random_bits_rule(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
-    """A generator's state, and bits of a shape drawn from it: the next state, and the bits.
+    """Draw bits of a shape from a generator's state; the results are the next state and the bits.
 
     >>> print(random_bits_rule([(2,)], (4, 8)).rule)
     ([i]) -> ([i], [j, k]) {i=2, j=4, k=8} need_replication={i} blocked={i}
@@ -1021,7 +1021,7 @@ def random_bits_rule(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
     counted("random_bits", shapes, 1)
     builder = RuleBuilder(shapes, [shapes[0], tuple(shape)])
     for dim in range(len(shapes[0])):
-        # Each device draws from the same state, and has the next one whole.
+        # Each device draws from the same state, and gets the whole next state.
         builder.factor([dim], [dim], kind="need_replication", blocked=True)
     for dim in range(len(shape)):
         builder.factor((), [None, dim], adjusted=True)

@@ -1,7 +1,7 @@
-"""Halos: over a sharded dimension, windows need edges of neighbouring shards, and only those.
+"""Halos: over a sharded dimension, windows need only the edges of neighbouring shards.
 
-The windows are sharded as the elements were. Each rank gets the elements that its windows see: its
-own are there, and halos come from its neighbours::
+The windows are sharded like the elements. Each rank gets the elements that its windows see: it has
+its own elements, and receives halos from its neighbours::
 
     elements      0 1 2 3 | 4 5 6 7      windows of 3, padding of 1
     windows       0 1 2 3 | 4 5 6 7
@@ -37,11 +37,11 @@ class WindowReach:
     """Windows over a dimension.
 
     Args:
-        size: elements of the dimension.
-        count: windows.
-        step: from one window to the next.
-        extent: from a window's first element to behind its last one.
-        before: padding before the first element.
+        size: the number of elements of the dimension.
+        count: the number of windows.
+        step: the distance between the starts of adjacent windows.
+        extent: the distance from a window's start to its end.
+        before: the padding before the first element.
 
     >>> of_three = WindowReach(size=8, count=8, step=1, extent=3, before=1)
     >>> of_three.seen_by((0, 4)), of_three.seeing((4, 8)), of_three.spanned_by((0, 4))
@@ -56,11 +56,11 @@ class WindowReach:
 
     @property
     def is_still(self) -> bool:
-        """Whether each element has a window of its own."""
+        """Whether each window is exactly one element, and each element has a window."""
         return (self.step, self.extent, self.before, self.count) == (1, 1, 0, self.size)
 
     def spanned_by(self, windows: Stretch) -> Stretch:
-        """Where windows begin and end, in the padding too; `(0, 0)` of none."""
+        """Return the interval that windows span, including padding; `(0, 0)` without windows."""
         first, last = windows
         if first >= last:
             return 0, 0
@@ -68,15 +68,15 @@ class WindowReach:
         return start, start + (last - 1 - first) * self.step + self.extent
 
     def seen_by(self, windows: Stretch) -> Stretch:
-        """The elements between the first and the last that windows see."""
-        # Windows in the padding see none.
+        """Return the interval of elements from the first to the last that windows see."""
+        # Windows that are entirely in the padding see no elements.
         first, last = self.seeing((0, self.size))
         start, stop = self.spanned_by((max(first, windows[0]), min(last, windows[1])))
         low = min(max(start, 0), self.size)
         return low, max(min(stop, self.size), low)
 
     def seeing(self, elements: Stretch) -> Stretch:
-        """The windows that reach over some of the elements; `(0, 0)` where none does."""
+        """Return the windows that overlap the elements, or `(0, 0)` if there are none."""
         start, stop = elements
         if start >= stop:
             return 0, 0
@@ -85,7 +85,7 @@ class WindowReach:
         return (first, last) if first < last else (0, 0)
 
     def beside(self, elements: Stretch) -> Stretch:
-        """The elements of all windows that reach over some of the elements."""
+        """Return the elements of all windows that overlap the elements."""
         return self.seen_by(self.seeing(elements))
 
     def edge(self, windows: Stretch, held: Stretch) -> tuple[slice, tuple[int, int]]:
@@ -104,7 +104,7 @@ def find_reaches(
     padding: Padded,
     dilation: Sequence[int] | None = None,
 ) -> tuple[WindowReach, ...]:
-    """The windows over each dimension."""
+    """Return the windows over each dimension."""
     found = []
     gaps = dilation or (1,) * len(window)
     for size, wide, step, gap, (before, after) in zip(
@@ -118,13 +118,13 @@ def find_reaches(
 
 @dataclass(frozen=True)
 class Edges:
-    """The slice of a rank's elements, and the padding around, in each dimension of space."""
+    """A slice of a rank's elements and the padding around it, in each spatial dimension."""
 
     taken: tuple[slice, ...]
     pads: tuple[tuple[int, int], ...]
 
     def apply(self, library: Library, x: Any, value: float = 0) -> Any:
-        """The elements of windows, padded with a value."""
+        """Return the slice of the elements, padded with a value."""
         lead = len(x.shape) - len(self.taken)
         return pad_array(library, x[(..., *self.taken)], [(0, 0)] * lead + [*self.pads], value)
 
@@ -132,7 +132,7 @@ class Edges:
 def find_edges(
     reaches: Sequence[WindowReach], windows: Sequence[Stretch], held: Sequence[Stretch]
 ) -> Edges:
-    """The edges of a rank, of the windows that it computes and the elements that it has."""
+    """Return the edges of a rank, from the windows that it computes and the elements it has."""
     pairs = [
         (slice(None), (0, 0)) if reach.is_still else reach.edge(some, elements)
         for reach, some, elements in zip(reaches, windows, held, strict=True)
@@ -142,7 +142,7 @@ def find_edges(
 
 
 def whole_edges(reaches: Sequence[WindowReach]) -> Edges:
-    """The edges where all elements are here, and all windows are computed."""
+    """Return the edges for a rank that has all elements and computes all windows."""
     return find_edges(
         reaches, [(0, one.count) for one in reaches], [(0, one.size) for one in reaches]
     )
@@ -151,7 +151,7 @@ def whole_edges(reaches: Sequence[WindowReach]) -> Edges:
 def stretches_of_space(
     work: LocalWork, number: int, count: int, of_result: bool = False
 ) -> list[list[Stretch]]:
-    """For each rank here, its stretch of each of the last dimensions of an operand or a result."""
+    """Return for each rank here its intervals of the last dimensions of an operand or result."""
     find = work.result_stretches_here if of_result else work.stretches_here
     shape = (
         work.result_shapes if of_result else [() if x is None else x.shape for x in work.operands]
@@ -164,7 +164,10 @@ def stretches_of_space(
 
 
 def _join_stretches(some: Sequence[Stretch]) -> Stretch:
-    """One stretch as it is; of several, which windows of one element alone may have, the length."""
+    """Return a single interval unchanged, and several intervals as one of their total length.
+
+    Only windows of one element allow several intervals.
+    """
     if len(some) == 1:
         return some[0]
     return 0, sum(stop - start for start, stop in some)
@@ -176,7 +179,7 @@ def place_windows(
     reaches: Sequence[WindowReach],
     inferred: Inferred,
 ) -> tuple[Specs, Specs] | None:
-    """Shardings of what computes windows over an operand's space; None where none is cut."""
+    """Return the shardings of an operation that computes windows, or None if space is whole."""
     return _place_first(specs, shapes, reaches, inferred, _find_seen)
 
 
@@ -186,9 +189,9 @@ def place_elements_gradient(
     reaches: Sequence[WindowReach],
     inferred: Inferred,
 ) -> tuple[Specs, Specs] | None:
-    """Shardings of what computes a cotangent of elements from one of windows, the first operand.
+    """Return shardings to compute the elements' cotangent from the windows', the first operand.
 
-    The elements are cut as the windows are; each rank gets the windows that see its own.
+    The elements are sharded like the windows; each rank gets the windows that see its elements.
     """
     return _place_first(specs, shapes, reaches, inferred, _find_seeing)
 
@@ -200,7 +203,7 @@ def _place_first(
     inferred: Inferred,
     needed: Callable[[DimSpec, DeviceMesh, WindowReach], DimSpec],
 ) -> tuple[Specs, Specs] | None:
-    """The first operand's cut space stays cut in results, and it is cut by what those need."""
+    """Keep the spatial sharding in results, and give the first operand the halos they need."""
     lead = len(shapes[0]) - len(reaches)
     cuts = find_cuts(specs, shapes, 0, lead, reaches)
     if not cuts:
@@ -227,7 +230,10 @@ def place_largest_gradient(
     reaches: Sequence[WindowReach],
     inferred: Inferred,
 ) -> tuple[Specs, Specs] | None:
-    """Likewise, from windows, what was the greatest of each, and all elements of those windows."""
+    """Return shardings to compute the elements' cotangent of a maximum over windows.
+
+    Operands are the windows' cotangent, their maxima, and all elements of these windows.
+    """
     lead = len(shapes[0]) - len(reaches)
     cuts = find_cuts(specs, shapes, 0, lead, reaches)
     if not cuts:
@@ -251,9 +257,9 @@ def place_kernel_gradient(
     reaches: Sequence[WindowReach],
     inferred: Inferred,
 ) -> tuple[Specs, Specs] | None:
-    """Shardings of what computes a kernel's cotangent from elements and the one of windows.
+    """Return shardings to compute a kernel's cotangent from elements and the windows' cotangent.
 
-    Each part of the windows has a contribution.
+    Each part of the windows gives a contribution.
     """
     lead = len(shapes[0]) - len(reaches)
     number = 0 if any(dim.levels for dim in specs[0].dim_specs[lead:]) else 1
@@ -279,9 +285,9 @@ def find_cuts(
     lead: int,
     reaches: Sequence[WindowReach],
 ) -> dict[int, DimSpec]:
-    """The dimensions of an operand's space whose cuts windows reach over, cut plainly.
+    """Return the sharded spatial dimensions of an operand that need halos, with plain shardings.
 
-    Where an axis cuts a larger operand as well, that one stays where it is.
+    A dimension is left out if its axes also shard a larger operand, which then does not move.
     """
     if any(0 in shape for shape in shapes) or any(reach.count == 0 for reach in reaches):
         return {}
@@ -290,7 +296,7 @@ def find_cuts(
     for dim, reach in enumerate(reaches, lead):
         cut = specs[number].dim_specs[dim]
         is_plain = all(level.rule.is_default for level in cut.levels)
-        # Where each element has its own window, a rule may let any cut pass.
+        # If each element has its own window, the rule passes any sharding through.
         if not cut.levels or (reach.is_still and not is_plain):
             continue
         names = _names(cut)
@@ -316,7 +322,7 @@ def align_others(
     cuts: Mapping[int, DimSpec],
     inferred: Inferred,
 ) -> tuple[Specs, Specs]:
-    """The shardings by an operator's rule, without the axes of space."""
+    """Return the shardings by an operator's rule, without the axes of spatial dimensions."""
     names = {name for cut in cuts.values() for name in _names(cut)}
     others = [
         ShardingSpec(
@@ -334,14 +340,14 @@ def cut_by_windows(
     size: int,
     needed: Callable[[Stretch], Stretch],
 ) -> DimSpec:
-    """A dimension cut by what each part needs of it, and what it has of it already.
+    """Return a sharding by windows, in which a part has the elements that it needs and its own.
 
     Args:
-        cut: plain, of what is computed and of what is there.
+        cut: the plain sharding of the computed and of the existing elements.
         mesh: of the devices.
-        count: elements that are computed along the dimension.
-        size: of the dimension.
-        needed: the elements that some of those computed need.
+        count: the number of computed elements along the dimension.
+        size: the size of the dimension.
+        needed: maps computed elements to the elements that they need.
     """
     plain = ShardingSpec(mesh, [cut])
     windows = []
@@ -350,14 +356,14 @@ def cut_by_windows(
         if start >= stop:
             start, stop = own
         elif own[0] < own[1]:
-            # Together the parts have every element: its own stay where they are.
+            # A part keeps its own elements, so that the parts together have every element.
             start, stop = min(start, own[0]), max(stop, own[1])
         windows.append((start, stop))
     return DimSpec([Level(cut.axes, Windows(tuple(windows)))])
 
 
 def with_cut(spec: ShardingSpec, dim: int, cut: DimSpec) -> ShardingSpec:
-    """A sharding with another cut of a dimension."""
+    """Return a sharding with another sharding of a dimension."""
     dims = [*spec.dim_specs[:dim], cut, *spec.dim_specs[dim + 1 :]]
     return ShardingSpec(
         spec.mesh, dims, partial_axes=spec.partial_axes, reduction=spec.reduction or "sum"

@@ -85,10 +85,10 @@ def register_indexing(
 
 
 def take_rule(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:
-    """Slices of an axis at indices; the indices' dimensions stand in the axis's place.
+    """Infer slices of an axis at indices; the indices' dimensions replace the axis.
 
-    A device that has some of the slices gives those, and zero for the others. Rows of a table are
-    cut as their indices are, before they are cut as the table is.
+    A device that has some of the slices gives those, and zero for the others. The sharding of the
+    indices takes precedence over the sharding of a table's rows.
 
     >>> print(take_rule([(100, 8), (4,)], axis=0).rule)
     ([k, j], [i]) -> ([i, j]) {i=4, j=8, k=100} reduction={k}
@@ -102,7 +102,7 @@ def take_rule(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:
     builder = RuleBuilder(shapes, [result])
     for dim in range(place):
         builder.factor([dim], [dim])
-    # The indices' dimensions lie between those before the axis and those behind it.
+    # The indices' dimensions are between the dimensions before the axis and those after it.
     for dim in range(len(indices)):
         builder.factor([None, dim], [place + dim], leading=place == 0)
     for dim in range(place + 1, len(shape)):
@@ -112,7 +112,7 @@ def take_rule(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:
 
 
 def _add_looked_up_axis(builder: RuleBuilder, place: int) -> None:
-    """Adds the axis that indices are of. An axis of one element is the same for each index."""
+    """Add the indexed axis. If it has a single element, every index refers to that element."""
     if builder.operands[0][place] == 1:
         builder.factor([place], kind="need_replication")
     else:
@@ -120,7 +120,7 @@ def _add_looked_up_axis(builder: RuleBuilder, place: int) -> None:
 
 
 def _take_kernel(work: LocalWork) -> Function | list[Function]:
-    """Slices of an axis at indices."""
+    """Return kernels for slices of an axis at indices."""
     look_up, axis = work.library.namespace.take, work.attributes["axis"]
 
     def whole(x: Any, indices: Any) -> Any:
@@ -133,9 +133,9 @@ def _take_kernel(work: LocalWork) -> Function | list[Function]:
 def _look_up_own_rows(
     work: LocalWork, whole: Function, axis: int, is_along: bool = False
 ) -> Function | list[Function]:
-    """Lookup along an axis that is cut: each rank finds its own rows, and gives zero for others.
+    """Return kernels of a lookup along an axis: if it is sharded, a rank gives 0 for other rows.
 
-    They are counted from the start and in range, by `checked_index`.
+    `checked_index` ensures that indices count from the start and are in range.
     """
     if not work.is_cut(0, axis):
         return whole
@@ -145,19 +145,19 @@ def _look_up_own_rows(
     def here(x: Any, indices: Any, start: int) -> Any:
         size = x.shape[axis]
         own = (indices >= start) & (indices < start + size)
-        # A rank without rows has nothing to look up: zeros of the result's shape.
+        # A rank without rows returns zeros of the result's shape.
         if not size:
             shape = indices.shape if is_along else None
             rest = x.shape[:axis] + indices.shape + x.shape[axis + 1 :]
             return library.linked(library.filled(rest if shape is None else shape, 0, x), x)
-        # Indices of others' rows look up the first one, which is then replaced by zero.
+        # Indices of other ranks' rows look up the first row, which is then replaced by 0.
         found = whole(x, space.where(own, indices - start, 0 * indices))
         if not is_along:
-            # Spread over the dimensions around the axis, as the indices' are in the result.
+            # Reshaped to broadcast over the dimensions around the axis, as in the result.
             own = own.reshape((1,) * axis + own.shape + (1,) * (x.ndim - axis - 1))
         return space.where(own, found, library.filled((), 0, x))
 
-    # A function a rank: each begins elsewhere.
+    # Each rank has its own function, because its part has another offset.
     starts = work.starts_here(0, axis)
     return [lambda x, indices, start=start: here(x, indices, start) for start in starts]
 
@@ -165,7 +165,7 @@ def _look_up_own_rows(
 def _finds_own_rows(
     specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
 ) -> bool:
-    """Each rank looks its own rows up where every part is one stretch of its dimension."""
+    """Return whether ranks can look up their own rows: every part must be a single interval."""
     return all(map(has_plain_parts, specs))
 
 
@@ -175,7 +175,7 @@ def _pull_take(step: TapeStep, g: Any, number: int) -> Any:
 
 
 def _add_at(x: Any, indices: Any, updates: Any, axis: int) -> Any:
-    """Zeros like an array, with updates added to slices of an axis."""
+    """Return zeros like an array, with updates added to slices of an axis."""
     attributes = {"axis": axis, "mode": "add"}
     return call("scatter", (zeros_like(x), indices, updates), attributes)
 
@@ -216,7 +216,7 @@ def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
 
 
 def take_along_axis_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
-    """An element of an axis for each index; the other dimensions run along together.
+    """Infer an element of an axis for each index; the other dimensions correspond.
 
     >>> print(take_along_axis_rule([(4, 8), (4, 3)]).rule)
     ([i, k], [i, j]) -> ([i, j]) {i=4, j=3, k=8} reduction={k}
@@ -238,7 +238,7 @@ def take_along_axis_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
             continue
         found: list[int | None] = [None, None]
         for tensor, given in enumerate((shape, indices)):
-            # A size of 1 that broadcasts is a factor of its own.
+            # A size of 1 that broadcasts gets a separate factor.
             if given[dim] == size:
                 found[tensor] = dim
             else:
@@ -249,7 +249,7 @@ def take_along_axis_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
 
 
 def _take_along_kernel(work: LocalWork) -> Function | list[Function]:
-    """Return an element of an axis for each index."""
+    """Return kernels for an element of an axis for each index."""
     look_up, axis = work.library.namespace.take_along_axis, work.attributes["axis"]
     return _look_up_own_rows(
         work, lambda x, indices: look_up(x, indices, axis=axis), axis, is_along=True
@@ -262,13 +262,13 @@ def _pull_take_along(step: TapeStep, g: Any, number: int) -> Any:
 
 
 def add_along(x: Any, indices: Any, g: Any, axis: int) -> Any:
-    """Zeros like an array, with an update added at an index along an axis for each other place."""
+    """Return zeros like `x`, with updates added at indices along an axis, position by position."""
     axis %= x.ndim
     spec = x.type.spec
     size, count = x.shape[axis], indices.shape[axis]
     indices, g = moveaxis(indices, axis, -1), moveaxis(g, axis, -1)
     if count <= _FEW:
-        # Each place compares itself with the indices, so that places may be cut.
+        # Each position is compared with the indices, so that positions may be sharded.
         places = whole(x, np.arange(size))
         if spec is not None and has_plain_parts(spec):
             places = places.shard(ShardingSpec(spec.mesh, [spec.dim_specs[axis]]))
@@ -277,7 +277,7 @@ def add_along(x: Any, indices: Any, g: Any, axis: int) -> Any:
         chosen = e.equal(expand_dims(places, axis=1), expand_dims(indices, axis=-2))
         found = sum_over(where(chosen, expand_dims(g, axis=-2), 0.0), axis=-1)
         return moveaxis(found, -1, axis)
-    # All places in one line: a lookup for each element.
+    # All positions are flattened, so that each element has its own index.
     lead = g.shape[:-1]
     rows = int(np.prod(lead, dtype=np.int64))
     first = whole(x, np.arange(rows).reshape((*lead, 1)) * size)
@@ -288,7 +288,7 @@ def add_along(x: Any, indices: Any, g: Any, axis: int) -> Any:
 
 
 _FEW = 16
-"""Indices along an axis up to which each is compared with all places."""
+"""The maximum number of indices along an axis that are compared with all positions."""
 
 _register_lookup(
     "take_along_axis",
@@ -301,14 +301,14 @@ _register_lookup(
 
 
 def places_in(x: Any, axis: int, indices: Any) -> list[Any]:
-    """An array and indices of an axis of it, as operands, the indices counted from its start.
+    """Convert an array and indices of an axis to operands; the indices count from its start.
 
     Raises:
         ArrayIndexError: an index that is out of range, on every process.
         UsageError: indices that are not an array of whole numbers.
     """
     size = x.shape[axis]
-    # Indices of NumPy are known before anything runs: checked and counted here, with no operation.
+    # NumPy indices are known before anything runs: they are checked here, without an operation.
     if isinstance(indices, np.ndarray) and indices.dtype.kind in "iu":
         _check_known(indices, size)
         found = indices.astype(np.int64)
@@ -318,7 +318,7 @@ def places_in(x: Any, axis: int, indices: Any) -> list[Any]:
 
 
 def _check_known(indices: Any, size: int) -> None:
-    """Refuses indices out of range, where they are known before anything is computed."""
+    """Raise ArrayIndexError for indices out of range that are known before the computation."""
     if isinstance(indices, np.ndarray) and indices.size and indices.dtype.kind in "iu":
         least, most = int(indices.min()), int(indices.max())
         if least < -size or most >= size:
@@ -334,7 +334,7 @@ def _count_from_start(indices: Any, size: int) -> Any:
 
 
 def checked_index_rule(shapes: Sequence[Shape], size: int) -> Inferred:
-    """Indices of an axis of this size, counted from its start; none may be out of range.
+    """Infer indices of an axis of this size, counted from its start and checked to be in range.
 
     >>> print(checked_index_rule([(4, 3)], size=10).rule)
     ([i, j]) -> ([i, j]) {i=4, j=3}
@@ -347,15 +347,15 @@ def checked_index_rule(shapes: Sequence[Shape], size: int) -> Inferred:
 
 
 def _checked_index_kernel(work: LocalWork) -> Function:
-    """Indices counted from the start. Raises ArrayIndexError for one out of range."""
+    """Return a kernel that counts indices from the start, and raises if any is out of range."""
     space, size = work.library.namespace, work.attributes["size"]
     (operand,) = work.operands
-    # Where numbers have no sign, what looks like -1 as an int64 is far out of range.
+    # An unsigned integer that becomes negative as an int64 is too large, and out of range.
     is_signed = operand is not None and not operand.dtype.name.startswith("uint")
     least = -size if is_signed else 0
 
     def count_from_start(indices: Any) -> Any:
-        # Narrow ones could not be counted from the start without wrapping around.
+        # Narrow integers could wrap around when the size is added.
         found = space.asarray(indices, dtype=space.int64)
         if 0 in found.shape:
             return found
@@ -368,7 +368,7 @@ def _checked_index_kernel(work: LocalWork) -> Function:
 
 
 def index_out_of_range(index: int, size: int) -> ArrayIndexError:
-    """The error for an index that is out of range."""
+    """Return the error for an index that is out of range."""
     expected = f"give one of {-size} to {size - 1}" if size else "it has no elements"
     return ArrayIndexError(f"index {index} of a dimension of size {size}; {expected}")
 
@@ -386,11 +386,11 @@ register_indexing(
 
 
 def getitem(x: Any, key: Any) -> Any:
-    """The value of `x[key]`.
+    """Return `x[key]`.
 
     Raises:
-        ArrayIndexError: an index that is out of range, too many of them, or no slice.
-        ShardError: a key of a kind that arrays in shards do not take.
+        ArrayIndexError: an index that is out of range, too many indices, or an invalid slice.
+        ShardError: a key of a kind that sharded arrays do not support.
     """
     items = [_read_item(one) for one in (key if isinstance(key, tuple) else (key,))]
     if len(items) == 1 and _is_mask(items[0]):
@@ -398,7 +398,7 @@ def getitem(x: Any, key: Any) -> Any:
     if any(_is_mask(item) for item in items):
         raise ShardError("an index with a mask beside others; give the mask alone, or use sp.where")
     arrays = [place for place, item in enumerate(items) if _is_array(item)]
-    # One array beside slices; then arrays and numbers for leading dimensions; then no arrays.
+    # Three cases: an array and slices, arrays and numbers for leading dimensions, no arrays.
     if len(arrays) == 1 and not any(map(_is_number, items)):
         return _take_between(x, items, arrays[0])
     if arrays:
@@ -407,7 +407,7 @@ def getitem(x: Any, key: Any) -> Any:
 
 
 def _take_basic(x: Any, items: list[Any]) -> Any:
-    # 1. Spell `...` out, so that each item but None has a dimension.
+    # 1. Expand `...`, so that each item except None has a dimension.
     used = len(items) - items.count(None) - items.count(Ellipsis)
     if used > x.ndim:
         raise _refuse_indices(x, used)
@@ -420,7 +420,7 @@ def _take_basic(x: Any, items: list[Any]) -> Any:
         items.append(Ellipsis)
     at = items.index(Ellipsis)
     items[at : at + 1] = [slice(None)] * (x.ndim - used)
-    # 2. Read the items: what is cut of each dimension, and which ones go, turn round or are new.
+    # 2. Read the items: the range of each dimension, and the removed, reversed and new dimensions.
     cuts: dict[int, Range] = {}
     gone: list[int] = []
     turned: list[int] = []
@@ -436,7 +436,7 @@ def _take_basic(x: Any, items: list[Any]) -> Any:
                 turned.append(dim)
                 count = len(range(start, stop, step))
                 if count:
-                    # The same elements in rising order; `flip` turns them round afterwards.
+                    # The same elements in ascending order; `flip` reverses them afterwards.
                     start, stop, step = start + (count - 1) * step, start + 1, -step
                 else:
                     start, stop, step = 0, 0, 1
@@ -446,7 +446,7 @@ def _take_basic(x: Any, items: list[Any]) -> Any:
             cuts[dim] = (index, index + 1, 1)
             gone.append(dim)
         dim += 1
-    # 3. Carry it out: each is an operation of its own, and only what is needed is done.
+    # 3. Execute a separate operation for each kind of change that is needed.
     found = take_ranges(x, cuts)
     if turned:
         found = flip(found, axis=tuple(turned))
@@ -464,7 +464,7 @@ def _refuse_indices(x: Any, count: int) -> ArrayIndexError:
 
 
 def _read_slice(item: slice, size: int) -> Range:
-    """Start, stop and step of a slice of a dimension."""
+    """Return the start, stop and step of a slice of a dimension."""
     try:
         return item.indices(size)
     except (TypeError, ValueError) as error:
@@ -483,7 +483,7 @@ def _read_index(item: Any, size: int) -> int:
 
 
 def _read_item(item: Any) -> Any:
-    """A part of a key, lists as arrays. Raises ShardError for what no array is indexed by."""
+    """Read an item of a key; lists become arrays. Raises ShardError for unsupported values."""
     if isinstance(item, list | tuple):
         return np.asarray(item) if len(item) else np.zeros(0, np.int64)
     is_place = item is None or item is Ellipsis or isinstance(item, slice)
@@ -502,7 +502,7 @@ def _is_array(item: Any) -> bool:
 
 
 def _is_truth(item: Any) -> bool:
-    # A single truth value of NumPy is no array: it is refused, as Python's own are.
+    # A NumPy bool scalar is not an array: it is rejected like a Python bool.
     is_bool = str(item.dtype).removeprefix("torch.") == "bool"
     return is_bool and not isinstance(item, np.generic)
 
@@ -531,18 +531,18 @@ def _take_masked(x: Any, mask: Any) -> Any:
 
 
 def _take_between(x: Any, items: list[Any], place: int) -> Any:
-    """Whole numbers in one array, beside slices, `...` and None: its dimensions stand in place."""
+    """Index by an integer array and slices, `...` and None; its dimensions replace the indexed."""
     others = [slice(None) if n == place else item for n, item in enumerate(items)]
     found = _take_basic(x, others)
-    # What stands behind is counted from the end: `...` may be ahead.
+    # If `...` comes before the array, its axis is counted from the end.
     ahead = items[:place]
     axis = len(ahead) if Ellipsis not in ahead else found.ndim - (len(items) - place)
     return take(found, items[place], axis=axis)
 
 
 def _gather(x: Any, items: list[Any]) -> Any:
-    """Whole numbers in arrays, for the leading dimensions."""
-    # Items that take all of the trailing dimensions have no effect.
+    """Index the leading dimensions by integer arrays."""
+    # Trailing items that select whole dimensions have no effect.
     while items and items[-1] is Ellipsis:
         items.pop()
     while items and isinstance(items[-1], slice) and items[-1] == slice(None):
@@ -557,7 +557,7 @@ def _gather(x: Any, items: list[Any]) -> Any:
     for item, size in zip(items, x.shape, strict=False):
         _check_known(item, size)
     places = operands(x, *items)[1:]
-    # The place in the leading dimensions merged into one, in row-major order: one lookup for all.
+    # The leading dimensions are merged in row-major order, so that a single lookup suffices.
     flat: Any = None
     for place, size in zip(places, x.shape, strict=False):
         if isinstance(place, ArrayValue):
@@ -578,9 +578,9 @@ def _is_number(item: Any) -> bool:
 
 @of_arrays
 def scatter(x: Any, indices: Any, updates: Any, /, *, axis: int = 0, mode: str = "set") -> Any:
-    """The array with slices along an axis, at indices, replaced by updates, or added to ("add").
+    """Replace slices along an axis, at indices, by updates, or add the updates ("add").
 
-    `updates` have the indices' dimensions in the axis's place. Of equal indices one is set.
+    `updates` have the indices' dimensions in the axis's place. Among equal indices, one is set.
 
     Raises ArrayIndexError, on every process, for an index that is out of range.
     """
@@ -594,7 +594,7 @@ def scatter(x: Any, indices: Any, updates: Any, /, *, axis: int = 0, mode: str =
 
 
 def _check_fits(name: str, x: Any, updates: Any) -> None:
-    """Raise UsageError for updates that would lose what they are: 0.5 as a whole number."""
+    """Raise UsageError for updates that would be rounded, such as 0.5 in an integer array."""
     kinds = [_KINDS.index(kind_of(one.dtype)) for one in (x, updates) if hasattr(one, "dtype")]
     if len(kinds) == 2 and kinds[1] > kinds[0]:
         raise UsageError(
@@ -604,10 +604,10 @@ def _check_fits(name: str, x: Any, updates: Any) -> None:
 
 
 def scatter_rule(shapes: Sequence[Shape], axis: int = 0, mode: str = "set") -> Inferred:
-    """An array with slices of an axis, at indices, replaced by updates or combined with them.
+    """Infer an array with slices of an axis, at indices, replaced by updates or combined with them.
 
-    Operands are the array, the indices and the updates: the indices' dimensions, in the axis's
-    place, then the array's others. Each device keeps the updates of the slices it has.
+    Operands are the array, the indices and the updates. The updates have the array's dimensions,
+    with the indices' dimensions in the axis's place. Each device applies the updates of its slices.
 
     >>> print(scatter_rule([(100, 8), (4,), (4, 8)]).rule)
     ([k, j], [i], [i, j]) -> ([k, j]) {i=4, j=8, k=100} need_replication={i}
@@ -624,8 +624,7 @@ def scatter_rule(shapes: Sequence[Shape], axis: int = 0, mode: str = "set") -> I
     for dim in range(place):
         builder.factor([dim, None, dim], [dim])
     for dim in range(len(indices)):
-        # Any of the indices may fall into a device's part: indices and their updates are needed
-        # whole.
+        # Any index may refer to a device's part, so devices need all indices and updates.
         builder.factor([None, dim, place + dim], kind="need_replication")
     for dim in range(place + 1, len(shape)):
         builder.factor([dim, None, dim - 1 + len(indices)], [dim])
@@ -634,19 +633,19 @@ def scatter_rule(shapes: Sequence[Shape], axis: int = 0, mode: str = "set") -> I
 
 
 def _adds(**attributes: Any) -> bool:
-    # Setting is not linear: contributions that are set do not add up to what is.
+    # Setting is not linear: contributions that are set do not add up to the updates.
     return bool(attributes.get("mode", "set") == "add")
 
 
 def _scatter_kernel(work: LocalWork) -> Function | list[Function]:
-    """A copy with slices of an axis set, or added to; of an axis that is cut the rank's own."""
+    """Return kernels that copy an array and set, or add to, the slices that the rank has."""
     library, axis, mode = work.library, work.attributes["axis"], work.attributes["mode"]
     space = library.namespace
 
     is_cut = work.is_cut(0, axis)
 
     def function(x: Any, indices: Any, updates: Any, start: int = 0) -> Any:
-        # The axis goes first, and so do the indices' dimensions of the updates.
+        # The axis is moved to the front, and so are the indices' dimensions of the updates.
         made = space.moveaxis(library.copied(x), axis, 0)
         count = len(indices.shape)
         order = [*range(axis, axis + count), *range(axis)]
@@ -659,7 +658,7 @@ def _scatter_kernel(work: LocalWork) -> Function | list[Function]:
             flat, values = flat[own] - start, values[own]
         if mode == "set":
             made[flat] = values
-        # `made[flat] += values` would add only one update of equal indices.
+        # `made[flat] += values` would add only one of several updates at equal indices.
         elif library.name == "numpy":
             space.add.at(made, flat, values)
         else:
@@ -668,7 +667,7 @@ def _scatter_kernel(work: LocalWork) -> Function | list[Function]:
 
     if not is_cut:
         return function
-    # A function a rank: each begins elsewhere.
+    # Each rank has its own function, because its part has another offset.
     starts = work.starts_here(0, axis)
     return [lambda x, i, u, start=start: function(x, i, u, start) for start in starts]
 
@@ -681,7 +680,7 @@ def _pull_scatter(step: TapeStep, g: Any, number: int) -> Any:
     if number == 0:
         return call("scatter", (g, indices, zeros_like(updates)), {"axis": axis, "mode": "set"})
     found = call("take", (g, indices), {"axis": axis})
-    # Of equal indices one was set: the same one sets its number here.
+    # Only one of several equal indices was set. The same scatter of numbers shows which.
     flat = reshape(indices, (-1,))
     numbers = whole(x, np.arange(flat.shape[0]))
     marks = whole(x, np.full(x.shape[axis], -1))
@@ -710,13 +709,13 @@ register_indexing(
 
 @of_arrays
 def dynamic_slice(x: Any, starts: Sequence[Any], /, sizes: Sequence[int]) -> Any:
-    """A slice of fixed size that starts at scalars, which are clamped to stay inside."""
+    """Take a slice of fixed size that starts at scalars, which are clamped to stay inside."""
     wanted = whole_numbers("sizes", sizes, x.ndim)
     return call("dynamic_slice", _add_starts([x], starts), {"sizes": wanted})
 
 
 def _add_starts(arrays: Sequence[Any], starts: Sequence[Any]) -> list[Any]:
-    """The operands, where a rectangle begins among them: whole numbers. Raises UsageError."""
+    """Return the operands. Raises UsageError if the starts of a rectangle are not integers."""
     if not isinstance(starts, Iterable) or getattr(starts, "shape", None) == ():
         raise UsageError(f"a rectangle that begins at {starts!r}; give a start for each dimension")
     given = operands(*arrays, *starts)
@@ -732,7 +731,7 @@ def _add_starts(arrays: Sequence[Any], starts: Sequence[Any]) -> list[Any]:
 
 
 def dynamic_slice_rule(shapes: Sequence[Shape], sizes: Sequence[int]) -> Inferred:
-    """A rectangle of these sizes that begins at scalars, one per dimension.
+    """Infer a rectangle of these sizes that starts at scalars, with a scalar per dimension.
 
     >>> print(dynamic_slice_rule([(4, 8), (), ()], sizes=[4, 3]).rule)
     ([i, j], [], []) -> ([i, j]) {i=4, j=8} need_replication={j} blocked={j}
@@ -743,7 +742,7 @@ def dynamic_slice_rule(shapes: Sequence[Shape], sizes: Sequence[int]) -> Inferre
         raise SpecError(f"dynamic slice of sizes {tuple(sizes)} from {shape}; it must fit inside")
     builder = RuleBuilder(shapes, [tuple(sizes)])
     for dim, size in enumerate(shape):
-        # Where a rectangle begins is a value: which part has it is not known before it runs.
+        # The start is a value, so the part that has the rectangle is not known before execution.
         short = sizes[dim] != size
         builder.factor(
             [dim], [dim], kind="need_replication" if short else "pass_through", blocked=short
@@ -755,7 +754,7 @@ _KEPT = ("max", "min", "product")
 
 
 def _dynamic_slice_kernel(work: LocalWork) -> Function:
-    """Return a rectangle; dimensions that it takes whole may be cut."""
+    """Return a kernel that takes a rectangle; dimensions that it takes whole may be sharded."""
     sizes, shape = work.attributes["sizes"], _operand_shape(work, 0)
     return lambda x, *starts: x[_find_window(starts, sizes, shape)]
 
@@ -768,7 +767,7 @@ def _operand_shape(work: LocalWork, number: int) -> tuple[int, ...]:
 def _find_window(
     starts: Sequence[Any], sizes: Sequence[int], shape: Sequence[int]
 ) -> tuple[slice, ...]:
-    """Return the rectangle that begins at `starts`, moved inside; all of what it takes whole."""
+    """Return the slices of a rectangle, clamped to stay inside; whole dimensions are kept whole."""
     window = []
     for start, size, length in zip(starts, sizes, shape, strict=True):
         first = min(max(int(start), 0), length - size)
@@ -800,14 +799,14 @@ register_indexing(
 
 @of_arrays
 def dynamic_update_slice(x: Any, update: Any, starts: Sequence[Any], /) -> Any:
-    """The array with a slice replaced, whose start is clamped to stay inside."""
+    """Replace a slice of an array; its start is clamped to stay inside."""
     x, update = operands(x, update)
     _check_fits("dynamic_update_slice", x, update)
     return call("dynamic_update_slice", _add_starts([x, update], starts))
 
 
 def dynamic_update_slice_rule(shapes: Sequence[Shape]) -> Inferred:
-    """An array with a rectangle replaced: the array, the rectangle, and where it begins.
+    """Infer an array with a rectangle replaced, from the array, the rectangle and its start.
 
     >>> print(dynamic_update_slice_rule([(4, 8), (4, 3), (), ()]).rule)
     ([i, j], [i, k], [], []) -> ([i, j]) {i=4, j=8, k=3} need_replication={k}
@@ -827,7 +826,7 @@ def dynamic_update_slice_rule(shapes: Sequence[Shape]) -> Inferred:
 
 
 def _dynamic_update_kernel(work: LocalWork) -> Function:
-    """Return a copy with a rectangle replaced."""
+    """Return a kernel that copies an array and replaces a rectangle."""
     sizes, shape = _operand_shape(work, 1), _operand_shape(work, 0)
     library = work.library
 
@@ -860,7 +859,7 @@ register_indexing(
 )
 
 
-# In the order of promotion: updates of a later kind than the array's would be rounded.
+# Kinds in the order of promotion: updates of a later kind than the array's would be rounded.
 _KINDS = ("bool", "unsigned integer", "signed integer", "real floating", "complex floating")
 
 
@@ -875,7 +874,7 @@ def embedding(indices: Any, table: Any, /) -> Any:
 def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object = None) -> Any:
     """One-hot encoding: the classes are a new dimension.
 
-    An index that is not a class has no ones.
+    The encoding of an index that is not a class is all zeros.
     """
     num_classes = whole_number("classes:", num_classes)
     if kind_of(indices.dtype) not in ("signed integer", "unsigned integer"):
@@ -891,7 +890,7 @@ def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object 
 
 
 def searchsorted_rule(shapes: Sequence[Shape], side: str = "left") -> Inferred:
-    """Where values belong in a sorted vector: the vector, the values, and maybe its order.
+    """Infer insertion indices from a sorted vector, the values, and optionally its order.
 
     >>> print(searchsorted_rule([(8,), (4,)]).rule)
     ([j], [i]) -> ([i]) {i=4, j=8} need_replication={j}

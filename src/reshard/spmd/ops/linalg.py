@@ -125,7 +125,7 @@ def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
         axis_of(one.ndim, axis)
     if x1.shape[axis] != 3 or x2.shape[axis] != 3:
         raise SpecError(f"cross of shapes {list(x1.shape)}, {list(x2.shape)}: axis {axis} is not 3")
-    # a x b = (a1 b2 - a2 b1, ...): the next component of one by the one after next of the other.
+    # a x b = (a1 b2 - a2 b1, ...): component i is a[i + 1] b[i + 2] - a[i + 2] b[i + 1].
     one = elementwise.multiply(roll(x1, -1, axis=axis), roll(x2, -2, axis=axis))
     other = elementwise.multiply(roll(x1, -2, axis=axis), roll(x2, -1, axis=axis))
     return elementwise.subtract(one, other)
@@ -186,7 +186,7 @@ def matrix_rule(trailing: Trailing, *, square: bool = False) -> Infer:
         builder = RuleBuilder([shape], [shape[:lead] + tail for tail in tails])
         for dim in range(lead):
             builder.factor([dim], [dim] * len(tails))
-        # Rows and columns of the operand and the trailing dimensions of results have nothing in
+        # The operand's rows and columns and the trailing dimensions of results share no factors in
         # common.
         for dim in (lead, lead + 1):
             builder.factor([dim], kind="need_replication")
@@ -205,7 +205,7 @@ _STACK: Example = ([(2, 4, 8)], {})
 
 
 def _diagonal_kernel(work: LocalWork) -> Function:
-    """Return the diagonals of matrices."""
+    """Return a kernel for the diagonals of matrices."""
     return partial(work.library.namespace.linalg.diagonal, offset=work.attributes["offset"])
 
 
@@ -215,7 +215,7 @@ def _pull_diagonal(step: TapeStep, g: Any, number: int) -> Any:
 
 
 def _spread_diagonal(x: Any, rows: int, columns: int, offset: int = 0) -> Any:
-    """Matrices with these diagonals, zero elsewhere."""
+    """Return matrices with these diagonals, and zeros elsewhere."""
     first = max(-offset, 0)
     line = pad(x, [(0, 0)] * (x.ndim - 1) + [(first, rows - first - x.shape[-1])])
     at = np.eye(rows, columns, k=offset, dtype=bool)
@@ -257,15 +257,15 @@ def register_factorisation(
     leading_term: Callable[[int, int], float],
     **options: Any,
 ) -> Operator:
-    """A row of one whose work has a leading term for matrices `[m, n]`."""
+    """Register an operator whose work is a leading term for matrices `[m, n]`."""
     return register_linalg(name, infer, example, work=of_matrices(leading_term), **options)
 
 
 def of_matrices(leading_term: Callable[[int, int], float]) -> Work:
-    """The work of a factorisation: a leading term for each matrix `[m, n]` of a stack.
+    """Return the work function of a factorization: a leading term per matrix `[m, n]` of a stack.
 
-    Leading terms are those of Golub and Van Loan, "Matrix Computations", 4th edition, chapters 3,
-    4, 5, 7 and 8.
+    Leading terms are from Golub and Van Loan, "Matrix Computations", 4th edition, chapters 3, 4, 5,
+    7 and 8.
     """
 
     def work(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
@@ -276,7 +276,7 @@ def of_matrices(leading_term: Callable[[int, int], float]) -> Work:
 
 
 def same_matrix(shapes: Sequence[Shape], **_: Any) -> Inferred:
-    """Square matrices in, matrices of that shape out.
+    """Infer matrices of the shape of square matrices.
 
     >>> print(same_matrix([(2, 4, 4)]).rule)
     ([i, j, k]) -> ([i, j, k]) {i=2, j=4, k=4} need_replication={j, k}
@@ -291,20 +291,20 @@ _SQUARES: Example = ([(2, 4, 4)], {})
 
 
 def in_linalg(work: LocalWork) -> Function:
-    """The function of that name in the library's `linalg`."""
+    """Return the function of the operator's name in the library's `linalg`."""
     function = find_function(work, work.library.namespace.linalg, work.name)
     return partial(function, **own_attributes(work)) if work.attributes else function
 
 
 _SINGULAR: dict[str, Any] = {"local": in_linalg, "fails": "any"}
-"""Options of LAPACK's functions, which fail for singular matrices, or do not converge."""
+"""Options of operators that call LAPACK, which can fail: singular matrices, no convergence."""
 
 
 def _pull_cholesky(step: TapeStep, g: Any, number: int) -> Any:
     root = step.result
     inner = _halve_diagonal(matmul(_t(root), g))
     back = solve(_t(root), inner)
-    # L^-T inner L^-1: a solve from the left, then one from the right.
+    # L^-T inner L^-1: a solve from the left, then a solve from the right.
     found = _t(solve(_t(root), _t(back)))
     return (found + _t(found)) * 0.5
 
@@ -368,12 +368,12 @@ def _pull_eigh(step: TapeStep, g: Any, number: int) -> Any:
     inner = _invert_differences(values) * matmul(_t(vectors), of_vectors)
     inner = inner + _spread_diagonal(of_values, size, size)
     found = matmul(matmul(vectors, inner), _t(vectors))
-    # As the factorisation reads them: one triangle, the other being the same.
+    # The factorization reads only one triangle, so the cotangent is symmetrized.
     return (found + _t(found)) * 0.5
 
 
 def _invert_differences(values: Any) -> Any:
-    """`1 / (v[j] - v[i])` for each pair, 0 on the diagonal."""
+    """Return `1 / (v[j] - v[i])` for each pair, and 0 on the diagonal."""
     apart = expand_dims(values, axis=-2) - expand_dims(values, axis=-1)
     same = whole(values, np.eye(values.shape[-1], dtype=bool))
     return where(same, 0.0, 1.0 / where(same, 1.0, apart))
@@ -458,7 +458,7 @@ def _find_cutoff(x: Any, s: Any, rtol: Any) -> Any:
     if not is_known:
         raise UsageError(f"rtol {rtol!r}; a number, or an array of them, was expected")
     if not isinstance(relative, int | float) and relative.ndim:
-        # One tolerance a matrix, beside the singular values of each.
+        # A tolerance per matrix, which broadcasts against its singular values.
         relative = expand_dims(relative, axis=-1)
     return elementwise.multiply(largest, relative)
 
@@ -540,7 +540,7 @@ def solve(x1: Any, x2: Any, /) -> Any:
 
 
 def solve_rule(shapes: Sequence[Shape], **_: Any) -> Inferred:
-    """`[..., m, m] x = [..., m, n]`: columns of the right side are solved one by one.
+    """Infer the solution of `[..., m, m] x = [..., m, n]`, whose columns are independent.
 
     >>> print(solve_rule([(2, 4, 4), (2, 4, 3)]).rule)
     ([i, j, l], [i, j, k]) -> ([i, l, k]) {i=2, j=4, k=3, l=4} need_replication={j, l}
@@ -548,7 +548,7 @@ def solve_rule(shapes: Sequence[Shape], **_: Any) -> Inferred:
     counted("solve", shapes, 2)
     left, right = shapes
     vector = len(right) == 1
-    # The dimension that is solved for, whose size is that of the matrices.
+    # The dimension of the unknowns, which has the size of the matrices.
     inner = right[-1:] if vector else right[-2:-1]
     if len(left) < 2 or left[-1:] != left[-2:-1] or inner != left[-1:]:
         raise SpecError(f"solve of {left} and {right}; [..., m, m] and [..., m, n] were expected")
@@ -579,7 +579,7 @@ def _pull_solve(step: TapeStep, g: Any, number: int) -> Any:
 
 
 def of_systems(leading_term: Callable[[int, int], float]) -> Work:
-    """The work of a solver: the leading term for matrices `[n, n]` and right sides `[n, k]`."""
+    """Return a solver's work: the leading term for matrices `[n, n]` and right sides `[n, k]`."""
 
     def work(rule: OpShardingRule, sizes: Sizes, attributes: Attributes) -> float:
         left, right = rule.operands[0], rule.operands[1]
@@ -647,7 +647,7 @@ def _pull_svd(step: TapeStep, g: Any, number: int) -> Any:
     across, down = expand_dims(s, axis=-2), expand_dims(s, axis=-1)
     inner = left * across + down * right + _spread_diagonal(of_s, size, size)
     found = matmul(matmul(u, inner), vh)
-    # What of the vectors' cotangents lies outside of the space that the vectors span.
+    # The components of the vectors' cotangents outside the space that the vectors span.
     if rows > size:
         outside = of_u - matmul(u, matmul(_t(u), of_u))
         found = found + matmul(outside / across, vh)
@@ -725,7 +725,7 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
     if ord == "fro":
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
     if ord in (1, -1, math.inf, -math.inf):
-        # Order inf is the largest sum of a row, order 1 that of a column.
+        # Order inf is the largest sum of a row, order 1 the largest sum of a column.
         rows_last = ord in (math.inf, -math.inf)
         sums = reductions.sum(elementwise.abs(x), axis=-1 if rows_last else -2, keepdims=True)
         choose = reductions.max if ord > 0 else reductions.min

@@ -49,7 +49,7 @@ Range = tuple[int, int, int]
 
 
 def read_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
-    """Axes counted from the start, in their order. Raises SpecError for one that is not there."""
+    """Return axes counted from the start, in their order. Raises SpecError for a missing axis."""
     asked = tuple(axis) if isinstance(axis, Iterable) else (axis,)
     try:
         given = tuple(map(index, asked))
@@ -61,7 +61,7 @@ def read_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The common shape of arrays of these shapes. Raises SpecError if there is none."""
+    """Return the common shape to which shapes broadcast. Raises SpecError if there is none."""
     return broadcast_shape([tuple(_read_sizes(shape)) for shape in shapes])
 
 
@@ -89,7 +89,7 @@ def register_movement(
     operator_class: OperatorClass = OperatorClass.OTHER,
     **options: Any,
 ) -> Operator:
-    """A row of an operator that only moves elements: partial operands stay so, of any kind."""
+    """Register an operator that only moves elements: operands stay partial, by any reduction."""
     return register(
         Operator(
             name,
@@ -109,7 +109,7 @@ _ALL = ("max", "min", "product")
 
 
 def broadcast_to_rule(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
-    """NumPy's broadcast to a shape."""
+    """Infer NumPy's broadcast to a shape."""
     given = one_operand("broadcast_to", shapes)
     return _infer_by_template(broadcast_with_shapes_template(given, tuple(shape)), given)
 
@@ -123,7 +123,7 @@ _BROADCASTING = OperatorClass.BROADCASTING
 
 
 def _to_shape_kernel(work: LocalWork) -> list[Function]:
-    """Return a reshape or broadcast, to the shape that the result has on each rank."""
+    """Return kernels that reshape or broadcast to the result's shape on each rank."""
     function = find_function(work, work.library.namespace, work.name)
     return [
         lambda x, shape=shape: function(x, shape)
@@ -159,7 +159,7 @@ def broadcast_arrays(*arrays: Any) -> list[Any]:
 def expand_dims(x: Any, /, axis: int = 0) -> Any:
     """Insert a dimension of size 1 at this position of the result.
 
-    Raises ArrayIndexError for a place that the result has not.
+    Raises ArrayIndexError for a position that the result does not have.
     """
     place = as_whole(axis)
     if place is not None and not -x.ndim - 1 <= place <= x.ndim:
@@ -171,7 +171,7 @@ def expand_dims(x: Any, /, axis: int = 0) -> Any:
 
 
 def expand_dims_rule(shapes: Sequence[Shape], axis: Axes = 0) -> Inferred:
-    """New dimensions of size 1 at these places of the result.
+    """Infer new dimensions of size 1 at these positions of the result.
 
     >>> print(expand_dims_rule([(4, 8)], axis=1).rule)
     ([i, k]) -> ([i, j, k]) {i=4, j=1, k=8}
@@ -205,7 +205,7 @@ register_movement(
 
 @of_arrays
 def squeeze(x: Any, /, axis: Axis) -> Any:
-    """Remove dimensions of size 1. Raises SpecError for one of another size."""
+    """Remove dimensions of size 1. Raises SpecError for a dimension of another size."""
     axes = read_axes(axis, x.ndim)
     if any(x.shape[one] != 1 for one in axes):
         raise SpecError(f"squeeze of axes {axes} of shape {list(x.shape)}; they must have size 1")
@@ -213,7 +213,7 @@ def squeeze(x: Any, /, axis: Axis) -> Any:
 
 
 def squeeze_rule(shapes: Sequence[Shape], axis: Axes = None) -> Inferred:
-    """Without these dimensions of size 1; without all of them when not given.
+    """Infer the removal of dimensions of size 1; of all of them when not given.
 
     >>> print(squeeze_rule([(4, 1, 8)], axis=1).rule)
     ([i, j, k]) -> ([i, k]) {i=4, j=1, k=8} need_replication={j}
@@ -249,7 +249,7 @@ def permute_dims(x: Any, /, axes: Sequence[int]) -> Any:
 
 
 def permute_dims_rule(shapes: Sequence[Shape], axes: Sequence[int] | None = None) -> Inferred:
-    """Dimension `d` of the result is `axes[d]` of the operand; reversed when not given."""
+    """Infer a result whose dimension `d` is the operand's `axes[d]`; reversed when not given."""
     shape = one_operand("permute_dims", shapes)
     given = range(len(shape))[::-1] if axes is None else axes
     return _infer_by_template(transpose_template(len(shape), tuple(given)), shape)
@@ -315,7 +315,7 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) 
 
 
 def reshape_rule(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
-    """The same elements in row-major order; one size may be -1.
+    """Infer the same elements in row-major order; a single size may be -1.
 
     >>> print(reshape_rule([(4, 6)], shape=(2, -1)).rule)
     ([ij, k]) -> ([i, jk]) {i=2, j=2, k=6}
@@ -352,7 +352,7 @@ def flip(x: Any, /, *, axis: Axis | None = None) -> Any:
 
 
 def flip_rule(shapes: Sequence[Shape], axis: Axes = None) -> Inferred:
-    """The elements of axes in reverse order."""
+    """Infer axes in reverse order."""
     shape = one_operand("flip", shapes)
     return kept(shape, moved=axes_of(len(shape), axis))
 
@@ -389,7 +389,7 @@ def roll(x: Any, /, shift: Axis, *, axis: Axis | None = None) -> Any:
 
 
 def roll_rule(shapes: Sequence[Shape], shift: int | Sequence[int], axis: Axes = None) -> Inferred:
-    """The elements of axes shifted round; of the whole array, flattened, without axes.
+    """Infer axes that are shifted cyclically; without axes, the flattened array is shifted.
 
     >>> print(roll_rule([(4, 8)], shift=1, axis=1).rule)
     ([i, j]) -> ([i, j]) {i=4, j=8} permutation={j}
@@ -416,7 +416,7 @@ def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
     """Concatenate arrays along an axis; they are flattened first if it is None."""
     made = _promote(arrays)
     if axis is None:
-        # Flattened one by one, so that each keeps what cuts it can.
+        # Arrays are flattened separately, so that each keeps its sharding if possible.
         made, axis = [reshape(one, (-1,)) for one in made], 0
     return call("concat", made, {"axis": axis_of(made[0].ndim, axis)})
 
@@ -439,7 +439,7 @@ def _promote(arrays: Sequence[Any]) -> list[Any]:
 
 
 def concat_rule(shapes: Sequence[Shape], axis: int | None = 0) -> Inferred:
-    """Arrays one behind the other along an axis; all flattened when it is None.
+    """Infer the concatenation of arrays along an axis; all are flattened when it is None.
 
     >>> print(concat_rule([(4, 8), (4, 3)], axis=1).rule)
     ([i, j], [i, j]) -> ([i, j]) {i=4, j=11} need_replication={j}
@@ -476,7 +476,7 @@ def _check_some(name: str, shapes: Sequence[Shape]) -> None:
 
 
 def _concat_kernel(work: LocalWork) -> Function:
-    """Parts one behind the other along an axis."""
+    """Return a kernel that concatenates parts along an axis."""
     function = find_function(work, work.library.namespace, work.name)
     axis = work.attributes["axis"]
     return lambda *parts: function(parts, axis=axis)
@@ -501,7 +501,7 @@ register_movement(
 
 @of_arrays
 def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Any:
-    """Join arrays of one shape along a new axis."""
+    """Join arrays of equal shape along a new axis."""
     made = _promote(arrays)
     if len({one.shape for one in made}) != 1:
         raise SpecError(f"a stack of shapes {[one.shape for one in made]}; they must be equal")
@@ -510,12 +510,12 @@ def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Any:
 
 
 def take_ranges(x: Any, ranges: Mapping[int, Range]) -> Any:
-    """The indices `start, start + step, ...` below `stop` of some dimensions, all of the others.
+    """Take the indices `start, start + step, ...` below `stop` of the dimensions in `ranges`.
 
     Steps are 1 or more.
     """
     items = [ranges.get(dim, (0, size, 1)) for dim, size in enumerate(x.shape)]
-    # All of it: the array itself, and no operation.
+    # If all ranges are whole, return the array itself, without an operation.
     if all(one == (0, size, 1) for one, size in zip(items, x.shape, strict=True)):
         return x
     starts, stops, steps = zip(*items, strict=True)
@@ -528,7 +528,7 @@ def slice_rule(
     limits: Sequence[int],
     strides: Sequence[int] | None = None,
 ) -> Inferred:
-    """A rectangle, with a positive step per dimension.
+    """Infer a rectangle, with a positive step per dimension.
 
     >>> print(slice_rule([(4, 8)], [0, 1], [4, 7], [1, 2]).rule)
     ([i, j]) -> ([i, j]) {i=4, j=8} permutation={j}
@@ -548,7 +548,7 @@ def slice_rule(
 
 
 def _slice_kernel(work: LocalWork) -> Function:
-    """Ranges of dimensions, with steps."""
+    """Return kernels that take ranges of dimensions, with steps."""
     attributes = work.attributes
     (operand,) = work.operands
     shape = () if operand is None else operand.shape
@@ -569,7 +569,7 @@ def _pull_slice(step: TapeStep, g: Any, number: int) -> Any:
 
 
 def put_ranges(x: Any, shape: Sequence[int], ranges: Sequence[tuple[int, int, int]]) -> Any:
-    """Zeros of a shape, with elements at every `step`-th place from `start` on of each dimension.
+    """Return zeros, with elements at every `step`-th position from `start` on in each dimension.
 
     >>> import reshard.spmd as sp
     >>> put_ranges(sp.array([1, 2]), (6,), [(1, 6, 3)]).to_dense().tolist()
@@ -578,7 +578,7 @@ def put_ranges(x: Any, shape: Sequence[int], ranges: Sequence[tuple[int, int, in
     for dim, (_, _, step) in enumerate(ranges):
         if step == 1 or x.shape[dim] == 0:
             continue
-        # `step - 1` zeros behind each element; those behind the last one go.
+        # Each element is followed by `step - 1` zeros, except the last element.
         spread = pad(
             expand_dims(x, axis=dim + 1),
             [(0, (step - 1) * (d == dim + 1)) for d in range(x.ndim + 1)],
@@ -632,7 +632,7 @@ def tile(x: Any, repetitions: int | Sequence[int], /) -> Any:
 def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
     """Repeat each element along an axis; of the flattened array when None.
 
-    `repeats` is one number, or one for each place of the axis.
+    `repeats` is a single number, or a number for each position of the axis.
     """
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
@@ -641,7 +641,7 @@ def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
         if repeats < 0:
             raise UsageError(f"{repeats} repeats; 0 or more were expected")
         shape = [*x.shape[: place + 1], repeats, *x.shape[place + 1 :]]
-        # A dimension of repeats behind the axis, then merged with it: the rules of both keep cuts.
+        # Add a dimension of repeats after the axis, and merge them: both rules keep shardings.
         wide = broadcast_to(expand_dims(x, axis=place + 1), shape)
         return reshape(wide, [*x.shape[:place], x.shape[place] * repeats, *x.shape[place + 1 :]])
     # Unequal repeats have no rule by factors; each element is looked up.
@@ -650,7 +650,7 @@ def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
 
 
 def _find_repeat_places(x: ArrayValue, repeats: Any, size: int) -> Any:
-    """Return the index of each element when each place is repeated so often."""
+    """Return the index of each element of the result of `repeat`."""
     times = repeats.to_dense() if isinstance(repeats, ArrayValue) else repeats
     try:
         found = np.repeat(np.arange(size), np.broadcast_to(np.asarray(times), (size,)))
@@ -705,7 +705,7 @@ def pad_rule(
     constant_values: float = 0,
     interior: Sequence[int] | None = None,
 ) -> Inferred:
-    """(before, after) more elements per dimension, and `interior` ones between neighbours.
+    """Infer `(before, after)` more elements per dimension, and `interior` between neighbours.
 
     >>> print(pad_rule([(4, 8)], [(0, 0), (1, 2)]).rule)
     ([i, j]) -> ([i, j]) {i=4, j=8} permutation={j}
@@ -733,13 +733,13 @@ def _pads_with_zero(**attributes: Any) -> bool:
 
 
 def _pad_kernel(work: LocalWork) -> Function:
-    """Return a number around the array."""
+    """Return a kernel that pads the array with a number."""
     pairs, value = work.attributes["pad_width"], work.attributes["constant_values"]
     return lambda x: pad_array(work.library, x, pairs, value)
 
 
 def pad_array(library: Library, x: Any, pairs: _Pairs, value: float = 0) -> Any:
-    """An array with a number around it."""
+    """Return an array padded with a number."""
     if not any(before or after for before, after in pairs):
         return x
     shape = [size + sum(pair) for size, pair in zip(x.shape, pairs, strict=True)]
@@ -804,7 +804,7 @@ def split(x: Any, indices_or_sections: Sizes, /, *, axis: int = 0) -> tuple[Any,
 
 
 def summed_to(x: Any, shape: tuple[int, ...]) -> Any:
-    """The sum over all dimensions that were broadcast from a shape.
+    """Sum over all dimensions that were broadcast from a shape.
 
     >>> import reshard.spmd as sp
     >>> summed_to(sp.ones((2, 3)), (3,)).to_dense().tolist()
@@ -813,11 +813,11 @@ def summed_to(x: Any, shape: tuple[int, ...]) -> Any:
     if x.shape == shape:
         return x
     lead = x.ndim - len(shape)
-    # Sizes of 1 in the middle are kept by their own sum; those ahead go.
+    # Dimensions that were broadcast from size 1 are kept by a sum; added leading ones are removed.
     inner = tuple(
         lead + dim for dim, size in enumerate(shape) if size == 1 and x.shape[lead + dim] != 1
     )
-    # By name, since the family of sums lies above this module.
+    # Found by name, because the module of sums imports this module.
     if inner:
         x = call("sum", (x,), {"axis": inner, "keepdims": True}, {"dtype": x.dtype})
     if lead:

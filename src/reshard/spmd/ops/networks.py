@@ -1,7 +1,7 @@
 """Functions of neural networks: softmax, norms, losses, attention, lookups.
 
-They are composed of operations that work on shards, so that an axis that is cut stays so: a
-softmax over a cut axis exchanges its maximum and its sum, and never the array.
+They are composed of operations that work on shards, so that a sharded axis stays sharded: a
+softmax over a sharded axis exchanges its maximum and its sum, and never the array.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ def logsumexp(x: Any, /, *, axis: Axis = -1, keepdims: bool = False) -> Any:
 
 
 def take_off_most(x: Any, axis: Axis) -> tuple[Any, Any, Any]:
-    """The array less its greatest, the greatest, and the sum of the exponentials of the first."""
-    # No exponential is above 1 then.
+    """Return the array minus its maximum, the maximum, and the sum of the exponentials."""
+    # Subtracting the maximum keeps all exponentials at or below 1.
     most = _find_most(x, axis)
-    # Where all are -inf, so is the result: nothing is taken off.
+    # If all elements are -inf, so is the result: nothing is subtracted, because -inf + inf is NaN.
     most = where(elementwise.isfinite(most), most, 0.0)
     apart = subtract(x, most)
     return apart, most, reductions.sum(exp(apart), axis=axis, keepdims=True)
 
 
 def _find_most(x: Any, axis: Axis) -> Any:
-    """Return the greatest along axes, as a constant: what is taken off changes no result."""
+    """Return the maximum along axes as a constant, since subtracting it does not affect results."""
     most = reductions.max(x, axis=axis, keepdims=True)
-    # A derivative of the greatest would have to find who it was, on all ranks.
+    # Differentiating the maximum would require finding the maximal elements on all ranks.
     is_differentiated = any(hasattr(one, "record_read") for one in recorders)
     return call("stop_gradient", (most,)) if is_differentiated else most
 
@@ -92,7 +92,7 @@ def log_softmax(x: Any, /, *, axis: Axis = -1) -> Any:
     if 0 in x.shape:
         axes_of(x.ndim, axis)
         return log(exp(x))
-    # Of the difference, not of `x`: a logarithm beside a million would be rounded away.
+    # Subtract from the difference, not from `x`: the logarithm would be lost in a large `x`.
     apart, _, total = take_off_most(x, axis)
     return subtract(apart, log(total))
 
@@ -111,14 +111,14 @@ def layer_norm(
     axes = _last_axes(x, dims, weight, bias)
     x, weight, bias = operands(x, weight, bias)
     given = [one for one in (x, weight, bias) if one is not None]
-    # A row with an offset alone is none of the operator's.
+    # The operator does not support a bias without a weight.
     if (bias is None or weight is not None) and _may_be_one(len(axes), given):
         return call("layer_norm", given, {"dims": len(axes)}, {"epsilon": epsilon})
     return layer_norm_by_parts(x, weight, bias, axes=axes, epsilon=epsilon)
 
 
 def _last_axes(x: Any, dims: int, *weights: Any) -> tuple[int, ...]:
-    """Return the last axes. Raises for weights that do not have their sizes."""
+    """Return the last axes. Raises SpecError for weights that do not have their sizes."""
     count = whole_number("a norm over dimensions:", dims, 1)
     axes = axes_of(x.ndim, tuple(range(-count, 0)))
     sizes = tuple(x.shape[axis] for axis in axes)
@@ -132,8 +132,8 @@ def _last_axes(x: Any, dims: int, *weights: Any) -> tuple[int, ...]:
 
 
 def _may_be_one(dims: int, given: Sequence[Any]) -> bool:
-    """Whether a norm may be one operation on each rank: what is normalised is whole there."""
-    # A strategy that is yet to place all values may cut what is normalised.
+    """Return whether a norm can be a single operation: the normalized axes must not be sharded."""
+    # A strategy that has not yet chosen shardings may shard the normalized axes.
     if not settles() or not all(isinstance(one, ArrayValue) for one in given):
         return False
     types = {one.type.dtype for one in given}
@@ -150,7 +150,7 @@ def register_layer(name: str, infer: Infer, example: Example, **options: Any) ->
 
 
 def norm_rule(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
-    """The norm over the last dimensions, with optional weight and bias of their shape.
+    """Infer the norm over the last dimensions, with optional weight and bias of their shape.
 
     >>> print(norm_rule([(4, 8), (8,)]).rule)
     ([i, j], [j]) -> ([i, j]) {i=4, j=8} need_replication={j}
@@ -165,7 +165,7 @@ def norm_rule(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
             "must have their sizes"
         )
     builder = RuleBuilder(shapes, [shape])
-    # Weight and bias have the normalised dimensions alone.
+    # Weight and bias have only the normalized dimensions.
     others = len(shapes) - 1
     for dim in range(len(shape)):
         if dim < lead:
@@ -176,7 +176,7 @@ def norm_rule(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
 
 
 def _norm_kernel(work: LocalWork) -> Function:
-    """Return a norm of each row, with a weight and an offset where these are given."""
+    """Return a kernel for the norm of each row, with a weight and a bias if they are given."""
     if work.library.name == "numpy":
         return _norm_by_numpy(work)
     functional = import_module("torch").nn.functional
@@ -203,7 +203,7 @@ def _norm_by_numpy(work: LocalWork) -> Function:
 
 
 class _Rows:
-    """The normalized dimensions as rows, of floats of 4 bytes or more."""
+    """A conversion of the normalized dimensions to rows, of floats of 4 bytes or more."""
 
     def __init__(self, work: LocalWork) -> None:
         self.space = work.library.namespace
@@ -218,15 +218,15 @@ class _Rows:
         self._wide = work.library.own_dtype(as_dtype("float32") if is_narrow else given.dtype)
 
     def of(self, x: Any) -> Any:
-        """An array as rows."""
+        """Return an array as rows."""
         return self.space.astype(x, self._wide, copy=False).reshape(-1, self.size)
 
     def like(self, x: Any, other: Any) -> Any:
-        """Rows in the shape and of the type of an array."""
+        """Return rows in the shape and with the type of an array."""
         return self.space.astype(x, other.dtype, copy=False).reshape(other.shape)
 
     def scaled(self, x: Any) -> tuple[Any, Any]:
-        """Rows, less their means where these are taken off, and what they are multiplied by."""
+        """Return rows, centred if the norm subtracts means, and the factor that normalizes each."""
         x = self.of(x)
         if self.is_centred:
             x = x - self.space.mean(x, axis=-1, keepdims=True)
@@ -241,7 +241,7 @@ def _pull_norm(step: TapeStep, g: Any) -> tuple[Any, ...]:
     x, *weights = step.operands
     dims, epsilon = step.attributes["dims"], step.attributes["epsilon"]
     made = call(f"{step.name}_gradient", (g, x, *weights[:1]), {"dims": dims}, {"epsilon": epsilon})
-    # The tape sums what was added to each row.
+    # The bias was broadcast over rows: the tape sums its cotangent.
     return (*made, *[g] * len(weights[1:])) if weights else (made,)
 
 
@@ -283,7 +283,7 @@ register_layer(
 def layer_norm_by_parts(
     x: Any, weight: Any = None, bias: Any = None, *, axes: Axis, epsilon: float
 ) -> Any:
-    """The norm, see `layer_norm`, of other operations, whose axes may be cut."""
+    """Compute `layer_norm` by other operations, which may shard the normalized axes."""
     apart = subtract(x, reductions.mean(x, axis=axes, keepdims=True))
     spread = reductions.mean(elementwise.square(apart), axis=axes, keepdims=True)
     found = divide(apart, elementwise.sqrt(add(spread, epsilon)))
@@ -293,7 +293,7 @@ def layer_norm_by_parts(
 
 @in_wide_types
 def rms_norm_by_parts(x: Any, weight: Any = None, *, axes: Axis, epsilon: float) -> Any:
-    """The norm, see `rms_norm`, of other operations, whose axes may be cut."""
+    """Compute `rms_norm` by other operations, which may shard the normalized axes."""
     size = reductions.mean(elementwise.square(x), axis=axes, keepdims=True)
     found = divide(x, elementwise.sqrt(add(size, epsilon)))
     return found if weight is None else multiply(found, weight)
@@ -349,9 +349,10 @@ def cross_entropy(
 
 
 def norm_gradient_rule(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
-    """Of a norm, the cotangents of its operand and of the weight, from that of the result.
+    """Infer the cotangents of a norm's operand and weight from the result's cotangent.
 
-    Weights are of all rows: ranks that have parts of these have contributions to its cotangent.
+    The weight applies to all rows, so ranks that have parts of the rows have contributions to its
+    cotangent.
 
     >>> print(norm_gradient_rule([(4, 8), (4, 8), (8,)]).rule)
     ([i, j], [i, j], [j]) -> ([i, j], [j]) {i=4, j=8} reduction={i} need_replication={j}
@@ -378,19 +379,19 @@ def norm_gradient_rule(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
 
 
 def _norm_gradient_kernel(work: LocalWork) -> Function:
-    """Return the cotangents of a norm's operand and weight."""
+    """Return a kernel for the cotangents of a norm's operand and weight."""
     rows = _Rows(work)
     if rows.is_centred and work.library.name != "numpy":
         return _layer_norm_gradient_by_torch(rows, work.attributes["epsilon"])
 
     def function(g: Any, x: Any, *weights: Any) -> Any:
-        # With h the cotangent of the row before its weight and n the row after its norm, it is
-        # (h - mean(h n) n) / deviation, less its mean where the row's own was taken off.
+        # Let h be the cotangent of the normalized row n, before the weight. The row's cotangent is
+        # (h - mean(h n) n) / deviation, minus its mean if the norm subtracts the row's mean.
         apart, scale = rows.scaled(x)
         slope = rows.of(g)
         shared = slope * apart
         to_weights = [rows.like(scale @ shared, one) for one in weights]
-        # New memory of this size takes longer than to compute: the result lies in that of a step.
+        # Allocating memory of this size takes longer than computing, so `shared` is reused.
         if weights:
             weight = rows.of(weights[0])[0]
             agreement = shared @ weight
@@ -444,8 +445,8 @@ def _pull_norm_gradient(step: TapeStep, g: Any) -> tuple[Any, ...]:
 
 
 def pull_again(pull_back: Callable[..., Any], step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
-    """The cotangents of a gradient's operands, by the gradient as a function of them."""
-    # It stands above this module.
+    """Return the cotangents of a gradient's operands, by differentiating the gradient function."""
+    # Found by name, because it depends on this module.
     found: tuple[Any, ...] = namespace.find("vjp")(pull_back, *step.operands)[1](
         cotangents if isinstance(cotangents, tuple) else (cotangents,)
     )

@@ -1,6 +1,6 @@
-"""The array API's functions that search, sort and make sets.
+"""The array API's functions for searching, sorting and sets.
 
-How many elements are not zero, or differ, only the elements tell: such results are found on the
+The number of nonzero or unique elements depends on the elements: such results are computed from the
 whole array, and are not sharded.
 """
 
@@ -31,7 +31,7 @@ from reshard.spmd.shards.operation_call import call
 
 @of_arrays
 def sort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Any:
-    """Sort along an axis in ascending order. A sharded axis may stay sharded: see `cut_sorts`."""
+    """Sort along an axis in ascending order. A sharded axis may stay so: see `sharded_sort`."""
     return _put_in_order("sort", x, axis_of(x.ndim, axis), bool(descending))
 
 
@@ -47,7 +47,7 @@ def register_ordering(name: str, infer: Infer | None, **options: Any) -> Operato
 def ordered(
     shapes: Sequence[Shape], axis: int = -1, descending: bool = False, stable: bool = True
 ) -> Inferred:
-    """Operands of one shape put in the order of the first along an axis; as many results.
+    """Infer operands of equal shape, sorted in the order of the first along an axis.
 
     >>> print(ordered([(4, 8)]).rule)
     ([i, j]) -> ([i, j]) {i=4, j=8} need_replication={j}
@@ -63,14 +63,14 @@ def ordered(
             [dim] * len(shapes),
             [dim] * len(shapes),
             kind="need_replication" if dim == place else "pass_through",
-            # Without another dimension that could be cut instead, a cut has nowhere to go.
+            # A one-dimensional array has no other dimension that could be sharded instead.
             blocked=alone and dim == place,
         )
     return builder.build()
 
 
 def _sort_kernel(work: LocalWork) -> Function:
-    """Elements in order along an axis."""
+    """Return a kernel that sorts along an axis."""
     space, axis = work.library.namespace, work.attributes["axis"]
     descending = work.attributes["descending"]
     return lambda x: sorted_along(space, x, axis, descending)
@@ -82,7 +82,7 @@ _EXAMPLE: Example = ([(4, 8)], {"axis": 1})
 def _pull_sort(step: TapeStep, g: Any, number: int) -> Any:
     axis = step.attributes["axis"]
     order = argsort(step.operands[0], axis=axis, descending=step.attributes["descending"])
-    # The place that each element went to is the order's own order.
+    # The position to which each element was moved is the argsort of the order.
     return call("take_along_axis", (g, argsort(order, axis=axis)), {"axis": axis})
 
 
@@ -107,7 +107,7 @@ def argsort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool
 
 
 def _argsort_kernel(work: LocalWork) -> Function:
-    """Return the indices that sort an axis; equal elements keep their order."""
+    """Return a kernel for the indices that sort an axis; equal elements keep their order."""
     space, axis = work.library.namespace, work.attributes["axis"]
     descending = work.attributes["descending"]
     return lambda x: order_of(space, x, axis, descending)
@@ -207,7 +207,7 @@ def unique_values(x: Any, /) -> Any:
 def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Any:
     """Whether each element of `x1` is in `x2`."""
     x1, x2 = operands(x1, x2)
-    # Each of `x1` against all of `x2`, along a new last axis.
+    # Each element of `x1` is compared with all of `x2`, along a new last axis.
     flat = reshape(x2, (1,) * x1.ndim + (x2.size,))
     found = any_of(elementwise.equal(reshape(x1, (*x1.shape, 1)), flat), axis=-1)
     return elementwise.logical_not(found) if invert else found
@@ -224,7 +224,7 @@ def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: 
         if one is None:
             continue
         (one,) = operands(x, one)[1:]
-        # Numbers and NumPy's arrays before or behind the array.
+        # Prepended and appended values may be numbers and NumPy arrays.
         if not isinstance(one, ArrayValue):
             one = whole(x, np.asarray(one))
         if one.ndim == 0:
@@ -235,7 +235,7 @@ def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: 
         size = found.shape[place]
         later = take_ranges(found, {place: (min(1, size), size, 1)})
         earlier = take_ranges(found, {place: (0, max(size - 1, 0), 1)})
-        # Truth values cannot be subtracted; they differ, or they do not.
+        # Booleans cannot be subtracted; their difference is whether they differ.
         if found.dtype.name == "bool":
             found = elementwise.not_equal(later, earlier)
         else:
@@ -256,7 +256,7 @@ def top_k(x: Any, k: int, /, *, axis: int = -1) -> tuple[Any, Any]:
 
 
 def top_k_rule(shapes: Sequence[Shape], k: int, axis: int = -1) -> Inferred:
-    """The `k` largest along an axis, and where they were.
+    """Infer the `k` largest elements along an axis, and their indices.
 
     >>> print(top_k_rule([(4, 8)], k=3).rule)
     ([i, j]) -> ([i, j], [i, j]) {i=4, j=8} need_replication={j} blocked={j}
@@ -280,7 +280,7 @@ def top_k_rule(shapes: Sequence[Shape], k: int, axis: int = -1) -> Inferred:
 
 
 def _top_k_kernel(work: LocalWork) -> Function:
-    """Return the largest along an axis, and where they were; of equal ones the first."""
+    """Return a kernel for the largest elements along an axis and their indices; ties by index."""
     space, k, axis = work.library.namespace, work.attributes["k"], work.attributes["axis"]
 
     def function(x: Any) -> tuple[Any, Any]:

@@ -1,8 +1,9 @@
 """Products that sum over factors: matrix products, dot products, einsum.
 
-Each operand's cotangent is a product of the others with the result's. Along an axis that is sharded
-and that the forward product does not sum over, the backward one does: the gradient of a weight
-holds contributions of the ranks that have parts of the batch.
+Each operand's cotangent is a product of the other operands with the result's cotangent. The
+backward product sums over axes that the forward product does not sum over. If such an axis is
+sharded, the gradient is partial: the gradient of a weight holds contributions of the ranks that
+have parts of the batch.
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ def register_product(name: str, infer: Infer, example: Example, **options: Any) 
 
 
 def vecdot_rule(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
-    """Products summed over one axis, the others broadcast.
+    """Infer products summed over an axis; the other axes broadcast.
 
     >>> print(vecdot_rule([(4, 8), (8,)]).rule)
     ([i, j], [j]) -> ([i]) {i=4, j=8} reduction={j}
     """
     counted("vecdot", shapes, 2)
-    # Counted from the end, since operands are lined up there; an axis from the start is meant in
-    # the operand of fewer dimensions.
+    # Counted from the end, where operands are aligned; an axis that is counted from the start
+    # refers to the operand with fewer dimensions.
     back = axis_of(min(map(len, shapes)), axis) - min(map(len, shapes)) if axis >= 0 else axis
     dims = [axis_of(len(shape), back) for shape in shapes]
     _check_same("vecdot", shapes[0][dims[0]], shapes[1][dims[1]], shapes)
@@ -134,7 +135,7 @@ def tensordot(x1: Any, x2: Any, /, *, axes: int | tuple[Sequence[int], Sequence[
 def tensordot_rule(
     shapes: Sequence[Shape], axes: int | Sequence[int | Sequence[int]] = 2
 ) -> Inferred:
-    """Products summed over pairs of axes; the result has the other axes, the left's first.
+    """Infer products summed over pairs of axes; the result has the other axes, the left's first.
 
     >>> print(tensordot_rule([(4, 8, 2), (2, 8, 5)], axes=[[1, 2], [1, 0]]).rule)
     ([i, k, l], [l, k, j]) -> ([i, j]) {i=4, j=5, k=8, l=2} reduction={k, l}
@@ -180,7 +181,7 @@ def _pull_tensordot(step: TapeStep, g: Any, number: int) -> Any:
     if number == 0:
         behind = list(range(len(free[0]), g.ndim))
         found = tensordot(g, y, axes=(behind, free[1]))
-        # What is left of `y` is in its own order of dimensions.
+        # The remaining dimensions of `y` keep their order.
         order = free[0] + [summed[0][summed[1].index(dim)] for dim in sorted(summed[1])]
     else:
         ahead = list(range(len(free[0])))
@@ -222,7 +223,7 @@ def outer(x1: Any, x2: Any, /) -> Any:
 def einsum(subscripts: str, /, *arrays: Any) -> Any:
     """Sums of products over subscripts, as `numpy.einsum`.
 
-    Of a letter that an operand has twice, the diagonal is taken first.
+    If an operand has a letter twice, its diagonal is taken first.
 
     >>> import reshard.spmd as sp
     >>> x = sp.array([[1.0, 2.0], [3.0, 4.0]])
@@ -244,11 +245,11 @@ def einsum(subscripts: str, /, *arrays: Any) -> Any:
 
 
 def _take_diagonals(letters: str, x: Any) -> tuple[str, Any]:
-    """Return an operand in whose subscripts no letter is there twice."""
+    """Take diagonals of an operand until no letter occurs twice in its subscripts."""
     while letter := _find_repeated(letters):
         before, dots, after = letters.partition("...")
         if len(before) + len(after) > x.ndim or not (dots or len(before) == x.ndim):
-            # The rule raises the error.
+            # The subscripts do not fit the operand; the rule raises the error.
             return letters, x
         axes = [n for n, one in enumerate(before) if one == letter]
         axes += [x.ndim - len(after) + n for n, one in enumerate(after) if one == letter]
@@ -264,7 +265,7 @@ def _take_diagonals(letters: str, x: Any) -> tuple[str, Any]:
 
 
 def _find_repeated(letters: str) -> str:
-    """Return the first letter of an operand's subscripts that is there twice; else nothing."""
+    """Return the first letter that occurs twice in an operand's subscripts, or an empty string."""
     return next((x for x in letters if x != "." and letters.count(x) > 1), "")
 
 
@@ -285,12 +286,12 @@ def einsum_rule(shapes: Sequence[Shape], subscripts: str) -> Inferred:
     ]
     most = max(lengths)
     ellipsis = spare[: max(most, 0)]
-    # 2. The result, which by default has the letters that are there once, in alphabetical order.
+    # 2. The result, which by default has the letters that occur once, in alphabetical order.
     if "->" in text:
         result = text.partition("->")[2]
     else:
         result = implied_result("".join(inputs))
-    # 3. Each ellipsis spelt out, lined up at the end as in broadcasting.
+    # 3. Each ellipsis is expanded, aligned at the end as in broadcasting.
     inputs = [
         own.replace("...", "".join(ellipsis[most - length :]) if length > 0 else "")
         for own, length in zip(inputs, lengths, strict=True)
@@ -304,7 +305,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def implied_result(letters: str) -> str:
-    """The subscripts of einsum's result where they are left out, from those of all operands.
+    """Return the implied subscripts of einsum's result, given the subscripts of all operands.
 
     >>> implied_result("...ik...kj")
     '...ij'
@@ -314,15 +315,15 @@ def implied_result(letters: str) -> str:
 
 
 def _einsum_kernel(work: LocalWork) -> Function:
-    """Return the library's own einsum, which the array API has not."""
+    """Return the library's own einsum, which the array API does not have."""
     name, text = work.library.name, work.attributes["subscripts"]
     if name != "numpy":
         return torch_einsum(text)
 
     @lru_cache(maxsize=8)
     def find_path(shapes: tuple[tuple[int, ...], ...]) -> Any:
-        # Without a path, NumPy goes through all letters in one loop: no BLAS. Few products are
-        # sooner done than a path is gone.
+        # Without a path, NumPy loops over all letters at once, without BLAS. For few elements that
+        # is faster than a path.
         if sum(map(math.prod, shapes)) < _FEW_ELEMENTS:
             return False
         arrays = (np.broadcast_to(0.0, shape) for shape in shapes)
@@ -335,10 +336,10 @@ def _einsum_kernel(work: LocalWork) -> Function:
 
 
 def torch_einsum(text: str) -> Function:
-    """PyTorch's einsum, but with stacked matrices, as those of experts, one matrix after the other.
+    """Return PyTorch's einsum, which multiplies stacked matrices, as of experts, separately.
 
-    `btd,edf->btef` and `btef,efd->btd` are one product of matrices each in PyTorch's einsum, which
-    copies all of the weights for it where two of their dimensions do not lie behind one another.
+    PyTorch's einsum computes `btd,edf->btef` and `btef,efd->btd` as a single matrix product, for
+    which it copies all weights if the two dimensions to be merged are not adjacent in memory.
     """
     torch = import_module("torch")
     spaceless = text.replace(" ", "")
@@ -355,8 +356,8 @@ def torch_einsum(text: str) -> Function:
     second = matrix.index(behind) + 1
 
     def function(x: Any, weights: Any) -> Any:
-        # Under a gradient of PyTorch its own function records one step; small matrices are sooner
-        # copied; and what lies behind one another is one product without a copy.
+        # PyTorch's einsum is used under a gradient, because it records a single step; for small
+        # matrices, because copying is faster; and if the weights need no copy.
         if (
             type(x) is torch.Tensor
             and type(weights) is torch.Tensor
@@ -376,7 +377,7 @@ def torch_einsum(text: str) -> Function:
 
 
 def _multiply_with_each(x: Any, weights: Any, turned: bool) -> Any:
-    """`[..., k]` with each of `[e, k, n]`, or of `[e, n, k]` turned: `[..., e, n]`."""
+    """Multiply `[..., k]` by each of `[e, k, n]`, or of `[e, n, k]` transposed: `[..., e, n]`."""
     torch = import_module("torch")
     matrices = weights.transpose(1, 2) if turned else weights
     made = x.new_empty((*x.shape[:-1], matrices.shape[0], matrices.shape[2]))
@@ -390,7 +391,7 @@ _TO_EACH = re.compile(r"(\w+)(\w),(\w)(\w\w)->\1\3(\w)")
 
 
 def _multiply_over_all(x: Any, weights: Any, turned: bool) -> Any:
-    """The sum of `[..., e, k]`'s products with `[e, k, n]`, or `[e, n, k]` turned: `[..., n]`."""
+    """Sum the products of `[..., e, k]` and `[e, k, n]`, or `[e, n, k]` transposed: `[..., n]`."""
     matrices = weights.transpose(1, 2) if turned else weights
     rows = x.reshape(-1, *x.shape[-2:])
     made = rows[:, 0] @ matrices[0]
@@ -400,13 +401,13 @@ def _multiply_over_all(x: Any, weights: Any, turned: bool) -> Any:
 
 
 def _is_product(rows: str, stacked: str, summed: str, kept: str, matrix: str) -> bool:
-    """Whether the letters are all different, and the matrix has the summed and the kept one."""
+    """Return whether all letters differ, and the matrix has exactly the summed and the kept."""
     letters = f"{rows}{stacked}{summed}{kept}"
     return len(set(letters)) == len(letters) and sorted(matrix) == sorted(summed + kept)
 
 
 _MATRIX_ELEMENTS = 16_384
-"""From which on a product with one matrix takes far longer than its call."""
+"""The size of a matrix from which on a product takes far longer than the call overhead."""
 
 _OVER_ALL = re.compile(r"(\w+)(\w)(\w),\2(\w\w)->\1(\w)")
 _FEW_ELEMENTS = 256
@@ -417,7 +418,7 @@ def _pull_einsum(step: TapeStep, g: Any, number: int) -> Any:
     own, shape = inputs[number], step.operands[number].shape
     texts = [result] + [one for n, one in enumerate(inputs) if n != number]
     arrays = [g] + [one for n, one in enumerate(step.operands) if n != number]
-    # Letters of this operand alone were summed over: its cotangent is the same along them.
+    # Letters that only this operand has were summed over: its cotangent is constant along them.
     known = [letter for letter in own if any(letter in text for text in texts)]
     found = einsum(f"{','.join(texts)}->{''.join(known)}", *arrays)
     kept = [size if letter in known else 1 for letter, size in zip(own, shape, strict=True)]
@@ -425,7 +426,7 @@ def _pull_einsum(step: TapeStep, g: Any, number: int) -> Any:
 
 
 def _spell_out(subscripts: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str], str]:
-    """Return the letters of each operand and of the result, with those of ellipses."""
+    """Return the letters of each operand and of the result, with ellipses expanded."""
     text = re.sub(r"\s", "", subscripts)
     inputs = text.partition("->")[0].split(",")
     spare = [letter for letter in _LETTERS if letter not in text]
@@ -471,7 +472,7 @@ def matmul_rule(shapes: Sequence[Shape]) -> Inferred:
     left, right = shapes
     if not left or not right:
         raise SpecError(f"matmul of {left} and {right}; a scalar is multiplied by multiply")
-    # The right operand's second to last dimension; a vector's only one.
+    # The right operand's second to last dimension, or a vector's only dimension.
     inner = max(len(right) - 2, 0)
     _check_same("matmul", left[-1], right[inner], shapes)
     batch = broadcast_shape([left[:-2], right[:-2]])
@@ -489,12 +490,12 @@ def matmul_rule(shapes: Sequence[Shape]) -> Inferred:
 
 def _pull_matmul(step: TapeStep, g: Any, number: int) -> Any:
     x, y = step.operands
-    # 1. Vectors as matrices of one row or one column.
+    # 1. Treat vectors as matrices with a single row or column.
     if x.ndim == 1:
         x, g = expand_dims(x, axis=0), expand_dims(g, axis=-1 if y.ndim == 1 else -2)
     if y.ndim == 1:
         y, g = expand_dims(y, axis=1), expand_dims(g, axis=-1)
-    # 2. One matrix for a whole batch: its cotangent is summed over the batch by the product itself.
+    # 2. A single matrix for a whole batch: the product itself sums its cotangent over the batch.
     shape = step.operands[number].shape
     if number == 1 and y.ndim == 2:
         rows = list(range(x.ndim - 1))
@@ -503,7 +504,7 @@ def _pull_matmul(step: TapeStep, g: Any, number: int) -> Any:
         batch = list(range(y.ndim - 2))
         last = y.ndim - 1
         return reshape(tensordot(g, y, axes=([*batch, last], [*batch, last])), shape)
-    # 3. Matrix by matrix; where one broadcasts, its cotangents are summed.
+    # 3. Multiply matrix by matrix; cotangents of a broadcast operand are summed.
     if number == 0:
         return reshape(summed_to(matmul(g, matrix_transpose(y)), x.shape), shape)
     return reshape(summed_to(matmul(matrix_transpose(x), g), y.shape), shape)

@@ -1,9 +1,9 @@
 """Reductions: sums, extremes, means and variances over axes.
 
-Over an axis that is sharded, each rank reduces its part: the result holds contributions, combined
-when they are needed. A mean is a sum divided by the whole count, so that uneven parts weigh what
-they have. The cotangent of a total is spread over the elements that were added up; extremes share
-theirs evenly between equal elements.
+Over a sharded axis, each rank reduces its part: the result holds contributions, which are combined
+when they are needed. A mean is a sum divided by the whole count, so that uneven parts have the
+correct weights. The cotangent of a sum is broadcast to the elements that were added; the cotangent
+of a maximum or minimum is shared evenly between equal elements.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def sum(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = 
 
 
 def _find_total_type(name: str, x: Any, dtype: object) -> DType:
-    """Return the element type of a total, as the operator's row has it."""
+    """Return the element type of a total, from the operator's record."""
     types = operators[name].result_types or promoted
     return types((x.dtype,), {"dtype": dtype}, x.runner.computing.name)[0]
 
@@ -73,8 +73,8 @@ def _make_reduction(reduction: str, *, adjusted: bool = False) -> Infer:
             keepdims=keepdims,
             reduction_operator=reduction,
         ).rule(shape)
-        # Adjusted factors are cut only where a local function accounts for its part, as a mean's
-        # does.
+        # Adjusted factors are sharded only if the local function accounts for its part, as that of
+        # a mean does.
         return Inferred(rule, rule.result_shapes, rule.reduction if adjusted else ())
 
     return infer
@@ -85,7 +85,7 @@ def _pull_sum(step: TapeStep, g: Any, number: int) -> Any:
 
 
 def _keep_dims(step: TapeStep, reduced: Any) -> Any:
-    """Return a total, or its cotangent, with dimensions of 1 in place of the reduced."""
+    """Return a total, or its cotangent, with dimensions of size 1 in place of the reduced."""
     shape = step.operands[0].shape
     axes = axes_of(len(shape), step.attributes["axis"])
     return reshape(reduced, [1 if dim in axes else size for dim, size in enumerate(shape)])
@@ -109,7 +109,7 @@ def prod(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool =
 def _pull_product(step: TapeStep, g: Any, number: int) -> Any:
     (x,) = step.operands
     axis = step.attributes["axis"]
-    # Without dividing by 0: a single 0 has the product of the others, of two each has 0.
+    # Avoids dividing by 0: a single 0 gets the product of the others; two or more all get 0.
     is_zero = e.equal(x, 0)
     others = where(is_zero, 1.0, x)
     product = prod(others, axis=axis, keepdims=True)
@@ -145,15 +145,15 @@ def _extremum_kernel(work: LocalWork) -> list[Function]:
     )
     functions: list[Function] = []
     for shape, result in zip(work.operand_shapes_here(), work.result_shapes_here(()), strict=True):
-        # A library refuses the maximum of nothing; the identity leaves other ranks' contributions
-        # alone.
+        # Libraries raise for the maximum of no elements; the identity does not change other ranks'
+        # contributions.
         is_empty = bool(work.result_specs) and 0 in shape
         functions.append(partial(_fill_identity, work, result) if is_empty else function)
     return functions
 
 
 def _fill_identity(work: LocalWork, shape: tuple[int, ...], x: Any) -> Any:
-    """Least for `max`, greatest for `min`."""
+    """Return the minimum of the type for `max`, and the maximum for `min`."""
     made = work.library.filled(shape, work.library.identity(work.name, x), x)
     return work.library.linked(made, x)
 
@@ -161,10 +161,10 @@ def _fill_identity(work: LocalWork, shape: tuple[int, ...], x: Any) -> Any:
 def _pull_extreme(step: TapeStep, g: Any, number: int) -> Any:
     (x,) = step.operands
     equal = e.equal(x, _keep_dims(step, step.result))
-    # Narrow floats have no number above 65,504 (float16), and not each above 256 (bfloat16).
+    # Counts need a wider type: float16 ends at 65,504, bfloat16 has no odd integers above 256.
     wide = g.dtype if g.dtype.itemsize_bytes > 2 else "float32"
     count = sum(astype(equal, wide), axis=step.attributes["axis"], keepdims=True)
-    # Where nothing is equal to the extreme, that is no number.
+    # If no element equals the result, it is NaN.
     share = astype(_keep_dims(step, g), wide) / where(e.equal(count, 0), 1.0, count)
     return where(equal, astype(share, g.dtype), 0.0)
 
@@ -206,7 +206,7 @@ def check_ordered(x: Any, name: str) -> None:
 
 
 def check_some(x: Any, axis: Axis, name: str) -> None:
-    """Raises UsageError for an extremum of complex numbers, and for one of no elements."""
+    """Raise UsageError for an extremum of complex numbers, or of no elements."""
     check_ordered(x, name)
     if not _count_reduced(x.shape, axis):
         raise UsageError(
@@ -216,7 +216,7 @@ def check_some(x: Any, axis: Axis, name: str) -> None:
 
 
 def _count_reduced(shape: Sequence[int], axis: Axis) -> int:
-    """Return the number of elements that are reduced to one."""
+    """Return the number of elements that are reduced to each element of the result."""
     return math.prod(shape[one] for one in axes_of(len(shape), axis))
 
 
@@ -265,7 +265,7 @@ register_reduction(
 @of_arrays
 def count_nonzero(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     """The number of nonzero elements over axes, over all when None."""
-    # Truth values add up as int64.
+    # Booleans are added as int64.
     return sum(_as_truth(x), axis=axis, keepdims=keepdims)
 
 
@@ -285,12 +285,12 @@ def _take_mean(x: Any, axis: Axis, keepdims: bool) -> Any:
 
 
 def _choose_divisor(count: float) -> float:
-    # Without elements there is no mean: 0 / nan is no number, without a warning.
+    # The mean of no elements is NaN: 0 / nan gives it without a warning.
     return count if count > 0 else math.nan
 
 
 def _widen(x: Any) -> Any:
-    """Return the same numbers in a type whose sums neither wrap around nor overflow early."""
+    """Cast to a type whose sums neither wrap around nor overflow early."""
     if _is_whole(x):
         return data_types.astype(x, data_types.float64)
     return widen(x)
@@ -310,7 +310,7 @@ def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool
 def _take_var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Any:
     if not isinstance(correction, int | float):
         raise UsageError(f"a correction {correction!r} of a variance; a number was expected")
-    # Two passes: the mean of squares less the square of the mean would cancel.
+    # Two passes: the mean of squares minus the square of the mean would suffer from cancellation.
     apart = elementwise.subtract(x, _take_mean(x, axis, True))
     squares = elementwise.square(elementwise.abs(apart))
     count = _count_reduced(x.shape, axis) - correction
@@ -337,13 +337,13 @@ def _find_place(name: str, x: Any, axis: int | None, keepdims: bool) -> Any:
     check_some(x, axis, name)
     if axis is not None:
         return call(name, (x,), {"axis": axis_of(x.ndim, axis), "keepdims": bool(keepdims)})
-    # Without an axis: the place in the flattened array, in row-major order.
+    # Without an axis, the result is the index in the flattened array, in row-major order.
     found = call(name, (reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
     return reshape(found, (1,) * x.ndim) if keepdims else found
 
 
 def whole_axes(shapes: Sequence[Shape], axis: Axes = None, keepdims: bool = False) -> Inferred:
-    """A reduction whose parts do not combine: each device needs the axes whole.
+    """Infer a reduction whose parts do not combine: each device needs the axes whole.
 
     >>> print(whole_axes([(4, 8)], axis=1).rule)
     ([i, j]) -> ([i]) {i=4, j=8} need_replication={j}
@@ -358,7 +358,7 @@ def whole_axes(shapes: Sequence[Shape], axis: Axes = None, keepdims: bool = Fals
     builder = RuleBuilder([shape], [result])
     place = 0
     for dim in range(len(shape)):
-        # A reduced axis is a factor of the operand alone; with keepdims the result has one of size
+        # A reduced axis is a factor of the operand; with keepdims the result has a factor of size
         # 1.
         if dim in reduced:
             builder.factor([dim], kind="need_replication")

@@ -1,8 +1,8 @@
-"""A step of ring attention on one rank: its queries and the keys of one other part.
+"""A step of ring attention on a rank: its queries and the keys of one part.
 
-The sequences are cut in parts, each of one stretch or several. In turn `j` the queries of part `p`
-see the keys of part `p + j`, counted around. A rank has its queries and, for the turn, those of
-these keys that they see::
+The sequences are split into parts, each of one or several intervals. In turn `j` the queries of
+part `p` see the keys of part `p + j`, modulo the number of parts. A rank has its queries and, for
+the turn, the keys of that part that they see::
 
     parts of 4, in zigzag     0 . . . . . . 0   . 1 . . . . 1 .   . . 2 . . 2 . .   . . . 3 3 . . .
     causal, turn 1            0: the first 1    1: the first 2    2: the first 3    3: the whole 0
@@ -61,7 +61,7 @@ def attention_turn_rule(
     query_parts: tuple[tuple[Stretch, ...], ...],
     key_parts: tuple[tuple[Stretch, ...], ...],
 ) -> Inferred:
-    """Queries, keys and values: what is weighed in a turn, and the logarithms of the sums."""
+    """Infer weighted values and logarithms of sums of a turn, from queries, keys and values."""
     counted("attention_turn", shapes, 3)
     queries, keys, values = shapes
     lead = len(queries) - 3
@@ -92,7 +92,7 @@ def _work_forward(rule: OpShardingRule, sizes: Sequence[int], attributes: Attrib
 
 
 def count_pairs(attributes: Any) -> int:
-    """How many pairs of a query and a key meet on the busiest rank of a turn."""
+    """Return the number of pairs of a query and a key on the busiest rank of a turn."""
     queries, keys = attributes["query_parts"], attributes["key_parts"]
     seen = seen_keys(attributes)
     return max(
@@ -102,7 +102,7 @@ def count_pairs(attributes: Any) -> int:
 
 
 def seen_keys(options: Any, query_start: int = 0, key_start: int = 0) -> SeenKeys:
-    """Which keys the queries of a part see, by an operation's attributes."""
+    """Return which keys the queries of a part see, from an operation's attributes."""
     return SeenKeys(options["is_causal"], options["window"], query_start, key_start)
 
 
@@ -131,7 +131,7 @@ def _turn_kernel(work: LocalWork) -> list[Function]:
             shape = q.shape[:-1]
             found = space.concat(weighed, axis=-2).reshape((*shape, v.shape[-1]))
             total = space.concat(sums, axis=-1).reshape(shape)
-            # All ranks must record gradients alike, also those whose queries see no key.
+            # All ranks must record the same gradients, including ranks whose queries see no key.
             for one in (q, k, v):
                 found, total = (work.library.linked(made, one) for made in (found, total))
             return found, total
@@ -142,7 +142,7 @@ def _turn_kernel(work: LocalWork) -> list[Function]:
 
 
 class _Turn:
-    """One rank's part of a turn: its stretches, in the order in which they lie here."""
+    """A rank's part of a turn: its intervals, in the order of its memory."""
 
     def __init__(
         self, work: LocalWork, queries: Sequence[Stretch], keys: Sequence[Stretch]
@@ -153,9 +153,9 @@ class _Turn:
         self._keys = keys
 
     def meetings(self, k: Any) -> Iterator[tuple[Stretch, list[tuple[Stretch, Attention]]]]:
-        """Stretches of the queries, as they lie here, with the keys here that each sees.
+        """Yield the rank's intervals of queries, with the intervals of keys that they see.
 
-        Beside the keys stands what computes them.
+        Each interval of keys comes with the kernel that computes its attention.
         """
         options = self.options
         parts = options["query_parts"]
@@ -165,12 +165,12 @@ class _Turn:
                 rows = _find_place(self._queries, stretch)
                 if rows is not None:
                     here.append((rows, stretch, number))
-        # Parts in zigzag are not in the order of the sequence, which a rank may have whole.
+        # Sorted by location, because zigzag parts are not in the order of the sequence.
         for rows, stretch, number in sorted(here):
             found = []
             for other in options["key_parts"][(number + options["turn"]) % len(parts)]:
                 columns = _find_place(self._keys, other)
-                # Arrays that only tell the results' element types have no such keys.
+                # The few elements that determine the results' types do not have all keys.
                 is_here = columns is not None and columns[1] <= k.shape[-2]
                 if columns is not None and is_here and is_reached(options, (stretch,), (other,)):
                     seen = seen_keys(options, stretch[0], other[0])
@@ -179,7 +179,7 @@ class _Turn:
 
 
 def _find_place(stretches: Sequence[Stretch], wanted: Stretch) -> Stretch | None:
-    """Where a stretch of the sequence lies among those that are here; None where it does not."""
+    """Return the location of an interval of the sequence in memory, or None if it is not here."""
     before = 0
     for start, stop in stretches:
         if start <= wanted[0] and wanted[1] <= stop:
@@ -189,7 +189,7 @@ def _find_place(stretches: Sequence[Stretch], wanted: Stretch) -> Stretch | None
 
 
 def is_reached(options: Any, queries: Part, keys: Part) -> bool:
-    """Whether any query of a part of the sequence sees any key of another."""
+    """Return whether any query of a part of the sequence sees any key of another part."""
     reaches = seen_keys(options).reaches
     return any(
         one[0] < one[1] and other[0] < other[1] and reaches(one, other)[0]
@@ -199,7 +199,7 @@ def is_reached(options: Any, queries: Part, keys: Part) -> bool:
 
 
 Part = Sequence[Stretch]
-"""The stretches of a sequence on a rank."""
+"""The intervals of a sequence on a rank."""
 
 
 def _list_turns(work: LocalWork) -> list[_Turn]:
@@ -217,7 +217,7 @@ def _make_unseen(space: Any, q: Any, width: int) -> tuple[Any, Any]:
 def _join(space: Any, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
     """Join the weighted values and the logarithms of sums over keys of two stretches."""
     total = space.logaddexp(one[1], other[1])
-    # Where nothing is seen yet, both are zeros.
+    # If no key was seen yet, both are zeros.
     level = space.where(space.isfinite(total), total, space.zeros_like(total))
     parts = [weighed * space.exp(logs - level)[..., None] for weighed, logs in (one, other)]
     return parts[0] + parts[1], total
@@ -284,7 +284,7 @@ def _pull_attention_turn(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
     """Pull back through a turn that a traced function recorded."""
     g, of_sums = cotangents
     found, sums = step.results
-    # Of queries that see no key in this turn the logarithm has no slope.
+    # For queries that see no key in this turn, the logarithm is -inf and has no derivative.
     shift = where(e.isfinite(sums), of_sums - sum_over(g * found, axis=-1), 0.0)
     attributes = dict(step.attributes)
     scale = attributes.pop("scale")
@@ -294,13 +294,13 @@ def _pull_attention_turn(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
 def pull_turn(
     arrays: Sequence[Any], sums: Any, shift: Any, g: Any, attributes: dict[str, Any], scale: float
 ) -> tuple[Any, ...]:
-    """The cotangents of a turn's queries, keys and values, in the shardings of those.
+    """Return the cotangents of a turn's queries, keys and values, in the operands' shardings.
 
     Args:
         arrays: the queries, keys and values.
         sums: the logarithms of the sums of the keys that the queries see.
-        shift: what is added to the weights' cotangents.
-        g: the cotangent of what is weighed.
+        shift: the term that is added to the weights' cotangents.
+        g: the cotangent of the weighted values.
         attributes: of the turn.
         scale: of the scores.
     """
@@ -332,7 +332,7 @@ def attention_turn_gradient_rule(
     query_parts: tuple[tuple[Stretch, ...], ...],
     key_parts: tuple[tuple[Stretch, ...], ...],
 ) -> Inferred:
-    """Of a turn, the cotangents of queries, keys and values: operands as of attention's."""
+    """Infer the cotangents of a turn's queries, keys and values."""
     counted("attention_turn_gradient", shapes, 6)
     queries, keys, values = shapes[:3]
     lead = len(queries) - 3
@@ -354,7 +354,7 @@ def _work_back(rule: OpShardingRule, sizes: Sequence[int], attributes: Attribute
 
 
 def _turn_gradient_kernel(work: LocalWork) -> list[Function]:
-    """Return the cotangents of the queries, and those of the turn's keys and values."""
+    """Return kernels for the cotangents of the queries, and of the turn's keys and values."""
     if work.result_layouts:
         lengths = [(work.result_layouts[1].local_shape(rank) or (0, 0))[-2] for rank in work.ranks]
     else:
@@ -414,7 +414,7 @@ def _pull_turn_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
         of_scores = weights * (slopes @ matrix_transpose(values) + shifts) * attributes["scale"]
         of_keys = matrix_transpose(of_scores) @ some
         of_values = matrix_transpose(weights) @ slopes
-        # The keys of a group serve all of its heads.
+        # All heads of a group use the same keys.
         both = (sum_over(one, axis=-3) for one in (of_keys, of_values))
         return (reshape(of_scores @ keys, q.shape), *both)
 
@@ -422,13 +422,13 @@ def _pull_turn_gradient(step: TapeStep, cotangents: Any) -> tuple[Any, ...]:
 
 
 def _group_heads(x: Any, groups: int) -> Any:
-    """Heads `[..., h, s, d]` as those of each group, `[..., g, r, s, d]`."""
+    """Split heads `[..., h, s, d]` into groups, `[..., g, r, s, d]`."""
     *lead, heads, length, size = x.shape
     return reshape(x, (*lead, groups, heads // groups, length, size))
 
 
 def _find_met(attributes: Mapping[str, Any], shape: Sequence[int]) -> Any:
-    """Return which queries and keys meet in a turn, `[s, t]`."""
+    """Return booleans `[s, t]`: which keys each query sees in a turn."""
     low, high = seen_keys(attributes).limits
     before = np.arange(shape[0])[:, None] - np.arange(shape[1])
     met = np.zeros(shape, dtype=bool)

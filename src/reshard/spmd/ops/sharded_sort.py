@@ -1,21 +1,22 @@
 """Sorts along a sharded axis, without gathering it.
 
-An array of one dimension, by exact splitters:
+A one-dimensional array is sorted by exact splitters:
 
 1. Each rank sorts its own part.
 2. For each boundary between parts of the result, ranks find how many elements of each sorted part
    come before it. Regular samples of all parts bound these numbers; samples between the bounds
-   bound them further, until they are known. Equal elements count by part, then by place.
-3. Each rank gets what its part of the result consists of, and no more: the exchange is a reshard
-   to a cut of blocks, each block a sorted part.
-4. It sorts that. Pieces come in the order of the parts, so equal elements keep their order.
+   tighten them, until they are known. Equal elements are ordered by part, then by position.
+3. Each rank gets exactly the elements of its part of the result. The exchange is a reshard to a
+   sharding by blocks, in which each block is a sorted part.
+4. Each rank sorts its elements. Pieces are in the order of the parts, so equal elements keep their
+   order.
 
         part 0     part 1     part 2        three parts of an axis, sorted
         1  5  9    2  3  8    4  6  7
         1 | 5 | 9  2 3 | | 8  | 4 6 | 7     before places 3 and 6 of the result: 1 2 0 and 2 2 2
         1  2  3    5  4  6    9  8  7       exchanged
 
-Other arrays are cut along another dimension while they are sorted, by two all-to-alls.
+Other arrays are sharded along another dimension while they are sorted, by two all-to-alls.
 Sources: Shi and Schaeffer, Parallel Sorting by Regular Sampling, 1992; Varman and others, Merging
 Multiple Lists on Hierarchical-Memory Multiprocessors, 1991 (exact splitters).
 """
@@ -46,26 +47,27 @@ from reshard.spmd.shards.partial_policy import settles
 _PLACES = as_dtype("int64")
 
 
-# Types that are sampled: a sample is added to zeros on its way, and compared by NumPy.
+# Types that can be sampled: samples are exchanged by a sum with zeros, and compared by NumPy.
 _SAMPLED = {"int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64"}
 
 
-# Samples of each part for each boundary, over the number of parts. A round leaves a seventh.
+# Samples of each part for each boundary, divided by the number of parts. Each round leaves
+# about a seventh of an interval.
 _SAMPLES = 16
 _LEFT = 7
 
 
 def sorted_along(space: Any, x: Any, axis: int, descending: bool) -> Any:
-    """Elements in order along an axis."""
+    """Return elements sorted along an axis."""
     made = space.sort(x, axis=axis)
     return space.flip(made, axis=axis) if descending else made
 
 
 def order_of(space: Any, x: Any, axis: int, descending: bool) -> Any:
-    """The indices that sort an axis; equal elements keep their order."""
+    """Return the indices that sort an axis; equal elements keep their order."""
     if not descending:
         return space.argsort(x, axis=axis, stable=True)
-    # Equal elements keep their order: flipped, sorted, and flipped back.
+    # Flip, sort, and flip back, so that equal elements keep their order.
     places = space.argsort(space.flip(x, axis=axis), axis=axis, stable=True)
     return x.shape[axis] - 1 - space.flip(places, axis=axis)
 
@@ -73,9 +75,9 @@ def order_of(space: Any, x: Any, axis: int, descending: bool) -> Any:
 def sorted_where_cut(name: str, x: Any, axis: int, descending: bool) -> Any:
     """Return `sort` or `argsort` of `x`, sharded as `x` is, or None if the axis is to be gathered.
 
-    Gathering is, where it moves no more bytes, and in one dimension where somebody records what is
-    done to it, or a strategy is to place it. In a traced function, which has no elements, the sort
-    of one dimension is one operation.
+    The axis is gathered if that does not move more bytes. A one-dimensional array is also gathered
+    if a recorder observes its operations, or if a strategy is to choose its sharding. In a traced
+    function, which has no elements, the sort of a one-dimensional array is a single operation.
     """
     spec = x.type.spec if isinstance(x, ArrayValue) else None
     if spec is None or spec.partial_axes:
@@ -89,7 +91,7 @@ def sorted_where_cut(name: str, x: Any, axis: int, descending: bool) -> Any:
     parts = len(lengths)
     moved = _count_moved_bytes(x, parts, wants_places=name == "argsort")
     gathered_bytes = (parts - 1) * int(x.shape[0] * x.dtype.itemsize_bytes)
-    # Recorders of a traced function's graph take it as it is.
+    # Recorders of a traced function's graph accept the sort as a single operation.
     is_seen = any(not hasattr(one, "add_body") for one in recorders)
     if is_seen or moved is None or sum(moved) >= gathered_bytes:
         return None
@@ -98,22 +100,22 @@ def sorted_where_cut(name: str, x: Any, axis: int, descending: bool) -> Any:
     if not settles():
         return None
     kind = ArrayType(x.shape, _PLACES if name == "argsort" else x.dtype, spec)
-    # In any order an element is in another part than its own as often as there are others.
+    # In a random order, (parts - 1) / parts of the elements move to another part.
     sampled_bytes, exchanged_bytes = moved
     of_copy = sampled_bytes + exchanged_bytes * (parts - 1) // parts
     moved_bytes = of_copy * (spec.mesh.size // parts)
     function = partial(find(name), descending=descending)
-    # Sorted parts, what they are exchanged for, and that sorted; of places an order as well.
+    # Memory: the sorted parts, the exchanged pieces, and the result; argsort also has positions.
     held = [x.type, x.type, *[kind] * (4 if name == "argsort" else 1)]
-    # It stands above this module.
+    # Found by name, because it depends on this module.
     return find("eager_operation")(name, function, x, kind, moved_bytes, held)
 
 
 def _sort_turned(name: str, x: Any, axis: int, descending: bool, parts: int) -> Any:
-    """Sorted with the axis whole and another dimension cut instead."""
+    """Sort with another dimension sharded instead of the axis."""
     dims = list(x.type.spec.dim_specs)
     free = [n for n, dim in enumerate(dims) if not dim.levels and x.shape[n] >= parts]
-    # Two all-to-alls move each element twice at most, a gather all parts but one's own.
+    # Two all-to-alls move each element at most twice; a gather moves parts - 1 times the array.
     if parts < 3 or not free:
         return None
     other = max(free, key=lambda n: x.shape[n])
@@ -124,7 +126,7 @@ def _sort_turned(name: str, x: Any, axis: int, descending: bool, parts: int) -> 
 
 
 def _count_moved_bytes(x: Any, parts: int, wants_places: bool) -> tuple[int, int] | None:
-    """The bytes of samples and of all elements, which move at most; None of types without these."""
+    """Return the maximum bytes that samples and elements move, or None if it cannot be sampled."""
     if x.dtype.name not in _SAMPLED:
         return None
     if x.runner.library.name == "torch" and any(map(records_gradient, x._shards)):
@@ -140,12 +142,12 @@ def _count_moved_bytes(x: Any, parts: int, wants_places: bool) -> tuple[int, int
 
 @dataclass(frozen=True)
 class _SampleSort:
-    """A sort of one dimension.
+    """A sort of a one-dimensional array.
 
     Args:
         x: the array.
-        lengths: of its parts, the empty ones too.
-        descending: whether the greatest comes first.
+        lengths: of its parts, including empty parts.
+        descending: whether the largest element comes first.
     """
 
     x: Any
@@ -153,7 +155,7 @@ class _SampleSort:
     descending: bool
 
     def run(self, wants_places: bool) -> Any:
-        """The sorted array, or the places that its elements had."""
+        """Return the sorted array, or the positions that its elements had."""
         own, places = self._sort_parts(wants_places)
         pieces = self._find_pieces(own)
         moved = self._exchange(own, pieces)
@@ -170,7 +172,7 @@ class _SampleSort:
         return type(self.x).of_shards(kind, shards, self.x.runner)
 
     def _sort_parts(self, wants_places: bool) -> tuple[Any, Any]:
-        """Step 1: each part sorted, and where its elements were."""
+        """Step 1: sort each part, and return the positions of its elements."""
         x = self.x
         space = x.runner.library.namespace
         if not wants_places:
@@ -187,7 +189,7 @@ class _SampleSort:
         return own, self._array(ArrayType(x.shape, _PLACES, x.type.spec), places)
 
     def _find_pieces(self, own: Any) -> list[tuple[int, ...]]:
-        """Step 2: of each sorted part, how many elements go to each part of the result."""
+        """Step 2: find how many elements of each sorted part go to each part of the result."""
         parts = len(self.lengths)
         starts = np.cumsum([0, *self.lengths])
         wanted = starts[1:-1]
@@ -200,7 +202,7 @@ class _SampleSort:
             is_full = high.sum(1) == wanted
             if np.all(is_found | is_full):
                 break
-            # Every position of an interval that is shorter than this; some twice then.
+            # An interval shorter than this is sampled at every position, at some repeatedly.
             at = low[..., None] + (high - low)[..., None] * steps // count
             asked = np.minimum(starts[:-1, None] + at, self.x.shape[0] - 1)
             taken = call("take", (own, whole(own, asked.ravel())), {"axis": 0}).reduced()
@@ -213,7 +215,7 @@ class _SampleSort:
         return [tuple(one) for one in np.diff(ends, axis=0).T.tolist()]
 
     def _exchange(self, own: Any, pieces: list[tuple[int, ...]]) -> tuple[Any, ...]:
-        """Step 3: the shards of a sharding that has the pieces of each part together."""
+        """Step 3: reshard to the sharding that stores the pieces of each part together."""
         spec, runner = self.x.type.spec, self.x.runner
         axes = list(itertools.chain.from_iterable(one.axes for one in spec.dim_specs[0].levels))
         blocks = [(n, Sizes(one)) for n, one in zip(self.lengths, pieces, strict=True) if n]
@@ -231,26 +233,26 @@ def _narrow(
     wanted: int,
     descending: bool,
 ) -> None:
-    """Bounds of one boundary by samples, which are written where the bounds were.
+    """Tighten the bounds of a boundary in place, by samples.
 
     Args:
-        low, high: of each part, how many elements come before the boundary at least and at most.
-        at, values: `[parts, samples]`, places of samples between these, and what is there.
-        wanted: how many elements come before the boundary altogether.
-        descending: whether the greatest comes first.
+        low, high: for each part, the minimum and maximum number of elements before the boundary.
+        at, values: `[parts, samples]`, the positions of samples between these, and their elements.
+        wanted: the total number of elements before the boundary.
+        descending: whether the largest element comes first.
     """
     source = np.repeat(np.arange(len(low)), at.shape[1])
     is_there = np.repeat(high > low, at.shape[1])
     source, place = source[is_there], at.ravel()[is_there]
-    # Numbers for values: what is none of them is the greatest, as in a sort.
+    # Replace values by ranks, in which NaN is the largest, as in a sort.
     _, key = np.unique(values.ravel()[is_there], return_inverse=True)
     order = np.lexsort((place, source, -key if descending else key))
     source, place = source[order], place[order]
     least, most = np.zeros(len(place), np.int64), place + 1
     for part in range(len(low)):
         is_own = source == part
-        # Elements of this part up to the sample: to the last sample of it before, at least, and
-        # below the next one after, at most.
+        # The elements of this part before the sample: at least up to this part's previous sample,
+        # at most up to its next sample.
         before = np.maximum.accumulate(np.where(is_own, place + 1, low[part]))
         after = np.minimum.accumulate(np.where(is_own, place, high[part])[::-1])[::-1]
         after = np.append(after[1:], high[part])

@@ -1,12 +1,12 @@
 """Convolution and pooling, whose windows move over the last dimensions.
 
-Batch and channels stay in shards, and so does space: ranks get the edges of other parts that their
-windows see (`halos`).
+Batch, channels and space may stay sharded: ranks get the edges of other parts that their windows
+see (`halos`).
 
-A convolution is a matrix product for each position of its window, of the input moved by that
-position: as many products as the window has positions, and no copies of the input. Gradients go
-through the same positions. Cotangents of elements are added up over the span of the windows
-that are here, in the padding too; the rank's own elements are taken out of it.
+A convolution is a sum of matrix products, one for each position in its window, of the input shifted
+by that position. This needs no copies of the input. Gradients iterate over the same positions.
+Cotangents of elements are added up over the span of a rank's windows, including padding; the rank's
+own elements are then sliced from the span.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ Ranges = list[tuple[int, int, int]]
 def slice_windows(
     counts: Sequence[int], window: Sequence[int], steps: Sequence[int], gaps: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """The places of a window, with the elements of the last dimensions that windows have there."""
+    """Yield the positions in a window, with the slices of the elements at each position."""
     for places in itertools.product(*map(range, window)):
-        # No windows have no elements: such a slice would count its end from the array's.
+        # Without windows the slice must be empty; its computed end would be negative.
         yield (
             places,
             tuple(
@@ -79,7 +79,7 @@ def slice_windows(
 def count_windows(
     space: Sequence[int], window: Sequence[int], steps: Sequence[int], gaps: Sequence[int]
 ) -> list[int]:
-    """How many windows fit into what is padded."""
+    """Return the number of windows that fit into padded dimensions."""
     return [
         max((size - gap * (wide - 1) - 1) // step + 1, 0)
         for size, wide, step, gap in zip(space, window, steps, gaps, strict=True)
@@ -92,11 +92,11 @@ def _on_edges(
     find: FindReaches,
     make: Callable[[Callable[[Any], Edges]], Function],
 ) -> list[Function]:
-    """Return the function of each rank, by the edges of what it has."""
+    """Return a function for each rank, made from the edges of its elements."""
     first = work.operands[0]
     count = len(window)
     if not work.result_specs or first is None or first.spec is None:
-        # Everything is here.
+        # Nothing is sharded.
         return [make(lambda x: whole_edges(find(x.shape[len(x.shape) - count :], window)))]
     reaches = find(first.shape[first.ndim - count :], window)
 
@@ -153,7 +153,7 @@ def window_sizes(
     padding: int | Pads = 0,
     dilation: int | Sequence[int] = 1,
 ) -> Shape:
-    """How many windows fit in each dimension.
+    """Return the number of windows that fit in each dimension.
 
     >>> window_sizes((8, 8), (3, 3), strides=2, padding=1)
     (4, 4)
@@ -175,7 +175,7 @@ def window_sizes(
     for size, wide, step, gap, (before, after) in zip(
         sizes, window, steps, gaps, ends, strict=True
     ):
-        # From a window's first element to its last one.
+        # The distance from a window's first element to its last element.
         reach = gap * (wide - 1) + 1
         padded = size + before + after
         found.append((padded - reach) // step + 1 if padded >= reach else 0)
@@ -224,11 +224,11 @@ def _convolution_rule(
     is_shared = image[0] != batch_groups or batch_groups == 1
     builder.factor([0] if is_shared else [], [0], size=image[0] // batch_groups)
     for dim in range(space):
-        # Of the result's size: windows that step or reach over the end make the operand's another.
+        # The factor has the result's size; strides and padding make the operand's size differ.
         builder.factor([2 + dim], [2 + dim], size=places[dim], kind="permutation")
     if groups > 1:
         builder.factor([1, 0], [1], size=groups)
-        # A depthwise kernel has one channel a group: its dimension of size 1 has no factor to
+        # A depthwise kernel has one channel per group: its dimension of size 1 has no factor to
         # share.
         inner = [None if kernel[1] == 1 else 1, 1]
         builder.factor(inner, size=kernel[1], kind="reduction")
@@ -253,7 +253,7 @@ def _place_convolution(specs: GivenSpecs, shapes: Shapes, attributes: Attributes
 
 
 def _convolution_kernel(work: LocalWork) -> list[Function]:
-    """Return the convolution of a rank's channels; their groups follow from both operands."""
+    """Return a kernel for the convolution of a rank's channels."""
     library, space = work.library, work.library.namespace
     strides, padding = work.attributes["strides"], work.attributes["padding"]
     dilation = work.attributes["dilation"]
@@ -268,7 +268,7 @@ def _convolution_kernel(work: LocalWork) -> list[Function]:
             x = edges_of(x).apply(library, x)
             counts = count_windows(x.shape[2:], window, strides, dilation)
             outputs, each = kernel.shape[:2]
-            # From both operands, not from the attribute: a rank may have some of the groups only.
+            # Groups are counted by both operands, because a rank may have only some of them.
             groups = x.shape[1] // each if each else 1
             found = library.filled((x.shape[0], outputs, *counts), 0, x)
             if 0 in (*found.shape, groups, each):
@@ -361,15 +361,15 @@ def _place_input_gradient(specs: GivenSpecs, shapes: Shapes, attributes: Attribu
 
 @dataclass(frozen=True)
 class _Span:
-    """The part of the cotangent of elements that a rank computes.
+    """A rank's part of the cotangent of elements, in each spatial dimension.
 
     Args:
-        taken: of the windows that are here, those that see its elements.
-        counts: how many these are.
-        lengths: of the span of these windows.
-        inside: of the span, what are elements of its own.
-        own: where these are among its own.
-        shape: its elements of each dimension.
+        taken: the slices of the rank's windows that see its elements.
+        counts: the numbers of these windows.
+        lengths: the lengths of the span of these windows.
+        inside: the slices of the span that are elements of the rank.
+        own: the slices of these elements among the rank's elements.
+        shape: the numbers of the rank's elements.
     """
 
     taken: tuple[slice, ...]
@@ -380,7 +380,7 @@ class _Span:
     shape: tuple[int, ...]
 
     def take_out(self, library: Library, spanned: Any) -> Any:
-        """Its own elements, zeros where no window reaches."""
+        """Return the rank's elements of a span, with zeros that no window sees."""
         lead = spanned.shape[: len(spanned.shape) - len(self.shape)]
         found = library.filled((*lead, *self.shape), 0, spanned)
         found[(..., *self.own)] = spanned[(..., *self.inside)]
@@ -417,12 +417,12 @@ def _find_span(
 def _find_places(
     work: LocalWork, reaches: Sequence[WindowReach], elements: int | None
 ) -> list[tuple[_Span, Edges]]:
-    """For each rank here what it computes, and the edges of its elements.
+    """Return for each rank here the span that it computes, and the edges of its elements.
 
     Args:
-        work: of which the first operand has windows, and the result elements.
+        work: an operation whose first operand has windows, and whose result has elements.
         reaches: the windows over each dimension.
-        elements: the operand that has elements too, if one does.
+        elements: the number of another operand that has elements, or None.
     """
     count = len(reaches)
     made = [[(0, one.size) for one in reaches]]
@@ -441,14 +441,14 @@ def _find_places(
 
 
 def _input_gradient_kernel(work: LocalWork) -> list[Function]:
-    """Return the cotangent of the input, from that of the result and the kernel."""
+    """Return kernels for the input's cotangent, from the result's cotangent and the kernel."""
     library, space = work.library, work.library.namespace
     options = work.attributes
     strides, dilation = options["strides"], options["dilation"]
     kernel_type = work.operands[1]
     each, *window = (0,) if kernel_type is None else kernel_type.shape[1:]
     reaches = find_reaches(options["sizes"], window, strides, options["padding"], dilation)
-    # A rank may have the channels of some of the groups only.
+    # A rank may have the channels of only some groups.
     shapes = work.result_shapes_here((0, each * options["groups"]))
 
     def make(span: _Span, wide: int) -> Function:
@@ -472,7 +472,7 @@ def _input_gradient_kernel(work: LocalWork) -> list[Function]:
     return [make(span, shape[1]) for (span, _), shape in zip(places, shapes, strict=True)]
 
 
-# Each of the three is linear in both operands, and the other two are what it is pulled back by.
+# Each of the three operators is linear in both operands, and is pulled back by the other two.
 def _pull_input_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
     g, kernel = step.operands
     if number == 0:
@@ -500,7 +500,7 @@ def _kernel_gradient_rule(
     dilation: Sequence[int],
     groups: int,
 ) -> Inferred:
-    """The cotangent of the kernel `[g o, c, *window]`, from the input and that of the result.
+    """Infer the cotangent of the kernel `[g o, c, *window]` from the input and the result's.
 
     >>> shapes, options = [(2, 6, 8), (2, 10, 6)], {"padding": ((0, 0),), "groups": 1}
     >>> print(_kernel_gradient_rule(shapes, (3,), (1,), dilation=(1,), **options).rule)
@@ -519,7 +519,7 @@ def _kernel_gradient_rule(
     if each != 1 or groups == 1:
         builder.factor([1], [1], size=each)
     for dim, size in enumerate(window, 2):
-        # Space may stay cut, as edges of other parts are there: see `halos`.
+        # Space may stay sharded, because ranks get the edges of other parts: see `halos`.
         builder.factor([dim, dim], size=g[dim], kind="permutation")
         builder.factor([], [dim], size=size, kind="need_replication")
     return builder.build()
@@ -532,7 +532,7 @@ def _place_kernel_gradient(specs: GivenSpecs, shapes: Shapes, attributes: Attrib
 
 
 def _kernel_gradient_kernel(work: LocalWork) -> list[Function]:
-    """Return the cotangent of the kernel, from the input and the cotangent of the result."""
+    """Return kernels for the cotangent of the kernel, from the input and the result's cotangent."""
     library, space = work.library, work.library.namespace
     options = work.attributes
     strides, dilation, window = options["strides"], options["dilation"], options["window"]
@@ -664,7 +664,7 @@ def _pooling_rule(
 def _is_still(
     dim: int, window: Sequence[int], strides: int | Sequence[int], padding: int | Pads
 ) -> bool:
-    """Return whether windows of one element, each at its own place, leave a dimension as it is."""
+    """Return whether windows are single elements that leave a dimension unchanged."""
     step = strides if isinstance(strides, int) else strides[dim]
     ends = (padding,) if isinstance(padding, int) else padding[dim]
     return window[dim] == 1 and step == 1 and not any(ends)
@@ -708,20 +708,20 @@ def _pool_kernel(
 
 
 def _max_pool_kernel(work: LocalWork) -> list[Function]:
-    """Return the greatest number of each window over the last dimensions."""
+    """Return kernels for the maximum of each window over the last dimensions."""
     return _pool_kernel(work, work.library.namespace.maximum, lambda x: find_least(work.library, x))
 
 
 def _avg_pool_kernel(work: LocalWork) -> list[Function]:
-    """Return the mean of each window over the last dimensions, padding counted as zeros."""
-    # All places of a window count, also those in the padding.
+    """Return kernels for the mean of each window over the last dimensions; padding counts as 0."""
+    # All positions of a window count, including the padding.
     count = math.prod(work.attributes["window"])
     pools = _pool_kernel(work, work.library.namespace.add, lambda x: 0)
     return [lambda x, pool=pool: pool(x) / count for pool in pools]
 
 
 def find_least(library: Library, x: Any) -> float:
-    """The least number of an array's type: the identity of `maximum`."""
+    """Return the minimum of an array's type, which is the identity of `maximum`."""
     name = library.dtype_of(x).name
     return int(np.iinfo(name).min) if "int" in name else -math.inf
 
@@ -778,7 +778,7 @@ _register(
 def _max_gradient_rule(
     shapes: Sequence[Shape], window: Sequence[int], strides: Sequence[int], padding: Pads
 ) -> Inferred:
-    """The cotangent of what is pooled, from that of the greatest, these, and what is pooled."""
+    """Infer the pooled array's cotangent from the maxima's cotangent, the maxima and the array."""
     counted("max_pool_gradient", shapes, 3)
     sizes = shapes[2][len(shapes[2]) - len(window) :]
     return _pool_gradient_rule(shapes, sizes, window, strides, padding)
@@ -830,9 +830,10 @@ def _place_avg_back(specs: GivenSpecs, shapes: Shapes, attributes: Attributes) -
 
 
 def _max_gradient_kernel(work: LocalWork) -> list[Function]:
-    """Return the cotangent of what is pooled, from that of the greatest, these, and what is pooled.
+    """Return kernels for the pooled array's cotangent, from the maxima's cotangent.
 
-    The first of equal elements has all of it.
+    The other operands are the maxima and the array. The first of equal elements gets all of the
+    cotangent.
     """
     library, space, options = work.library, work.library.namespace, work.attributes
     window, strides = options["window"], options["strides"]
@@ -861,7 +862,7 @@ def _max_gradient_kernel(work: LocalWork) -> list[Function]:
 
 
 def _avg_gradient_kernel(work: LocalWork) -> list[Function]:
-    """Return the cotangent of what is pooled, from that of the means."""
+    """Return kernels for the pooled array's cotangent, from the cotangent of the means."""
     library, options = work.library, work.attributes
     window, strides = options["window"], options["strides"]
     reaches = find_reaches(options["sizes"], window, strides, options["padding"])
@@ -883,7 +884,7 @@ def _avg_gradient_kernel(work: LocalWork) -> list[Function]:
 
 def _pull_max_pool_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
     if number != 0:
-        # Which element is the greatest does not change with small changes.
+        # The position of the maximum does not change with small changes of the elements.
         return None
     g, greatest, x = step.operands
     if 0 in g.shape:
@@ -894,7 +895,7 @@ def _pull_max_pool_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
     found, taken = None, None
     for ranges in places:
         hits = e.equal(_take(padded, lead, ranges), greatest)
-        # The first of equal elements has all of it.
+        # The first of equal elements gets all of the cotangent.
         first = hits if taken is None else e.logical_and(hits, e.logical_not(taken))
         taken = hits if taken is None else e.logical_or(hits, taken)
         part = where(first, _take(cotangents, lead, ranges), 0.0)
@@ -905,7 +906,7 @@ def _pull_max_pool_gradient(step: TapeStep, cotangent: Any, number: int) -> Any:
 def _list_places(
     window: Sequence[int], counts: Sequence[int], steps: Sequence[int], gaps: Sequence[int]
 ) -> Iterator[Ranges]:
-    """For each place of a window the elements of the padded space that all windows have there."""
+    """Yield for each position in a window the elements of the padded space at that position."""
     for places in itertools.product(*map(range, window)):
         yield [
             (place * gap, place * gap + (count - 1) * step + 1, step)
