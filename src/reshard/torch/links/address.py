@@ -34,7 +34,7 @@ _PRIVATE = [
 class LinkAddress:
     """The address of a link's store.
 
-    Raises UsageError for what is no address, or no port of one.
+    Raises UsageError for an invalid address or port.
 
     >>> LinkAddress.of("tcp://127.0.0.1:29400")
     LinkAddress(host='127.0.0.1', port=29400)
@@ -87,7 +87,7 @@ class LinkAddress:
     def find_secret(self, secret: str | None) -> str:
         """Return the given secret, or the environment's; empty if none is needed.
 
-        Raises UsageError where there is none, and the address is not this host's alone.
+        Raises UsageError if there is none, and the address is not a loopback address.
         """
         if secret is not None and not (isinstance(secret, str) and secret):
             raise UsageError("secret is empty, or no text; give some text that only the link knows")
@@ -124,8 +124,8 @@ class LinkAddress:
     def open_store(self, is_server: bool, secret: str, timeout_s: float) -> SealedStore:
         """Return the sealed store; `is_server` for the process that serves it.
 
-        Others wait until it is there. Raises LinkError where it cannot be served or reached, or
-        has another secret.
+        Others wait until it is served. Raises LinkError if it cannot be served or reached, or has
+        another secret.
         """
         deadline_s = time.monotonic() + timeout_s
         if is_server:
@@ -154,10 +154,10 @@ class LinkAddress:
         return SealedStore(line, line.key, server)
 
     def _serve(self, secret: str) -> StoreServer:
-        """Return the server, at those addresses of the host that are this machine's.
+        """Return the server, listening at those addresses of the host that this machine has.
 
-        Where none is, such as that of a service which leads here, at the one by which others reach
-        this process. Raises LinkError.
+        If it has none, as for a service that forwards to this machine, the server listens at this
+        process's own address. Raises LinkError.
         """
         try:
             here = [one for one in self._resolve() if _is_of_this_host(one)]

@@ -103,9 +103,9 @@ def announce(
     timeout_s: float,
     presence: Heartbeat | None = None,
 ) -> Announcement:
-    """The announcement of the side that this process is `rank` of. All of its ranks call this.
+    """Return the announcement of the side of which this process is `rank`. All its ranks call this.
 
-    Raises LinkError where a rank does not come in time, or has another number of ranks.
+    Raises LinkError if a rank is late, or has another number of ranks.
     """
     presence = presence or Heartbeat()
     deadline_s = time.monotonic() + timeout_s
@@ -212,10 +212,10 @@ def read_announcement(store: SealedStore, number: int) -> Announcement:
 
 
 def find_engines(store: SealedStore, seen: set[int]) -> list[Announcement]:
-    """Engines that have announced themselves and are not among `seen`, in order.
+    """Return announced engines that are not among `seen`, in order.
 
-    One that speaks another protocol finds that out itself, and leaves; it is among `seen` from then
-    on, and a warning names it.
+    An engine with another protocol detects that itself, and leaves. It is added to `seen`, and a
+    warning names it.
     """
     engines = []
     for number in range(store.add("sides", 0)):
@@ -246,10 +246,10 @@ def wait_for_engines(
     trainer: Announcement,
     presence: Heartbeat,
 ) -> list[Announcement]:
-    """Engines not among `seen` that wait to be met, once there are `fewest` names of them.
+    """Return engines not among `seen` that wait to be met, once they have `fewest` names.
 
-    Those of which a process has ended meanwhile are passed over, and `seen` from then on. Raises
-    LinkError where they do not come, or a process of the trainer has ended.
+    Engines with a process that has ended are skipped, and added to `seen`. Raises LinkError if
+    engines are late, or a process of the trainer has ended.
     """
     ready: list[Announcement] = []
     failed: list[str] = []
@@ -297,8 +297,8 @@ def wait_for_keys(
 ) -> None:
     """Wait until ranks of a side have written their keys to the store.
 
-    Raises LinkError where one does not within a time, for all of them together, or has ended
-    without.
+    Raises LinkError if the keys of any rank are late, with one timeout for all of them, or if a
+    rank has ended without writing them.
     """
     begun_s = time.monotonic()
     for rank, key in keys.items():
@@ -306,7 +306,7 @@ def wait_for_keys(
             waited_s = time.monotonic() - begun_s
             if store.check_others is not None:
                 store.check_others()
-            # It may have written just before it ended.
+            # It may have written its key just before it ended.
             if presence.find_departed([side.tokens[rank]]) and not store.check([key]):
                 raise LinkError(explain_departure(store, side, side.tokens[rank]))
             if waited_s > timeout_s:
@@ -315,9 +315,9 @@ def wait_for_keys(
 
 
 def prove_secret(group: RankGroup, key: bytes) -> None:
-    """Check that all ranks know the secret that `key` is derived from. Collective.
+    """Check that all ranks know the secret from which `key` is derived. Collective.
 
-    Raises LinkError, naming the rank that does not.
+    Raises LinkError with the name of a rank that does not know it.
     """
     own = group.rank
     nonces = {other: os.urandom(_CODE_BYTES) for other in group.ranks if other != own}
@@ -333,7 +333,7 @@ def prove_secret(group: RankGroup, key: bytes) -> None:
 
 
 def _swap(group: RankGroup, given: dict[int, bytes]) -> dict[int, bytes]:
-    """Exchange messages of one length with every other rank."""
+    """Exchange messages of equal length with every other rank."""
     with group.errors("the link was not made"):
         return group.swap_bytes(given, dict.fromkeys(given, _CODE_BYTES))
 

@@ -46,7 +46,7 @@ _GREETING_S, _MAX_UNKNOWN = 10.0, 128
 
 
 class Heartbeat:
-    """This process's knowledge of the other processes of a link.
+    """The state of the link's other processes, as this process knows it.
 
     `token` identifies this process to the others.
     """
@@ -61,7 +61,7 @@ class Heartbeat:
 
         Args:
             tokens: of the processes.
-            is_silent: whether only those count whose host gave no sign of life.
+            is_silent: whether to consider only processes of unreachable hosts.
         """
         ways = (_SILENT,) if is_silent else (_CLOSED, _SILENT)
         return next((each for each in tokens if self._gone.get(each) in ways), "")
@@ -156,7 +156,7 @@ class HeartbeatServer(Heartbeat):
     """The trainer's first rank, to which all others connect.
 
     Args:
-        store: where it tells its address.
+        store: for the server's address.
         address: of this process.
         silence_s: see `set_user_timeout`.
     """

@@ -467,9 +467,9 @@ class WeightLink:
         sides: tuple[Announcement, ...],
         limit_s: float,
     ) -> RankGroup:
-        """The group of all that meet at a place of the store, `ahead` of them before this side.
+        """Return the group of the ranks that meet at a key, `ahead` of them before this side's.
 
-        Whoever else waits for this process must not be kept for all of its patience: `limit_s`.
+        `limit_s` shortens the wait if other processes wait for this process meanwhile.
         """
         meeting = meet_at(
             dist.PrefixStore(place, self._store),
@@ -487,7 +487,7 @@ class WeightLink:
             home_rank=self.rank,
             address=self._address.own_address(),
         )
-        # The calls of a link have one order, but the threads of its ends have other names.
+        # Calls of a link have the same order on all ends, but their threads have different names.
         group = RankGroup(meeting, None, compares_threads=False)
         prove_secret(group, self._store.key)
         return group

@@ -67,10 +67,10 @@ class Order:
 
     @classmethod
     def read(cls, text: bytes, sync: int) -> Order:
-        """The order of a text, in a run of the sync of this number.
+        """Return the order in a text, for a run of the sync of this number.
 
         Raises:
-            LinkError: what is no order.
+            LinkError: an invalid order.
             PlanError: an order of another sync.
         """
         try:
@@ -102,11 +102,12 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run ended on an engine.
+    """The outcome of a run on an engine.
 
     Attributes:
-        lacks: why a rank has not all weights of the version; empty where all have.
-        ended: hand-ons that cannot be used again, by meeting: the kind of the reason, and it.
+        lacks: why a rank lacks weights of the version; empty if all ranks have them.
+        ended: forward orders that cannot be used again, by meeting, with the kind of reason and the
+            reason.
 
     >>> RunOutcome().write(), RunOutcome.read([b"", RunOutcome("no").write()])
     (b'', RunOutcome(lacks='no', ended={}))

@@ -73,10 +73,10 @@ class StoreServer:
     """A server that runs until it is closed or unreferenced.
 
     Args:
-        addresses: where to listen: host and port of each.
-        secret: what clients prove.
+        addresses: the hosts and ports to listen at.
+        secret: the secret that clients must prove.
 
-    Raises OSError where an address cannot be listened at.
+    Raises OSError if it cannot listen at an address.
     """
 
     def __init__(self, addresses: Sequence[tuple[str, int]], secret: str) -> None:
@@ -249,13 +249,13 @@ class StoreClient:
     """A process's connection to a store, with the methods of torch's stores that links need.
 
     Args:
-        host, port: where the server is.
-        secret: that of the link.
+        host, port: the address of the server.
+        secret: of the link.
         timeout_s: how long to wait for an answer.
 
     Raises:
-        LinkError: the server has another secret, or is no link's.
-        OSError: it does not answer.
+        LinkError: the server has another secret, or does not belong to a link.
+        OSError: the server does not answer.
     """
 
     def __init__(self, host: str, port: int, secret: str, timeout_s: float) -> None:
@@ -291,7 +291,7 @@ class StoreClient:
         self._ask(_SET, key, value)
 
     def get(self, key: str) -> bytes:
-        """Read a value, which must be there."""
+        """Read a value, which must exist."""
         return self._ask(_GET, key)[1]
 
     def add(self, key: str, value: int) -> int:
@@ -363,15 +363,15 @@ def code_of(key: bytes, *parts: bytes) -> bytes:
 class SealedStore(dist.Store):  # type: ignore[misc]
     """A store whose keys and values are sealed by `key`; counters of `add` have sealed keys only.
 
-    Raises LinkError for a value that is not sealed by it. Whoever waits for one asks again and
-    again, so that other threads can use the store meanwhile, and calls `check_others`, which raises
-    where nobody will write it.
+    Raises LinkError for a value that is not sealed by it. A wait for a value polls, so that other
+    threads can use the store meanwhile, and calls `check_others`, which raises if the process that
+    should write the value has ended.
     """
 
     def __init__(self, store: Any, key: bytes, server: object = None) -> None:
         super().__init__()
         self._store: Any = store
-        # Of the process that serves it: the store is there for as long as this end is.
+        # The object that serves the store, kept alive as long as this end.
         self._server = server
         self.key = key
         self.check_others: Callable[[], None] | None = None

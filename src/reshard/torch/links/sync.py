@@ -70,7 +70,7 @@ class BucketEvent:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until its tensors are complete; return whether they are in time.
 
-        Raises LinkError where the run failed before.
+        Raises LinkError if the run failed before they were complete.
         """
         ended = self._ended.wait(timeout_s)
         if self._error is not None:
@@ -104,7 +104,7 @@ class RunOptions:
 
 
 class BucketCounter:
-    """How far a run is, for its progress and its stop. Several threads tell it of buckets."""
+    """The progress of a run and its stop. Several threads report buckets to it."""
 
     def __init__(self, options: RunOptions) -> None:
         self._options = options
@@ -112,7 +112,7 @@ class BucketCounter:
         self._turn = threading.Lock()
 
     def check(self) -> None:
-        """Raise StoppedError where the caller wants the run to end."""
+        """Raise StoppedError if the caller wants the run to end."""
         check_stop(self._options.stop)
 
     def is_stopped(self) -> bool:
@@ -147,13 +147,13 @@ def count_sent(
 
 
 class FilledBuckets:
-    """Is told of the batches of one refit by which an engine is filled, and tells everybody else.
+    """Observes the batches of a refit that fills an engine, and updates events and progress.
 
     Args:
         options: of the run.
-        counter: of the run; it goes on where a second refit has to fill the engine.
+        counter: of the run; it continues if a second refit has to fill the engine.
         events: of all buckets.
-        needs: for each, the batch of the refit that completes it.
+        needs: for each event, the batch of the refit that completes it.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class SyncReport:
     Attributes:
         version: of the weights.
         engines: by name, the seconds after which each engine had the weights.
-        lost: engines that were given up in this run or since the one before, and the reasons.
+        lost: engines that were dropped in this run or since the previous run, and the reasons.
         seconds: the duration of the whole run.
         sent_bytes, received_bytes: of this rank; for an engine, including what it relays.
         fed_by: by engine, the trainer or the engine that sent it the weights.
@@ -213,9 +213,9 @@ class SyncReport:
 class WeightSync:
     """A model that is prepared to be sent or filled. Create one with `WeightLink.prepare`.
 
-    `version` is that of the last run that completed here; None before the first, while an engine is
-    written, and after a run that failed midway. `report` is that of the last run. `buckets` are, on
-    an engine, the events of the most recently started run, in their order.
+    `version` is that of the last run that completed here; None before the first run, while an
+    engine is written, and after a run that failed midway. `report` is that of the last run. On an
+    engine, `buckets` are the events of the most recently started run, in their order.
     """
 
     def __init__(self, label: str, number: int, turn: threading.Lock) -> None:
@@ -252,33 +252,34 @@ class WeightSync:
     ) -> SyncReport | None:
         """Send the trainer's current weights to the engines. All processes of all sides call this.
 
-        Runs of one link follow one another, whatever threads call them and whatever models they
-        are of. Where a link has several models, all processes run them in one order.
+        Runs of a link are sequential, in whatever threads and for whatever models. If a link has
+        several models, all processes run them in the same order.
 
         Args:
-            version: of the weights, on the trainer; one more than the last when None. An engine
-                learns it.
-            async_op: whether to return at once; `wait` then gives the report. Until it has, a
-                trainer must not change its weights, nor an engine use its own but those whose
-                event of `buckets` is done.
-            progress: called with a `Progress` after every bucket: of bytes that this rank of an
-                engine has, or of the trainer sends.
-            stop: ends the run before its next bucket once it is set. Before the first the link
-                goes on as if the run had not been begun; after it, engines that do not have all
-                are given up, and have parts of two versions.
-            guard: on an engine, what is entered before a bucket is written and left after it, such
-                as a lock that whoever uses the weights holds meanwhile.
-            trace: a file of this rank's own, for what it does when, as Chrome's trace events.
+            version: of the weights, on the trainer; the last version plus 1 when None. An engine
+                receives it.
+            async_op: whether to return at once; `wait` then returns the report. Until then, a
+                trainer must not change its weights, and an engine must only use weights whose event
+                of `buckets` is done.
+            progress: called with a `Progress` after every bucket: the bytes that this rank of an
+                engine has received, or that a rank of the trainer has sent.
+            stop: ends the run before its next bucket once it is set. Before the first bucket, the
+                link continues as if the run had not begun; after it, engines without all weights
+                are dropped, and have parts of two versions.
+            guard: on an engine, a context entered before a bucket is written and left after it,
+                such as a lock that users of the weights hold.
+            trace: a file of this rank for its activity, as Chrome's trace events.
 
         Returns:
             The report; None with `async_op`.
 
         Raises:
-            LinkError: the other side is gone, or closed the link. An engine has its old weights
-                then, unless `is_usable` says that it has not.
+            LinkError: the other side has ended, or closed the link. An engine then has its old
+                weights, unless `is_usable` is False.
             RunError: a rank that fails.
             InterruptedRunError: the run was stopped.
-            UsageError: a version that is no number from 0 up, or one before the last.
+            UsageError: a version that is not an integer of at least 0, or is below the last
+                version.
         """
         options = RunOptions(progress, stop, guard, trace)
         self._turn.acquire()
@@ -318,13 +319,13 @@ class WeightSync:
 
     @break_graph
     def verify(self) -> None:
-        """Compare the engines' weights with the trainer's current ones, by digests.
+        """Compare the engines' weights with the trainer's current weights, by digests.
 
         All processes of all sides call this.
 
         Raises:
-            RunError: on all sides, elements that differ: which tensors, and on which ranks.
-            LinkError: no engine is there.
+            RunError: on all sides, elements that differ, with their tensors and ranks.
+            LinkError: the link has no engine.
         """
         with self._turn:
             self.wait()
@@ -337,7 +338,7 @@ class WeightSync:
         return ()
 
     def _free_gathered(self) -> None:
-        """Free what FSDP2 gathered of a trainer's shards, since this thread may compute later."""
+        """Free FSDP2's gathered copies of a trainer, since this thread may compute later."""
 
     def _run_beside(self, version: int, options: RunOptions) -> None:
         try:

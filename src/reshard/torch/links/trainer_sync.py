@@ -63,7 +63,7 @@ class RunSummary:
     """The result of a run, as observed by ranks of a trainer.
 
     An engine may leave once it has the weights, before all of the trainer's ranks know: it counts
-    as served if one rank knows, and is given up if one rank does not.
+    as served if any rank knows, and is dropped if any rank does not.
 
     Attributes:
         engines: by name, the seconds until it had the weights, and the sender.
@@ -127,19 +127,19 @@ def exchange_summaries(
     timeout_s: float,
     presence: Heartbeat,
 ) -> RunSummary:
-    """The account of a run, the same on all ranks of a trainer. All of them call this.
+    """Return the summary of a run, equal on all ranks of a trainer. All of them call this.
 
-    The first rank makes it of what each says, and returns once all have read it: the store is in
-    its process, which may end then. Nothing is left at the store.
+    The first rank combines the summaries of all, and returns once all have read the result: the
+    store is in its process, which may end then. Nothing is left at the store.
 
     Args:
-        place: at the store, of this run only; what stands there, all have read.
-        own: what this rank saw.
+        place: the key at the store, used in this run only.
+        own: this rank's summary.
         rank: of this process among the trainer's.
         timeout_s: how long this rank waits for others.
 
     Raises:
-        LinkError: a rank does not say what it saw.
+        LinkError: a rank does not report its summary.
     """
     if trainer.ranks == 1:
         store.delete_key(place)
@@ -169,9 +169,9 @@ def exchange_summaries(
 
 @dataclass(frozen=True, slots=True)
 class _PreparedEngine:
-    """What the trainer knows of an engine, the same on all its ranks.
+    """The trainer's state of an engine, the same on all its ranks.
 
-    `sent_bytes` are those that leave all ranks of the trainer where it sends the weights.
+    `sent_bytes` are sent by all ranks of the trainer if it sends the weights itself.
     """
 
     name: str
@@ -181,7 +181,7 @@ class _PreparedEngine:
 
 
 class _EngineRun:
-    """One engine in one run, served in a thread of its own."""
+    """An engine in a run, served in a separate thread."""
 
     def __init__(
         self,
@@ -250,14 +250,14 @@ def _begin_thread(engine: str, target: Callable[[], None]) -> threading.Thread:
 
 
 class TrainerSync(WeightSync):
-    """The trainer's part.
+    """The trainer's side of a weight sync.
 
     Args:
-        end: what the link does for it.
+        end: the callbacks of the link.
         number: of the sync, among those of the link.
         ranks: of the trainer.
-        relays: whether engines hand on weights.
-        needs_alike: whether only engines of one kind may hand on to each other.
+        relays: whether engines forward weights.
+        needs_alike: whether only engines of the same kind may forward to each other.
     """
 
     def __init__(
@@ -437,8 +437,8 @@ class TrainerSync(WeightSync):
     def _verify(self) -> None:
         if not self._engines:
             raise LinkError("no engine is there to be compared; run first")
-        # In threads, since an engine that hangs must not delay the others, which would give up this
-        # trainer.
+        # In threads, since an engine that hangs must not delay the others, which would time out on
+        # this trainer.
         errors: dict[str, BaseException] = {}
 
         def compare(engine: _PreparedEngine) -> None:

@@ -73,14 +73,14 @@ class StreamEnd:
     """A process's end of a stream of full tensors.
 
     Args:
-        bucket_size: bytes that travel together; a process keeps as many.
-        is_master: whether this is the trainer's first rank, which others meet at.
+        bucket_size: bytes that are sent together; a process has a buffer of this size.
+        is_master: whether this is the trainer's first rank, at which others meet.
         host: the address at which others reach the master; found by its name when None.
         timeout_s: how long to wait for others.
         insecure: as of `reshard.torch.connect`.
 
     Raises:
-        UsageError: a size that is no number of bytes, or too small for a table.
+        UsageError: an invalid size, or a size too small for a table.
     """
 
     def __init__(
@@ -173,11 +173,11 @@ class StreamEnd:
 
         Args:
             weights: names and whole tensors.
-            global_steps: verl's step; workers are told by verl itself.
+            global_steps: verl's step, which verl itself passes to workers.
 
         Raises:
             UsageError: before `init_process_group`.
-            RunError: a worker that is lost.
+            RunError: a worker is lost.
         """
         table: list[Any] = []
         parts: list[torch.Tensor] = []
@@ -228,7 +228,7 @@ class StreamEnd:
             global_steps: verl's step.
 
         Raises:
-            LinkError: the trainer is lost, or what it sends is no stream.
+            LinkError: the trainer is lost, or sends an invalid stream.
         """
         sync, begun = self._expect_sync(), {}
         while True:

@@ -1,7 +1,7 @@
 """Memory of CUDA devices that processes of a host share, by the handles of CUDA's IPC.
 
-A process packs into memory of its device, and another process copies from there to its own device,
-over the devices' links; nothing passes through the host. The host does not wait for a device: each
+A process packs into memory of its device, and another process copies from there to its own device
+over the devices' links; no data passes through the host. The host does not wait for a device: each
 process records events on its stream, and a stream waits for the other's event before it reads or
 packs again::
 
@@ -33,7 +33,7 @@ _FINISH_S = 1.0
 
 
 def seen_devices() -> bytes:
-    """A digest of the devices that this process sees, in 16 bytes: zeros where it has used none."""
+    """Return a digest of the devices seen by this process, 16 bytes; zeros if it has used none."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return NO_DEVICES
     return hashlib.blake2b("\n".join(sorted(_numbers())).encode(), digest_size=16).digest()
@@ -42,7 +42,7 @@ def seen_devices() -> bytes:
 class DeviceMemory:
     """Memory of a device that this process shares.
 
-    All processes that it shares memory with see the same devices.
+    All processes that share it see the same devices.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class DeviceMemory:
         self._event: Any = None
 
     def serves(self, device: torch.device) -> bool:
-        """Whether memory of a device can be shared: that of the first which is asked for."""
+        """Return whether memory of a device can be shared: only of the first requested device."""
         if device.type != "cuda":
             return False
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -59,7 +59,7 @@ class DeviceMemory:
         return bool(self._device.index == index)
 
     def allocate(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Bytes on a device."""
+        """Allocate bytes on a device."""
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
     def export(self, memory: torch.Tensor) -> bytes:
@@ -87,7 +87,7 @@ class DeviceMemory:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def mark(self) -> None:
-        """Mark how far the current stream of the device is."""
+        """Record an event after the current work of the device's stream."""
         with torch.cuda.device(self._device):
             if self._event is None:
                 self._event = torch.cuda.Event(interprocess=True)
@@ -108,13 +108,13 @@ class DeviceMemory:
         return torch.cuda.Event.from_ipc_handle(torch.device("cuda", number), event)
 
     def wait_for(self, mark: Any) -> None:
-        """Let the current stream of the device wait until another's is as far as its mark."""
+        """Let the current stream of the device wait for another process's event."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def finish(self) -> None:
-        """Wait for the device: memory that others may still read must not go.
+        """Wait for the device, since memory that others may still read must not be freed.
 
-        Briefly, since the device may wait for a process that has ended.
+        The wait is short, since the device may wait for a process that has ended.
         """
         if self._event is None:
             return
@@ -126,6 +126,6 @@ class DeviceMemory:
 
 
 def _numbers() -> dict[str, int]:
-    """The devices that this process sees: their numbers by UUID."""
+    """Return the numbers of the devices seen by this process, by UUID."""
     count = torch.cuda.device_count()
     return {str(torch.cuda.get_device_properties(n).uuid): n for n in range(count)}

@@ -8,13 +8,13 @@ Shared memory takes two copies: the sender packs, the receiver unpacks. Where th
     receiver          | row |         process_vm_readv, 1,024 spans a call    <- "taken" --
                       | row |
 
-1. *Who can.* When a group is made, every rank reads a random word from the memory of each peer.
+1. *Availability.* When a group is created, every rank reads a random word in each peer's memory.
    Direct reads are used if all of them succeed; see `permit_peer` for Yama.
-2. *When it pays.* The kernel looks up the pages of each span, so that short rows are faster by
-   shared memory. The first rank measures rows of several lengths, and all ranks use its figures.
+2. *Cost.* The kernel looks up the pages of each span, so short rows are faster by shared memory.
+   The first rank measures rows of several lengths, and all ranks use its results.
    `RESHARD_DIRECT_READS=always` or `never` on any rank overrides them.
-3. *Until when.* A source must not change until its receivers have confirmed, which they do after
-   the last byte is copied.
+3. *Lifetime.* A source must not change until its receivers have confirmed, which they do after the
+   last byte is copied.
 
 Source: man pages process_vm_readv(2), ptrace(2) and prctl(2) of Linux.
 """
@@ -82,7 +82,7 @@ def read_spans(process: int, spans: IntArray, into: IntArray) -> None:
 
 
 def _cut_alike(spans: IntArray, into: IntArray) -> tuple[IntArray, IntArray]:
-    """Cut two tables of the same bytes where either has an end, so that rows have equal lengths.
+    """Split two tables of the same bytes at the ends of both, so that rows have equal lengths.
 
     >>> _cut_alike(np.array([[0, 8]]), np.array([[64, 2], [96, 6]]))[0].tolist()
     [[0, 2], [2, 6]]
@@ -114,7 +114,7 @@ def _merge(spans: IntArray) -> IntArray:
 
 
 def can_be_read(address: int) -> bool:
-    """Return whether another process could read this address: not where a driver maps memory."""
+    """Return whether other processes can read this address: not in memory mapped by a driver."""
     into = bytearray(1)
     own = np.array([[np.frombuffer(into, np.uint8).ctypes.data, 1]])
     from_there = np.array([[address, 1]])
@@ -130,8 +130,8 @@ def pays(ratios: Sequence[float], row_bytes: int, receivers: int) -> bool:
     By shared memory, bytes for several receivers are packed once.
 
     Args:
-        ratios: the duration of a direct read, in that of packing and unpacking, for rows of each
-            length in `ROW_BYTES`; all 0 where direct reads are always used.
+        ratios: the time of a direct read relative to packing and unpacking, for rows of each
+            length in `ROW_BYTES`; all 0 if direct reads are always used.
 
     >>> pays([1.2, 0.8], 1 << 16, receivers=1), pays([1.2, 0.8], 1 << 16, receivers=3)
     (True, False)
@@ -147,10 +147,11 @@ _PERMITTED: list[int] = []
 
 
 def permit_peer(processes: Sequence[int]) -> None:
-    """Let a group's only peer read this process, where Yama restricts that to a named process.
+    """Let a group's only peer read this process, if Yama restricts reads to a named process.
 
-    The kernel keeps one name for each process, and naming any would open it to all. So groups of
-    more ranks do without, and so do further groups with another peer.
+    The kernel stores one permitted process for each process, and permitting any process would open
+    it to all. So groups of more ranks do without direct reads, and so do further groups with
+    another peer.
     """
     if len(processes) != 1 or not is_tracing_restricted():
         return
@@ -181,7 +182,7 @@ def connect_direct_reads(
     processes = {other: find_peer_process(one) for other, one in sockets.items()}
     if mode != "never":
         permit_peer(list(processes.values()))
-    # A word that only this process has.
+    # A random word, which other processes do not have.
     word = np.frombuffer(secrets.token_bytes(_WORD_BYTES), np.uint8).copy()
     own = np.concatenate([np.array([mode != "never", word.ctypes.data]).view(np.uint8), word])
     rows = [row.numpy() for row in gather(torch.from_numpy(own))]
@@ -196,7 +197,7 @@ def connect_direct_reads(
     elif position == 0 and processes and all(can_read):
         ratios = np.array(measure())
     found = np.stack([row.numpy() for row in gather(torch.tensor([all(can_read), *ratios]))])
-    # No rank ends here before all have read its word.
+    # No rank returns before all have read its word.
     del word
     refused = np.flatnonzero(found[:, 0] == 0).tolist()
     if refused and mode == "always":
@@ -226,10 +227,10 @@ def _read_word(process: int, address: int) -> bytes:
 
 @functools.lru_cache(maxsize=1)
 def measure() -> tuple[float, ...]:
-    """Return the duration of a direct read, in that of packing and unpacking, by row length.
+    """Return the time of direct reads relative to packing and unpacking, by row length.
 
-    This process reads itself, which is the same to the kernel. Each part of the memory is read
-    once, since in an exchange it is not in a cache either; the shortest durations count.
+    This process reads itself, which is the same for the kernel. Each part of the memory is read
+    once, since in an exchange it is not in a cache either; the shortest times are used.
     """
     source = np.ones((len(ROW_BYTES), _MEASURED_PARTS, 2, 2 * _PART_BYTES), dtype=np.uint8)
     target, buffer = (np.ones(size, dtype=np.uint8) for size in (2 * _PART_BYTES, _PART_BYTES))
@@ -246,7 +247,7 @@ def measure() -> tuple[float, ...]:
 def _measure_part(
     read: ByteArray, copied: ByteArray, target: ByteArray, buffer: ByteArray, length: int
 ) -> tuple[float, float]:
-    """Return how long it takes to move every other row directly, and by a buffer."""
+    """Return the times to move every other row directly, and through a buffer."""
     rows, into = (of.reshape(-1, 2, length)[:, 0] for of in (copied, target))
     packed = buffer.reshape(rows.shape)
     steps = np.arange(len(rows)) * 2 * length

@@ -1,4 +1,4 @@
-"""Unix sockets between ranks of one host, which pass descriptors of memory that they share.
+"""Unix sockets between ranks of one host, which pass file descriptors of shared memory.
 
 Every rank listens at a Unix socket with a random abstract name, which ends with its process. Each
 tries to connect to the others, and authenticates with a secret received over the group's own
@@ -21,7 +21,7 @@ from reshard.errors import RunError
 from reshard.system import can_seal_memory
 from reshard.torch.exchange.one_host.segments import HostSegment, map_segment
 
-# "never" and "always" instead of where it can be, to compare and to test.
+# "never" and "always" override the automatic choice, for comparisons and tests.
 _VARIABLE = "RESHARD_SHARED_MEMORY"
 _WORD_BYTES = 16
 _GREETING_S = 10.0
@@ -38,7 +38,7 @@ def connect_shared_memory(
     All ranks call this. No sockets are returned if a connection of any rank failed.
 
     Args:
-        position: this rank's.
+        position: of this rank.
         timeout_s: how long a rank waits for another.
         gather: returns the tensors of all ranks, of equal shapes, in their order.
 
@@ -115,17 +115,17 @@ class _Listener:
 
 
 def _open_listener(count: int) -> _Listener | None:
-    """Return None if this process cannot share memory in this way."""
+    """Return a listener, or None if this process cannot share memory in this way."""
     if not can_seal_memory():
         return None
     listener = None
     try:
-        # What takes part must be able to map what it sends.
+        # Check that this process can map a segment of its own.
         map_segment(os.dup((tried := HostSegment.make(0, 1)).descriptor), tried.size_bytes)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         name = secrets.token_bytes(_WORD_BYTES)
         listener.bind(_address_of(name))
-        # More than there are ranks: other processes of this host may connect too, and send nothing.
+        # A longer queue than ranks: other processes of this host may connect too, and send nothing.
         listener.listen(max(count, socket.SOMAXCONN))
     except (OSError, RuntimeError, ValueError):
         if listener is not None:

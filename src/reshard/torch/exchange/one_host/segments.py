@@ -1,7 +1,7 @@
-"""Memory of this process that others of its host can map: of the host, or of a device.
+"""Memory of this process that others on its host can map: host memory, or device memory.
 
-Segments of the host are files of memory without a name, sealed so that they cannot shrink. Their
-descriptors travel by sockets. Nothing is left behind, however a process ends, and `/dev/shm` may be
+Segments of the host are anonymous memory files, sealed so that they cannot shrink. Their
+descriptors are sent over sockets. Nothing remains however a process ends, and `/dev/shm` may be
 small. Segments of a device are shared by handles (`device_memory`).
 """
 
@@ -24,7 +24,7 @@ _GRANULE_BYTES = 1 << 20
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Segment:
-    """Memory of this rank that others may map. `lent` counts what they have not taken yet."""
+    """Memory of this rank that others may map. `lent` counts messages that are not yet read."""
 
     number: int
     size_bytes: int
@@ -35,7 +35,7 @@ class Segment:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class HostSegment(Segment):
-    """Memory of the host: a file, by its descriptor."""
+    """Host memory: a file, by its descriptor."""
 
     descriptor: int
     mapped: mmap.mmap
@@ -45,7 +45,7 @@ class HostSegment(Segment):
 
     @classmethod
     def make(cls, number: int, size_bytes: int) -> HostSegment:
-        """Make a segment of at least this size. Raise OSError if that fails."""
+        """Create a segment of at least this size. Raise OSError if that fails."""
         size_bytes = -(-max(size_bytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES
         descriptor = make_sealed_memory(size_bytes)
         try:
@@ -57,7 +57,7 @@ class HostSegment(Segment):
         return cls(number, size_bytes, address, descriptor, mapped)
 
     def lend(self, size_bytes: int, give_back: Callable[[HostSegment], None]) -> torch.Tensor:
-        """Its first bytes; it is given back once no tensor has any of them."""
+        """Return its first bytes, and call `give_back` when no tensor uses them any more."""
         array = np.frombuffer(self.mapped, np.uint8, size_bytes)
         weakref.finalize(array, give_back, self).atexit = False
         return torch.from_numpy(array)
@@ -74,16 +74,16 @@ class DeviceSegment(Segment):
     def make(
         cls, number: int, size_bytes: int, device: torch.device, of: DeviceMemory
     ) -> DeviceSegment:
-        """Make a segment. Raise as torch does if the device lacks memory."""
+        """Create a segment. Raise as torch does if the device lacks memory."""
         size_bytes = -(-max(size_bytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES
         memory = of.allocate(size_bytes, device)
         return cls(number, size_bytes, memory.data_ptr(), memory, of)
 
     def lend(self, size_bytes: int, give_back: Callable[[DeviceSegment], None]) -> torch.Tensor:
-        """Its first bytes; it is given back once no tensor has any of them."""
+        """Return its first bytes, and call `give_back` when no tensor uses them any more."""
         part = self.memory[:size_bytes]
         weakref.finalize(part, give_back, self).atexit = False
-        # A tensor of other storage, all of whose views keep `part`.
+        # A tensor with a different storage, all of whose views keep `part` alive.
         return torch.from_dlpack(part)
 
 

@@ -56,16 +56,16 @@ AnySegment: TypeAlias = HostSegment | DeviceSegment
 
 @dataclass(slots=True, eq=False)
 class LentMessage:
-    """A message that lies in this rank's segment until its receiver has taken it."""
+    """A message in this rank's segment, until its receiver has read it."""
 
     peer: NearRank
-    # None where the receiver reads `spans` directly, which must stay until then.
+    # None if the receiver reads `spans` directly, which must be kept until then.
     segment: AnySegment | None
     spans: IntArray | None = None
     is_taken: bool = False
 
     def wait(self) -> None:
-        """Return once it is taken. Raises RuntimeError where the receiver is gone."""
+        """Return when the message is read. Raises RuntimeError if the receiver has ended."""
         self.peer.wait_until(lambda: self.is_taken)
         if isinstance(self.segment, DeviceSegment):
             self.peer.wait_for_mark()
@@ -73,7 +73,7 @@ class LentMessage:
 
 @dataclass(slots=True, eq=False)
 class NearMessage:
-    """A message of another rank, to be read where it lies, and then given back."""
+    """A message of another rank, to be read in its sender's memory, and then given back."""
 
     peer: NearRank
     size_bytes: int
@@ -82,22 +82,22 @@ class NearMessage:
     is_readable: bool = False
 
     def wait(self) -> None:
-        """Return once it is there. Raises RuntimeError where the sender is gone."""
+        """Return when the message has arrived. Raises RuntimeError if the sender has ended."""
         self.peer.wait_until(lambda: self.number >= 0)
         if not self.is_readable and self.place[0] in self.peer.on_devices:
             self.peer.wait_for_mark()
 
     @property
     def bytes_there(self) -> torch.Tensor:
-        """Its bytes, in the sender's memory."""
+        """Return its bytes, in the sender's memory."""
         segment, begin = self.place
-        # Of a rank that is closed there is nothing.
+        # The segments of a closed rank are no longer mapped.
         return self.peer.mapped.get(segment, _NOTHING)[begin : begin + self.size_bytes]
 
     def read(self, into: IntArray) -> None:
         """Copy its bytes directly, if it `is_readable`, into a table of spans of this process.
 
-        Raises RuntimeError where the sender is gone.
+        Raises RuntimeError if the sender has ended.
         """
         self.peer.read(*self.place, into)
 
@@ -145,20 +145,20 @@ class SharedMemory:
             self._ends.register(one, 0)
 
     def serves(self, device: torch.device) -> bool:
-        """Whether what travels between tensors of a device stays on devices."""
+        """Return whether data between tensors of a device stays on devices."""
         return self._devices is not None and self._devices.serves(device)
 
     def staging_memory(self, size_bytes: int, device: torch.device = _CPU) -> torch.Tensor:
-        """Bytes in a segment of their own, which comes back once no tensor has any of them.
+        """Return bytes in a separate segment, which is reused when no tensor uses them any more.
 
-        They are of the device where it is served, else of the host.
+        They are on the device if it is served, otherwise on the host.
         """
         with self._lock:
             segment = self._take_free(size_bytes, device) or self._add_segment(size_bytes, device)
         return segment.lend(size_bytes, self._give_back)
 
     def has(self, memory: torch.Tensor) -> bool:
-        """Whether a tensor's memory is of a segment of this rank."""
+        """Return whether a tensor's memory is in a segment of this rank."""
         return self._find(memory) is not None
 
     def send(self, data: torch.Tensor | IntArray, receiver: int, tag: int) -> LentMessage:
@@ -191,7 +191,7 @@ class SharedMemory:
         return self.ranks[sender].expect(size_bytes, tag)
 
     def check_ends(self) -> None:
-        """Raise RuntimeError where a rank is gone."""
+        """Raise RuntimeError if a rank has ended."""
         if self._ends.poll(0):
             raise RuntimeError(_CLOSED)
 
@@ -223,7 +223,7 @@ class SharedMemory:
         return found
 
     def close(self) -> None:
-        """Close all connections, also for threads that wait, and free unused memory."""
+        """Close all connections, which ends threads that wait, and free unused memory."""
         self._is_closed = True
         if self._devices is not None:
             self._devices.finish()
@@ -248,7 +248,7 @@ class SharedMemory:
         return found
 
     def _add_segment(self, size_bytes: int, device: torch.device) -> AnySegment:
-        # What lies free and was too small goes.
+        # Free segments that are too small are dropped.
         while sum(one.size_bytes for one in self._free) > _KEPT_BYTES:
             self._drop(self._free.pop(0))
         found: AnySegment
@@ -261,9 +261,10 @@ class SharedMemory:
         return found
 
     def _give_back(self, segment: AnySegment) -> None:
-        # Called wherever the last tensor goes, so without the lock: these are single steps.
+        # Called when the last tensor is freed, in any thread, so without the lock: single
+        # operations.
         if segment.lent or self._is_closed:
-            # A run that broke off: others may still read it.
+            # A failed run lent it, so others may still read it.
             self._drop(segment)
         else:
             self._free.append(segment)
@@ -287,7 +288,7 @@ class NearRank:
     ) -> None:
         self._rank, self._socket, self._devices = rank, connected, devices
         self._process = find_peer_process(connected)
-        # That rank's mark, and whether it has this one's.
+        # The peer's event, and whether the peer has this rank's.
         self._mark: Any = None
         self._is_mark_told = False
         weakref.finalize(self, connected.close)
@@ -298,10 +299,10 @@ class NearRank:
         self._is_read = False
         self._error, self._count = "", 0
         self._lent: dict[int, LentMessage] = {}
-        # What is waited for, and what came before anybody did.
+        # Messages that are waited for, and notes that arrived before.
         self._expected: dict[int, deque[NearMessage]] = {}
         self._early: dict[int, deque[tuple[int, ...]]] = {}
-        # Segments of that rank, by number, and which of them are memory of devices.
+        # The peer's segments by number, and which of them are memory of devices.
         self.mapped: dict[int, torch.Tensor] = {}
         self.on_devices: set[int] = set()
         self.told: deque[bytes] = deque()
@@ -334,12 +335,12 @@ class NearRank:
             number = self._count
             self._count += 1
             self._lent[number] = found
-        # The receiver reads the table itself, too: it may be longer than a note.
+        # The receiver also reads the table itself, which may be longer than a note.
         self.tell(_READABLE, tag, number, len(spans), spans.ctypes.data)
         return found
 
     def read(self, count: int, table: int, into: IntArray) -> None:
-        """Copy the spans of that rank's memory in a table there."""
+        """Copy the spans of a table in the peer's memory."""
         spans = np.empty((count, 2), dtype=np.int64)
         read_spans(
             self._process,
@@ -349,7 +350,7 @@ class NearRank:
         read_spans(self._process, spans, into)
 
     def expect(self, size_bytes: int, tag: int) -> NearMessage:
-        """The next message of a tag, once it is there."""
+        """Return the next message of a tag, once its note has arrived."""
         found = NearMessage(self, size_bytes)
         with self._changed:
             early = self._early.get(tag)
@@ -362,9 +363,9 @@ class NearRank:
         return found
 
     def await_note(self, watched: Iterable[NearRank], patience_s: float) -> None:
-        """Wait until there is a note to read, and only `patience_s` once a watched rank is gone.
+        """Wait for a note to read, and only `patience_s` once a watched rank has ended.
 
-        Raises RuntimeError where there is none by then.
+        Raises RuntimeError without a note by then.
         """
         own, polled = self._socket.fileno(), select.poll()
         for one in watched:
@@ -383,9 +384,9 @@ class NearRank:
     def wait_until(
         self, is_so: Callable[[], bool], before: Callable[[], None] | None = None
     ) -> None:
-        """Read notes until something is so, after `before` each.
+        """Read notes until a condition holds, calling `before` ahead of each.
 
-        Raises RuntimeError where no more come.
+        Raises RuntimeError if no more notes arrive.
         """
         while not is_so():
             with self._changed:
@@ -431,7 +432,7 @@ class NearRank:
             raise RuntimeError(self._error or f"{_CLOSED} ({error})") from error
 
     def tell_mark(self) -> None:
-        """Mark what this rank's device has been given to do, before a note that is about it."""
+        """Record an event for this rank's device, before a note about its work."""
         if self._devices is not None:
             self._devices.mark()
             if not self._is_mark_told:
@@ -439,12 +440,12 @@ class NearRank:
                 self.tell(_MARK, 0, 0, handle=self._devices.export_mark())
 
     def wait_for_mark(self) -> None:
-        """Let this rank's device wait for all that the other's had been given to do."""
+        """Let this rank's device wait for the recorded work of the peer's."""
         if self._devices is not None:
             self._devices.wait_for(self._mark)
 
     def close(self) -> None:
-        """End the connection, for threads that wait as well."""
+        """Close the connection, which ends threads that wait."""
         self._error = self._error or "the connection is closed"
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -457,7 +458,7 @@ class NearRank:
                 self._socket, _NOTE.size + _HANDLE_BYTES, 1, find_closing_flag()
             )
         except ConnectionResetError:
-            # Raised once if the other end closed without reading all; what it sent follows.
+            # Raised once if the other end closed without reading all; its last notes follow.
             return
         except BlockingIOError as error:
             raise RuntimeError(self._late) from error

@@ -1,5 +1,5 @@
-"""Packing: how local tensors become the messages that ranks exchange, and what arrives tensors.
+"""Packing: convert local tensors to messages between ranks, and received messages to tensors.
 
-`pieces` are views of tensors, with what they travel as; `messages` lists those that travel together
-or stay; `copies` copies and combines them; `slots` is the memory that messages have in turn.
+`pieces` are views of tensors, and the form in which they are sent. `messages` lists the pieces that
+are sent together or stay, `copies` copies and combines them, and `slots` is the memory of messages.
 """

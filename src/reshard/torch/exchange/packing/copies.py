@@ -3,12 +3,11 @@
 1. *Combining contributions.* On the CPU the code is that of a single process
    (`reshard.execution.arrays`), so both give the same bits; elsewhere torch computes, in the dtype
    itself or, where torch cannot compute in it, in float32.
-2. *Staging memory.* Fresh memory is mapped page by page, as it is first written: of
-   64 MiB, 16,384 times 4 KiB. Where the system has larger pages it is asked for them: 32 times
-   2 MiB. Results come by turns: memory of an earlier result that has been freed is used again, as
-   its pages are there (`keep_memory`).
-3. *Copying rows.* Where a copy moves rows and changes no element, a long row is one `memcpy`,
-   which NumPy calls for each; torch has a loop of its own, which is quicker for short ones.
+2. *Staging memory.* New memory is mapped page by page, on the first write: 64 MiB have 16,384 pages
+   of 4 KiB. If the system has larger pages, they are requested: 32 pages of 2 MiB. Freed memory of
+   earlier results is reused for new results, since its pages are already mapped (`keep_memory`).
+3. *Copying rows.* If a copy moves rows without changing elements, each long row is a `memcpy` by
+   NumPy; for short rows torch's own loop is faster.
 4. *Many small copies.* They are a single call, whose loop runs outside of Python.
 """
 
@@ -34,10 +33,10 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.system import find_large_page_advice
 from reshard.torch.exchange.packing.pieces import cut, row_bytes
 
-# How much of a tensor is computed at once: what that needs beside it stays small, at most 15
-# times this for elements of a byte, that are computed in float32.
+# The bytes of a tensor that are computed at a time, which limits temporary memory: at most 15 times
+# this for elements of a byte that are computed in float32.
 _AT_ONCE_BYTES = 1 << 18
-# What torch adds as it is.
+# Dtypes that torch adds without conversion.
 _ADDED = {
     torch.float64,
     torch.float32,
@@ -61,32 +60,32 @@ _OPERATIONS = {
 
 
 def combine(reduction: str, target: torch.Tensor, source: torch.Tensor) -> None:
-    """Put the combination of both, of equal shape and dtype, into `target`."""
+    """Write the combination of both, of equal shape and dtype, into `target`."""
     is_closed = target.is_inference() and not torch.is_inference_mode_enabled()
     if target.device.type == "cpu" and is_added_in_place(reduction, target.dtype) and not is_closed:
         into, part = target.detach(), source.detach()
         if into.is_complex() and not into.is_conj():
-            # The sum multiplies its second operand by 1, which is no number of infinite ones.
+            # The sum multiplies its second operand by 1, which makes NaN of complex infinities.
             into, part = torch.view_as_real(into), torch.view_as_real(part.resolve_conj())
         torch.add(into, part, out=into)
         return
     parts = zip(cut(target, _AT_ONCE_BYTES), cut(source, _AT_ONCE_BYTES), strict=True)
     for into, part in parts:
         if target.device.type == "cpu":
-            # On the CPU as in one process (`execution`), so that both give the same bits.
+            # On the CPU as in a single process (`execution`), so that both give the same bits.
             kind = TorchTensors(into)
             storage = kind.storage(into)
             storage[...] = kind.combine(reduction, storage, kind.storage(part))
         else:
             wide = _choose_compute_dtype(target.dtype)
-            # What was staged in the host's memory goes to the device first.
+            # Elements staged in the host's memory are copied to the device first.
             into.copy_(_OPERATIONS[reduction](into.to(wide), part.to(into.device, wide)))
 
 
 def is_added_in_place(reduction: str, dtype: torch.dtype) -> bool:
-    """Whether torch's sum into one of its operands has the bits of `execution`'s combination.
+    """Return whether torch's sum into an operand has the bits of `execution`'s combination.
 
-    Products of complex numbers, and the greater of two zeros, depend on how memory is aligned.
+    Products of complex numbers, and the maximum of two zeros, depend on the alignment of memory.
 
     >>> is_added_in_place("sum", torch.bfloat16), is_added_in_place("sum", torch.uint16)
     (True, False)
@@ -95,7 +94,7 @@ def is_added_in_place(reduction: str, dtype: torch.dtype) -> bool:
 
 
 def finish_contributions(change: LayoutChange, cells: Mapping[int, torch.Tensor]) -> None:
-    """Scale the means in a rank's target cells, and fill those that combine nothing.
+    """Scale the means in a rank's target cells, and fill contributions that combine nothing.
 
     Raises ShardError for a contribution to be filled on another device than the CPU.
     """
@@ -136,17 +135,17 @@ def _choose_compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize == 1 and dtype.is_floating_point else dtype
 
 
-# From here on, large pages are asked for: as NumPy does.
+# For allocations of at least this size, large pages are requested, as by NumPy.
 _LARGE_BYTES = 1 << 22
 
 
 _ADVISE_LARGE_PAGES = find_large_page_advice()
-# Rows as long as this are quicker by `memcpy`.
+# Rows of at least this length are faster by `memcpy`.
 _ROW_BYTES = 1 << 10
-# What is smaller is copied with others.
+# Smaller copies are grouped.
 _SMALL_BYTES = 1 << 14
-#: By itemsize, what an element is copied as, by its bytes. NumPy knows all of these, as it does not
-#: all that they stand for.
+#: By itemsize, the dtype by which elements are copied as bytes. NumPy has all of these, but not all
+#: dtypes that they represent.
 WORDS = {
     1: torch.uint8,
     2: torch.int16,
@@ -159,8 +158,8 @@ WORDS = {
 class KeptMemory:
     """A cache of the latest results' memory, for results of equal size after it is freed.
 
-    What is kept is held as torch's storage, and counts as free where this is all that has it: no
-    tensor, view, array or storage of the user's. So no two tensors in use ever share it.
+    Memory is kept as torch's storage, and is free if nothing else refers to it: no tensor, view,
+    array or storage of the user. So no two tensors in use ever share it.
 
     >>> kept, result = KeptMemory(most_bytes=64), torch.zeros(4)
     >>> address = result.data_ptr()
@@ -175,19 +174,19 @@ class KeptMemory:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
-        # The oldest first.
+        # Ordered from the oldest.
         self._storages: list[torch.UntypedStorage] = []
         self._bytes = 0
 
     def limit(self, most_bytes: int) -> None:
-        """Keep no more than so many bytes from here on."""
+        """Limit the kept memory to so many bytes from now on."""
         with self._lock:
             self._most_bytes = most_bytes
             self._drop()
 
     def keep(self, storage: torch.UntypedStorage) -> None:
-        """Hold a storage for later, and drop the oldest where they are too many bytes."""
-        # A thread that finds the lock taken does without the cache.
+        """Keep a storage for reuse, and drop the oldest if the limit is exceeded."""
+        # A thread that finds the lock held does without the cache.
         can_tell = _COUNT_USERS is not None and _IS_CLONED_ON_WRITE is not None
         if (
             not can_tell
@@ -217,27 +216,28 @@ class KeptMemory:
         return None
 
     def _is_free(self, number: int) -> bool:
-        # The object is the one that a user has too, so what refers to it counts as well: here the
-        # list, and the argument of the call. Of the memory it is the only holder.
+        # The user has the same storage object, so references to it count as well. The two known
+        # references are the list and the argument of the call; the storage must be the memory's
+        # only user.
         if sys.getrefcount(self._storages[number]) > _REFERENCES_OF_ONE:
             return False
         storage = self._storages[number]
         if _COUNT_USERS(storage._cdata) > 1 or storage.is_shared():
             return False
-        # Two storages may have one memory, until one of them is written.
+        # A copy-on-write clone shares the memory until either storage is written.
         return not _IS_CLONED_ON_WRITE(torch.empty(0, dtype=torch.uint8).set_(storage))
 
     def _drop(self) -> None:
-        # A storage that somebody has resized has other bytes than when it came.
+        # A storage that a user has resized has another size than when it was kept.
         self._bytes = sum(one.nbytes() for one in self._storages)
         while self._bytes > self._most_bytes:
             self._bytes -= self._storages.pop(0).nbytes()
 
 
-# Torch's own, which a version of it may lack: then nothing is kept.
+# Private functions of torch, which a version of it may lack: then nothing is kept.
 _COUNT_USERS: Any = getattr(torch._C, "_storage_Use_Count", None)
 _IS_CLONED_ON_WRITE: Any = getattr(torch._C, "_is_cow_tensor", None)
-# What `sys.getrefcount` gives of an object that a list has, and nobody else.
+# The result of `sys.getrefcount` for an object that only a list refers to.
 _LISTED = [object()]
 _REFERENCES_OF_ONE = sys.getrefcount(_LISTED[0])
 DEFAULT_KEPT_BYTES = 512 << 20
@@ -267,7 +267,7 @@ def keep_memory(most_bytes: int) -> None:
 
 
 def empty_result(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of any values, to be written once; on the CPU of large pages where there are some.
+    """Return an uninitialized tensor to be written once; on the CPU with large pages if available.
 
     >>> empty_result((2, 3), torch.float32, torch.device("cpu")).shape
     torch.Size([2, 3])
@@ -277,7 +277,7 @@ def empty_result(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     known = _KEPT.find(size_bytes)
     if known is not None:
-        # No view, but a tensor as `torch.empty` gives it.
+        # Set the storage of an empty tensor, so that the result is not a view.
         found = torch.empty(0, dtype=dtype, device=device)
         if type(found) is torch.Tensor:
             strides = [math.prod(shape[number + 1 :]) for number in range(len(shape))]
@@ -287,19 +287,19 @@ def empty_result(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
     if type(found) is not torch.Tensor:
         return found
     if _ADVISE_LARGE_PAGES is not None:
-        # Whole pages only: what else lies in the first and last one is not ours.
+        # Whole pages only: the first and last page may contain other data.
         begin = -(-found.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (found.data_ptr() + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        # Advice: where it is not taken, pages are as small as ever.
+        # This is advice: if it is ignored, pages have the usual size.
         _ADVISE_LARGE_PAGES(begin, end - begin)
     _KEPT.keep(found.untyped_storage())
     return found
 
 
 def empty_bytes(size_bytes: int, device: torch.device, is_hosted: bool = False) -> torch.Tensor:
-    """Bytes of any values, to stage in; on the CPU of large pages where there are some.
+    """Return uninitialized bytes for staging; on the CPU with large pages if available.
 
-    What is staged in the host's memory for a CUDA device (`is_hosted`) has pages that do not move.
+    Staging memory on the host for a CUDA device (`is_hosted`) is pinned.
 
     >>> empty_bytes(6, torch.device("cpu")).shape
     torch.Size([6])
@@ -308,12 +308,12 @@ def empty_bytes(size_bytes: int, device: torch.device, is_hosted: bool = False) 
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
     if device.type == "cuda":
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-    # NumPy asks for large pages itself.
+    # NumPy requests large pages itself.
     return torch.from_numpy(np.empty(size_bytes, np.uint8))
 
 
 def copier(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
-    """What copies `source` to `target`, of equal shape, each time it is called.
+    """Return a function that copies `source` to `target`, of equal shape, on each call.
 
     >>> source, target = torch.arange(4.0), torch.zeros(4)
     >>> _ = copier(target, source)()
@@ -321,7 +321,7 @@ def copier(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
     tensor([0., 1., 2., 3.])
     """
     on_host = target.device.type == source.device.type == "cpu"
-    # Torch computes these bits only as it copies.
+    # Torch applies conjugation and negation only while it copies.
     is_pending = source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()
     is_same = target.dtype is source.dtype and not is_pending
     word = WORDS.get(source.dtype.itemsize)
@@ -332,7 +332,7 @@ def copier(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
 
 
 def copiers(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable[[], object]]:
-    """What copies each source to its target, of pairs `(target, source)`, in a few calls.
+    """Return few functions that copy all sources to targets, given pairs `(target, source)`.
 
     >>> source, targets = torch.arange(4.0), torch.zeros(2, 4)
     >>> calls = copiers([(target, source) for target in targets])
@@ -348,7 +348,7 @@ def copiers(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable
         large = map(operator.not_, small)
         alone += [copier(target, source) for target, source in itertools.compress(listed, large)]
     if together:
-        # Of small pieces to call once for each takes longer than to copy them.
+        # For small pieces, separate calls take longer than the copies.
         alone.append(
             functools.partial(torch._foreach_copy_, *map(list, zip(*together, strict=True)))
         )

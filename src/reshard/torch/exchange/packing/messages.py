@@ -1,4 +1,4 @@
-"""Messages of one rank: the views of its tensors that travel together, or stay.
+"""Messages of a rank: the views of its tensors that are sent together, or stay.
 
 Both ends of a message list its pieces in the same way (`reshard.plans.schedule`)::
 
@@ -6,15 +6,15 @@ Both ends of a message list its pieces in the same way (`reshard.plans.schedule`
                   | P.. | ---- a large piece, part by part ------> | in place where it is
                                                                    dense in the target
 
-In stages between hosts, each byte travels once to a host and is handed on there, part by part,
+In stages between hosts, each byte is sent once to a host and forwarded within it, part by part,
 while the next parts arrive (`reshard.plans.hierarchical`). All steps are in one exchange; a message
-that hands on follows those that bring the same part::
+that forwards a part depends on the messages with the same part::
 
     step 0    part 0: source -> target
     step 1    part 1: source -> target     part 0: target -> target, on another rank of the host
 
-A large piece is cut along its leading dimensions, so that each part is dense wherever the piece
-is.
+A large piece is split along its leading dimensions, so that each part is dense if the piece is
+dense.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from reshard.torch.exchange.packing.pieces import (
 )
 
 _Lists = list[list[int]]
-# By cell, that of each of several tensors that are alike.
+# By cell, the tensors of the cell in several similar tensors.
 _Cells = Mapping[int, Sequence[torch.Tensor]]
 PiecesByPair = dict[tuple[int, int], MessagePieces]
 # A step of a pipeline, and a stage in it.
@@ -63,12 +63,12 @@ FIRST_PLACE: Place = (0, 0)
 class RankTransfers(NamedTuple):
     """The transfers on a rank of a tensor, or of several tensors of a kind.
 
-    Tensors with equal layouts and strides are of a kind. `received` are the
-    transfers into this rank, those that stay included, `sent` those to others, of each of them.
-    `sources` and `targets` are the local tensors, None where the rank holds nothing. `dtype` is
-    that of the elements that travel, None for the local tensors' own. `place` is the step and the
-    stage that they have in a pipeline; what a later stage sends has to have arrived. `numbers` say
-    the order of the tensors among all; that in which they are listed when None.
+    Tensors with equal layouts and strides are of a kind. `received` are the transfers of each
+    tensor into this rank, including local ones, and `sent` those to others. `sources` and `targets`
+    are the local tensors, or None if the rank has no part. `dtype` is that of the sent elements, or
+    None for the local tensors' own. `place` is the step and stage in a pipeline; data sent in a
+    later stage must have arrived. `numbers` are the positions of the tensors among all; by default
+    their order in the list.
     """
 
     change: LayoutChange
@@ -91,7 +91,7 @@ class RankTransfers(NamedTuple):
         dtype: torch.dtype | None = None,
         place: Place = FIRST_PLACE,
     ) -> RankTransfers:
-        """All transfers of a tensor, as `job.for_rank(rank)` gives them, in both directions."""
+        """Return all transfers of a tensor in both directions, from `job.for_rank(rank)`."""
         return cls(change, *_part_directions(transfers, rank), [source], [target], dtype, place)
 
     def split(self, peers: Iterable[int]) -> tuple[RankTransfers | None, RankTransfers | None]:
@@ -114,10 +114,10 @@ class RankTransfers(NamedTuple):
 class RankMessage:
     """Pieces that are sent together, all of contributions of the same `order`.
 
-    `key` is its place in the order of all messages: first that in a pipeline, then, contributions
-    one after another, their order, the turn among its pair's messages, how far its receiver is
-    behind its sender, the number among its pair's, and its sender. Region by region: the number,
-    the order, the distance, the sender.
+    `key` is its position in the order of all messages. It begins with the position in a pipeline.
+    If contributions are sent one after another, these follow: their order, the turn among its
+    pair's messages, the distance from sender to receiver, the number among its pair's, and its
+    sender. If they are sent region by region: the number, the order, the distance, the sender.
     """
 
     key: tuple[int, ...]
@@ -128,24 +128,24 @@ class RankMessage:
 
     @functools.cached_property
     def size_bytes(self) -> int:
-        """Bytes of its pieces' elements."""
+        """The size of its pieces' elements."""
         return sum(self.pieces.sizes_bytes)
 
     @functools.cached_property
     def offsets(self) -> list[int]:
-        """Where each piece begins, and last where the message ends, in bytes."""
+        """The offset of each piece, and the end of the message, in bytes."""
         return self.pieces.offsets
 
     @property
     def contents(self) -> list[Any]:
-        """Which memory it carries, and as what: messages with equal contents carry the same."""
+        """The memory and dtypes of its elements: equal for messages that carry the same data."""
         return [
             (one.view.data_ptr(), one.view.shape, one.view.stride(), one.view.dtype, one.dtype)
             for one in self.pieces
         ]
 
     def carries_like(self, other: RankMessage) -> bool:
-        """Whether another message carries the same memory, as the same."""
+        """Return whether another message carries the same memory as the same dtypes."""
         own, its = self.pieces, other.pieces
         columns = own.views, its.views, own.forms, its.forms
         return len(own) == len(its) and all(
@@ -156,7 +156,7 @@ class RankMessage:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its bytes are those of the local tensors: nothing is cast or combined here."""
+        """Whether its bytes are those of the local tensors, without casts or combinations."""
         return all(
             form.reduction is None and form.dtype is view.dtype
             for view, form in zip(self.pieces.views, self.pieces.forms, strict=True)
@@ -164,7 +164,7 @@ class RankMessage:
 
     @property
     def mean_row_bytes(self) -> int:
-        """The mean length of the contiguous rows that its pieces are made of."""
+        """The mean length of the contiguous rows of its pieces."""
         rows = sum(view.nbytes / row_bytes(view) for view in self.pieces.views if view.numel())
         return int(self.size_bytes / max(rows, 1))
 
@@ -174,22 +174,22 @@ class RankMessage:
 
     @property
     def direct(self) -> torch.Tensor | None:
-        """The bytes of its only piece where they lie dense in the local tensor."""
+        """The bytes of its only piece if they are dense in the local tensor, or None."""
         if len(self.pieces) > 1:
             return None
         view, form = self.pieces[0]
         if form.dtype is not view.dtype or form.reduction is not None or not view.is_contiguous():
             return None
-        # One element alone may have any stride, and is dense.
+        # A single element is dense with any stride.
         return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
 
 
-# Contributions of an order that a rank has itself: their key among all messages, the order, copies.
+# A rank's own contributions of an order: their key among all messages, the order, the copies.
 LocalCombination = tuple[tuple[int, ...], int, "tuple[LocalCopy, ...]"]
 
 
 class LocalCopy(NamedTuple):
-    """What a rank has already: `source` is copied, or combined by `reduction`, into `target`."""
+    """A local transfer: `source` is copied, or combined by `reduction`, into `target`."""
 
     target: torch.Tensor
     source: torch.Tensor
@@ -197,7 +197,7 @@ class LocalCopy(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a box lies in the tensor of a cell, of given strides: its first element is `ahead`."""
+    """The position of a box in a cell's tensor of given strides: its first element is `ahead`."""
 
     cell: int
     shape: tuple[int, ...]
@@ -206,11 +206,11 @@ class _Place(NamedTuple):
     is_whole: bool
 
     def views(self, cells: _Cells) -> Sequence[torch.Tensor]:
-        """The box in tensors that are alike: the columns of their cells."""
+        """Return views of the box in similar tensors: the columns of their cells."""
         wholes = cells[self.cell]
         if self.is_whole:
             return wholes
-        # One call each, where `narrow` would be one for each dimension.
+        # A single call for each, while `narrow` would take a call for each dimension.
         shape, strides, ahead = self.shape, self.strides, self.ahead
         if not ahead:
             return [one.as_strided(shape, strides) for one in wholes]
@@ -243,8 +243,8 @@ def list_pieces(
 
     Args:
         tensors: in the same order on every rank.
-        rank: this one.
-        with_sent: whether to list what is sent.
+        rank: this rank.
+        with_sent: whether to list sent pieces.
 
     Returns:
         Pieces sent, and received, by order of contributions and peer; copies, by order.
@@ -253,7 +253,7 @@ def list_pieces(
     received: defaultdict[tuple[int, int], list[_Column]] = defaultdict(list)
     local: defaultdict[int, list[_CopyColumn]] = defaultdict(list)
     kinds = _join_kinds(tensors)
-    # The rows of one tensor are adjacent.
+    # The rows of a tensor are adjacent.
     rows = max((len(one.received) + len(one.sent) for one in kinds), default=0)
     for kind in kinds:
         places = np.array(kind.numbers) * rows
@@ -271,7 +271,7 @@ def list_pieces(
                 form = PieceForm.of(place.shape, kind.dtype or views[0].dtype, reduction)
                 received[order, peer].append(_Column(places, views, form))
             places = places + 1
-        # What is sent to several ranks is one view.
+        # Data sent to several ranks is a single view.
         known: dict[_Place, tuple[Sequence[torch.Tensor], PieceForm]] = {}
         for order, peer, place in _list_sent(kind.sent, sources) if with_sent else ():
             if place not in known:
@@ -287,10 +287,10 @@ def list_pieces(
 
 
 def _join_kinds(tensors: Iterable[RankTransfers]) -> list[RankTransfers]:
-    """The tensors of each kind together, with their numbers."""
+    """Return the tensors of each kind together, with their numbers."""
     kinds: dict[object, list[RankTransfers]] = {}
     for listed, one in enumerate(tensors):
-        # Changes and transfers that are equal are one object each; they say the shapes.
+        # Equal changes are the same object, as are equal transfers; they determine the shapes.
         ends = [
             tensor is None or (tensor.dtype, tensor.stride())
             for tensor in (one.sources[0], one.targets[0])
@@ -302,7 +302,7 @@ def _join_kinds(tensors: Iterable[RankTransfers]) -> list[RankTransfers]:
 
 
 def _join(tensors: Sequence[RankTransfers]) -> RankTransfers:
-    """Tensors of one kind."""
+    """Return the tensors of a kind as one object."""
     return tensors[0]._replace(
         sources=[source for one in tensors for source in one.sources],
         targets=[target for one in tensors for target in one.targets],
@@ -311,7 +311,7 @@ def _join(tensors: Sequence[RankTransfers]) -> RankTransfers:
 
 
 def _list_cells(layout: Layout, rank: int, locals_of: Sequence[torch.Tensor | None]) -> _Cells:
-    """By cell of a rank, that of each local tensor; these have one layout."""
+    """Return the tensors of each cell of a rank, for local tensors of equal layouts."""
     if len(locals_of) > 1 and locals_of[0] is not None and len(_number_cells(layout, rank)) == 1:
         return {_number_cells(layout, rank)[0]: cast("Sequence[torch.Tensor]", locals_of)}
     every = [cells_of(layout, rank, local) for local in locals_of]
@@ -319,7 +319,7 @@ def _list_cells(layout: Layout, rank: int, locals_of: Sequence[torch.Tensor | No
 
 
 def _merge_pieces(columns: Sequence[_Column]) -> MessagePieces:
-    """The pieces of columns, in their order."""
+    """Return the pieces of columns, in their order."""
     views = [view for column in columns for view in column.views]
     forms = [form for column in columns for form in [column.form] * len(column.places)]
     return MessagePieces(views, forms).take(_sort_places(columns))
@@ -335,7 +335,7 @@ def _merge_copies(columns: Sequence[_CopyColumn]) -> list[LocalCopy]:
 
 
 def _sort_places(columns: Sequence[_Column | _CopyColumn]) -> list[int]:
-    """The numbers of all that columns have, in the order of its places."""
+    """Return the permutation that sorts the entries of all columns by position."""
     places = np.concatenate([column.places for column in columns])
     order: list[int] = np.argsort(places, kind="stable").tolist()
     return order
@@ -344,8 +344,8 @@ def _sort_places(columns: Sequence[_Column | _CopyColumn]) -> list[int]:
 def _list_received(
     rows: Transfers, sources: _Cells, targets: _Cells
 ) -> Iterator[tuple[int, int, _Place, _Place | None]]:
-    """List orders, senders and boxes in the target; and in the source, of what stays."""
-    # As lists at once: of small tensors, to take numbers out of columns is most of the work.
+    """Return orders, senders and boxes in the target, and local boxes in the source."""
+    # As lists at once: for small tensors, indexing arrays takes most of the time.
     orders, stays, senders = rows.order.tolist(), rows.stays.tolist(), rows.source_slot.tolist()
     shapes = rows.shape.tolist()
     into = rows.target_cell.tolist(), rows.target_start.tolist(), shapes
@@ -356,7 +356,7 @@ def _list_received(
 
 
 def _list_sent(rows: Transfers, sources: _Cells) -> Iterator[tuple[int, int, _Place]]:
-    """List orders, receivers and boxes in the source."""
+    """Return orders, receivers and boxes in the source."""
     orders, receivers = rows.order.tolist(), rows.target_slot.tolist()
     out = rows.source_cell.tolist(), rows.source_start.tolist(), rows.shape.tolist()
     for row in order_transfers(rows) if len(rows) else ():
@@ -379,12 +379,12 @@ def list_messages(
     Args:
         tensors: with this rank's transfers and local tensors.
         rank: this rank, among `ranks`.
-        message_bytes: the most bytes of a message, the same on every rank; a multiple of 16.
+        message_bytes: the maximum bytes of a message, the same on every rank; a multiple of 16.
         in_a_turn: the consecutive messages to a rank before the next; the same on every rank.
-        by_region: whether all contributions to a region travel before the next region does. One
-            tensor only, whose contributions are cut alike.
-        sent: the messages that this rank sends, where they are known: `tensors` may then be
-            without those that send only.
+        by_region: whether all contributions to a region are sent before the next region's. A single
+            tensor only, with equally sharded contributions.
+        sent: the messages that this rank sends, if known: `tensors` may then omit tensors that are
+            only sent.
     """
     by_place: defaultdict[Place, list[RankTransfers]] = defaultdict(list)
     for tensor in tensors:
@@ -393,20 +393,20 @@ def list_messages(
     copies: list[LocalCopy] = []
     combinations: list[LocalCombination] = []
     for place, at_place in by_place.items():
-        # Views take half the time there, and are none that only this mode may write.
+        # Views take half the time in inference mode, and may be written outside of it.
         with torch.inference_mode():
             *both, local = list_pieces(at_place, rank, with_sent=sent is None)
         for is_sent, by_peer in zip((True, False), both, strict=True):
             for (order, peer), of_pair in by_peer.items():
                 sender, receiver = (rank, peer) if is_sent else (peer, rank)
                 for number, pieces_of in enumerate(pack_messages(of_pair, message_bytes)):
-                    # Both ends find the same key, so their messages are in one order.
+                    # Both ends find the same key, so their messages have the same order.
                     key = order_message(
                         order, number, sender, receiver, ranks, in_a_turn, by_region
                     )
                     message = RankMessage((*place, *key), order, peer, is_sent, pieces_of)
                     messages.append(message)
-        # Copies wait for nothing; what is combined has its place among the messages.
+        # Copies depend on nothing; combinations have a position among the messages.
         copies += local.get(0, ())
         for order, of_order in sorted(local.items()):
             if not order:
@@ -423,7 +423,7 @@ def list_messages(
 
 
 def pack_messages(pieces: MessagePieces, message_bytes: int) -> Iterator[MessagePieces]:
-    """The pieces of each message between two ranks; it follows from their shapes alone."""
+    """Yield the pieces of each message between two ranks, which follow from their shapes."""
     together, alone = group_pieces(pieces.sizes_bytes, message_bytes)
     for numbers in together:
         yield pieces.take(numbers)
@@ -433,7 +433,7 @@ def pack_messages(pieces: MessagePieces, message_bytes: int) -> Iterator[Message
 
 
 def _cut_copy(copy: LocalCopy, most_bytes: int) -> Iterator[LocalCopy]:
-    """A combination in parts of at most `most_bytes`."""
+    """Yield a combination in parts of at most `most_bytes`."""
     parts = zip(cut(copy.target, most_bytes), cut(copy.source, most_bytes), strict=True)
     for target, source in parts:
         yield LocalCopy(target, source, copy.reduction)
@@ -459,7 +459,7 @@ def cells_of(layout: Layout, rank: int, local: torch.Tensor | None) -> dict[int,
     """Return the tensor of every cell of a rank: its local tensor, or ranges of a flat tensor."""
     if local is None or not 0 <= rank < layout.slots:
         return {}
-    # A rank with several boxes has them one after another in a flat tensor.
+    # A rank with several boxes stores them one after another in a flat tensor.
     numbers = _number_cells(layout, rank)
     if len(numbers) == 1:
         return {numbers[0]: local}
@@ -470,7 +470,7 @@ def cells_of(layout: Layout, rank: int, local: torch.Tensor | None) -> dict[int,
     return cells
 
 
-# Layers are cut alike, so that it is asked of few layouts, and of each again and again.
+# Cached, since layers have equal layouts.
 @functools.lru_cache(maxsize=1024)
 def _number_cells(layout: Layout, rank: int) -> range:
     return layout.cells_of(rank)
@@ -478,19 +478,19 @@ def _number_cells(layout: Layout, rank: int) -> range:
 
 @functools.lru_cache(maxsize=256)
 def _part_directions(transfers: Transfers, rank: int) -> tuple[Transfers, Transfers]:
-    """The transfers of a rank into it, and those from it to others."""
+    """Return the transfers into a rank, and those from it to others."""
     into = transfers.target_slot == rank
     return transfers.take(into), transfers.take(~into)
 
 
 @functools.lru_cache(maxsize=256)
 def transfers_of(change: LayoutChange, dtype: DType, rank: int) -> Transfers:
-    """What a rank receives, keeps and sends. Training loops redistribute alike again and again."""
+    """Return a rank's transfers; cached, since training loops repeat redistributions."""
     return Plan(change.source, change.target, dtype).for_rank(rank)
 
 
 def _find_place(cells: _Cells, columns: tuple[list[int], _Lists, _Lists], row: int) -> _Place:
-    """The box of a row in its cell: the columns are cells, where boxes begin, and shapes."""
+    """Return the box of a row in its cell, from columns of cells, offsets and shapes."""
     numbers, starts, shapes = columns
     whole, shape = cells[numbers[row]][0], tuple(shapes[row])
     strides = whole.stride()
@@ -509,7 +509,7 @@ def stage_transfers(
 ) -> Iterator[RankTransfers]:
     """Return the transfers of a tensor on a rank, each with its place in the pipeline.
 
-    The first of the stages goes from the source to the target, all others from target to target.
+    The first stage is from the source to the target, all others from target to target.
     """
     within = LayoutChange(change.target, change.target)
     for step, stage, rows in list_steps(stages, change.target.shape, span):

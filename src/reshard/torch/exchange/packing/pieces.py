@@ -1,14 +1,14 @@
-"""Pieces of local tensors that travel: views, with what they travel as.
+"""Pieces of local tensors that are sent: views, and the form in which they are sent.
 
-Of very many small tensors most pieces are alike but for where they lie. So a piece is its view,
-and its form, which all pieces that are alike have in common::
+Among very many small tensors, most pieces differ only in their memory. So a piece consists of its
+view and its form, which similar pieces share::
 
     view                                    form
     rows 0 to 8 of layers.0.up      \\
     rows 0 to 8 of layers.1.up       >      bfloat16 of shape [8, 64], 1024 bytes, copied
     rows 0 to 8 of layers.2.up      /
 
-Pieces that travel together are columns of both.
+Pieces that are sent together are columns of both.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from reshard.runs import IntArray
 
 
 class PieceForm(NamedTuple):
-    """What a piece has alike with others.
+    """The properties that similar pieces share.
 
     Attributes:
-        dtype: as which its elements travel: they are cast while they are packed and unpacked.
-        reduction: how it is combined with the target; None if it replaces the target.
+        dtype: of the sent elements, which are cast during packing and unpacking.
+        reduction: the combination with the target; None if the piece replaces the target.
         shape: of the view.
-        strides: of the same elements where they are packed, in row major order.
-        size_bytes: of its elements as they travel.
+        strides: of the packed elements, in row major order.
+        size_bytes: of the sent elements.
     """
 
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class PieceForm(NamedTuple):
     def of(
         cls, shape: tuple[int, ...], dtype: torch.dtype, reduction: str | None = None
     ) -> PieceForm:
-        """That of pieces of a shape.
+        """Return the form of pieces of a shape.
 
         >>> form = PieceForm.of((4, 3, 2), torch.bfloat16)
         >>> form.strides, form.size_bytes
@@ -59,33 +59,33 @@ class PieceForm(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A view of a local tensor, and what it travels as."""
+    """A view of a local tensor, and the form in which it is sent."""
 
     view: torch.Tensor
     form: PieceForm
 
     @classmethod
     def of(cls, view: torch.Tensor, dtype: torch.dtype, reduction: str | None = None) -> Piece:
-        """A view whose elements travel as `dtype`."""
+        """Return a view whose elements are sent as `dtype`."""
         return cls(view, PieceForm.of(tuple(view.shape), dtype, reduction))
 
     @property
     def dtype(self) -> torch.dtype:
-        """As which its elements travel."""
+        """The dtype of its sent elements."""
         return self.form.dtype
 
     @property
     def reduction(self) -> str | None:
-        """By what it is combined with what is there."""
+        """The combination with the target, or None."""
         return self.form.reduction
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its elements as they travel."""
+        """The size of its sent elements."""
         return self.form.size_bytes
 
     def lies_like(self, other: Piece) -> bool:
-        """Whether another piece has the same memory, and travels as the same."""
+        """Return whether another piece has the same memory and form."""
         own, its = self.view, other.view
         return (
             own.data_ptr() == its.data_ptr()
@@ -94,7 +94,7 @@ class Piece(NamedTuple):
         )
 
     def parts(self, most_bytes: int) -> Iterator[Piece]:
-        """The piece in parts of at most `most_bytes`, in row major order."""
+        """Yield the piece in parts of at most `most_bytes`, in row major order."""
         for view in cut(self.view, most_bytes, itemsize=self.dtype.itemsize):
             yield Piece.of(view, self.dtype, self.reduction)
 
@@ -115,34 +115,35 @@ class MessagePieces(Sequence[Piece]):
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> MessagePieces:
-        """Pieces as columns."""
+        """Return pieces as columns."""
         listed = list(pieces)
         return cls([view for view, _ in listed], [form for _, form in listed])
 
     def take(self, numbers: Sequence[int]) -> MessagePieces:
-        """Those of some numbers, in the order of these."""
+        """Return the pieces of some numbers, in the order of the numbers."""
         return MessagePieces(
             *(list(map(of.__getitem__, numbers)) for of in (self.views, self.forms))
         )
 
     @property
     def sizes_bytes(self) -> list[int]:
-        """Of each, the bytes of its elements as they travel."""
+        """The size of each piece's sent elements."""
         return [form.size_bytes for form in self.forms]
 
     @property
     def offsets(self) -> list[int]:
-        """Where each begins when they are packed, and last where all end, in bytes."""
+        """The offset of each packed piece, and the end of the last, in bytes."""
         sizes = self.sizes_bytes
         begins = list(itertools.accumulate(map(align, sizes[:-1]), initial=0))
         return [*begins, begins[-1] + sizes[-1]]
 
     def parts_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The part of some bytes that each has when they are packed there, as it travels."""
+        """Return each piece's part of a packed buffer, in its sent dtype."""
         dtypes = {form.dtype for form in self.forms}
         wholes = {}
         for dtype in dtypes:
-            # Its length is no multiple of every element's, but every piece lies within it.
+            # The buffer's length may not be a multiple of every itemsize, but every piece fits in
+            # it.
             stop = buffer.numel() // dtype.itemsize * dtype.itemsize
             wholes[dtype] = buffer.narrow(0, 0, stop).view(dtype)
         # As in `list_messages`: of these only a view as another type would be one of this mode.
@@ -150,7 +151,7 @@ class MessagePieces(Sequence[Piece]):
             sizes = self.sizes_bytes
             has_gaps = any(size % ALIGNMENT_BYTES for size in set(sizes[:-1]))
             if len(dtypes) == 1 and 0 not in sizes and not has_gaps:
-                # One call for all, as they lie without gaps.
+                # A single call for all, as they have no gaps.
                 (whole,) = wholes.values()
                 return list(torch._utils._unflatten_dense_tensors(whole, self.views))
             begin_bytes = buffer.storage_offset()
@@ -194,7 +195,7 @@ def _list_rows(view: torch.Tensor) -> IntArray:
 
 
 def row_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the longest runs of memory that a tensor is made of, in row major order.
+    """Return the length of a tensor's longest contiguous runs, in row major order.
 
     >>> row_bytes(torch.zeros(3, 4, 5)[:, :2]), row_bytes(torch.zeros(4, 5).T)
     (40, 4)
@@ -211,9 +212,9 @@ def row_bytes(tensor: torch.Tensor) -> int:
 def cut(
     view: torch.Tensor, most_bytes: int, dimension: int = 0, itemsize: int | None = None
 ) -> Iterator[torch.Tensor]:
-    """A tensor in parts of at most `most_bytes`, cut along its leading dimensions.
+    """Return a tensor in parts of at most `most_bytes`, split along its leading dimensions.
 
-    `most_bytes` is at least an element's, of `itemsize` bytes where it is not the tensor's own.
+    `most_bytes` is at least the size of an element, which is `itemsize` if given.
 
     >>> [tuple(part.shape) for part in cut(torch.zeros(5, 2, 4), 64)]
     [(2, 2, 4), (2, 2, 4), (1, 2, 4)]
@@ -225,7 +226,7 @@ def cut(
         yield view
         return
     length = view.shape[dimension]
-    # How many rows fit; where not even one does, each is cut along the next dimension.
+    # The number of rows that fit; if no row fits, each is split along the next dimension.
     at_once = most_bytes // (size_bytes // length)
     for begin in range(0, length, max(at_once, 1)):
         part = view.narrow(dimension, begin, min(max(at_once, 1), length - begin))

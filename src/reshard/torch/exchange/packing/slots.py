@@ -1,7 +1,7 @@
-"""Places of memory that the messages of an exchange have in turn, and steps that wait for them.
+"""Slots of memory that messages of an exchange use in turn, and steps that wait for them.
 
-A message that is packed, or unpacked, has a slot; the message that has it next follows all that
-were sent from it, or arrived there::
+A packed or unpacked message has a slot. The next message in the slot depends on all messages that
+were sent from it, or arrived in it::
 
     message   0  1  2  3  4  5          three slots: 3 follows 0, 4 follows 1, 5 follows 2
     slot      A  B  C  A  B  C
@@ -27,30 +27,30 @@ from reshard.torch.exchange.timeline import Details, current_timeline
 
 @dataclass(slots=True, eq=False)
 class StagedMessage:
-    """A message with its bytes, and what packs or unpacks its pieces where they are staged."""
+    """A message with its bytes, and the copies that pack or unpack its pieces if it is staged."""
 
     message: RankMessage
     buffer: torch.Tensor
     copies: list[Callable[[], object]]
-    # What arrives in memory of its sender, and where that was when `copies` were made.
+    # A received message in its sender's memory, and its address when `copies` were created.
     near: NearMessage | None = None
     place: tuple[int, int] | None = None
-    # Where it is in this rank's tensors, if it is copied from or to there directly.
+    # Its location in this rank's tensors, if it is copied directly.
     spans: IntArray | None = None
 
     def stage(self, buffer: torch.Tensor) -> None:
-        """Give it its bytes."""
+        """Assign the message's bytes."""
         self.buffer = buffer
         self.copies = _list_copies(self.message, buffer)
 
     def unpack(self) -> None:
-        """Put what has arrived into its place."""
+        """Copy or combine the received pieces into their targets."""
         near = self.near
         if near is not None and near.is_readable:
             self._read(near)
             return
         if near is not None and self.place != near.place:
-            # The same place as in the run before, mostly.
+            # Usually the address is the same as in the previous run.
             self.stage(near.bytes_there)
             self.place = near.place
         for copy in self.copies:
@@ -72,7 +72,7 @@ class StagedMessage:
             copy()
 
     def leave(self) -> None:
-        """Let go of what arrived in memory of its sender."""
+        """Release a received message in its sender's memory."""
         self.near = None
         if self.place is not None:
             self.buffer, self.copies, self.place = self.buffer.new_empty(0), [], None
@@ -80,10 +80,10 @@ class StagedMessage:
 
 @dataclass(slots=True, eq=False)
 class ExchangeStep:
-    """What is posted at once, and what is combined once it is done.
+    """Messages that are posted at once, and the combinations to compute after them.
 
-    `key` is its place in the order of all, `order` that of the contributions in it; `follows` are
-    the steps whose slots it takes over, or that bring what it sends.
+    `key` is its position in the order of all steps, `order` that of its contributions; `follows`
+    are the steps whose slots it reuses, or that receive the data that it sends.
     """
 
     key: tuple[int, ...]
@@ -103,11 +103,11 @@ class ExchangeStep:
 
     @property
     def only_sends(self) -> bool:
-        """Whether nothing arrives, or is combined, by it."""
+        """Whether it neither receives nor combines anything."""
         return not self.copies and all(one.message.is_sent for one in self.messages)
 
     def describe(self) -> dict[str, Any]:
-        """Its messages, as a timeline shows them."""
+        """Return its messages for a timeline."""
         return {
             f"{'to' if one.message.is_sent else 'from'} rank {one.message.peer}, bytes": (
                 one.message.size_bytes
@@ -116,7 +116,7 @@ class ExchangeStep:
         }
 
     def begin_tracing(self) -> None:
-        """Its messages are on their way, where that is recorded."""
+        """Record that its messages are in flight, if a timeline is recorded."""
         if (timeline := current_timeline()) is not None:
             for one in self.messages:
                 name = f"message {'to' if one.message.is_sent else 'from'} rank {one.message.peer}"
@@ -124,7 +124,7 @@ class ExchangeStep:
                 self.traced.append((name, timeline.begin_message(name, details)))
 
     def end_tracing(self) -> None:
-        """Its messages have arrived, or are sent."""
+        """Record that its messages have arrived, or are sent."""
         if (timeline := current_timeline()) is not None:
             for name, number in self.traced:
                 timeline.end_message(name, number)
@@ -132,20 +132,20 @@ class ExchangeStep:
 
     @property
     def waits(self) -> bool:
-        """Whether a slot of it is not free yet, or what it sends not there."""
+        """Whether any of its slots is not free yet, or data to send has not arrived."""
         return not all(before.is_done for before in self.follows)
 
 
 class MessageSlots:
-    """Equal places of memory, that the staged messages of one direction have in turn.
+    """Equal slots of memory, used in turn by the staged messages of a direction.
 
-    Where they are shared, what has been packed for one rank is sent from there to others too.
+    If the memory is shared, a message packed for one rank is also sent from there to others.
 
     Args:
-        messages: all that will be given a place.
-        most: the most places.
-        most_bytes: of all places.
-        allocate: gives as many bytes as are asked for.
+        messages: all messages that will be given a slot.
+        most: the maximum number of slots.
+        most_bytes: of all slots.
+        allocate: returns as many bytes as are requested.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class MessageSlots:
     ) -> None:
         staged = [align(m.offsets[-1]) for m in messages]
         self._slot_bytes = max(staged, default=0)
-        # As many places as fit, but no more than messages, or than may be on their way at once.
+        # As many slots as fit, but no more than messages, or than may be in flight at once.
         room = most_bytes // self._slot_bytes if staged else 0
         self._count = min(len(staged), room, most)
         self.size_bytes = self._slot_bytes * self._count
@@ -168,10 +168,10 @@ class MessageSlots:
         self._staged: list[StagedMessage] = []
 
     def give(self, prepared: StagedMessage, step: ExchangeStep) -> None:
-        """Give a message of a step its bytes, and let the step follow the one that has them."""
+        """Assign a slot to a message of a step; the step then follows the slot's previous step."""
         # Message `turn` takes the memory of message `turn - count`, whose steps must end before.
         turn = len(self._users)
-        # The same contents, for another rank, are packed once while they are in memory.
+        # The same contents for another rank are packed once while they are in memory.
         for number in range(max(turn - self._count, 0), turn) if self._are_shared else ():
             if self._staged[number].message.carries_like(prepared.message):
                 prepared.buffer = self._staged[number].buffer
@@ -181,7 +181,7 @@ class MessageSlots:
         begin = turn % self._count * self._slot_bytes
         offsets = prepared.message.offsets
         place = self.memory.narrow(0, begin, offsets[-1])
-        # It may be there already, by another exchange in the same memory.
+        # It may be packed already, by another exchange in the same memory.
         if not prepared.copies or prepared.buffer.data_ptr() != place.data_ptr():
             prepared.stage(place)
         self._staged.append(prepared)
@@ -190,7 +190,7 @@ class MessageSlots:
 
 
 def _list_copies(message: RankMessage, buffer: torch.Tensor) -> list[Callable[[], object]]:
-    """What packs the pieces of a message into its bytes, or unpacks them."""
+    """Return the functions that pack the pieces of a message into its bytes, or unpack them."""
     views, parts = message.pieces.views, message.pieces.parts_of(buffer)
     if message.is_sent:
         return copiers(zip(parts, views, strict=True))
