@@ -81,7 +81,7 @@ class TensorEndpoint:
 
     @classmethod
     def of_tensor(cls, tensor: DTensor, group: RankGroup) -> TensorEndpoint:
-        """The side of a DTensor."""
+        """Return the side of a DTensor."""
         spec = place_sharding(sharding_of_dtensor(tensor), group)
         layout = spec.layout(tuple(tensor.shape))
         return cls(layout, tensor.device_mesh, tuple(tensor.placements), spec)

@@ -9,7 +9,7 @@ forward uses that copy::
 Before shards are read or written, their gathered copies are freed. This needs no communication:
 the next forward gathers again. All ranks that share the parameters must free them alike.
 
-FSDP1 concatenates the parameters of a unit into a flat parameter, and splits it into one range for
+FSDP1 concatenates the parameters of a unit into a flat parameter, and splits it into a range for
 each rank, independent of parameter boundaries::
 
     parameters   | weight 3 x 4              | bias 4    | pad |

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 def break_graph(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return the function as one that compiled functions call without tracing it.
+    """Return a wrapper that compiled functions call without tracing it.
 
     >>> break_graph(len)([1, 2])
     2

@@ -1,4 +1,4 @@
-"""Redistribution of one tensor to another layout, between the ranks of a running job.
+"""Redistribution of a tensor to another layout, between the ranks of a running job.
 
 Phases are methods of `Redistribution`, in the order in which they run:
 
@@ -411,12 +411,12 @@ def redistribute(
         target: `(torch DeviceMesh, placements)`, a `ShardingSpec` or a `Layout`, with global ranks.
             In a group of several jobs, specs and layouts use the ranks of the group, and meshes
             those of their own job.
-        source: the layout of a local tensor, likewise; not needed for a DTensor. A rank whose
-            tensor is None may omit it: it receives source, shape and dtype from the others.
+        source: the layout of a local tensor, in the same forms; not needed for a DTensor. A rank
+            whose tensor is None may omit it: it receives source, shape and dtype from the others.
         shape: of the full tensor, if neither a DTensor nor a `Layout` specifies it.
         dtype: of the tensor, on a rank that gives `source` but has no tensor.
-        out: the target's local tensor (or DTensor) to write into, instead of a new one. It may be a
-            view with any strides.
+        out: the target's local tensor (or DTensor) to write into, instead of a new tensor. It may
+            be a view with any strides.
         group: contains all ranks of source and target; all ranks when None.
         async_op: whether to return a `Redistribution` immediately, whose `wait()` returns the
             result. Do not change the source before that. Ranks may use different values.

@@ -37,7 +37,7 @@ from reshard.recipes.engine_layouts import EngineLayout, RankLayout, SourceTenso
 from reshard.torch.loaders.fake_ranks import fake_rank
 from reshard.torch.loaders.tracing import trace_loading
 
-# If this variable is set, transformers loads tensors one after another, in the same thread.
+# If this variable is set, transformers loads tensors sequentially, in the same thread.
 _ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 _AXES = ("pp", "dp", "fsdp", "tp")
 

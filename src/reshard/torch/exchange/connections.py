@@ -171,7 +171,7 @@ def _wait_for_all(messages: list[Message], until_s: float) -> None:
 
 
 class _Waiter:
-    """A thread that waits for torch works, one after another."""
+    """A thread that waits for torch works sequentially."""
 
     def __init__(self) -> None:
         # Both locks are held: a work releases the first when it is passed, the second when it ends.

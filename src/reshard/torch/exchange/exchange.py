@@ -11,11 +11,11 @@ order that is the same on all ranks; staged messages take turns in a few slots o
 Ranks that share memory (`carrier`) have slots for sends only, from which receivers unpack.
 
 1. When an exchange is prepared, messages are listed and slots assigned; a message depends on the
-   previous messages in its slot. The same bytes for several ranks are packed once, in one slot.
+   previous messages in its slot. The same bytes for several ranks are packed once, in a slot.
 2. `start` posts what depends on nothing: receives, and sends after they are packed. Then it copies
    what stays on the rank.
 3. `finish` posts the rest. If no message can be posted, it waits for the slot of the first message,
-   in the order of all, that is not posted. What this depends on precedes it, so that some rank can
+   in the order of all, that is not posted. Its dependencies precede it, so that some rank can
    always make progress.
 4. In a staged plan (`packing.messages`), a send may depend on an earlier receive of the same part.
    It is posted as soon as that receive completes, while later parts are still in flight.
@@ -145,7 +145,7 @@ class MessageExchange:
         is_hosted: whether messages are staged in the host's memory; by default if gloo, which
             requires it, sends a device's tensors.
         memory: `extra_bytes` bytes of staging memory (`RankGroup.staging_memory`), shared by
-            exchanges that run one after another; allocated when None.
+            exchanges that run sequentially; allocated when None.
         like: another exchange of the same transfers and sources, with the same `find_partitioning`.
             Its messages to send are used again, with their memory if the group is the same, since
             exchanges of a group run one at a time. `tensors` may omit tensors that are only sent.
@@ -336,7 +336,7 @@ class MessageExchange:
         self.finish()
 
     def start(self) -> None:
-        """Begin. Sources must not change, nor targets be used, until `finish` has returned.
+        """Start. Sources must not change, nor targets be used, until `finish` has returned.
 
         Raises RunError if the process group cannot send, or an earlier run failed.
         """
@@ -582,7 +582,7 @@ class BackgroundExchange:
         return self._thread.ident is not None and not self._thread.is_alive()
 
     def start(self) -> None:
-        """Begin. Sources must not change, nor targets be used, until `finish` has returned.
+        """Start. Sources must not change, nor targets be used, until `finish` has returned.
 
         Raises RunError if it has begun before.
         """

@@ -453,7 +453,7 @@ def rank_group(group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
         return found
     with _LOCK:
         turn = _MEETS.setdefault(given, threading.Lock())
-    # If several threads call this first, only one meets the other ranks.
+    # If several threads call this first, a single thread meets the other ranks.
     with turn:
         found = _MET.get(given)
         if found is None or found.has_failed:

@@ -1,6 +1,6 @@
 """A transfer: tensors that move between ranks, prepared once and run any number of times.
 
-Its phases follow one another in this order. The first two are done by the caller, since calls agree
+Its phases run in this order. The first two are done by the caller, since calls agree
 on different things: a tensor (`redistribution`), partitions, or a model::
 
     agree      all ranks compare their calls                        `agreement.agree`
@@ -110,7 +110,7 @@ class Transfer:
         self.finish()
 
     def start(self) -> None:
-        """Begin. Sources must not change, nor targets be used, until `finish` has returned."""
+        """Start. Sources must not change, nor targets be used, until `finish` has returned."""
         self.is_done = False
         try:
             self._run.start()

@@ -10,8 +10,8 @@ others::
 
 A process that ends closes its connection; if its host becomes unreachable, the connection times out
 (`tcp_user_timeout`). Waiting processes therefore fail at once. A process that closed its connection
-may have sent awaited data before; an unreachable one has nothing in flight. Connections that do not
-know the link's secret are closed.
+may have sent awaited data before; an unreachable process has nothing in flight. Connections that do
+not know the link's secret are closed.
 """
 
 from __future__ import annotations

@@ -101,19 +101,19 @@ def connect(
         side: `"trainer"`, which sends weights, or `"engine"`, which receives them.
         rank, ranks: the rank of this process, and the number of ranks of its side.
         name: of the engine, the same on all of its processes; concurrent engines have different
-            names. An engine that reconnects under its name replaces the earlier one.
+            names. An engine that reconnects under its name replaces the earlier engine.
         engines: how many engines the trainer waits for.
         secret: known only to processes of the link; the environment variable RESHARD_LINK_SECRET
             when None. It is required unless the address is a loopback address.
         timeout_s: how long to wait for others, here and in every run. A trainer waits half of it
-            for an engine, so that other engines do not time out because of one that hangs.
+            for an engine, so that other engines do not time out because of an engine that hangs.
         silence_s: after how long an unreachable host counts as failed.
         insecure: allow an address outside private networks, though weights are not encrypted.
 
     Raises:
         LinkError: the other side does not come, has another secret, or does not match.
-        UsageError: invalid arguments, an address other than loopback without a secret, or one
-            outside private networks without `insecure`.
+        UsageError: invalid arguments, an address other than loopback without a secret, or an
+            address outside private networks without `insecure`.
     """
     if side not in ("trainer", "engine"):
         raise UsageError(f"side={side!r}; it is 'trainer' or 'engine'")
@@ -147,7 +147,7 @@ def connect(
         link = WeightLink(own, trainer or own, rank, address, store, presence, timeout_s, silence_s)
         link._join(engines)
     except BaseException as error:
-        # Report the reason to processes that wait for this one.
+        # Report the reason to processes that wait for this process.
         if own is not None:
             with contextlib.suppress(RuntimeError, ReshardError):
                 leave(store, own, rank, format_reason(error))
@@ -174,7 +174,7 @@ _REASON_LENGTH = 400
 
 
 class WeightLink:
-    """One process's end of a link. Create it with `connect`; close it, or use it in a `with` block.
+    """A process's end of a link. Create it with `connect`; close it, or use it in a `with` block.
 
     Attributes:
         side: `"trainer"` or `"engine"`.
@@ -248,7 +248,7 @@ class WeightLink:
         Raises:
             ShardError: on every process, everything that does not match.
             LinkError: the other side is gone.
-            UsageError: an unknown option, or one on an engine.
+            UsageError: an unknown option, or any option on an engine.
         """
         self._check_open()
         unknown = sorted(set(options) - set(OPTIONS))
@@ -332,7 +332,7 @@ class WeightLink:
         return sync
 
     def close(self) -> None:
-        """Leave the link. Processes that wait for this one are notified.
+        """Leave the link. Processes that wait for this process are notified.
 
         A trainer continues without the engine. The process that serves the store stays for a
         second, so that others can read the reason.
@@ -379,7 +379,7 @@ class WeightLink:
         return place, [(number, *both) for number, both in self._groups.items()]
 
     def _admit(self, fewest: int) -> str:
-        """Receive from the first rank which engines come and go, and meet the new ones."""
+        """Receive from the first rank which engines come and go, and meet new engines."""
         key = f"step/{self._steps}"
         self._steps += 1
         with self._store_errors():
@@ -396,7 +396,7 @@ class WeightLink:
             self._give_up(number, "it left")
         for one in came:
             self._seen.add(one.number)
-            # A returning engine replaces the earlier one.
+            # A returning engine replaces the earlier engine.
             for number, (name, _) in list(self._groups.items()):
                 if name == one.name:
                     self._drop(number, "it came again")

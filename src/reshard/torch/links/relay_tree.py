@@ -8,7 +8,7 @@
 
 1. Engines whose ranks are all on the trainer's hosts receive from the trainer.
 2. The others are ordered by host and kind. Each receives from the nearest earlier engine that has
-   the tensors it needs: on its own host, or one that forwards to no other host yet. The first
+   the tensors it needs: on its own host, or an engine that forwards to no other host yet. The first
    receives from the trainer, as does an engine that no other can serve.
 3. Both ends of a forward order meet and prepare it. An engine with several orders prepares them in
    turns, which are unique for each of the two engines, so that engines never wait in a cycle.
@@ -189,7 +189,7 @@ class RelayThread:
 
     def _run(self) -> None:
         try:
-            # Its source is usable when the gate says so, not yet when the run begins.
+            # The gate decides when its source is usable, which it may not be when the run begins.
             self.relay.refit.run(self._callbacks, checks_source=False)
         except BaseException as error:
             self.error = error

@@ -10,8 +10,8 @@ Both sides call `run` once a step; a run serves all engines at once::
     report                                 has the version
 
 The trainer gives up an engine whose run fails, and continues with the others. The engine's
-`version` is the last complete one. It is None if a run failed after the first byte: the engine then
-has parts of two versions, and `is_usable` is False.
+`version` is the last complete version. It is None if a run failed after the first byte: the engine
+then has parts of two versions, and `is_usable` is False.
 
 A bucket is written between `begin` and `end`, in the thread of the run::
 
@@ -231,7 +231,7 @@ class WeightSync:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the model has exactly the values of one version."""
+        """Whether the model has exactly the values of a single version."""
         raise NotImplementedError
 
     @property

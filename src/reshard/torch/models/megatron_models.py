@@ -57,7 +57,7 @@ _UNGATED = "gated_linear_unit"
 
 @dataclass(frozen=True, slots=True)
 class MegatronConfig:
-    """What a Megatron model and its user specify about it.
+    """The properties of a Megatron model specified by its configs and its user.
 
     Attributes:
         numbers: by the names of config.json.
@@ -86,7 +86,7 @@ def read_config(model: MegatronModel) -> MegatronConfig | None:
     """Return what a Megatron model specifies, or None without any config.
 
     Raises:
-        UsageError: an invalid config, or one that contradicts the model.
+        UsageError: an invalid config, or a config that contradicts the model.
     """
     given = _read_given(model.config)
     chunks = list_chunks(model)
@@ -291,7 +291,7 @@ def find_names(described: Mapping[int, GroupDescription], num_experts: int | Non
                 f"ranks {peer} and {rank} are on pipeline stage {stages[rank]}, and one has "
                 f"{list(layers)} layers of {first.stack!r} by chunk, the other {list(other.layers)}"
             )
-    # A model of one chunk counts its layers globally. With virtual pipelining each stage has
+    # A model with a single chunk counts its layers globally. With virtual pipelining each stage has
     # several chunks.
     counts = [by_stage[stage][1] for stage in range(grids.pp)]
     is_whole = grids.pp == 1 and len(first.layers) == 1
@@ -389,7 +389,7 @@ def cut_members(parameter: LocalParameter, fusion: Fusion) -> LocalParameter:
     """Return a parameter whose members are each sharded over all ranks.
 
     Some versions of Megatron do not set `partition_stride` of gate and up. Query, key and value
-    also form a single group if there is one key/value head, of which each rank has a range.
+    also form a single group if there is a single key/value head, split into a range for each rank.
     """
     is_cut = parameter.tensor_model_parallel and parameter.partition_dim == fusion.dimension
     says = (parameter.partition_sizes, parameter.heads, parameter.true_length)

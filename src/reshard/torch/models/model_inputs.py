@@ -152,7 +152,7 @@ def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
 def _list_memory(module: torch.nn.Module) -> dict[str, Any]:
     """Return a module's tensors by their state dict names, all of them parameters or buffers.
 
-    Flat parameters of FSDP1 and partitioned ones of ZeRO-3 are `(tensor, Layout)`.
+    Flat parameters of FSDP1 and partitioned parameters of ZeRO-3 are `(tensor, Layout)`.
 
     Raises ShardError for tensors of the state dict with other memory.
     """
@@ -267,7 +267,7 @@ class ModuleSlots:
     """The tensors in a module's tables, to detect replacements.
 
     Slots: the table of a submodule, the name in it, the tensor that was there, its full name.
-    Shards: a function that returns the shard of a flat parameter of FSDP1 or a partitioned one of
+    Shards: a function that returns the shard of a flat parameter of FSDP1 or a partition of
     ZeRO-3, its address, and a name.
     Tuners: submodules that can merge adapters into their weights, by name.
 

@@ -292,7 +292,7 @@ _SHOWN_RANKS = 4
 
 @dataclass(frozen=True)
 class ModelManifest:
-    """The tensors of a rank of a model. `names` are those of Megatron's ranks, if it is one.
+    """The tensors of a rank of a model. `names` are those of Megatron's ranks, if it is Megatron's.
 
     `first_rank` is the global rank of that model's rank 0. `problems` are reasons why the rank
     cannot take part; `unmatched` are given parameters that this rank does not have.
@@ -312,7 +312,7 @@ class ModelManifest:
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A tensor of the full model, with Megatron's parameter if it has one.
+    """A tensor of the full model, with Megatron's parameter if it has any.
 
     `fusion` describes its members if it is fused; `spec` is the sharding of the layout, if ranks
     know it.
@@ -362,8 +362,7 @@ def merge_layouts(layouts: Sequence[Layout]) -> Layout | None:
         return None
     tables, parts = [], [layout.cell_part.copy() for layout in layouts]
     for dimension in range(layouts[0].ndim):
-        # Each table of the dimension once; the parts of later tables are numbered after the earlier
-        # ones.
+        # Each table of the dimension once; parts of later tables are numbered after earlier parts.
         tables_of = list(dict.fromkeys(layout.tables[dimension] for layout in layouts))
         begins = dict(
             zip(
@@ -408,7 +407,7 @@ def assemble_tensors(
         problems += [f"rank {rank}: {problem}" for problem in manifest.problems]
     listed = ListedEntries({rank: manifest.columns for rank, manifest in manifests.items()})
     for rank, first, entry in listed.repeated:
-        # Users' tables of names may give two tensors one name.
+        # Users' tables of names may give two tensors the same name.
         names = {first.own_name: None, entry.own_name: None}
         text = f", as {' and '.join(map(repr, names))}" if len(names) > 1 else ""
         problems.append(f"{entry.name}: twice in the {side}, on rank {rank}{text}")
@@ -449,9 +448,9 @@ def assemble_tensors(
 
 
 def _find_shared_names(name: str, by_rank: Mapping[int, Entry], side: str) -> Iterator[str]:
-    """Yield a problem if ranks use one name for tensors with different own names.
+    """Yield a problem if ranks use the same name for tensors with different own names.
 
-    They would pass for copies, or for parts, of one tensor.
+    They would pass for copies, or for parts, of the same tensor.
     """
     ranks_by_name: dict[str, int] = {}
     for rank, entry in by_rank.items():

@@ -192,7 +192,7 @@ class NameOptions:
 
 @dataclass(frozen=True, slots=True)
 class SideModel:
-    """A model of one side on this rank, and the mapping to common names."""
+    """A model of a side on this rank, and the mapping to common names."""
 
     model: Model
     naming: Naming | None
@@ -301,13 +301,13 @@ class ModelPair:
 
 @dataclass(frozen=True, slots=True)
 class _SideDescription:
-    """All ranks' descriptions of one side's model."""
+    """All ranks' descriptions of a side's model."""
 
     by_rank: Mapping[int, Mapping[str, Any]]
 
     @property
     def config(self) -> MegatronConfig | None:
-        """What a Megatron model specifies: as its first rank does, with the `unlike` of all."""
+        """The specification of a Megatron model by its first rank, with the `unlike` of all."""
         configs = [
             description["config"]
             for description in self.by_rank.values()
@@ -393,7 +393,7 @@ def _set_num_experts(model: Model, num_experts: int | None) -> Model:
 
 
 def _describe_side(side: SideModel, group: RankGroup) -> dict[str, Any] | None:
-    """Return this rank's description of one side; errors become its problem."""
+    """Return this rank's description of a side; errors become its problem."""
     model = side.model
     if model is None:
         return None

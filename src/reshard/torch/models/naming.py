@@ -2,10 +2,10 @@
 
 Two models are matched by common names:
 
-1. each side's own names become common ones, by a table or a function; every rank applies its own,
+1. each side's own names become common names, by a table or a function; every rank applies its own,
    so ranks that count their layers from 0 may each define their offset;
 2. a fused parameter keeps its name, and its members have their names (`reshard.recipes.naming`);
-3. tied names denote one tensor: any of them that the source has fills all;
+3. tied names denote the same tensor: any of them that the source has fills all;
 4. a stacked tensor, such as the weights of all experts, has a name for each of its members::
 
        "layers.3.experts.up"  -->  "layers.3.experts.0.up", "layers.3.experts.1.up", ...

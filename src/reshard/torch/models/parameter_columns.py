@@ -61,7 +61,7 @@ class MemoryColumns(NamedTuple):
 
 
 class TensorSignature(NamedTuple):
-    """What tensors of equal numbers have in common.
+    """The common properties of tensors with equal numbers.
 
     Attributes:
         cut: how they are sharded, with meshes by id, or None for whole tensors.
@@ -115,7 +115,7 @@ class ParameterColumns:
             columns.meshes,
             columns._cuts,
         )
-        # One pass, since reading many tensors is bound by memory.
+        # A single pass, since reading many tensors is bound by memory.
         for value in values:
             local = tensor = value
             sharding: object = None
@@ -149,10 +149,7 @@ class ParameterColumns:
         return columns
 
     def is_unchanged(self, values: Sequence[Any]) -> bool:
-        """Return whether these are the same objects with the same properties; False if any is odd.
-
-        Of tensors some of which are odd it is not.
-        """
+        """Return whether these are the same objects with equal properties; False if any is odd."""
         if len(values) != len(self.values) or not all(map(operator.is_, values, self.values)):
             return False
         dtensors = [value for value in values if type(value) is DTensor]
@@ -169,7 +166,7 @@ class ParameterColumns:
         numbers = compress(self.numbers, [local is not None for local in self.locals])
         memory = [(signature.strides, signature.like) for signature in self.list_signatures()]
         before = zip(self.addresses, map(memory.__getitem__, numbers), strict=True)
-        # One pass, as above.
+        # A single pass, as above.
         like = zip(map(_STRIDES, parts), map(_LIKE, parts), strict=True)
         current = zip(map(torch.Tensor.data_ptr, parts), like, strict=True)
         if not all(map(operator.eq, before, current)) or any(map(torch.Tensor.is_neg, parts)):

@@ -122,7 +122,7 @@ def list_tensors(
 
     Args:
         model: see `model_inputs`.
-        naming: from the model's names to common ones.
+        naming: from the model's names to common names.
         stacks: patterns of stacked tensors and of their members, in common names.
         offset: the group's number of the rank that is rank 0 of layouts or of Megatron's ranks; by
             default the first of this process's job, or that of the model.

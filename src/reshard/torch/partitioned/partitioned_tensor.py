@@ -72,7 +72,7 @@ class PartitionedTensor:
 
     Attributes:
         local: this rank's tensor.
-        mesh: a torch `DeviceMesh` of one axis; `mesh["ep"]` of a larger one.
+        mesh: a torch `DeviceMesh` of one axis; `mesh["ep"]` of a larger mesh.
         dim: the dimension that consists of partitions.
         num_partitions: the number of partitions, of all ranks together.
         splits: the sizes of the consecutive pieces of `local`: unaligned, one per partition;

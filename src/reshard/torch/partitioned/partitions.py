@@ -1,8 +1,8 @@
 """Pieces of partitions: which rank sends which piece to which rank, along a mesh axis.
 
 A dimension consists of partitions, and every rank of a mesh axis has a piece of each. The pieces
-are stored on a rank in one of two orders: *unaligned*, the rank's own pieces of all partitions; or
-*aligned*, all pieces of the partitions that the rank owns::
+are stored on a rank in either of two orders: *unaligned*, the rank's own pieces of all partitions;
+or *aligned*, all pieces of the partitions that the rank owns::
 
     splits of rank 0: 4 6 4 2, of rank 1: 2 4 8 2
 
@@ -70,7 +70,7 @@ class PartitionOwners:
         return range(min(begin, self.partitions), min(stop, self.partitions))
 
     def owners(self) -> IntArray:
-        """The rank that owns each partition: shape `(partitions,)`."""
+        """Return the rank that owns each partition: shape `(partitions,)`."""
         return np.arange(self.partitions, dtype=np.int64) // max(self.most, 1)
 
 

@@ -110,7 +110,7 @@ def choose_program(
 
     Raises:
         UsageError: an unknown method; method "program" with a side that is not a sharding; a
-            program between other layouts, or one that needs more than `extra_bytes`.
+            program between other layouts, or with more memory than `extra_bytes`.
         PlanError: method "program", and no program is found.
         LayoutError: a topology without a rank or link that is needed.
     """
@@ -226,7 +226,7 @@ def _choose_quicker(
 
 @lru_cache(maxsize=64)
 def assumed_topology(ranks: int) -> Topology:
-    """Return a topology on one host in which a message costs `MESSAGE_COUNTS_BYTES`.
+    """Return a topology on a single host in which a message costs `MESSAGE_COUNTS_BYTES`.
 
     Its seconds are not real: only their order is used.
     """

@@ -1,7 +1,7 @@
 """The steps of a program on a rank, and the memory of its shards between them.
 
 1. Each step is a phase: a change of layout within this rank's group. An all-reduce has two phases:
-   contributions are combined in parts of the shard, one for each rank, and the parts are gathered.
+   contributions are combined in parts of the shard, a part per rank, and the parts are gathered.
 2. The shards between phases are stored in buffers. A slice is a view of the shard before it, and a
    shard to be gathered is a view of the shard after it, so most programs need no memory between
    source and target::
@@ -77,7 +77,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPhases:
-    """The phases of one rank, and the buffers before, between and after them.
+    """The phases of a rank, and the buffers before, between and after them.
 
     Attributes:
         phases: in order.
@@ -324,7 +324,7 @@ class ShardBuffers:
         box = shard_box(layout, self._rank)
         if box is None or not box.elements:
             return torch.empty(shape, dtype=self._dtype, device=self._device)
-        # A shard within a larger one is a view of it.
+        # A shard within a larger shard is a view of it.
         if inside != number:
             outer = self._find_shard(inside)
             around = shard_box(self._phases.layouts[inside], self._rank)

@@ -1,7 +1,7 @@
 """Runs of a program of collectives between the ranks of a process group.
 
 1. This rank's phases, and its shards between them, follow from the program (`phases`).
-2. The phases run one after another, each by the same exchange of messages as other movements,
+2. The phases run in order, each by the same exchange of messages as other movements,
    within the ranks of its group. Equally sharded contributions are combined region by region, so an
    all-reduce reads each region while it is in a cache. A slice is a view, or a copy.
 3. If the backend's collectives are faster than messages (NCCL, not gloo), all-gathers use the

@@ -1,6 +1,6 @@
-"""Batches of a refit on one rank: exchanges and transforms, with memory prepared once.
+"""Batches of a refit on a rank: exchanges and transforms, with memory prepared once.
 
-Batches run one after the other, in the same memory::
+Batches run in order, in the same memory::
 
     extra_bytes   | messages in transit | elements of transformed tensors, sent and received |
     buckets         straight from the source into the target, no memory in between
@@ -196,7 +196,7 @@ class RefitBatches:
         known = like if is_like else None
         listed = [_BatchContents() for _ in range(part.batches)]
         for of_kinds, alone, found in zip(kinds, singles, listed, strict=True):
-            # Batches run one after another, so all of them use the same memory.
+            # Batches run in order, so all of them use the same memory.
             self._arena.clear()
             for number, item in alone:
                 self._list(number, item, found)
@@ -323,7 +323,7 @@ class RefitBatches:
         if not (self._changed_only and match.can_be_compared and item.chosen.is_staged_whole):
             found.stages[0] += filter(None, [near])
             return
-        # Also if this rank has no part in the stages: then it does not send these tensors directly.
+        # Set it also if this rank has no part in the stages, so that it sends nothing directly.
         found.near = [*(found.near or ()), *filter(None, [near])]
         staged = stage_transfers(item.change, item.whole_stages, item.span, rank, *ends)
         staged = (one._replace(numbers=[number]) for one in staged)

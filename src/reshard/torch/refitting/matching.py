@@ -120,7 +120,7 @@ def match_tensors(
         strict: whether an unused source is a problem.
         transforms: by the names of the targets that they create.
         one_tensor: names of sources that share the memory of another source, with the name of that
-            source. Only one of these names has to be used.
+            source. It suffices that a single name is used.
         quantized: the transform for float8 targets with scales, if the source has neither.
     """
     found = _Matcher(source, target, ties, cast, dict(transforms), quantized)

@@ -2,7 +2,7 @@
 
 1. `"exchange"`: all tensors move in a single exchange.
 2. `"program"`: every tensor moves by the collectives that `find_program` finds. Tensors without a
-   program are reported in one error, raised before any tensor is written.
+   program are reported in a single error, raised before any tensor is written.
 3. `"auto"`: `reshard.collectives.divide` finds the faster method on a topology. Without a topology,
    programs are considered only where contributions are combined, since only there they move fewer
    bytes than the exchange; the cost of messages is then that of `assumed_topology`.

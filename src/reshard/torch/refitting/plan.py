@@ -2,7 +2,7 @@
 
 A `RefitPlan` has all matching tensors. A `RefitPart` is the share of a rank.
 
-Tensors with a transform need memory to arrive in, so they move in batches, one after another.
+Tensors with a transform need memory to arrive in, so they move in batches, in order.
 So do programs of collectives that have shards between source and target. All other tensors move
 first, straight into the target: in a single batch, or in several batches called buckets, so that
 some tensors are complete while others are sent::
@@ -216,7 +216,7 @@ class RefitPlan:
         if isinstance(self.buckets, Mapping):
             last = max(self.buckets.values(), default=0)
             return {one.name: self.buckets.get(one.source_name, last) for one in direct}
-        # All pieces of a tensor are in one bucket, so the tensor is complete after it.
+        # All pieces of a tensor are in the same bucket, so the tensor is complete after it.
         size_bytes: dict[str, int] = {}
         for one in direct:
             size_bytes[one.target_name] = size_bytes.get(one.target_name, 0) + count_bytes(one)

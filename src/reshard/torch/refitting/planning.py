@@ -1,4 +1,4 @@
-"""Planning of a refit: compare both models, and create the `plan` on every rank or on one rank.
+"""Planning of a refit: compare both models, and create the `plan` on all ranks or on the first.
 
 *Local* planning: every rank gathers the manifests of all ranks, and plans its own part.
 *Centralized* planning: only the group's first rank gathers them, plans all parts and sends each

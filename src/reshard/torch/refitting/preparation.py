@@ -16,7 +16,7 @@ Plan = TypeVar("Plan")
 
 
 class KnownPlans(Generic[Plan]):
-    """A cache of plans by their inputs: all plans that are in use, and the last one used.
+    """A cache of plans by their inputs: all plans that are in use, and the last plan used.
 
     If the only engine leaves and another engine like it arrives, its plan is still in the cache.
 

@@ -1,4 +1,4 @@
-"""Refits: a model in one layout fills another, between the ranks of a running job, repeatedly.
+"""Refits: a model repeatedly fills another in a different layout, between ranks of a running job.
 
 A trainer's weights move into the inference engine's, in place:
 
@@ -6,7 +6,7 @@ A trainer's weights move into the inference engine's, in place:
    others (`models.manifests`, `exchange.agreement`).
 2. Names, shapes and types are compared (`matching`); all mismatches are a single error, raised on
    every rank before any tensor is written.
-3. The tensors are one job; each rank has its part of it (`planning`), and prepares memory and
+3. The tensors are a single job; each rank has its part of it (`planning`), and prepares memory and
    messages once (`batches`).
 4. A run sends and receives. All ranks confirm its end: if a rank fails, all raise, and the target
    is marked as not usable.
@@ -102,7 +102,7 @@ class Refit:
 
     `tensors`, `sent_bytes`, `received_bytes`, `extra_bytes` (memory beyond both models) and
     `kept_bytes` (the copies that `changed_only` compares with) are those of this rank. `report` is
-    about the preparation. `is_usable` says whether the target has exactly the values of one run.
+    about the preparation. `is_usable` is whether the target has exactly the values of a single run.
     """
 
     def __init__(self, prepared: PreparedRefit, batches: RefitBatches, group: RankGroup) -> None:
@@ -167,7 +167,7 @@ class Refit:
         Args:
             source: the model that has the values, as this rank has it; see
                 `reshard.torch.models.parameters`. None on a rank without a part of it.
-            target: likewise the model to fill.
+            target: the model to fill, given in the same way.
             source_names, target_names: map each side's names to common names, by function or table
                 (`reshard.torch.models.naming`), such as `Recipe.naming`.
             ties: names that refer to the same tensor as another name. If the source has a tensor
@@ -188,7 +188,7 @@ class Refit:
             quantize: the format of float8 target tensors with scales, if the source has neither:
                 "fp8-block128" applies `BlockQuantized()` to all of them.
             planning: "local": each rank plans its part; "centralized": the first rank plans all.
-            method: "exchange" moves all tensors in one exchange of messages; "program" moves every
+            method: "exchange" moves all tensors in an exchange of messages; "program" moves every
                 tensor by the collectives that `reshard.collectives.find_program` finds; "stages"
                 sends data into each host only once (`docs/hosts.md`); "auto" uses what is faster on
                 `topology`. Without a topology, programs are used for contributions that become
@@ -326,7 +326,7 @@ class Refit:
         )
         part, report, whole = plan_part(matching, own, wanted, planning, group)
         made_by = matching.transforms_made(dict.fromkeys(match.made_of for match in part.made))
-        # If several refits are alike, ranks must run the same one.
+        # If several refits are alike, ranks must run the same refit.
         digest = f"{part.digest} {group.generation} {group.next_number()}".encode()
         kept = report, digest, whole, names, wanted, list_slots(given, part, before, after)
         prepared = PreparedRefit(part, before, after, made_by, extra_bytes, changed_only, *kept)
@@ -571,7 +571,7 @@ class Refit:
 
         It may be the same group, if all its ranks are alive: they open new connections.
 
-        All ranks of the group call this. Raises RunError on all ranks if one fails.
+        All ranks of the group call this. Raises RunError on all ranks if any fails.
         """
         among = rank_group(group)
         with among.turn():

@@ -246,7 +246,7 @@ def compute_checksum(
     Args:
         layout: of the tensor.
         rank: this rank.
-        local: this rank's part, or None without one.
+        local: this rank's part, or None if absent.
         layouts: of all tensors whose checksums are compared.
 
     >>> whole, halves = Layout.whole((4,), [0], 2), Layout.flat_ranges((4,), {0: (0, 2), 1: (2, 4)})

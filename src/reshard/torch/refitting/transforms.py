@@ -73,7 +73,7 @@ class Transform:
 
         Args:
             name: of the tensor.
-            output: one of its `outputs`.
+            output: an element of its `outputs`.
             shape: of the tensor.
             dimension: the same of both.
             start, stop: of the tensor.
@@ -123,7 +123,7 @@ class Cast(Transform):
 
 @dataclass(frozen=True)
 class BlockQuantized(Transform):
-    """Quantization to float8, with one scale for each block of `block` elements.
+    """Quantization to float8, with a scale for each block of `block` elements.
 
     The scale of a block is its maximum absolute value divided by the maximum of the target's type.
     A target element is the source's divided by the scale, so that `element * scale` restores it.

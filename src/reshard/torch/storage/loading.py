@@ -3,7 +3,7 @@
 Each rank reads its own part of each tensor directly from the files, whichever ranks wrote them.
 Ranks do not communicate.
 
-1. Compare names, shapes and dtypes. All mismatches are reported in one error, raised
+1. Compare names, shapes and dtypes. All mismatches are reported in a single error, raised
    before any tensor is written.
 2. Read each local tensor in place. A tensor outside CPU memory is read into a buffer and copied.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, StoredTensor
 
 _SHOWN = 20
-# More missing or additional names than these are summarized in one line.
+# More missing or additional names than these are summarized in a line.
 _FEW = 8
 
 
@@ -255,7 +255,7 @@ def _find_misfits(
 def _describe_missing(
     checkpoint: Checkpoint, missing: Sequence[str], given: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield the tensors missing from the checkpoint; one line if it has other names."""
+    """Yield the tensors missing from the checkpoint; a single line if it has other names."""
     unreadable = [stored for stored in missing if stored in checkpoint.unreadable]
     absent = [stored for stored in missing if stored not in checkpoint.unreadable]
     for stored in unreadable:
@@ -280,7 +280,7 @@ def _describe_missing(
 
 
 def _describe_others(others: Sequence[str]) -> Iterator[str]:
-    """Yield the tensors missing from the target; one line for many."""
+    """Yield the tensors missing from the target; a single line for many."""
     if len(others) <= _FEW:
         yield from (f"{stored}: in the checkpoint only" for stored in others)
         return

@@ -165,7 +165,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         self._forget()
 
     def storage_meta(self) -> StorageMeta:
-        """The identification of this save."""
+        """Return the path and the unique id of this save."""
         return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -273,7 +273,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
     def _write_values(
         self, plan: SavePlan, planner: SavePlanner, folder: Path | None, rank: int
     ) -> list[Any]:
-        """Write values that are not tensors one after another, or send them to the coordinator."""
+        """Write values that are not tensors consecutively, or send them to the coordinator."""
         items = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         if not items:
             return []
@@ -317,7 +317,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         )
 
         def tasks() -> Iterator[_TensorWrite]:
-            # A planner may allocate a tensor on request: ask it late, in one thread.
+            # A planner may allocate a tensor on request: ask it late, in a single thread.
             for item, place in zip(plan.items, told.places, strict=True):
                 if item.type != WriteItemType.BYTE_IO:
                     own = None if place is None or place.file in folders else upload

@@ -172,7 +172,7 @@ def connect_direct_reads(
     Args:
         sockets: to the peers that share memory, by position.
         position: of this rank.
-        gather: returns the tensors of all ranks, of one shape, in their order.
+        gather: returns the tensors of all ranks, of equal shapes, in their order.
 
     Raises:
         UsageError: an invalid `RESHARD_DIRECT_READS`.

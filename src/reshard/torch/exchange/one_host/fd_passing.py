@@ -2,7 +2,7 @@
 
 Every rank listens at a Unix socket with a random abstract name, which ends with its process. Each
 tries to connect to the others, and authenticates with a secret received over the group's own
-connections. All ranks of one network namespace reach each other, and no others do. Then the ranks
+connections. All ranks of a network namespace reach each other, and no others do. Then the ranks
 exchange results; if a connection of any rank failed, none of them shares memory.
 """
 

@@ -115,7 +115,7 @@ class RankMessage:
     """Pieces that are sent together, all of contributions of the same `order`.
 
     `key` is its position in the order of all messages. It begins with the position in a pipeline.
-    If contributions are sent one after another, these follow: their order, the turn among its
+    If contributions are sent consecutively, these follow: their order, the turn among its
     pair's messages, the distance from sender to receiver, the number among its pair's, and its
     sender. If they are sent region by region: the number, the order, the distance, the sender.
     """
@@ -261,7 +261,8 @@ def list_pieces(
         sources = _list_cells(change.source, rank, kind.sources)
         targets = _list_cells(change.target, rank, kind.targets)
         for order, peer, place, kept_from in _list_received(kind.received, sources, targets):
-            # The first contribution is copied into the target, later ones are combined with it.
+            # The first contribution is copied into the target, later contributions are combined
+            # with it.
             reduction = (change.source.reduction or "sum") if order else None
             views = place.views(targets)
             if kept_from is not None:
@@ -302,7 +303,7 @@ def _join_kinds(tensors: Iterable[RankTransfers]) -> list[RankTransfers]:
 
 
 def _join(tensors: Sequence[RankTransfers]) -> RankTransfers:
-    """Return the tensors of a kind as one object."""
+    """Return the tensors of a kind as a single object."""
     return tensors[0]._replace(
         sources=[source for one in tensors for source in one.sources],
         targets=[target for one in tensors for target in one.targets],
@@ -372,7 +373,7 @@ def list_messages(
     by_region: bool = False,
     sent: Sequence[RankMessage] | None = None,
 ) -> tuple[list[RankMessage], list[LocalCopy], list[LocalCombination]]:
-    """List the messages of one rank in order, its copies, and what it combines itself.
+    """List the messages of a rank in order, its copies, and what it combines itself.
 
     Every rank lists the same tensors in the same order.
 
@@ -459,7 +460,7 @@ def cells_of(layout: Layout, rank: int, local: torch.Tensor | None) -> dict[int,
     """Return the tensor of every cell of a rank: its local tensor, or ranges of a flat tensor."""
     if local is None or not 0 <= rank < layout.slots:
         return {}
-    # A rank with several boxes stores them one after another in a flat tensor.
+    # A rank with several boxes stores them consecutively in a flat tensor.
     numbers = _number_cells(layout, rank)
     if len(numbers) == 1:
         return {numbers[0]: local}

@@ -146,7 +146,7 @@ class MessagePieces(Sequence[Piece]):
             # it.
             stop = buffer.numel() // dtype.itemsize * dtype.itemsize
             wholes[dtype] = buffer.narrow(0, 0, stop).view(dtype)
-        # As in `list_messages`: of these only a view as another type would be one of this mode.
+        # As in `list_messages`; only views as another dtype would belong to this mode.
         with torch.inference_mode():
             sizes = self.sizes_bytes
             has_gaps = any(size % ALIGNMENT_BYTES for size in set(sizes[:-1]))
