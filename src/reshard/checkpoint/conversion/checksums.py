@@ -1,20 +1,21 @@
 """Checksums and items of the files that a run reads and writes.
 
-The files of some formats have checksums of their own, such as that of each storage in PyTorch's
-archives. A checksum is put together from the blocks as they pass by (`range_checksums`), so that no
-byte is read twice:
+The files of some formats contain checksums, such as a CRC-32 for each storage in PyTorch's
+archives. A checksum is combined from the blocks while they are copied (`range_checksums`), so that
+no byte is read twice:
 
-1. Bytes that are read: at the end they must have the source file's checksum. PyTorch itself does
-   not look. Tensors with digests in a manifest are not checked a second time, and copies that
-   nothing reads not at all.
-2. Of what is written: at the end it goes into the bytes that close the file (`NewFile`).
-3. A range that was not seen whole is read once more at the end: of a source because an earlier run
-   did some of its blocks or because the shard has strides, of a target because it has padding.
-4. Blocks that an earlier run wrote are read where they are staged, as if they were written again.
+1. The bytes that were read must have the source file's checksum; it is compared at the end. PyTorch
+   itself does not compare it. Tensors with digests in a manifest are not checked a second time, and
+   copies that no block reads are not checked.
+2. The checksum of the written bytes is stored at the end, in the bytes that close the file
+   (`NewFile`).
+3. A range whose blocks were not all copied by this run is read once more at the end. In a source,
+   an earlier run copied some blocks or the shard has strides; in a target, the range has padding.
+4. Blocks that an earlier run wrote are read from the staging folder, as if they were written again.
 5. Items that are not tensors are copied byte for byte.
 
-Each block counts once, whatever processes do it. So a checksum can be put together from those of
-processes that each have a part of the file.
+Each block counts once, whichever process copies it. A file's checksum can therefore be combined
+from the checksums of several processes, each of which has a part of the file.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ChecksumState = tuple[_Seen, _Seen]
 
 
 class ChecksumTracker:
-    """Checksums and items of the files of one run; without any, there is nothing to do."""
+    """Tracks the checksums and items of a run's files; does nothing if the files have neither."""
 
     def __init__(self, source: Checkpoint, write_plan: WritePlan, content: Path) -> None:
         self._source = source
@@ -78,10 +79,10 @@ class ChecksumTracker:
         self._written.merge(state[1])
 
     def check_sources(self, sources: OpenFiles[SourceFile]) -> None:
-        """Compare the checksums of what was read.
+        """Compare the checksums of the bytes that were read with the checksums in the files.
 
         Raises:
-            DigestError: bytes that are not those that were written.
+            DigestError: bytes that differ from those written.
         """
         for damaged, found in damaged_ranges(self._checksums, self._read, sources):
             path, start = self._source.path(damaged.place.path), damaged.place.start_bytes
@@ -99,10 +100,10 @@ class ChecksumTracker:
     ) -> dict[str, bytes]:
         """Write the items and the ends of files, and return the items' digests.
 
-        Only a part of the files `spread` is here.
+        This host has only a part of the files `spread`.
 
         Raises:
-            DigestError: an item that is not what was written.
+            DigestError: an item whose bytes differ from those written.
             RunError: as `close_targets`.
         """
         digests = {}
@@ -128,7 +129,7 @@ class ChecksumTracker:
         return digests
 
     def staged(self) -> OpenFiles[SourceFile]:
-        """Return the files that are written, to be read."""
+        """Return the written files, opened for reading."""
         return OpenFiles(lambda name: SourceFile(self._content / name))
 
     def close_targets(
@@ -139,7 +140,8 @@ class ChecksumTracker:
     ) -> None:
         """Write the bytes of these files that follow from checksums.
 
-        Ranges that were not seen whole are read from `staged`. Raises RunError where it is None.
+        Ranges whose blocks were not all copied here are read from `staged`. Raises RunError if such
+        a range exists and `staged` is None.
         """
 
         def find_checksum(name: str, start_bytes: int, size_bytes: int) -> int:
@@ -162,7 +164,7 @@ class ChecksumTracker:
 
 
 def item_ranges(write_plan: WritePlan) -> dict[str, list[tuple[int, int]]]:
-    """Return the ranges of files that have items: first byte and end."""
+    """Return the ranges of files that contain items: first byte and end."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for item in write_plan.items.values():
         start = item.place.start_bytes
@@ -174,7 +176,7 @@ def late_ranges(write_plan: WritePlan) -> dict[str, list[tuple[int, int]]]:
     """Return the ranges of files that `ChecksumTracker.complete_targets` writes: start and stop."""
     ranges = item_ranges(write_plan)
     for file in write_plan.files:
-        # Where they lie does not depend on what the checksums are.
+        # The offsets do not depend on the values of the checksums, so any value will do.
         for start, content in file.closing_bytes(lambda start, size: 0):
             ranges.setdefault(file.stored.name, []).append((start, start + len(content)))
     return ranges
@@ -185,7 +187,7 @@ def _list_checked(write_plan: WritePlan) -> list[NewFile]:
 
 
 def source_checksums(checksums: Iterable[StoredChecksum]) -> RangeChecksums:
-    """Return the ranges with a checksum whose bytes are each read once when the tensors are."""
+    """Return the checksummed ranges of which reading the tensors reads every byte once."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for checksum in checksums:
         if checksum.is_read_once:
@@ -198,9 +200,9 @@ def source_checksums(checksums: Iterable[StoredChecksum]) -> RangeChecksums:
 def damaged_ranges(
     checksums: Iterable[StoredChecksum], found: RangeChecksums, sources: OpenFiles[SourceFile]
 ) -> Iterator[tuple[StoredChecksum, int]]:
-    """Yield the ranges whose bytes differ from the file's own checksum, each with the one found.
+    """Yield the ranges whose checksum differs from the file's, each with the computed checksum.
 
-    Ranges that `found` has seen only in part are read; where all but padding was seen, only that.
+    Ranges of which `found` lacks some bytes are read; if it only lacks the padding, only that.
     """
     for item in checksums:
         name, start = item.place.path, item.place.start_bytes
@@ -215,7 +217,7 @@ def damaged_ranges(
 
 
 def item_pieces(item: StoredItem, files: OpenFiles[SourceFile]) -> Iterator[memoryview]:
-    """Yield the bytes of an item, 1 MiB at a time; its digest is that of the digests of these."""
+    """Yield an item's bytes in pieces of 1 MiB; its digest is computed from the pieces' digests."""
     for offset in range(0, item.size_bytes, _PIECE_BYTES):
         piece = memoryview(bytearray(min(_PIECE_BYTES, item.size_bytes - offset)))
         files[item.place.path].read_into(piece, item.place.start_bytes + offset)
@@ -223,7 +225,7 @@ def item_pieces(item: StoredItem, files: OpenFiles[SourceFile]) -> Iterator[memo
 
 
 def item_digest(item: StoredItem, files: OpenFiles[SourceFile]) -> bytes:
-    """Return the digest of an item's bytes as they are now."""
+    """Compute the digest of an item's present bytes."""
     return tensor_digest(block_digest(piece) for piece in item_pieces(item, files)).tensor
 
 

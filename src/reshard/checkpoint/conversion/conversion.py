@@ -1,8 +1,7 @@
 """Planned conversions: the bytes that they read, write and move.
 
-A `Conversion` is the whole plan, made from headers alone: the source, every tensor's new
-layout, and the files of the target (`planning` makes it). It can be looked at, and it can be run
-(`run`).
+A `Conversion` is the whole plan, made from headers alone (by `plan`): the source, every tensor's
+new layout, and the files of the target. It can be inspected, and it can be run (`run`).
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ from reshard.text import count_text
 if TYPE_CHECKING:
     from reshard.plans.job import Job
 
-# Of files that are not copied, so many are named.
+# The maximum number of uncopied files that a note names.
 _MAX_FILES = 8
 
 
 class Conversion(Record):
-    """A conversion that is planned and not yet run.
+    """A planned conversion, which was not run yet.
 
     Attributes:
         source: the checkpoint to read.
@@ -100,12 +99,12 @@ class Conversion(Record):
 
     @property
     def single_file(self) -> str | None:
-        """The name of the target's only file, where the target is that file; None for a folder."""
+        """The name of the file that the target is; None if the target is a folder."""
         return self.write_plan.files[0].stored.name if self.is_single_file else None
 
     @property
     def companions(self) -> Mapping[str, bytes | Path]:
-        """The files without tensors: the content of each, or the path that it is copied from."""
+        """The files without tensors: the content of each, or the path from which it is copied."""
         return {} if self.is_single_file else self._own_companions
 
     @property
@@ -115,13 +114,13 @@ class Conversion(Record):
 
     @property
     def written_names(self) -> frozenset[str]:
-        """The files that the target gets, but for those that its format adds, such as an index."""
+        """The files that the target gets, except files that its format adds, such as an index."""
         files = (file.stored.name for file in self.write_plan.files)
         return frozenset((*files, *self.companions))
 
     @property
     def open_bits(self) -> ModeLimits:
-        """The most bits that the modes of the target's files may have: those of the source's."""
+        """The limits of the mode bits of the target's files: the bits of the source's files."""
         read = [self.source.path(file.name) for file in self.source.files]
         for adapter in map(as_path, self.request.adapters):
             read += [adapter] if adapter.is_file() else [*adapter.iterdir()]
@@ -140,7 +139,7 @@ class Conversion(Record):
 
     @property
     def uncomputable(self) -> tuple[str, ...]:
-        """Shards that ranks could not compute with, if that is allowed."""
+        """Shards with which ranks cannot compute, if the request allows them."""
         return self.assignment.uncomputable if self.assignment else ()
 
     @property
@@ -236,7 +235,7 @@ class Conversion(Record):
 
     @cached_property
     def job(self) -> Job:
-        """The same conversion as a movement between ranks, for what it would move."""
+        """The same conversion as a job that moves tensors between ranks, to count moved bytes."""
         from reshard.plans.job import Job, JobItem
 
         items = []
@@ -254,7 +253,7 @@ class Conversion(Record):
         inputs = {source.name: source for made in self.computed.values() for source in made.sources}
         for tensor in (*stored, *inputs.values()):
             change = tensor.assembly
-            # One row a route of the assembly: the rank that it reads from, and how many elements.
+            # A row for each route of the assembly: the rank that it reads from, and its elements.
             slots = change.source.cell_slot[change.routes.source_cell]
             for slot, elements in zip(slots.tolist(), change.routes.elements.tolist(), strict=True):
                 total[slot] = total.get(slot, 0) + elements * tensor.dtype.itemsize_bytes
@@ -283,7 +282,7 @@ class Conversion(Record):
 
     @cached_property
     def _least(self) -> WorkspaceSize:
-        # One size for all tensors, the largest block and span of any: a thread allocates once.
+        # Room for the largest block and span of any tensor, so that a thread allocates only once.
         nothing: OpenFiles[Any] = OpenFiles(_no_file)
         block, span = self.work_items.largest_bytes
         inputs: tuple[int, ...] = ()
@@ -311,7 +310,7 @@ class Conversion(Record):
         return self._buffers(extra_bytes).size_bytes
 
     def batch_bytes(self, extra_bytes: int) -> int:
-        """Return the most that a batch of small tensors has, where a run may use `extra_bytes`."""
+        """Return the maximum size of a batch of small tensors in a run with `extra_bytes`."""
         return self._buffers(extra_bytes).batch_bytes
 
     def new_workspace(self, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> Workspace:
@@ -322,7 +321,7 @@ class Conversion(Record):
         """Return the number of threads that fit into `extra_bytes`.
 
         Raises:
-            UsageError: not even one does, or numbers that cannot be.
+            UsageError: `extra_bytes` is too small for one thread; invalid numbers.
         """
         check_limits(extra_bytes, most)
         fit = extra_bytes // self.workspace_bytes_of(extra_bytes)
@@ -336,7 +335,9 @@ class Conversion(Record):
     def expect_runnable(
         self, extra_bytes: int = DEFAULT_EXTRA_BYTES, most_threads: int | None = None
     ) -> None:
-        """Raise what a run would be refused for, its target apart (`staging.check_target`).
+        """Raise the errors for which a run is refused, except for its target's.
+
+        `staging.check_target` checks the target.
 
         Raises:
             UsageError: too small a memory limit.
@@ -348,7 +349,7 @@ class Conversion(Record):
 
     @property
     def folders(self) -> tuple[Path, Path]:
-        """Where it reads and where it writes."""
+        """The folders of the source and of the target."""
         return self.source.folder, self.target
 
     def extra_bytes(
@@ -375,7 +376,7 @@ class Conversion(Record):
                 file.name: sources[file.name].identity.to_json() for file in self.source.files
             },
             **self.resolved,
-            # The same files under other rules are another source.
+            # The same files give other tensors if the user specifies other shardings for them.
             **({"source cut": self.source.said_cut} if self.source.said_cut else {}),
             "format": self.write_plan.format,
             "target files": write_plan.hexdigest(),
@@ -384,11 +385,12 @@ class Conversion(Record):
 
 
 class ConversionReport(Record):
-    """The outcome of a run. `resumed_bytes` were done before it; `was_complete`: all of them.
+    """The outcome of a run.
 
+    `resumed_bytes` were written before this run; `was_complete` is whether all bytes were.
     `size_bytes` counts each tensor once; `copy_bytes` counts the copies in files of other ranks.
-    `read_bytes` and `written_bytes` are of all processes; `by_process` has both of each, and
-    `buffers_by_process` the bytes that each allocated for its work.
+    `read_bytes` and `written_bytes` are totals of all processes; `by_process` has both numbers of
+    each process, and `buffers_by_process` the bytes that each process allocated for its work.
     """
 
     target: Path

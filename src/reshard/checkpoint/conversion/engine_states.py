@@ -1,4 +1,4 @@
-"""Engine layouts in conversions: which part of a model's tensor each rank holds, and back.
+"""Engine layouts in conversions: from a model's tensors to an engine's ranks, and back.
 
 `shard_by_engine` gives each rank of the target the parts that the engine's rank reads; tensors keep
 their names and shapes. A part that no rank reads is stored by rank 0.
@@ -11,11 +11,12 @@ source tensor is a set of boxes in the ranks' files::
     0:2   gate_proj, rows 2:4
     2:4   up_proj, rows 2:4     ---->    rows 2:4: rows 2:4 of rank 1's gate_up_proj
 
-1. A region is followed along the dimensions of its source. It is a box there, or a box for each
-   step if it takes every second index.
-2. A part that several ranks hold is read from the first. A part that no rank holds is missing.
-3. A computed part is not a copy of its source and is refused by name, and so is a parameter of
-   another shape or type than the loader fills, such as one that was repacked for a kernel.
+1. A region of a parameter corresponds to a box of its source; if it takes every second index of a
+   dimension, to a box for each index.
+2. A part that several ranks hold is read from the first of these ranks. If no rank holds a part,
+   the tensor is incomplete and refused.
+3. A computed part is not a copy of its source; it is refused by name. A parameter whose shape or
+   type is not as the loader filled it, since it was repacked for a kernel, is refused too.
 """
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ from reshard.text import count_text
 if TYPE_CHECKING:
     from reshard.recipes.engine_layouts import EngineLayout, RankLayout, SourcePiece, SourceTensor
 
-# Of `vllm_sharded_state`, which is imported for such a state alone: all conversions look for one.
+# The name of `vllm_sharded_state`'s format, repeated here so that conversions of other formats do
+# not import that module to look for a layout.
 _FORMAT_NAME = "vllm-sharded-state"
 #: The file with the layout of the ranks, in a state that reshard wrote.
 LAYOUT_NAME = "reshard.engine-layout.json"
-# Steps of a region that takes every second index: each is a box of its own.
+# The maximum number of boxes of a region that takes every second index: each index is a box.
 _MAX_BOXES = 100_000
 
 
-# The parts of a source that ranks hold: the rank and the region of its file by the box.
+# The parts of a source that ranks hold: from each box to the rank and the region of its file.
 _Parts = dict[Box, tuple[int, Region]]
 
 
@@ -62,12 +64,12 @@ def as_model(checkpoint: Checkpoint, layout: EngineLayout) -> Checkpoint:
     """Return the model's own tensors, bound to the files of the ranks' parameters.
 
     Args:
-        checkpoint: what the ranks of an engine hold, of the format `vllm-sharded-state`.
-        layout: of these ranks.
+        checkpoint: the state of an engine's ranks, of the format `vllm-sharded-state`.
+        layout: the layout of these ranks.
 
     Raises:
-        RecipeError: another layout than that of these ranks; parameters that are not copies.
-        CoverageError: a tensor of which the ranks have a part only.
+        RecipeError: a layout of other ranks; parameters that are not copies.
+        CoverageError: a tensor that the ranks hold only in part.
     """
     if checkpoint.format != _FORMAT_NAME:
         raise RecipeError(
@@ -125,7 +127,7 @@ def as_model(checkpoint: Checkpoint, layout: EngineLayout) -> Checkpoint:
 def _find_parameters(
     checkpoint: Checkpoint, rank: RankLayout, prefix: str
 ) -> dict[str, StoredTensor]:
-    """Return a rank's parameters in the state; of tied ones, one is there."""
+    """Return a rank's parameters in the state; tied parameters are stored under a single name."""
     tied = {name: group for group in rank.tied for name in group}
     found: dict[str, StoredTensor] = {}
     for name, parameter in rank.parameters.items():
@@ -159,7 +161,7 @@ def _add_rank(
     sources: Mapping[str, _Parts],
     computed: dict[str, str],
 ) -> None:
-    """Add the parts of sources that a rank's parameters are copies of."""
+    """Add the parts of the sources from which a rank's parameters are copied."""
     for name, parameter in rank.parameters.items():
         tensor = stored[name]
         (slot,) = tensor.stored_slots
@@ -177,20 +179,21 @@ def _add_rank(
                 computed.setdefault(piece.source, f"{name!r} has its bits in other elements")
             else:
                 for region in _list_regions(name, piece, source.shape, whole):
-                    # Of several ranks with a copy, the first is read.
+                    # If several ranks hold a copy, the first rank's is read.
                     sources[piece.source].setdefault(region.box, (rank.rank, region))
 
 
 def _list_regions(
     name: str, piece: SourcePiece, shape: tuple[int, ...], parameter: Region
 ) -> Iterator[Region]:
-    """Yield the regions of a source of a shape that a piece of a parameter stores."""
+    """Yield the regions of a source, of the given shape, that a piece of a parameter stores."""
     steps = View.row_major(shape).strides
     first = [piece.view.offset // s % n for s, n in zip(steps, shape, strict=True)]
     own = parameter.intersect(*piece.box)
     if own is None:
         return
-    # For each dimension of the source: how many indices, every how many, and how far apart.
+    # For each dimension of the source: the number of indices, their step in the source, and their
+    # stride in the parameter.
     along: dict[int, tuple[int, int, int]] = {}
     for size, stride, apart in zip(
         piece.box.shape, piece.view.strides, parameter.strides, strict=True
@@ -205,7 +208,7 @@ def _list_regions(
                 "taken apart here"
             )
         along[at] = (size, by, apart)
-    # Dimensions of which every second index is taken are gone through one by one.
+    # Dimensions with a step over 1 are looped over index by index.
     single = [d for d, (_, by, _) in along.items() if by > 1]
     if math.prod(along[d][0] for d in single) > _MAX_BOXES:
         raise RecipeError(f"{name!r} takes {piece.source!r} in more than {_MAX_BOXES} pieces")
@@ -227,7 +230,7 @@ def _list_regions(
 def _bind(
     name: str, layout: EngineLayout, found: _Parts, computed: Mapping[str, str]
 ) -> StoredTensor:
-    """Return a tensor of the model. Raises where the ranks do not have all of it."""
+    """Return a tensor of the model. Raises if the ranks do not hold all of it."""
     source = layout.sources[name]
     parts = sorted(found.values(), key=lambda part: part[0])
     slots = max(layout.mesh.devices) + 1
@@ -255,7 +258,7 @@ def shard_by_engine(
     """Return the layout of every tensor over the engine's ranks, and notes for the user.
 
     Raises:
-        RecipeError: a layout for another checkpoint: names or shapes that differ.
+        RecipeError: a layout of another checkpoint, whose names or shapes differ.
     """
     check_sources(checkpoint, engine)
     layouts = engine.source_layouts()
@@ -284,7 +287,7 @@ def shard_by_engine(
 
 
 def check_sources(checkpoint: Checkpoint, engine: EngineLayout) -> None:
-    """Raise RecipeError where an engine's layout is that of another checkpoint."""
+    """Raise RecipeError if an engine's layout belongs to another checkpoint."""
     told = f"the layout of {engine.engine} {engine.version} for {engine.mesh.text}"
     missing = [name for name in checkpoint.tensors if name not in engine.sources]
     if missing:

@@ -1,22 +1,22 @@
 """Planning of conversions: from a request and a source to a `Conversion`, by reading headers.
 
-Each step is a function of the result of the step before:
+Each step takes the result of the previous step:
 
 1. Open the source, check that the target is apart from it, and take the selected tensors.
 2. Translate training state for the program of the target (`reshard.checkpoint.training`).
-3. Fill in defaults that depend on the source. Without a target, the source's layouts, format and
-   number of files stay. For a mesh alone, the recipe that fits the source's config.json shards the
-   tensors: `to="tp=4"` is `to="tp=4", recipe="auto"`. An axis that shards nothing is an error,
-   except for axes of data and context parallelism.
-4. Rename tensors, to the recipe's names, in which rules match, and to the target's::
+3. Fill in defaults that depend on the source. If the request has no target, the source's layouts,
+   format and number of files stay. If it has only a mesh, the recipe that fits the source's
+   config.json shards the tensors: `to="tp=4"` is `to="tp=4", recipe="auto"`. An axis over which no
+   tensor is sharded is an error, except for axes of data and context parallelism.
+4. Rename tensors: first to the recipe's names, which rules match, and then to the target's::
 
        source's names  --source_names-->  recipe's names  --target_names-->  target's names
 
-5. Add elements that are computed: casts, quantised weights, copies that the target's format has
+5. Add computed elements: casts, quantised weights, copies that the target's format stores
    (`reshard.checkpoint.changes`).
 6. Assign a layout to each tensor, by the first of these that the request has: the target's format
    (`CheckpointFormat.assign_layouts`), an engine's layout, the source's layouts, rules and a recipe
-   over the axes of a mesh, a strategy over a number of ranks. Otherwise tensors are whole.
+   over the axes of a mesh, a strategy over a number of ranks. If it has none, tensors are whole.
 7. Let the target's format plan the files (`CheckpointFormat.plan_write`).
 """
 
@@ -103,9 +103,10 @@ def plan_conversion(
     """Plan a conversion; reads headers, writes nothing.
 
     Args:
-        source: a checkpoint, or where it is.
-        target: the folder that will hold the new one.
-        request: what to cut for, and how; or its keywords: `to`, `rules`, `recipe`, `options`,
+        source: a checkpoint, or its path.
+        target: the folder of the new checkpoint.
+        request: the mesh, layouts, names and elements of the target; or its keywords: `to`,
+            `rules`, `recipe`, `options`,
             `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`,
             `dtype`, `dequantize`, `quantize`, `layout`, `allow`, `include`, `exclude`,
             `strip_prefix`, `rename`, `select`, `training`, `adapters`, `source_layout`,
@@ -181,7 +182,7 @@ def plan_conversion(
 
 
 def _note_model_folder(request: ConversionRequest, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a note where a user may expect a model folder, and gets training state too."""
+    """Return a note if a user may expect a model folder, and the target has training state too."""
     is_safetensors = request.target_format.name == HuggingFaceFormat.name
     if not request.is_whole or not is_safetensors or find_training_state(checkpoint) is None:
         return ()
@@ -194,7 +195,7 @@ def _note_model_folder(request: ConversionRequest, checkpoint: Checkpoint) -> tu
 def _check_architecture(
     request: ConversionRequest, named: RenamedSource, whole: Checkpoint
 ) -> tuple[str, ...]:
-    """Compare the weights with those of the model class, where a recipe or names are for it.
+    """Compare the weights with the model class for which the recipe or the names are made.
 
     Returns the notes for the user.
 
@@ -221,7 +222,7 @@ def _check_architecture(
                 left_out |= {known} if isinstance(known, str) else {*known.tensors}
             else:
                 left_out.add(meaning)
-    # A rule by hand for a tensor shows that the user means it, except for one for all tensors.
+    # A user's rule for a tensor shows that the tensor is intended, unless it matches all tensors.
     by_hand = [rule for rule in request.parsed_rules if rule.pattern.strip("*")]
     notes = dict[str, None]()
     for names in models.values():
@@ -249,7 +250,7 @@ def _list_models(
     recipe: Recipe,
     config: Mapping[str, Any],
 ) -> dict[str, dict[str, str]]:
-    """Return the weights of each model of a source by the recipe's names, by the model's prefix."""
+    """Return, for each model's prefix, the weights of that model by the recipe's names."""
     state = find_training_state(source)
     names = {bare_name(name): name for name in source.tensors if not is_auxiliary(name)}
     if state is not None:
@@ -282,7 +283,7 @@ def open_apart(
 
     Raises:
         CheckpointError: a source that cannot be used.
-        UsageError: a target that is not a path, that would replace its source, or stand in it.
+        UsageError: a target that is not a path, that would replace its source or be inside it.
         RunError: a target that the system does not let us look at.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
@@ -303,10 +304,10 @@ def open_apart(
 
 
 def find_file_name(request: ConversionRequest, target: Path, source: Checkpoint) -> str | None:
-    """Return the name of the target's only file, where the target's name is that of a file.
+    """Return the name of the target's only file, or None if the target's name is not a file's.
 
     Raises:
-        UsageError: a file of the source, or a file at an address.
+        UsageError: the target is a file of the source, or a file at an address.
     """
     suffixes = request.target_format.single_suffixes
     if not suffixes or not target.name.endswith(suffixes):
@@ -325,7 +326,7 @@ def find_file_name(request: ConversionRequest, target: Path, source: Checkpoint)
 
 
 def expect_one_file(file_name: str | None, target: Path, write_plan: WritePlan) -> None:
-    """Raise UsageError where a target with the name of a file would be several files."""
+    """Raise UsageError if a target with the name of a file would consist of several files."""
     if file_name is not None and len(write_plan.files) > 1:
         raise UsageError(
             f"the target {target} has the name of a file, but {len(write_plan.files)} files would "
@@ -334,7 +335,7 @@ def expect_one_file(file_name: str | None, target: Path, write_plan: WritePlan) 
 
 
 def unwritten_target(source: str | os.PathLike[str]) -> Path:
-    """Return a target for a conversion that is only planned: a free name next to the source.
+    """Return a target for a conversion that is only planned: an unused name next to the source.
 
     >>> unwritten_target("/data/model")
     PosixPath('/data/model.planned')
@@ -342,13 +343,13 @@ def unwritten_target(source: str | os.PathLike[str]) -> Path:
     place = source if isinstance(source, Path) else as_path(source)
     if isinstance(place, RemotePath):
         place = Path.cwd() / place.name
-    # A source that is a link to itself is reported when it is opened.
+    # `resolve` would raise for a source that is a link to itself; opening it gives a better error.
     place = Path(os.path.realpath(place))
     return place.with_name(f"{place.name}.planned")
 
 
 def arrange_whole(request: ConversionRequest, checkpoint: Checkpoint) -> WritePlan:
-    """Return the files of a target that has the tensors of a checkpoint, and each of them whole."""
+    """Return the files of a target that stores each tensor of a checkpoint whole."""
     return request.target_format.plan_write(
         NewCheckpoint(
             {
@@ -362,7 +363,7 @@ def arrange_whole(request: ConversionRequest, checkpoint: Checkpoint) -> WritePl
 
 
 def _check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) -> None:
-    """Raise UsageError where a target would replace its source, or stand in it."""
+    """Raise UsageError if a target would replace its source, or be inside it."""
     try:
         source, goal = checkpoint.folder.resolve(), resolve_links(target)
     except OSError as error:
@@ -375,7 +376,7 @@ def _check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) ->
         raise UsageError(
             f"the target {target} lies inside the source {checkpoint.folder}; put it elsewhere"
         )
-    # The commit replaces the target with everything in it.
+    # The commit deletes the old target with all of its contents.
     if _is_among(goal, source.parents) or (_is_among(goal, [source]) and not whole_folder):
         raise UsageError(
             f"the source {checkpoint.folder} lies inside the target {target}, and would be deleted "
@@ -384,7 +385,7 @@ def _check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) ->
 
 
 def _is_among(path: Path, others: Iterable[Path]) -> bool:
-    """Return whether a path is one of others, also by another name of the same folder."""
+    """Return whether a path is among others, also under another name of the same folder."""
     others = list(others)
     if path in others:
         return True
@@ -397,11 +398,11 @@ def _decode_items(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpo
     """Decode pickled items to plain values if the target's program looks for them there."""
     source, target = find_format(checkpoint.format), request.target_format
     keeps_others = Capability.ITEMS in target.capabilities
-    # Megatron has both, and asks for no items of another program's names.
+    # Megatron's formats can store both values and items. They need other programs' items as values.
     has_values = Capability.VALUES in target.capabilities and (
         not keeps_others or target.training is not None
     )
-    # A program pickles its own values; its other formats have them elsewhere.
+    # Formats of the same program read each other's pickled values.
     is_of_program = source is not None and source.training == target.training is not None
     if not has_values or is_of_program:
         return checkpoint
@@ -411,11 +412,11 @@ def _decode_items(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpo
 
 
 def _translate(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedElements:
-    """Return the source with its training state as the target's program keeps it."""
+    """Return the source with its training state in the form of the target's program."""
     style = request.training_style
     if style is None or (request.training is None and find_training_state(checkpoint) is None):
         return ChangedElements(checkpoint)
-    # The state of a format, and of others of the same program, is as that program keeps it.
+    # All formats of a program store training state in the same form: no translation is needed.
     source = find_format(checkpoint.format)
     is_same = source is request.target_format
     if request.training is None and source is not None and source.training == style.name:
@@ -463,7 +464,7 @@ def _list_optimizer_state(checkpoint: Checkpoint) -> tuple[str, ...]:
 def _resolve(request: ConversionRequest, named: RenamedSource) -> dict[str, Any]:
     """Return a request as plain values. Journals on disk have these keys and values."""
     options = parse_options(request.options)
-    # Only where they were given: journals of other conversions have no such keys.
+    # Only those that were given: journals of other conversions lack these keys.
     changes = {
         key: getattr(request, key)
         for key in ("dtype", "dequantize", "quantize", "training", "adapters")
@@ -495,15 +496,15 @@ def _resolve(request: ConversionRequest, named: RenamedSource) -> dict[str, Any]
 
 
 def keep_target_by_default(request: ConversionRequest, checkpoint: Checkpoint) -> ConversionRequest:
-    """Return the request with the source's mesh and format where it has no target.
+    """Return the request, with the source's mesh and format if it does not specify a target.
 
     Args:
-        request: of a conversion.
+        request: the request for a conversion.
         checkpoint: its source.
 
     Raises:
-        UsageError: a source of a format that is not written; names, or elements of other shapes,
-            where the source is sharded.
+        UsageError: a source of a format that reshard does not write; a sharded source together with
+            new names, or with elements of other shapes.
     """
     if request.to is not None:
         return request
@@ -544,7 +545,7 @@ def keep_target_by_default(request: ConversionRequest, checkpoint: Checkpoint) -
 
 
 def find_kept_files(request: ConversionRequest, checkpoint: Checkpoint) -> Mapping[str, str]:
-    """Return the source's file of each tensor, where whole tensors stay in as many files."""
+    """Return the source's file of each tensor, if the target keeps whole tensors in these files."""
     if request.kept != "full" or request.most_file_bytes is not None:
         return {}
     columns = TensorColumns.of(checkpoint.tensors)
@@ -557,14 +558,14 @@ def find_kept_files(request: ConversionRequest, checkpoint: Checkpoint) -> Mappi
 def choose_recipe_by_default(
     request: ConversionRequest, checkpoint: Checkpoint
 ) -> ConversionRequest:
-    """Return the request with the recipe `auto` where it has a mesh, and nothing shards over it.
+    """Return the request, with the recipe `auto` if it has a mesh but does not specify shardings.
 
     Args:
-        request: of a conversion.
-        checkpoint: its source, as far as it is taken.
+        request: the request for a conversion.
+        checkpoint: the selected part of its source.
 
     Raises:
-        UsageError: an axis to shard over, without a config.json that a recipe fits.
+        UsageError: the mesh has an axis to shard over, and no recipe fits config.json.
     """
     mesh = request.mesh
     if mesh is None or not (request.lacks_rules or request.recipe == AUTO):
@@ -592,7 +593,7 @@ def _refuse_unknown_model(checkpoint: Checkpoint, mesh: DeviceMesh, axes: list[s
 
 
 class RenamedSource(Record):
-    """A checkpoint in the names of the target, and what each of them is to a recipe.
+    """A checkpoint in the names of the target, and the recipe's name of each tensor.
 
     Attributes:
         checkpoint: in the target's names.
@@ -624,8 +625,8 @@ def take_source(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoin
     """Return the requested part of a checkpoint; for an engine's ranks, the model's tensors.
 
     Raises:
-        RecipeError: another layout than that of the ranks; two things of one name.
-        UsageError: a pattern that matches nothing; nothing left.
+        RecipeError: a layout of other ranks; two tensors or items of the same name.
+        UsageError: a pattern that matches no tensor; a selection without tensors.
     """
     layout = request.source_engine_layout
     if layout is None and request.target_format.name != checkpoint.format:
@@ -636,11 +637,11 @@ def take_source(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoin
 
 
 def name_source(request: ConversionRequest, checkpoint: Checkpoint) -> RenamedSource:
-    """Return a checkpoint in the names that a request asks for.
+    """Return a checkpoint in the names that a request specifies.
 
     Raises:
-        RecipeError: no such recipe; tables that do not fit the tensors.
-        UsageError: `auto` without a config.json that a recipe fits.
+        RecipeError: an unknown recipe; tables that do not fit the tensors.
+        UsageError: `auto`, and no recipe fits config.json.
     """
     asked = AUTO if request.is_by_recipe else request.recipe
     recipe = find_recipe(asked, checkpoint, request.options)
@@ -665,13 +666,14 @@ def find_recipe(
     checkpoint: Checkpoint,
     options: Mapping[str, str] | Iterable[str] = (),
 ) -> Recipe | None:
-    """Load the recipe of a name or a path, with options; `auto` is that for config.json, `none` no
-    recipe.
+    """Load a recipe by name or path, with options.
+
+    `auto` chooses the recipe by config.json, `none` stands for no recipe.
 
     Raises:
-        RecipeError: no such recipe, or one that cannot be read; options that it lacks.
-        UsageError: `auto` without a config.json, or with one that no shipped recipe fits; options
-            without a recipe.
+        RecipeError: an unknown or unreadable recipe; options that it lacks.
+        UsageError: `auto` without a config.json, or with a config.json that no shipped recipe fits;
+            options without a recipe.
     """
     found = _load(recipe, checkpoint)
     parsed = parse_options(options)
@@ -712,7 +714,7 @@ def place_tensors(request: ConversionRequest, source: RenamedSource) -> Placemen
 
     Raises:
         RecipeError: rules, a recipe or an engine's layout that do not fit.
-        UsageError: a strategy that cannot be.
+        UsageError: an invalid strategy.
     """
     own = request.target_format.assign_layouts(source.checkpoint, request.mesh, request.ranks)
     if own is not None:
@@ -741,9 +743,9 @@ def place_tensors(request: ConversionRequest, source: RenamedSource) -> Placemen
 
 
 def _expect_placed_by_format(request: ConversionRequest) -> None:
-    """Refuse rules, options and a strategy, if the target's format places tensors by itself."""
+    """Refuse rules, options and a strategy if the target's format determines all layouts."""
     reader = f"the format {request.target_format.name} specifies by itself what each rank stores"
-    # A recipe may be there for its names, or for the comparison with the model class.
+    # A recipe is not refused: its names, or the comparison with the model class, may be wanted.
     check_used("rules", not request.rules, reader)
     check_used(f"strategy={request.strategy!r}", request.strategy is None, reader)
     _expect_no_options(request, reader)
@@ -754,7 +756,7 @@ def _expect_kept(source: Checkpoint, layouts: Mapping[str, Layout]) -> None:
     state = find_training_state(source)
     for name in state.optimizer_names if state is not None else ():
         tensor = source.tensors[name]
-        # Counts of steps are stored where the format has a place for them.
+        # Scalars, such as step counts, may move: the format determines which file stores them.
         if tensor.shape and name in layouts and layouts[name] != tensor.layout:
             raise UsageError(
                 f"the mesh of {source.folder} does not determine the layout of {name!r} in new "
@@ -793,7 +795,7 @@ def _place_by_rules(
     for name in source.checkpoint.tensors:
         known = source.recipe_names[name]
         spec, layout = assignment.specs[known], assignment.layouts[known]
-        # A fused parameter is cut as its members are, so that ranks keep whole members.
+        # A fused parameter is sharded like its members, so that ranks hold the same parts of them.
         if name in source.fused:
             fusion = source.fused[name]
             spec = make_fused_spec(name, fusion, assignment.specs, shapes, storage_axes)
@@ -823,9 +825,9 @@ def _expect_used_axes(
 def _place_by_strategy(
     request: ConversionRequest, checkpoint: Checkpoint
 ) -> tuple[Mapping[str, Layout], tuple[str, ...]]:
-    """Return the layouts that a strategy gives the tensors, or whole ones, with notes for the user.
+    """Return the layouts that a strategy assigns, or layouts of whole tensors; and notes.
 
-    Optimizer state goes where its parameter does.
+    Optimizer state is placed like its parameter.
     """
     shapes = shapes_of(checkpoint.tensors)
     if request.is_whole:

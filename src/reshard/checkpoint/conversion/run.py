@@ -1,13 +1,13 @@
 """Runs of planned conversions.
 
-1. Open the staging folder: a fresh one, or that of an earlier run of the same conversion.
-2. Make every target file, at its full size, with its header.
-3. In threads: read a batch of blocks, digest each, write them. The blocks an earlier run finished
-   are left out.
-4. Whenever enough has been written, sync the files and record the blocks in the journal: what
-   the journal lists is on disk.
-5. Sync everything, see that the source is still what it was, write the other files and last
-   the manifest, and commit.
+1. Open the staging folder: a new folder, or the folder of an earlier run of the same conversion.
+2. Create every target file, at its full size, with its header.
+3. In threads: read a batch of blocks, digest each block, write them. Blocks that an earlier run
+   finished are skipped.
+4. Whenever enough has been written, sync the files and record the blocks in the journal, so that
+   all blocks in the journal are on disk.
+5. Sync all files, check that the source did not change, write the other files, the manifest last,
+   and commit.
 
 An error or ctrl-C leaves the staging folder, and the same command continues from it.
 """
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint.keywords import RunArguments
 
 
-# A batch that was written, the digests of its blocks, and the files that they are in.
+# A written batch, the concatenated digests of its blocks, and the files that contain them.
 _Written = tuple[Batch, bytes, set[str]]
 
 
@@ -163,11 +163,11 @@ class _ConversionRun:
 
     @property
     def finished_bytes(self) -> int:
-        """Bytes of the blocks that are on the disk."""
+        """The bytes of the blocks that are on disk."""
         return self.work_items.size_bytes(np.flatnonzero(self.finished))
 
     def begin(self) -> None:
-        """Make the files, and share with the other processes which blocks are done already."""
+        """Create the files, and send the other processes the set of blocks that are done."""
         if self.staging.is_owner:
             self._make_files()
             if not self.staging.is_untouched and self.finished.any():
@@ -176,7 +176,7 @@ class _ConversionRun:
             self.upload.begin(
                 self.staging, self.work_items, self.writer, self.targets, self.finished
             )
-        # One bit a block keeps the message to the other processes small.
+        # A bit for each block keeps the message to the other processes small.
         packed = self.here.share(np.packbits(self.finished))
         self.finished[:] = np.unpackbits(packed, count=len(self.finished)).astype(bool)
         self.blocks = HostBlocks.alone(self.finished)
@@ -201,7 +201,7 @@ class _ConversionRun:
                 )
             with translate_os_errors("make the folder of a file", path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            # Opening creates the file, also without known bytes.
+            # Looking up the file opens, and so creates, it, even if it has no known bytes.
             target = self.targets[file.stored.name]
             for offset, known in file.known_bytes():
                 target.write(memoryview(bytearray(known)), offset)
@@ -213,13 +213,13 @@ class _ConversionRun:
                 sync_folders_under(self.staging.content)
 
     def _compare_staged(self) -> None:
-        """Do again the staged blocks whose bytes do not have the digests in the journal."""
+        """Mark as unfinished the staged blocks whose bytes differ from the journal's digests."""
         numbers = np.flatnonzero(self.finished)
 
         def find_changed(batch: Batch, workspace: Workspace) -> IntArray:
             found = reader.read(batch.written, workspace)
             digests = [block_digest(block) for blocks in found for block in blocks]
-            # Of several copies one is read, so the others are unknown.
+            # Only one of several copies is read; the others may differ, so they are written again.
             has_copies = [
                 self.writer.has_copies(section.kind, section.block)
                 for section in batch.written
@@ -247,7 +247,7 @@ class _ConversionRun:
     def _share(self, numbers: IntArray) -> IntArray:
         """Return this process's share of blocks, in the order of the source's tensors.
 
-        Every process of a host counts the same blocks, and takes an equally long stretch of them.
+        Every process of a host lists the same blocks, and takes a stretch of equal length.
         """
         rank, size = self.here.rank, self.here.size
         return numbers[len(numbers) * rank // size : len(numbers) * (rank + 1) // size]
@@ -256,7 +256,7 @@ class _ConversionRun:
         return self.work_items.batches(numbers, self.conversion.batch_bytes(self.extra_bytes))
 
     def batches(self) -> Iterator[Batch]:
-        """Yield this process's share in batches of blocks that all count for checksums, or none."""
+        """Yield this process's blocks in batches; in a batch, all count for checksums or none."""
         own = self._share(self.blocks.numbers)
         counts = self.blocks.counts[own]
         return itertools.chain(self._batches(own[counts]), self._batches(own[~counts]))
@@ -272,7 +272,7 @@ class _ConversionRun:
         return batch, b"".join(itertools.chain.from_iterable(digests)), files
 
     def move_blocks(self, options: RunOptions) -> None:
-        """Do all blocks that are left, recording them in the journal as they reach the disk."""
+        """Move all remaining blocks, and record them in the journal once they are on disk."""
         progress, stop = options.progress, options.stop
         check_stop(stop)
         done_bytes = self.resumed_bytes
@@ -295,8 +295,9 @@ class _ConversionRun:
                     name = self.work_items.target.names[int(batch.written[-1].rows[-1])]
                     progress(Progress(done_bytes, self.size_bytes, self.resumed_bytes, name))
                 if waiting_bytes >= options.sync_bytes:
-                    # Forgotten first: after a sync that failed the next one succeeds, though
-                    # the data are lost, so these blocks must not be tried a second time.
+                    # Taken off the list first: after a failed sync, the next sync of the file
+                    # succeeds although the data are lost, so these blocks must not be recorded by
+                    # the second try below.
                     these, waiting, waiting_bytes = waiting, [], 0
                     self._record(these)
         except BaseException:
@@ -310,7 +311,7 @@ class _ConversionRun:
     def _record(self, done: list[_Written]) -> None:
         if not done:
             return
-        # The data before the journal: a block that it lists must be on the disk.
+        # The data are synced before the journal lists the blocks.
         for name in sorted(set().union(*(files for _, _, files in done))):
             self.targets[name].sync()
         numbers = np.concatenate([batch.numbers for batch, _, _ in done])
@@ -320,7 +321,7 @@ class _ConversionRun:
         self._note(numbers, digests)
 
     def _look_at_earlier(self) -> None:
-        """Add what earlier runs wrote to the checksums of files."""
+        """Add the blocks that earlier runs wrote to the checksums of files."""
         if self.checksums.watch_target is not None:
             earlier = np.flatnonzero(self.blocks.earlier)
             with contextlib.closing(self.checksums.staged()) as staged:
@@ -328,8 +329,8 @@ class _ConversionRun:
                     self.writer.show_written(batch.written, staged)
 
     def meet(self) -> None:
-        """Wait for all processes, and collect on process 0 what each has done."""
-        # A source that was written to meanwhile would leave a mixture of old and new in the target.
+        """Wait for all processes, and collect on process 0 the results of each."""
+        # If the source changed during the run, the target would mix old and new elements.
         for source in self.sources:
             source.check_unchanged()
         self._look_at_earlier()
@@ -367,15 +368,16 @@ class _ConversionRun:
             )
 
     def finish(self) -> None:
-        """Write everything but the tensors, the manifest last, and commit; only on process 0."""
+        """Write the files without tensors, the manifest last, and commit; only on process 0."""
         if self.processes.rank or not self.staging.is_owner:
             self.processes.share(None)
             if self.staging.is_owner:
-                # Of another host: all of it is in the store.
+                # The folder of another host: all of its parts are in the store.
                 self.staging.discard()
             return
         self._finish()
-        # The others wait: on every process, a run that returns has a target in its place.
+        # The other processes wait here, so that the target is complete when a run returns on any
+        # process.
         if self.upload is not None:
             self.upload.commit(self.staging)
         else:
@@ -384,8 +386,8 @@ class _ConversionRun:
         self.processes.share(True)
 
     def _finish(self) -> None:
-        # 1. Checksums of what was read, then of what was written; then all that is synced and
-        # unchanged.
+        # 1. Compare the checksums of the source's files, and write the target's; then sync all
+        # files, and check that the source did not change.
         self.checksums.check_sources(self.sources)
         spread = self.upload.spread if self.upload is not None else ()
         items = self.checksums.complete_targets(self.sources, self.targets, spread)
@@ -398,7 +400,7 @@ class _ConversionRun:
         with translate_os_errors("write the other files", content):
             write_files(content, self.conversion.companions)
             write_files(content, dict(self.conversion.format.final_files(write_plan)))
-            # 3. The manifest last: it has the digests of all that is written by this line.
+            # 3. The manifest is last, as it contains the digests of everything written before.
             manifest = manifest_of(
                 write_plan.format,
                 self.conversion_id,
@@ -427,11 +429,11 @@ def run_conversion(
             (see `RunOptions`).
 
     Raises:
-        UsageError: a target that exists, or with files that are not part of a checkpoint; too small
-            a memory limit.
+        UsageError: a target that exists, or that contains files that are not part of a checkpoint;
+            too small a memory limit.
         MissingExtraError: xxhash (or, for PyTorch's archives, zlib-ng) is not installed.
         RunError: a full disk, a read-only target, an interruption, a source that changed.
-        DigestError: a source that does not have the digests of its manifest.
+        DigestError: a source whose bytes differ from the digests in its manifest.
     """
     if options is None:
         options = RunOptions(**arguments)
@@ -445,15 +447,16 @@ def run_conversion(
     LOGGER.info("%s: conversion of %s begins", conversion.target, conversion.source.folder)
     # 1. Errors of the request are raised before anything is written.
     conversion.expect_runnable(options.extra_bytes, options.threads)
-    # 2. Open the sources, and find which conversion this is and how many threads it gets.
-    # The target's disk has room for what is unpacked; temporary files may lie in memory.
+    # 2. Open the sources, and determine the fingerprint of the conversion and its threads.
+    # Derived files are created on the target's disk: a folder for temporary files may be in memory.
     target, here = conversion.target, processes
-    # Hosts are told apart by their names, which all processes exchange once.
+    # Hosts are distinguished by their names, which all processes exchange once.
     machine = socket.gethostname()
     machines = processes.collect(machine)
     address = target if isinstance(target, RemotePath) else None
     if address is not None:
-        # A folder is shared by the processes of all hosts, what waits for an address by one's.
+        # A target folder is staged once, for all hosts; for an address each host has its own
+        # staging folder.
         here = hosts = HostProcesses(processes, machines)
         from reshard.checkpoint.conversion.uploads import ConversionUpload
         from reshard.checkpoint.storage.uploads import local_target
@@ -472,7 +475,7 @@ def run_conversion(
         workers = conversion.threads(options.extra_bytes, options.threads or usual)
         if address is not None:
             upload = ConversionUpload(conversion, address, conversion_id, processes, hosts, workers)
-        # 3. Work in the staging folder, or find that an earlier run had finished.
+        # 3. Work in the staging folder, unless an earlier run has finished the conversion.
         with open_shared(
             here,
             target,
@@ -501,7 +504,7 @@ def run_conversion(
                 )
                 LOGGER.info("%s: %d bytes were done before", conversion.target, run.resumed_bytes)
                 run.begin()
-                # The memory of planning is used for the buffers.
+                # The memory that planning freed is returned to the system before the buffers grow.
                 release_freed_memory(len(conversion.write_plan.tensors))
                 run.move_blocks(options)
                 run.source_digests.verify_rest(workers, options.stop)
@@ -514,7 +517,7 @@ def run_conversion(
                         staged.discard()
                 raise
             finally:
-                # Parts that are under way give space of the targets back.
+                # Parts in flight release space of the target files, which must still be open.
                 if upload is not None:
                     upload.stop()
                 if run is not None:
@@ -576,7 +579,7 @@ def expect_staging_read(target: Path, staging: str | os.PathLike[str] | None) ->
 
 
 def _is_final(error: BaseException) -> bool:
-    """Return whether an error is wrong use or bad input: the same command fails again."""
+    """Return whether an error is due to wrong use or bad input, so that a second try fails too."""
     if isinstance(error, OtherProcessError):
         return error.is_final
     return isinstance(error, ReshardError) and not isinstance(error, RunError)

@@ -10,27 +10,29 @@ It is written under another name next to the target, and renamed when it is comp
         journal                       which blocks of content are on disk
         previous/                     the old target, between two renames (step 5)
 
-A target that is one file, such as `model.pt`, is staged in the same way; step 5 gives its name to
-that file of `content`, and nothing else of it is kept.
+A single-file target, such as `model.pt`, is staged in the same way; step 5 renames that file of
+`content` to the target, and discards the rest of the folder.
 
 1. Check the target before anything is written; lock the staging folder.
-2. Bring to an end what an earlier run began to put in place (see below).
-3. Make `content`, then the journal: where there is a journal, there was a content. Without a
-   journal nothing is known to be finished, and whatever else is there is thrown away.
+2. Finish a commit that an earlier run began (see below).
+3. Make `content`, then the journal, so that the journal exists only if `content` was made. Without
+   a journal, no block is known to be finished, and the rest of the folder is deleted.
 4. The caller writes and syncs files in `content`, and records their blocks in the journal.
 5. Commit: sync the folders; record in the journal that all is written; give `content` the
-   target's name, by one exchange where the file system can, else by moving the old target
-   aside first; sync the names; only then delete the old target and the staging folder.
+   target's name, by a single exchange if the file system supports it, else by moving the old
+   target aside first; sync the names; only then delete the old target and the staging folder.
 
-A run killed before the commit record resumes. After it, one question is left: is the content
-in its place? A rename keeps a folder's inode number, and the commit record has it: the folder
-with that number is the new checkpoint, under whichever name it is found.
+A run killed before the commit record resumes its blocks. If it was killed later, the next run only
+has to determine whether the content was already renamed. A rename keeps a folder's inode number,
+and the commit record contains that number: the folder that has it is the new checkpoint, under
+whichever name it is found.
 
-Several processes share one staging folder: process 0 opens it and owns it, and each of the others
-begins a journal of its own (`journal.1`, `journal.2`, ...). At the end process 0 reads them all.
-The folder is this user's alone, with mode 0700; links, and folders of other users, are refused
-(`own_files`). Where an earlier run's folder was open to others, or is a copy of the one that its
-journal was begun in, staged blocks count only if their bytes have the digests in the journal.
+Several processes share one staging folder: process 0 opens and owns it, and every other process
+begins its own journal (`journal.1`, `journal.2`, ...). At the end process 0 reads all journals.
+Only this user can access the folder, which has mode 0700; links, and folders of other users, are
+refused (`own_files`). If an earlier run's folder was open to others, or is a copy of the folder in
+which its journal was begun, staged blocks count only if their bytes have the digests in the
+journal.
 
 Process 0 appends the journals that other processes of an earlier run left to its own, so that a
 run may go on with another number of processes.
@@ -82,12 +84,11 @@ from reshard.system import exchange_names
 
 
 class Staging(Closing):
-    """A checkpoint folder in the making, owned by this process until it is left.
+    """A context manager for an unfinished checkpoint folder, owned by this process until exit.
 
-    Used as a context manager: leaving without `commit` keeps what was written, for the next
-    `open` of the same conversion, and releases the lock and the descriptors. Where several
-    processes share a folder (`open_shared`), process 0 owns it, and the others have a journal of
-    their own in it.
+    An exit without `commit` keeps the written files for the next `open` of the same conversion, and
+    releases the lock and the descriptors. If several processes share a folder (`open_shared`),
+    process 0 owns it, and each of the others has its own journal in it.
 
     Attributes:
         target: the path that the result gets.
@@ -142,19 +143,19 @@ class Staging(Closing):
         written: Collection[str] | None = None,
         file: str | None = None,
     ) -> Staging:
-        """Begin or resume the conversion that shall appear as the folder `target`.
+        """Begin or resume a conversion whose result becomes `target`.
 
         `conversion_id` and `description` identify the conversion, as for `Journal.open`.
-        A commit that an earlier run could not finish is finished first; if it was of this
-        same conversion there is nothing left to do, and `already_complete` is True.
-        `restart` throws away what an earlier run staged (never a target). `written` are the files
-        of the new checkpoint: a target with others is refused; None discards them. `file` is the
-        one that becomes the target, where that is not a folder.
+        A commit that an earlier run could not finish is finished first; if it belongs to this
+        conversion, no work is left, and `already_complete` is True. `restart` deletes the files
+        staged by an earlier run (never a target). `written` are the files of the new checkpoint: a
+        target that contains other files is refused, unless `written` is None: they are deleted
+        then. `file` names the file that becomes the target, if the target is not a folder.
 
         Raises `UsageError` for a target that exists and may not be replaced, that is not a
-        folder, or whose parent is not a folder. Raises `RunError` where another process works
-        on the target, where an earlier run staged another conversion, where its leavings make
-        no sense, and for what the file system refuses.
+        folder, or whose parent is not a folder. Raises `RunError` if another process works on the
+        target, if an earlier run staged another conversion or left files that contradict each
+        other, and if the file system refuses an operation.
         """
         with translate_os_errors("look at the target", target):
             target = _check_target(target, overwrite, written, file)
@@ -192,18 +193,18 @@ class Staging(Closing):
                     _remove_root(lock)
                     return cls(target, target, None, lock)
                 record = None
-            # No journal that counts: an old target that was moved aside goes back first.
+            # Without a valid journal, an old target that was moved aside is restored first.
             elif record is None:
                 _put_previous_back(target, root)
-            # The target is refused below, which must leave no empty staging folder. With
-            # `restart` there may be staged work in it, which a refusal does not delete.
+            # The target is refused below, and the refusal must not leave an empty staging folder.
+            # With `restart` the folder may contain staged work, which a refusal keeps.
             if record is None and _exists(target) and not overwrite and not restart:
                 _remove_root(lock)
         _refuse_existing(target, overwrite)
         with translate_os_errors("prepare the staging folder", root):
             if record is None:
                 _discard(root)
-                # Before the journal, so that a journal implies a content.
+                # Made before the journal, so that a journal implies that `content` exists.
                 (root / "content").mkdir()
                 sync_folder(root)
                 sync_folder(root.parent)
@@ -237,24 +238,24 @@ class Staging(Closing):
 
     @property
     def result(self) -> Path:
-        """The path that gets the target's name: the content, or its only file."""
+        """The path that is renamed to the target: the content, or its only file."""
         return self.content if self._file is None else self.content / self._file
 
     @property
     def already_complete(self) -> bool:
-        """Whether the target is this conversion's result already, and nothing is left to do."""
+        """Whether the target is already this conversion's result, so that no work is left."""
         return self._journal is None
 
     @property
     def resumed(self) -> bool:
-        """Whether an earlier run began this conversion and this one goes on with it."""
+        """Whether this run continues a conversion that an earlier run began."""
         return self._journal is not None and self._journal.resumed
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nobody else can have changed what an earlier run staged.
+        """Whether no other user can have changed the files staged by an earlier run.
 
-        The folder is the one that the journal was begun in, and this user's alone.
+        This holds if the journal was begun in this very folder, and only this user can access it.
         """
         lock = self._own_lock
         is_same_folder = self.journal.folder_inode == lock.inode
@@ -262,7 +263,7 @@ class Staging(Closing):
 
     @property
     def journal(self) -> Journal:
-        """The record of finished blocks. Raises `RunError` where there is nothing to do."""
+        """The record of finished blocks. Raises `RunError` if no work is left."""
         if self._journal is None:
             raise RunError(
                 f"the conversion to {self.target} is complete and has no journal\n"
@@ -273,8 +274,8 @@ class Staging(Closing):
     def expect_names_apart(self, names: Iterable[str]) -> None:
         """Raise RunError if the file system gives two of the names, relative paths, to one file.
 
-        Most disks of Macs ignore the case of letters, and how accents are encoded. Nothing is made
-        where names differ in more.
+        Most disks of Macs ignore the case of letters, and the encoding of accents. If no two names
+        differ in these alone, no file is created to find out.
         """
         names = list(names)
         if _find_equal(names, ignores_case=True, ignores_form=True) is None:
@@ -296,14 +297,14 @@ class Staging(Closing):
             )
 
     def commit(self, bits: ModeLimits = NO_LIMITS) -> bool:
-        """Give the content the target's name, and delete what stood there before.
+        """Give the content the target's name, and delete the previous target.
 
-        `bits` are the most that the modes of its folders and files may have.
+        `bits` limits the permission bits of its folders and files.
 
         Returns False if the target's name was missing for a moment, between two renames.
-        Every file in `content` must have been synced. Killed anywhere in here, the next `open`
-        brings it to its end. Raises `RunError` where the target appeared during the run, and
-        for what the file system refuses: the staging folder is kept then.
+        Every file in `content` must have been synced. If the process is killed during the commit,
+        the next `open` finishes it. Raises `RunError`, and keeps the staging folder, if the target
+        appeared during the run or the file system refuses an operation.
         """
         journal, lock = self.journal, self._own_lock
         root = lock.folder
@@ -315,7 +316,7 @@ class Staging(Closing):
                 restrict_file_mode(self.result, bits, self.target)
             # The names of files must be durable before the commit record.
             sync_folders_under(self.content)
-            # Another program may have made it since `open` looked.
+            # Another program may have created the target since `open` checked it.
             if _exists(self.target) and not self._overwrite:
                 raise RunError(
                     f"the target appeared during the run: {self.target}\n"
@@ -323,11 +324,11 @@ class Staging(Closing):
                     "--overwrite to replace it"
                 )
             if self._overwrite and self._written is not None:
-                # Files may have come since `open` looked.
+                # Files may have been added to the target since `open` checked it.
                 try:
                     expect_nothing_lost(self.target, self._written)
                 except UsageError as error:
-                    # The work is done, and the staging folder is kept.
+                    # A `RunError`, since all blocks are written and the staging folder is kept.
                     raise RunError(str(error)) from error
             journal.append_commit(Commit(self.result.stat().st_ino, self._overwrite))
             journal.close()
@@ -338,7 +339,7 @@ class Staging(Closing):
         return was_never_missing
 
     def discard(self) -> None:
-        """Throw away what was staged; the target stays. Raises `RunError`."""
+        """Delete the staged files; the target stays. Raises `RunError`."""
         if self._journal is not None:
             self._journal.close()
             lock = self._own_lock
@@ -348,7 +349,7 @@ class Staging(Closing):
                 _remove_root(lock)
 
     def close(self) -> None:
-        """Release the lock and the descriptors; what was written stays."""
+        """Release the lock and the descriptors; the written files stay."""
         if self._journal is not None:
             self._journal.close()
         if self._lock is not None:
@@ -366,7 +367,7 @@ class Staging(Closing):
                 yield record
 
     def take_over(self, conversion_id: str) -> None:
-        """Append the journals that other processes of an earlier run left to the own journal."""
+        """Append the journals left by other processes of an earlier run to this process's own."""
         journal, root = self.journal, self.content.parent
         with translate_os_errors("take over the journals of an earlier run", root):
             for path in sorted(root.glob("journal.*")):
@@ -374,7 +375,7 @@ class Staging(Closing):
                 if record is not None and record.conversion_id == conversion_id:
                     journal.append_columns(*record.finished.columns())
                     self._are_journals_untouched &= record.folder_inode == journal.folder_inode
-                # All that counts of it is durable in process 0's journal by this line.
+                # By this line all of its valid records are durable in process 0's journal.
                 path.unlink()
         record = read_journal(journal.path)
         self.finished = record.finished if record is not None else journal.finished
@@ -429,9 +430,9 @@ def _find_equal(
 
 
 def _exists(path: Path) -> bool:
-    """Return whether a path names anything, be it a link that leads nowhere.
+    """Return whether a path exists, also as a broken link.
 
-    Raises OSError where that cannot be known, for which `os.path.lexists` returns False.
+    Raises OSError if that cannot be determined; `os.path.lexists` would return False.
     """
     try:
         os.lstat(path)
@@ -472,7 +473,7 @@ def _check_target(
             f"the target's parent is not a folder: {parent}\n"
             "expected it to exist: make it first, or choose another target"
         )
-    # To move a folder, its own entry for its parent is written too.
+    # Moving a folder also changes its own `..` entry, which needs write permission on it.
     for folder in [parent, target] if overwrite and target.is_dir() else [parent]:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise RunError(
@@ -506,9 +507,9 @@ def _refuse_existing(target: Path, overwrite: bool) -> None:
 
 
 def _finish_commit(target: Path, root: Path, commit: Commit, overwrite: bool) -> None:
-    """Put in place what was committed, if it is not there already."""
+    """Rename the committed content to the target, unless it already has that name."""
     if _has_inode(target, commit.inode):
-        # Its new name may not have reached the disk yet, and the old target is deleted next.
+        # Its new name may not be on the disk yet, and the old target is deleted next.
         sync_folder(target.parent)
         sync_folder(root)
     elif (result := _find_result(root / "content", commit.inode)) is not None:
@@ -539,11 +540,11 @@ def _put_in_place(target: Path, root: Path, result: Path) -> bool:
     """Give the result the target's name; False if the name was missing for a moment."""
     was_never_missing = True
     previous = root / "previous"
-    # A file that is renamed replaces another in one step.
+    # Renaming a file replaces an existing file atomically.
     if not _exists(target) or target.is_file():
         os.rename(result, target)
-    # Two renames. A kill between them leaves no target; the next run finds the content by its inode
-    # and goes on from here.
+    # Otherwise by two renames. A kill between them leaves no target; the next run finds the content
+    # by its inode number and continues from here.
     elif not exchange_names(result, target):
         was_never_missing = False
         _remove(previous)
@@ -553,14 +554,14 @@ def _put_in_place(target: Path, root: Path, result: Path) -> bool:
         except OSError:
             os.rename(previous, target)
             raise
-    # The old target must not begin to vanish before its name is safely the new one's.
+    # The new name must be durable before any part of the old target is deleted.
     sync_folder(target.parent)
     sync_folder(root)
     return was_never_missing
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder with all in it, or a file, if it is there."""
+    """Delete a folder with its contents, or a file, if it exists."""
     if path.is_file():
         path.unlink()
     else:
@@ -577,7 +578,7 @@ def _put_previous_back(target: Path, root: Path) -> None:
 
 
 def _discard(root: Path) -> None:
-    """Empty the staging folder but for its lock; the journal first, since it refers to the rest."""
+    """Delete all but the lock in the staging folder, the journal first: it refers to the rest."""
     (root / "journal").unlink(missing_ok=True)
     sync_folder(root)
     for name in ("content", "previous"):
@@ -586,13 +587,13 @@ def _discard(root: Path) -> None:
 
 
 def _remove_other_journals(root: Path) -> None:
-    """Remove unfinished journals, and those of the processes other than process 0."""
+    """Remove unfinished journals, and the journals of processes other than process 0."""
     for path in root.glob("journal.*"):
         path.unlink(missing_ok=True)
 
 
 def _remove_root(lock: FolderLock) -> None:
-    """Remove the staging folder; the journal late: it records that the target is complete."""
+    """Remove the staging folder; the journal last, as it records that the target is complete."""
     for name in ("content", "previous"):
         _remove(lock.folder / name)
     _remove_other_journals(lock.folder)
@@ -614,10 +615,10 @@ def open_shared(
 ) -> Iterator[Staging]:
     """Open the staging folder of a conversion in all processes together.
 
-    `written` and `file` are as for `Staging.open`. Raises what that raises, on process 0; RunError
-    with its message on the others.
+    `written` and `file` are as for `Staging.open`. Process 0 raises the errors of `Staging.open`;
+    the other processes raise RunError with the same message.
     """
-    # The other processes wait for process 0: for an error, or the path of the content.
+    # The other processes wait until process 0 sends an error or the path of the content.
     if processes.rank > 0:
         message, place, complete = processes.share(None)
         if message is not None:
@@ -626,7 +627,7 @@ def open_shared(
         if not complete:
             path = content.parent / f"journal.{processes.rank}"
             journal = Journal.open(path, conversion_id, description)
-        # Without a lock: the folder is owned by process 0, which holds its lock for all.
+        # No lock here: process 0 owns the folder, and holds the lock for all processes.
         with Staging(target, content, journal) as staging:
             yield staging
         return
@@ -641,11 +642,11 @@ def open_shared(
             file=file,
         )
     except ReshardError as error:
-        # They wait in `share`, and would not hear of the error otherwise.
+        # The other processes wait in `share`, and would not learn of the error otherwise.
         processes.share((str(error), "", False))
         raise
     with staging:
-        # Before the others begin their journals, which have the same names.
+        # Old journals are read before the other processes begin journals of the same names.
         if not staging.already_complete:
             staging.take_over(conversion_id)
         processes.share((None, str(staging.content), staging.already_complete))
@@ -659,12 +660,12 @@ _MODEL_FILES = (
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
     *("chat_template*", "*processor_config.json", "LICENSE*", "README.md"),
 )
-# Made again by whoever needs it: how files were downloaded, compiled modules, views of folders.
+# Files that programs recreate: notes on downloads, compiled modules, settings of folder views.
 _CACHES = (".cache/huggingface", "__pycache__", ".DS_Store")
 
 
 def expect_nothing_lost(target: Path, written: Collection[str]) -> None:
-    """Raise UsageError where replacing a folder would lose what is no part of its checkpoint.
+    """Raise UsageError if replacing a folder would delete files outside of its checkpoint.
 
     Args:
         target: the folder, or the address of one; it need not exist.
@@ -684,16 +685,16 @@ def expect_nothing_lost(target: Path, written: Collection[str]) -> None:
 
 
 def find_others(target: Path, written: Collection[str]) -> Iterator[str]:
-    """List what is in a folder and no part of its checkpoint; a folder of such ends with `/`.
+    """List the files of a folder that are not part of its checkpoint; folders end with `/`.
 
     Args:
         target: the folder, which need not exist.
-        written: files that are written anew, relative to the folder.
+        written: files that are rewritten, relative to the folder.
     """
     if not target.is_dir():
         return
     own = {*written, *_list_checkpoint_files(target)}
-    # Every folder that has one of these files in it.
+    # Every folder that contains any of these files.
     within = {parent.as_posix() for name in own for parent in Path(name).parents}
     for parent, folders, files in walk_folder(target):
         inner = parent.relative_to(target).as_posix()
@@ -712,7 +713,7 @@ def find_others(target: Path, written: Collection[str]) -> Iterator[str]:
                     yield f"{relative}/"
             elif not _is_cache(target, relative):
                 yield f"{relative}/"
-        # In place: only the folders that are left in the list are entered.
+        # Assigned in place: `walk_folder` enters only the folders that remain in its list.
         folders[:] = entered
         for name in files:
             relative = prefix + name
@@ -722,14 +723,14 @@ def find_others(target: Path, written: Collection[str]) -> Iterator[str]:
 
 
 def _is_cache(target: Path, relative: str) -> bool:
-    """Return whether a name is that of a cache, or of the markers of uploads."""
+    """Return whether a name belongs to a cache, or to the markers of uploads."""
     is_marker = isinstance(target, RemotePath) and relative == MARKER_FOLDER
     name = relative.rpartition("/")[2]
     return is_marker or name in _CACHES or is_attribute_file(name)
 
 
 def _list_checkpoint_files(target: Path) -> Iterator[str]:
-    """List the files of the checkpoint in a folder, also of a damaged one."""
+    """List the files of the checkpoint in a folder, even if the checkpoint is damaged."""
     yield MANIFEST_NAME
     try:
         checkpoint = open_checkpoint(target)
@@ -741,7 +742,7 @@ def _list_checkpoint_files(target: Path) -> Iterator[str]:
     format = find_format(checkpoint.format)
     yield from (file.name for file in checkpoint.files)
     yield from format.own_files(checkpoint) if format is not None else ()
-    # Such as an index, which neither lists.
+    # This adds files such as an index, which neither of the two lists above contains.
     yield from _list_by_name(target, is_checkpoint_file, but=dict(checkpoint.left_out))
     if manifest is not None:
         yield from manifest.carried
@@ -752,7 +753,7 @@ def _list_checkpoint_files(target: Path) -> Iterator[str]:
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Return whether the name of a file is one of a checkpoint's own, of any format.
+    """Return whether a file's name is that of a checkpoint file, of any format.
 
     >>> is_checkpoint_file("model.safetensors"), is_checkpoint_file("config.json")
     (True, False)

@@ -1,22 +1,23 @@
 """Conversions to URLs: how a run uploads files while blocks are written.
 
-The blocks are written to files in a staging folder on this machine, as for any target. A part of a
-file is sent as soon as all blocks that touch it are done, and its space here is given back, by
-threads of their own (`PartSender`)::
+The blocks are written to files in a staging folder on this machine, as for any target. As soon as
+all blocks that touch a part of a file are done, separate threads (`PartSender`) send the part and
+release its space on the local disk::
 
     blocks   |--0--|--1--|--2--|--3--|--4--|--5--|
     parts    |------A-------|------B-------|--C--|      A: when blocks 0, 1 and 2 are done
 
-1. Each process counts, for each part, the blocks that are left. It sends the parts whose blocks are
-   all its own.
+1. Each process counts the remaining blocks of each part. It sends a part if it writes all blocks
+   that touch the part.
 2. At the end the first process of the host sends the rest: parts that several processes wrote to,
-   and those with bytes that follow from all elements.
-3. Parts that the store has are not sent again; what it and this machine have lost is done again.
+   and parts with bytes that depend on all elements, such as checksums.
+3. Parts that the store has are not sent again. The blocks of parts that neither the store nor this
+   machine still has are written again.
 
-Several hosts have a staging folder each, and every part has one host that sends it, which does all
-blocks that touch it (`divide_parts`). Blocks at the border of two hosts' parts are done by both,
-and count once for the checksums that files have of their own. The first host writes items, and all
-of files with padding that such a checksum covers, since no block has that.
+Each host has its own staging folder. Each part is sent by a single host, which writes all blocks
+that touch it (`divide_parts`). Blocks at the border of two hosts' parts are written by both hosts,
+and count once for the checksums inside the files. If such a checksum covers padding, which belongs
+to no block, the first host writes the whole file. It also writes the items.
 """
 
 from __future__ import annotations
@@ -61,17 +62,17 @@ from reshard.runs import IntArray
 
 
 class ConversionUpload(Closing):
-    """The upload of a run's files, seen from one of its processes.
+    """The upload of a run's files, as a process of the run takes part in it.
 
     Args:
-        conversion: that runs.
-        target: its address.
-        conversion_id: the fingerprint of everything that decides the bytes of the files.
-        processes: those of the run.
-        here: those of this host, which share a staging folder.
-        threads: how many parts are sent at a time.
+        conversion: the conversion that is run.
+        target: the address of its target.
+        conversion_id: the fingerprint of everything that determines the bytes of the files.
+        processes: the processes of the run.
+        here: the processes of this host, which share a staging folder.
+        threads: the number of parts that are sent at a time.
 
-    Raises as `Upload`.
+    Raises the errors of `Upload`.
     """
 
     def __init__(
@@ -94,9 +95,10 @@ class ConversionUpload(Closing):
         self._sender = PartSender(self._send, threads)
 
     def is_complete(self, staging: Staging, options: RunOptions) -> bool:
-        """Return whether an earlier run put all of it in its place; the same on all processes.
+        """Return whether an earlier run completed the target; the same value on all processes.
 
-        Raises as `Upload.find_target`; RunError with its message on the other processes.
+        Process 0 raises the errors of `Upload.find_target`; the other processes raise RunError with
+        the same message.
         """
         found = False
         try:
@@ -110,7 +112,7 @@ class ConversionUpload(Closing):
                     expect_nothing_lost(self._upload.target, self._written)
             is_complete = bool(self._processes.share(found))
         except (UsageError, RunError) as error:
-            # Nothing was begun: a refusal leaves no empty staging folder.
+            # No work was begun: the refusal must not leave an empty staging folder.
             is_refusal = isinstance(error, UsageError) or self.here.host > 0
             if staging.is_owner and is_refusal and not staging.resumed:
                 staging.discard()
@@ -127,9 +129,10 @@ class ConversionUpload(Closing):
         targets: OpenFiles[TargetFile],
         finished: NDArray[np.bool_],
     ) -> None:
-        """Find what is in the store; blocks of parts that are lost are no longer `finished`.
+        """Find the parts in the store, and clear `finished` for the blocks of lost parts.
 
-        All processes call it; `finished` counts on the first of each host. Raises RunError.
+        All processes call this; `finished` is only used on the first process of each host. Raises
+        RunError.
         """
         self._use(staging, work_items, writer, targets)
         if self._processes.rank == 0:
@@ -145,7 +148,7 @@ class ConversionUpload(Closing):
             finished[numbers[blocks[lost[parts]]]] = False
 
     def divide(self, finished: NDArray[np.bool_]) -> HostBlocks:
-        """Return the blocks that this host does. All processes call it. Raises RunError.
+        """Return the blocks that this host works on. All processes call it. Raises RunError.
 
         Args:
             finished: the blocks that were done on this host.
@@ -172,7 +175,7 @@ class ConversionUpload(Closing):
         does, is_any = done.copy(), np.zeros(len(finished), dtype=bool)
         does[of_part[parts[is_needed]], blocks[is_needed]] = True
         is_any[blocks[is_needed]] = True
-        # Of what the store has, only the digest is missing, and what it adds to checksums.
+        # Blocks that the store has are read only for their digests, and to add them to checksums.
         is_known: NDArray[np.bool_] = np.any(done, axis=0)
         rest = np.flatnonzero(~is_any & ~is_known)
         does[of_block[rest], rest] = True
@@ -183,7 +186,10 @@ class ConversionUpload(Closing):
         return HostBlocks(own, is_known, counts, counts & done[host])
 
     def _find_padded(self) -> NDArray[np.bool_]:
-        """Return the parts of files with checksums of bytes that no block writes; set `spread`."""
+        """Return the parts of files whose checksums cover bytes that no block writes.
+
+        Also set `spread` to the files whose checksums cover exactly the bytes that blocks write.
+        """
         written = np.zeros(len(self._upload.files), dtype=np.int64)
         rows, blocks = self._work_items.places(np.arange(self._work_items.count))
         for found in find_written_ranges(self._writer, rows, blocks):
@@ -201,7 +207,7 @@ class ConversionUpload(Closing):
         return padded
 
     def _find_items(self) -> NDArray[np.bool_]:
-        """Return the parts that have bytes of items."""
+        """Return the parts that contain bytes of items."""
         items = item_ranges(self._write_plan)
         return self._upload.parts_with([items.get(file.name, ()) for file in self._upload.files])
 
@@ -219,10 +225,10 @@ class ConversionUpload(Closing):
         self._upload.open_records(staging.content, self._processes.rank)
 
     def expect(self, left: IntArray, own: IntArray) -> None:
-        """Count what is left: the blocks of this host's processes, and those of this one."""
+        """Count each part's remaining blocks: `left` on this host, `own` in this process."""
         everything = self._count(left)
         mine = everything if len(own) == len(left) else self._count(own)
-        # A part with a count of -1 is never whole here.
+        # A count of -1 marks a part that this process never sends by itself.
         is_own = (mine == everything) & ~self._upload.late_parts & self._is_here
         self._left = np.where(is_own, mine, -1)
 
@@ -234,7 +240,7 @@ class ConversionUpload(Closing):
         return counts
 
     def _find_touched(self, numbers: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
-        """Yield the places in `numbers` of blocks, and the parts that these touch."""
+        """Yield pairs, as columns: the index in `numbers` of a block, and a part it touches."""
         rows, blocks = self._work_items.places(numbers)
         for found in find_written_ranges(self._writer, rows, blocks):
             files = self._file_numbers[found.file]
@@ -249,7 +255,8 @@ class ConversionUpload(Closing):
         for _, parts in self._find_touched(numbers):
             with self._lock:
                 np.subtract.at(self._left, parts[self._left[parts] > 0], 1)
-                # Whose count came to nothing by these: it is 0 for the first time.
+                # The parts that these blocks complete. The counts are then set to -1, so that no
+                # part is sent twice.
                 whole = np.unique(parts[self._left[parts] == 0])
                 self._left[whole] = -1
             for part in whole.tolist():
@@ -262,19 +269,22 @@ class ConversionUpload(Closing):
         self._targets[name].release(start_bytes, stop_bytes)
 
     def state(self) -> bytes:
-        """Return which parts were sent, for `meet`. Waits for parts in flight; raises RunError."""
+        """Return the parts that were sent, for `meet`, after waiting for parts in flight.
+
+        Raises RunError.
+        """
         self._sender.finish()
         return self._upload.state()[2]
 
     def meet(
         self, sent: Sequence[bytes], numbers: IntArray, digests: bytes
     ) -> Iterator[tuple[IntArray, bytes]]:
-        """Send what is left of other hosts' parts, and hear on process 0 what they did.
+        """Send the remaining parts of other hosts, and collect all hosts' results on process 0.
 
-        All processes call it when their blocks are done. Raises RunError.
+        All processes call this when their blocks are done. Raises RunError.
 
         Args:
-            sent: what each process sent.
+            sent: the parts that each process sent.
             numbers, digests: the blocks that the first process of each host knows to be done.
         """
         told = None
@@ -292,14 +302,15 @@ class ConversionUpload(Closing):
                 yield found[:2]
 
     def _send_rest(self) -> None:
-        """Send the parts of this host that no process sent, since several wrote to them.
+        """Send the parts of this host that no process sent, since several processes wrote to them.
 
-        On the first process of the host, which knows what the others sent. Raises RunError.
+        The first process of the host calls this, since it knows which parts the others sent. Raises
+        RunError.
         """
         self._upload.send_rest(self._content, self._is_here)
 
     def commit(self, staging: Staging) -> None:
-        """Send the rest and make all of it visible; on process 0. Raises RunError."""
+        """Send the rest and make the target visible; on process 0. Raises RunError."""
         self._send_rest()
         missing = np.flatnonzero(~self._upload.sent).tolist()
         if missing:
@@ -313,11 +324,11 @@ class ConversionUpload(Closing):
             staging.discard()
 
     def stop(self) -> None:
-        """Wait for the parts that are under way; no other is sent while blocks are done."""
+        """Wait for the parts in flight; later blocks cause no further part to be sent."""
         self._sender.close()
 
     def close(self) -> None:
-        """Close connections; what was sent stays."""
+        """Close connections; the sent parts stay in the store."""
         self._sender.close()
         self._upload.close()
 
@@ -327,13 +338,14 @@ def divide_parts(
 ) -> tuple[IntArray, IntArray]:
     """Assign a host to each part, and to each block.
 
-    Blocks that no host has done are divided into equally long stretches. A part goes to the host
-    that has done most of its blocks, or in whose stretch most of them are.
+    Blocks that no host has done are divided into stretches of equal length, one for each host. A
+    part is assigned to the host that has done most of its blocks; if no host has done any, to the
+    host whose stretch contains most of them.
 
     Args:
-        blocks, parts: the pairs that touch each other, shape `(pairs,)`.
+        blocks, parts: the pairs of a block and a part that touch each other, shape `(pairs,)`.
         done: the blocks that each host did before, shape `(hosts, blocks)`.
-        count: of the parts.
+        count: the number of parts.
 
     Returns:
         The host of each part, shape `(count,)`, and of each block.
@@ -350,7 +362,7 @@ def divide_parts(
         np.stack([np.bincount(parts[row[blocks]], minlength=count) for row in rows])
         for rows in (done, of_block == np.arange(hosts)[:, None])
     )
-    # Parts without blocks, such as a header alone, go to the first host.
+    # Parts without blocks, such as a part of a header, are assigned to the first host.
     return np.where(have.any(axis=0), have.argmax(axis=0), expected.argmax(axis=0)), of_block
 
 
@@ -368,7 +380,7 @@ def _list_files(conversion: Conversion) -> list[SentFile]:
 
 
 def find_staged(target: RemotePath, staging: str | os.PathLike[str] | None = None) -> list[Path]:
-    """Return the folders of this machine with what runs and saves staged for an address.
+    """Return the folders of this machine in which runs and saves staged files for an address.
 
     Raises RunError.
     """
@@ -381,10 +393,10 @@ def find_staged(target: RemotePath, staging: str | os.PathLike[str] | None = Non
 
 
 def remove_staged(target: RemotePath, staging: str | os.PathLike[str] | None = None) -> None:
-    """Throw away what is staged for an address.
+    """Delete the staged files for an address.
 
     Raises:
-        RunError: a process works there; the file system refuses.
+        RunError: a process works in the staging folder; the file system refuses.
     """
     for root in find_staged(target, staging):
         with FolderLock.acquire(root), translate_os_errors("delete the staging folder", root):

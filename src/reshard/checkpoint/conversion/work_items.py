@@ -1,9 +1,9 @@
 """The work of a conversion: the blocks of the target's tensors, in batches, and their digests.
 
-Blocks are numbered through all tensors of the target, in their order: the blocks of tensor `row`
-begin at `first_block[row]`. Consecutive blocks of small tensors are one batch (see
+Blocks are numbered consecutively over all tensors of the target, in their order: the blocks of
+tensor `row` begin at `first_block[row]`. Consecutive blocks of small tensors form a batch (see
 `reshard.checkpoint.blocks.block_io`) if they are made in the same way: copied, cast or computed. A
-block of a large tensor is a batch of its own.
+block of a large tensor is a batch by itself.
 
 `BlockDigests` collects the digest of each block, from which a tensor's digest follows.
 """
@@ -36,10 +36,10 @@ from reshard.runs import IntArray
 
 
 class Batch(Record, eq=False):
-    """Blocks that are moved together: their numbers, and what is read and written for them.
+    """A batch of blocks that are moved together: their numbers, and the sections to read and write.
 
-    The numbers are in the order of the sections. Blocks that are read are cast if types differ; if
-    blocks are computed nothing is read here.
+    The numbers are in the order of the sections. Blocks that are read are cast if types differ;
+    computed blocks have no section to read.
     """
 
     numbers: IntArray
@@ -52,7 +52,7 @@ class WorkItems(Record, eq=False):
     """The blocks that a conversion moves, from tensors of the source to those of the target.
 
     A tensor that has another floating-point type in the source is cast. `computed` names tensors
-    that are neither moved nor cast; the source may have none of that name.
+    that are neither moved nor cast; the source may lack tensors of these names.
     """
 
     source: TensorColumns
@@ -68,24 +68,25 @@ class WorkItems(Record, eq=False):
 
     @cached_property
     def block_counts(self) -> IntArray:
-        """How many blocks each tensor has, shape `(tensors,)`."""
+        """The number of blocks of each tensor, shape `(tensors,)`."""
         return self.target.by_kind([grid.count for grid in self.grids])
 
     @cached_property
     def first_block(self) -> IntArray:
-        """The number of the first block of each tensor, and that of all: shape `(tensors + 1,)`."""
+        """The index of each tensor's first block, then the total: shape `(tensors + 1,)`."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.block_counts)])
 
     @property
     def count(self) -> int:
-        """How many blocks there are."""
+        """The number of all blocks."""
         return int(self.first_block[-1])
 
     @cached_property
     def source_rows(self) -> IntArray:
-        """The row in the source of each tensor of the target; -1 where it is computed.
+        """The row in the source of each tensor of the target; -1 if it is computed.
 
-        Those that are cast and have several blocks are computed, since the blocks are others.
+        A cast tensor of several blocks counts as computed: blocks have a fixed size in bytes, so
+        the blocks of the two types have different elements.
         """
         rows, is_cast = self._named_rows, self._casts
         blocks = self.source.by_kind(
@@ -100,13 +101,13 @@ class WorkItems(Record, eq=False):
 
     @cached_property
     def is_cast(self) -> NDArray[np.bool_]:
-        """Whether a tensor is read, and becomes another type: shape `(tensors,)`."""
+        """Whether a tensor is read and then cast to another type: shape `(tensors,)`."""
         cast: NDArray[np.bool_] = self._casts & (self.source_rows >= 0)
         return cast
 
     @cached_property
     def _casts(self) -> NDArray[np.bool_]:
-        """Whether a tensor has another type in the source that is cast: shape `(tensors,)`."""
+        """Whether a tensor's type differs from the source's, and is cast: shape `(tensors,)`."""
         types: dict[DType, int] = {}
         source, target = (
             columns.by_kind([types.setdefault(kind.dtype, len(types)) for kind in columns.kinds])
@@ -122,7 +123,7 @@ class WorkItems(Record, eq=False):
 
     @cached_property
     def _named_rows(self) -> IntArray:
-        """The row in the source of what each tensor of the target is made of alone, or -1."""
+        """The row of the source tensor of the same name, or -1 if the tensor is computed."""
         if self.source.names == self.target.names:
             rows = np.arange(len(self.target.names), dtype=np.int64)
         else:
@@ -131,7 +132,7 @@ class WorkItems(Record, eq=False):
             )
             rows = np.fromiter(found, np.int64, len(self.target.names))
         for name in self.computed:
-            # A format may have another place for what could be computed, or none.
+            # The target's format may leave out a computed tensor, or store it elsewhere.
             if name in self.target:
                 rows[self.target.row(name)] = -1
         return rows
@@ -144,7 +145,7 @@ class WorkItems(Record, eq=False):
 
     @cached_property
     def _room(self) -> IntArray:
-        """The maximum bytes in a batch of each tensor with one block: shape `(tensors,)`."""
+        """The maximum bytes that each small tensor takes in a batch: shape `(tensors,)`."""
         sizes = self.target.tensor_bytes.copy()
         read = self.source.tensor_bytes[self.source_rows[self.is_cast]]
         sizes[self.is_cast] = np.maximum(sizes[self.is_cast], read)
@@ -152,16 +153,16 @@ class WorkItems(Record, eq=False):
 
     @property
     def cast_bytes(self) -> int:
-        """The largest tensor that is read to be cast."""
+        """The size of the largest tensor that is read to be cast."""
         read = self.source.tensor_bytes[self.source_rows[self.is_cast]]
         return int(read.max()) if len(read) else 0
 
     @cached_property
     def largest_bytes(self) -> tuple[int, int]:
-        """The largest block, and the largest span of a shard, of tensors that are not computed."""
+        """The sizes of the largest block and shard span of tensors that are not computed."""
         nothing: OpenFiles[Any] = OpenFiles(_no_file)
         reader, writer = BlockReader(self.source, nothing), BlockWriter(self.target, nothing)
-        # Kinds of the source that are only read to compute others do not count here.
+        # Kinds of the source that are only read to compute other tensors do not count here.
         moved = self.source.kind[self.source_rows[self.source_rows >= 0]]
         # Not `np.unique`, which imports `numpy.ma`: a tenth of the start of a command.
         spans = [reader.span_bytes(kind) for kind in np.flatnonzero(np.bincount(moved)).tolist()]
@@ -179,7 +180,7 @@ class WorkItems(Record, eq=False):
         return min(int(sizes.sum()) * 17 // 16, blocks.BLOCK_BYTES)
 
     def places(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the rows of the tensors of blocks, and the blocks' numbers in these."""
+        """Return the row of each block's tensor, and the block's index in that tensor."""
         rows = np.searchsorted(self.first_block, numbers, "right") - 1
         return rows, numbers - self.first_block[rows]
 
@@ -198,10 +199,10 @@ class WorkItems(Record, eq=False):
             return
         rows = np.searchsorted(self.first_block, numbers, "right") - 1
         small = self.is_small[rows]
-        # The rest is for ranges that are extended to whole pages.
+        # The remaining sixteenth is for ranges that are extended to whole pages.
         most = batch_bytes - batch_bytes // 16
         reach = np.cumsum(self._room[rows])
-        # The begins of runs of small tensors that are made in one way, and of single blocks.
+        # The begins of runs of small tensors that are made in the same way, and of single blocks.
         way = np.where(self.is_cast[rows], 2, self.source_rows[rows] >= 0)
         changes = np.append(True, ~small[:-1] | (way[1:] != way[:-1]))
         begins = np.flatnonzero(~small | changes).tolist()
@@ -227,7 +228,7 @@ class WorkItems(Record, eq=False):
             return Batch(numbers, read, written, grid.size_bytes(block))
         is_computed = bool(source_rows[0] < 0)
         source_kind = source_rows if is_computed else self.source.kind[source_rows]
-        # Sorted by kinds, in the order of the target within one.
+        # Sorted by kind; blocks of the same kind stay in the order of the target.
         order = np.lexsort((source_kind, target_kind))
         pairs = np.stack([target_kind[order], source_kind[order]])
         cuts = np.flatnonzero((pairs[:, 1:] != pairs[:, :-1]).any(axis=0)) + 1
@@ -245,7 +246,7 @@ def _no_file(name: str) -> Any:
 
 
 class HostBlocks(Record, eq=False):
-    """The blocks that one host does.
+    """The blocks that a host works on.
 
     Attributes:
         numbers: the numbers of the blocks to do.
@@ -261,13 +262,13 @@ class HostBlocks(Record, eq=False):
 
     @classmethod
     def alone(cls, finished: NDArray[np.bool_]) -> HostBlocks:
-        """Return the blocks of a host that is the only one."""
+        """Return the blocks of a run on a single host."""
         done = finished.copy()
         return cls(np.flatnonzero(~done), done, np.ones(len(done), dtype=bool), done)
 
 
 class BlockDigests:
-    """The blocks of a checkpoint's tensors, and their digests as they are found."""
+    """The blocks of a checkpoint's tensors, and their digests as they become known."""
 
     def __init__(self, work_items: WorkItems) -> None:
         self.work_items = work_items
@@ -275,7 +276,7 @@ class BlockDigests:
         self.found = np.zeros((work_items.count, DIGEST_BYTES), dtype=np.uint8)
 
     def batches(self, rows: IntArray, batch_bytes: int) -> Iterator[Batch]:
-        """Yield the blocks of the tensors in these rows, those of small ones together."""
+        """Yield the blocks of the tensors in these rows, small tensors in common batches."""
         is_wanted = np.zeros(len(self.work_items.target), dtype=bool)
         is_wanted[rows] = True
         numbers = np.flatnonzero(np.repeat(is_wanted, self.work_items.block_counts))
@@ -286,7 +287,7 @@ class BlockDigests:
         self.found[numbers] = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return the row of the tensor of a block, and the block's number in it."""
+        """Return the row of a block's tensor, and the block's index in that tensor."""
         rows, blocks = self.work_items.places(np.array([number]))
         return int(rows[0]), int(blocks[0])
 
