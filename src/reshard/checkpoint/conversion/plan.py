@@ -106,11 +106,10 @@ def plan_conversion(
         source: a checkpoint, or its path.
         target: the folder of the new checkpoint.
         request: the mesh, layouts, names and elements of the target; or its keywords: `to`,
-            `rules`, `recipe`, `options`,
-            `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`,
-            `dtype`, `dequantize`, `quantize`, `layout`, `allow`, `include`, `exclude`,
-            `strip_prefix`, `rename`, `select`, `training`, `adapters`, `source_layout`,
-            `check_copies` (see `ConversionRequest`).
+            `rules`, `recipe`, `options`, `strategy`, `format`, `replicas`, `most_file_bytes`,
+            `source_names`, `target_names`, `dtype`, `dequantize`, `quantize`, `layout`, `allow`,
+            `include`, `exclude`, `strip_prefix`, `rename`, `select`, `training`, `adapters`,
+            `source_layout`, `check_copies` (see `ConversionRequest`).
 
     Raises:
         CheckpointError: a source that cannot be used, such as one whose copies differ.
@@ -343,7 +342,7 @@ def unwritten_target(source: str | os.PathLike[str]) -> Path:
     place = source if isinstance(source, Path) else as_path(source)
     if isinstance(place, RemotePath):
         place = Path.cwd() / place.name
-    # `resolve` would raise for a source that is a link to itself; opening it gives a better error.
+    # Not `resolve`, which raises for a link to itself: opening the source reports such a link.
     place = Path(os.path.realpath(place))
     return place.with_name(f"{place.name}.planned")
 
@@ -398,11 +397,12 @@ def _decode_items(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpo
     """Decode pickled items to plain values if the target's program looks for them there."""
     source, target = find_format(checkpoint.format), request.target_format
     keeps_others = Capability.ITEMS in target.capabilities
-    # Megatron's formats can store both values and items. They need other programs' items as values.
+    # Megatron's formats store both values and items, but Megatron does not read the items of other
+    # programs, so these are decoded.
     has_values = Capability.VALUES in target.capabilities and (
         not keeps_others or target.training is not None
     )
-    # Formats of the same program read each other's pickled values.
+    # A program's own values stay pickled; its other formats store them in other places.
     is_of_program = source is not None and source.training == target.training is not None
     if not has_values or is_of_program:
         return checkpoint
@@ -834,7 +834,7 @@ def _place_by_strategy(
         whole = {shape: Layout.whole(shape, [0], 1) for shape in {*shapes.values()}}
         return {name: whole[shape] for name, shape in shapes.items()}, ()
     followers = StateSharding(shapes, find_training_state(checkpoint))
-    # The parameters of an optimizer alone are not tensors of it.
+    # A checkpoint of optimizer state alone lacks the parameters, so their types are unknown.
     types = {name: dtype("float32") for name in followers.leaders}
     types |= types_of(checkpoint.tensors)
     from reshard.recipes.strategies import strategy as find_strategy
@@ -876,7 +876,7 @@ def assign_tensors(
             by_hand,
             recipe,
             read_config(checkpoint),
-            # The parameters of an optimizer alone are not tensors of it.
+            # A checkpoint of optimizer state alone lacks the parameters; 4 bytes is the default.
             {name: itemsizes_bytes.get(name, 4) for name in shapes},
             read_flat_shapes(checkpoint),
             allow=allow,
