@@ -1,6 +1,6 @@
 """Argument trees: flattens lists, tuples and dictionaries of arrays, and rebuilds them.
 
-Arguments and results are arrays, and lists, tuples and dictionaries of such, as deep as wanted.
+Arguments and results are arrays, or nested lists, tuples and dictionaries of arrays.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from reshard.sharding import ShardingSpec
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything that is in no list, tuple or dictionary further down, with its path.
+    """Yield the leaves of a tree of lists, tuples and dictionaries, each with its path.
 
     >>> list(leaves({"w": [1, 2], "b": 3}, "layer"))
     [("layer['w'][0]", 1), ("layer['w'][1]", 2), ("layer['b']", 3)]
@@ -29,7 +29,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def keyed_leaves(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The same leaves, each with the keys and places under which it is.
+    """Yield the same leaves, each with its keys and indices.
 
     >>> list(keyed_leaves({"w": [1, 2]}))
     [(('w', 0), 1), (('w', 1), 2)]
@@ -49,14 +49,14 @@ def keyed_leaves(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
 def leaves_like(
     tree: Any, like: Any, what: str, error: type[ReshardError] = UsageError
 ) -> list[Any]:
-    """The leaves of a tree in the places of another one's, and in its order.
+    """Return the leaves of a tree in the order of another tree with the same structure.
 
-    Entries of dictionaries belong together by their keys, in whatever order they are.
+    Entries of dictionaries correspond by key, regardless of their order.
 
     Args:
-        what: the tree is, for the message.
+        what: a description of the tree for the message.
 
-    Raises `error`, which names the places that only one of them has.
+    Raises `error`, which names the places that only one of the trees has.
 
     >>> leaves_like({"b": 1, "a": [2]}, {"a": ["x"], "b": "y"}, "gradients")
     [2, 1]
@@ -79,13 +79,13 @@ def leaves_like(
 
 
 def _say(paths: list[str]) -> str:
-    """How many places, and the first ones of them."""
+    """Return a text with the number of places, and the first places."""
     shown = ", ".join(path or "the whole" for path in paths[:3]) + ", ..." * (len(paths) > 3)
     return f"{len(paths)} ({shown})" if paths else "0"
 
 
 def arranged_like(tree: Any, like: Any, what: str) -> Any:
-    """The leaves of a tree in another one's lists, tuples and dictionaries. See `leaves_like`.
+    """Return the leaves of a tree in another tree's structure. See `leaves_like`.
 
     >>> arranged_like({"b": 1, "a": [2]}, {"a": ("x",), "b": "y"}, "gradients")
     {'a': (2,), 'b': 1}
@@ -95,7 +95,7 @@ def arranged_like(tree: Any, like: Any, what: str) -> Any:
 
 
 def shardings_like(specs: Any, like: Any, what: str) -> list[ShardingSpec | None]:
-    """A sharding, or None, for each leaf of a tree, in its order. See `leaves_like`.
+    """Return a sharding, or None, for each leaf of a tree, in its order. See `leaves_like`.
 
     Raises SpecError for other places, and for values that are not shardings.
     """
@@ -110,7 +110,7 @@ def shardings_like(specs: Any, like: Any, what: str) -> list[ShardingSpec | None
 
 
 def replaced(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The same lists, tuples and dictionaries with `change` of each leaf, in the order of `leaves`.
+    """Apply `change` to each leaf, in the order of `leaves`, and keep the structure.
 
     >>> replaced((1, [2, 3]), lambda leaf: leaf * 10)
     (10, [20, 30])
@@ -121,6 +121,6 @@ def replaced(tree: Any, change: Callable[[Any], Any]) -> Any:
         return [replaced(value, change) for value in tree]
     if isinstance(tree, tuple):
         made = [replaced(value, change) for value in tree]
-        # A tuple with names takes its entries one by one.
+        # A named tuple takes its entries as separate arguments.
         return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
     return change(tree)

@@ -51,23 +51,23 @@ _OTHER_NAMES = {
 _OF_MATRICES = ("cross", "diagonal", "outer", "trace")
 
 
-# What answers yes or no about values is asked of the whole arrays.
+# Functions that return a bool about values are applied to the whole arrays.
 _QUESTIONS = ("allclose", "array_equal", "array_equiv")
 
 
-# What is asked of a shape is asked of any array that has it.
+# Functions of a shape are applied to any array of that shape.
 _ABOUT_SHAPES = ("ndim", "shape", "size")
 
 
 _REDUCED = {"add": "sum", "multiply": "prod", "maximum": "max", "minimum": "min"}
 
 
-# Arguments that NumPy takes by place and the array API by name.
+# Arguments that NumPy takes by position and the array API by name.
 _BY_NAME = {"axis", "keepdims", "axes", "dtype"}
 
 
 def _raise_rank(x: Any, least: int) -> Any:
-    """With dimensions of size 1 ahead, up to the least number of dimensions."""
+    """Prepend dimensions of size 1, up to the minimum number of dimensions."""
     return movement.reshape(x, (1,) * (least - x.ndim) + x.shape) if x.ndim < least else x
 
 
@@ -103,7 +103,7 @@ def _squeeze(a: Any, axis: int | Sequence[int] | None = None) -> Any:
 
 
 def _copy(a: Any) -> Any:
-    """The array itself, for it never changes."""
+    """Return the array itself, because arrays are immutable."""
     return a
 
 
@@ -114,7 +114,7 @@ def _swapaxes(a: Any, axis1: int, axis2: int) -> Any:
     return movement.permute_dims(a, order)
 
 
-# What the array API has no one function for.
+# Functions without a direct equivalent in the array API.
 _MADE_OF_OTHERS: dict[str, Callable[..., Any]] = {
     "copy": _copy,
     "dot": _dot,
@@ -127,7 +127,7 @@ _MADE_OF_OTHERS: dict[str, Callable[..., Any]] = {
 
 
 def instead_of(name: str) -> str:
-    """The replacement of an attribute that NumPy's arrays have and arrays in shards lack."""
+    """Return the replacement of an attribute of NumPy arrays that sharded arrays lack."""
     sp = namespace.module()
     known = _OTHER_NAMES.get(name, name)
     if known in _OF_MATRICES:
@@ -142,15 +142,15 @@ def instead_of(name: str) -> str:
 
 
 def dense_array(x: Any, dtype: Any) -> np.ndarray[Any, Any]:
-    """The whole array as NumPy's."""
+    """Return the whole array as a NumPy array."""
     found: np.ndarray[Any, Any] = x.runner.library.numpy(x.to_dense())
     return found if dtype is None else found.astype(dtype)
 
 
 def by_ufunc(ufunc: Any, method: str, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """A ufunc, or its `reduce`, applied to arrays in shards.
+    """Apply a ufunc, or its `reduce`, to sharded arrays.
 
-    Raises UsageError for what arrays in shards do not do, such as `out=`.
+    Raises UsageError for features that sharded arrays do not support, such as `out=`.
     """
     name = _OTHER_NAMES.get(ufunc.__name__, ufunc.__name__)
     # 1. A plain call of an elementwise function.
@@ -172,16 +172,16 @@ def by_ufunc(ufunc: Any, method: str, inputs: tuple[Any, ...], options: Mapping[
 
 
 def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """A function of NumPy applied to arrays in shards. Raises UsageError for an unknown one."""
+    """Apply a NumPy function to sharded arrays. Raises UsageError for an unknown function."""
     sp = namespace.module()
     # 1. Questions about values and about shapes need no function.
     if function.__name__ in _QUESTIONS:
         whole = [np.asarray(one) if isinstance(one, ArrayValue) else one for one in inputs]
         return function(*whole, **options)
-    # A view of one number of that shape: nothing is gathered.
+    # A broadcast view of a single number with that shape: nothing is gathered.
     if function.__name__ in _ABOUT_SHAPES and inputs and isinstance(inputs[0], ArrayValue):
         return function(np.broadcast_to(0, inputs[0].type.shape), *inputs[1:], **options)
-    # 2. The function of the same meaning, in the namespace, its extensions or the ones made here.
+    # 2. The corresponding function of the namespace, its extensions or this module.
     module = str(getattr(function, "__module__", ""))
     name = _OTHER_NAMES.get(function.__name__, function.__name__)
     place: Any = sp
@@ -204,7 +204,7 @@ def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, An
     try:
         return found(*inputs, **options)
     except TypeError as error:
-        # The same arguments, those that the array API takes by name only by their names.
+        # The same arguments; arguments that the array API takes by name only are passed by name.
         parameters = _find_signature(function)
         if parameters is None:
             raise UsageError(
@@ -241,9 +241,9 @@ def _find_signature(function: Any) -> Signature | None:
 
 
 class _Absent:
-    """A method of NumPy's arrays that sharded arrays lack; its error names a replacement.
+    """A method of NumPy arrays that sharded arrays lack; its error names a replacement.
 
-    One for each name, since a `__getattr__` makes every look at an array slower.
+    There is an instance per name, because a `__getattr__` would slow down every attribute access.
     """
 
     def __init__(self, name: str) -> None:
@@ -398,7 +398,7 @@ class ArrayOperators:
     def __invert__(self) -> Any:
         return e.bitwise_invert(self)
 
-    # Equality is element by element, so arrays are no keys.
+    # Equality is elementwise, so arrays cannot be dictionary keys.
     __hash__ = None  # type: ignore[assignment]
 
     def __getitem__(self, key: Any) -> Any:
@@ -407,7 +407,7 @@ class ArrayOperators:
     def __iter__(self) -> Iterator[Any]:
         if not self.ndim:
             raise TypeError("an array of no dimensions has no parts to go through")
-        # A generator expression, not `yield`: the check above is made when `iter` is called.
+        # A generator expression, not `yield`, so that the check above runs when `iter` is called.
         return (self[index] for index in range(self.shape[0]))
 
     def __contains__(self, value: Any) -> bool:
@@ -477,6 +477,6 @@ _METHODS_OF_NUMPY = """
 """
 
 
-# Set on the class once, so that an attribute that is there is found as quickly as ever.
+# Set on the class once, so that the access to existing attributes does not become slower.
 for _name in _METHODS_OF_NUMPY.split():
     setattr(ArrayOperators, _name, _Absent(_name))

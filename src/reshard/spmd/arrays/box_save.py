@@ -36,7 +36,7 @@ from reshard.torch.storage.writer import StorageWriter
 
 Slices = tuple[slice, ...]
 Saved = Mapping[str, tuple[ArrayType, dict[int, Any]]]
-"""By name: the type of an array, and its shards here by rank."""
+"""The type of each array, and its shards here by rank, by name."""
 
 
 @contextmanager
@@ -45,9 +45,9 @@ def agreed_save(
 ) -> Iterator[None]:
     """Keep all ranks of a group from the save if a rank raises inside.
 
-    That rank raises it, the others RunError with its rank and reason.
+    That rank raises its error, the others RunError with its rank and reason.
 
-    Raises PlanError where ranks save to other targets, or in other ways.
+    Raises PlanError if ranks save to different targets, or in different ways.
     """
     failure: Exception | None = None
     try:
@@ -70,7 +70,7 @@ def prepare_box_save(
 ) -> Callable[..., None]:
     """Return a function that writes this rank's part, with all ranks of a group or of the job."""
     planner = _BoxPlanner(saved)
-    # What ranks say to each other of a save must not meet what they say of the next steps.
+    # Messages of a save must not be mixed up with messages of the next steps.
     talking = saving_group(group or dist.group.WORLD) if is_background else group
 
     def write(**_: Any) -> None:
@@ -90,13 +90,13 @@ def prepare_box_save(
 
 @lru_cache(maxsize=8)
 def saving_group(group: Any) -> Any:
-    """The same processes, in a group that only talks about saves."""
+    """Return a group of the same processes that is used for saves only."""
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
 def list_boxes(layout: Layout, rank: int) -> Iterator[tuple[Box, Slices]]:
-    """The boxes that a rank has of a tensor, and where each of them is in its shard.
+    """Yield the boxes of a tensor on a rank, and the location of each in the rank's shard.
 
     >>> from reshard import DeviceMesh, spec
     >>> layout = spec(DeviceMesh.of(x=2), "x@cyclic1").layout((3,))
@@ -115,7 +115,7 @@ def list_boxes(layout: Layout, rank: int) -> Iterator[tuple[Box, Slices]]:
 
 
 class _BoxPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
-    """Plans the save of arrays in shards, instead of the state that PyTorch gives it."""
+    """A planner that saves sharded arrays, instead of the state that PyTorch passes."""
 
     def __init__(self, saved: Saved) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -123,7 +123,7 @@ class _BoxPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
         self._places: dict[MetadataIndex, Slices] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """All boxes that are here; of those that several ranks have, one rank's stay."""
+        """Plan all boxes that are here; the global plan keeps each duplicate on a single rank."""
         items = [self._describe(name, box, where) for name, box, where in self._list_boxes()]
         self.plan = SavePlan(items)
         return self.plan
@@ -154,7 +154,7 @@ class _BoxPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
         )
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The elements of a box."""
+        """Return the elements of a box."""
         name = write_item.index.fqn
         kind, shards = self._saved[name]
         if 0 in kind.shape:

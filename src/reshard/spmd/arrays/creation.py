@@ -1,7 +1,7 @@
 """Creation: the array API's functions that create arrays, with or without input data.
 
-Each takes `spec=`: the array is then made in shards, where that is possible without making all of
-it first. Numbers have NumPy's types in both libraries.
+Each function accepts `spec=`: if possible, the array is then created in shards, without creating
+the whole array first. Numbers have NumPy's types in both libraries.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from reshard.spmd.shards.runner import runner_for
 
 
 def read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """The sizes of a new array. Raises UsageError if it is not a shape."""
+    """Return the sizes of a new array. Raises UsageError if it is not a shape."""
     with explain_errors(f"shape {shape!r}", "give one whole number, or a tuple of them"):
         given = (shape,) if hasattr(shape, "__index__") else tuple(shape)
         sizes = tuple(map(index, given))
@@ -52,7 +52,7 @@ def asarray(
 ) -> ShardedArray:
     """Data as an array in shards: see `array`. Raises UsageError where it cannot share memory."""
     check_device(device, obj if isinstance(obj, ArrayValue) else None)
-    # Lists and numbers have no memory to share.
+    # Lists and numbers do not have memory that can be shared.
     if copy is False and not isinstance(obj, ArrayValue) and not hasattr(obj, "shape"):
         raise UsageError(f"{type(obj).__name__} without a copy; leave out copy=False")
     if copy and hasattr(obj, "__array__") and not isinstance(obj, ArrayValue):
@@ -105,7 +105,7 @@ def full(
         return array(np.full(sizes, value), runner=runner)
     plain = plain_spec(spec)
     kind = ArrayType(sizes, element, plain)
-    # Each rank makes its own shard: the whole array is never made.
+    # Each rank creates its own shard: the whole array is never created.
     shards = tuple(
         runner.library.array(np.full(kind.layout.local_shape(rank) or (), value))
         for rank in runner.ranks(plain.mesh)

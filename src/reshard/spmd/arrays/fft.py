@@ -50,7 +50,7 @@ def _check_norm(norm: str) -> None:
 
 
 def fourier(kind: str) -> Infer:
-    """A transform along axes, each of which a device needs whole.
+    """Infer a transform along axes, each of which a device needs whole.
 
     Args:
         kind: "same" for as many results as elements, "half" for a real operand (`n // 2 + 1`
@@ -67,7 +67,7 @@ def fourier(kind: str) -> Infer:
         rank = len(shape)
         lengths = [n] if isinstance(n, int) else None if n is None else list(n)
         if axis is None:
-            # As NumPy: lengths without axes are those of the last dimensions.
+            # As in NumPy, lengths without axes apply to the last dimensions.
             named = list(range(rank - len(lengths) if lengths else 0, rank))
         else:
             named = [axis_of(rank, one) for one in ([axis] if isinstance(axis, int) else axis)]
@@ -89,7 +89,7 @@ def fourier(kind: str) -> Infer:
 
 
 def _fft_kernel(work: LocalWork) -> Function:
-    """The function of that name in the library's `fft`."""
+    """Return the function of the operator's name in the library's `fft`."""
     names = {"axis": "axes", "n": "s"} if work.name.endswith("fftn") else {}
     options = {names.get(name, name): value for name, value in work.attributes.items()}
     function = partial(find_function(work, work.library.namespace.fft, work.name), **options)
@@ -140,7 +140,7 @@ def _make_along_many(name: str, text: str, kind: str) -> Callable[..., Any]:
         x: Any, /, *, s: Sequence[int] | None = None, axes: Axes = None, norm: str = "backward"
     ) -> Any:
         _check_norm(norm)
-        # As in the standard: lengths without axes are those of the last axes.
+        # As in the standard, lengths without axes apply to the last axes.
         if axes is None:
             count = len(s) if isinstance(s, Sequence) else 1
             axes = range(x.ndim) if s is None else range(x.ndim - count, x.ndim)
@@ -202,7 +202,7 @@ def fftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
 
 def _shift(x: Any, axes: int | Axes, sign: int) -> Any:
     places = read_axes(range(x.ndim) if axes is None else axes, x.ndim)
-    # The same shift both ways, so that one undoes the other for odd sizes as well.
+    # Both functions use the same shift, so that each undoes the other for odd sizes, too.
     return roll(x, tuple(sign * (x.shape[one] // 2) for one in places), axis=places)
 
 

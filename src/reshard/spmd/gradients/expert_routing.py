@@ -5,10 +5,10 @@ rows that exist: none is padded, and none is dropped unless there is a capacity.
 
     choose      which[t, k]: the experts of each token
     send        rows to the ranks that have their experts, sorted by expert
-    multiply    each row by the matrix of its expert, as often as the experts want
-    back        what was made of each row, to its token
+    multiply    each row by the matrix of its expert, any number of times
+    back        the result of each row, to its token
 
-All four are linear, and the pullback of each is another one of them.
+The operations on rows are linear, and their pullbacks are built from the same operations.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def expert_routing(
 
 
 class ExpertRouting:
-    """The routing of tokens to experts. Create one with `sp.expert_routing`."""
+    """A routing of tokens to experts. Create it with `sp.expert_routing`."""
 
     def __init__(
         self, which: Any, count: int, names: tuple[str, ...], capacity: int | None
@@ -118,7 +118,7 @@ class ExpertRouting:
         self.chosen = which.shape[1] if which.ndim == 2 else None
         self.runner = which.runner
         self._which = which
-        # Tokens are cut over the experts' axes too, so that each row has one sender.
+        # Tokens are sharded over the experts' axes too, so that each row has a single sender.
         cut = () if spec is None else spec.dim_specs[0].axes
         tokens = [one for one in cut if one.name not in names or one in map(Axis, names)]
         self._expert_axes = tuple(map(Axis, names))
@@ -327,10 +327,10 @@ class ExpertRouting:
         return owners
 
     def _exchange_counts(self, experts: Sequence[Integers]) -> Integers:
-        """`[parts, experts]`, known to all ranks. Raises ArrayIndexError on all of them."""
+        """Return the counts `[parts, experts]`. All ranks return them, or raise ArrayIndexError."""
         rows = []
         for one in experts:
-            # Compared in their own type: what has no sign may be more than an int64 holds.
+            # Compared in their own type, because a uint64 may exceed the range of int64.
             bad = one[(one < 0) | (one >= self.count)]
             good = one[(one >= 0) & (one < self.count)].astype(np.int64)
             first = int(bad[0]) if len(bad) else 0
@@ -403,7 +403,7 @@ class ExpertRouting:
     def _move(
         self, dtype: Any, shards: Sequence[Any], before: CutRule, after: CutRule
     ) -> list[Any]:
-        """Rows that are cut another way."""
+        """Return rows in another sharding."""
         source, target = self._spec(2, before), self._spec(2, after)
         total = int(self.counts.sum())
         if source is None or target is None or not self._axes or not total:
@@ -437,7 +437,7 @@ class ExpertRouting:
         return made
 
     def _suppose(self, name: str, given: tuple[Any, ...], kind: ArrayType, moved_bytes: int) -> Any:
-        """Return an array without elements, as an operation of the function that is traced."""
+        """Return an array without elements, as an operation of the traced function."""
         wrap = type(self._which)
 
         def run(arrays: Sequence[Any], runner: Any) -> list[Any]:
@@ -462,7 +462,7 @@ class ExpertRouting:
 
     @property
     def _copies(self) -> int:
-        """How many ranks have each part of the tokens."""
+        """Return the number of ranks that have each part of the tokens."""
         return 1 if self.mesh is None else self.mesh.size // int(np.prod(self._sizes, dtype=int))
 
 
@@ -488,7 +488,7 @@ _ALIGNED_BYTES = 16
 
 
 class ExpertRows:
-    """The rows of all parts.
+    """A description of the rows of all parts.
 
     Args:
         counts: `[parts, experts]`, rows that each part sends to each expert.
@@ -508,7 +508,7 @@ class ExpertRows:
 
     @property
     def moved(self) -> int:
-        """How many rows go to another part than they are on."""
+        """The number of rows that are sent to another part."""
         parts = np.arange(len(self.counts))
         return int(self.counts[self.owners != parts[:, None]].sum())
 
@@ -522,18 +522,18 @@ class ExpertRows:
 
     @property
     def own(self) -> Sizes:
-        """The cut of rows where their tokens are."""
+        """The sharding of rows at their tokens."""
         return Sizes(tuple(self._exchanged.sum(1).tolist()))
 
     @property
     def sent(self) -> Joined:
-        """The cut of the same rows where their experts are."""
+        """The sharding of the same rows at their experts."""
         some = [tuple(one) for one in self._exchanged.tolist() if sum(one)]
         return Joined(tuple(map(sum, some)), tuple(map(Sizes, some)))
 
     @property
     def at_experts(self) -> Sizes:
-        """The cut of rows that are sorted where their experts are."""
+        """The sharding of rows that are sorted at their experts."""
         return Sizes(tuple(self._exchanged.sum(0).tolist()))
 
     def order_to_send(self, part: int, experts: Integers, capacity: Integers | None) -> Integers:
@@ -541,10 +541,11 @@ class ExpertRows:
 
         Args:
             part: of the tokens.
-            experts: that its rows are for.
-            capacity: how many each expert takes of this part, the first ones; all when None.
+            experts: the experts of its rows.
+            capacity: the maximum number of rows that each expert accepts from this part, the first
+                rows; all when None.
         """
-        # By owner, then by expert: the places of experts in that order.
+        # The positions of experts in an order by owner, then by expert.
         place = np.argsort(np.argsort(self.owners[part], kind="stable"), kind="stable")
         order = np.argsort(place[experts], kind="stable")
         if capacity is None:
@@ -599,12 +600,12 @@ def grouped_product(library: Library, rows: Any, matrices: Any, ends: Integers) 
     ]
     none = library.filled((0, matrices.shape[-1]), 0, rows)
     whole = library.namespace.concat([none, *made], axis=0)
-    # All ranks record gradients alike, also those that have no rows.
+    # All ranks record the same gradients, including ranks without rows.
     return library.linked(library.linked(whole, rows), matrices)
 
 
 def grouped_outer(library: Library, rows: Any, others: Any, ends: Integers) -> Any:
-    """Of each expert the sum over its rows of `[n, d]` by `[n, e]`: `[experts, d, e]`."""
+    """Sum for each expert the outer products of rows `[n, d]` and `[n, e]`: `[experts, d, e]`."""
     space = library.namespace
     kernel = _find_kernel(library, rows, others, ends)
     if kernel is not None:
@@ -619,13 +620,13 @@ def grouped_outer(library: Library, rows: Any, others: Any, ends: Integers) -> A
 
 
 def _find_kernel(library: Library, rows: Any, others: Any, ends: Integers) -> Any:
-    """PyTorch's own, where it takes such operands; None elsewhere."""
+    """Return PyTorch's grouped product if it supports the operands, or None."""
     if library.name != "torch" or not len(ends) or not len(rows) or rows.device.type != "cpu":
         return None
     widths_bytes = [one.shape[-1] * one.itemsize for one in (rows, others)]
     if any(one % _ALIGNED_BYTES for one in widths_bytes):
         return None
-    # Its gradient refuses cotangents that are broadcast, as that of a sum.
+    # Its gradient does not accept broadcast cotangents, such as the cotangent of a sum.
     if records_gradient(rows) or records_gradient(others):
         return None
     if str(rows.dtype).removeprefix("torch.") not in _NARROW:
@@ -635,7 +636,7 @@ def _find_kernel(library: Library, rows: Any, others: Any, ends: Integers) -> An
 
 
 def _is_dense(matrices: Any) -> bool:
-    """Return whether each matrix lies row by row, or column by column."""
+    """Return whether each matrix is stored row by row, or column by column."""
     return bool(matrices.is_contiguous() or matrices.transpose(-1, -2).is_contiguous())
 
 
@@ -644,7 +645,7 @@ def _list_stretches(ends: Integers) -> list[tuple[int, int]]:
 
 
 def _multiply(library: Library, one: Any, other: Any) -> Any:
-    """Return a product of matrices, in float32 where NumPy has none of a narrow type."""
+    """Multiply matrices, in float32 if NumPy has no product of a narrow type."""
     if library.name == "numpy" and one.dtype.kind == "V":
         return (one.astype(np.float32) @ other.astype(np.float32)).astype(one.dtype)
     return library.namespace.matmul(one, other)

@@ -92,7 +92,7 @@ def specs_over(parameters: Any, mesh: DeviceMesh, axis: str) -> Any:
 
 
 class _Optimizer:
-    """The base of optimizers: states like parameters, updates where states are stored."""
+    """A base class of optimizers: states like parameters, updates in the states' shardings."""
 
     _slots: tuple[str, ...] = ()
 
@@ -121,7 +121,7 @@ class _Optimizer:
             ]
             state[slot] = _fill(parameters, made)
         if not self._slots:
-            # Without states an update runs where the shardings say all the same.
+            # An update without states also runs in the requested shardings, so they are stored.
             state["specs"] = None if specs is None else _fill(parameters, wanted)
         return state
 
@@ -179,7 +179,7 @@ class _Optimizer:
 
 
 def _read_leaves(what: str, tree: Any) -> Iterator[Any]:
-    """The arrays of a tree, in order; None where there is none."""
+    """Return the arrays of a tree, in order, with None for missing arrays."""
     for path, leaf in leaves(tree):
         is_number = isinstance(leaf, ArrayValue) and is_real_floating(leaf.type.dtype)
         if leaf is not None and not is_number:
@@ -191,13 +191,13 @@ def _read_leaves(what: str, tree: Any) -> Iterator[Any]:
 
 
 def _fill(tree: Any, values: Sequence[Any]) -> Any:
-    """Return a tree with other values in its places, in order."""
+    """Return a tree with its leaves replaced by other values, in order."""
     left = iter(values)
     return replaced(tree, lambda _: next(left))
 
 
 def _read_leaves_like(parameters: Any, what: str, tree: Any) -> list[Any]:
-    """The arrays of a tree in the places of the parameters, in their order and of their shapes."""
+    """Return the arrays of a tree with the structure, order and shapes of the parameters."""
     found = leaves_like(tree, parameters, what)
     list(_read_leaves(what, tree))
     for (path, parameter), one in zip(leaves(parameters), found, strict=True):
@@ -211,7 +211,7 @@ def _read_leaves_like(parameters: Any, what: str, tree: Any) -> list[Any]:
 
 
 def _make_zeros(parameter: Any) -> Any:
-    """Zeros for a state: float32 at least, since small steps are lost in narrower numbers."""
+    """Return zeros for a state: float32 at least, since narrower types would lose small steps."""
     if parameter is None:
         return None
     is_narrow = parameter.type.dtype.itemsize_bytes < 4
@@ -219,7 +219,7 @@ def _make_zeros(parameter: Any) -> Any:
 
 
 def _bring(x: Any, spec: ShardingSpec | None, dtype: Any) -> Any:
-    # Moved before it is made wider: the narrower one is fewer bytes.
+    # Moved before it is widened, because the narrower type has fewer bytes.
     found = x.reduced() if spec is None else placed(x, spec)
     return astype(found, dtype)
 
@@ -335,19 +335,19 @@ class AdamW(_Optimizer):
         square = square * second + (slope * slope) * (1 - second)
         rate = _rate_like(self.learning_rate, mean)
         decayed = x * (1 - rate * self.weight_decay) if self.weight_decay else x
-        # Means begin at 0: they are divided by how much of them is gradients.
+        # Averages start at 0, so they are divided by the total weight of the gradients in them.
         root = sqrt(square) * _over_rest(1.0, second, step, 0.5, square) + self.epsilon
         moved = decayed - (mean / root) * _over_rest(rate, first, step, 1.0, mean)
         return moved, [mean, square]
 
 
 def _rate_like(rate: Any, x: Any) -> Any:
-    """Return a learning rate; one in an array of the type of another."""
+    """Return a learning rate; a rate in an array is cast to the type of another array."""
     return astype(rate, x.type.dtype) if isinstance(rate, ArrayValue) else rate
 
 
 def _over_rest(number: Any, beta: float, step: Any, power: float, beside: Any) -> Any:
-    """`number / (1 - beta**step) ** power`; for a step in an array, of the type of another one."""
+    """Return `number / (1 - beta**step) ** power`; a step in an array is cast to another's type."""
     if not isinstance(step, ArrayValue):
         return number / (1 - beta**step) ** power
     return astype(number / (1.0 - beta ** astype(step, "float64")) ** power, beside.type.dtype)

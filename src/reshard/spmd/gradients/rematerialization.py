@@ -61,7 +61,7 @@ def rematerialized(function: Function) -> Function:
 
 
 class _Outsiders:
-    """Finds what a function reads of tapes' arrays, beside its arguments."""
+    """A recorder of the arrays of tapes that a function reads in addition to its arguments."""
 
     def __init__(self, tapes: Sequence[Tape]) -> None:
         self.found: dict[int, Any] = {}
@@ -70,15 +70,15 @@ class _Outsiders:
     def record(
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
     ) -> None:
-        """Looks at the operands."""
+        """Observe the operands."""
         self.record_operands(operands)
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
-        """Looks at the operand."""
+        """Observe the operand."""
         self.record_operands((operand,))
 
     def record_operands(self, operands: Sequence[Any]) -> None:
-        """Looks at the operands of an operation, or of what is no operator, such as a loop."""
+        """Observe the operands of an operation, or of a step that is not an operator (a loop)."""
         for operand in operands:
             if any(tape.is_active(operand) for tape in self._tapes):
                 self.found[id(operand)] = operand
@@ -89,14 +89,14 @@ class _Outsiders:
         return OfElements(self)
 
     def record_read(self, array: ArrayValue) -> None:
-        """Refuses elements of arrays that depend on what is differentiated."""
+        """Raise UsageError if elements are read of arrays that depend on differentiated arrays."""
         for tape in self._tapes:
             tape.record_read(array)
 
 
 @contextmanager
 def without(tapes: Sequence[Any]) -> Iterator[None]:
-    """Tapes, or what listens for them, see nothing inside."""
+    """Hide operations inside from tapes, and from recorders that listen for tapes."""
     before = list(recorders)
     recorders.replace(one for one in before if not any(one is tape for tape in tapes))
     try:
@@ -108,7 +108,7 @@ def without(tapes: Sequence[Any]) -> Iterator[None]:
 def _run_hidden(
     function: Function, arguments: Sequence[Any], options: dict[str, Any], tapes: Sequence[Tape]
 ) -> Any:
-    """Calls a function, and puts it on the tapes as one step."""
+    """Call a function, and record it on the tapes as a single step."""
     everything = [list(arguments), options]
     given = [leaf for _, leaf in leaves(everything) if isinstance(leaf, ArrayValue)]
     # Arguments go in as other arrays, so that those the function has from elsewhere are distinct.
@@ -140,11 +140,11 @@ def _enter(leaf: Any) -> Any:
 def _pull_back_again(
     function: Function, everything: Any, operands: Sequence[Any], cotangents: Any
 ) -> list[Any]:
-    """Return the cotangents of a function's operands, by carrying it out once more."""
+    """Return the cotangents of a function's operands, by executing it once more."""
     tape = Tape()
     entered = replaced(everything, _enter)
     watched = [leaf for _, leaf in leaves(entered) if isinstance(leaf, ArrayValue)]
-    # What the function has from elsewhere is read as the array that it is.
+    # Arrays that the function has from elsewhere are read unchanged.
     watched += operands[len(watched) :]
     for one in watched:
         tape.watch(one)

@@ -32,7 +32,7 @@ Attributes = dict[str, Any]
 def ring_attention(
     q: Any, k: Any, v: Any, is_causal: bool, window: int | None, scale: float
 ) -> Any:
-    """Attention of sequences that are cut alike; see `sp.attention`, which calls it."""
+    """Compute attention of sequences with equal shardings; `sp.attention` calls this."""
     shared: Attributes = {"is_causal": is_causal, "window": window}
     with without(find_tapes((q, k, v))):
         found, sums = _attend(q, k, v, shared, scale)
@@ -49,7 +49,7 @@ def ring_attention(
 
 
 def _list_turns(q: Any, k: Any, shared: Attributes) -> Iterator[Attributes]:
-    """The attributes of all turns in which some query sees some key."""
+    """Return the attributes of all turns in which any query sees any key."""
     queries, keys = (stretches_of(x.type.spec, -2, x.shape[-2]) for x in (q, k))
     for turn in range(len(queries)):
         if any(
@@ -60,7 +60,7 @@ def _list_turns(q: Any, k: Any, shared: Attributes) -> Iterator[Attributes]:
 
 
 def _in_passing(x: Any) -> Any:
-    """The same array, which does not keep what it is moved to: each part is there for a turn."""
+    """Return the same array without a reshard cache: each part is needed for only one turn."""
     return x if x.runner.is_abstract else type(x).given(x.type, x._shards, x.runner)
 
 
@@ -74,7 +74,7 @@ def _attend(q: Any, k: Any, v: Any, shared: Attributes, scale: float) -> tuple[A
             found, sums = part, logs
             continue
         both = e.logaddexp(sums, logs)
-        # Where nothing is seen yet, both are zeros.
+        # If no key was seen yet, both are zeros.
         level = where(e.isfinite(both), both, 0.0)
         shares = (expand_dims(e.exp(one - level), axis=-1) for one in (sums, logs))
         found, sums = found * next(shares) + part * next(shares), both
@@ -84,7 +84,7 @@ def _attend(q: Any, k: Any, v: Any, shared: Attributes, scale: float) -> tuple[A
 def _pull_back(
     q: Any, k: Any, v: Any, found: Any, sums: Any, g: Any, shared: Attributes, scale: float
 ) -> tuple[Any, ...]:
-    """Return the cotangents of queries, keys and values, in the shardings of those."""
+    """Return the cotangents of queries, keys and values, in the operands' shardings."""
     shift = e.negative(sum_over(g * found, axis=-1))
     arrays = (q, _in_passing(k), _in_passing(v))
     every: list[Any] = []

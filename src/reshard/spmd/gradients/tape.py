@@ -9,9 +9,9 @@ operators, so that their shardings follow from the same rules:
     backward    dw = x.T @ dy       dp is summed over       dw: -, - | sum(dp)
 
 A cotangent represents a full array, whatever its sharding, so reshards need no derivative.
-Contributions to a parameter's gradient stay pending until all are added. Those to other values are
-reduced before the next pullback, in the sharding of the value: the cotangent of a gathered value is
-reduce-scattered, that of a reduce-scattered value is gathered.
+Contributions to a parameter's gradient stay pending until all are added. Contributions to other
+cotangents are reduced before the next pullback, in the sharding of the value: the cotangent of a
+gathered value is reduce-scattered, and the cotangent of a reduce-scattered value is gathered.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from reshard.spmd.shards.partial_sums import without_partial
 from reshard.spmd.shards.runner import replicated
 
 _pullbacks: dict[str, Pullback] = {}
-"""Derivatives that `gradient` was given, by operator."""
+"""Derivatives that were registered by `gradient`, by operator."""
 
 
 def find_pullback(call: CompiledCall) -> Pullback | None:
@@ -118,7 +118,7 @@ def is_real_floating(dtype: DType) -> bool:
 
 
 class Tape:
-    """The operations that depend on watched arrays, in order."""
+    """A record of the operations that depend on watched arrays, in order."""
 
     def __init__(self) -> None:
         self.steps: list[TapeStep] = []
@@ -126,21 +126,21 @@ class Tape:
         self._active: dict[int, ArrayValue] = {}
 
     def watch(self, array: ArrayValue) -> None:
-        """Keep all that is computed of this array from now on."""
+        """Record all operations on this array from now on."""
         self._active[id(array)] = array
 
     def is_active(self, operand: object) -> bool:
-        """Return whether an operand depends on what is watched."""
+        """Return whether an operand depends on watched arrays."""
         return id(operand) in self._active and isinstance(operand, ArrayValue)
 
     def watches(self, arrays: Sequence[Any]) -> bool:
-        """Return whether some of the arrays depend on what is watched."""
+        """Return whether any of the arrays depends on watched arrays."""
         return any(map(self.is_active, arrays))
 
     def record(
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
     ) -> None:
-        """Keeps an operation. Raises UsageError for one that cannot be differentiated."""
+        """Record an operation. Raises UsageError if it cannot be differentiated."""
         if not any(map(self.is_active, operands)):
             return
         pullback = find_pullback(call)
@@ -160,12 +160,12 @@ class Tape:
         return OfElements(self)
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
-        """Keeps a reshard."""
+        """Record a reshard."""
         if self.is_active(operand):
             self.add(TapeStep(WITH_SHARDING, {}, (operand,), (result,), _move_back))
 
     def record_read(self, array: ArrayValue) -> None:
-        """Raise UsageError: what is made of an array's elements would have no gradient."""
+        """Raise UsageError: values computed from an array's elements would have no gradient."""
         if self.is_active(array):
             raise UsageError(
                 f"the elements of {array.type} were asked for within a function that is "
@@ -174,7 +174,7 @@ class Tape:
             )
 
     def add(self, step: TapeStep) -> None:
-        """Keeps a step, and watches its results where they are real numbers."""
+        """Record a step, and watch the results that are real numbers."""
         found = [one for one in step.results if is_real_floating(one.type.dtype)]
         for one in step.results:
             if kind_of(one.type.dtype) == "complex floating":
@@ -188,7 +188,7 @@ class Tape:
                 self.watch(one)
 
     def pulled_back(self, cotangents: Sequence[tuple[ArrayValue, Any]]) -> Cotangents:
-        """Return the cotangents of what is watched, from those of results.
+        """Return the cotangents of watched arrays, from the cotangents of results.
 
         Args:
             cotangents: pairs of an array and its cotangent, of its shape and element type.
@@ -204,15 +204,15 @@ class Tape:
     def pulled_back_in_two(
         self, cotangents: Sequence[tuple[ArrayValue, Any]], towards: Sequence[ArrayValue]
     ) -> tuple[Cotangents, Callable[[], None]]:
-        """The cotangents of some of what is watched, and a function that adds those of the rest.
+        """Return the cotangents of some watched arrays, and a function that adds the others.
 
-        Operations on the way from results to `towards` pull back what lies on that way at once,
-        and wait with their other operands, such as weights (Qi et al., "Zero Bubble Pipeline
-        Parallelism", 2023). A joint pullback gives all at once.
+        Operations on the path from results to `towards` pull back to operands on that path at once,
+        and to their other operands, such as weights, later (Qi et al., "Zero Bubble Pipeline
+        Parallelism", 2023). A joint pullback returns all cotangents at once.
 
         Args:
             cotangents: as in `pulled_back`.
-            towards: arrays that are watched, whose cotangents come first.
+            towards: watched arrays, whose cotangents are computed first.
         """
         found, combined = Cotangents(cotangents), _Combined()
         reached = {id(one) for one in towards}
@@ -246,7 +246,7 @@ class Tape:
 
 
 class OfElements:
-    """Tells a recorder of operations on arrays with elements alone."""
+    """A recorder that forwards only operations on arrays with elements to another recorder."""
 
     def __init__(self, recorder: Any) -> None:
         self.record_read = recorder.record_read
@@ -254,11 +254,11 @@ class OfElements:
 
     @property
     def of_elements(self) -> OfElements:
-        """Itself, where another function is traced within."""
+        """The recorder itself, for another function that is traced inside."""
         return self
 
     def watches(self, arrays: Sequence[Any]) -> bool:
-        """Return whether the recorder depends on some of the arrays, all of which have elements."""
+        """Return whether the recorder watches any of the arrays, all of which have elements."""
         is_abstract = any(isinstance(x, ArrayValue) and x.runner.is_abstract for x in arrays)
         watches = getattr(self.recorder, "watches", None)
         return watches is not None and not is_abstract and bool(watches(arrays))
@@ -266,20 +266,20 @@ class OfElements:
     def record(
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
     ) -> None:
-        """Tells of an operation."""
+        """Forward an operation."""
         if not results[0].runner.is_abstract:
             notify_recorder(self.recorder, call, operands, results)
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
-        """Tells of a reshard."""
+        """Forward a reshard."""
         if not result.runner.is_abstract:
             self.recorder.record_reshard(operand, result)
 
 
 def _list_hearing(arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Who hears of what is made of some arrays: those that listen, and for whom each does.
+    """Return the recorders that observe operations on arrays, with the recorder that each serves.
 
-    Where a function is traced, tapes hear of arrays with elements alone.
+    While a function is traced, tapes observe only arrays with elements.
     """
     is_abstract = any(isinstance(x, ArrayValue) and x.runner.is_abstract for x in arrays)
     found = []
@@ -292,7 +292,7 @@ def _list_hearing(arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def add_step(step: TapeStep) -> None:
-    """Puts what is no operator on the tapes that listen, where it depends on what they watch."""
+    """Record a step that is not an operator on the tapes on whose watched arrays it depends."""
     for _, one in _list_hearing((*step.operands, *step.results)):
         if isinstance(one, Tape) and any(map(one.is_active, step.operands)):
             one.add(step)
@@ -305,7 +305,7 @@ def find_tapes(arrays: Sequence[Any]) -> list[Any]:
     return [listening for listening, one in _list_hearing(arrays) if isinstance(one, Tape)]
 
 
-# Operators whose pullbacks read no operand: by their result, or by the cotangent alone.
+# Operators whose pullbacks do not read operands, only the result or the cotangent.
 _READING_NONE_NAMES = """
 exp expm1 reciprocal sqrt tan tanh
 add subtract negative positive astype identity sum cumulative_sum diagonal
@@ -315,19 +315,19 @@ _READING_NONE = frozenset(_READING_NONE_NAMES.split())
 
 
 def _find_combined(kind: ArrayType | None, ran: ShardingSpec | None) -> ShardingSpec | None:
-    """The sharding that an operand's contributions were combined to; None where they were not."""
+    """Return the sharding in which an operand's contributions were combined, or None."""
     is_pending = kind is not None and kind.spec is not None and bool(kind.spec.partial_axes)
     return ran if is_pending and ran is not None and not ran.partial_axes else None
 
 
 class _Combined:
-    """Operands whose contributions are reduced in the backward pass: once, for all readers."""
+    """A store of operands whose contributions the backward pass reduces, once for all readers."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ShardingSpec], Any] = {}
 
     def operands(self, step: TapeStep) -> TapeStep:
-        """The step with operands as the operation read them, so that pullbacks read them whole."""
+        """Return the step with operands as the operation read them, for the pullback."""
         if not any(step.combined) or not settles():
             return step
         operands = []
@@ -342,11 +342,11 @@ class _Combined:
 
 
 def _take_results(step: TapeStep, found: Cotangents) -> Any:
-    """The cotangents of a step's results as its pullback takes them; None where there are none."""
+    """Return the cotangents of a step's results for its pullback, or None if there are none."""
     given = [found.take(one) for one in step.results]
     if all(one is None for one in given):
         return None
-    # Results that nothing depends on have a cotangent of zeros, and indices none at all.
+    # Unused results have a cotangent of zeros, and indices have no cotangent.
     filled = tuple(
         _settle(one, result.type, step.name)
         if one is not None
@@ -381,7 +381,7 @@ def _pull(step: TapeStep, cotangents: Any, wanted: Sequence[int]) -> list[Any]:
 
 
 def _over_mesh_of(known: Any, cotangent: Any) -> Any:
-    """Return a cotangent over the mesh of another one of the same array, which is over no mesh."""
+    """Return a cotangent without a mesh over the mesh of another cotangent of the same array."""
     own, other = cotangent.type.spec, known.type.spec
     if own is None or other is None or own.mesh is other.mesh:
         return cotangent
@@ -389,7 +389,7 @@ def _over_mesh_of(known: Any, cotangent: Any) -> Any:
 
 
 class Cotangents:
-    """Cotangents by array, added up."""
+    """A store of cotangents by array, which adds them up."""
 
     def __init__(self, pairs: Sequence[tuple[ArrayValue, Any]]) -> None:
         self._by_id: dict[int, Any] = {}
@@ -403,11 +403,11 @@ class Cotangents:
         self._by_id[id(array)] = cotangent
 
     def take(self, array: Any) -> Any:
-        """Return the cotangent of an array, which is forgotten; None where it has none."""
+        """Remove and return the cotangent of an array, or None if it has none."""
         return self._by_id.pop(id(array), None)
 
     def of(self, array: Any) -> Any:
-        """Return the cotangent of an array; None where it has none."""
+        """Return the cotangent of an array, or None if it has none."""
         return self._by_id.get(id(array))
 
 
@@ -451,7 +451,7 @@ def _settle(cotangent: Any, kind: ArrayType, name: str) -> Any:
 def ended(x: Any, spec: ShardingSpec, like: Any = None) -> Any:
     """Return a function's result in its final sharding.
 
-    A strategy that places all values hears of that also where `x` lies so by itself.
+    Strategies that choose all shardings observe the sharding even if `x` already has it.
 
     Args:
         x: an array.

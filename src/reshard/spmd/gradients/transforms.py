@@ -149,7 +149,7 @@ def _check_function(name: str, function: object) -> None:
 def vjp_in_two(
     function: Function, parameters: Any, inputs: Any, specs: Any = None
 ) -> tuple[Any, Callable[[Any], tuple[Any, Callable[[], Any]]]]:
-    """A function's value, and a pullback that gives the cotangents of inputs before parameters'.
+    """Return a function's value, and a pullback that computes inputs' cotangents first.
 
     Args:
         function: of parameters and inputs.
@@ -158,8 +158,8 @@ def vjp_in_two(
         specs: shardings for the cotangents of parameters, in their places; their own when None.
 
     Returns:
-        The value and the pullback. It takes the value's cotangents, and returns those of the
-        inputs and a function that gives those of the parameters.
+        The value and the pullback. The pullback takes the value's cotangents, and returns the
+        inputs' cotangents and a function that returns the parameters' cotangents.
 
     Raises UsageError as `vjp`.
 
@@ -213,7 +213,7 @@ def _check_value(value: Any) -> None:
 
 
 def as_parameter(leaf: Any, asked: str) -> Any:
-    """Return a leaf of arguments as an array that can be differentiated by; None for None.
+    """Return a leaf of arguments as an array to differentiate with respect to; None for None.
 
     Raises UsageError if it is not an array of real floating numbers.
     """
@@ -231,15 +231,15 @@ def as_parameter(leaf: Any, asked: str) -> Any:
             f"sp.{asked} by an array of {found.type}; real floating numbers were expected: cast it "
             "with sp.astype, or leave it out of the arguments that argnums names"
         )
-    # The same numbers in another object: an array that is given twice, or that the function also
-    # has from elsewhere, is another one there.
+    # A new object with the same numbers: an array that is passed twice, or that the function also
+    # has from elsewhere, is a different array there.
     return call("identity", (found,))
 
 
 def _run(
     function: Function, primals: Sequence[Any], has_aux: bool, asked: str
 ) -> tuple[Any, Any, Function]:
-    """Return a function's value, what it returned beside it, and its pullback."""
+    """Return a function's value, its auxiliary output, and its pullback."""
     tape = Tape()
     given = replaced(list(primals), lambda leaf: as_parameter(leaf, asked))
     for _, leaf in leaves(given):
@@ -292,7 +292,7 @@ def _read_specs(given: Any, specs: Any) -> list[ShardingSpec | None]:
 
 
 def _end_all(parameters: Any, found: Cotangents, specs: Any) -> Any:
-    """The gradients of a tree of parameters, each in its own sharding or the one asked for."""
+    """Return the gradients of a tree of parameters, in their own or in requested shardings."""
     wanted = iter(_read_specs(parameters, specs))
 
     def end(leaf: Any) -> Any:
@@ -303,7 +303,7 @@ def _end_all(parameters: Any, found: Cotangents, specs: Any) -> Any:
 
 
 def _end(parameter: Any, cotangent: Any, spec: ShardingSpec | None) -> Any:
-    """Return a gradient, in its parameter's sharding or the one that was asked for."""
+    """Return a gradient, in its parameter's sharding or the requested sharding."""
     found = zeros_like(parameter) if cotangent is None else cotangent
     own = parameter.type.spec
     if spec is not None:

@@ -241,7 +241,7 @@ class _Choosing:
             )
 
     def _fill(self, specs: Iterable[ShardingSpec]) -> list[Any]:
-        """The arguments as types, free ones in some shardings."""
+        """Return the arguments as types, free ones in some shardings."""
         left = iter(specs)
 
         def typed(leaf: Any) -> Any:
@@ -279,7 +279,7 @@ class _Choosing:
         return self._limit is None or one.peak_bytes <= self._limit
 
     def answer(self) -> AutoPlacement:
-        """The best that was found."""
+        """Return the best that was found."""
         is_exact = self._find()
         fitting = self._find_best()
         best = self._find_within() if fitting is None else fitting
@@ -290,7 +290,7 @@ class _Choosing:
         return AutoPlacement(tuple(specs), program, best.trace, is_exact and fitting is not None)
 
     def _find_within(self) -> _Program:
-        """The best that keeps the limit by other strategies, or computing again."""
+        """Return the best that keeps the limit by other strategies, or computing again."""
         least = sorted(self._known.values(), key=lambda one: one.peak_bytes)
         found, refused = [], []
         # Each sharding of the inputs once, as it holds the least.
@@ -372,7 +372,7 @@ class _Choosing:
             self._approach_limit()
 
     def _find_best(self) -> _Program | None:
-        """The best that keeps the limit so far."""
+        """Return the best that keeps the limit so far."""
         fitting = [one for one in self._known.values() if self._keeps_limit(one)]
         return min(fitting, key=_by_time, default=None)
 

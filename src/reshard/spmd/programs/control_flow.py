@@ -46,7 +46,7 @@ def check_functions(name: str, *functions: object) -> None:
 
 
 def as_arrays(name: str, tree: Any) -> Any:
-    """The tree with arrays in shards for all arrays and numbers in it."""
+    """Return the tree with arrays in shards for all arrays and numbers in it."""
 
     def convert(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, ShardedArray):
@@ -62,7 +62,7 @@ def as_arrays(name: str, tree: Any) -> Any:
 
 
 def types_of(tree: Any) -> Any:
-    """The tree with the types of its arrays, without contributions that wait."""
+    """Return the tree with the types of its arrays, without contributions that wait."""
     return replaced(
         tree, lambda leaf: settled(leaf.type) if isinstance(leaf, ShardedArray) else leaf
     )
@@ -117,7 +117,7 @@ def check_same(
     other: Any,
     other_types: Sequence[ArrayType],
 ) -> None:
-    """Raises UsageError for trees of the same places with other shapes or element types in them."""
+    """Raise UsageError for trees of the same places with other shapes or element types in them."""
     paths = [path for path, _ in leaves(one)]
     kinds = [_types_at_leaves(one, types), _types_at_leaves(other, other_types)]
     if kinds[0] != kinds[1]:
@@ -199,7 +199,7 @@ def _read_length(given: Any, length: int | None) -> int:
 
 
 def _whole_first(x: Any) -> Any:
-    """The array with its first dimension whole, so that parts of it move nothing."""
+    """Return the array with its first dimension whole, so that parts of it move nothing."""
     spec = x.type.spec
     if spec is None or not spec.dim_specs[0].levels:
         return x
@@ -312,7 +312,7 @@ def _record_scan(
 def _find_stable(
     traced: TracedFunction, types: Sequence[ArrayType], rest: Sequence[ArrayType]
 ) -> list[ArrayType]:
-    """The types of what a loop carries: as it begins, sharded where the body makes it so."""
+    """Return the types of what a loop carries: as it begins, sharded where the body makes it so."""
     kinds = [settled(kind) for kind in types]
     for _ in range(len(kinds) + 1):
         after = traced.result_types([*kinds, *rest])[: len(kinds)]

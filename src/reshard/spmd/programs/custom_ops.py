@@ -62,7 +62,7 @@ class OwnOperator:
         self._row = row
 
     def __call__(self, *arrays: Any, **attributes: Any) -> Any:
-        """The operator's result for arrays and numbers; a tuple where it has several.
+        """Return the operator's result for arrays and numbers; a tuple where it has several.
 
         Raises:
             UsageError: no array in shards; an attribute that is not a plain value; what the local
@@ -243,7 +243,7 @@ def _make_infer(name: str, rule: Rule, function: Function) -> Infer:
 
 
 def _check_counted(name: str, rule: Template | OpShardingRule) -> None:
-    """Raises SpecError for a factor whose parts no result has, and nobody combines."""
+    """Raise SpecError for a factor whose parts no result has, and nobody combines."""
     if not rule.results:
         raise SpecError(f"the rule {rule} of operator {name} has no result; give it one")
     of_results = {factor for mapping in rule.results for dim in mapping for factor in dim}

@@ -201,7 +201,7 @@ class _EagerOperation:
         return [bring(one, kind) for one, kind in zip(found, kinds, strict=True)]
 
     def _pull_back(self, step: TapeStep, cotangents: Any) -> list[Any]:
-        """The cotangents of the operands, by a function of the same kind."""
+        """Return the cotangents of the operands, by a function of the same kind."""
         given = cotangents if isinstance(cotangents, tuple) else (cotangents,)
         of_operands, of_results = (
             [n for n, one in enumerate(arrays) if is_real_floating(one.type.dtype)]

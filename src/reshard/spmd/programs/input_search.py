@@ -181,13 +181,13 @@ class InputSearch:
         return found
 
     def held_bytes(self, chosen: Choices, held: Collection[int]) -> float:
-        """The bytes that a rank has of some variables, as of `least`, in choices."""
+        """Return the bytes that a rank has of some variables, as of `least`, in choices."""
         return sum(
             float(table.seconds_s[chosen[table.variables[0]]]) for table in self._charge(1.0, held)
         )
 
     def placed(self, chosen: Choices) -> PropagatedGraph:
-        """The graph with what was chosen."""
+        """Return the graph with what was chosen."""
         return self.problem.answer(chosen, self._base)
 
     def _find_kinds(self) -> list[tuple[int, ...]]:
@@ -227,7 +227,7 @@ class InputSearch:
         return np.array(found, dtype=np.float64) * dtype(value.dtype).itemsize_bytes
 
     def _count_run_bytes(self, number: int) -> FloatArray:
-        """The bytes of all that an operation reads and makes, for each of its ways."""
+        """Return the bytes of all that an operation reads and makes, for each of its ways."""
         operation, ways = self.graph.operations[number], self.problem.ways[number]
         values = (*operation.operands, *operation.results)
         total = np.zeros(len(ways.options))
@@ -236,7 +236,7 @@ class InputSearch:
         return total
 
     def _annotate(self, seeds: Sequence[Seed]) -> dict[int, ShardingSpec]:
-        """The annotations, with free inputs open and cut by seeds."""
+        """Return the annotations, with free inputs open and cut by seeds."""
         cuts: dict[tuple[int, int], list[str]] = {}
         for kind, dim, axis in seeds:
             for number in self.kinds[kind]:
@@ -282,7 +282,7 @@ class InputSearch:
         return list(found)
 
     def list_seeds(self, axis: str) -> list[Seed]:
-        """The seeds along an axis, those of the largest inputs first."""
+        """Return the seeds along an axis, those of the largest inputs first."""
         size = self.mesh.axis_size(axis)
         return [
             Seed(kind, dim, axis)
@@ -311,7 +311,7 @@ class InputSearch:
         return self.total.descended(start, self._ways, sweeps=0)
 
     def _find_nearest(self, specs: Sequence[ShardingSpec | None]) -> Choices:
-        """The choices nearest to shardings of all values."""
+        """Return the choices nearest to shardings of all values."""
         return self.problem.nearest(
             [
                 Sharding(((),) * len(value.shape), (True,) * len(value.shape))
@@ -393,7 +393,7 @@ def candidate_layouts(search: InputSearch) -> list[InputLayout]:
 
 
 def _list_data_axes(search: InputSearch) -> list[list[str]]:
-    """Which axes may be data parallel, while the others are tensor parallel.
+    """Return which axes may be data parallel, while the others are tensor parallel.
 
     Among axes of equal size the first are, because neighbours are tensor parallel.
     """
@@ -417,14 +417,14 @@ def _list_weights(search: InputSearch, batch: Collection[int]) -> list[int]:
 
 
 def _list_dims(search: InputSearch, weights: Sequence[int]) -> Sequence[int]:
-    """The dimensions of the largest weights."""
+    """Return the dimensions of the largest weights."""
     if not weights:
         return [0]
     return range(len(search.graph.values[search.kinds[weights[0]][0]].shape))
 
 
 def _find_batch(search: InputSearch) -> list[int]:
-    """The kinds of inputs that are the batch."""
+    """Return the kinds of inputs that are the batch."""
     axis = max(search.mesh.axis_names, key=search.mesh.axis_size)
     begun = [search.begin([seed]) for seed in search.list_seeds(axis)]
     if not begun:
@@ -473,7 +473,7 @@ def _cut_weights(
 def _shard_fully(
     search: InputSearch, seeds: Sequence[Seed], cut: Collection[int], axes: Sequence[str]
 ) -> InputLayout:
-    """The layout of seeds, with inputs cut over axes as well that do not cut them so far.
+    """Return the layout of seeds, with inputs cut over axes as well that do not cut them so far.
 
     Seeds cut those of `cut` alone: small weights are whole, where they are not fully sharded.
     """

@@ -67,7 +67,7 @@ def trace_within(
     limit: int,
     library: str,
 ) -> Trace:
-    """The trace of a function in a placement that keeps a limit on every rank.
+    """Return the trace of a function in a placement that keeps a limit on every rank.
 
     Args:
         trace_by: gives the function's trace by a strategy.
@@ -210,7 +210,7 @@ def jit(
 
 
 def read_places(donate: Any) -> frozenset[int]:
-    """The positions of arguments that are given up. Raises UsageError for what are none."""
+    """Return the positions of arguments that are given up. Raises UsageError for what are none."""
     places = [donate] if isinstance(donate, int) else donate
     is_list = isinstance(places, list | tuple)
     if not is_list or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in places):

@@ -319,7 +319,7 @@ class _MovedFunction:
         self.traced.append(None)
 
     def maker_of(self, place: int) -> tuple[int, ...]:
-        """The product that makes what a movement moves, if nothing else reads that."""
+        """Return the product that makes what a movement moves, if nothing else reads that."""
         (source,) = self.steps[place].operands
         maker = self.maker.get(source, -1)
         if source in self.graph.outputs or self.readers[source] != [place]:
@@ -419,7 +419,7 @@ class _MovedFunction:
     def _copying_s(
         self, place: int, products: tuple[int, ...], factors: tuple[int, ...], parts: int
     ) -> float:
-        """How long it takes to put results together, and to take pieces out of parts."""
+        """Return how long it takes to put results together, and to take pieces out of parts."""
         device = self.topology and self.topology.device
         assembled = {n for one in products for n in self.steps[one].results}
         if parts > 1:
@@ -447,7 +447,7 @@ def _with_size(kind: ArrayType, dim: int, size: int) -> ArrayType:
 
 
 def _is_free(rule: OpShardingRule, factor: int) -> bool:
-    """Whether results have a factor, alone in its dimension wherever it is."""
+    """Return whether results have a factor, alone in its dimension wherever it is."""
     special = {*rule.reduction, *rule.need_replication, *rule.permutation, *rule.blocked}
     if factor < 0 or factor in special:
         return False
@@ -528,13 +528,13 @@ class _PieceWriter:
         pieces: _Decomposition,
         which: int,
     ) -> int:
-        """A product's operand, or its piece where it has the factor."""
+        """Return a product's operand, or its piece where it has the factor."""
         self._put_together(number)
         at = next((n for n, own in enumerate(dims) if factor in own), None)
         return number if at is None else self._piece(number, at, pieces, which)
 
     def _piece(self, number: int, dim: int, pieces: _Decomposition, which: int) -> int:
-        """A piece of a value, with as much of each part."""
+        """Return a piece of a value, with as much of each part."""
         self._put_together(number)
         parts, count = pieces.parts, pieces.count
         shape = self._placed.values[number].shape

@@ -139,7 +139,7 @@ class Preparation:
             self._register_of[number] = self._move(register, x.type, there.type.spec)
 
     def _move(self, register: int, kind: ArrayType, spec: ShardingSpec | None) -> int:
-        """The register of a value in a sharding, by a movement where it is not there."""
+        """Return the register of a value in a sharding, by a movement where it is not there."""
         if spec is None or kind.spec is spec:
             return register
         found = self._moved.get((register, spec))
@@ -222,7 +222,7 @@ class Preparation:
     def _run_step(
         self, body: Body, reads: Sequence[int], placed: Sequence[Any], made: Sequence[Any]
     ) -> list[int]:
-        """A loop or a branch, on arrays of what is in registers."""
+        """Return a loop or a branch, on arrays of what is in registers."""
         runner = self._runner
         makes = [self._add(x.type) for x in made]
         kinds = [(type(x), x.type, register) for x, register in zip(placed, reads, strict=True)]
@@ -483,7 +483,7 @@ class Program:
         return self._interpret(arrays, runner, None)
 
     def run(self, given: Sequence[Any], runner: Runner, donated: Sequence[int] = ()) -> Any:
-        """The results for arrays among the arguments, in their order.
+        """Return the results for arrays among the arguments, in their order.
 
         `donated` are places of arrays that nobody else has: each is freed after its last use.
         """
@@ -527,7 +527,7 @@ class Program:
         return filled(self._graph.returned, values)
 
     def _enter(self, x: Any, number: int, runner: Runner) -> Any:
-        """An argument as the program wants it."""
+        """Return an argument as the program wants it."""
         wanted = self._wanted[number]
         if isinstance(x, ShardedArray) and x.type is wanted and x.runner is runner:
             return x
@@ -546,7 +546,7 @@ class Program:
         return interpret(self._graph, arrays | self._fixed, watcher)
 
     def _prepare(self, arrays: dict[int, Any], runner: Runner) -> Any:
-        """The results of the first run, after which there is a program."""
+        """Return the results of the first run, after which there is a program."""
         kinds = {number: kind for number, kind in self._wanted.items() if kind is not None}
         preparation = Preparation(runner, kinds)
         compiled = self._find_compiling(runner)

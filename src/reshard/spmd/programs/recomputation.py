@@ -37,7 +37,7 @@ class _PlacedUse:
 
 
 def recomputed(traced: Trace, limit: int, library: str) -> Trace | None:
-    """The trace of the function with values computed again so that a limit is kept.
+    """Return the trace of the function with values computed again so that a limit is kept.
 
     Args:
         traced: of the function, in its placement.
@@ -149,7 +149,7 @@ class _RecomputationSearch:
     def _again(
         self, uses: Sequence[_PlacedUse], value: int, peak: int, reader: int
     ) -> tuple[list[_PlacedUse], float] | None:
-        """The operations with a value made again before a reader, and what that costs."""
+        """Return the operations with a value made again before a reader, and what that costs."""
         maker = {made: one for one in uses[:reader] for made in one.results}
         last: dict[int, int] = {}
         for place, one in enumerate(uses):

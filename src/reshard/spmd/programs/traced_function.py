@@ -109,7 +109,7 @@ def costs_within(traced: Trace, arguments: Sequence[ArrayType]) -> BodyCosts:
 
 
 def arrays_of(tree: Any) -> list[Any]:
-    """The arrays of a tree, in order."""
+    """Return the arrays of a tree, in order."""
     return [leaf for _, leaf in leaves(tree) if isinstance(leaf, ArrayValue)]
 
 
@@ -124,5 +124,5 @@ def bring(x: Any, kind: ArrayType) -> Any:
 
 
 def as_abstract(runner: Any, kind: ArrayType) -> Any:
-    """An array of a type without elements, of an abstract runner."""
+    """Return an array of a type without elements, of an abstract runner."""
     return runner.array(kind, ShardedArray)

@@ -118,7 +118,7 @@ def joined(parts: Parts, part: Part) -> Parts:
 
 
 def begins_strictly(first: Parts, second: Parts) -> bool:
-    """Whether a sequence of parts begins another and is shorter.
+    """Return whether a sequence of parts begins another and is shorter.
 
     >>> begins_strictly((), ((0, 1, 2, 0),)), begins_strictly(((0, 1, 2, 0),), ((0, 1, 4, 0),))
     (True, True)
@@ -197,18 +197,18 @@ class AxisTable:
         return AxisTable(mesh)
 
     def part(self, axis: Axis, level: int = 0) -> Part:
-        """An axis in integers."""
+        """Return an axis in integers."""
         return (self._number[axis.name], axis.pre, self.mesh.axis_size(axis), level)
 
     def axis(self, part: Part) -> Axis:
-        """An axis from its integers."""
+        """Return an axis from its integers."""
         name = self.mesh.axis_names[part[0]]
         # A whole axis is written by its name alone.
         is_full = part[2] == self.mesh.shape[part[0]]
         return Axis(name) if is_full else Axis(name, part[1], part[2])
 
     def encoded(self, spec: ShardingSpec) -> Sharding:
-        """A sharding of the mesh in integers, without its priorities."""
+        """Return a sharding of the mesh in integers, without its priorities."""
         found = self._encoded.get(spec)
         if found is None:
             if len(self._encoded) >= MOST_KEPT:
@@ -236,7 +236,7 @@ class AxisTable:
         return tuple(found)
 
     def decoded(self, sharding: Sharding, priorities: tuple[int, ...] = ()) -> ShardingSpec:
-        """The sharding of these integers."""
+        """Return the sharding of these integers."""
         found = self._decoded.get((sharding, priorities))
         if found is None:
             if len(self._decoded) >= MOST_KEPT:
@@ -309,7 +309,7 @@ def collected(
     *,
     closed_if_missing: bool = False,
 ) -> FactorShardings:
-    """The cuts of a tensor's factors under its sharding.
+    """Return the cuts of a tensor's factors under its sharding.
 
     Args:
         mapping: the tensor's dimensions in factors.
@@ -394,7 +394,7 @@ def updated(
     factors: FactorShardings,
     sharding: Sharding | None,
 ) -> Sharding:
-    """A tensor's sharding from the cuts of its factors.
+    """Return a tensor's sharding from the cuts of its factors.
 
     Args:
         mapping: the tensor's dimensions in factors.

@@ -211,7 +211,7 @@ def _count_parts(tensors: OperatorTensors, factor: int, axes: Parts) -> int:
 
 
 def _find_agreed(tensors: OperatorTensors, factor: int, direction: Direction) -> Parts:
-    """The longest beginning the tensors agree on along a factor, conflicts aside."""
+    """Return the longest beginning the tensors agree on along a factor, conflicts aside."""
     if direction is Direction.NONE:
         return ()
     count = tensors.count_of_operands
@@ -232,7 +232,7 @@ def _find_agreed(tensors: OperatorTensors, factor: int, direction: Direction) ->
 
 
 def _find_common(old: Parts, new: Parts, can_extend: bool) -> tuple[Parts, bool]:
-    """The common beginning of two sequences of axes, and whether more may follow.
+    """Return the common beginning of two sequences of axes, and whether more may follow.
 
     Without `can_extend` the answer is at most `old`.
     """
@@ -308,7 +308,7 @@ def _fit_one(tensors: OperatorTensors, tensor: int, factor: int, axes: Parts) ->
 
 
 def _fit_beside(factors: FactorShardings, factor: int, part: Part) -> Part | None:
-    """The beginning of an axis that no other factor of the tensor uses."""
+    """Return the beginning of an axis that no other factor of the tensor uses."""
     found: Part | None = part
     for other, cut in factors.items():
         if other != factor and (cut.axes or cut.overflow):
@@ -322,7 +322,7 @@ def _fit_beside(factors: FactorShardings, factor: int, part: Part) -> Part | Non
 def _fit_within(
     cut: FactorSharding, replicated: Parts, part: Part, before: int, size: int
 ) -> Part | None:
-    """The beginning of an axis by which a factor can be cut further, or is cut already.
+    """Return the beginning of an axis by which a factor can be cut further, or is cut already.
 
     Args:
         cut: of the factor.
@@ -355,7 +355,7 @@ def _fit_within(
 
 
 def _sort_by_preference(tensors: OperatorTensors, agreed: Sequence[Parts]) -> list[int]:
-    """The factors in the order in which they may take axes."""
+    """Return the factors in the order in which they may take axes."""
     # The elements and the number of each factor's source: the largest tensor that is cut so
     # already.
     sizes = [-1] * len(agreed)
@@ -410,7 +410,7 @@ def class_of(name: str, rule: OpShardingRule) -> OperatorClass:
 def directions(
     rule: OpShardingRule, kind: OperatorClass, is_shared: bool, stage: int
 ) -> tuple[Direction, ...]:
-    """The directions in which an operator propagates in a stage, factor by factor.
+    """Return the directions in which an operator propagates in a stage, factor by factor.
 
     Args:
         rule: of the operator.

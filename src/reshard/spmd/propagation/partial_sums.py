@@ -48,7 +48,7 @@ from reshard.spmd.shards.partial_sums import types_allow_partial, with_partial
 
 
 def largest_closure(gains: Sequence[int], needs: Sequence[Iterable[int]]) -> set[int]:
-    """The closed set of the greatest gain; of several the smallest.
+    """Return the closed set of the greatest gain; of several the smallest.
 
     Args:
         gains: of each thing.
@@ -102,7 +102,7 @@ def _find_paths(room: Sequence[dict[int, int]], source: int) -> dict[int, int]:
 
 
 def keep_partial(propagated: PropagatedGraph) -> PropagatedGraph:
-    """The same shardings, but that sums wait where that makes fewer bytes cross.
+    """Return the same shardings, but that sums wait where that makes fewer bytes cross.
 
     The shardings of each operation are recorded as well. A graph that has them already, as from
     the strategy "cost", is returned unchanged.
@@ -164,7 +164,7 @@ class _Waiting:
         self.readers: list[list[tuple[int, int]]] = [[] for _ in self.graph.values]
 
     def answer(self) -> PropagatedGraph:
-        """The graph with what waits, and with what each operation runs with."""
+        """Return the graph with what waits, and with what each operation runs with."""
         self._find_runs()
         self._drop_stopped()
         waiting = self._choose()
@@ -182,7 +182,7 @@ class _Waiting:
         return replace(self.propagated, values=values, runs=tuple(runs))
 
     def _pending_operands(self, number: int) -> list[int]:
-        """The values that an operation reads as contributions if it waits."""
+        """Return the values that an operation reads as contributions if it waits."""
         operands = self.graph.operations[number].operands
         return [operands[place] for place in self.runs[number].places]
 
@@ -202,7 +202,7 @@ class _Waiting:
                     self.pending[value] = spec
 
     def _may_wait(self, value: int, made: ShardingSpec) -> bool:
-        """Whether nothing is asked of a value, and all it needs is to be combined."""
+        """Return whether nothing is asked of a value, and all it needs is to be combined."""
         if value in self.propagated.annotated or value in self.outputs:
             return False
         wanted = self.propagated.values[value]
@@ -212,7 +212,7 @@ class _Waiting:
         return ((),) * ndim if spec is None else self.table.encoded(spec).dims
 
     def _find_run(self, number: int, operation: Operation) -> _PendingRun | None:
-        """How an operation works on contributions of its operands; None if it does not."""
+        """Return how an operation works on contributions of its operands; None if it does not."""
         operator = operators.get(operation.operator)
         if operator is None or not operator.has_rule:
             return None
@@ -292,13 +292,13 @@ class _Waiting:
         )
 
     def _arises(self, value: int) -> bool:
-        """Whether the operation that makes a value makes contributions of whole operands."""
+        """Return whether the operation that makes a value makes contributions of whole operands."""
         maker = self.maker[value]
         place = self.graph.operations[maker].results.index(value)
         return bool(self.placed.results[maker][place].partial_axes)
 
     def _choose(self) -> frozenset[int]:
-        """The operations that wait."""
+        """Return the operations that wait."""
         # 1. Groups: all operations that read a value are in the same group.
         group = {number: number for number in self.runs}
 

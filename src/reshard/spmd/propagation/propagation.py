@@ -232,17 +232,17 @@ def merge_of(strategy: str) -> Strategy:
 
 
 def priorities_of(spec: ShardingSpec | None) -> tuple[int, ...]:
-    """The priorities of a sharding's dimensions."""
+    """Return the priorities of a sharding's dimensions."""
     return () if spec is None else tuple(dim.priority for dim in spec.dim_specs)
 
 
 def levels_of(known: Iterable[ShardingSpec | None]) -> list[int]:
-    """The priorities of any dimension, but for the first, in order."""
+    """Return the priorities of any dimension, but for the first, in order."""
     return sorted({priority for spec in known for priority in priorities_of(spec) if priority})
 
 
 def waiting(sharding: Sharding, priorities: Sequence[int]) -> Sharding:
-    """The sharding without its dimensions of higher priorities, whose axes are reserved."""
+    """Return the sharding without its dimensions of higher priorities, whose axes are reserved."""
     # Reserved axes are entered as replicated, which keeps propagation from using them elsewhere.
     later = [place for place, priority in enumerate(priorities) if priority]
     if not later:
@@ -259,7 +259,7 @@ def waiting(sharding: Sharding, priorities: Sequence[int]) -> Sharding:
 
 
 def joined(now: Sharding, user: Sharding, priorities: Sequence[int], level: int) -> Sharding:
-    """The sharding with those dimensions of the user's that have the priority `level`."""
+    """Return the sharding with those dimensions of the user's that have the priority `level`."""
     joining = [dim for dim, priority in enumerate(priorities) if priority == level]
     freed = {part for dim in joining for part in user.dims[dim]}
     sources = [user if dim in joining else now for dim in range(len(now.dims))]
@@ -298,7 +298,7 @@ def carried(
     shardings: tuple[Sharding | None, ...],
     merge: Strategy,
 ) -> tuple[tuple[int, Sharding], ...]:
-    """The places of an operator's tensors whose shardings change, and the new shardings."""
+    """Return the places of an operator's tensors whose shardings change, and the new shardings."""
     rule = operator.rule
     carriers = carriers_of(rule)
     mappings = rule.tensors
@@ -433,14 +433,14 @@ class _Propagation:
         return self._kinds.setdefault((operation.rule, kind, is_shared), len(self._kinds))
 
     def number(self, sharding: Sharding) -> int:
-        """The number of a sharding."""
+        """Return the number of a sharding."""
         found = self._numbers.setdefault(sharding, len(self.shardings))
         if found == len(self.shardings):
             self.shardings.append(sharding)
         return found
 
     def interned(self, spec: ShardingSpec) -> int:
-        """The number of a user's sharding."""
+        """Return the number of a user's sharding."""
         return self.number(self.table.encoded(spec))
 
     def join(self, place: int, given: int, priorities: Sequence[int], level: int) -> None:
@@ -512,7 +512,7 @@ class _Propagation:
                 self.state[places[tensor]] = new
 
     def answer(self) -> PropagatedGraph:
-        """The graph with the shardings that propagation found."""
+        """Return the graph with the shardings that propagation found."""
         decoded = [
             None if number is None else self.table.decoded(self.shardings[number])
             for number in (self.state[place] for place in range(len(self.graph.values)))

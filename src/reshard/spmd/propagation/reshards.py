@@ -71,7 +71,7 @@ def common_axes(
     sizes: Sequence[int],
     mesh: DeviceMesh,
 ) -> Axes:
-    """The axes that cut each factor while the operator runs.
+    """Return the axes that cut each factor while the operator runs.
 
     Args:
         rule: of the operator.
@@ -148,7 +148,7 @@ def _follow_one(
 
 
 def _shorten(axes: Parts, used: Parts, table: AxisTable) -> Parts:
-    """The longest beginning of `axes` that is apart from `used`; of whole levels."""
+    """Return the longest beginning of `axes` that is apart from `used`; of whole levels."""
     for place, part in enumerate(axes):
         found = without(part, used)
         if found != part:
@@ -158,7 +158,7 @@ def _shorten(axes: Parts, used: Parts, table: AxisTable) -> Parts:
 
 
 def _is_everywhere(rule: OpShardingRule, factor: int) -> bool:
-    """Whether all tensors but scalars have a factor."""
+    """Return whether all tensors but scalars have a factor."""
     return all(any(factor in dim for dim in mapping) for mapping in rule.tensors if mapping)
 
 
@@ -231,7 +231,7 @@ class _Vote:
             self.candidates.append(_Candidate(factor, axes, elements, size_of(axes)))
 
     def axes(self) -> Axes:
-        """The axes that cut each factor."""
+        """Return the axes that cut each factor."""
         found: Axes = [()] * len(self.rule.sizes)
         while True:
             valid = [one for one in self.candidates if not self.needs.get(one.factor)]
@@ -382,7 +382,7 @@ class _Placing:
         self.moved: list[Movement] = []
 
     def spec(self, sharding: Sharding) -> ShardingSpec:
-        """A sharding as users see it: closed, since propagation is over."""
+        """Return a sharding as users see it: closed, since propagation is over."""
         closed = (True,) * len(sharding.dims)
         return self.table.decoded(sharding._replace(is_closed=closed))
 
@@ -452,7 +452,7 @@ class _Placing:
         self.results.append(tuple(made))
 
     def _add_partial(self, operation: Operation, kept: Parts) -> list[Sharding]:
-        """The shardings of an operation's tensors, its operands' contributions combined."""
+        """Return the shardings of an operation's tensors, its operands' contributions combined."""
         operands = [
             _subtract(self.state[value], difference(self.state[value].partial, kept))
             for value in operation.operands
@@ -463,7 +463,7 @@ class _Placing:
         ]
 
     def _choose(self, operation: Operation, shardings: Sequence[Sharding]) -> Axes:
-        """The axes that cut each factor. Axes that overflow a factor cut none."""
+        """Return the axes that cut each factor. Axes that overflow a factor cut none."""
         rule = operation.rule
         carriers = carriers_of(rule)
         factors = [
@@ -505,7 +505,7 @@ class _Placing:
             self.move(value, place, source, target, combined)
 
     def _find_combining(self, operation: Operation, kept: Parts) -> str:
-        """The reduction of the contributions that an operation makes, or carries."""
+        """Return the reduction of the contributions that an operation makes, or carries."""
         carried = [self.state[value] for value in operation.operands] if kept else []
         found = [one.reduction for one in carried if one.partial and one.reduction]
         return found[0] if found else operation.rule.reduction_operator
@@ -558,7 +558,7 @@ def _find_staying(source: Sharding, target: Sharding) -> Parts:
 
 
 def _subtract(sharding: Sharding, combined: Parts) -> Sharding:
-    """A sharding without contributions along some axes."""
+    """Return a sharding without contributions along some axes."""
     left = difference(sharding.partial, combined)
     return sharding._replace(partial=left, reduction=sharding.reduction if left else None)
 
@@ -576,7 +576,7 @@ def ordered(parts: Sequence[Part]) -> Parts:
 
 
 def difference(parts: Parts, other: Parts) -> Parts:
-    """The first parts without the second ones, in the order of the mesh.
+    """Return the first parts without the second ones, in the order of the mesh.
 
     >>> difference(((0, 1, 8, 0),), ((0, 2, 2, 0),))
     ((0, 1, 2, 0), (0, 4, 2, 0))

@@ -1,28 +1,28 @@
 """Alignment: shardings with which each device computes its part of an operator's results.
 
-Each device needs, of every operand, exactly what its part of the results asks for. So each
-factor of the operator's rule is cut one way in all tensors:
+Each device needs exactly those elements of every operand from which its part of the results is
+computed. So each factor of the operator's rule has the same sharding in all tensors:
 
-1. every operand proposes, for each factor of a dimension, the axes that cut it there;
-2. proposals are taken, those of the largest operands first, where the factor is not cut yet, as
-   far as their axes are free; where one goes on from a cut that was taken (`x y` from `x`), so far
-   as its axes are left: the others are resharded;
-3. a factor that the operator needs whole, or whose parts would not meet (a slice's shorter
-   result, a reshape whose parts do not divide), is not cut;
-4. the results are cut as their factors are; axes of reduced factors hold contributions.
+1. every operand proposes, for each factor of a dimension, the axes that shard it there;
+2. proposals are accepted in the order of the operands' sizes, largest first, if the factor is not
+   sharded yet, as far as their axes are free. A proposal that extends an accepted sharding (`x y`
+   extends `x`) is accepted as far as its axes are free. The other operands are resharded;
+3. a factor is not sharded if the operator needs it whole, or if its parts would not correspond (a
+   slice's shorter result, a reshape whose parts do not divide);
+4. the results are sharded like their factors; axes of reduced factors hold contributions.
 
     add   i:x, -   +   i:y, -            the second operand moves, the result is i:x
     dot   k:x      .   -                 the second is sliced in place, the result is a sum over x
 
-An axis that cuts a factor of results in one operand, and a reduced one in another, cuts the
-results. The operator runs so, or sums over the axis and reduce-scatters what it makes, whichever
-moves fewer elements (`aligned_by_bytes`):
+If an axis shards a factor of the results in one operand, and a reduced factor in another, it shards
+the results. Either the operator runs with that sharding, or it sums over the axis and its result is
+reduce-scattered, whichever moves fewer elements (`aligned_by_bytes`):
 
     matmul   i:x, k    k:x, j            the result is i:x, -
 
-A dimension of one factor takes any cut along with it, uneven or strided. A dimension of several,
-`[ij]`, is cut from the major one on, in parts that divide it: an axis of 4 over `i=2, j=6` is
-halves of both.
+A dimension of a single factor passes any sharding on, uneven or strided. A dimension of several
+factors, `[ij]`, is sharded from the major factor on, in parts that divide it: an axis of 4 over
+`i=2, j=6` splits both in halves.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ Cuts = dict[int, DimSpec]
 
 
 class Alignment(NamedTuple):
-    """The shardings of an operator's tensors.
+    """A record of the shardings of an operator's tensors.
 
     Args:
-        operands: with which it runs.
-        made: of the results, as it makes them.
-        results: of the results, as what follows finds them.
+        operands: of the operands with which it runs.
+        made: of the results as the operator makes them.
+        results: of the results after a reduce-scatter, if there is one.
     """
 
     operands: Specs
@@ -66,13 +66,14 @@ def aligned_by_bytes(
     whole: tuple[int, ...] = (),
     leading: tuple[int, ...] = (),
 ) -> Alignment:
-    """Return the shardings of an operator's tensors by which the fewest elements move.
+    """Return the shardings of an operator's tensors that move the fewest elements.
 
-    The results' shardings do not depend on that: factors of results are cut before reduced ones.
+    The results' shardings do not depend on that, because factors of results are sharded before
+    reduced factors.
 
     Args:
         rule, operands, operand_shapes, result_shapes, whole: as of `aligned`.
-        leading: factors of results that are cut before the others.
+        leading: factors of results that are sharded before the others.
 
     >>> from reshard import DeviceMesh, spec
     >>> rule = OpShardingRule.parse("([i, k], [k, j]) -> ([i, j]) {i=8, j=16, k=64} reduction={k}")
@@ -84,7 +85,7 @@ def aligned_by_bytes(
     of_results = tuple({f: None for mapping in rule.results for dim in mapping for f in dim})
     reduced = tuple(factor for factor in rule.reduction if factor not in of_results)
     orders: list[tuple[tuple[int, ...], ...]] = [(leading, of_results), (), (reduced,)]
-    # Nobody disagrees.
+    # All operands agree.
     if not (reduced or leading) or sum(map(_is_cut, operands)) < 2:
         orders = [()]
     ways = dict.fromkeys(
@@ -125,9 +126,9 @@ def aligned(
         rule: of the operator.
         operands: shardings without partial axes, over one mesh.
         operand_shapes, result_shapes: of the tensors, which may differ from the factors' sizes.
-        whole: factors that are not to be cut.
-        order: groups of factors that are cut before those of later groups, and before all others,
-            however large the operands are.
+        whole: factors that must not be sharded.
+        order: groups of factors; each group is sharded before later groups, and before all other
+            factors, regardless of the operands' sizes.
 
     >>> from reshard import DeviceMesh, spec
     >>> rule = OpShardingRule.parse("([i, k], [k, j]) -> ([i, j]) {i=4, k=8, j=16} reduction={k}")
@@ -141,7 +142,7 @@ def aligned(
     mesh = operands[0].mesh
     blocked = {*whole, *_whole_factors(rule, (*operand_shapes, *result_shapes))}
     cuts = _choose(rule, operands, operand_shapes, blocked, order)
-    # Shardings that are there already are reused: making one takes longer than all else here.
+    # Existing shardings are reused: creating a sharding takes longer than everything else here.
     known = {
         spec.dim_specs: spec
         for spec in operands
@@ -190,8 +191,8 @@ def _choose(
         for dim, factors in zip(spec.dim_specs, mapping, strict=True):
             if not dim.levels:
                 continue
-            # Factors that stay whole are not asked: a cut may be bound to the dimension's length,
-            # which is not that of a factor of several tensors' (a concatenation's).
+            # Factors that stay whole are not read: a sharding may depend on the dimension's length,
+            # which may differ from the factor's length (for instance in a concatenation).
             if blocked.issuperset(factors):
                 continue
             for factor, cut in _propose(rule, mesh, dim, factors, compound).items():
@@ -210,8 +211,8 @@ def _choose(
         if factor not in cuts and free is not None:
             cuts[factor] = free
             used += free.axes
-    # Cuts are made longer only when each factor has had its choice: an axis that makes one longer
-    # is not taken from a factor that would have none.
+    # Shardings are extended only after each factor has had its choice, so that an extending axis
+    # is not taken from a factor that would have no axis otherwise.
     for _, _, factor, cut in proposals:
         taken = cuts.get(factor)
         longer = None if taken is None else _continue(taken, cut, used)
@@ -228,8 +229,8 @@ def _choose(
 
 
 def _free_prefix(cut: DimSpec, used: Sequence[Axis]) -> DimSpec | None:
-    """The cut, or what is left of it before the first axis in use; None where that is nothing."""
-    # A beginning of a plain cut is a cut as well; of a level with a rule of its own it is not.
+    """Return a sharding up to its first axis that is in use, or None if nothing is left."""
+    # A prefix of a plain sharding is a sharding; a prefix of a level with a special rule is not.
     taken = [any(_meet(axis, other) for other in used) for axis in cut.axes]
     if not any(taken):
         return cut
@@ -238,7 +239,7 @@ def _free_prefix(cut: DimSpec, used: Sequence[Axis]) -> DimSpec | None:
 
 
 def _continue(taken: DimSpec, cut: DimSpec, used: Sequence[Axis]) -> DimSpec | None:
-    """A cut that goes on from one that was taken, as far as axes are free; None where it cannot."""
+    """Extend an accepted sharding as far as axes are free; return None if it cannot be extended."""
     count = len(taken.axes)
     if count >= len(cut.axes) or cut.axes[:count] != taken.axes:
         return None
@@ -249,28 +250,28 @@ def _continue(taken: DimSpec, cut: DimSpec, used: Sequence[Axis]) -> DimSpec | N
 
 
 def _is_flat(cut: DimSpec) -> bool:
-    """Return whether it is the plain cut over all its axes at once."""
+    """Return whether a sharding is plain, over all its axes at once."""
     return len(cut.levels) == 1 and cut.levels[0].rule.is_default
 
 
 def _meet(one: Axis, other: Axis) -> bool:
-    """Whether two axes share devices' coordinates, or cut one axis in ways that do not fit."""
+    """Return whether two axes overlap, or split an axis in ways that do not fit."""
     if one.name != other.name:
         return False
     if one.size is None or other.size is None:
         return True
-    # Sub-axes of one split are disjoint where the lower one ends at, or before, the higher one.
+    # Sub-axes of the same axis are disjoint if the lower ends at or before the start of the higher.
     low, high = sorted((one, other), key=lambda axis: axis.pre)
     return high.pre % (low.pre * (low.size or 1)) != 0
 
 
 def _collect_compound(rule: OpShardingRule) -> set[int]:
-    """Factors that share a dimension with others in some tensor."""
+    """Return the factors that share a dimension with other factors in any tensor."""
     return {factor for mapping in rule.tensors for dim in mapping if len(dim) > 1 for factor in dim}
 
 
 def _whole_factors(rule: OpShardingRule, shapes: Sequence[Shape]) -> set[int]:
-    """Factors that every device needs whole."""
+    """Return the factors that every device needs whole."""
     found = {*rule.need_replication, *rule.permutation, *rule.blocked}
     for mapping, shape in zip(rule.tensors, shapes, strict=True):
         for factors, size in zip(mapping, shape, strict=True):
@@ -293,7 +294,7 @@ def _propose(
         return {}
     if len(factors) == 1 and factors[0] not in compound:
         return {factors[0]: DimSpec(dim.levels)} if _is_exact(dim, mesh, rule, factors[0]) else {}
-    # A level with a rule of its own cannot be split among factors.
+    # A level with a special rule cannot be split among factors.
     if any(not level.rule.is_default for level in dim.levels):
         return {}
     found: Cuts = {}
@@ -306,7 +307,7 @@ def _propose(
             if left % size == 0:
                 taken.append(waiting.pop(0))
                 left //= size
-            # The axis is larger than what is left of this factor: the rest of it cuts the next one.
+            # The axis is larger than the rest of this factor: its remainder shards the next factor.
             elif size % left == 0 and left > 1:
                 taken.append(Axis(axis.name, axis.pre, left))
                 waiting[0] = Axis(axis.name, axis.pre * left, size // left)
@@ -315,14 +316,14 @@ def _propose(
                 waiting = []
         if taken:
             found[factor] = DimSpec(taken)
-        # A more minor factor may only be cut where this one is cut to single indices.
+        # A more minor factor may be sharded only if this factor is split into single indices.
         if left > 1:
             break
     return found
 
 
 def _is_exact(dim: DimSpec, mesh: DeviceMesh, rule: OpShardingRule, factor: int) -> bool:
-    """Return whether each index is in one part only, and every position of a part is an index."""
+    """Return whether each index is in exactly one part, and parts have no padding."""
     if all(level.rule.is_default for level in dim.levels):
         return True
     size = rule.sizes[factor]
@@ -332,11 +333,11 @@ def _is_exact(dim: DimSpec, mesh: DeviceMesh, rule: OpShardingRule, factor: int)
 
 
 def _without_major(rule: OpShardingRule, mesh: DeviceMesh, cuts: Cuts) -> list[int]:
-    """Cut factors of a dimension in which a more major one is not cut to single indices."""
+    """Return sharded factors after a more major factor that is not split into single indices."""
     found = []
     for mapping in rule.tensors:
         for dim in mapping:
-            # Whether all more major factors of the dimension are cut to single indices.
+            # Whether all more major factors of the dimension are split into single indices.
             is_whole = True
             for factor in dim:
                 if factor in cuts and not is_whole:

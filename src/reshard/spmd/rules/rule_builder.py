@@ -1,16 +1,16 @@
-"""Rule builder: constructs a rule, one factor at a time.
+"""Rule builder: constructs a rule factor by factor.
 
-A factor is added by the dimension it has in each operand and in each result, where it has one.
+A factor is added by naming its dimension in each operand and each result, or None if it has none.
 A dimension with several factors has the product of their sizes, major to minor. A dimension
-without any gets a factor of its own when the rule is built:
+without factors gets a new factor when the rule is built:
 
 1. A dimension of an operand without a factor: the operator needs it whole.
 2. A dimension of a result without a factor: each device computes its part of it.
 3. A factor of operands alone that is not reduced: the operator needs it whole.
 
 Factors are numbered in the order in which they are added, which decides ties of propagation;
-those of step 1 and 2 come last. (Shardy's rules leave step 3 out: a cut of such a factor then is
-for its partitioner to undo.)
+the factors of steps 1 and 2 come last. (Shardy's rules omit step 3, and leave it to its partitioner
+to undo a sharding of such a factor.)
 
 Axes and shapes are read here as operators read them: counted from the start, and broadcast.
 """
@@ -40,15 +40,15 @@ class Inferred(NamedTuple):
     rule: OpShardingRule
     result_shapes: tuple[Shape, ...]
     adjusted: tuple[int, ...] = ()
-    """Factors along which a part has to know where it lies: rows of a table that a part does not
-    have give zero, the diagonal of a part is elsewhere. Without a function that minds this on each
-    part, they are whole as those of `need_replication` are."""
+    """Factors along which a part has to know its offset: for instance, rows of a table that a part
+    does not have give zero, and the diagonal of a part is shifted. If the local function does not
+    account for the offset, these factors stay whole, like those of `need_replication`."""
     leading: tuple[int, ...] = ()
-    """Factors whose cuts come before those of larger operands: of what is looked up, where."""
+    """Factors whose shardings take precedence over those of larger operands: indices of lookups."""
 
 
 class RuleBuilder:
-    """Collects the factors of an operator with tensors of these shapes.
+    """A builder that collects the factors of an operator with tensors of these shapes.
 
     >>> builder = RuleBuilder([(4, 8), (8, 16)], [(4, 16)])
     >>> builder.factor([0, None], [0])
@@ -80,16 +80,16 @@ class RuleBuilder:
         adjusted: bool = False,
         leading: bool = False,
     ) -> None:
-        """Adds a factor.
+        """Add a factor.
 
         Args:
-            operands: its dimension in each operand, None where it has none; may end early.
-            results: the same of the results.
-            size: that of the first dimension named when not given.
-            kind: what a cut of it costs the operator.
+            operands: its dimension in each operand, or None if it has none; may end early.
+            results: its dimension in each result.
+            size: the size of the factor; of the first named dimension when not given.
+            kind: the cost of sharding it.
             blocked: whether nothing propagates along it.
-            adjusted: whether a part has to know where it lies along it.
-            leading: whether its cut comes before those of larger operands.
+            adjusted: whether a part has to know its offset along it.
+            leading: whether its sharding takes precedence over those of larger operands.
         """
         index = len(self._sizes)
         found: int | None = size
@@ -112,7 +112,7 @@ class RuleBuilder:
 
     def build(self, reduction_operator: str = "sum") -> Inferred:
         """Return the rule, and the shapes of the results."""
-        # Steps 1 and 2 of the module: dimensions without a factor get one of their own.
+        # Steps 1 and 2 of the module: dimensions without a factor get a new factor.
         for tensor, operand in enumerate(self._operand_dims):
             for dim, factors in enumerate(operand):
                 if not factors:
@@ -145,7 +145,7 @@ class RuleBuilder:
 
 
 def replicated_rule(operands: Iterable[Shape], results: Iterable[Shape] = ()) -> OpShardingRule:
-    """The rule of an operator about which nothing is known: every device needs and gives all.
+    """Return the rule of an unknown operator: every device needs and computes everything.
 
     >>> print(replicated_rule([(4,), (2,)], [(8,)]))
     ([i], [j]) -> ([k]) {i=4, j=2, k=8} need_replication={i, j, k}
@@ -173,7 +173,7 @@ def axis_of(rank: int, axis: int) -> int:
 
 
 def axes_of(rank: int, axis: Axes) -> tuple[int, ...]:
-    """Axes counted from the start, in rising order; None means all.
+    """Return axes counted from the start, in ascending order; None means all.
 
     >>> axes_of(3, None), axes_of(3, (-1, 0)), axes_of(3, 1)
     ((0, 1, 2), (0, 2), (1,))
@@ -190,7 +190,7 @@ def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
     (8, 4)
     """
     found: list[int] = []
-    # From the last dimension to the first, where shapes are lined up.
+    # From the last dimension to the first, because shapes are aligned at the end.
     for back in range(1, max((len(shape) for shape in shapes), default=0) + 1):
         sizes = {shape[-back] for shape in shapes if len(shape) >= back}
         if len(sizes - {1}) > 1:
@@ -209,7 +209,7 @@ def one_operand(name: str, shapes: Sequence[Shape]) -> Shape:
 
 
 def counted(name: str, shapes: Sequence[Shape], count: int) -> None:
-    """Refuses another number of operands."""
+    """Raise SpecError for another number of operands."""
     if len(shapes) != count:
         raise SpecError(f"{len(shapes)} operands for {name}; {count} were expected")
 
@@ -252,14 +252,14 @@ def kept(
 def broadcast_factors(
     builder: RuleBuilder, result: Shape, *, operands: Sequence[int], skip: int = 0
 ) -> None:
-    """Adds the factors of operands that broadcast to the result's leading dimensions.
+    """Add the factors of operands that broadcast to the result's leading dimensions.
 
-    The last `skip` dimensions of each operand take no part. An operand's dimension of size 1 that
-    becomes larger is a factor of its own, ahead of the result's.
+    The last `skip` dimensions of each operand are ignored. An operand's dimension of size 1 that is
+    expanded gets a separate factor, before the result's factor.
     """
     for dim, size in enumerate(result):
         back = len(result) - dim + skip
-        # The tensors that have the result's factor; those with a 1 there get a factor of their own.
+        # The tensors that have the result's factor; tensors of size 1 there get a separate factor.
         found: list[int | None] = [None] * len(builder.operands)
         for tensor in operands:
             shape = builder.operands[tensor]
@@ -273,7 +273,7 @@ def broadcast_factors(
 
 
 def elementwise_rule(shapes: Sequence[Shape], **_: Any) -> Inferred:
-    """Operands that broadcast to the result.
+    """Infer operands that broadcast to the result.
 
     >>> print(elementwise_rule([(4, 8), (8,)]).rule)
     ([i, j], [j]) -> ([i, j]) {i=4, j=8}

@@ -6,13 +6,13 @@ dimension, major to minor. A matrix product, and a reshape that merges two dimen
     ([i, k], [k, j]) -> ([i, j]) {i=4, k=8, j=16} reduction={k}
     ([i, j]) -> ([ij]) {i=2, j=4}
 
-A factor that is cut over mesh axes may be cut so in every dimension it is in. What it costs the
-operator depends on the factor's kind:
+A factor that is sharded over mesh axes can have that sharding in every dimension it is in. The cost
+for the operator depends on the factor's kind:
 
     pass-through      nothing: each device computes its part of the results
     reduction         a result that lacks it has a contribution on each device, to be combined
     need_replication  the operator needs all of it on each device
-    permutation       the cut carries over, but elements move between devices
+    permutation       the sharding carries over, but elements move between devices
     blocked           shardings do not propagate along it
 
 The notions are Shardy's (OpenXLA, `sdy.op_sharding_rule`).
@@ -40,7 +40,7 @@ _LETTERS = "ijklmnopqrstuvwxyz"
 
 
 def factor_names(count: int) -> tuple[str, ...]:
-    """Return the names of factors that were given none: i to z, then z_1, z_2 and so on.
+    """Return default names of factors: i to z, then z_1, z_2 and so on.
 
     >>> factor_names(3)
     ('i', 'j', 'k')
@@ -65,8 +65,8 @@ class OpShardingRule(Interned):
         names: of the factors, by index; i, j, k and so on when not given.
 
     Raises:
-        SpecError: a factor that is not there, is in no tensor or twice in one, a reduction factor
-            in all results, a negative size, two kinds for one factor.
+        SpecError: an index without a factor, a factor in no tensor or twice in a tensor, a
+            reduction factor in all results, a negative size, two kinds for a factor.
 
     >>> rule = OpShardingRule([[[0], [2]], [[2], [1]]], [[[0], [1]]], [4, 16, 8], reduction=[2])
     >>> print(rule)
@@ -117,7 +117,7 @@ class OpShardingRule(Interned):
                 raise SpecError(f"factor name {name!r} must be a letter, or such as z_1")
             if size < 0:
                 raise SpecError(f"factor {name} has size {size}; 0 or more was expected")
-        # Factors of each tensor: known, once in it, and each in some tensor.
+        # Check the factors of each tensor: known, not repeated, and each in some tensor.
         used: set[int] = set()
         for mapping in (*self.operands, *self.results):
             factors = [factor for dim in mapping for factor in dim]
@@ -133,7 +133,7 @@ class OpShardingRule(Interned):
             if factor not in used:
                 raise SpecError(f"factor {name} is in no tensor; leave it out")
         seen: dict[int, str] = {}
-        # The first three kinds exclude one another; "blocked" may go with any of them.
+        # The first three kinds are mutually exclusive; "blocked" may be combined with any of them.
         for kind in _KINDS[:3]:
             for factor in getattr(self, kind):
                 self._check_known(factor)
@@ -154,7 +154,7 @@ class OpShardingRule(Interned):
 
     @cached_property
     def contributed(self) -> tuple[tuple[int, ...], ...]:
-        """For each result the factors along which devices have contributions to it.
+        """For each result, the factors along which devices have contributions to it.
 
         >>> rule = OpShardingRule.parse("([i, j]) -> ([i], [j]) {i=4, j=8} reduction={i, j}")
         >>> rule.contributed
@@ -181,7 +181,7 @@ class OpShardingRule(Interned):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The text has all of a rule, and parsing interns it in the process that unpickles.
+        # The text is complete, and parsing it interns the rule when it is unpickled.
         return (OpShardingRule.parse, (str(self),))
 
     @property
@@ -221,7 +221,7 @@ class OpShardingRule(Interned):
         """
         if not isinstance(text, str):
             raise NotationError(f"{text!r} is no text of a sharding rule; give a str")
-        # 1. The parts of the text: operands, results, sizes, and the kinds behind them.
+        # 1. The parts of the text: operands, results, sizes, and then the kinds.
         found = re.fullmatch(
             r"\s*\((?P<operands>[^()]*)\)\s*->\s*\((?P<results>[^()]*)\)"
             r"\s*\{(?P<sizes>[^{}]*)\}(?P<kinds>(?:\s*\w+\s*=\s*\{[^{}]*\})*)\s*",

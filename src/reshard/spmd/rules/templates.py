@@ -34,7 +34,7 @@ class Template:
         reduction: factors over which contributions are combined.
         need_replication: factors that each device needs whole.
         reduction_operator: how contributions combine.
-        repeats: whether the one operand stands for any number of them.
+        repeats: whether the single operand stands for any number of operands.
         permutation: factors whose elements move between devices.
         blocked: factors along which nothing propagates.
 
@@ -56,12 +56,12 @@ class Template:
     def parse(cls, text: str) -> Template:
         """Parse the text of a rule, without sizes or with some of them.
 
-        Factors are numbered as the results name them, then as the operands do. `...` behind the
-        one operand stands for any number of such.
+        Factors are numbered as the results name them, then as the operands do. `...` after a single
+        operand stands for any number of such operands.
 
         Raises:
             NotationError: a text that is not a rule.
-            SpecError: a rule that cannot be; a size that no operand's shape would tell.
+            SpecError: an invalid rule, or a size that no operand's shape determines.
 
         >>> Template.parse("([i, k], [k, j]) -> ([i, j]) reduction={k}") == matmul_template(0)
         True
@@ -70,7 +70,7 @@ class Template:
         """
         if not isinstance(text, str):
             raise NotationError(f"{text!r} is no text of a sharding rule; give a str")
-        # 1. The sizes that are said; as a rule's text all have one.
+        # 1. The sizes in the text; the text of a rule needs a size for every factor.
         found = re.fullmatch(
             r"\s*(?P<operands>\([^()]*\))\s*->\s*(?P<results>\([^()]*\))"
             r"\s*(?:\{(?P<sizes>[^{}]*)\})?(?P<kinds>(?:\s*\w+\s*=\s*\{[^{}]*\})*)\s*",
@@ -83,14 +83,14 @@ class Template:
             )
         operands, repeated = re.subn(r"\]\s*,\s*\.\.\.\s*\)", "])", found["operands"])
         said = {item.partition("=")[0].strip() for item in (found["sizes"] or "").split(",")}
-        # 2. The others stand in the order of the module's templates, with a size in their place.
+        # 2. The other factors follow in the order of the module's templates, with a dummy size.
         names = dict.fromkeys(re.findall(FACTOR_NAME, found["results"] + operands))
         others = ", ".join(f"{name}=1" for name in names if name not in said)
         sizes = ", ".join(one for one in (others, (found["sizes"] or "").strip()) if one)
         rule = OpShardingRule.parse(f"{operands} -> {found['results']} {{{sizes}}}{found['kinds']}")
         if repeated and len(rule.operands) != 1:
             raise NotationError(f"{text!r}: ... stands behind one operand; write it as ([i], ...)")
-        # 3. A size is an operand's, or said.
+        # 3. Every size is given by an operand's shape or by the text.
         told = {dim[0] for mapping in rule.operands for dim in mapping if len(dim) == 1}
         for factor, name in enumerate(rule.names):
             if factor not in told and name not in said:
@@ -122,7 +122,7 @@ class Template:
         >>> print(elementwise_template(1).rule((4,), (4,), (4,)))
         ([i], [i], [i]) -> ([i]) {i=4}
         """
-        # The one operand of a template that repeats stands for each of those given.
+        # The single operand of a template that repeats stands for each of the given operands.
         operands = self.operands * len(shapes) if self.repeats else self.operands
         if len(shapes) != len(operands) or not shapes:
             raise SpecError(
@@ -139,8 +139,8 @@ class Template:
                     f"{len(mapping)} dimensions; give a size for each"
                 )
             for dim, factors in enumerate(mapping):
-                # Only a dimension of one factor determines that factor's size. Templates with
-                # dimensions of several, as of reshapes, are made with their sizes.
+                # Only a dimension of a single factor determines the factor's size. Templates with
+                # dimensions of several factors, such as reshapes, are created with their sizes.
                 if len(factors) == 1 and sizes[factors[0]] is None:
                     sizes[factors[0]] = shape[dim]
                 expected = math.prod(sizes[factor] or 0 for factor in factors)
@@ -194,13 +194,13 @@ def _as_plain(factors: Iterable[int]) -> Mapping:
 
 
 def _check_count(count: object, said: str) -> None:
-    # A bool is an int to Python, and no count of dimensions.
+    # A bool is an int in Python, but it is not a number of dimensions.
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise SpecError(f"{said}; a whole number, 0 or more, was expected")
 
 
 def _check_whole_numbers(values: object, what: str) -> tuple[int, ...]:
-    """Sizes or axes as a tuple. Raises SpecError for what has none."""
+    """Return sizes or axes as a tuple. Raises SpecError for other values."""
     is_iterable = isinstance(values, Iterable) and not isinstance(values, str)
     found = tuple(values) if is_iterable and isinstance(values, Iterable) else (None,)
     if not all(hasattr(one, "__index__") for one in found):
@@ -227,7 +227,7 @@ def matmul_template(batch_dims: int = 0) -> Template:
 
 
 def elementwise_template(rank: int) -> Template:
-    """Any number of operands of one shape, and a result of that shape.
+    """Return a template for any number of operands of equal shape, and a result of that shape.
 
     >>> print(elementwise_template(2).rule((4, 8), (4, 8)))
     ([i, j], [i, j]) -> ([i, j]) {i=4, j=8}
@@ -324,8 +324,8 @@ def broadcast_with_shapes_template(in_shape: Sequence[int], out_shape: Sequence[
 def reshape_template(in_shape: Sequence[int], out_shape: Sequence[int]) -> Template:
     """A reshape: dimensions that split or merge have several factors, those in common shared.
 
-    A factor of the operand alone has to be whole on each device, and so has one of the result
-    alone, unless its size is 1: neither can be cut where the other side is not.
+    A factor that only the operand or only the result has must be whole on each device, unless its
+    size is 1: it cannot be sharded on one side only.
 
     >>> print(reshape_template((8,), (2, 4)).rule((8,)))
     ([ij]) -> ([i, j]) {i=2, j=4}
@@ -369,10 +369,10 @@ def einsum_template(text: str) -> Template:
 
 
 def dimensions(rank: int, dims: Iterable[int]) -> tuple[int, ...]:
-    """Dimensions counted from the start, in rising order.
+    """Return dimensions counted from the start, in ascending order.
 
     Raises:
-        SpecError: a dimension that is not there, or named twice.
+        SpecError: a dimension that does not exist, or is named twice.
 
     >>> dimensions(3, [-1, 0])
     (0, 2)
@@ -393,8 +393,8 @@ def reshape_factors(
 ) -> tuple[Mapping, Mapping, tuple[int, ...]]:
     """Return the factors of the operand's dimensions, of the result's, and the factors' sizes.
 
-    A reshape of nothing (a size 0) has no digits to compare: leading and trailing dimensions that
-    are equal share their factor there, and the rest have none in common.
+    The factors of an empty array (a size 0) cannot be compared: equal leading and trailing
+    dimensions share their factors, and the other dimensions have no common factors.
 
     Raises:
         SpecError: shapes of different numbers of elements, or sizes below 0.
@@ -417,7 +417,7 @@ def reshape_factors(
 
 
 class _Digits:
-    """The factors taken so far, and what is left of both sides."""
+    """A record of the factors found so far, and of the remaining sizes of both sides."""
 
     def __init__(self, *shapes: tuple[int, ...]) -> None:
         self.shapes = shapes
@@ -439,7 +439,7 @@ class _Digits:
         self.sizes.append(size)
 
     def skip_ones(self) -> bool:
-        """Passes dimensions that have nothing left; whether any dimension is not yet done."""
+        """Skip dimensions that are used up; return whether any dimension remains."""
         for side, shape in enumerate(self.shapes):
             while self.place[side] < len(shape) and self.left[side][self.place[side]] == 1:
                 if shape[self.place[side]] == 1:
@@ -448,7 +448,7 @@ class _Digits:
         return any(self.place[side] < len(shape) for side, shape in enumerate(self.shapes))
 
     def step(self) -> None:
-        # What each side has left of its dimension; 1 beyond the last one.
+        # The remaining size of each side's dimension; 1 after the last dimension.
         here = [
             left[place] if place < len(left) else 1
             for left, place in zip(self.left, self.place, strict=True)
@@ -462,7 +462,7 @@ class _Digits:
                 self.take([0], here[0])
                 self.take([1], here[1])
             return
-        # Step 3: the side at the larger stride steps until both are at one place again.
+        # Step 3: the side at the larger stride advances until both are at the same position again.
         ahead = 0 if self.strides[0] > self.strides[1] else 1
         ratio, rest = divmod(self.strides[ahead], self.strides[1 - ahead])
         size = here[ahead]
@@ -478,7 +478,7 @@ def _factor_nothing(
     in_shape: tuple[int, ...], out_shape: tuple[int, ...]
 ) -> tuple[Mapping, Mapping, tuple[int, ...]]:
     least = min(len(in_shape), len(out_shape))
-    # Equal dimensions at either end share a factor; those between have one on each side.
+    # Equal dimensions at either end share a factor; the others get a factor on each side.
     head = 0
     while head < least and in_shape[head] == out_shape[head]:
         head += 1

@@ -41,7 +41,7 @@ class AbstractLibrary(Library):
     """NumPy, which also knows the element types of abstract shards."""
 
     def dtype_of(self, array: Any) -> DType:
-        """The element type of an array or an abstract shard."""
+        """Return the element type of an array or an abstract shard."""
         return array.dtype if isinstance(array, AbstractShard) else super().dtype_of(array)
 
     def filled(self, shape: Sequence[int], value: Any, beside: Any) -> Any:
@@ -75,12 +75,12 @@ class AbstractRunner(Runner):
         return self._computing
 
     def array(self, kind: ArrayType, wrap: type[Any]) -> Any:
-        """An array of a type, of the class `wrap`."""
+        """Return an array of a type, of the class `wrap`."""
         ranks = self.ranks(None if kind.spec is None else kind.spec.mesh)
         return wrap.of_shards(kind, self._shards(kind, ranks), self)
 
     def functions(self, operator: Operator, work: LocalWork) -> list[Function]:
-        """The functions that make the results' abstract shards on each rank.
+        """Return the functions that make the results' abstract shards on each rank.
 
         Raises UsageError for an operator without a rule for its results' shapes.
         """
@@ -139,7 +139,7 @@ class AbstractRunner(Runner):
         return tuple(AbstractShard(shapes.get(rank, ()), kind.dtype) for rank in ranks)
 
     def dense(self, source: ArrayType, shards: Shards) -> Any:
-        """The elements of a constant. Raises UsageError for an array that has none."""
+        """Return the elements of a constant. Raises UsageError for an array that has none."""
         if source.spec is None and not isinstance(shards[0], AbstractShard):
             return shards[0]
         raise UsageError(

@@ -16,7 +16,7 @@ from reshard.spmd.tracing.table import reason_of
 
 
 def trace_document(trace: TraceRecord) -> str:
-    """The document.
+    """Return the document.
 
     >>> import json
     >>> from reshard import DeviceMesh, spec
@@ -56,7 +56,7 @@ def _write_mesh(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def _write_array(kind: ArrayType | None) -> dict[str, Any]:
-    """A number has no shape."""
+    """Return the document of an array; empty for a number."""
     if kind is None:
         return {}
     sharding = None if kind.spec is None else str(kind.spec)

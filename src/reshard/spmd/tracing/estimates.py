@@ -178,7 +178,7 @@ Shape = tuple[int, ...]
 def with_compute(
     operations: Sequence[TracedOperation], ranks: Ranks, device: Device
 ) -> tuple[TracedOperation, ...]:
-    """The operations with the seconds that each rank computes at each.
+    """Return the operations with the seconds that each rank computes at each.
 
     Args:
         operations: of the function.
@@ -255,7 +255,7 @@ def local_sizes(rule: OpShardingRule, shapes: Sequence[Shape]) -> tuple[int, ...
 
 @lru_cache(maxsize=4096)
 def shapes_of(kind: ArrayType, ranks: Ranks) -> tuple[Shape, ...]:
-    """The shape of an array's shard on each rank; of nothing where there is none.
+    """Return the shape of an array's shard on each rank; of nothing where there is none.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.dtypes import dtype
@@ -288,7 +288,7 @@ def with_memory(
     ranks: Ranks,
     donated: Iterable[int] = (),
 ) -> tuple[TracedOperation, ...]:
-    """The operations with the memory that is live at each.
+    """Return the operations with the memory that is live at each.
 
     Args:
         graph: of the function.
@@ -421,7 +421,7 @@ def held_bytes(kinds: Iterable[ArrayType | None], ranks: Ranks) -> tuple[int, ..
 
 
 def _count_around(one: TracedOperation, ranks: Ranks) -> tuple[IntArray, list[IntArray]]:
-    """The most that an operation holds beyond what is live, and what each result then is."""
+    """Return the most that an operation holds beyond what is live, and what each result then is."""
     # `extra` grows with every array that stays until the operation is done; `most` is its peak.
     most = extra = np.zeros(len(ranks), dtype=np.int64)
     for reshard in one.before:
@@ -463,7 +463,7 @@ def _count_elements(layout: Layout, ranks: Ranks) -> IntArray:
 
 
 def extra_bytes_of(reshard: InsertedReshard, ranks: Ranks) -> tuple[int, ...]:
-    """The bytes that a movement needs on each rank beyond its source and target."""
+    """Return the bytes that a movement needs on each rank beyond its source and target."""
     return tuple(_count_extra_bytes(reshard, ranks).tolist())
 
 

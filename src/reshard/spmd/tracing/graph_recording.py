@@ -40,7 +40,7 @@ from reshard.spmd.tracing.abstract_runner import AbstractRunner
 def abstract(
     shape: Iterable[int], dtype: object = "float32", spec: ShardingSpec | None = None
 ) -> ArrayType:
-    """An array without elements, for `trace`: a shape, an element type and a sharding.
+    """Return an array without elements, for `trace`: a shape, an element type and a sharding.
 
     Raises:
         UsageError: an unknown element type; an invalid shape or sharding.

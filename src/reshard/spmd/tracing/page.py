@@ -51,7 +51,7 @@ MOST_KINDS = 32
 
 
 def trace_page(trace: TraceRecord, title: str = "") -> str:
-    """The page.
+    """Return the page.
 
     Args:
         trace: of a function.
@@ -241,7 +241,7 @@ def _draw_ranks(trace: TraceRecord) -> list[str]:
 
 
 def _draw_reshards(trace: TraceRecord) -> list[str]:
-    """The reshards that move most, drawn; equal ones once."""
+    """Return the reshards that move most, drawn; equal ones once."""
     count: Counter[tuple[ArrayType, ShardingSpec]] = Counter()
     found: dict[tuple[ArrayType, ShardingSpec], tuple[TracedOperation, InsertedReshard]] = {}
     for one in trace.operations:

@@ -40,7 +40,7 @@ HEADERS = ("value", "operation", "array", "sharding", "inserted", "moves", "live
 
 
 def trace_table(trace: TraceRecord) -> str:
-    """The lines of the table and its summary, without a last line break."""
+    """Return the lines of the table and its summary, without a last line break."""
     headers = [*HEADERS, *time_headers(trace)]
     numbers = number_texts(trace)
     rows = [
@@ -93,7 +93,7 @@ def time_texts(trace: TraceRecord, one: TracedOperation) -> list[str]:
 
 
 def number_texts(trace: TraceRecord) -> dict[int, str]:
-    """The numbers that a function brings along, by their values."""
+    """Return the numbers that a function brings along, by their values."""
     inputs = zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
     return {number: name for number, name, kind in inputs if kind is None}
 
@@ -104,7 +104,7 @@ def sharding_text(kind: ArrayType | None) -> str:
 
 
 def call_text(operation: Operation, numbers: Mapping[int, str]) -> str:
-    """An operator, its operands and its attributes. Numbers stand for themselves.
+    """Return an operator, its operands and its attributes. Numbers stand for themselves.
 
     >>> from reshard.spmd.graph import Graph
     >>> text = '''%0: float32[4]
@@ -124,19 +124,19 @@ def call_text(operation: Operation, numbers: Mapping[int, str]) -> str:
 
 
 def inserted_text(one: TracedOperation) -> str:
-    """The collectives around an operation, and which values they reshard."""
+    """Return the collectives around an operation, and which values they reshard."""
     words = [str(reshard) for reshard in one.before]
     words += [f"then {' '.join(map(str, reshard.program.steps))}" for reshard in one.after]
     return "; ".join(words) or "-"
 
 
 def live_text(one: TracedOperation) -> str:
-    """The memory of the rank that holds most."""
+    """Return the memory of the rank that holds most."""
     return bytes_text(max(one.live_bytes))
 
 
 def collectives(trace: TraceRecord) -> Counter[str]:
-    """The number of steps inserted, by kind."""
+    """Return the number of steps inserted, by kind."""
     return Counter(
         step.name
         for one in trace.operations
@@ -146,7 +146,7 @@ def collectives(trace: TraceRecord) -> Counter[str]:
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
-    """The axes of a mesh and their sizes.
+    """Return the axes of a mesh and their sizes.
 
     >>> from reshard import DeviceMesh
     >>> mesh_text(DeviceMesh.of(dp=2, tp=4))
@@ -156,7 +156,7 @@ def mesh_text(mesh: DeviceMesh) -> str:
 
 
 def meshes_text(meshes: Sequence[DeviceMesh]) -> str:
-    """The axes of meshes, and where there are several their ranks.
+    """Return the axes of meshes, and where there are several their ranks.
 
     >>> from reshard import DeviceMesh
     >>> meshes_text([DeviceMesh.of(x=2), DeviceMesh.of(y=3, devices=(2, 3, 4))])
@@ -168,7 +168,7 @@ def meshes_text(meshes: Sequence[DeviceMesh]) -> str:
 
 
 def summary(trace: TraceRecord) -> list[str]:
-    """The summary of a trace, a sentence a line."""
+    """Return the summary of a trace, a sentence a line."""
     counted = collectives(trace)
     names = ", ".join(f"{count} {name}" for name, count in sorted(counted.items()))
     operations = count_text(len(trace.operations), "operation")
@@ -190,7 +190,7 @@ def summary(trace: TraceRecord) -> list[str]:
 
 
 def time_summary(trace: TraceRecord) -> list[str]:
-    """How long it takes, a sentence; none without a topology."""
+    """Return how long it takes, a sentence; none without a topology."""
     if trace.seconds_s is None or trace.inserted_s is None:
         return []
     inserted = duration_text(trace.inserted_s)
@@ -250,7 +250,7 @@ def _explain_result(one: TracedOperation, reshard: InsertedReshard) -> str:
 
 
 def _find_place(one: TracedOperation, reshard: InsertedReshard) -> int | None:
-    """Which operand it is that the operator itself needs so."""
+    """Return which operand it is that the operator itself needs so."""
     for place, (number, spec) in enumerate(zip(one.operation.operands, one.runs_with, strict=True)):
         if number == reshard.value and spec is reshard.target:
             return place
@@ -347,7 +347,7 @@ def _find_taken(one: TracedOperation, axes: Sequence[Axis]) -> tuple[int, int] |
 
 
 def reason_lines(operations: Sequence[TracedOperation]) -> list[str]:
-    """A line for each reshard that moves something: the operation, what moves, and why.
+    """Return a line for each reshard that moves something: the operation, what moves, and why.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.spmd import abstract, trace

@@ -209,7 +209,7 @@ class Trace(TraceRecord):
         return filled(self.graph.returned, interpret(self.graph, arrays))
 
     def reasons(self) -> str:
-        """The reasons of reshards: a line for each reshard that moves data.
+        """Return the reasons of reshards: a line for each reshard that moves data.
 
         >>> from reshard import DeviceMesh, spec
         >>> from reshard.spmd import abstract
@@ -220,11 +220,11 @@ class Trace(TraceRecord):
         return "\n".join(reason_lines(self.operations))
 
     def html(self, title: str = "") -> str:
-        """The trace as an HTML page, without scripts or external resources."""
+        """Return the trace as an HTML page, without scripts or external resources."""
         return trace_page(self, title)
 
     def to_json(self) -> str:
-        """The trace as a JSON document, see `reshard.spmd.tracing.document`."""
+        """Return the trace as a JSON document, see `reshard.spmd.tracing.document`."""
         return trace_document(self)
 
     def __str__(self) -> str:

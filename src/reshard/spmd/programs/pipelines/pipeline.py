@@ -49,7 +49,7 @@ def find_stage_costs(
     topology: Topology,
     library: str,
 ) -> tuple[StageCosts, ...]:
-    """The costs of each stage, in seconds; see `Pipeline.costs`."""
+    """Return the costs of each stage, in seconds; see `Pipeline.costs`."""
     if topology.device is None:
         raise UsageError(
             "a topology without a device: computing has no times; give one that knows of its "
@@ -211,7 +211,7 @@ class Pipeline:
     def __call__(
         self, parameters: Sequence[Any], microbatches: Sequence[tuple[Any, Any]]
     ) -> tuple[Any, list[Any]]:
-        """The mean loss, and its gradients by each stage's parameters.
+        """Return the mean loss, and its gradients by each stage's parameters.
 
         Args:
             parameters: a tree of arrays for each stage.

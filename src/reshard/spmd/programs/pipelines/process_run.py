@@ -160,7 +160,7 @@ class StageBoundary:
         self._begun[crossing] = _Begun(begun, made, kind.shape, target)
 
     def take(self, crossing: Crossing) -> Any:
-        """The array, on ranks of the stage that takes it, once it is there.
+        """Return the array, on ranks of the stage that takes it, once it is there.
 
         Raises RunError where the other stage failed.
         """
@@ -221,7 +221,7 @@ class StageBoundary:
 def _ends(
     made: ShardingSpec, taken: ShardingSpec, is_back: bool
 ) -> tuple[ShardingSpec, ShardingSpec]:
-    """The shardings from which, and to which, an array crosses."""
+    """Return the shardings from which, and to which, an array crosses."""
     return (taken, without_partial(made)) if is_back else (made, taken)
 
 
@@ -369,7 +369,7 @@ class _ProcessRun(PipelineRun):
             super().bring_back(stage, microbatch, slope)
 
     def take_cotangent(self, stage: int, microbatch: int) -> Any:
-        """The cotangent of what a stage made, once it is there."""
+        """Return the cotangent of what a stage made, once it is there."""
         if stage in self.boundaries:
             return self.boundaries[stage].take((microbatch, True))
         return super().take_cotangent(stage, microbatch)

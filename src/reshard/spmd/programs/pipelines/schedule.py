@@ -299,7 +299,7 @@ def _list_tasks(
 
 
 def _warm_up(order: str, rank: int, n_ranks: int, n_tasks: int, per_rank: int) -> int:
-    """How many forward tasks a rank runs before it takes turns."""
+    """Return how many forward tasks a rank runs before it takes turns."""
     if order == "gpipe":
         return n_tasks
     if order == "interleaved" and per_rank > 1:
@@ -311,7 +311,7 @@ def _warm_up(order: str, rank: int, n_ranks: int, n_tasks: int, per_rank: int) -
 
 
 def _place(k: int, rank: int, n_ranks: int, per_rank: int) -> tuple[int, int]:
-    """The stage and microbatch of a rank's `k`-th forward task.
+    """Return the stage and microbatch of a rank's `k`-th forward task.
 
     A rank takes as many microbatches as there are ranks through each of its stages in turn.
     """
@@ -420,7 +420,7 @@ class StageCosts:
         return StageCosts(forward, back, weights, send, self.activation_bytes)
 
     def of(self, work: Work) -> float:
-        """The time of a task."""
+        """Return the time of a task."""
         return {
             Work.FORWARD: self.forward,
             Work.BACKWARD: self.backward_input + self.backward_weights,
@@ -471,7 +471,7 @@ class Timetable:
         return tuple(self.costs)
 
     def time_of(self, task: PipelineTask) -> float:
-        """The time of a task."""
+        """Return the time of a task."""
         return self.stage_costs[task.stage].of(task.work)
 
     @cached_property

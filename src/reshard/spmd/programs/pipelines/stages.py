@@ -269,7 +269,7 @@ class ProgramPass:
         return self._slope(), self._in_places(found)
 
     def go_back_to_input(self, cotangent: Any) -> Any:
-        """The cotangent of the stage's array; None for the first stage's."""
+        """Return the cotangent of the stage's array; None for the first stage's."""
         self._enter(cotangent)
         self._run(1)
         return self._slope()
@@ -287,7 +287,7 @@ class ProgramPass:
         return None if number is None else self._take(1, number)
 
     def _take(self, place: int, number: int) -> Any:
-        """A value for others."""
+        """Return a value for others."""
         is_kept = number in self._stage.parts[place].kept
         return _another(self._values[number]) if is_kept else self._values.pop(number)
 
@@ -295,7 +295,7 @@ class ProgramPass:
         return filled_in_order([self._stage.gradients], gradients)[0]
 
     def _run(self, place: int, known: Any = None) -> Sequence[Any]:
-        """The gradients, of the last pass; of others nothing."""
+        """Return the gradients, of the last pass; of others nothing."""
         part, values = self._stage.parts[place], self._values
         program, donated = self._stage.program(place, known is not None)
         given = [values[number] for number in part.reads]
@@ -310,7 +310,7 @@ class ProgramPass:
 
 
 def _another(x: Any) -> Any:
-    """The same array as another object, which may be given up by itself."""
+    """Return the same array as another object, which may be given up by itself."""
     if not isinstance(x, ShardedArray):
         return x
     make = ShardedArray.given if x.is_given else ShardedArray.of_shards
@@ -336,7 +336,7 @@ class StagePasses:
         self._lock = RLock()
 
     def begin(self, own: Any, given: Sequence[Any], is_split: bool) -> ProgramPass | _EagerPass:
-        """A forward pass.
+        """Return a forward pass.
 
         Args:
             own: the stage's parameters.
@@ -507,7 +507,7 @@ class PipelineRun:
         self.cotangents[stage - 1, microbatch] = back
 
     def take_cotangent(self, stage: int, microbatch: int) -> Any:
-        """The cotangent of what a stage made."""
+        """Return the cotangent of what a stage made."""
         return self.cotangents.pop((stage, microbatch))
 
     def result(self) -> tuple[Any, list[Any]]:
@@ -517,7 +517,7 @@ class PipelineRun:
         return self.found()
 
     def found(self) -> tuple[Any, list[Any]]:
-        """The mean loss, and the gradients of each stage; None for what is elsewhere."""
+        """Return the mean loss, and the gradients of each stage; None for what is elsewhere."""
         total = None
         for one in self.losses:
             total = one if total is None else total + one

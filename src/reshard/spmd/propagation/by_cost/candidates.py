@@ -76,7 +76,7 @@ class RunOption:
     placed: PlacedRun | None = None
 
     def reads(self, rule: OpShardingRule) -> tuple[Sharding, ...]:
-        """The shardings of the operands."""
+        """Return the shardings of the operands."""
         if self.placed is not None:
             return self.placed.reads
         return tuple(
@@ -87,7 +87,7 @@ class RunOption:
         )
 
     def makes(self, rule: OpShardingRule) -> tuple[Sharding, ...]:
-        """The shardings of the results, contributions included."""
+        """Return the shardings of the results, contributions included."""
         if self.placed is not None:
             return self.placed.makes
         found = []
@@ -115,14 +115,14 @@ class RunOption:
 
 @lru_cache(maxsize=4096)
 def _join_cuts(factors: tuple[tuple[int, Parts], ...]) -> Parts:
-    """The cut of a dimension of several factors, or none, from their sizes and cuts."""
+    """Return the cut of a dimension of several factors, or none, from their sizes and cuts."""
     sizes = [size for size, _ in factors]
     cuts = {place: FactorSharding(axes) for place, (_, axes) in enumerate(factors)}
     return updated((tuple(range(len(factors))),), sizes, cuts, None).dims[0]
 
 
 def pieces_of(shardings: Iterable[Sharding]) -> Parts:
-    """The mesh's axes in the pieces in which shardings use them, in mesh order.
+    """Return the mesh's axes in the pieces in which shardings use them, in mesh order.
 
     >>> used = Sharding((((0, 1, 2, 0),), ((1, 1, 3, 0),)), (True, True))
     >>> whole = Sharding((((0, 1, 8, 0),),), (True,))
@@ -178,7 +178,7 @@ def ways_of(
     reductions: Sequence[str] = ("sum",),
     in_any_order: bool = False,
 ) -> list[RunOption]:
-    """The ways in which an operation may run.
+    """Return the ways in which an operation may run.
 
     Args:
         operation: of the graph.
@@ -281,7 +281,7 @@ def _find_cuttable(rule: OpShardingRule, shapes: tuple[tuple[int, ...], ...]) ->
 
 
 def _may_run(rule: OpShardingRule, cuts: Sequence[Parts], cuttable: frozenset[int]) -> bool:
-    """Whether each device has what its part of the results needs, uneven parts included."""
+    """Return whether each device has what its part of the results needs, uneven parts included."""
     for factor, axes in enumerate(cuts):
         shards, size = size_of(axes), rule.sizes[factor]
         if shards == 1:
@@ -349,7 +349,7 @@ def _list_ways(
 def shardings_of(
     given: Sharding | None, around: Iterable[Sharding], known: Iterable[Sharding], is_output: bool
 ) -> list[Sharding]:
-    """The shardings that a value may have.
+    """Return the shardings that a value may have.
 
     Args:
         given: its annotation.
@@ -376,7 +376,7 @@ def shardings_of(
 
 
 def _extends(sharding: Sharding, given: Sharding) -> bool:
-    """Whether a sharding keeps an annotation, and cuts further only where that is open."""
+    """Return whether a sharding keeps an annotation, and cuts further only where that is open."""
     taken = (*given.replicated, *given.partial)
     return sharding.partial == given.partial and all(
         (new == old if is_closed else new[: len(old)] == old)

@@ -105,7 +105,7 @@ def moved_bytes(name: str, operands: Sequence[int], results: Sequence[int]) -> i
 def least_s(
     device: Device, operations: float, size_bytes: float, dtypes: Iterable[DType | str]
 ) -> float:
-    """The least time in which a device does so many operations and moves so many bytes.
+    """Return the least time in which a device does so many operations and moves so many bytes.
 
     Args:
         device: that does it.
@@ -151,15 +151,15 @@ class PartBits:
         self.dtype: type = np.int64 if len(self._parts) < 63 else object
 
     def of(self, parts: Parts) -> int:
-        """The bits of some parts."""
+        """Return the bits of some parts."""
         return sum(1 << self._numbers[part[:3]] for part in parts)
 
     def of_partial(self, shardings: Iterable[Sharding]) -> BitArray:
-        """The bits of the axes along which each sharding is partial."""
+        """Return the bits of the axes along which each sharding is partial."""
         return np.array([self.of(one.partial) for one in shardings], dtype=self.dtype)
 
     def parts(self, mask: int) -> Parts:
-        """The parts whose bits are set, in the order of the mesh."""
+        """Return the parts whose bits are set, in the order of the mesh."""
         return tuple(sorted(p for n, p in enumerate(self._parts) if mask >> n & 1))
 
     def sizes(self, masks: BitArray) -> IntArray:
@@ -224,7 +224,7 @@ class Machine:
         return Device(self.memory_bytes_per_s or found.memory_bytes_per_s, rates)
 
     def topology_for(self, mesh: DeviceMesh) -> Topology:
-        """The links between the mesh's ranks."""
+        """Return the links between the mesh's ranks."""
         if self.topology is not None:
             return self.topology
         preset = load_preset("h100-8")
@@ -274,7 +274,7 @@ class CostModel:
         shape: Sequence[int],
         itemsize_bytes: int,
     ) -> FloatArray:
-        """The times by formulas from each sharding, a row, to each of others, a column."""
+        """Return the times by formulas from each sharding, a row, to each of others, a column."""
         bits = PartBits((*sources, *targets))
         # 1. Axes that stop cutting a dimension, and those that begin to, wherever dimensions
         # differ.
@@ -327,7 +327,7 @@ class CostModel:
         shape: Sequence[int],
         itemsize_bytes: int,
     ) -> FloatArray:
-        """The bounds from each of some shardings, a row, to each of others, a column."""
+        """Return the bounds from each of some shardings, a row, to each of others, a column."""
         # An entry a device: the elements of its target part, and those of it that it has already.
         count = self.table.mesh.size
         wanted = np.ones((len(targets), count), dtype=np.int64)
@@ -374,7 +374,7 @@ class CostModel:
         return np.stack([low for low, _ in found]), np.stack([high for _, high in found])
 
     def _find_ranges(self, axes: Parts, size: int) -> tuple[IntArray, IntArray]:
-        """Where each device's part of a dimension begins and ends."""
+        """Return where each device's part of a dimension begins and ends."""
         found = self._of_devices.get((axes, size))
         if found is None:
             mesh = self.table.mesh
@@ -414,7 +414,7 @@ class CostModel:
     def program_s(
         self, source: Sharding, target: Sharding, shape: tuple[int, ...], element: DType
     ) -> float:
-        """The time of the movement by the program that is run for it."""
+        """Return the time of the movement by the program that is run for it."""
         if are_alike(source, target):
             return 0.0
         ends = tuple(self.table.decoded(_is_plain_part(one)) for one in (source, target))
@@ -474,7 +474,7 @@ class CostModel:
         tensors: Sequence[tuple[tuple[int, ...], DType]],
         attributes: Mapping[str, Any] = MappingProxyType({}),
     ) -> FloatArray:
-        """The times as of `compute_s` for each of several ways to cut an operator."""
+        """Return the times as of `compute_s` for each of several ways to cut an operator."""
         key = (name, rule, tuple(ways), tuple(tensors), str(attributes))
         found = self._computing.get(key)
         if found is None:
@@ -497,7 +497,7 @@ class CostModel:
         tensors: Sequence[tuple[tuple[int, ...], DType]],
         attributes: Mapping[str, Any] = MappingProxyType({}),
     ) -> float:
-        """The time that the busiest device takes for an operator cut so along its factors.
+        """Return the time that the busiest device takes for an operator cut so along its factors.
 
         Args:
             name, rule: of the operator.
@@ -525,7 +525,7 @@ class CostModel:
 
 
 def _is_plain_part(sharding: Sharding) -> Sharding:
-    """A sharding as an array has it: closed, without replicated axes."""
+    """Return a sharding as an array has it: closed, without replicated axes."""
     return sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
 
 
@@ -544,14 +544,14 @@ def _count_same(old: Parts, new: Parts) -> int:
 
 
 def _number_cuts(shardings: Sequence[Sharding], dim: int) -> tuple[list[Parts], IntArray]:
-    """The different cuts that shardings have of a dimension, and which each has."""
+    """Return the different cuts that shardings have of a dimension, and which each has."""
     numbers: dict[Parts, int] = {}
     found = [numbers.setdefault(one.dims[dim], len(numbers)) for one in shardings]
     return list(numbers), np.array(found, dtype=np.int64)
 
 
 def _number_kinds(shardings: Sequence[Sharding]) -> tuple[list[Contributed], IntArray]:
-    """The different contributions that shardings have, and which each has."""
+    """Return the different contributions that shardings have, and which each has."""
     numbers: dict[Contributed, int] = {}
     kinds = [(one.partial, one.reduction if one.partial else None) for one in shardings]
     found = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
@@ -569,7 +569,7 @@ def _compare(one: Sequence[object], other: Sequence[object]) -> BoolArray:
 
 
 def _find_alike(sources: Sequence[Sharding], targets: Sequence[Sharding]) -> BoolArray:
-    """Where `are_alike` holds: by what that function compares."""
+    """Return where `are_alike` holds: by what that function compares."""
     return _compare(*([_key(one) for one in some] for some in (sources, targets)))
 
 

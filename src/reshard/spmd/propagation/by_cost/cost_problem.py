@@ -224,7 +224,7 @@ class CostProblem:
             self._sum = None
 
     def sum(self, decided: Decisions = NOTHING, parts: Parts | None = None) -> CostSum:
-        """The seconds of all choices; movements as they are priced by then.
+        """Return the seconds of all choices; movements as they are priced by then.
 
         Args:
             decided: movements that are made once for all that read a value so.
@@ -265,7 +265,7 @@ class CostProblem:
         ]
 
     def shared(self, chosen: Sequence[int]) -> Decisions:
-        """The movements of an answer that several readers share: made once each.
+        """Return the movements of an answer that several readers share: made once each.
 
         With these `sum` is what the answer takes, and no less than what any other does.
         """
@@ -384,7 +384,7 @@ class CostProblem:
         return self.nearest(self.known[base])
 
     def nearest(self, wanted_shardings: Sequence[Sharding]) -> tuple[int, ...]:
-        """The choices nearest to shardings of all values."""
+        """Return the choices nearest to shardings of all values."""
         chosen = []
         for number, (shardings, wanted) in enumerate(
             zip(self.values, wanted_shardings, strict=True)
@@ -395,13 +395,13 @@ class CostProblem:
         return (*chosen, *([0] * len(self.ways)))
 
     def shardings(self, chosen: Sequence[int]) -> list[Sharding]:
-        """The sharding of each value in an answer."""
+        """Return the sharding of each value in an answer."""
         return [
             own[chosen[variable]] for own, variable in zip(self.values, self.variables, strict=True)
         ]
 
     def answer(self, chosen: Sequence[int], base: PropagatedGraph) -> PropagatedGraph:
-        """The graph with what was chosen."""
+        """Return the graph with what was chosen."""
         count = len(self.graph.values)
         shardings = self.shardings(chosen)
         runs = tuple(
@@ -419,7 +419,7 @@ class CostProblem:
 
 
 def close(sharding: Sharding) -> Sharding:
-    """A sharding as an array has it: without open dimensions and replicated axes."""
+    """Return a sharding as an array has it: without open dimensions and replicated axes."""
     return sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
 
 
@@ -435,7 +435,7 @@ def _make_whole(shape: Sequence[int]) -> Sharding:
 
 
 def _find_reductions(graph: Graph, given: Iterable[Sharding]) -> tuple[str, ...]:
-    """The reductions of all contributions that a graph may have."""
+    """Return the reductions of all contributions that a graph may have."""
     found = [one.rule.reduction_operator for one in graph.operations if one.rule.reduction]
     found += [one.reduction for one in given if one.reduction is not None]
     return tuple(dict.fromkeys(["sum", *found]))

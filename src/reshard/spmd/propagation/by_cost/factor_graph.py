@@ -95,7 +95,7 @@ def _view(tables: Sequence[CostTable], views: Sequence[TableView]) -> list[Float
 def joined_table(
     tables: Sequence[CostTable], scope: Sequence[int], choices: Sequence[int]
 ) -> FloatArray:
-    """The sum of tables, an array of its own with an axis for each variable of a scope.
+    """Return the sum of tables, an array of its own with an axis for each variable of a scope.
 
     Args:
         tables: of these variables, and others that have one choice.
@@ -109,7 +109,7 @@ def joined_table(
 
 
 def _add(parts: Sequence[FloatArray], total: FloatArray) -> FloatArray:
-    """The sum of parts, into a total that has all of their axes."""
+    """Return the sum of parts, into a total that has all of their axes."""
     if len(parts) == 1:
         np.copyto(total, parts[0])
         return total
@@ -123,7 +123,7 @@ def _add(parts: Sequence[FloatArray], total: FloatArray) -> FloatArray:
 def least_joined(
     tables: Sequence[CostTable], places: tuple[Places, ...], sizes: tuple[int, ...]
 ) -> FloatArray:
-    """The least of the sum of tables over the first variable of their scope.
+    """Return the least of the sum of tables over the first variable of their scope.
 
     Args:
         tables: as for `joined_table`.
@@ -154,7 +154,7 @@ def least_joined(
 
 
 def find_operator(table: CostTable, variable: int, chosen: Sequence[int]) -> FloatArray:
-    """A table for each choice of a variable, with the others at theirs.
+    """Return a table for each choice of a variable, with the others at theirs.
 
     >>> find_operator(CostTable((0, 2), np.array([[1.0, 2.0], [3.0, 4.0]])), 0, (0, 0, 1)).tolist()
     [2.0, 4.0]
@@ -169,7 +169,7 @@ def find_operator(table: CostTable, variable: int, chosen: Sequence[int]) -> Flo
 
 
 def sliced(table: CostTable, free: tuple[int, ...], chosen: Sequence[int]) -> FloatArray:
-    """A table with all but the free variables at their choices, in the order of `free`.
+    """Return a table with all but the free variables at their choices, in the order of `free`.
 
     >>> sliced(CostTable((0, 2), np.array([[1.0, 2.0], [3.0, 4.0]])), (0,), (0, 0, 1)).tolist()
     [2.0, 4.0]
@@ -184,7 +184,7 @@ def sliced(table: CostTable, free: tuple[int, ...], chosen: Sequence[int]) -> Fl
 
 
 def least_over(seconds_s: FloatArray, scope: Sequence[int], variables: Sequence[int]) -> FloatArray:
-    """The least over the axes of a scope that are not those of some variables."""
+    """Return the least over the axes of a scope that are not those of some variables."""
     axes = tuple(place for place, v in enumerate(scope) if v not in variables)
     return np.asarray(seconds_s.min(axis=axes))
 
@@ -224,7 +224,7 @@ def taken_apart(
     choices: Sequence[int],
     largest: int,
 ) -> list[CostTable]:
-    """A lower bound of the least over a variable, where its tables are too large together.
+    """Return a lower bound of the least over a variable, where its tables are too large together.
 
     They are joined in groups, each of which is minimized separately. The minima of the groups
     for the variable's choices are balanced before, which tightens the bound (Dechter and Rish,
@@ -478,7 +478,7 @@ def take_out(
 
 
 def _read_places(pattern: Sequence[int]) -> tuple[Places, ...]:
-    """The places of each table's variables.
+    """Return the places of each table's variables.
 
     >>> _read_places((7, -1, 0, 2, -1, 1))
     ((0, 2), (1,))
@@ -493,7 +493,7 @@ def _read_places(pattern: Sequence[int]) -> tuple[Places, ...]:
 
 
 def read_off(taken: Sequence[Elimination], choices: Sequence[int]) -> tuple[int, ...]:
-    """The choices where the sum is least, or near that if tables were taken apart.
+    """Return the choices where the sum is least, or near that if tables were taken apart.
 
     >>> tables = [CostTable((0, 1), np.array([[5.0, 6.0], [0.0, 9.0]]))]
     >>> order = find_order((2, 2), [(0, 1)], 4) or []
@@ -603,7 +603,7 @@ class CostSum:
         return found
 
     def value(self, chosen: Sequence[int]) -> float:
-        """The sum for choices of all variables."""
+        """Return the sum for choices of all variables."""
         return _add_up(self.tables, chosen)
 
     def eliminated(self, largest: int = LARGEST_TABLE) -> tuple[int, ...] | None:
@@ -656,7 +656,7 @@ class CostSum:
         return found
 
     def restricted(self, kept: Sequence[IntArray]) -> CostSum:
-        """The sum with some choices of each variable, by their numbers."""
+        """Return the sum with some choices of each variable, by their numbers."""
         tables = [
             CostTable(one.variables, one.seconds_s[np.ix_(*(kept[v] for v in one.variables))])
             for one in self.tables
@@ -782,7 +782,7 @@ class CostSum:
         return _Window(variables, numbers, own, axes, order)
 
     def _solve_window(self, window: _Window, chosen: tuple[int, ...]) -> tuple[int, ...]:
-        """The best choices of a window's variables, all others being chosen."""
+        """Return the best choices of a window's variables, all others being chosen."""
         tables = []
         slices = self._known.slices
         for number, own, axes in zip(window.numbers, window.scopes, window.axes, strict=True):
@@ -816,12 +816,12 @@ class CostSum:
         return tuple(changed)
 
     def _find_near(self, some: Iterable[int]) -> set[int]:
-        """The variables that some share a table with, and those themselves."""
+        """Return the variables that some share a table with, and those themselves."""
         numbers = {number for variable in some for number in self._of[variable]}
         return {variable for number in numbers for variable in self.tables[number].variables}
 
     def _find_beside(self, inner: tuple[int, ...]) -> dict[int, list[int]]:
-        """The inner variables that each of the others shares a table with."""
+        """Return the inner variables that each of the others shares a table with."""
         found = self._known.beside.get(inner)
         if found is None:
             known = set(inner)
@@ -831,7 +831,7 @@ class CostSum:
         return found
 
     def _find_least(self, variable: int, chosen: Sequence[int]) -> int:
-        """The best choice of a variable, all others being chosen."""
+        """Return the best choice of a variable, all others being chosen."""
         key = (self.choices[variable], *self._read_keys(variable, (variable,), chosen))
         found = self._known.least.get(key)
         if found is None:

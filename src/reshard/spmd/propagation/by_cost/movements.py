@@ -278,7 +278,7 @@ class MoveEnds(NamedTuple):
     number: int
 
     def places(self, chosen: Sequence[int]) -> tuple[int, int]:
-        """The row and the column of an answer."""
+        """Return the row and the column of an answer."""
         return chosen[self.value], 0 if self.way is None else chosen[self.way]
 
 
@@ -335,7 +335,7 @@ class CommonReads:
             yield number, [one.between.target(*one.places(chosen)) for one in ends]
 
     def shared(self, chosen: Sequence[int]) -> dict[SharedMove, int]:
-        """The movements that several readers need in an answer, and how many of them."""
+        """Return the movements that several readers need in an answer, and how many of them."""
         return {
             (number, target): count
             for number, targets in self.targets(chosen)
@@ -362,7 +362,7 @@ class CommonReads:
         )
 
     def _move_s(self, move: SharedMove, chosen: Sequence[int]) -> float:
-        """The seconds of a movement of a group's value."""
+        """Return the seconds of a movement of a group's value."""
         first = self.ends[self.groups[move[0]][0]]
         row = chosen[first.value]
         return first.between.seconds_to((move[1],)).item(row, 0)
@@ -426,7 +426,7 @@ class CommonReads:
         columns: tuple[float, ...],
         paid: tuple[int, ...],
     ) -> CostTable:
-        """A table with a part of each column, and what is paid whatever is read."""
+        """Return a table with a part of each column, and what is paid whatever is read."""
         before_s = table.seconds_s
         paid_s = between.seconds_to(paid) if paid else None
         if paid_s is None and columns.count(1.0) == len(columns):
