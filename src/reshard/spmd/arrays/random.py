@@ -103,7 +103,7 @@ def _draw(
     *before: Any,
     **options: int,
 ) -> Any:
-    """Numbers of a distribution, in a sharding. Raises UsageError if `key` is not a key.
+    """Return numbers of a distribution, in a sharding. Raises UsageError if `key` is not a key.
 
     Args:
         before: the number of arrays of that shape that come before in the key's stream.
@@ -118,17 +118,17 @@ def _draw(
     wanted = None if spec is None else plain_spec(spec)
     named = {"distribution": distribution, "dtype": as_dtype(dtype), **options}
     found = call("random_numbers", (key, _make_place(key, sizes, wanted), *before), None, named)
-    # A cut whose parts are no stretches is drawn whole, and then cut where it lies.
+    # If parts are not intervals, the numbers are drawn whole, and then resharded.
     return found if wanted is None or found.type.spec is wanted else found.shard(wanted)
 
 
 def _make_place(key: Any, shape: tuple[int, ...], spec: ShardingSpec | None) -> Any:
-    """An array of the places of the numbers: a single element in memory, broadcast."""
+    """Return an array with the shape and sharding of the numbers: a single broadcast element."""
     if spec is not None and spec.partial_axes:
         raise UsageError(
             f"random numbers in `{spec}`, whose sums are pending; give a sharding without"
         )
-    # In a trace, an array of which nothing is asked but its sharding is a constant.
+    # In a trace, an array of which only the sharding is used is a constant.
     runner = in_process("numpy") if key.runner.is_abstract else key.runner
     beside = None if key.runner.is_abstract else key._shards[0]
     one = runner.library.array(_ANY_PLACE, beside=beside)
@@ -141,9 +141,9 @@ def _make_place(key: Any, shape: tuple[int, ...], spec: ShardingSpec | None) -> 
 
 
 def random_numbers_rule(shapes: Sequence[Shape]) -> Inferred:
-    """A key, and an array whose places get numbers; its elements are not read.
+    """Infer numbers from a key and an array of their shape, whose elements are not read.
 
-    A third operand, a whole number, counts how many arrays of that shape come before in the key's
+    A third operand, an integer, is the number of arrays of that shape that come before in the key's
     stream.
 
     >>> print(random_numbers_rule([(2,), (4, 8)]).rule)
@@ -163,11 +163,12 @@ def random_numbers_rule(shapes: Sequence[Shape]) -> Inferred:
 
 
 def _draw_kernel(work: LocalWork) -> list[Function]:
-    """Numbers at the places that a rank has of the second operand, by the key, the first.
+    """Return kernels that draw the numbers of each rank's part of the second operand.
 
-    A third operand is the number of arrays of the second operand's shape that come before.
+    The first operand is the key. A third operand is the number of arrays of the second operand's
+    shape that come before.
 
-    Raises UsageError where that is less than none.
+    The kernels raise UsageError if that number is negative.
     """
     options = work.attributes
     kind, dtype = options["distribution"], options["dtype"]
@@ -201,7 +202,7 @@ def _draw_kernel(work: LocalWork) -> list[Function]:
 def _draw_words(
     key: Sequence[int], runs: Sequence[tuple[int, int]], words_each: int, high: int
 ) -> np.ndarray[Any, Any]:
-    """The words of the elements in some stretches, which follow each other."""
+    """Return the words of the elements in intervals, concatenated."""
     made = np.empty(sum(count for _, count in runs) * words_each, np.uint64)
     stream = np.random.Philox(
         key=np.array(key, np.uint64), counter=np.array([0, 0, 0, high], np.uint64)
@@ -210,7 +211,7 @@ def _draw_words(
     for first, count in runs:
         block, skipped = divmod(first * words_each, _WORDS_AT_ONCE)
         stream.advance(block - counted)
-        # Words of one count are drawn all together, so that the next stretch begins at a count.
+        # The words of a count are drawn together, so that each interval starts at a count.
         wanted = count * words_each
         counts = -(-(skipped + wanted) // _WORDS_AT_ONCE)
         words = stream.random_raw(counts * _WORDS_AT_ONCE)
@@ -220,25 +221,25 @@ def _draw_words(
 
 
 _WORDS_AT_ONCE = 4
-"""The words that one count of Philox makes."""
+"""The number of words per count of Philox."""
 
 
 def _make_numbers(
     words: np.ndarray[Any, Any], kind: str, dtype: DType, options: dict[str, Any]
 ) -> np.ndarray[Any, Any]:
-    """Numbers of a distribution from words of 64 bits."""
+    """Return numbers of a distribution from words of 64 bits."""
     if kind == "key":
         return np.asarray(words.view(np.int64))
     if kind == "integers":
         count = options["count"]
         within = words if count == 1 << 64 else words % np.uint64(count)
-        # Wrapping around in 64 bits, as the sum may pass the middle.
+        # Computed with wraparound in 64 bits, because the sum may overflow.
         return np.asarray((within + np.uint64(options["least"] % (1 << 64))).view(np.int64))
     if kind == "uniform":
-        # As many bits as the type has digits, so that none is rounded to 1.
+        # As many bits as the type's significand has, so that no number is rounded to 1.
         digits = _DIGITS[dtype.name]
         return np.asarray((words >> np.uint64(64 - digits)) * 2.0**-digits, dtype.numpy)
-    # Normal ones, by Box and Muller, from two uniform ones: the first is above 0.
+    # Normal numbers, by Box and Muller, from two uniform numbers, the first of which is above 0.
     low, turn = ((words >> np.uint64(11)) * 2.0**-53).reshape(-1, 2).T
     found = np.sqrt(-2 * np.log1p(-low)) * np.cos(2 * math.pi * turn)
     return np.asarray(found, dtype.numpy)
@@ -246,16 +247,16 @@ def _make_numbers(
 
 _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 _CHILDREN = 1 << 63
-"""In a counter's last word: the stream of the keys that are made of a key, not of its numbers."""
+"""The last word of a counter in the stream of keys derived from a key, not of its numbers."""
 
 
 def _find_runs(
     here: Sequence[int], start: Sequence[int], shape: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """The stretches `(first, count)` of an array's elements, row by row, that a part has."""
+    """Return the intervals `(first, count)` of an array's elements, row by row, in a part."""
     if 0 in here:
         return
-    # The dimensions behind `last` are whole in the part: their rows follow one another.
+    # The dimensions after `last` are whole in the part: their rows are contiguous.
     last = len(shape) - 1
     while last > 0 and here[last] == shape[last]:
         last -= 1
@@ -292,9 +293,9 @@ def fold_in(key: Any, number: Any) -> Any:
     """Derive a key from a key and a number, for example of a layer or a step.
 
     Args:
-        key: the key that it is made of.
-        number: a whole number from 0 to `2**63 - 1`, or an array of one without dimensions, such as
-            the step that a program is given.
+        key: the key to derive from.
+        number: an integer from 0 to `2**63 - 1`, or a zero-dimensional array of an integer, such as
+            a step that is an argument of a program.
 
     Raises UsageError for another number; for an array, when its element is read.
 
@@ -315,7 +316,7 @@ def fold_in(key: Any, number: Any) -> Any:
             f"a key of number {number.type}; a whole number was expected, or an array of one "
             "without dimensions"
         )
-    # The words of one part alone: those before it are never drawn.
+    # Only the words of one derived key: words before it are never drawn.
     return _draw(key, (2,), None, "key", "int64", number)
 
 
@@ -345,7 +346,7 @@ def uniform(
 
 
 def _read_float(dtype: object) -> str:
-    """The name of a floating type. Raises UsageError for another one."""
+    """Return the name of a floating type. Raises UsageError for other types."""
     found = as_dtype(dtype)
     if found.name not in _FLOATS:
         raise UsageError(
@@ -375,9 +376,9 @@ def integers(
 ) -> Any:
     """Random integers (`int64`) from `low` up to, but not including, `high`.
 
-    Of `n` numbers one is more likely than another by at most `n / 2**64` of its probability.
+    The probabilities of `n` numbers differ by at most a relative `n / 2**64`.
 
-    Raises UsageError where there are none.
+    Raises UsageError if the range is empty.
     """
     with explain_errors(f"integers from {low!r} to {high!r}", "give two whole numbers"):
         least, end = index(low), index(high)
@@ -417,13 +418,13 @@ def bernoulli(
 
 
 def _spec_of(x: Any) -> ShardingSpec | None:
-    """The sharding of an array with its contributions combined."""
+    """Return the sharding of an array with its contributions combined."""
     spec = x.type.spec
     return None if spec is None else without_partial(spec)
 
 
 def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether an array of a shape is one of another shape, repeated."""
+    """Return whether an array of a shape consists of repetitions of an array of another shape."""
     sizes = zip(shape[::-1], wanted[::-1], strict=False)
     return len(shape) <= len(wanted) and all(one in (1, other) for one, other in sizes)
 
@@ -451,12 +452,12 @@ def categorical(key: Any, logits: Any, *, axis: int = -1) -> Any:
         raise UsageError(f"categorical of logits of shape {list(logits.shape)}; give one class")
     logits, key = operands(logits, key)
     drawn = _draw(key, logits.shape, _spec_of(logits), "uniform", "float64")
-    # By Gumbel: the greatest of logits with such noise is each one with its probability. Noise of
+    # By Gumbel: each class has the maximum of logits plus noise with its probability. The noise of
     # a 0 would be infinite.
     noise = -elementwise.log(-elementwise.log(maximum(drawn, 2.0**-54)))
     noisy = add(data_types.astype(logits, data_types.float64), noise)
     most = reductions.max(noisy, axis=place, keepdims=True)
-    # The first place that has it; the last class where no number is greatest (NaN).
+    # The first position of the maximum; the last class if there is no maximum (NaN).
     shape = [size if dim == place else 1 for dim in range(logits.ndim)]
     places = whole(noisy, np.arange(size).reshape(shape))
     found = elementwise.where(elementwise.equal(noisy, most), places, size - 1)
@@ -481,7 +482,7 @@ def permutation(key: Any, x: Any, *, axis: int = 0) -> Any:
 def dropout(x: Any, key: Any, rate: Any = 0.5, /) -> Any:
     """Set elements to zero with probability `rate`, and divide the others by `1 - rate`.
 
-    Which ones does not depend on the sharding. The gradient is zero at the same places.
+    The choice does not depend on the sharding. The gradient is zero at the same positions.
 
     Raises UsageError for a rate that is not from 0 to 1.
 

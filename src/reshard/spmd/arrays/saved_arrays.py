@@ -1,6 +1,6 @@
-"""Arrays in shards as a checkpoint, and a checkpoint as arrays in shards.
+"""Saving sharded arrays as a checkpoint, and loading them.
 
-The arrays of a tree (lists, tuples, dictionaries) have the names of their places::
+The arrays of a tree (lists, tuples, dictionaries) are named by their paths::
 
     {"weights": {"up": a}, "layers": [b, c]}      weights.up, layers.0, layers.1
 
@@ -43,11 +43,11 @@ from reshard.spmd.shards.runner import Runner, runner_for
 
 _SHOWN = 5
 _MOST_BOXES = 256
-"""That a rank writes of one array as they lie."""
+"""The number of boxes of an array up to which a rank writes them unchanged."""
 
 
 class SavedArray(NamedTuple):
-    """An array that is saved, and its shards here, by rank."""
+    """A record of an array to save, and its shards here, by rank."""
 
     type: ArrayType
     shards: dict[int, Any]
@@ -122,11 +122,11 @@ def _prepare(
 ) -> Callable[..., None]:
     """Return a function that writes the arrays; ranks have moved all that it needs."""
     if _is_over_processes(arrays):
-        # They import torch.
+        # Imported here, because these modules import torch.
         from reshard.spmd.arrays.box_save import agreed_save, prepare_box_save
         from reshard.torch.storage.writer import StorageWriter
 
-        # A rank that raised alone would leave the others waiting for it.
+        # If only one rank raised, the others would wait for it.
         with agreed_save(target, format, overwrite, group):
             named = _check_arrays(arrays)
             writer = StorageWriter(target, format=format, overwrite=overwrite)
@@ -163,13 +163,13 @@ def _prepare(
 
 
 def _is_over_processes(tree: Any) -> bool:
-    """Whether some array of a tree, or a new one where it has none, is over processes."""
+    """Return whether any array of a tree (or a new array, if it has none) is over processes."""
     runners = [leaf.runner for _, leaf in leaves(tree) if isinstance(leaf, ArrayValue)]
     return not all(one.has_every_shard for one in runners or [runner_for()])
 
 
 def _check_arrays(tree: Any) -> dict[str, ArrayValue]:
-    """The arrays of a tree, by name. Raises UsageError for what cannot be saved together."""
+    """Return the arrays of a tree, by name. Raises UsageError if they cannot be saved together."""
     named = dict(_list_arrays(tree))
     runners = {x.runner for x in named.values()}
     if any(one.is_abstract for one in runners):
@@ -185,7 +185,7 @@ def _check_arrays(tree: Any) -> dict[str, ArrayValue]:
 
 
 def _list_arrays(tree: Any, kinds: tuple[type, ...] = (ArrayValue,)) -> Iterator[tuple[str, Any]]:
-    """The arrays of a tree, by name. Raises UsageError for what is none."""
+    """Return the arrays of a tree, by name. Raises UsageError for values that are not arrays."""
     seen: set[str] = set()
     for keys, leaf in keyed_leaves(tree):
         if leaf is None:
@@ -209,7 +209,7 @@ def _list_arrays(tree: Any, kinds: tuple[type, ...] = (ArrayValue,)) -> Iterator
 
 
 def _find_shards(x: Any) -> SavedArray:
-    """The shards of an array that has no sums pending, without gradients."""
+    """Return the shards of an array without pending sums, detached from gradients."""
     if x.type.spec is not None and x.type.spec.partial_axes:
         x = x.shard(without_partial(x.type.spec))
     if not x.runner.has_every_shard and _count_boxes(x.type) > _MOST_BOXES:
@@ -219,13 +219,13 @@ def _find_shards(x: Any) -> SavedArray:
 
 
 def _find_ranks(kind: ArrayType, runner: Runner) -> tuple[int, ...]:
-    """The ranks whose shards are here, as the array's layout calls them."""
-    # Without a mesh every rank has the same: it is that of the first.
+    """Return the ranks whose shards are here, as numbered by the array's layout."""
+    # Without a mesh every rank has the same array, which counts as the first rank's.
     return (0,) if kind.spec is None else tuple(runner.ranks(kind.spec.mesh))
 
 
 def _count_boxes(kind: ArrayType) -> int:
-    """The most boxes that a rank has of an array."""
+    """Return the maximum number of boxes of an array on a rank."""
     if kind.spec is None:
         return 1
     layout = kind.layout
@@ -239,7 +239,7 @@ def _count_boxes(kind: ArrayType) -> int:
 
 
 def _in_stretches(spec: ShardingSpec) -> ShardingSpec:
-    """The same axes on the same dimensions, each part in one stretch."""
+    """Return a sharding by the same axes, in which each part is a single interval."""
     return ShardingSpec(spec.mesh, [DimSpec(dim.axes) for dim in spec.dim_specs])
 
 
@@ -281,7 +281,7 @@ def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, cast: bool =
         for name, x in _list_arrays(like, (ArrayValue, ArrayType))
     }
     _check_stored(checkpoint, {name: one.type for name, one in wanted.items()}, cast)
-    # What one rank reads is read together.
+    # All tensors that a rank needs are read together.
     layouts: dict[int, dict[str, Layout]] = {}
     for name, one in wanted.items():
         for rank in one.ranks:
@@ -295,7 +295,7 @@ def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, cast: bool =
 
 
 class _Wanted(NamedTuple):
-    """An array that is loaded: its type, without sums pending, and whose shards there will be."""
+    """A record of an array to load: its type, without pending sums, and the ranks of its shards."""
 
     type: ArrayType
     runner: Runner
@@ -305,7 +305,7 @@ class _Wanted(NamedTuple):
         return _find_ranks(self.type, self.runner)
 
     def make(self, shards: dict[int, Any], dtype: DType) -> Any:
-        """The array, of shards of an element type."""
+        """Return the array, from shards of an element type."""
         shape, spec = self.type.shape, self.type.spec
         if spec is None:
             made = array(shards[0], runner=self.runner)

@@ -110,7 +110,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
         return dense
 
     def _tell_readers(self) -> None:
-        # Only recorders that differentiate mind: what is made of elements has no gradient.
+        # Recorders that differentiate raise an error: values read from elements have no gradient.
         for recorder in recorders:
             read = getattr(recorder, "record_read", None)
             if read is not None:
@@ -128,7 +128,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
             MeshError: over processes, a mesh with ranks that are not processes of the job.
         """
         spec = _read_spec(target, dims)
-        # Without elements, what is asked for is known to a recorder though nothing moves.
+        # In a trace, recorders observe the requested sharding even if nothing moves.
         if spec is self.type.spec and not self.runner.is_abstract:
             return self
         kind = self.type.with_spec(spec)
@@ -152,7 +152,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
         return self if spec is None or not spec.partial_axes else self.shard(without_partial(spec))
 
     def trace(self) -> ShardedArray:
-        """The array itself, because arrays compute eagerly."""
+        """Return the array itself, because arrays compute eagerly."""
         return self
 
     def __repr__(self) -> str:
@@ -168,7 +168,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
         return self
 
     def __deepcopy__(self, known: Any) -> ShardedArray:
-        # It never changes, so one is as good as two.
+        # Arrays are immutable, so a copy can be the array itself.
         return self
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
@@ -239,9 +239,9 @@ def _read_spec(target: DeviceMesh | ShardingSpec, dims: Dims | None) -> Sharding
 
 
 def plain_spec(spec: ShardingSpec) -> ShardingSpec:
-    """The sharding without open dimensions, priorities and replicated axes.
+    """Return a sharding without open dimensions, priorities and replicated axes.
 
-    Raises SpecError for a sharding that leaves devices out, UsageError for what is none.
+    Raises SpecError for a sharding that leaves devices out, and UsageError for other values.
     """
     if not isinstance(spec, ShardingSpec):
         raise UsageError(f"{spec!r} is no sharding; give reshard.spec(mesh, 'x, -')")
@@ -299,7 +299,7 @@ def array(
     {0: [[1, 2], [3, 4]], 1: [[5, 6]]}
     """
     if isinstance(data, ShardedArray):
-        # Arrays never change, so one of the same runner is not copied.
+        # Arrays are immutable, so an array of the same runner is not copied.
         if runner is None or runner is data.runner:
             kept = data if spec is None else data.shard(spec)
             if dtype is None or as_dtype(dtype) is kept.dtype:
@@ -319,7 +319,7 @@ def array(
     keeper = runner_for(data) if runner is None else runner
     wanted = None if dtype is None else as_dtype(dtype)
     try:
-        # ReshardError is caught by its base as well, and goes on as it is.
+        # A ReshardError is also caught by its base class; it is raised unchanged.
         whole = keeper.library.array(data, wanted)
     except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, ReshardError):

@@ -816,7 +816,7 @@ class CostSum:
         return tuple(changed)
 
     def _find_near(self, some: Iterable[int]) -> set[int]:
-        """Return the variables that some share a table with, and those themselves."""
+        """Return some variables, and all variables that share a table with any of them."""
         numbers = {number for variable in some for number in self._of[variable]}
         return {variable for number in numbers for variable in self.tables[number].variables}
 
