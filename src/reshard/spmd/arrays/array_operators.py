@@ -47,7 +47,7 @@ _OTHER_NAMES = {
 }
 
 
-# What the array API has among its functions of matrices. (`sp.trace` traces a function.)
+# Functions that the array API has in `linalg`. (`sp.trace` traces a function.)
 _OF_MATRICES = ("cross", "diagonal", "outer", "trace")
 
 

@@ -100,7 +100,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
         return dict(zip(self.runner.ranks(self.mesh), shards, strict=True))
 
     def to_dense(self) -> Any:
-        """The full array as one of NumPy or PyTorch, on every process.
+        """Return the full array as an array of NumPy or PyTorch, on every process.
 
         It may share memory with the shards: copy it before writing to it.
         """

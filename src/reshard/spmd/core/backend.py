@@ -24,7 +24,7 @@ Combine = Callable[[Any, Any], Any]
 
 
 class Library:
-    """A library that computes with dense arrays. Get one with `library_of` or `library`.
+    """A library that computes with dense arrays. `library_of` and `library` return libraries.
 
     `namespace` has the functions of the array API standard.
     """
@@ -264,7 +264,7 @@ def records_gradient(tensor: Any) -> bool:
 
 
 def _check_memory(tensor: Any) -> None:
-    """Raise ShardError for a tensor whose memory was freed, and for a sparse or nested one."""
+    """Raise ShardError for a sparse or nested tensor, or a tensor whose memory was freed."""
     if tensor.is_nested or str(tensor.layout) != "torch.strided":
         kind = "a nested tensor" if tensor.is_nested else f"a tensor of {tensor.layout}"
         raise ShardError(

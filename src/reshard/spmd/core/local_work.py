@@ -1,4 +1,4 @@
-"""Local work: one operation as the ranks of this process compute it on their shards."""
+"""Local work: an operation as the ranks of this process compute it on their shards."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _find_stretches(layout: Layout, rank: int, axis: int) -> list[Stretch]:
 
 
 def has_plain_parts(spec: ShardingSpec) -> bool:
-    """Return whether every part of a dimension is one stretch of it."""
+    """Return whether every part of each dimension is a single interval."""
     return all(level.rule.is_default for dim in spec.dim_specs for level in dim.levels)
 
 
@@ -117,7 +117,7 @@ def part_lengths(spec: ShardingSpec, axis: int, size: int) -> tuple[int, ...]:
 
 
 def parts_of(spec: ShardingSpec, axis: int, size: int) -> tuple[Stretch, ...]:
-    """Return where the parts of a dimension start and stop, the empty ones too.
+    """Return the start and stop of each part of a dimension, including empty parts.
 
     >>> from reshard import DeviceMesh, spec
     >>> parts_of(spec(DeviceMesh.of(x=4), "x"), 0, 5)

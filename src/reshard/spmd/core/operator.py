@@ -206,7 +206,7 @@ class Operator:
 
     @property
     def has_rule(self) -> bool:
-        """Whether there is a rule; without one, operands are replicated."""
+        """Whether there is a rule; otherwise operands are replicated."""
         return self.infer is not None
 
     def rule(self, shapes: Sequence[Sequence[int]], **attributes: Any) -> OpShardingRule:
@@ -483,7 +483,7 @@ def rule(
         raise SpecError(f"operator {name} has a rule of the package's; name yours differently")
 
     def add(function: RuleFunction) -> RuleFunction:
-        # What a user's function returns is checked at each use: it is not known before.
+        # The result of a user's function may depend on the shapes: it is checked at each use.
         def infer(shapes: Sequence[Shape], **attributes: Any) -> Inferred:
             found = function(shapes, **attributes)
             if isinstance(found, str):

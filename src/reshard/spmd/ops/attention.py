@@ -275,8 +275,8 @@ class SeenKeys:
         ((False, False), (True, True))
         """
         ahead = self.query_start - self.key_start
-        # The minimum and the maximum of the distances from a key of the one block forward to a
-        # query of the other.
+        # The minimum and the maximum of the distances from a key of the block forward to a query
+        # of the block.
         least = ahead + queries[0] - (keys[1] - 1)
         most = ahead + queries[1] - 1 - keys[0]
         low, high = self.limits

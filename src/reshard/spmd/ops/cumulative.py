@@ -82,9 +82,9 @@ def cumulative_rule(
     include_initial: bool = False,
     parts: Sequence[int] | None = None,
 ) -> Inferred:
-    """Running totals along an axis; one more element with the initial value.
+    """Infer running totals along an axis, which is an element longer with the initial value.
 
-    With lengths of parts, the totals begin anew at each: a device that has one part needs no other.
+    With lengths of parts, the totals restart at each part: a device needs only its own part.
 
     >>> print(cumulative_rule([(4, 8)], axis=1).rule)
     ([i, j]) -> ([i, j]) {i=4, j=8} permutation={j}

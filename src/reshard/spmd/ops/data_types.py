@@ -39,7 +39,7 @@ def _read_type(value: Any) -> DType:
 def astype(x: Any, dtype: object, /, *, copy: object = True, device: object = None) -> Any:
     """Cast to another element type.
 
-    Partial sums stay partial where the new type loses nothing: a float to a wider one.
+    Partial sums stay partial if the new type is exact: a float that is cast to a wider float.
     """
     check_device(device, x)
     wanted = as_dtype(dtype)

@@ -540,7 +540,7 @@ def slice_rule(
     for start, limit, step, size in zip(starts, limits, steps, shape, strict=True):
         if not (0 <= start <= limit <= size and step > 0):
             raise SpecError(f"slice {start}:{limit}:{step} of {size}; it must lie inside")
-    # Divided rounding up: the last step may be a short one.
+    # Divided rounding up, because the last step may be shorter.
     result = tuple(
         -((start - limit) // step) for start, limit, step in zip(starts, limits, steps, strict=True)
     )
@@ -813,7 +813,8 @@ def summed_to(x: Any, shape: tuple[int, ...]) -> Any:
     if x.shape == shape:
         return x
     lead = x.ndim - len(shape)
-    # Dimensions that were broadcast from size 1 are kept by a sum; added leading ones are removed.
+    # Dimensions that were broadcast from size 1 are summed and kept; leading dimensions that
+    # broadcasting added are summed and removed.
     inner = tuple(
         lead + dim for dim, size in enumerate(shape) if size == 1 and x.shape[lead + dim] != 1
     )

@@ -219,7 +219,7 @@ def _choose(
         if longer is not None:
             used += longer.axes
             cuts[factor] = longer
-    # Without a cut, a major factor leaves its minor ones loose, and those theirs in other tensors.
+    # Removing a factor's sharding may invalidate those of its minor factors in other tensors.
     while True:
         loose = _without_major(rule, mesh, cuts)
         if not loose:

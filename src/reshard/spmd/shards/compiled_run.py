@@ -78,7 +78,7 @@ def make_run(
     wrap: type[ArrayValue],
     shares_failure: bool,
 ) -> RunCall:
-    """Return the function that runs a compiled operation; common cases have specialized ones."""
+    """Return the function that runs a compiled operation; common cases have special functions."""
     name = operator.name
     result = made[0]
     new = wrap.__new__

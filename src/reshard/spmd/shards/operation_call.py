@@ -1,6 +1,6 @@
 """Operation calls: execution of operations on shards, compiled once per operand types.
 
-`call(name, operands, attributes)` is the one place where operations are executed:
+`call(name, operands, attributes)` is the only place where operations are executed:
 
 1. The types of the operands, the operator and its attributes are looked up: a repeated operation
    costs a single dictionary access.

@@ -47,7 +47,7 @@ def kept_partial(
     for chosen in operator.partial_operands(len(operands), str(reduction), **attributes):
         axes = tuple(
             axis
-            # Axes along which all chosen operands are pending: it suffices to look at those of one.
+            # Axes along which all chosen operands are pending, so any chosen operand has them all.
             for axis in pending[min(chosen)]
             if all(axis in pending[number] for number in chosen)
             and not any(_uses(operands[n], axis) for n in range(len(operands)) if n not in chosen)

@@ -182,7 +182,7 @@ def _find_slices(start: Any, shape: Any) -> tuple[slice, ...]:
 def _make_shard(
     change: LayoutChange, rows: Transfers, rank: int, position: dict[int, int], library: Library
 ) -> Callable[[Shards], Any]:
-    """Return a function that makes the shard of one rank."""
+    """Return a function that makes the shard of a rank."""
     shape = change.target.local_shape(rank) or ()
     pieces: list[_Piece] = []
     # Sorted by contribution, then by offset: pieces are in order along an axis, and the first
