@@ -26,6 +26,7 @@ from reshard.topology import Device, Link, Topology
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.programs.run import ProgramRun
 from selection import choose
+from spmd.compiled_runs import find_runs
 
 MESH = DeviceMesh.of(x=2, y=2, devices=[2, 0, 3, 1])
 DATA = np.arange(48.0).reshape(8, 6)
@@ -267,7 +268,7 @@ def check_memory() -> None:
         program(weights, x)
         ((_, recorded),) = program._programs.items()
         most = [0]
-        runs = recorded._program._runs
+        runs = find_runs(recorded)
 
         def watched(run: Any, most: list[int] = most) -> Any:
             def watching(values: list[Any]) -> None:
@@ -286,7 +287,7 @@ def check_memory() -> None:
 
             return watching
 
-        recorded._program._runs = [(watched(run), frees) for run, frees in runs]
+        runs[:] = [(watched(run), frees) for run, frees in runs]
         program(weights, x)
         stated = program.trace(weights, x).peak_bytes[dist.get_rank()]
         assert most[0] <= stated, (overlap, most[0], stated)

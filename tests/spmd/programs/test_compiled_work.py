@@ -15,6 +15,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import ArrayIndexError, UsageError
 from reshard.spmd.programs.compiled_work import _CompiledWork
+from spmd.compiled_runs import find_runs
 
 MESH = DeviceMesh.of(x=2, y=2)
 RANDOM = np.random.default_rng(0)
@@ -42,7 +43,7 @@ def layers(x: Any, w: Any) -> Any:
 def compiled_counts(program: Any) -> list[int]:
     """Of each compiled function, how many operators it has."""
     (recorded,) = program._programs.values()
-    runs = [run for run, _ in recorded._program._runs]
+    runs = [run for run, _ in find_runs(recorded)]
     return [len(run._steps) for run in runs if isinstance(run, _CompiledWork) and run._functions]
 
 

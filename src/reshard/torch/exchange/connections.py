@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 # The interval between checks of a connection. Each check leaks a few hundred bytes in gloo.
-_LOOK_S = 0.5
+_POLL_S = 0.5
 # The tag of messages that are never sent.
 _PROBE_TAG = (1 << 30) + 1
 # The tag of broadcasts and all-gathers, which are sequential.
@@ -201,7 +201,7 @@ class _Waiter:
             while not problem and not (has_ended := self._has_ended(until_s)):
                 if problem := find_loss():
                     # It may have ended meanwhile; then its own error is more precise.
-                    has_ended = self._ended.acquire(timeout=_LOOK_S)
+                    has_ended = self._ended.acquire(timeout=_POLL_S)
                 elif time.monotonic() >= until_s:
                     problem = "the time to wait for all ranks is up"
         finally:
@@ -216,7 +216,7 @@ class _Waiter:
             raise error
 
     def _has_ended(self, until_s: float) -> bool:
-        return self._ended.acquire(timeout=max(0, min(_LOOK_S, until_s - time.monotonic())))
+        return self._ended.acquire(timeout=max(0, min(_POLL_S, until_s - time.monotonic())))
 
 
 # Idle threads. A forked process does not have them.
