@@ -3,20 +3,20 @@
 A `BlockReader` gathers blocks of tensors in row-major order, a `BlockWriter` spreads them over
 files. They work in a `Workspace`, the memory of one thread, and allocate nothing else.
 
-Many small tensors share reads and writes. A *section* is one block of each of several tensors of
-one kind: their shards are alike, so a span of the kind is a span of each tensor, and all are
-rearranged by one copy of arrays with an additional dimension. A batch is a list of sections; that
-of a large tensor is a single block::
+Many small tensors share reads and writes. A *section* contains the same block of each of several
+tensors of the same kind. Their shards are alike, so a span of the kind is a span of each tensor,
+and a single copy of arrays with an additional dimension rearranges all of them. A batch is a list
+of sections; the batch of a large tensor is a single block::
 
     reader   files --(ranges)--> span buffer --(a copy for each span)--> blocks
     writer   blocks --(a copy for each span)--> span buffer --(ranges)--> files
 
 1. `pieces` are the byte ranges of the spans of all tensors of a batch.
-2. Pieces that are close together are one range, which one call reads or writes.
-3. Between a range and the blocks, tensors at equal distances are copied as one array.
+2. Adjacent pieces are merged into a range, which a single call reads or writes.
+3. Between a range and the blocks, tensors at equal distances are copied as a single array.
 
-Blocks that are ranges of files in their own order are read and written without the span buffer.
-Computed tensors read boxes of their sources that are no blocks (`BlockReader.read_box`).
+A block whose bytes are a range of a file, in the same order, is read and written without the span
+buffer. Computed tensors read boxes of their sources that are not blocks (`BlockReader.read_box`).
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ if TYPE_CHECKING:
 
 
 class Workspace(Closing):
-    """The memory of one thread: room for a block, and for a span of a shard.
+    """The memory of a thread: room for a block, and for a span of a shard.
 
-    `inputs` has room for boxes of the sources that a block is computed from.
+    `inputs` has room for boxes of the sources from which a block is computed.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Workspace(Closing):
 
 
 class WorkspacePair(Closing):
-    """The memory of one thread that reads blocks of two checkpoints."""
+    """The memory of a thread that reads blocks of two checkpoints."""
 
     def __init__(self, first: Workspace, second: Workspace) -> None:
         self.first, self.second = first, second
@@ -112,7 +112,7 @@ class WorkspacePair(Closing):
 
 
 class WorkspaceSize(Record):
-    """The size of a thread's `Workspace`, and of the memory for arithmetic in addition.
+    """The size of a thread's `Workspace`, and of its additional memory for arithmetic.
 
     A batch of small tensors has at most `batch_bytes`.
     """
@@ -130,7 +130,7 @@ class WorkspaceSize(Record):
         return sum(map(AlignedBuffer.capacity_for, parts)) + self.scratch_bytes
 
     def with_batches(self, batch_bytes: int, *, has_inputs: bool = False) -> WorkspaceSize:
-        """Return the size with room for batches, and in the first input too if `has_inputs`."""
+        """Return the size with room for batches; if `has_inputs`, also in the first input."""
         inputs = self.input_bytes
         if has_inputs:
             inputs = (max(batch_bytes, *inputs[:1]), *inputs[1:])
@@ -184,8 +184,9 @@ def open_sources(
 
     Args:
         checkpoint: the checkpoint.
-        scratch: the folder in which derived files are created; that of temporary files if None.
-        shared: a cache of objects that other processes of this host read too.
+        scratch: the folder in which derived files are created; the system's temporary folder if
+            None.
+        shared: a cache of remote objects, shared with other processes of this host.
     """
 
     def open_file(name: str) -> SourceFile:
@@ -213,7 +214,7 @@ Watch = Callable[[str, int, memoryview], None]
 def max_span_bytes(
     tiles: Tiles, view_of: Callable[[int, int], View | None], grid: BlockGrid
 ) -> int:
-    """Return the most bytes of a shard in memory at once; `view_of(slot, cell)` is its view."""
+    """Return the maximum bytes of a shard in memory; `view_of(slot, cell)` is its view."""
     max_bytes = 0
     for tile in tiles.tiles:
         view = view_of(tile.slot, tile.number)
@@ -228,13 +229,13 @@ def max_span_bytes(
     return max_bytes
 
 
-# The largest gap between two pieces that is read with them.
+# Pieces are merged over gaps of at most this size, whose bytes are read too.
 _MAX_GAP = PAGE_BYTES
 _ALIGNMENT = 64
 
 
 def aligned_bytes(sizes: IntArray) -> IntArray:
-    """Return the bytes that blocks of these sizes take at most in a batch."""
+    """Return the maximum bytes that blocks of these sizes take in a batch."""
     rounded: IntArray = -(-sizes // _ALIGNMENT) * _ALIGNMENT
     return rounded
 
@@ -248,7 +249,7 @@ class Section(NamedTuple):
 
 
 class BlockMemory(Record, eq=False):
-    """The blocks of a section in memory: `at` has the begin of each, of `size_bytes` bytes."""
+    """The blocks of a section in memory: each has `size_bytes` bytes, from an offset in `at`."""
 
     memory: memoryview
     at: IntArray
@@ -274,7 +275,7 @@ class _Stretch(NamedTuple):
 
 
 class _FilePieces(NamedTuple):
-    """Byte ranges of files, by file number, begin and size, and the spans that they are."""
+    """Byte ranges of files, as columns of file numbers, begins and sizes, with their spans."""
 
     file: IntArray
     start: IntArray
@@ -282,7 +283,7 @@ class _FilePieces(NamedTuple):
     stretches: list[_Stretch]
 
     def ranges(self, gap_bytes: int, max_bytes: int) -> Iterator[CoalescedRange]:
-        """Yield ranges that cover all pieces, merging those that are close together."""
+        """Yield ranges that cover all pieces, merging pieces with small gaps between them."""
         return coalesce(self.file, self.start, self.size, gap_bytes, max_bytes)
 
 
@@ -296,7 +297,7 @@ class _BlockFiles:
         self._watch = watch
         self._file_names = list(dict.fromkeys(f for kind in columns.kinds for f in kind.files))
         self._file_numbers = {name: number for number, name in enumerate(self._file_names)}
-        # Caches of the object, which are released with it: threads ask for few kinds many times.
+        # The caches belong to the object and are released with it. Threads look up few kinds often.
         self._tiles = lru_cache(maxsize=4096)(tiles)
         self._spans = lru_cache(maxsize=1024)(self._find_spans)
         self.grid = lru_cache(maxsize=4096)(self._make_grid)
@@ -307,7 +308,7 @@ class _BlockFiles:
         return BlockGrid.of(of.layout.shape, of.dtype.itemsize_bytes)
 
     def span_bytes(self, kind: int) -> int:
-        """Return the most bytes of a shard of this kind in memory at once."""
+        """Return the maximum bytes of a shard of this kind in memory at once."""
         return max_span_bytes(self._tiles(kind), self.columns.kinds[kind].view, self.grid(kind))
 
     def _find_spans(self, number: int, block: int) -> tuple[tuple[int, Span, bool], ...]:
@@ -323,7 +324,7 @@ class _BlockFiles:
         return tuple(spans)
 
     def _list_spans(self, row: int, box: Box, grid: BlockGrid) -> Iterator[tuple[str, Span]]:
-        """Yield the file name and span of every range of a box of one tensor."""
+        """Yield the file name and span of every range of a box of a tensor."""
         number, first = int(self.columns.kind[row]), int(self.columns.first[row])
         kind = self.columns.kinds[number]
         for tile in self._tiles(number).intersecting(box):
@@ -380,7 +381,7 @@ class _BlockFiles:
             for a, b in split_equal_steps(places, targets):
                 outer = strided_arrays(memory, storage, span.shape, places[a:b], span.strides)
                 inner = strided_arrays(of.memory, storage, box_shape, targets[a:b])
-                # Padding is written as zeros, not as earlier content of the buffer.
+                # Padding is written as zeros, not as the buffer's previous content.
                 if span.has_gaps and not into_blocks:
                     outer[...] = np.zeros((), dtype=storage)
                 span.copy(inner, outer, into_block=into_blocks)
@@ -396,12 +397,12 @@ class _BlockFiles:
 
 
 class BlockReader(_BlockFiles):
-    """Reads blocks of stored tensors; `watch` is called with every piece that is read.
+    """A reader of blocks of stored tensors.
 
     Args:
-        tensors: as columns, or a single tensor, which is in row 0.
-        files: of the tensors.
-        watch: called with the file, the first byte and the content of every piece.
+        tensors: the tensors as columns, or a single tensor, which gets row 0.
+        files: the files of the tensors.
+        watch: called with the file, the first byte and the content of every piece that is read.
 
     Raises:
         CoverageError: shards that leave part of a tensor out.
@@ -414,7 +415,7 @@ class BlockReader(_BlockFiles):
         watch: Watch | None = None,
     ) -> None:
         if isinstance(tensors, StoredTensor):
-            # The assembly is cached by the tensor; columns make a new object of it.
+            # The tensor caches its assembly; the columns would create a new tensor without it.
             assembly, columns = tensors.assembly, TensorColumns.of({tensors.name: tensors})
             super().__init__(columns, lambda _: source_tiles(assembly), watch)
         else:
@@ -435,7 +436,7 @@ class BlockReader(_BlockFiles):
         )
 
     def read_block(self, block: int, workspace: Workspace, row: int = 0) -> memoryview:
-        """Return the bytes of one block in row-major order, valid until the next call.
+        """Return the bytes of a block in row-major order, valid until the next call.
 
         Raises:
             RunError: a file that cannot be read.
@@ -447,7 +448,7 @@ class BlockReader(_BlockFiles):
     def read_checked(
         self, block: int, workspace: Workspace, row: int = 0
     ) -> tuple[memoryview, bytes]:
-        """Return `read_block` and its digest, compared with a recorded one if any.
+        """Return a block as `read_block` does, and its digest, checked against a recorded digest.
 
         Raises:
             DigestError: bytes that differ from those written.
@@ -465,7 +466,7 @@ class BlockReader(_BlockFiles):
             SourceChangedError: a file that became shorter.
         """
         pieces = self._find_pieces(sections)
-        # Most checkpoints are read whole and in order: no copy is needed then.
+        # Most blocks are contiguous in their files, and need no copy.
         in_place = self._read_in_place(sections, pieces, workspace.block)
         if in_place is not None:
             return in_place
@@ -517,13 +518,13 @@ class BlockReader(_BlockFiles):
     def read_box(
         self, box: Box, into: AlignedBuffer, over: AlignedBuffer, row: int = 0
     ) -> NDArray[Any]:
-        """Return the bare elements of a box, in its shape, valid until `into` is used again.
+        """Return the elements of a box as an array of its shape, valid until `into` is used again.
 
         Args:
-            box: of the tensor.
+            box: the box of the tensor.
             into: a buffer with room for the box.
             over: a buffer with room for `span_bytes`.
-            row: of the tensor.
+            row: the row of the tensor.
 
         Raises:
             RunError: a file that cannot be read.
@@ -538,14 +539,14 @@ class BlockReader(_BlockFiles):
         lead, size_bytes = box.shape[:cut], box.elements * grid.itemsize_bytes
         if math.prod(lead) == 1:
             spans = list(self._list_spans(row, box, grid))
-            # The box is one range of one file, in its own order: it is read in place.
+            # If the box is a single range of a file, in the same order, it is read in place.
             if len(spans) == 1 and spans[0][1].is_all_of(box):
                 name, span = spans[0]
                 region = into.region(span.start_bytes, size_bytes)
                 self._read_span(name, span, region)
                 return np.frombuffer(region.memory, storage).reshape(box.shape)
         array = np.frombuffer(into.region(0, size_bytes).memory, storage).reshape(box.shape)
-        # Spans have single indices of the dimensions before the cut, so these are looped over.
+        # A span has a single index of each dimension before the cut, so the loop is over these.
         for index in np.ndindex(*lead):
             start = tuple(a + i for a, i in zip(box.start, index, strict=False))
             stop = tuple(a + 1 for a in start)
@@ -564,7 +565,7 @@ class BlockReader(_BlockFiles):
             self._watch(name, span.start_bytes, region.memory)
 
     def verify_digests(self, section: Section, digests: Sequence[bytes]) -> None:
-        """Compare the digests of a section's blocks with the recorded ones, if any.
+        """Compare the digests of a section's blocks with the recorded digests, if any.
 
         Raises:
             DigestError: bytes that differ from those written.
@@ -574,7 +575,7 @@ class BlockReader(_BlockFiles):
                 self.verify_digest(section.block, digest, row)
 
     def verify_digest(self, block: int, digest: bytes, row: int = 0) -> None:
-        """Compare the digest of one block with the recorded one, if any.
+        """Compare the digest of a block with the recorded digest, if any.
 
         Raises:
             DigestError: bytes that differ from those written.
@@ -593,7 +594,7 @@ class BlockReader(_BlockFiles):
             )
 
     def places(self, block: int, row: int = 0) -> tuple[str, ...]:
-        """Return the byte ranges that a block is read from, as text."""
+        """Return the byte ranges from which a block is read, as text."""
         grid = self.grid(int(self.columns.kind[row]))
         return tuple(
             f"{name} bytes {span.start_bytes}:{span.start_bytes + span.size_bytes}"
@@ -602,7 +603,7 @@ class BlockReader(_BlockFiles):
 
 
 class BlockWriter(_BlockFiles):
-    """Writes batches into the files that store tensors, and calls `watch` with each piece."""
+    """A writer of batches to the files of tensors, which calls `watch` with each piece."""
 
     def __init__(
         self, columns: TensorColumns, files: OpenFiles[TargetFile], watch: Watch | None = None
@@ -620,8 +621,8 @@ class BlockWriter(_BlockFiles):
     def extents(self, kind: int, block: int) -> IntArray:
         """Return the byte ranges of a block of the tensors of a kind: shape `(places, 5)`.
 
-        A row has the file's number, the place, the first byte and the end relative to the begin of
-        the place, and the number of bytes that are written between them.
+        The columns are the file's number, the number of the place, the first byte and the end
+        relative to the begin of the place, and the number of bytes written between them.
         """
         ends: dict[int, tuple[int, int, int]] = {}
         for place, span, _ in self._spans(kind, block):
@@ -633,7 +634,7 @@ class BlockWriter(_BlockFiles):
         return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
     def has_copies(self, kind: int, block: int) -> bool:
-        """Return whether a block of the tensors of a kind is written repeatedly or with padding."""
+        """Return whether blocks with this number, of a kind, are stored with copies or padding."""
         written = int(self.extents(kind, block)[:, 4].sum())
         return written != self.grid(kind).size_bytes(block)
 
@@ -660,7 +661,8 @@ class BlockWriter(_BlockFiles):
             """Write the ranges that need no copy, and yield the others."""
             for joined in pieces.ranges(0, workspace.span_bytes):
                 begin = int(in_block[joined.pieces[0]])
-                # In memory as in the file, and congruent to the file offset modulo a page.
+                # The pieces must lie in memory as in the file. Their address must be congruent to
+                # the file offset modulo a page.
                 shifts = in_block[joined.pieces] - pieces.start[joined.pieces]
                 is_same = whole[joined.pieces].all() and (shifts == shifts[0]).all()
                 if is_same and (begin - joined.start_bytes) % PAGE_BYTES == 0:
@@ -685,7 +687,7 @@ class BlockWriter(_BlockFiles):
     def show_written(self, sections: Sequence[Section], files: OpenFiles[SourceFile]) -> None:
         """Call `watch` as `write` does, with blocks already in the files. Raises RunError."""
         pieces = self._find_pieces(sections)
-        # One buffer for all pieces, whose content is used by `watch` at once.
+        # All pieces share a buffer, since `watch` uses the content before it returns.
         memory = memoryview(bytearray(int(pieces.size.max(initial=0))))
         at = np.zeros(len(pieces.start), dtype=np.int64)
         for piece in range(len(at)):
@@ -729,11 +731,11 @@ def find_written_ranges(
     """Yield the ranges that blocks write, some blocks at a time.
 
     Blocks of the same number, of tensors of one kind, write the same ranges relative to the begins
-    of their tensors' shards: these are found once, and added to the begins as columns.
+    of their tensors' shards: these ranges are found once, and added to the begins as columns.
 
     Args:
-        writer: of the files.
-        rows: the row of the tensor of each block, shape `(blocks,)`.
+        writer: the writer of the files.
+        rows: the row of each block's tensor, shape `(blocks,)`.
         blocks: the number of each block in its tensor.
     """
     for at in range(0, len(rows), _BLOCKS_AT_A_TIME):

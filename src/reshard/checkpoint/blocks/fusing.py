@@ -1,17 +1,17 @@
-"""Fused parameters of checkpoints, bound to the bytes of their members, and members to theirs.
+"""Fused parameters bound to the bytes of their members, and members to those of fused parameters.
 
-Nothing is copied: a tensor is bound to byte ranges in the files of other tensors::
+No bytes are copied: a tensor is bound to byte ranges in the files of other tensors::
 
     file          | q q k v | q q k v |  = linear_qkv, read in place
     q_proj          0:2       4:6           two boxes of rows, each with its own address
     k_proj              2         6
 
-1. A stored tensor is a list of regions of files (`geometry.regions`), with the rank that stores
-   each. Offsets and strides are in bytes.
-2. A member has the regions inside its intervals. A member of a stack has those at its index,
-   without that dimension; for a transposed one the last two dimensions are swapped.
-3. A fused parameter has the regions of its members, by the inverse steps. So shards may be split
-   anywhere, also inside a group or a head.
+1. A stored tensor is a list of regions of files (`geometry.regions`), each with the rank that
+   stores it. Offsets and strides are in bytes.
+2. A member has the regions inside its intervals. A member of a stack has the regions at its index,
+   without that dimension; for a transposed member the last two dimensions are swapped.
+3. A fused parameter has the regions of its members, by the inverse steps. Shards may therefore be
+   split anywhere, also inside a group or a head.
 4. Members whose indices alternate (gate and up of gpt-oss) are regions with twice the stride; two
    such regions that interleave are merged into one.
 """
@@ -38,7 +38,7 @@ StoredRegion = tuple[int, Region]
 class _Share(NamedTuple):
     """The indices of a member in a fused dimension: `size` from `start` on, in each of `groups`.
 
-    A group has `period` indices; the member has those of all groups, in order.
+    A group has `period` indices; the member consists of its indices in all groups, in order.
     """
 
     start: int
@@ -87,7 +87,7 @@ class _Share(NamedTuple):
 
 
 def split_into_members(tensor: StoredTensor, fusion: Fusion) -> Iterator[StoredTensor]:
-    """Yield the members of a fused parameter, and for a stack those of each index.
+    """Yield the members of a fused parameter; for a stack, the members of each index.
 
     Raises:
         RecipeError: a shape that cannot be divided among members; more than `MAX_BOXES` regions.
@@ -116,7 +116,7 @@ def fuse_members(name: str, fusion: Fusion, members: Sequence[StoredTensor]) -> 
     """
     at, first = fusion.dimension, members[0]
     together = len(fusion.members)
-    # 1. Members must agree in type, and in every dimension but the fused one.
+    # 1. Members must agree in type, and in every dimension except the fused dimension.
     for number, member in enumerate(members):
         alike = members[number % together]
         is_alike = member.dtype is first.dtype and _drop_dimension(
@@ -176,11 +176,12 @@ def deinterleave_rows(tensor: StoredTensor, heads: int) -> StoredTensor:
         stored    0 1 | 2 3 | 4 5        returned    0 2 4 | 1 3 5
 
     Args:
-        tensor: with `heads` equal blocks of rows, bound to files.
+        tensor: a tensor with `heads` equal blocks of rows, bound to files.
         heads: the number of heads.
 
     Raises:
-        RecipeError: rows that are not so many heads of pairs, or more than `MAX_BOXES` regions.
+        RecipeError: rows that `heads` does not divide into heads of whole pairs, or more than
+            `MAX_BOXES` regions.
     """
     rows = tensor.shape[0] if tensor.shape else 0
     length, rest = divmod(rows, heads)
@@ -221,7 +222,7 @@ def _find_shares(name: str, fusion: Fusion, length: int) -> tuple[_Share, ...]:
 
 
 def list_stored_regions(tensor: StoredTensor) -> Iterator[StoredRegion]:
-    """Yield the regions that a tensor consists of, each element in one of them."""
+    """Yield the regions of a tensor; each element is in exactly one region."""
     itemsize_bytes = tensor.dtype.itemsize_bytes
     for tile in source_tiles(tensor.assembly).tiles:
         place = tensor.file_range(tile.slot, tile.number, tile.offset)
@@ -278,7 +279,7 @@ def _alternate(parts: Sequence[Sequence[StoredRegion]], at: int) -> Iterator[Sto
     alike: dict[StoredRegion, dict[int, Region]] = {}
     for number, own in enumerate(parts):
         for slot, region in own:
-            # Members that interleave differ in their offsets alone.
+            # Regions that interleave differ only in their offsets.
             key = (slot, region._replace(offset=0))
             alike.setdefault(key, {})[number] = region
     for (slot, _), of_members in alike.items():
@@ -311,7 +312,7 @@ def bind_stored_regions(
             "source to whole tensors first (--to full), and change names then"
         )
     if not listed:
-        # An empty tensor needs an address too: that of a shard it came from.
+        # An empty tensor needs an address too: it gets the address of a shard of `like`.
         slot = like.stored_slots[0]
         place = like.file_range(slot)
         listed.append((slot, Region.dense(shape, place.path, place.start_bytes, itemsize_bytes)))

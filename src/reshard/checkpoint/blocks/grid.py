@@ -1,15 +1,15 @@
 """Blocks: the pieces into which a tensor is divided for file I/O, and their digests.
 
 A block is a fixed range of a tensor's elements in row-major order, about 4 MiB, determined by shape
-and element size alone. So the blocks of a tensor do not depend on its sharding, its format or the
-number of processes, and a digest over them identifies the tensor.
+and element size alone. The blocks of a tensor do not depend on its sharding, its format or the
+number of processes, so a digest over them identifies the tensor.
 
-1. Find the dimension of which one index, with all following dimensions, fits into a block, while
-   one index of the dimension before does not.
-2. Divide that dimension into equal chunks that fit. A block is one index of every dimension before
-   it, one chunk of it, and all of the following dimensions: a box, and a contiguous range::
+1. Find the first dimension for which an index, with all following dimensions, fits into a block.
+2. Divide that dimension into equal chunks that fit. A block has a single index of every preceding
+   dimension, a chunk of this dimension, and all indices of the following dimensions. It is a box,
+   and a contiguous range::
 
-       8 x 3 x 1000000 float32     a row of 12 MB is too large, one of 4 MB fits:
+       8 x 3 x 1000000 float32     3 x 1000000 (12 MB) is too large, 1000000 (4 MB) fits:
                                    24 blocks [i:i+1, j:j+1, 0:1000000]
 """
 
@@ -60,14 +60,14 @@ class BlockGrid(Record):
         if not shape:
             return cls(shape, itemsize_bytes, 0, 1, 1, block_bytes)
         dimension, inner_bytes = len(shape) - 1, itemsize_bytes
-        # From the last dimension on, those that fit into a block as a whole.
+        # From the last dimension backwards, skip dimensions that fit into a block as a whole.
         while dimension > 0 and inner_bytes * shape[dimension] <= block_bytes:
             inner_bytes *= shape[dimension]
             dimension -= 1
         length = shape[dimension]
         max_chunk = max(1, block_bytes // max(inner_bytes, 1))
         chunks = -(-length // max_chunk)
-        # Chunks of about equal length, instead of full ones and a short last one.
+        # Chunks of about equal length, instead of full chunks and a short last chunk.
         chunk = -(-length // chunks) if chunks else 1
         outer = math.prod(shape[:dimension])
         count = 0 if 0 in shape else outer * -(-length // chunk)
@@ -119,6 +119,6 @@ def block_digest(block: bytes | memoryview) -> bytes:
 
 
 def tensor_digest(blocks: Iterable[bytes]) -> TensorDigest:
-    """Return the digest of a tensor from those of its blocks, in order."""
+    """Return the digest of a tensor, computed from the digests of its blocks, in order."""
     ordered = tuple(blocks)
     return TensorDigest(block_digest(b"".join(ordered)), ordered)

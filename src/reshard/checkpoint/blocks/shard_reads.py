@@ -1,7 +1,7 @@
 """Reading a box of a shard with little overhead.
 
-The part of a shard that a rank needs is a box of it. In the file, which is row major, a box is a
-number of equally long ranges::
+A rank needs a box of a shard. The file stores the shard in row-major order, so the box consists of
+ranges of equal length::
 
       a shard in a file               rows 1..3, columns 2..4: three ranges
       . . . . . . . .
@@ -9,11 +9,11 @@ number of equally long ranges::
       . . # # # . . .                 make a range longer
       . . # # # . . .
 
-1. A box larger than the buffer is halved along its first dimension of more than one index.
+1. A box larger than the buffer is halved along its first dimension with more than one index.
 2. If reading from its first to its last element wastes little (`MAX_WASTE` of the needed bytes), or
    if the ranges are shorter than a sector of a disk, the box is read at once.
-3. Otherwise it is read range by range. All ranges are announced first, so that the disk works on
-   many at once instead of one after the other.
+3. Otherwise it is read range by range. All ranges are announced to the system first, so that the
+   disk reads many of them at the same time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from reshard.checkpoint.storage.local_files import AlignedBuffer, SourceFile
 from reshard.geometry.regions import Region
 from reshard.runs import IntArray
 
-# The largest share of bytes read in vain, relative to those needed.
+# The maximum number of unneeded bytes read, relative to the needed bytes.
 MAX_WASTE = 0.05
 SECTOR_BYTES = 512
 BUFFER_BYTES = 4 * 1024 * 1024
@@ -47,7 +47,7 @@ def read_region(
         file: contains the shard.
         start_bytes: the offset in the file of element 0 of the shard.
         region: its offset and strides are in elements of the shard.
-        target: bare elements, of the shape of the region; it need not be contiguous.
+        target: an array of the region's shape; it need not be contiguous.
         buffer: room for `BUFFER_BYTES` at any file offset.
 
     Raises:
@@ -88,7 +88,7 @@ def bounding_range(region: Region, itemsize_bytes: int, joined_bytes: int) -> tu
 
     Args:
         region: its offset and strides are in elements of the shard.
-        itemsize_bytes: of an element.
+        itemsize_bytes: the size of an element.
         joined_bytes: the largest gap between ranges that is read with them.
 
     >>> region = Region.dense((3, 200), "shard").narrow(1, 10, 80)
@@ -105,9 +105,9 @@ def bounding_range(region: Region, itemsize_bytes: int, joined_bytes: int) -> tu
 
 
 def extent_at_once(region: Region, itemsize_bytes: int) -> int | None:
-    """Return the elements from the first to the last of a region, if all of them are read.
+    """Return the number of elements from a region's first to its last, if read as a single range.
 
-    Return None if the gaps are so large that the ranges of the region are read one by one.
+    Return None if the gaps are so large that the ranges of the region are read separately.
 
     >>> wide = Region.dense((3, 1000), "shard").narrow(1, 0, 100)
     >>> extent_at_once(Region.dense((3, 100), "shard"), 8), extent_at_once(wide, 8)
@@ -117,7 +117,7 @@ def extent_at_once(region: Region, itemsize_bytes: int) -> int | None:
     extent = high + 1 - low
     if extent <= region.elements * (1 + MAX_WASTE):
         return extent
-    # A disk reads whole sectors: shorter ranges cost as much as the bytes between them.
+    # A disk reads whole sectors, so skipping the gaps between shorter ranges saves no time.
     _, length = _dense_end(region)
     return extent if length * itemsize_bytes < SECTOR_BYTES else None
 
@@ -125,12 +125,12 @@ def extent_at_once(region: Region, itemsize_bytes: int) -> int | None:
 def _ranges(region: Region) -> tuple[IntArray, int]:
     """Return the begins of the contiguous ranges of a region, in row-major order, and their length.
 
-    They are relative to the region's offset.
+    The begins are relative to the region's offset.
 
     >>> _ranges(Region.dense((3, 8), "shard").narrow(1, 2, 4))
     (array([ 0,  8, 16]), 2)
     """
-    # Not `Region.runs`: there may be thousands, which arrays add up faster.
+    # Not `Region.runs`: NumPy computes thousands of ranges faster.
     inner, length = _dense_end(region)
     begin = np.zeros(1, dtype=np.int64)
     for size, stride in zip(region.shape[:inner], region.strides[:inner], strict=True):

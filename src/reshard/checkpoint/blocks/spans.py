@@ -1,9 +1,9 @@
-"""Spans: the byte ranges that a block has in the files of shards, and their places in the block.
+"""Spans: the byte ranges of a block in the files of shards, and their positions in the block.
 
 A *tile* is a shard, or the used part of it, as pieces in each dimension: intervals that are
-contiguous both in the tensor and in the shard. A block takes single indices of the leading
-dimensions, a chunk of one dimension, and all of the rest, so its part of a shard is contiguous in
-the shard's file wherever the chunk is contiguous in the shard::
+contiguous both in the tensor and in the shard. A block has single indices of the leading
+dimensions, a chunk of the next dimension, and all indices of the rest, so its part of a shard is
+contiguous in the shard's file wherever the chunk is contiguous in the shard::
 
       block: rows 2..5                 shard: columns 3..7 of all rows
 
@@ -12,22 +12,23 @@ the shard's file wherever the chunk is contiguous in the shard::
       # # # O O O O # #
       . . . . . . . . .
 
-1. `source_tiles`: the shards that supply a tensor, each element once. `target_tiles`: all shards.
-2. `Tile.spans`: the byte ranges of a block in a shard, split to fit a buffer.
-3. `Span.copy`: the rearrangement in memory between a span and its block.
+1. `source_tiles` returns the shards that supply a tensor, each element once; `target_tiles` returns
+   all shards.
+2. `Tile.spans` yields the byte ranges of a block in a shard, split to fit a buffer.
+3. `Span.copy` rearranges elements in memory between a span and its block.
 
 PyTorch saves tensors with strides: a transposed weight is stored column by column, a slice of a
-larger tensor with gaps. A block's part of such a shard is read in ranges, each as an array with
-strides over the range (`list_strided_spans`)::
+larger tensor with gaps. A block's part of such a shard is read in ranges, each of which is an array
+with strides over the range (`list_strided_spans`)::
 
     a 3 x 4 shard, column major           rows 0..1 of it: one range of 11 elements,
     0 3 6 9                               strides 1 and 3; the elements of row 2 in
     1 4 7 10                              between (2 5 8) are read too
     2 5 8 11
 
-1. A range extends from the first to the last element that a box takes.
+1. A range extends from a box's first to its last element.
 2. It is split along its largest stride while it is too large for the buffer, or if more than a page
-   between two indices would be read in vain.
+   of unneeded bytes between two indices would be read.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from reshard.geometry.regions import multiply_runs
 from reshard.layout import Box, Layout
 from reshard.runs import PAD, IntArray, ragged_arange
 
-# Beyond this many slice assignments, one copy with index lists is faster.
+# Beyond this number of slice assignments, a single copy with index lists is faster.
 _MAX_SLICES = 64
 
 
@@ -58,8 +59,8 @@ class Span(Record):
     """A contiguous range of a shard's file that belongs to one block.
 
     `shape` is the shape of the range as an array, dense unless it has `strides` (in elements). For
-    each dimension, `inside`, `within` and `lengths` have the pieces: their begins in this array and
-    in the block, and their lengths.
+    each dimension, `inside`, `within` and `lengths` describe the pieces: their begins in this array
+    and in the block, and their lengths.
     """
 
     start_bytes: int
@@ -85,13 +86,13 @@ class Span(Record):
 
     @cached_property
     def has_gaps(self) -> bool:
-        """Whether there are positions that no piece fills: padding between elements."""
+        """Whether the range has positions that no piece fills, such as padding."""
         return math.prod(int(length.sum()) for length in self.lengths) != math.prod(self.shape)
 
     def copy(self, block: NDArray[Any], span: NDArray[Any], *, into_block: bool) -> None:
-        """Copy between a block's array and this span's array, one way or the other.
+        """Copy this span's array into a block's array, or the other way if not `into_block`.
 
-        For many tensors at once, both arrays have an additional first dimension.
+        To copy many tensors at once, both arrays have an additional first dimension.
         """
         for in_block, in_span in self._indices():
             if into_block:
@@ -100,7 +101,7 @@ class Span(Record):
                 span[(..., *in_span)] = block[(..., *in_block)]
 
     def _indices(self) -> Iterator[tuple[Any, Any]]:
-        # Few pieces: one view for each combination of the dimensions' pieces.
+        # With few pieces, a view for each combination of the dimensions' pieces is fast enough.
         if math.prod(len(length) for length in self.lengths) <= _MAX_SLICES:
             for choice in np.ndindex(*(len(length) for length in self.lengths)):
                 yield self._slices(self.within, choice), self._slices(self.inside, choice)
@@ -125,8 +126,8 @@ class Tile(Record):
     """A shard of `local_shape`, and the pieces of it that are used.
 
     It is cell `number` of `slot`; if the cells of a slot are stored contiguously, it begins
-    `offset` elements into them. For each dimension, `start`, `length` and `local` have the pieces
-    in local order: begin in the tensor, length, begin in the shard.
+    `offset` elements after the first cell's begin. For each dimension, `start`, `length` and
+    `local` describe the pieces in local order: begin in the tensor, length, begin in the shard.
     """
 
     slot: int
@@ -147,15 +148,15 @@ class Tile(Record):
     def spans(self, grid: BlockGrid, box: Box, start_bytes: int, max_bytes: int) -> Iterator[Span]:
         """Yield the ranges of a file that belong to a block, each of at most `max_bytes`.
 
-        `start_bytes` is the begin of the shard in the file. An index of the block's dimension is
-        never split, whatever its size.
+        `start_bytes` is the begin of the shard in the file. A single index of the block's dimension
+        is never split, even if it is larger than `max_bytes`.
         """
         if not box.start:
             yield Span(start_bytes, grid.itemsize_bytes, (), (), (), ())
             return
         cut = grid.dimension
-        # Dimensions before the block's dimension: one index each; `lead` is their row-major index
-        # in the shard.
+        # The block has a single index of each dimension before its own; `lead` is the row-major
+        # position of these indices in the shard.
         lead = 0
         for d in range(cut):
             at = self._local_index(d, box.start[d])
@@ -210,7 +211,7 @@ def _stretches(
             piece = (begin + offset, min(max_length, length - offset), local + offset)
             if group:
                 first, last = group[0][2], group[-1][2] + group[-1][1]
-                # A gap in the shard, or more than fits the buffer: another span begins.
+                # A gap in the shard, or a full buffer, begins another span.
                 if piece[2] != last or piece[2] + piece[1] - first > max_length:
                     yield _columns(group)
                     group = []
@@ -247,7 +248,7 @@ class Tiles(Record):
         """Yield the tiles whose bounds intersect a box."""
         if not self.tiles:
             return
-        # Of shape (tiles,): boxes intersect if they overlap in every dimension.
+        # Boxes intersect if they overlap in every dimension; the result has shape (tiles,).
         overlaps = ((self.low < box.stop) & (self.high > box.start)).all(axis=1)
         for number in np.flatnonzero(overlaps).tolist():
             yield self.tiles[number]
@@ -255,7 +256,7 @@ class Tiles(Record):
 
 @lru_cache(maxsize=4096)
 def source_tiles(assembly: LayoutChange) -> Tiles:
-    """Return the shards that supply a whole tensor, each element from one of them.
+    """Return the shards that supply a whole tensor, each element from a single shard.
 
     `assembly` is the layout change that assembles the tensor (`StoredTensor.assembly`).
     """
@@ -288,8 +289,8 @@ def _local(piece: tuple[int, int, int]) -> int:
 def _merge_products(products: list[list[_Pieces]]) -> list[list[_Pieces]]:
     """Merge the products of a cell that differ in a single dimension.
 
-    If shards overlap or do not form a grid, a shard is supplied in several parts; read as one tile,
-    each row of it is read once.
+    If shards overlap or do not form a grid, several products are parts of the same shard; merged
+    into a tile, each row of the shard is read once.
     """
     for dimension in reversed(range(len(products[0]))):
         groups: dict[tuple[tuple[tuple[int, int, int], ...], ...], list[_Pieces]] = {}
@@ -338,7 +339,7 @@ def _tile(layout: Layout, cell: int, product: list[_Pieces]) -> Tile:
     slot = int(layout.cell_slot[cell])
     number = cell - layout.cells_of(slot).start
     offset = int(layout.cell_offset[cell])
-    # One matrix per dimension, of shape (3, pieces): its rows are start, length and local.
+    # A matrix per dimension, of shape (3, pieces): its rows are start, length and local.
     matrices = [np.array(pieces, dtype=np.int64).reshape(-1, 3).T for pieces in product]
     start, length, local = (tuple(matrix[row] for matrix in matrices) for row in range(3))
     return Tile(slot, number, offset, tuple(layout.cell_shape[cell].tolist()), start, length, local)
@@ -358,7 +359,7 @@ def is_dense(view: View, shape: Sequence[int]) -> bool:
 
 
 def extent(view: View, shape: Sequence[int]) -> int:
-    """Return the number of elements from the first to the last of a shard, both included.
+    """Return the number of elements from a shard's first to its last, both included.
 
     >>> extent(View(5, (1, 3)), (2, 4)), extent(View(0, (1,)), (0,))
     (11, 0)
@@ -373,8 +374,8 @@ def list_spans(
 ) -> Iterator[Span]:
     """Yield the ranges of a file that belong to a block, each no larger than a block.
 
-    `start_bytes` is the begin of the shard in the file, and `view` its strides there: dense and row
-    major if None.
+    `start_bytes` is the begin of the shard in the file, and `view` its strides there; if None, the
+    shard is dense and row major.
     """
     at = (grid, box, start_bytes, grid.block_bytes)
     return tile.spans(*at) if view is None else list_strided_spans(tile, view, *at)
@@ -383,11 +384,11 @@ def list_spans(
 def list_strided_spans(
     tile: Tile, view: View, grid: BlockGrid, box: Box, start_bytes: int, max_bytes: int
 ) -> Iterator[Span]:
-    """Yield the ranges of a file that belong to a block, each of at most `max_bytes` or an element.
+    """Yield a block's ranges of a file, each of at most `max_bytes` or of a single element.
 
     `start_bytes` is the offset of element 0 of the view in the file.
     """
-    # Of each dimension, the parts of the pieces in the block: begin, end, begin in the shard.
+    # For each dimension, the parts of the pieces in the block: begin, end, begin in the shard.
     runs = []
     for d in range(len(tile.local_shape)):
         begin = np.maximum(tile.start[d], box.start[d])

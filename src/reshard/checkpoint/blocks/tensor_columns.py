@@ -1,7 +1,7 @@
 """Tensors of a checkpoint as columns: a few numbers each, for very many tensors.
 
 Equal tensors, such as the experts of a model, share a `TensorKind`: type, layout, sharding, and the
-files of their shards. Each tensor has its name, the number of its kind, and the begins of its
+files of their shards. A tensor only adds its name, the number of its kind, and the begins of its
 shards in these files::
 
     row   name         kind   starts                kinds
@@ -35,10 +35,10 @@ _DIGEST_BYTES = 16
 
 
 class TensorKind(Record):
-    """The common properties of equal tensors: all but names, digests and offsets in files.
+    """The common properties of equal tensors: all except names, digests and offsets in files.
 
     `places` are the stored shards, each `(slot, cell)`; the cell is None if the cells of the slot
-    are stored contiguously. `files` has the file of each place, `views` those of `Binding`.
+    are stored contiguously. `files` has the file of each place, `views` are the views of `Binding`.
     """
 
     dtype: DType
@@ -56,14 +56,14 @@ class TensorKind(Record):
     def tensor(
         self, name: str, starts: Sequence[int], digest: TensorDigest | None = None
     ) -> StoredTensor:
-        """Return the tensor of that name whose shards begin at `starts`, one for each place."""
+        """Return the tensor of that name; `starts` has the begin of its shard at each place."""
         ranges = FileRanges(self.layout, self.places, self.files, tuple(starts))
         return StoredTensor(
             name, self.dtype, Binding(self.layout, ranges, self.views), self.spec, digest
         )
 
     def find_place(self, slot: int, cell: int) -> tuple[int, bool]:
-        """Return the number of the place of a cell, and whether it is that of the whole slot.
+        """Return the index of a cell's place, and whether that place stores the whole slot.
 
         Raises:
             CheckpointError: a slot without a stored shard.
@@ -82,8 +82,9 @@ class TensorKind(Record):
 class DigestColumns(Record, eq=False):
     """The digests of tensors and of their blocks, 16 bytes each.
 
-    `tensors` has one for each tensor. `blocks` has those of all blocks; the tensor in row `i` has
-    `first[i]` to `first[i + 1]`. `known` marks the tensors that have digests; all of them if None.
+    `tensors` has the digest of each tensor, `blocks` the digests of all blocks: those from
+    `first[i]` to `first[i + 1]` are blocks of the tensor in row `i`. `known` marks the tensors with
+    digests; None if all have them.
     """
 
     first: IntArray
@@ -92,7 +93,7 @@ class DigestColumns(Record, eq=False):
     known: NDArray[np.bool_] | None = None
 
     def of(self, row: int) -> TensorDigest | None:
-        """Return the digest of one tensor."""
+        """Return the digest of a tensor, or None if it is unknown."""
         if self.known is not None and not self.known[row]:
             return None
         blocks = self.of_blocks(row)
@@ -103,7 +104,7 @@ class DigestColumns(Record, eq=False):
 
     @classmethod
     def of_each(cls, digests: Iterable[TensorDigest | None]) -> DigestColumns:
-        """Return digests, one for each tensor, as columns."""
+        """Return the digests of all tensors, in order, as columns."""
         first, blocks, whole, known = [0], bytearray(), bytearray(), []
         for digest in digests:
             known.append(digest is not None)
@@ -142,7 +143,7 @@ class DigestColumns(Record, eq=False):
         return self.tensors[row * _DIGEST_BYTES : (row + 1) * _DIGEST_BYTES]
 
     def of_block(self, row: int, block: int) -> bytes | None:
-        """Return the digest of one block, or None if it is unknown."""
+        """Return the digest of a block, or None if it is unknown."""
         if self.known is not None and not self.known[row]:
             return None
         at = (int(self.first[row]) + block) * _DIGEST_BYTES
@@ -153,14 +154,14 @@ class TensorColumns(Mapping[str, StoredTensor]):
     """Stored tensors by name, in order, as columns.
 
     Args:
-        names: of the tensors.
-        kinds: the kinds that there are.
-        kind: the number of the kind of each tensor, shape `(tensors,)`.
+        names: the names of the tensors.
+        kinds: all kinds of tensors.
+        kind: the index in `kinds` of each tensor's kind, shape `(tensors,)`.
         starts: the begin of each place of each tensor in its file, in bytes, tensor by tensor.
-        digests: of the tensors, if known.
+        digests: the digests of the tensors, if known.
 
     Raises:
-        CheckpointError: a name that appears twice.
+        CheckpointError: a name that occurs twice.
 
     >>> from reshard.dtypes import dtype
     >>> kind = TensorKind(dtype("int8"), Layout.whole((4,), [0], 1), ((0, None),), ("a.bin",))
@@ -210,7 +211,7 @@ class TensorColumns(Mapping[str, StoredTensor]):
                     files.append(shard.path)
                     starts.append(shard.start_bytes)
             views = tuple(binding.views.items())
-            # Views are compared as a tuple, since a dict cannot be a part of a key.
+            # The views are converted to a tuple, since a dict is not hashable.
             key = (tensor.dtype, binding.layout, tuple(places), tuple(files), tensor.spec, views)
             number = kinds.setdefault(key, len(listed))
             if number == len(listed):
@@ -245,7 +246,7 @@ class TensorColumns(Mapping[str, StoredTensor]):
 
     def rows(self, names: Iterable[str]) -> IntArray:
         """Return the rows of tensors. Raises KeyError."""
-        # The usual case needs no dict of the names.
+        # Most callers pass all names, which needs no dict of the names.
         if names == self.names:
             return np.arange(len(self.names), dtype=np.int64)
         return np.fromiter(map(self._rows.__getitem__, names), np.int64)
@@ -312,14 +313,14 @@ def bind_shards(
     """Return tensors whose shards are in files of ranks, at most one shard of a tensor in each.
 
     Args:
-        names: of the tensors.
+        names: the names of the tensors.
         kinds: type, layout and sharding of equal tensors.
-        kind: the number of the kind of each tensor, shape `(tensors,)`.
-        files: the rank and the name of each file, ranks ascending; the tensors that have a shard
-            in it, and the begin of each of these, in bytes.
-        digests: of the tensors.
+        kind: the index in `kinds` of each tensor's kind, shape `(tensors,)`.
+        files: the rank and the name of each file, ranks ascending; the rows of the tensors that
+            have a shard in it, and the begin of each of these shards, in bytes.
+        digests: the digests of the tensors.
     """
-    # For each tensor, the number of its list of places, which each of its files extends.
+    # `places` has the distinct lists of places; each file extends the lists of its tensors.
     places: list[tuple[tuple[int, str], ...]] = [()]
     listed = np.zeros(len(names), dtype=np.int64)
     for rank, file, rows, _ in (files := tuple(files)):
@@ -339,7 +340,7 @@ def bind_shards(
         names_of_files = tuple(file for _, file in places[where])
         listed_kinds.append(TensorKind(element, layout, slots, names_of_files, spec))
     nothing = np.zeros(0, dtype=np.int64)
-    # By tensor, and for each tensor in the order of the files.
+    # Sorted by tensor; within a tensor, in the order of the files.
     rows = np.concatenate([nothing, *(rows for _, _, rows, _ in files)])
     order = np.argsort(rows, kind="stable")
     del rows

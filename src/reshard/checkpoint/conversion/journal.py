@@ -1,19 +1,19 @@
 """The journal of a conversion: which blocks are already on disk.
 
-A file that only grows. A kill or a crash at any moment leaves a prefix of what was appended
-and perhaps a torn frame after it, which is recognised and cut off.
+The journal is a file that only grows. A kill or a crash at any moment leaves a prefix of the
+appended frames and perhaps an incomplete frame after it, which is detected and removed.
 
 1. The file begins with eight fixed bytes; frames follow. A frame is its payload's length, its
    kind, a checksum, and the payload::
 
        magic | length kind checksum header | length kind checksum blocks | ...
 
-2. A checksum covers its frame *and continues the checksum before it*, so a frame is good only
-   behind the frames it was written behind. The first frame that is not good ends the journal.
-3. The first frame identifies the conversion: its fingerprint, and a
-   description of it for people. It is written under another name and renamed, so a journal
-   that exists has a whole head; a bad head is damage, not a kill.
-4. Then come finished blocks, 24 bytes each, and at the end the commit.
+2. A checksum covers its frame *and continues the previous checksum*, so a frame is valid only
+   after the same frames as when it was written. The first invalid frame ends the journal.
+3. The first frame identifies the conversion: its fingerprint, and a description for people. The
+   file is written under another name and renamed, so every journal has a complete head; an invalid
+   head is due to damage, not to a kill.
+4. The finished blocks follow, 24 bytes each, and at the end the commit.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ _RECORDS_A_FRAME = 1 << 20
 class FinishedBlocks(Mapping[tuple[int, int], bytes]):
     """The digest of every finished block, by `(tensor_index, block_index)`.
 
-    A mapping like any other that takes 24 bytes a block: a checkpoint of 1 TB has 250,000.
-    A block that was recorded twice has the digest recorded last.
+    The mapping takes 24 bytes per block: a checkpoint of 1 TB has 250,000 blocks. A block that was
+    recorded twice has the digest recorded last.
 
     >>> FinishedBlocks(b"")
     FinishedBlocks(0 blocks)
@@ -78,8 +78,8 @@ class FinishedBlocks(Mapping[tuple[int, int], bytes]):
 
     def __init__(self, records: bytes) -> None:
         blocks = np.frombuffer(records, dtype=_BLOCK)
-        # One key a record, tensor above block. The stable sort keeps the records of one block in
-        # the order they were written, of which the last stays.
+        # A key per record, with the tensor in the upper half. The stable sort keeps the records of
+        # a block in the order they were written; only the last is used.
         keys = (blocks["tensor"].astype(np.int64) << 32) | blocks["block"].astype(np.int64)
         order = np.argsort(keys, kind="stable")
         keys = keys[order]
@@ -115,8 +115,8 @@ class FinishedBlocks(Mapping[tuple[int, int], bytes]):
 class Commit(Record):
     """The commit record: which folder is finished, and whether it may replace a target.
 
-    `inode` is the folder's inode number; `replaces` is whether it may take the place of a
-    target that is already there.
+    `inode` is the folder's inode number; `replaces` is whether the folder may replace an existing
+    target.
     """
 
     inode: int
@@ -127,8 +127,8 @@ class JournalRecord(Record):
     """The contents of a journal on disk, up to its first invalid frame.
 
     `folder_inode` is the inode number of the folder that the journal was begun in, None if it was
-    not recorded. `valid_bytes` is where the valid frames end, `checksum` the checksum of the last
-    of them.
+    not recorded. `valid_bytes` is the end of the valid frames, `checksum` the checksum of the last
+    valid frame.
     """
 
     conversion_id: str
@@ -141,7 +141,7 @@ class JournalRecord(Record):
 
 
 class Journal(Closing):
-    """An open journal: what an earlier run finished, and where this one records its blocks.
+    """An open journal, with the blocks of earlier runs, to which this run appends its own.
 
     Any number of threads of one process may append.
 
@@ -181,11 +181,12 @@ class Journal(Closing):
     def open(cls, path: Path, conversion_id: str, description: Any) -> Journal:
         """Continue the journal at `path`, or create it if it does not exist.
 
-        `conversion_id` is the fingerprint of everything that decides the bytes of the result;
-        `description` is the same for people, as JSON values. A torn tail is cut off.
+        `conversion_id` is the fingerprint of everything that determines the bytes of the result;
+        `description` is the same for people, as JSON values. An incomplete frame at the end is
+        removed.
 
-        Raises `RunError` for a journal of another conversion (saying what differs), for a
-        damaged one, and for what the file system refuses.
+        Raises `RunError` for the journal of another conversion (naming the differences), for a
+        damaged journal, and if the file system refuses an operation.
         """
         with translate_os_errors("open the journal", path):
             record = read_journal(path)
@@ -207,7 +208,7 @@ class Journal(Closing):
 
         The blocks' data must have been synced before. On return the record survives a crash.
         Raises `UsageError` for an index out of range or a digest that is not 16 bytes, and
-        `RunError` where the journal cannot be written; it takes no more records then.
+        `RunError` if the journal cannot be written; it accepts no more records then.
         """
         payload = b"".join(_pack_block(*block) for block in blocks)
         if payload:
@@ -223,16 +224,16 @@ class Journal(Closing):
         records = np.empty(len(tensors), dtype=_BLOCK)
         records["tensor"], records["block"] = tensors, blocks
         records["digest"] = np.frombuffer(digests, dtype=f"V{DIGEST_BYTES}")
-        # In pieces, whose frames each are checked by themselves when they are read.
+        # In frames of limited size, each of which has its own checksum.
         for at in range(0, len(records), _RECORDS_A_FRAME):
             self._append(_BLOCKS_KIND, records[at : at + _RECORDS_A_FRAME].tobytes())
 
     def append_commit(self, commit: Commit) -> None:
-        """Record that all is written and may be put in place, durably. Raises `RunError`."""
+        """Record durably that the content is complete and may be renamed. Raises `RunError`."""
         self._append(_COMMIT_KIND, _COMMIT.pack(commit.inode, commit.replaces))
 
     def close(self) -> None:
-        """Close the file; what was appended stays. A second call does nothing."""
+        """Close the file; the appended records stay. A second call does nothing."""
         with self._lock:
             if self._descriptor is not None:
                 os.close(self._descriptor)
@@ -266,15 +267,15 @@ class Journal(Closing):
 def read_journal(path: Path) -> JournalRecord | None:
     """Read the journal at `path`, or return None if it does not exist. Changes nothing.
 
-    Raises `RunError` where the head is damaged or was written by another version, and where
-    the file cannot be read.
+    Raises `RunError` if the head is damaged or was written by another version, or if the file
+    cannot be read.
     """
     with translate_os_errors("read the journal", path):
         try:
             data = read_own(path)
         except FileNotFoundError:
             return None
-    # 1. The head: a journal without a good one is damaged, not torn.
+    # 1. The head: a journal with an invalid head is damaged, not incomplete.
     frames = _read_good_frames(data)
     try:
         kind, payload, end, checksum = next(frames)
@@ -290,7 +291,7 @@ def read_journal(path: Path) -> JournalRecord | None:
             "another version of reshard began this conversion: finish it with that version, "
             "or start over with --restart"
         )
-    # 2. What was recorded, up to the first frame that is not good.
+    # 2. The records, up to the first invalid frame.
     blocks: list[bytes] = []
     commit: Commit | None = None
     for kind, payload, frame_end, frame_checksum in frames:
@@ -327,7 +328,7 @@ def _create(path: Path, conversion_id: str, description: Any) -> JournalRecord:
         sync(descriptor)
     finally:
         os.close(descriptor)
-    # Synced before it has its name: a journal that exists has a whole head.
+    # Synced before it is renamed, so that every journal has a complete head.
     os.rename(unfinished, path)
     sync_folder(path.parent)
     return JournalRecord(
@@ -384,7 +385,7 @@ def _pack_block(tensor_index: int, block_index: int, digest: bytes) -> bytes:
 def _explain_other_conversion(
     path: Path, record: JournalRecord, conversion_id: str, description: Any
 ) -> str:
-    # The earlier description has been through JSON; so must this one be, to compare alike.
+    # The earlier description was read from JSON; a round trip gives this description equal types.
     now = json.loads(json.dumps(description))
     differences = list(_list_differences("", record.description, now))
     if not differences:

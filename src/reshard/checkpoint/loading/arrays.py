@@ -2,21 +2,22 @@
 
 A rank's arrays of any layout are assembled from any checkpoint:
 
-1. Plan the change from the stored layout to the rank's, on a slot that holds nothing yet.
-2. Each route of the plan is a product of ranges of one shard: read each of its boxes, and few other
-   bytes, directly into its destination.
+1. Plan the change from the stored layout to the rank's layout, on a slot that holds no data yet.
+2. Each route of the plan is a product of ranges of a single shard: read each of its boxes, and few
+   other bytes, directly into its destination.
 
-Small tensors share reads. Tensors that are sharded alike need the same box of their shards, at
-different offsets of the files. In a file such a box is a short range, a *piece*::
+Small tensors share reads. If several tensors are sharded alike, the rank needs the same box of each
+of their shards, at different offsets of the files. In a file such a box is a short range, called a
+*piece*::
 
     file      | a          | norm | b          |
     pieces       [==]        [==]    [==]            read at once, with the bytes between them
     arrays       a           norm    b
 
 1. `SharedReads.add` records the pieces of all tensors of one kind: a few numbers for each.
-2. Pieces near each other are one range, and ranges that fit into a buffer one task.
-3. Pieces of one kind at equal distances in the buffer are one array, which is cast at once; then
-   each is copied to its destination.
+2. Adjacent pieces are merged into a range, and ranges that fit into a buffer form a task.
+3. Pieces of the same kind at equal distances in the buffer are cast as a single array; then each
+   piece is copied to its destination.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
     Types that NumPy does not have (bfloat16, float8) are those of ml_dtypes.
 
     Raises:
-        CheckpointError: no tensor of that name; ranks whose copies of it differ.
+        CheckpointError: an unknown tensor, or a tensor whose copies on several ranks differ.
         MissingExtraError: ml_dtypes is needed and not installed.
-        DigestError: bytes that are not what the manifest recorded.
+        DigestError: bytes that differ from the digest in the manifest.
         RunError: a file that cannot be read.
     """
     tensor = checkpoint[name]
@@ -100,7 +101,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
     try:
         at = 0
         for block in range(reader.grid(0).count):
-            # Without a recorded digest there is nothing to check, and no hash library needed.
+            # Without a recorded digest there is no check, and the hash library is not needed.
             if tensor.digest is not None:
                 memory, _ = reader.read_checked(block, workspace)
             else:
@@ -118,8 +119,8 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
 class _Source(Record):
     """A box of a cell of a shard, and the part of a rank's array that it fills.
 
-    `shape` is that of the cell, `local` the start of the box in it. `part` is the offset of the
-    rank's cell in the flat array of several, and its shape.
+    `shape` is the shape of the cell, `local` the start of the box in it. If the rank has several
+    cells, `part` is the offset of this cell in the rank's flat array, and the cell's shape.
     """
 
     slot: int
@@ -132,7 +133,7 @@ class _Source(Record):
     lengths: tuple[int, ...]
 
     def region_of(self, kind: TensorKind) -> Region:
-        """Return the box in elements of a shard of a kind, in the indices of the array."""
+        """Return the box as a region of a shard, with its position in the rank's array."""
         view = kind.view(self.slot, self.number) or View.row_major(self.shape)
         offset = view.offset + sum(a * s for a, s in zip(self.local, view.strides, strict=True))
         stop = tuple(a + n for a, n in zip(self.begin, self.lengths, strict=True))
@@ -177,7 +178,8 @@ class _Read(Record, eq=False):
 class _Group(Record, eq=False):
     """Tensors of one kind that are loaded in one layout: their rows, and the rank's arrays.
 
-    `shape` is that of an array, None if the rank holds nothing of them; `loaded` is its type.
+    `shape` is the shape of each array, None if the rank holds no part of the tensors; `loaded` is
+    the type of the arrays.
     """
 
     layout: Layout
@@ -226,8 +228,8 @@ def load_layouts(
 ) -> dict[str, NDArray[Any]]:
     """Load one rank's arrays of given layouts, from a checkpoint of any format and sharding.
 
-    It is `load` of `reshard.checkpoint.loading.request` for known layouts: arguments, result and
-    errors are as there.
+    This is `reshard.checkpoint.loading.request.load` for known layouts, with the same arguments,
+    result and errors.
 
     >>> import numpy as np, reshard
     >>> arrays = {0: {"w": np.arange(16).reshape(4, 4)}}
@@ -251,8 +253,8 @@ def load_layouts(
     rows = columns.rows(layouts)
     for name, row, number in zip(layouts, rows.tolist(), columns.kind[rows].tolist(), strict=True):
         layout = layouts[name]
-        # Many tensors of a model are cut alike. A group keeps its layout, so that no other gets
-        # its identity.
+        # Many tensors of a model share a layout object. The group keeps a reference to it, so that
+        # its `id` is not used again for another layout.
         group = groups.get((number, id(layout)))
         if group is None:
             group = _Group.of(columns.tensor(row), layout, rank, wanted)
@@ -269,19 +271,19 @@ def load_layouts(
     shared = SharedReads()
     reads: list[_Read] = []
     for group in groups.values():
-        # Only now does every array fit.
+        # Padding is cleared only now, since an array that does not fit raises an error above.
         for array in group.arrays if out is not None and group.layout.is_padded else ():
             array[...] = np.zeros((), dtype=array.dtype)
         reads += group.read(columns, rank, shared)
     total_bytes = sum(array.nbytes for array in arrays.values())
     LOGGER.info("%s: %d bytes loaded as rank %d", checkpoint.folder, total_bytes, rank)
 
-    # In the order of the files, so that a disk reads forward.
+    # Sorted by file and offset, so that a disk reads sequentially.
     tasks: list[_Read | SharedTask] = [*reads, *shared.tasks()]
     tasks.sort(key=lambda task: task.place)
     together: SharedReadCache | None = None
     workers = choose_threads(options.threads, checkpoint.folder)
-    # The page cache shares files of this machine, not what comes from a store.
+    # Local files are shared by the page cache, so only reads from a store need a shared cache.
     if options.readers_on_host > 1 and isinstance(checkpoint.folder, RemotePath):
         workers = min(workers, MAX_THREADS)
         together, tasks = _share(checkpoint, options.readers_on_host, tasks)
@@ -316,7 +318,7 @@ def load_layouts(
             if isinstance(done, _Read):
                 filled: Iterable[tuple[str, int]] = ((done.name, done.target.nbytes),)
             elif progress is None:
-                # Names of very many would take a tenth of the time.
+                # Listing the names of very many tensors would take a tenth of the time.
                 filled = (("", shared.size_bytes(done)),)
             else:
                 filled = shared.describe(done)
@@ -350,7 +352,10 @@ def load_layouts(
 def _share(
     checkpoint: Checkpoint, readers: int, tasks: Iterable[_Read | SharedTask]
 ) -> tuple[SharedReadCache, list[_Read | SharedTask]]:
-    """Return the reads that processes of this host share, and the tasks as they are begun then."""
+    """Return the cache that this host's processes share, and the tasks in the order to begin them.
+
+    Long reads are split, so that other processes do not wait for the end of a long range.
+    """
     sizes = {
         file.name: file.size_bytes
         for file in checkpoint.files
@@ -365,7 +370,7 @@ def _share(
 
 
 def _take_columns(checkpoint: Checkpoint, names: Iterable[str]) -> TensorColumns:
-    """Return the tensors of these names as columns, perhaps with others. Raises CheckpointError."""
+    """Return columns that contain at least the named tensors. Raises CheckpointError."""
     if isinstance(checkpoint.tensors, TensorColumns):
         for name in names:
             if name not in checkpoint.tensors:
@@ -412,7 +417,7 @@ def _check_given(
             f"the array for {name!r} is {array.dtype} {list(array.shape)}; the rank's part "
             f"is {kind.name} {list(shape)}"
         )
-    # Types of ml_dtypes are asked for last: without the package there are none.
+    # `kind.numpy` is compared last, since it needs ml_dtypes for some types.
     if array.dtype != kind.storage and array.dtype != kind.numpy:
         raise ShardError(
             f"the array for {name!r} is {array.dtype}, the tensor {kind.name}; "
@@ -425,10 +430,11 @@ def _check_given(
 def _find_sources(stored: Layout, layout: Layout, rank: int) -> tuple[_Source, ...]:
     """Return the boxes to read to fill a rank's array, from shards of `stored`.
 
-    Where the file of that rank has a copy, it is read: ranks of equal jobs read their own files.
+    If the file of that rank has a copy, that copy is read, so that the ranks of an equal job read
+    their own files.
     """
     cells = layout.cells_of(rank)
-    # The rank's cells on the slot of its file, or on a slot after all that store something.
+    # The rank's cells on the slot of its file, or on a slot after all slots of the source.
     slot = min(rank, stored.slots)
     mine = Layout(
         layout.shape,
@@ -475,7 +481,7 @@ def _is_large(read: _Read) -> bool:
 
 
 def _is_wide(read: _Read) -> bool:
-    """Return whether it reaches over so much of a file that others would wait for its end."""
+    """Return whether a read covers so long a range that other processes would wait for its end."""
     ((span, _),) = read.spans
     return span.stop - span.start > 2 * PIECE_BYTES
 
@@ -497,14 +503,15 @@ def _split(read: _Read, is_large: Callable[[_Read], bool] = _is_large) -> list[_
     return parts
 
 
-# A longer piece is read alone.
+# Longer pieces are read by themselves.
 _MAX_PIECE_BYTES = 256 * 1024
 
 
 class PieceKind(Record):
-    """A box of a shard with a short extent in a file, shared by all pieces of one kind.
+    """A box of a shard with a short extent in a file, common to all pieces of a kind.
 
-    `region` is in elements of the shard; `extent` counts those from its first to its last.
+    `region` is in elements of the shard; `extent` is the number of elements from its first to its
+    last.
     """
 
     dtype: DType
@@ -517,9 +524,9 @@ class PieceKind(Record):
         """Return the kind of a region, or None if it is not a short range.
 
         Args:
-            dtype: of its elements in the file.
+            dtype: the dtype of its elements in the file.
             cast: the dtype to which they are cast, if any.
-            region: in elements of the shard.
+            region: the region, in elements of the shard.
         """
         extent = extent_at_once(region, dtype.itemsize_bytes)
         if (
@@ -536,7 +543,7 @@ class PieceKind(Record):
         return self.region.elements * (self.cast or self.dtype).itemsize_bytes
 
     def arrays(self, memory: memoryview, at: IntArray) -> NDArray[Any]:
-        """Return the elements of pieces at equal distances in memory, as the arrays have them."""
+        """Return the elements of pieces at equal distances in memory, cast to the arrays' type."""
         found = strided_arrays(
             memory, self.dtype.storage, self.region.shape, at, self.region.strides
         )
@@ -548,14 +555,14 @@ class PieceKind(Record):
 
 
 class SharedTask(Record, eq=False):
-    """Ranges of files that are read together."""
+    """Ranges of files that are read by the same task."""
 
     path: str
     ranges: list[CoalescedRange]
 
     @property
     def place(self) -> tuple[str, int]:
-        """The file, and where in it the first range begins."""
+        """The file, and the offset of the first range in it."""
         return self.path, self.ranges[0].start_bytes
 
     @property
@@ -571,7 +578,7 @@ class SharedTask(Record, eq=False):
 
 
 class SharedReads:
-    """The pieces of small tensors, by columns: the kind of each, its file, and where it begins."""
+    """The pieces of small tensors, as columns: the kind, the file and the offset of each piece."""
 
     def __init__(self) -> None:
         self._kinds: list[PieceKind] = []
@@ -593,10 +600,10 @@ class SharedReads:
         """Add the same box of several tensors.
 
         Args:
-            kind: of the pieces.
+            kind: the kind of the pieces.
             path: the file of the shards.
-            starts: where in it each shard begins, in bytes: shape `(tensors,)`.
-            names: of the tensors.
+            starts: the offset of each shard in the file, in bytes: shape `(tensors,)`.
+            names: the names of the tensors.
             targets: the part of an array that each piece fills.
         """
         count = len(starts)
@@ -609,7 +616,7 @@ class SharedReads:
         self._targets += targets
 
     def tasks(self) -> Iterator[SharedTask]:
-        """Yield ranges that hold all pieces, as many at a time as fit into a buffer."""
+        """Yield tasks that cover all pieces, each with as many ranges as fit into a buffer."""
         if not self._kinds:
             return
         self._kind, self._file, self._start = (
@@ -618,7 +625,7 @@ class SharedReads:
         (kind,), (file,), (start,) = self._kind, self._file, self._start
         extents = [kind.extent * kind.dtype.itemsize_bytes for kind in self._kinds]
         size = np.array(extents, dtype=np.int64)[kind]
-        # A page holds what lies around a short piece in any case.
+        # Reading a short piece loads its whole page in any case, so gaps up to a page cost little.
         gaps = np.where(size <= PAGE_BYTES, PAGE_BYTES, (size * MAX_WASTE).astype(np.int64))
         paths = list(self._paths)
         room = AlignedBuffer.capacity_for(BUFFER_BYTES)
@@ -655,7 +662,7 @@ class SharedReads:
         return np.concatenate(done)
 
     def _spread(self, pieces: IntArray, at: IntArray, memory: memoryview) -> None:
-        """Copy pieces, which lie at `at` of the memory, into the arrays."""
+        """Copy pieces from the offsets `at` of the memory into the arrays."""
         order = np.lexsort((at, self._kind[0][pieces]))
         pieces, at = pieces[order], at[order]
         kinds = self._kind[0][pieces]

@@ -20,9 +20,9 @@ Result = TypeVar("Result")
 
 
 class BackgroundWork(Generic[Result]):
-    """Work in a thread, which `load_async` and `convert_async` return.
+    """A handle of work in a thread, which `load_async` and `convert_async` return.
 
-    A program that ends waits for it, unless it is cancelled. `progress` is the last progress.
+    At exit, a program waits for the work unless it is cancelled. `progress` is the latest progress.
     """
 
     def __init__(self, work: Callable[..., Result], progress: ProgressFunction | None) -> None:
@@ -51,7 +51,7 @@ class BackgroundWork(Generic[Result]):
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end of the work, at most so long; whether it has come."""
+        """Wait for the end of the work, for at most `timeout_s`; return whether it has ended."""
         # `result` raises the error of the work.
         with suppress(TimeoutError, BaseException):
             self._future.exception(timeout_s)
@@ -63,7 +63,7 @@ class BackgroundWork(Generic[Result]):
         Raises:
             InterruptedRunError: it was cancelled.
             RunError: it did not end within `timeout_s`.
-            Exception: what the work raised.
+            Exception: the error that the work raised.
         """
         try:
             return self._future.result(timeout_s)
@@ -75,7 +75,7 @@ class BackgroundWork(Generic[Result]):
             ) from None
 
     def cancel(self) -> None:
-        """Ask the work to end; it does so after the pieces it is at. It may be done before that."""
+        """Ask the work to end. It ends after its current pieces, or may complete before that."""
         self._stop.set()
 
     def __await__(self) -> Generator[Any, None, Result]:

@@ -1,12 +1,13 @@
-"""Arrays of ranks as a checkpoint: what each holds, and how a mesh and rules cut the whole.
+"""Arrays of ranks as a checkpoint: each rank's parts of tensors that a mesh and rules shard.
 
     rank 0  {"w": [0:2, 0:4]}  \\
     rank 1  {"w": [2:4, 0:4]}   >   "w" is 4 x 4, cut by `tp, -`
     rules   w=tp, -            /
 
-The shapes of whole tensors follow from those of the ranks' parts (`formats.source_sharding`). The
-result is a checkpoint whose files are the arrays themselves: nothing is copied. It is converted,
-loaded by other ranks and compared as a checkpoint on a disk; converting it writes it.
+The shapes of whole tensors follow from the shapes of the ranks' parts (`formats.source_sharding`).
+The result is a checkpoint whose files are the arrays themselves, without copies. It can be
+converted, loaded by other ranks and compared like a checkpoint on disk; a conversion writes it to
+disk.
 """
 
 from __future__ import annotations
@@ -65,15 +66,15 @@ def describe_ranks(
     allow: Iterable[str] = (),
     dtype: str = "float32",
 ) -> Checkpoint:
-    """Return the checkpoint that the arrays of ranks are, without copying them.
+    """Return the arrays of ranks as a checkpoint, without copying them.
 
     Args:
         ranks: the arrays of each rank of the mesh, by name: NumPy arrays, PyTorch tensors, shapes,
-            or pairs of a type and a shape. A rank that holds nothing of a tensor does not name it.
-        mesh: of the ranks.
-        rules, recipe, options, allow: how tensors are cut, as in a `ConversionRequest`.
+            or pairs of a type and a shape. A rank that holds no part of a tensor does not name it.
+        mesh: the mesh of the ranks.
+        rules, recipe, options, allow: the shardings of the tensors, as in a `ConversionRequest`.
         config: config.json of the model, for a recipe's numbers.
-        dtype: of shapes without a type.
+        dtype: the type of shapes without a type.
 
     Returns:
         Every tensor with its whole shape, layout and sharding. It shares the memory of arrays and
@@ -81,7 +82,7 @@ def describe_ranks(
         change meanwhile. Tensors on other devices are described by their types and shapes alone.
 
     Raises:
-        ShardError: ranks that do not fit together, or to the rules; the first is named.
+        ShardError: ranks whose parts contradict each other or the rules; the first is named.
         RecipeError: rules or a recipe that do not fit.
         UsageError: a value that is not a mapping of ranks, array or shape.
 
@@ -118,10 +119,10 @@ def describe_ranks(
 def hold_arrays(
     arrays: Mapping[str, tuple[DType, Layout, Mapping[int, np.ndarray[Any, Any]]]],
 ) -> Checkpoint:
-    """Return the checkpoint that arrays of known layouts are, without copying them.
+    """Return arrays of known layouts as a checkpoint, without copying them.
 
     Args:
-        arrays: by name: the dtype, the layout, and the part of each rank.
+        arrays: the dtype, the layout, and the part of each rank, by name.
 
     >>> whole = (as_dtype("int64"), Layout.replicated((2,)), {0: np.arange(2)})
     >>> hold_arrays({"w": whole})["w"].shape
@@ -142,7 +143,7 @@ def _no_checkpoint() -> Checkpoint:
 def _read_parts(
     ranks: Mapping[int, Mapping[str, Held]], mesh: DeviceMesh, kind: DType
 ) -> dict[str, dict[int, _HeldPart]]:
-    """Read the arguments: what each rank holds of each tensor."""
+    """Parse the arguments into each rank's part of each tensor."""
     if not isinstance(ranks, Mapping) or not all(
         isinstance(own, Mapping) for own in ranks.values()
     ):
@@ -224,7 +225,7 @@ def _hold(
     specs: Mapping[str, str],
     mesh: DeviceMesh | None,
 ) -> Checkpoint:
-    """Return the checkpoint of these parts, each rank's in a file that is its arrays."""
+    """Return the checkpoint of these parts, in which each rank's arrays are a file."""
     ranks = {rank for own in parts.values() for rank in own} if mesh is None else mesh.devices
     held: dict[int, list[tuple[int, _HeldPart]]] = {rank: [] for rank in sorted(ranks)}
     sizes = dict.fromkeys(held, 0)
@@ -265,17 +266,17 @@ def _open_arrays(rank: int, parts: list[tuple[int, _HeldPart]]) -> SourceFile:
 
 
 class _ArraySource(SourceFile):
-    """Bytes of arrays, read as those of a file are."""
+    """A source file whose bytes are those of arrays in memory."""
 
     def __init__(self, rank: int, parts: list[tuple[int, _HeldPart]]) -> None:
         self.path = Path(_FORMAT) / _file_name(rank)
         self._starts = [start for start, _ in parts]
-        # Contiguous ones are not copied.
+        # Contiguous arrays are not copied.
         self._bytes = [
             np.ascontiguousarray(part.array).reshape(-1).view(np.uint8) for _, part in parts
         ]
         size = self._starts[-1] + len(self._bytes[-1]) if parts else 0
-        # Arrays are the same only while they live: another run has others.
+        # The identity is only valid in this process: another run has other arrays.
         self.identity = FileIdentity(self.path.name, size, 0, id(parts))
         self._counter = threading.Lock()
         self._read_bytes = 0
@@ -301,7 +302,7 @@ class _ArraySource(SourceFile):
             self.read_into(memory[number * size_bytes : (number + 1) * size_bytes], offset)
 
     def check_unchanged(self) -> None:
-        """Do nothing: that they stay is the caller's promise."""
+        """Do nothing: the caller must not change the arrays."""
 
     def close(self) -> None:
         """Do nothing: the arrays are the caller's."""

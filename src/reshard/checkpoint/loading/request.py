@@ -1,6 +1,6 @@
 """Loading by a request: one rank's arrays, sharded by a mesh and rules, a recipe or a strategy.
 
-The layouts are those that a conversion of the same request would have; nothing is written.
+The layouts are equal to those that a conversion with the same request writes.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def load(
 ) -> dict[str, NDArray[Any]]:
     """Load one rank's arrays from a checkpoint of any format and sharding.
 
-    Only the bytes that the rank needs are read, and at most a twentieth more, unless the needed
-    parts of a tensor are ranges of less than 512 bytes, or those of many tensors ranges of at most
-    a page (4 KiB) each: ranges near each other are read together with the bytes between them.
+    Only the bytes that the rank needs are read, and at most a twentieth more. There are two
+    exceptions, in which adjacent ranges are read together with the bytes between them: ranges of
+    less than 512 bytes of a tensor, and ranges of at most a page (4 KiB) of many tensors.
 
     Args:
         checkpoint: a checkpoint, or its path.
@@ -60,10 +60,11 @@ def load(
         CheckpointError: a tensor that is not in the checkpoint.
         RecipeError: rules or a recipe that do not fit.
         UsageError: layouts together with options of a `ConversionRequest`; a layout of another
-            shape, a partial one, or none; a rank, a type or a number of readers that cannot be.
+            shape, or a partial layout; a value that is not a layout; an invalid rank, type or
+            number of readers.
         ShardError: an array in `out` that does not fit, or cannot be written.
         RunError: a file that cannot be read; `stop` was set (`InterruptedRunError`). Arrays in
-            `out` may be filled in part then; others are not returned.
+            `out` may be filled in part then.
 
     >>> import tempfile, numpy as np, reshard
     >>> arrays = {0: {"w": np.arange(8).reshape(2, 4)}, 1: {"w": np.arange(8, 16).reshape(2, 4)}}
