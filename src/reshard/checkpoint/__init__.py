@@ -106,7 +106,7 @@ __all__ = [
     "select",
 ]
 
-# The command starts quickly, and asks for a few of them.
+# Attributes are imported on first use: the command uses few of them and has to start quickly.
 __getattr__, __dir__ = attach(
     __name__,
     {
@@ -200,11 +200,11 @@ def convert_async(
     progress: ProgressFunction | None = None,
     **arguments: Any,
 ) -> BackgroundWork[ConversionReport]:
-    """Convert in the background: `convert` with the same arguments, whose report is the result.
+    """Convert in the background: takes the arguments of `convert`; the result is its report.
 
-    The conversion is planned before this returns, so that errors in arguments are raised here.
-    `cancel()` of the handle ends it, instead of `stop`, and the same call continues where it
-    stopped.
+    The conversion is planned before this function returns, so that errors in arguments are raised
+    here. Use `cancel()` of the handle instead of `stop` to end the conversion; a second, equal call
+    continues it.
     """
     from reshard.checkpoint.conversion.plan import plan_conversion
     from reshard.checkpoint.conversion.run import run_conversion
@@ -226,7 +226,7 @@ def load_async(
     progress: ProgressFunction | None = None,
     **arguments: Any,
 ) -> BackgroundWork[dict[str, NDArray[Any]]]:
-    """Load in the background: `load` with the same arguments, whose arrays are the result."""
+    """Load in the background: takes the arguments of `load`; the result is its arrays."""
     from reshard.checkpoint.loading.background import BackgroundWork
     from reshard.checkpoint.loading.request import load
 

@@ -1,10 +1,10 @@
 """The contents of a checkpoint: its tensors, files and other values, whatever its format.
 
 A checkpoint is a set of named global tensors. Each has a layout whose slots are ranks, and a
-binding, which has the file and the offset of each rank's shard. Two ranks that hold
-the same cells may share one stored copy; then one of them has the address.
+binding, which has the file and the offset of each rank's shard. Ranks that hold the same cells may
+share a stored copy; then only one of these ranks has its address.
 
-Nothing here touches a file. `reshard.checkpoint.open` builds these values.
+This module does not access files. `reshard.checkpoint.open` builds these values.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ CHECK_COPIES = ("sample", "all", "none")
 
 
 class TensorDigest(Record):
-    """A tensor's digest, and those of its blocks in order (16 bytes each)."""
+    """A tensor's digest, and the digests of its blocks in order (16 bytes each)."""
 
     tensor: bytes
     blocks: tuple[bytes, ...]
 
 
 class StoredTensor(Record):
-    """One named tensor: what it is, and which bytes of which files it lies in.
+    """A named tensor: its type and layout, and the byte ranges of files that store it.
 
-    `spec` is the native text of its sharding, where it has one.
+    `spec` is its sharding in the native notation, or None if it has none.
 
     Raises:
         CheckpointError: an address that is not a file range.
@@ -68,7 +68,7 @@ class StoredTensor(Record):
 
     @property
     def layout(self) -> Layout:
-        """Which rank holds which part."""
+        """The layout of the tensor: the part that each rank holds."""
         return self.binding.layout
 
     @property
@@ -82,10 +82,10 @@ class StoredTensor(Record):
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize_bytes
 
     def file_range(self, slot: int, cell: int = 0, offset: int = 0) -> FileRange:
-        """Return the address of a cell of a stored shard: cell number `cell` of `slot`, which has
-        `offset` elements before it if the slot's cells are consecutive.
+        """Return the address of a cell of a stored shard.
 
-        Raises CheckpointError where the slot stores none.
+        This is cell number `cell` of `slot`, which begins after `offset` elements if the slot's
+        cells are consecutive. Raises CheckpointError if the slot does not store the cell.
         """
         address = self.binding.addresses.get(slot)
         if isinstance(address, tuple):
@@ -100,7 +100,7 @@ class StoredTensor(Record):
         return view[cell] if isinstance(view, tuple) else view
 
     def shard_size_bytes(self, slot: int) -> int:
-        """Return the number of bytes of one slot's shard, pads and halos included."""
+        """Return the number of bytes of a slot's shard, padding and halos included."""
         shape = self.layout.local_shape(slot)
         if shape is None:
             return 0
@@ -113,7 +113,7 @@ class StoredTensor(Record):
 
     @cached_property
     def stored_layout(self) -> Layout:
-        """The layout with only the slots that are in files."""
+        """The layout, reduced to the slots whose shards are in files."""
         layout = self.layout
         if len(self.binding.addresses) == len(layout.holders):
             return layout
@@ -131,10 +131,10 @@ class StoredTensor(Record):
 
     @cached_property
     def assembly(self) -> LayoutChange:
-        """The layout change that assembles the whole tensor, on a slot that holds none of it.
+        """The layout change that assembles the whole tensor, on a slot that holds no part of it.
 
         Raises:
-            CoverageError: shards that leave part of the tensor out, naming the first box.
+            CoverageError: the shards do not cover the tensor; the first missing box is named.
         """
         stored = self.stored_layout
         change = LayoutChange(stored, _make_whole(self.shape, stored.slots))
@@ -151,15 +151,15 @@ class StoredTensor(Record):
         return change
 
 
-# Many tensors of a model have one shape.
+# Cached, since many tensors of a model have the same shape.
 @lru_cache(maxsize=1024)
 def _make_whole(shape: tuple[int, ...], slot: int) -> Layout:
-    """Return the whole tensor on `slot`, the first after those that store it."""
+    """Return the layout of the whole tensor on `slot`, the first after the slots that store it."""
     return Layout.whole(shape, [slot], slot + 1)
 
 
 class StoredFile(Record):
-    """One tensor file of a checkpoint. `rank` is the rank whose shards it has."""
+    """A tensor file of a checkpoint. `rank` is the rank whose shards it contains."""
 
     name: str
     size_bytes: int
@@ -167,11 +167,11 @@ class StoredFile(Record):
 
 
 class StoredItem(Record):
-    """Bytes under a name that are no tensor: a step, a learning rate, pickled by who saved it.
+    """Named bytes that are not a tensor, such as a step or a learning rate in pickled form.
 
-    They are `size_bytes` of a file at `place`, of the rank `rank`, and are never looked into.
-    `transforms` names what was done to them, such as a compression, innermost first. `digest`
-    is that of their pieces (see `item_pieces`), where recorded.
+    They are `size_bytes` of a file at `place`, of the rank `rank`, and are never decoded.
+    `transforms` names the transformations of the bytes, such as a compression, innermost first.
+    `digest` is computed from their pieces (see `item_pieces`), or None if it was not recorded.
     """
 
     name: str
@@ -185,8 +185,8 @@ class StoredItem(Record):
 class StoredChecksum(Record):
     """A CRC-32 that a file contains for `size_bytes` of its own: the box `part` of a tensor.
 
-    `is_read_once`: whether all of its bytes are elements, each of which is read once; but for
-    those of `padding`, ranges `(start, size)` in bytes of the file that are not elements.
+    `is_read_once` is whether reading the tensor reads each of these bytes once, except `padding`:
+    ranges `(start, size)` in bytes of the file that are not elements.
     """
 
     tensor: str
@@ -201,7 +201,7 @@ class StoredChecksum(Record):
 def read_again(
     checksums: Iterable[StoredChecksum], names: Collection[str]
 ) -> tuple[StoredChecksum, ...]:
-    """Return checksums where the tensors `names` are read in part, or more than once."""
+    """Return the checksums; those of the tensors `names` no longer count as read once."""
     return tuple(
         checksum.replace(is_read_once=checksum.is_read_once and checksum.tensor not in names)
         for checksum in checksums
@@ -209,7 +209,7 @@ def read_again(
 
 
 class Checkpoint(Record):
-    """A checkpoint on disk, described: `checkpoint["lm_head.weight"].shape`.
+    """The description of a checkpoint on disk: `checkpoint["lm_head.weight"].shape`.
 
     Attributes:
         folder: where its files are.
@@ -288,7 +288,7 @@ class Checkpoint(Record):
 
     @property
     def ranks(self) -> int:
-        """How many ranks it is cut for."""
+        """The number of ranks over which it is sharded."""
         if self.mesh is not None:
             return max(self.mesh.devices) + 1
         return max((tensor.layout.slots for tensor in self.tensors.values()), default=1)
@@ -308,7 +308,7 @@ class Checkpoint(Record):
         )
 
     def path(self, name: str) -> Path:
-        """Return the full path of one of its files."""
+        """Return the full path of a file of the checkpoint."""
         return join_path(self.folder, name)
 
 
@@ -321,12 +321,12 @@ def missing_box(layout: Layout) -> Box | None:
     boxes = [box for slot in layout.holders for box in layout.boxes(slot)]
     if not layout.shape:
         return None if boxes else Box((), ())
-    # Along each dimension the boxes' edges cut it into intervals that no box cuts.
+    # The edges of the boxes divide each dimension into intervals; each box covers whole intervals.
     edges = [
         np.unique([0, size, *(edge for box in boxes for edge in (box.start[d], box.stop[d]))])
         for d, size in enumerate(layout.shape)
     ]
-    # One flag for each product of intervals; argmin finds the first False in row-major order.
+    # A flag for each product of intervals; argmin finds the first False in row-major order.
     covered = np.zeros([len(edge) - 1 for edge in edges], dtype=bool)
     for box in boxes:
         low = [int(np.searchsorted(edges[d], a)) for d, a in enumerate(box.start)]

@@ -1,6 +1,7 @@
 """A tiny Llama for first steps: weights and configuration as Hugging Face stores them.
 
-Needs only NumPy, and writes the same bytes on every machine and with every version of NumPy.
+This module needs only NumPy. It writes the same bytes on every machine and with every version of
+NumPy.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def write_example_model(folder: str | Path) -> Path:
                 "the example"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        # The weights are named last, so that an interrupted run leaves no folder that looks whole.
+        # The weights are renamed last, so that an interrupted run leaves a folder without weights.
         draft = folder / f".{SINGLE_FILE}.part"
         try:
             (folder / CONFIG_FILE).write_text(json.dumps(_CONFIG, indent=2) + "\n")
@@ -124,10 +125,10 @@ def _shapes() -> dict[str, tuple[int, ...]]:
 
 
 def _values(seed: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Return ones for a norm, and uniform random values of the usual deviation for a matrix."""
+    """Return ones for a norm, or random uniform values of the usual deviation for a matrix."""
     if len(shape) == 1:
         return np.ones(shape, np.float32)
-    # The bits of a generator never change between versions of NumPy; its distributions may.
+    # A bit generator's output is stable between versions of NumPy; the distributions may change.
     bits = np.random.PCG64(seed).random_raw(math.prod(shape)) >> np.uint64(40)
     uniform: NDArray[np.float32] = bits.astype(np.float32)
     uniform = uniform / np.float32(2**24) - np.float32(0.5)

@@ -1,7 +1,7 @@
 """The types of the keywords of `convert`, `plan_conversion`, `run_conversion` and `load`.
 
-For type checkers and editors alone: nothing imports this at run time. The fields of
-`reshard.checkpoint.options` are the keywords; a test compares the two.
+Only type checkers and editors use this module, which is not imported at run time. The keywords are
+the fields of `reshard.checkpoint.options`; a test compares the two.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LoadArguments(LayoutArguments, total=False):
 
 
 class PretrainedArguments(TypedDict, total=False):
-    """The keywords of `plan_for_pretrained` that are those of a `ConversionRequest`."""
+    """The keywords that `plan_for_pretrained` shares with a `ConversionRequest`."""
 
     dtype: str | None
     adapters: Iterable[str | os.PathLike[str]]

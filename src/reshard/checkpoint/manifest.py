@@ -1,8 +1,9 @@
-"""The manifest of a checkpoint written by reshard: shapes, cuts, files and digests.
+"""The manifest of a checkpoint written by reshard: shapes, shardings, files and digests.
 
-A JSON file next to the tensor files. Neither safetensors nor PyTorch's convention for sharded
-safetensors stores the shape of a tensor that is cut, or which files belong together; this
-does, with the mesh, the cuts, the size of every file, and a digest of every block::
+The manifest is a JSON file next to the tensor files. Neither safetensors nor PyTorch's convention
+for sharded safetensors stores the shape of a sharded tensor, or the set of files that belong
+together. The manifest stores both, and the mesh, the shardings, the size of every file, and a
+digest of every block::
 
     {"format_version": 1, "format": "sharded-safetensors", "conversion_id": "...",
      "mesh": {"name": "mesh", "shape": [2], "axis_names": ["tp"], "devices": [0, 1]},
@@ -11,8 +12,9 @@ does, with the mesh, the cuts, the size of every file, and a digest of every blo
                                     "digest": "...", "block_digests": "..."}},
      "carried": ["config.json"]}
 
-A tensor that is not laid out by a sharding has `"boxes": [[rank, start, stop], ...]` instead
-of `"spec"`. Which ranks store a copy of their shard is not written down: the files show it.
+A tensor whose layout is not a sharding has `"boxes": [[rank, start, stop], ...]` instead of
+`"spec"`. The manifest does not list the ranks that store a copy of their shard: the tensor files
+show this.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ FORMAT_VERSION = 1
 _DIGEST_CHARACTERS = 2 * DIGEST_BYTES
 _NO_DIGIT = re.compile("[^0-9a-f]")
 _TOO_LARGE = 2**62
-# The text before the tensors: no JSON string contains a line end.
+# The position of the tensors in the text. No JSON string contains a line end, so it is unique.
 _TENSORS_PLACE = '\n "tensors": null'
 _BEHIND_TENSORS = '\n },\n "carried"'
 _TENSORS_A_PIECE = 10_000
@@ -60,8 +62,8 @@ _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recur
 class Manifest(Record):
     """The manifest of a checkpoint; `conversion_id` names the run that wrote it.
 
-    `tensors` have types, layouts, shardings and digests, and no addresses. `items` has the digests
-    of values that are not tensors, in formats that have such.
+    `tensors` have types, layouts, shardings and digests, but not addresses. `items` has the digests
+    of values that are not tensors, in formats that store such values.
     """
 
     format: str
@@ -73,7 +75,7 @@ class Manifest(Record):
     items: Mapping[str, bytes] = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> Manifest:
-        """Return the manifest with other names of its tensors; those not in `names` stay."""
+        """Return the manifest with other names of its tensors; names not in `names` stay."""
         tensors = self.tensors
         new_names = [names.get(name, name) for name in tensors.names]
         renamed = TensorColumns(new_names, tensors.kinds, tensors.kind, (), tensors.digests)
@@ -84,7 +86,7 @@ class Manifest(Record):
         return "".join(self.json_pieces())
 
     def json_pieces(self) -> Iterator[str]:
-        """Yield the same in pieces, of which one at a time is in memory."""
+        """Yield the text of the manifest file in pieces, which take little memory."""
         mesh = self.mesh
         content: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
@@ -105,7 +107,7 @@ class Manifest(Record):
         }
         if self.items:
             content["items"] = {name: digest.hex() for name, digest in self.items.items()}
-        # The tensors are written piece by piece: as JSON objects, 100,000 would take 100 MB.
+        # The tensors are written in pieces: 100,000 of them would take 100 MB as JSON objects.
         before, after = json.dumps(content, indent=1).split(_TENSORS_PLACE)
         yield before + _TENSORS_PLACE.removesuffix("null") + "{"
         yield from _describe_tensors(self.tensors)
@@ -113,7 +115,7 @@ class Manifest(Record):
 
 
 def _describe_tensors(tensors: TensorColumns) -> Iterator[str]:
-    """Yield the text of the tensors; that of a kind is made once."""
+    """Yield the text of the tensors; the text of a kind is made only once."""
     kinds = [_describe_kind(kind) for kind in tensors.kinds]
     digests = tensors.digests
     for low in range(0, len(tensors), _TENSORS_A_PIECE):
@@ -137,7 +139,7 @@ def _describe_kind(kind: TensorKind) -> str:
         content["spec"] = kind.spec
     else:
         content["boxes"] = [(slot, box.start, box.stop) for slot, box in _list_boxes(layout)]
-    # Two levels in, and open for more.
+    # Indented by two levels, and without the closing brace, since the digests are appended.
     return json.dumps(content, indent=1).replace("\n", "\n  ").removesuffix("\n  }")
 
 
@@ -149,7 +151,7 @@ def _describe_digest(digests: DigestColumns, row: int) -> str:
 
 
 def _list_boxes(layout: Layout) -> list[tuple[int, Box]]:
-    """Return the boxes of every slot, an empty one where the slot has a shard without elements."""
+    """Return the boxes of every slot, or an empty box if its shard does not have elements."""
     return [
         (slot, box)
         for slot in layout.holders
@@ -206,7 +208,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     try:
-        # Written in another way, or wrong: it is read as JSON, which gives the error.
+        # A text in another form, or a damaged text, is parsed as JSON below, which raises errors.
         with contextlib.suppress(ValueError):
             begin, end = _find_tensors(text)
             content = parse_json((text[:begin] + b"{}" + text[end:]).decode())
@@ -226,14 +228,15 @@ def read_manifest(folder: Path) -> Manifest | None:
         ) from error
 
 
-# A tensor of a manifest: name, what it has in common with equal ones and a key for that, digests.
+# A tensor of a manifest: its name, a key of its kind, the JSON object or text of the kind, and its
+# digests.
 _Entry = tuple[str, str, Mapping[str, Any] | str, tuple[Any, Any] | None]
 
 
 def _find_tensors(text: bytes) -> tuple[int, int]:
     """Return the start and the stop of the tensors' object in a text that this package wrote.
 
-    Raises ValueError for one that is written in another way, as `_read_entries` does.
+    Raises ValueError for a text in another form, as `_read_entries` does.
     """
     begin = text.find(_TENSORS_PLACE.removesuffix("null").encode() + b"{\n")
     end = text.rfind(_BEHIND_TENSORS.encode())
@@ -243,7 +246,7 @@ def _find_tensors(text: bytes) -> tuple[int, int]:
 
 
 def _read_entries(text: bytes, begin: int, end: int) -> Iterator[_Entry]:
-    """Yield the tensors, one after the other: all of them as JSON would take 1 KB each."""
+    """Yield the tensors one at a time, since each takes 1 KB as a JSON object."""
     at, more = begin + 1, b","
     kinds: dict[bytes, str] = {}
     while more:
@@ -321,7 +324,7 @@ def _parse_tensors(
             described = parse_json(f"{item}}}") if isinstance(item, str) else item
             kinds.append(_parse_kind(mesh, files, name, described))
             of = kinds[-1]
-            # As many digests as the tensor has blocks, or the comparison later would be off.
+            # The number of digests must be the number of blocks, or later comparisons would fail.
             block_counts.append(BlockGrid.of(of.layout.shape, of.dtype.itemsize_bytes).count)
         names.append(name)
         kind.append(number)
@@ -351,7 +354,7 @@ def _parse_kind(
     size_bytes = math.prod(shape) * dtype.itemsize_bytes
     total_bytes = sum(file.size_bytes for file in files)
     if size_bytes > total_bytes:
-        # Known before a layout is built: a wrong shape must not cost its memory.
+        # Checked before the layout is built: the layout of a wrong shape may take much memory.
         raise FormatError(
             f"tensor {name!r} of {size_bytes} bytes in files of {total_bytes} bytes together"
         )
@@ -371,7 +374,7 @@ def _parse_kind(
             )
             for slot, start, stop in item["boxes"]
         ]
-        # A rank may have a file and no box of this tensor; it counts all the same.
+        # A rank that has a file but not a box of this tensor counts too.
         ranks = [file.rank for file in files] + [slot for slot, _ in boxes]
         layout = Layout.from_boxes(shape, boxes, max(ranks) + 1)
     if layout.contributions > 1:
@@ -410,7 +413,7 @@ def _parse_digests(value: Any, count: int, what: str, name: str) -> bytes:
 
 
 def is_name_inside(name: str) -> bool:
-    """Return whether the path of a file, relative to its folder, leads to a place inside of it.
+    """Return whether a file's path, relative to its folder, is inside that folder.
 
     >>> [is_name_inside(name) for name in ("a.pt", "step1/a.pt", "../a.pt", "/a.pt", "a//b.pt")]
     [True, True, False, False, False]
@@ -419,7 +422,7 @@ def is_name_inside(name: str) -> bool:
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether a file name that was read from a file stays inside its folder.
+    """Return whether a file name read from a file names a file directly in its folder.
 
     >>> [is_plain_name(name) for name in ("a.safetensors", "../a", "/a", "sub/a", "")]
     [True, False, False, False, False]

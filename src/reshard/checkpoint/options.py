@@ -1,12 +1,12 @@
-"""Options of conversions and loads: fields of dataclasses, which are checked when they are made.
+"""Options of conversions and loads: dataclasses whose fields are checked when they are created.
 
     ConversionRequest   what to write: layouts, format, names, elements
     RunOptions          how a planned conversion is run: memory, threads, what may be replaced
     LoadOptions         how arrays are loaded: memory to fill, threads, casts
 
-`convert`, `plan_conversion`, `run_conversion` and `load` take the fields as keywords, whose types
-`reshard.checkpoint.keywords` has for type checkers. The metadata of a field describe the option of
-the command, which `reshard.cli.options` makes of them.
+`convert`, `plan_conversion`, `run_conversion` and `load` take the fields as keywords;
+`reshard.checkpoint.keywords` declares their types for type checkers. `reshard.cli.options` makes
+the command's options from the metadata of the fields.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PRETRAINED_OPTIONS = ("dtype", "adapters", "source_layout", "allow", *SELECTION_
 """The options that apply to weights alone, as a model folder for transformers has them."""
 SHORT_CAST_TYPES = [name for name in CAST_TYPES if len(name) < 5]
 
-# The bytes written between two entries in the journal: a crash loses at most this much work.
+# The number of bytes written between two journal entries: a crash loses at most this much work.
 SYNC_BYTES = 512 * 1024 * 1024
 
 Value = TypeVar("Value")
@@ -76,16 +76,16 @@ def option(
     choices: Iterable[str] | Callable[[], Iterable[str]] | None = None,
     is_loaded: bool = True,
 ) -> Value:
-    """Declare a field that is an option of the command too, which metadata of the field describe.
+    """Declare a field that is also an option of the command, described by the field's metadata.
 
     Args:
         default: the value without the option: () for an option that can be repeated, False for one
             without a value.
         help: the text of the command's help.
-        flag: the option's name if it is not the field's.
+        flag: the option's name if it differs from the field's.
         metavar: the placeholder of its value in the help.
         choices: all its values; a function if they depend on plug-ins.
-        is_loaded: whether `load` reads it, which returns elements as they are stored.
+        is_loaded: whether `load` uses the option too; `load` returns elements as they are stored.
     """
     metadata = {
         "help": help,
@@ -169,7 +169,7 @@ class RunOptions(Record):
 
 
 def check_limits(extra_bytes: int, threads: int | None) -> None:
-    """Raise UsageError for a memory limit or a number of threads that cannot be."""
+    """Raise UsageError for an invalid memory limit or number of threads."""
     if type(extra_bytes) is not int or extra_bytes < 0:
         raise UsageError(f"extra_bytes={extra_bytes!r}; expected a whole number from 0")
     if threads is not None and (type(threads) is not int or threads < 1):
@@ -234,7 +234,7 @@ class LoadOptions(Record):
 
 
 def split_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keywords of a request, and those of a run.
+    """Return the keywords of a request, and the keywords of a run.
 
     >>> split_arguments({"to": "tp=2", "threads": 1})
     ({'to': 'tp=2'}, {'threads': 1})
@@ -462,7 +462,7 @@ class ConversionRequest(Record):
 
     def __post_init__(self) -> None:
         self._read_layout()
-        # Iterators can be read once.
+        # Rules are parsed only once, since they may be an iterator.
         object.__setattr__(self, "rules", parse_rules(self.rules))
         object.__setattr__(self, "options", parse_options(self.options))
         object.__setattr__(self, "allow", tuple(sorted(parse_allowed(self.allow))))
@@ -480,7 +480,7 @@ class ConversionRequest(Record):
             parse_check(self.check_copies)
         if self.dtype is not None:
             cast_type(self.dtype)
-            # The object of PyTorch has the same text.
+            # A `torch.dtype` is accepted too: its text is the name after "torch.".
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         _refuse(self.training is not None and self.layout is not None, "training", "a layout")
         _ = self.training_style
@@ -497,7 +497,7 @@ class ConversionRequest(Record):
             self._check_placement()
 
     def _check_kept(self) -> None:
-        """Refuse what shards over a mesh, if none is given."""
+        """Refuse options that need a mesh if the request does not have one."""
         is_for_names = any(isinstance(item, str) for item in (self.source_names, self.target_names))
         given = {
             "rules": bool(self.rules),
@@ -563,7 +563,7 @@ class ConversionRequest(Record):
 
     @property
     def training_style(self) -> TrainingStyle | None:
-        """How the target keeps training state, where that is not as the source does."""
+        """The form of the target's training state, or None if the source's form stays."""
         from reshard.checkpoint.training.state import training_style
 
         name = self.training or self.target_format.training
@@ -571,7 +571,7 @@ class ConversionRequest(Record):
 
     @property
     def engine_layout(self) -> EngineLayout | None:
-        """The layout of an engine, if the target is cut by one."""
+        """The layout of the engine by which the target is sharded, or None."""
         return cast("EngineLayout | None", self.layout)
 
     @property
@@ -612,7 +612,7 @@ class ConversionRequest(Record):
             placed_by = "to 'full'"
             _refuse(self.strategy is not None, placed_by, "a strategy")
         _refuse(bool(self.rules), placed_by, "rules")
-        # A recipe may be there for its names alone; a table has names of its own.
+        # A recipe may only supply names for these options; a table supplies its own names.
         is_for_names = any(isinstance(item, str) for item in (self.source_names, self.target_names))
         _refuse(self.has_recipe and not is_for_names, placed_by, "a recipe")
 
@@ -632,7 +632,7 @@ class ConversionRequest(Record):
 
     @property
     def order_notes(self) -> tuple[str, ...]:
-        """A note if the ranks are not counted in the order in which the mesh was written."""
+        """A note if the ranks are not counted in the order of the axes in `to`."""
         if self.mesh is None or not isinstance(self.to, str) or "=" not in self.to:
             return ()
 
@@ -676,7 +676,7 @@ class ConversionRequest(Record):
 
     @property
     def recipe_is_for_model(self) -> bool:
-        """Whether a recipe of a kind of models counts, by its names or by its rules."""
+        """Whether a recipe for a model is used, for its names or for its rules."""
         return self.has_recipe or self.is_by_recipe or isinstance(self.target_names, str)
 
     @property
@@ -688,14 +688,14 @@ class ConversionRequest(Record):
     def lacks_rules(self) -> bool:
         """Whether the target is a mesh without rules, a recipe or a strategy."""
         is_given = self.recipe is not None or self.rules or self.strategy is not None
-        # Formats of programs that shard by themselves need a recipe for its names alone.
+        # Formats that determine all layouts use a recipe only for its names.
         names = self.source_names, self.target_names
         needs_rules = not self.target_format.shards_itself or any(isinstance(n, str) for n in names)
         return self.is_by_rules and needs_rules and not is_given
 
     @property
     def keeps_layouts(self) -> bool:
-        """Whether shards are those of the source."""
+        """Whether the target keeps the source's layouts."""
         return self.to is None and not self.is_whole
 
     @property
@@ -711,7 +711,7 @@ class ConversionRequest(Record):
 
     @property
     def changes_elements(self) -> bool:
-        """Whether tensors of the target have other elements than those of the source."""
+        """Whether elements of the target differ from those of the source."""
         changes = self.dtype is not None or self.dequantize or self.quantize is not None
         return changes or bool(self.adapters)
 
@@ -728,7 +728,7 @@ class ConversionRequest(Record):
 
     @property
     def stored_replicas(self) -> str:
-        """How the new checkpoint stores equal shards: as requested, or as fits its format.
+        """How the new checkpoint stores equal shards: as requested, or by its format's default.
 
         >>> ConversionRequest(to="tp=2").stored_replicas
         'every'

@@ -1,16 +1,16 @@
 """Cooperation of several processes on one conversion.
 
-They are started by `torchrun`, or by anything that sets its variables (RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT), and communicate through `torch.distributed` (gloo). They exchange
-little: what process 0 decided, what each has done at the end, and at intervals a sign of life.
+The processes are started by `torchrun`, or by a launcher that sets the same variables (RANK,
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and communicate through `torch.distributed` (gloo). They
+exchange little: the decisions of process 0, the results of each process, and heartbeats.
 
-1. `share` hands a value of process 0 to all; `collect` hands everybody's to all.
-2. An error in one process reaches the others: at once through `fail`, which they notice at
-   their next `check`.
-3. A process that was killed sends nothing. Others on its host notice at once that it is gone,
-   those on other hosts that its sign of life does not change: they stop after `timeout_s`.
-4. At first each waits until all have come, `wait_s` at most, since processes start slowly on
-   clusters, and after 10 s reports which are missing.
+1. `share` sends a value of process 0 to all processes; `collect` sends the values of all processes
+   to all.
+2. A process that fails calls `fail`; the other processes raise its error at their next `check`.
+3. A killed process sends no error. Processes on the same host detect that it has ended; processes
+   on other hosts detect that its heartbeat does not change, and stop after `timeout_s`.
+4. At first each process waits at most `wait_s` for all others, since processes start slowly on
+   clusters. After 10 s it reports which processes are missing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_WAIT_S = 300.0
 _BEAT_S = 0.5
 _WAIT_S = 0.02
-# How often this process has joined the others in a group that existed.
+# The number of times that this process has joined the others in an existing group.
 _JOINED = itertools.count()
 
 
@@ -53,7 +53,7 @@ class OtherProcessError(RunError):
 
 
 class Processes(Protocol):
-    """The processes of a run, seen from one process."""
+    """The processes of a run, as one of them communicates with the others."""
 
     rank: int
     size: int
@@ -65,14 +65,14 @@ class Processes(Protocol):
         """Return the values of all processes, on every process."""
 
     def check(self) -> None:
-        """Say that this process is alive. Raises RunError when another failed or is gone."""
+        """Check the other processes. Raises RunError if a process has failed or ended."""
 
     def fail(self, message: str, *, is_final: bool = False) -> None:
-        """Tell the others that this process stops, and why; `is_final` if it would fail again."""
+        """Report to the others that this process stops; `is_final` if it would fail again."""
 
 
 class OneProcess:
-    """A run of one process."""
+    """A run of a single process."""
 
     rank = 0
     size = 1
@@ -91,13 +91,13 @@ class OneProcess:
 
 
 class HostProcesses:
-    """The processes of this one's host, among all of a run; `host` is its number, from 0.
+    """The processes of a run that are on this process's host; `host` is its number, from 0.
 
     All hosts call the same methods in the same order, since each call is collective.
 
     Args:
         everybody: the processes of the run.
-        hosts: the name of the host of each.
+        hosts: the name of each process's host.
 
     >>> alone = HostProcesses(OneProcess(), ["a"])
     >>> alone.host, alone.hosts, alone.share("x")
@@ -123,20 +123,20 @@ class HostProcesses:
         return [found[rank] for rank in self._members]
 
     def check(self) -> None:
-        """Say that this process is alive. Raises RunError when another failed or is gone."""
+        """Check the processes of all hosts. Raises RunError if one has failed or ended."""
         self._everybody.check()
 
     def fail(self, message: str, *, is_final: bool = False) -> None:
-        """Tell the others, of all hosts, that this process stops, and why."""
+        """Report to the processes of all hosts that this process stops, and why."""
         self._everybody.fail(message, is_final=is_final)
 
 
 class GlooProcesses:
     """The processes of a job, through `torch.distributed` with gloo.
 
-    A thread gives this process's sign of life. Before processes talk, each waits until all
-    have come to that point, looking after the others meanwhile; so a process that is gone is
-    noticed whatever the network does.
+    A thread sends this process's heartbeat. Before a collective call, each process waits until all
+    have reached it, and checks the others meanwhile. An ended process is therefore detected even if
+    the network does not report it.
     """
 
     def __init__(
@@ -168,11 +168,11 @@ class GlooProcesses:
             try:
                 self._store.set(f"alive/{self.rank}", str(beats))
             except RuntimeError:
-                # The store's process is gone: the next call to it raises.
+                # The process of the store has ended: the next call to the store raises an error.
                 return
 
     def close(self) -> None:
-        """End the sign of life."""
+        """Stop the heartbeat."""
         self._stop.set()
         self._beating.join()
 
@@ -191,9 +191,9 @@ class GlooProcesses:
         return values
 
     def _meet(self) -> None:
-        """Wait until every process has come here."""
-        # torch's own calls do not notice a process that is gone, so nobody enters one before all
-        # are here.
+        """Wait until every process has called this."""
+        # torch's collective calls do not detect an ended process, so no process enters such a call
+        # before all have reached it.
         self._meetings += 1
         self._store.set(f"meeting/{self._meetings}/{self.rank}", "")
         everybody = [f"meeting/{self._meetings}/{rank}" for rank in range(self.size)]
@@ -218,7 +218,7 @@ class GlooProcesses:
             raise OtherProcessError(f"another process stopped: {message}", is_final)
         for other in range(self.size):
             key = f"alive/{other}"
-            # To get a key that is not there waits for it.
+            # `get` would wait for a missing key.
             beat = self._store.get(key) if self._store.check([key]) else b""
             if other not in self._heard or beat != self._heard[other][0]:
                 self._heard[other] = (beat, now_s)
@@ -244,7 +244,7 @@ class GlooProcesses:
 
 
 class ProcessMark(Record):
-    """A process as others of its host can look for it: where it runs, its number, its start.
+    """A process as others on its host identify it: its host, its number and its start.
 
     >>> ProcessMark.of_this_process().is_gone
     False
@@ -256,7 +256,7 @@ class ProcessMark(Record):
 
     @classmethod
     def of_this_process(cls) -> ProcessMark:
-        """Return the mark of the process that calls this."""
+        """Return the mark of the calling process."""
         return cls(name_process_space(), os.getpid(), find_process_start(os.getpid()))
 
     @property
@@ -269,9 +269,9 @@ class ProcessMark(Record):
 
 
 def _meet_first(store: Any, rank: int, size: int, wait_s: float) -> dict[int, ProcessMark]:
-    """Wait until all processes have come, and return the marks of the others.
+    """Wait until all processes have joined, and return the marks of the others.
 
-    Raises RunError where one does not come in time, or has come and ended.
+    Raises RunError if a process does not join in time, or ends after it has joined.
     """
     mark = ProcessMark.of_this_process()
     store.set(f"come/{rank}", json.dumps(astuple(mark)))
@@ -299,7 +299,7 @@ def _meet_first(store: Any, rank: int, size: int, wait_s: float) -> dict[int, Pr
 
 
 def _open_store(distributed: Any, rank: int, wait_s: float) -> Any:
-    """Return the store that `torchrun` serves, or else process 0. Raises RunError."""
+    """Return the store that `torchrun` serves, or else process 0 serves. Raises RunError."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_server = rank == 0 and not is_agents
@@ -314,7 +314,7 @@ def _open_store(distributed: Any, rank: int, wait_s: float) -> Any:
 
 
 def _wait_for_server(host: str, port: int, wait_s: float) -> None:
-    """Return once somebody listens there; torch would log every try. Raises RunError."""
+    """Wait until a server listens at an address; torch would log every try. Raises RunError."""
     notice = WaitNotice(lambda: f"rank 0, which does not listen at {host}:{port}")
     deadline_s = time.monotonic() + wait_s
     while True:
@@ -336,20 +336,20 @@ def _wait_for_server(host: str, port: int, wait_s: float) -> None:
 def running_processes(
     timeout_s: float = DEFAULT_TIMEOUT_S, wait_s: float = DEFAULT_WAIT_S
 ) -> Iterator[Processes]:
-    """Connect the processes that this one was started with; one without WORLD_SIZE.
+    """Connect this process to those started with it; without WORLD_SIZE, it runs alone.
 
-    A process group that exists already is used; otherwise one is made, and taken down after.
+    An existing process group is used; otherwise a group is created, and destroyed on exit.
 
     Args:
-        timeout_s: how long a process may give no sign of life.
-        wait_s: how long to wait for all to come.
+        timeout_s: the time without a heartbeat after which a process counts as ended.
+        wait_s: the time to wait for all processes to join.
 
     Raises:
-        UsageError: variables that contradict each other; times that cannot be.
+        UsageError: variables that contradict each other; invalid times.
         MissingExtraError: several processes, and torch is not installed.
-        RunError: the other processes do not come, or cannot be reached.
+        RunError: the other processes do not join, or cannot be reached.
     """
-    # 1. How many processes there are, by the variables that torchrun sets.
+    # 1. Read the number of processes from the variables that torchrun sets.
     size = os.environ.get("WORLD_SIZE", "1")
     if not size.isdigit() or int(size) < 1:
         raise UsageError(f"WORLD_SIZE is {size!r}; expected the number of processes")
@@ -368,7 +368,7 @@ def running_processes(
         raise MissingExtraError(
             f"{size} processes talk through torch.distributed; pip install torch, or run one"
         ) from error
-    # 2. Meet all others, before torch waits for them without a word.
+    # 2. Wait for all other processes here, since torch would wait without reporting progress.
     rank, own = int(os.environ["RANK"]), not distributed.is_initialized()
     longest = datetime.timedelta(seconds=max(wait_s, timeout_s))
     try:
@@ -383,13 +383,13 @@ def running_processes(
             world = distributed.distributed_c10d._get_default_store()
             store = distributed.PrefixStore(f"reshard/{next(_JOINED)}", world)
             marks = _meet_first(store, rank, distributed.get_world_size(), wait_s)
-        # A gloo group of our own, also in a job whose own group is of another backend.
+        # A separate gloo group, since the job's default group may use another backend.
         group = distributed.new_group(backend="gloo", timeout=longest)
     except (RuntimeError, ValueError) as error:
         raise RunError(
             f"cannot reach the other {int(size) - 1} processes: {str(error).splitlines()[0]}"
         ) from error
-    # 3. The sign of life, for as long as the caller works.
+    # 3. Send heartbeats for as long as the caller works.
     processes = GlooProcesses(distributed, group, store, timeout_s, marks)
     try:
         yield processes

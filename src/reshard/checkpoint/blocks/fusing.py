@@ -304,7 +304,7 @@ def bind_stored_regions(
 ) -> StoredTensor:
     """Return a tensor that consists of parts, with the type and the ranks of `like`."""
     itemsize_bytes = like.dtype.itemsize_bytes
-    # Not all of them: interleaved members may be as many regions as elements.
+    # The list is limited: interleaved members may have as many regions as elements.
     listed = list(itertools.islice(parts, MAX_BOXES + 1))
     if len(listed) > MAX_BOXES:
         raise RecipeError(
