@@ -201,7 +201,7 @@ class StoredChecksum(Record):
 def read_again(
     checksums: Iterable[StoredChecksum], names: Collection[str]
 ) -> tuple[StoredChecksum, ...]:
-    """Return the checksums; those of the tensors `names` no longer count as read once."""
+    """Return the checksums, with `is_read_once` False for the tensors `names`."""
     return tuple(
         checksum.replace(is_read_once=checksum.is_read_once and checksum.tensor not in names)
         for checksum in checksums

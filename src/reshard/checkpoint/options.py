@@ -79,8 +79,8 @@ def option(
     """Declare a field that is also an option of the command, described by the field's metadata.
 
     Args:
-        default: the value without the option: () for an option that can be repeated, False for one
-            without a value.
+        default: the value without the option: () for an option that can be repeated, False for an
+            option without a value.
         help: the text of the command's help.
         flag: the option's name if it differs from the field's.
         metavar: the placeholder of its value in the help.
@@ -497,7 +497,7 @@ class ConversionRequest(Record):
             self._check_placement()
 
     def _check_kept(self) -> None:
-        """Refuse options that need a mesh if the request does not have one."""
+        """Refuse options that need a mesh if the request lacks a mesh."""
         is_for_names = any(isinstance(item, str) for item in (self.source_names, self.target_names))
         given = {
             "rules": bool(self.rules),

@@ -53,7 +53,7 @@ class OtherProcessError(RunError):
 
 
 class Processes(Protocol):
-    """The processes of a run, as one of them communicates with the others."""
+    """The processes of a run, and the calls by which a process communicates with the others."""
 
     rank: int
     size: int
@@ -123,7 +123,7 @@ class HostProcesses:
         return [found[rank] for rank in self._members]
 
     def check(self) -> None:
-        """Check the processes of all hosts. Raises RunError if one has failed or ended."""
+        """Check the processes of all hosts. Raises RunError if any has failed or ended."""
         self._everybody.check()
 
     def fail(self, message: str, *, is_final: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Reading and writing blocks of tensors, in batches.
 
 A `BlockReader` gathers blocks of tensors in row-major order, a `BlockWriter` spreads them over
-files. They work in a `Workspace`, the memory of one thread, and allocate nothing else.
+files. They work in a `Workspace`, the memory of a thread, and allocate no other memory.
 
 Many small tensors share reads and writes. A *section* contains the same block of each of several
 tensors of the same kind. Their shards are alike, so a span of the kind is a span of each tensor,

@@ -1,4 +1,4 @@
-"""Fused parameters bound to the bytes of their members, and members to those of fused parameters.
+"""Fused parameters bound to the bytes of their members, and members bound to fused parameters.
 
 No bytes are copied: a tensor is bound to byte ranges in the files of other tensors::
 
@@ -13,7 +13,7 @@ No bytes are copied: a tensor is bound to byte ranges in the files of other tens
 3. A fused parameter has the regions of its members, by the inverse steps. Shards may therefore be
    split anywhere, also inside a group or a head.
 4. Members whose indices alternate (gate and up of gpt-oss) are regions with twice the stride; two
-   such regions that interleave are merged into one.
+   such regions that interleave are merged into a single region.
 """
 
 from __future__ import annotations

@@ -310,7 +310,7 @@ def _merge_products(products: list[list[_Pieces]]) -> list[list[_Pieces]]:
 
 
 def _join_pieces(pieces: Iterable[tuple[int, int, int]]) -> _Pieces:
-    """Return the pieces in local order, merging contiguous ones."""
+    """Return the pieces in local order, with contiguous pieces merged."""
     joined: _Pieces = []
     for start, length, local in sorted(pieces, key=_local):
         if joined:

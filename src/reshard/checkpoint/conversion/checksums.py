@@ -187,7 +187,7 @@ def _list_checked(write_plan: WritePlan) -> list[NewFile]:
 
 
 def source_checksums(checksums: Iterable[StoredChecksum]) -> RangeChecksums:
-    """Return the checksummed ranges of which reading the tensors reads every byte once."""
+    """Return the checksummed ranges whose bytes are each read once when the tensors are read."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for checksum in checksums:
         if checksum.is_read_once:
@@ -202,7 +202,8 @@ def damaged_ranges(
 ) -> Iterator[tuple[StoredChecksum, int]]:
     """Yield the ranges whose checksum differs from the file's, each with the computed checksum.
 
-    Ranges of which `found` lacks some bytes are read; if it only lacks the padding, only that.
+    If `found` lacks some bytes of a range, the range is read; if it only lacks the padding, only
+    the padding is read.
     """
     for item in checksums:
         name, start = item.place.path, item.place.start_bytes

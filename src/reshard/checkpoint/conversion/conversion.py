@@ -60,16 +60,16 @@ class Conversion(Record):
         source: the checkpoint to read.
         target: the folder it will become.
         write_plan: the files and tensors of the target.
-        request: what was asked for.
-        resolved: the same as plain values, with the chosen recipe and names: it distinguishes one
-            conversion from another in journals.
+        request: the request for the conversion.
+        resolved: the request as plain values, with the chosen recipe and names, which distinguish
+            conversions in journals.
         assignment: how rules and recipes matched; None if none were used.
         computed: tensors that are not moved as they are, by name.
         rewritten: other files whose content is not the source's, or that come from
             elsewhere: the content of each, or where it is copied from.
         is_single_file: whether the target is its only file, and no folder.
         apart: tensors with digests that are parts of other tensors in the target.
-        digest_hint: what a wrong digest may mean other than damage.
+        digest_hint: a possible cause of a wrong digest other than damage.
     """
 
     source: Checkpoint
@@ -277,7 +277,7 @@ class Conversion(Record):
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory that one thread needs."""
+        """The memory that a thread needs."""
         return self._buffers(0).size_bytes
 
     @cached_property
@@ -296,7 +296,7 @@ class Conversion(Record):
         return WorkspaceSize(block, span, inputs, SCRATCH_BYTES if self.computed else 0)
 
     def _buffers(self, extra_bytes: int) -> WorkspaceSize:
-        """Return the memory of a thread; batches are smaller if larger ones would not fit."""
+        """Return the memory of a thread; batches are made smaller if they would not fit."""
         batch_bytes, has_casts = self.work_items.batched_bytes, bool(self.work_items.is_cast.any())
         while batch_bytes:
             size = self._least.with_batches(batch_bytes, has_inputs=has_casts)
@@ -314,7 +314,7 @@ class Conversion(Record):
         return self._buffers(extra_bytes).batch_bytes
 
     def new_workspace(self, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> Workspace:
-        """Return the memory of one thread of a run that may use `extra_bytes`."""
+        """Return the memory of a thread in a run that may use `extra_bytes`."""
         return self._buffers(extra_bytes).new_workspace()
 
     def threads(self, extra_bytes: int, most: int | None = None) -> int:

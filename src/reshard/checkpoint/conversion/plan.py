@@ -112,7 +112,7 @@ def plan_conversion(
             `source_layout`, `check_copies` (see `ConversionRequest`).
 
     Raises:
-        CheckpointError: a source that cannot be used, such as one whose copies differ.
+        CheckpointError: an unusable source, such as a source whose copies differ.
         RecipeError: rules or a recipe that do not fit.
         UsageError: arguments that contradict each other; a target inside the source.
         RunError: a target that the system does not let us look at.
@@ -596,12 +596,12 @@ class RenamedSource(Record):
     """A checkpoint in the names of the target, and the recipe's name of each tensor.
 
     Attributes:
-        checkpoint: in the target's names.
-        by_recipe: the same in the recipe's names, in which rules match.
-        recipe: with its options, or None.
-        recipe_names: for each of the target's names the recipe's, that of the first member where
-            it is fused.
-        fused: what is fused in the target, by its name.
+        checkpoint: the checkpoint in the target's names.
+        by_recipe: the checkpoint in the recipe's names, which rules match.
+        recipe: the recipe with its options, or None.
+        recipe_names: the recipe's name for each of the target's names; for a fused parameter, the
+            name of its first member.
+        fused: the fused parameters of the target, by name.
         from_names, to_names: the tables that were used.
     """
 

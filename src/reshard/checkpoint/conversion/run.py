@@ -89,7 +89,7 @@ _Written = tuple[Batch, bytes, set[str]]
 
 
 class _ConversionRun:
-    """One run of a conversion, inside its staging folder."""
+    """A run of a conversion, inside its staging folder."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class _ConversionRun:
                 )
             with translate_os_errors("make the folder of a file", path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            # Looking up the file opens, and so creates, it, even if it has no known bytes.
+            # The lookup opens the file, which creates it, even if it does not have known bytes.
             target = self.targets[file.stored.name]
             for offset, known in file.known_bytes():
                 target.write(memoryview(bytearray(known)), offset)
@@ -262,7 +262,7 @@ class _ConversionRun:
         return itertools.chain(self._batches(own[counts]), self._batches(own[~counts]))
 
     def work(self, batch: Batch, workspace: Workspace) -> _Written:
-        """Read, digest and write the blocks of one batch."""
+        """Read, digest and write the blocks of a batch."""
         counts = self.blocks.counts[batch.numbers[0]]
         reader, writer = (self.reader, self.writer) if counts else self.unseen
         blocks, digests = reader.read(batch.read, batch.written, workspace)

@@ -6,7 +6,7 @@ It is written under another name next to the target, and renamed when it is comp
       llama-tp4/                      the target: the old checkpoint, or nothing
       .llama-tp4.reshard-staging/     the staging folder, on the same file system
         lock                          held by the process that works here
-        content/                      what the target will be
+        content/                      the future target
         journal                       which blocks of content are on disk
         previous/                     the old target, between two renames (step 5)
 
@@ -668,7 +668,7 @@ def expect_nothing_lost(target: Path, written: Collection[str]) -> None:
     """Raise UsageError if replacing a folder would delete files outside of its checkpoint.
 
     Args:
-        target: the folder, or the address of one; it need not exist.
+        target: the folder or its address; it need not exist.
         written: the files of the new checkpoint, relative to the folder.
     """
     others = [*find_others(target, written)]

@@ -338,9 +338,9 @@ def divide_parts(
 ) -> tuple[IntArray, IntArray]:
     """Assign a host to each part, and to each block.
 
-    Blocks that no host has done are divided into stretches of equal length, one for each host. A
-    part is assigned to the host that has done most of its blocks; if no host has done any, to the
-    host whose stretch contains most of them.
+    Blocks that no host has done are divided into a stretch of equal length for each host. A part is
+    assigned to the host that has done most of its blocks; if no host has done any, to the host
+    whose stretch contains most of them.
 
     Args:
         blocks, parts: the pairs of a block and a part that touch each other, shape `(pairs,)`.

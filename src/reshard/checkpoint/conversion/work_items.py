@@ -139,7 +139,7 @@ class WorkItems(Record, eq=False):
 
     @cached_property
     def is_small(self) -> NDArray[np.bool_]:
-        """Whether a tensor has one block: shape `(tensors,)`."""
+        """Whether a tensor has a single block: shape `(tensors,)`."""
         small: NDArray[np.bool_] = self.block_counts == 1
         return small
 

@@ -1,4 +1,4 @@
-"""Loading tensors into memory: whole, or as one rank holds them.
+"""Loading tensors into memory: whole, or the part of a rank.
 
 A rank's arrays of any layout are assembled from any checkpoint:
 
@@ -84,7 +84,7 @@ from reshard.runs import IntArray
 def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
     """Return the named tensor, put together from its shards, as a NumPy array.
 
-    Types that NumPy does not have (bfloat16, float8) are those of ml_dtypes.
+    Types that NumPy does not have (bfloat16, float8) come from ml_dtypes.
 
     Raises:
         CheckpointError: an unknown tensor, or a tensor whose copies on several ranks differ.
