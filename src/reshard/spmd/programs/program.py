@@ -43,7 +43,7 @@ from reshard.spmd.shards.runner import Runner, Transport, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
 from reshard.spmd.tracing.estimates import held_bytes
 from reshard.spmd.tracing.graph_recording import filled
-from reshard.spmd.tracing.trace import interpret
+from reshard.spmd.tracing.trace import Watcher, interpret
 
 RunAndFrees = tuple[Run, tuple[int, ...]]
 ChangeRuns = Callable[
@@ -56,7 +56,7 @@ class UnforeseenElementsError(ReshardError):
     """Elements for which a prepared program is not right: an infinite factor of contributions."""
 
 
-class Preparation:
+class Preparation(Watcher):
     """A `Watcher` of `interpret` that compiles a program from the operations that it observes.
 
     Args:
@@ -72,7 +72,6 @@ class Preparation:
         self.steps: list[ProgramStep] = []
         self.kinds: dict[int, ArrayType] = {}
         self._operation = -1
-        self._call: CompiledCall | None = None
         self._count = 0
         self._constants: dict[int, Any] = {}
         # The register of each value, and of numbers, for each count of ranks.
@@ -100,15 +99,6 @@ class Preparation:
         self, run: Run, reads: Sequence[int], makes: Sequence[int], transport: Transport = "here"
     ) -> None:
         self.steps.append(ProgramStep(run, reads, makes, transport, self._operation))
-
-    def record(
-        self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
-    ) -> None:
-        """The call that carries an operation out."""
-        self._call = call
-
-    def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
-        """Reshards are seen by `saw`."""
 
     def saw(
         self,

@@ -12,10 +12,11 @@ graph first.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from reshard.cost.formulas import check_library
 from reshard.errors import ShardError, UsageError
@@ -45,7 +46,42 @@ from reshard.spmd.tracing.table import reason_lines, trace_table
 from reshard.topology import Topology
 
 
-class OperationWatcher:
+class Watcher(Recorder):
+    """A recorder that also observes each operation of a graph with the reshards around it.
+
+    `_call` is the call that executed the operation, until `saw`; None if nothing was called.
+    """
+
+    _call: CompiledCall | None = None
+
+    def record(
+        self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
+    ) -> None:
+        """Keep the call that executes an operation."""
+        self._call = call
+
+    def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
+        """Do nothing, since `saw` observes reshards."""
+
+    @abstractmethod
+    def saw(
+        self,
+        operation: Operation,
+        given: Sequence[Any],
+        placed: Sequence[Any],
+        made: Sequence[Any],
+        results: Sequence[Any],
+    ) -> None:
+        """Called after each operation.
+
+        Args:
+            operation: the operation.
+            given, placed: its operands, and these in the shardings in which it reads them.
+            made, results: its results, and these in the shardings of their values.
+        """
+
+
+class OperationWatcher(Watcher):
     """Makes a `TracedOperation` of every operation that it sees.
 
     Args:
@@ -60,20 +96,10 @@ class OperationWatcher:
         self._moves_anew = set(moves_anew)
         self.topology = topology
         self.library = library
-        self._call: CompiledCall | None = None
         # Values that were moved, with the sharding: an array keeps what it was moved to.
         self._known: set[tuple[int, ArrayType, Spec]] = set()
         # Values that are the same array as an earlier value: a `with_sharding` that moves nothing.
         self._same: dict[int, int] = {}
-
-    def record(
-        self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
-    ) -> None:
-        """The call that carries an operation out."""
-        self._call = call
-
-    def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
-        """Reshards are seen by `saw`."""
 
     def saw(
         self,
@@ -346,26 +372,6 @@ def trace_graph(
         operations = with_compute(operations, ranks, topology.device)
     outputs = tuple(values[number].type for number in graph.outputs)
     return Trace(graph, strategy, operations, outputs, topology)
-
-
-class Watcher(Recorder, Protocol):
-    """A recorder that also observes each operation of a graph with the reshards around it."""
-
-    def saw(
-        self,
-        operation: Operation,
-        given: Sequence[Any],
-        placed: Sequence[Any],
-        made: Sequence[Any],
-        results: Sequence[Any],
-    ) -> None:
-        """Called after each operation.
-
-        Args:
-            operation: the operation.
-            given, placed: its operands, and these in the shardings in which it reads them.
-            made, results: its results, and these in the shardings of their values.
-        """
 
 
 def interpret(

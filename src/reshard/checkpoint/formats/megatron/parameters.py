@@ -83,6 +83,20 @@ def split_layer(name: str) -> tuple[str, int, str] | None:
     return None if match is None else (match[1], int(match[2]), match[3])
 
 
+def count_layers(names: Iterable[str]) -> dict[str, int]:
+    """Return the number of layers of each sequence of layers, by what precedes their numbers.
+
+    >>> count_layers(["decoder.layers.0.mlp.weight", "decoder.layers.3.mlp.weight"])
+    {'decoder.layers.': 4}
+    """
+    counts: dict[str, int] = {}
+    for name in names:
+        if (layer := split_layer(name)) is not None:
+            row, number, _ = layer
+            counts[row] = max(counts.get(row, 0), number + 1)
+    return counts
+
+
 def split_expert(name: str) -> tuple[str, int, str] | None:
     """Return what precedes the number of an expert in a name, the number, and the rest.
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from reshard.checkpoint.formats.megatron.common_state import PARALLELISM
 from reshard.checkpoint.formats.megatron.parameters import (
     ParameterCut,
+    count_layers,
     engine_name,
     find_cut,
     is_expert,
@@ -184,11 +185,7 @@ class StageLayouts:
         }
 
     def _count_layers(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for name in self.weights:
-            if (layer := split_layer(name)) is not None:
-                row, number, _ = layer
-                counts[row] = max(counts.get(row, 0), number + 1)
+        counts = count_layers(self.weights)
         pp, vp = self.sizes.pp, self.sizes.vp
         count = counts.get(_DECODER, 0)
         if count % (pp * vp):

@@ -30,7 +30,7 @@ from reshard.binding import View
 from reshard.checkpoint.blocks.fusing import StoredRegion
 from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.formats.megatron.common_state import chain_of, find_groups
-from reshard.checkpoint.formats.megatron.parameters import common_key, split_layer
+from reshard.checkpoint.formats.megatron.parameters import common_key, count_layers, split_layer
 from reshard.checkpoint.formats.megatron.rank_blocks import (
     RankParameter,
     bucket_sizes,
@@ -70,12 +70,7 @@ class RankChunk(NamedTuple):
     @property
     def layers(self) -> dict[str, int]:
         """The number of layers of each sequence of layers."""
-        counts: dict[str, int] = {}
-        for name in self.tensors:
-            if (layer := split_layer(name)) is not None:
-                row, number, _ = layer
-                counts[row] = max(counts.get(row, 0), number + 1)
-        return counts
+        return count_layers(self.tensors)
 
     @property
     def experts(self) -> int:
