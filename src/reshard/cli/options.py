@@ -75,7 +75,7 @@ def as_path(context: click.Context, parameter: click.Parameter, value: str) -> s
 
 
 class Choice(click.Choice[str]):
-    """A choice between words, some of which have other spellings.
+    """A choice between words. Some words have other spellings.
 
     Args:
         choices: the words.

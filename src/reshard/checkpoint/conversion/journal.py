@@ -224,7 +224,7 @@ class Journal(Closing):
         records = np.empty(len(tensors), dtype=_BLOCK)
         records["tensor"], records["block"] = tensors, blocks
         records["digest"] = np.frombuffer(digests, dtype=f"V{DIGEST_BYTES}")
-        # In frames of limited size, each of which has its own checksum.
+        # In frames of limited size. Each frame has its own checksum.
         for at in range(0, len(records), _RECORDS_A_FRAME):
             self._append(_BLOCKS_KIND, records[at : at + _RECORDS_A_FRAME].tobytes())
 

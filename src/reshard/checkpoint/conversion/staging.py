@@ -753,7 +753,7 @@ def _list_checkpoint_files(target: Path) -> Iterator[str]:
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Return whether a file's name is that of a checkpoint file, of any format.
+    """Return whether a file is named like a checkpoint file, of any format.
 
     >>> is_checkpoint_file("model.safetensors"), is_checkpoint_file("config.json")
     (True, False)

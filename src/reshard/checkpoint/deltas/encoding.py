@@ -8,7 +8,7 @@ positions of the changed words and their new values, in the shortest of four enc
     mask     a bit for every word                                  scattered, more than that
     runs     begins and ends of runs of changed words              rows and columns
 
-1. A gap of 255 or more is written as bytes of 255, each of which skips 255 words, and a last byte.
+1. A gap of 255 or more is written as bytes of 255, which skip 255 words each, and a last byte.
 2. An uncompressed payload has the new values. A compressed payload has their differences (exclusive
    or) from the old values: the first bytes of all words, then the second bytes, and so on. Small
    changes differ in few bits, so most of these bytes are equal and compress well.

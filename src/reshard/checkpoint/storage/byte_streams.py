@@ -122,7 +122,7 @@ def _unpack_zstandard(packed: ByteStream, label: str) -> Callable[[int], bytes]:
 
 
 def _unpack_deflate(packed: ByteStream, label: str) -> Callable[[int], bytes]:
-    """Return a function like that of `_unpack_zstandard`, for a gzip or zlib stream."""
+    """Return a function as `_unpack_zstandard` does, for a gzip or zlib stream."""
     # Adding 32 to the window bits makes the decoder detect which of the two formats it is.
     decoder = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)
 

@@ -432,7 +432,7 @@ class _Translation:
     def _add_group_step(
         self, group: dict[str, Any], stored: Mapping[str, str], numbers: Mapping[str, float]
     ) -> None:
-        """Set the number of steps of a group to that of most of its parameters."""
+        """Set a group's number of steps to the number that most of its parameters have."""
         counts: Counter[int] = Counter()
         for name in group.get(PARAMETERS) or ():
             if name in stored:
@@ -462,7 +462,7 @@ class _Translation:
                     result[name[len(prefix) : -len(".step")]] = self.values.pop(name)
         known = {*result.values()}
         if len(known) == 1:
-            # There is a single number of steps: it is also that of parameters in unknown groups.
+            # There is a single number of steps, so parameters in unknown groups have it too.
             result = {**dict.fromkeys(self.state.optimizer, known.pop()), **result}
         return result
 

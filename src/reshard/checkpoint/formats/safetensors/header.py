@@ -202,7 +202,7 @@ class HeaderTensors(Sequence[TensorHeader]):
 
 
 class FileHeader(Record):
-    """The contents of a safetensors file, each data byte of which belongs to a single tensor.
+    """The contents of a safetensors file. Each data byte belongs to a single tensor.
 
     Attributes:
         label: names the file in errors.
