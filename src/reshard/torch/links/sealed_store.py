@@ -94,13 +94,16 @@ class StoreServer:
         self.addresses = [one.getsockname()[:2] for one in listeners]
         waker, woken = socket.socketpair()
         service = _Service(listeners, woken, salt, derive_key(secret, salt))
-        threading.Thread(target=service.serve, name="reshard store", daemon=True).start()
+        self._thread = threading.Thread(target=service.serve, name="reshard store", daemon=True)
+        self._thread.start()
         # The thread does not reference this object, so that it can be collected.
         self._end = weakref.finalize(self, waker.close)
 
     def close(self) -> None:
-        """Close all connections; a second call does nothing."""
+        """Close all connections, and return when they are closed; a second call does nothing."""
         self._end()
+        # A request that came first could be answered until the thread has ended.
+        self._thread.join()
 
 
 class _Service:
