@@ -238,7 +238,7 @@ def test_additions_open_few_files() -> None:
     """Each answer names its files in a list, and the test that makes the addition."""
     sections = re.split(r"^### ", HOUSE.read_text(), flags=re.MULTILINE)[1:]
     assert [section.split("\n")[0].split()[-1] for section in sections] == [
-        *("format", "recipe", "operator", "notation", "senders")
+        *("format", "option", "recipe", "operator", "notation", "senders")
     ]
     for section in sections:
         title, _, text = section.partition("\n")

@@ -2,48 +2,48 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import click
 import pytest
 
-from reshard.checkpoint import keywords
 from reshard.checkpoint.options import (
-    PRETRAINED_OPTIONS,
     ConversionRequest,
     LoadOptions,
+    Options,
     RunOptions,
+    find_options,
     option,
 )
 from reshard.cli.options import options_of
 from reshard.errors import UsageError
 
 
-def names_of(options: type[Any]) -> set[str]:
-    return {field.name for field in dataclasses.fields(options)}
+@pytest.mark.parametrize("options", [ConversionRequest, RunOptions, LoadOptions])
+def test_every_field_is_an_option_that_the_docstring_has(options: type[Options]) -> None:
+    # `kept` is set by planning alone.
+    assert {*options.field_names} - {"kept"} == {*find_options(options)}
+    for name in find_options(options):
+        assert f"\n        {name}: " in (options.__doc__ or ""), name
 
 
-@pytest.mark.parametrize(
-    ("options", "typed"),
-    [(ConversionRequest, "RequestArguments"), (RunOptions, "RunArguments")],
-)
-def test_the_types_of_keywords_are_those_of_the_fields(options: type[Any], typed: str) -> None:
-    known = {field.name: field.type for field in dataclasses.fields(options)}
-    known.pop("kept", None)
-    types = getattr(keywords, typed).__annotations__
-    assert {name: one.__forward_arg__ for name, one in types.items()} == known
+@pytest.mark.parametrize("options", [ConversionRequest, RunOptions])
+def test_options_are_a_value_or_keywords(options: type[Options]) -> None:
+    value = options()
+    assert options.of(value, {}) is value
+    assert options.of(None, {}) == value
+    with pytest.raises(UsageError, match=f"a {options.__name__}, and the keyword 'to' too"):
+        options.of(value, {"to": "tp=2"})
+    with pytest.raises(UsageError, match=f"options 'tp=2'; expected a {options.__name__}"):
+        options.of("tp=2", {})
 
 
-def test_load_takes_its_own_options_and_those_of_layouts() -> None:
-    is_loaded = {
-        field.name
-        for field in dataclasses.fields(ConversionRequest)
-        if field.metadata.get("is_loaded", True) and field.name != "kept"
-    }
-    assert {*keywords.LayoutArguments.__annotations__} == is_loaded
-    assert {*keywords.LoadArguments.__annotations__} == is_loaded | names_of(LoadOptions)
-    assert {*keywords.PretrainedArguments.__annotations__} == {*PRETRAINED_OPTIONS}
+def test_journals_have_what_was_given_and_changes_the_result() -> None:
+    always = {"to", "rules", "recipe", "options", "strategy", "replicas", "most_file_bytes"}
+    always |= {"source_names", "target_names"}
+    assert {*ConversionRequest().list_recorded()} == always
+    given = ConversionRequest(to="full", dtype="bf16", allow=["unknown"], format="torch-dcp")
+    assert {*given.list_recorded()} == always | {"dtype"}
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,14 @@ def test_options_of_a_run_are_checked_when_made(arguments: dict[str, Any], messa
         RunOptions(**arguments)
 
 
-@dataclasses.dataclass
-class Options:
+class Some(Options):
+    """Some options."""
+
     names: tuple[str, ...] = option((), "Names.", flag="--name", metavar="NAME")
     limit_bytes: int = option(1 << 20, "A limit.", metavar="SIZE")
     how: str | None = option(None, "How: {choices}.", choices=lambda: ["a", "b"])
-    is_fast: bool = option(False, "Fast.", flag="--fast")
+    is_fast: bool = option(False, "Fast, unlike {how}.", flag="--fast")
+    in_python: int | None = option(None, "In Python alone.", flag=None)
     internal: int = 3
 
 
@@ -76,7 +78,7 @@ def test_a_command_has_an_option_for_each_field_that_declares_one() -> None:
     found: dict[str, Any] = {}
 
     @click.command()
-    @options_of(Options)
+    @options_of(Some)
     def command(**arguments: Any) -> None:
         found.update(arguments)
 
@@ -86,4 +88,7 @@ def test_a_command_has_an_option_for_each_field_that_declares_one() -> None:
     assert found == {"names": (), "limit_bytes": 1 << 20, "how": "b", "is_fast": True}
     with pytest.raises(click.BadParameter, match="'c' is not one of 'a', 'b'"):
         command.main(["--how", "c"], standalone_mode=False)
-    assert "How: a, b." in command.get_help(click.Context(command))
+    text = command.get_help(click.Context(command))
+    assert "How: a, b." in text
+    assert "Names. Repeatable." in text
+    assert "Fast, unlike --how." in text

@@ -169,13 +169,9 @@ def convert(
 ) -> ConversionReport:
     """Convert a checkpoint to another layout or format.
 
-    The new checkpoint appears at `target` whole, or not at all. A `request`, or its keywords (see
-    `ConversionRequest`), specifies what to write: `to`, `mesh_order`, `rules`, `recipe`, `options`,
-    `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`, `dtype`,
-    `dequantize`, `quantize`, `layout`, `allow`, `include`, `exclude`, `strip_prefix`, `rename`,
-    `select`, `training`, `adapters`, `source_layout`, `check_copies`. Other keywords specify how it
-    is run (see `RunOptions`): `extra_bytes`, `threads`, `overwrite`, `discard_others`, `restart`,
-    `progress`, `sync_bytes`, `processes`, `stop`, `staging`.
+    The new checkpoint appears at `target` whole, or not at all. A `request`, or its fields as
+    keywords (see `ConversionRequest`), specifies what to write: `to="tp=2"`. Other keywords specify
+    how it is run (see `RunOptions`): `threads=2`.
 
     Raises:
         CheckpointError: a source that cannot be used.

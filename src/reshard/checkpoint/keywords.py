@@ -1,7 +1,7 @@
-"""The types of the keywords of `convert`, `plan_conversion`, `run_conversion` and `load`.
+"""The types of keywords, such as those of `convert` and `load`.
 
-Only type checkers and editors use this module, which is not imported at run time. The keywords are
-the fields of `reshard.checkpoint.options`; a test compares the two.
+Only type checkers and editors use this module, which is not imported at run time.
+`tools/options_page.py` writes it from the fields of `reshard.checkpoint.options`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LayoutArguments(TypedDict, total=False):
-    """The keywords of a `ConversionRequest` that determine layouts and names."""
+    """The keywords of layouts and names."""
 
     to: Target | None
     mesh_order: str | Sequence[str] | None
@@ -68,8 +68,8 @@ class RunArguments(TypedDict, total=False):
     discard_others: bool
     restart: bool
     progress: ProgressFunction | None
-    processes: Processes | None
     sync_bytes: int
+    processes: Processes | None
     stop: threading.Event | None
     staging: str | os.PathLike[str] | None
 
@@ -92,7 +92,7 @@ class LoadArguments(LayoutArguments, total=False):
 
 
 class PretrainedArguments(TypedDict, total=False):
-    """The keywords that `plan_for_pretrained` shares with a `ConversionRequest`."""
+    """The keywords of `plan_for_pretrained`."""
 
     dtype: str | None
     adapters: Iterable[str | os.PathLike[str]]
@@ -103,11 +103,3 @@ class PretrainedArguments(TypedDict, total=False):
     strip_prefix: Iterable[str]
     rename: Iterable[str]
     select: str | None
-
-
-class ComparePretrainedArguments(PretrainedArguments, total=False):
-    """The keywords of `compare_pretrained` for its checkpoint."""
-
-    config: str | os.PathLike[str] | None
-    recipe: RecipeName | None
-    source_names: str | None

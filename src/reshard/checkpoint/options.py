@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from reshard._records import Record
 from reshard._validation import MAX_RANKS, check_used
@@ -69,32 +70,142 @@ Value = TypeVar("Value")
 
 def option(
     default: Value,
-    help: str,
+    text: str,
     *,
-    flag: str | None = None,
+    unset: str | None = None,
+    python: str = "",
+    flag: str | None = "",
     metavar: str | None = None,
     choices: Iterable[str] | Callable[[], Iterable[str]] | None = None,
     is_loaded: bool = True,
+    recorded: str = "given",
 ) -> Value:
-    """Declare a field that is also an option of the command, described by the field's metadata.
+    """Declare a field as an option. All other descriptions of the option are made from this one.
+
+    These are the option of the command, the docstring of the class, the page of options, the
+    keywords that type checkers know, and the entry in journals.
 
     Args:
         default: the value without the option: () for an option that can be repeated, False for an
             option without a value.
-        help: the text of the command's help.
-        flag: the option's name if it differs from the field's.
-        metavar: the placeholder of its value in the help.
+        text: its effect. `{name}` stands for another option, `{choices}` for all values.
+        unset: the effect without the option, if the default does not show it.
+        python: a further text, about Python alone.
+        flag: the option's name in the command; made from the field's name if empty, and None if
+            only Python has the option.
+        metavar: the placeholder of its value in the command's help.
         choices: all its values; a function if they depend on plug-ins.
         is_loaded: whether `load` uses the option too; `load` returns elements as they are stored.
+        recorded: when a journal has an entry for the option: `always`, `given`, or `never`, for an
+            option that does not change the result. A run continues only a run of equal entries.
     """
     metadata = {
-        "help": help,
+        "text": text,
+        "unset": unset,
+        "python": python,
         "flag": flag,
         "metavar": metavar,
         "choices": choices,
         "is_loaded": is_loaded,
+        "recorded": recorded,
     }
     return dataclasses.field(default=default, metadata=metadata)
+
+
+class Options(Record):
+    """A set of options, checked when it is created. Its docstring describes the fields."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__doc__ = _OptionsDocstring(cls.__doc__ or "")  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, options: object, keywords: Mapping[str, Any]) -> Self:
+        """Return the options that a caller gave: as a value, by keywords, or the defaults.
+
+        Raises:
+            UsageError: both a value and keywords, or a value of another type.
+        """
+        if options is None:
+            return cls(**keywords)
+        if not isinstance(options, cls):
+            raise UsageError(f"options {options!r}; expected a {cls.__name__}, or its keywords")
+        if keywords:
+            raise UsageError(
+                f"a {cls.__name__}, and the keyword {next(iter(keywords))!r} too; put it into the "
+                f"{cls.__name__}"
+            )
+        return options
+
+    def list_recorded(self) -> dict[str, Any]:
+        """Return the options that the journal of a run has, with their values."""
+        recorded = {}
+        for name, field in find_options(type(self)).items():
+            when, value = field.metadata["recorded"], getattr(self, name)
+            if when == "always" or (when == "given" and value != field.default):
+                recorded[name] = value
+        return recorded
+
+
+def find_options(options: type[Options]) -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields of a class that are options, by name.
+
+    >>> [*find_options(RunOptions)][:3]
+    ['extra_bytes', 'threads', 'overwrite']
+    """
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    return {name: field for name, field in fields.items() if "text" in field.metadata}
+
+
+class _OptionsDocstring:
+    """A docstring with a list of the options, which is made when it is read."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __get__(self, instance: object, cls: type[Options]) -> str:
+        import textwrap
+
+        summary, gap, rest = self._text.partition("\n\n")
+        lines = [f"{summary}\n", "    Attributes:"]
+        for name, field in find_options(cls).items():
+            text = f"{name}: {describe_option(field, '`{}`'.format)}"
+            described = textwrap.wrap(text, 88, break_long_words=False, break_on_hyphens=False)
+            lines += [f"{' ' * (12 if at else 8)}{line}" for at, line in enumerate(described)]
+        return "\n".join(lines) + gap + rest
+
+
+def describe_option(
+    field: dataclasses.Field[Any],
+    refer: Callable[[str], str],
+    parts: Iterable[str] = ("text", "python", "unset"),
+) -> str:
+    """Return what is written about an option.
+
+    Args:
+        field: the field, declared by `option`.
+        refer: returns the text for a reference to another option.
+        parts: the arguments of `option` to write.
+
+    >>> describe_option(find_options(RunOptions)["discard_others"], "--{}".format)
+    'With --overwrite: delete also files that are no part of the checkpoint at the target.'
+    """
+    described = {part: field.metadata[part] for part in parts if field.metadata[part]}
+    if "unset" in described and len(described) > 1:
+        described["unset"] = f"[default: {described['unset']}]"
+
+    def resolve(match: re.Match[str]) -> str:
+        return ", ".join(list_choices(field) or ()) if match[1] == "choices" else refer(match[1])
+
+    return re.sub(r"\{([a-z_]+)\}", resolve, " ".join(described.values()))
+
+
+def list_choices(field: dataclasses.Field[Any]) -> list[str] | None:
+    """Return all values of an option, or None if any value of its type may be given."""
+    choices = field.metadata["choices"]
+    if choices is None:
+        return None
+    return [*(choices() if callable(choices) else choices)]
 
 
 def _list_training_styles() -> Iterable[str]:
@@ -103,24 +214,8 @@ def _list_training_styles() -> Iterable[str]:
     return STYLES
 
 
-class RunOptions(Record):
+class RunOptions(Options):
     """How a planned conversion is run; the keywords of `run_conversion`.
-
-    Attributes:
-        extra_bytes: the memory that the run may allocate for buffers.
-        threads: the maximum number of threads; as many as fit if None, up to 4, which processes of
-            one machine share.
-        overwrite: replace a checkpoint at the target; until the end it stays as it is.
-        discard_others: when replacing it, also delete files that are not part of it, such as data
-            sets and `.git`.
-        restart: discard the work of an earlier, unfinished run.
-        progress: called with a `Progress` after every block.
-        sync_bytes: the bytes written between two entries in the journal.
-        processes: the processes that share the work, each of which calls this with the same
-            conversion (see `reshard.checkpoint.processes`); only this process if None.
-        stop: an event that ends the run when it is set, as ctrl-C does; the same call continues.
-        staging: the local folder for files that are to be uploaded; in the user's cache if None. A
-            target on a disk has its staging folder next to it.
 
     Raises:
         UsageError: values that cannot be, or that contradict each other.
@@ -138,24 +233,42 @@ class RunOptions(Record):
     )
     threads: int | None = option(
         None,
-        "At most N threads per process. [default: 4 for local files, 16 for a URL]",
+        "At most N threads per process.",
+        python="Fewer run if {extra_bytes} does not suffice, or if processes share a machine.",
+        unset="4 for local files, 16 for a URL",
         metavar="N",
     )
     overwrite: bool = option(
-        False, "Replace the checkpoint at TARGET, once the new one is complete."
+        False, "Replace the checkpoint at the target, once the new one is complete."
     )
     discard_others: bool = option(
         False,
-        "With --overwrite: delete also files that are no part of the checkpoint at TARGET.",
+        "With {overwrite}: delete also files that are no part of the checkpoint at the target.",
     )
     restart: bool = option(False, "Discard what an interrupted run left, and start over.")
-    progress: ProgressFunction | None = None
-    sync_bytes: int = SYNC_BYTES
-    processes: Processes | None = None
-    stop: threading.Event | None = None
+    progress: ProgressFunction | None = option(
+        None, "A function that is called with a `Progress` after every block.", flag=None
+    )
+    sync_bytes: int = option(
+        SYNC_BYTES, "The bytes written between two entries in the journal.", flag=None
+    )
+    processes: Processes | None = option(
+        None,
+        "The processes that share the work, each of which runs the same conversion (see "
+        "`reshard.checkpoint.running_processes`).",
+        unset="this process alone",
+        flag=None,
+    )
+    stop: threading.Event | None = option(
+        None,
+        "An event that ends the run when it is set, as ctrl-C does; the same call continues.",
+        flag=None,
+    )
     staging: str | os.PathLike[str] | None = option(
         None,
-        "The local folder for files that are to be uploaded. [default: in the user's cache]",
+        "The local folder for files that are to be uploaded. A target on a disk has its staging "
+        "folder next to it.",
+        unset="in the user's cache",
         metavar="FOLDER",
     )
 
@@ -182,37 +295,55 @@ def check_mapping(name: str, value: object) -> None:
         raise UsageError(f"{name} of {type(value).__name__}; give a dict by tensor name")
 
 
-class LoadOptions(Record):
+class LoadOptions(Options):
     """How arrays are loaded; the keywords of `load` other than those of a `ConversionRequest`.
-
-    Attributes:
-        out: arrays to fill instead of new ones, of the local shape and the tensor's dtype.
-        threads: the number of threads that read; 4 if None, and 16 from a URL.
-        files: the open files of the checkpoint (`open_sources`), for a caller that counts the bytes
-            read, and that closes them.
-        dtype: the dtype of floating-point tensors of 16 bits or more: bf16, fp16 or fp32; that of
-            each tensor if None.
-        readers_on_host: how many processes of this host load from the checkpoint at the same time,
-            each its own rank's part: from a URL, bytes that several of them need are requested
-            once, and shared in at most 256 MiB of memory for all of them. Each waits up to
-            10 s for the others. Files of this machine are shared by the page cache.
-        count_read: called at the end with the number of bytes requested of the files, if they were
-            opened here.
-        progress: called with a `Progress` after every piece that was read.
-        stop: an event that ends the work when it is set.
 
     Raises:
         UsageError: values that cannot be, or that contradict each other.
     """
 
-    out: Mapping[str, NDArray[Any]] | None = None
-    threads: int | None = None
-    files: OpenFiles[SourceFile] | None = None
-    dtype: str | None = None
-    readers_on_host: int = 1
-    count_read: Callable[[int], None] | None = None
-    progress: ProgressFunction | None = None
-    stop: threading.Event | None = None
+    out: Mapping[str, NDArray[Any]] | None = option(
+        None,
+        "Arrays to fill instead of new ones, by name, of the local shape and the tensor's dtype.",
+        flag=None,
+    )
+    threads: int | None = option(
+        None, "The number of threads that read.", unset="4, and 16 from a URL", flag=None
+    )
+    files: OpenFiles[SourceFile] | None = option(
+        None,
+        "The open files of the checkpoint (`open_sources`), for a caller that counts the bytes "
+        "read, and that closes them.",
+        flag=None,
+    )
+    dtype: str | None = option(
+        None,
+        "The dtype of floating-point tensors of 16 bits or more: bf16, fp16 or fp32.",
+        unset="that of each tensor",
+        flag=None,
+    )
+    readers_on_host: int = option(
+        1,
+        "How many processes of this host load from the checkpoint at the same time, each its own "
+        "rank's part: from a URL, bytes that several of them need are requested once, and shared "
+        "in at most 256 MiB of memory for all of them. Each waits up to 10 s for the others. Files "
+        "of this machine are shared by the page cache.",
+        flag=None,
+    )
+    count_read: Callable[[int], None] | None = option(
+        None,
+        "A function that is called at the end with the number of bytes requested of the files, if "
+        "they were opened here.",
+        flag=None,
+    )
+    progress: ProgressFunction | None = option(
+        None,
+        "A function that is called with a `Progress` after every piece that was read.",
+        flag=None,
+    )
+    stop: threading.Event | None = option(
+        None, "An event that ends the work when it is set.", flag=None
+    )
 
     def __post_init__(self) -> None:
         if self.out is not None:
@@ -240,63 +371,12 @@ def split_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     ({'to': 'tp=2'}, {'threads': 1})
     """
     request = dict(arguments)
-    run = RunOptions.__dataclass_fields__
-    return request, {name: request.pop(name) for name in run if name in arguments}
+    run = [name for name in RunOptions.field_names if name in arguments]
+    return request, {name: request.pop(name) for name in run}
 
 
-class ConversionRequest(Record):
+class ConversionRequest(Options):
     """What a conversion writes: layouts, format, names and elements.
-
-    Attributes:
-        to: the target mesh (`"tp=2,dp=2"`), a number of ranks, or `"full"` for whole tensors. The
-            layouts, the format and the number of files stay as in the source if None.
-        mesh_order: the axes of `to` from the one that counts ranks fastest to the slowest
-            (`"tp,pp,dp"`), or `"text"` for the order in which they are written, the last one
-            fastest; by what the axes are for if None: tp, cp, ep, fsdp, dp, pp, others
-            (`reshard.recipes.rank_order`). A `DeviceMesh` has its own order.
-        rules: `pattern=spec`, a glob on names and the native notation; the first match wins.
-        recipe: the name of a shipped recipe, or a TOML file; its rules come after `rules`.
-            `"auto"` chooses by the source's config.json, and is the default for a mesh without
-            rules, a strategy and a layout; `"none"` takes no recipe.
-        options: of the recipe, by name, or as `"name=value"` (see `Recipe.with_options`).
-        strategy: where the tensors go, instead of rules; `simple` for a number of ranks.
-        format: `safetensors`, `sharded-safetensors`, `torch-dcp`, or one that was registered;
-            one of the first two, by `to`, if None.
-        replicas: `once` stores one copy of equal shards, `every` one for each rank, so that a
-            rank's file is enough for that rank; `every` for `sharded-safetensors`, and `once` for
-            other formats, if None (see `stored_replicas`).
-        most_file_bytes: begin a new file beyond so many bytes; for whole tensors.
-        source_names, target_names: what the tensors are called there, and which are fused, where
-            that is not as in the recipe: a convention of it, such as `megatron`, or a table as
-            `Recipe.naming` gives it. Rules are for the recipe's names.
-        dtype: cast floating-point tensors to it: bf16, fp16 or fp32, or by PyTorch's names
-            (bfloat16). Tensors of quantised weights
-            are not cast, nor float32 ones of a model of 16 bits.
-        dequantize: make values of quantised weights, of `dtype` or of config.json's.
-        quantize: `fp8-block128` makes matrices of layers float8, with scales for each 128 by 128.
-        layout: of an engine, or the file that has it: every rank of the target holds what that
-            engine's rank reads. It stands in the place of `to`, rules, a recipe and a strategy.
-        allow: what rules or a recipe may leave: `uncomputable` cuts, which ranks cannot compute
-            with, `unknown` tensors, which every rank gets whole, and `replicas` along a mesh axis
-            over which nothing is sharded. With `differing-copies`,
-            copies in the source may differ: those of the lowest rank are read.
-        include, exclude: globs on the source's names; what is taken of it, and what of that is left
-            out.
-        strip_prefix: prefixes that names lose, before anything else looks at them.
-        rename: texts `pattern=name`; `*` of the pattern stands for the same text in the name.
-        select: the prefix of a model among several, such as `ema_state_dict`: nothing else is
-            taken, and names lose it before the four above look at them.
-        training: whose names and kinds of training state the target has: `fsdp2`, `reshard` or
-            `optax` (`reshard.checkpoint.training.state`); the format's own, or the source's, when
-            None.
-        source_layout: of the engine whose ranks hold the source (`vllm-sharded-state`), or the
-            file that has it: the target has the model's own tensors. By default the one that is
-            next to the source, if there is one and the target is of another format.
-        adapters: of PEFT, whose changes are merged into the source's weights, one after another.
-        kept: the mesh, number of ranks or `"full"` of the source where `to` is None; it is set
-            when the source is known.
-        check_copies: how parts that several ranks of the source hold are compared: `sample`, `all`
-            or `none` (see `reshard.checkpoint.copy_checks`); as it was opened if None.
 
     Raises:
         UsageError: arguments that cannot be, or that contradict each other.
@@ -308,84 +388,108 @@ class ConversionRequest(Record):
 
     to: Target | None = option(
         None,
-        "The target: a mesh (tp=2,dp=2), a number of ranks (3), or `full` for whole tensors. "
-        "[default: layouts, format and number of files stay]",
+        "The target: a mesh (tp=2,dp=2), a number of ranks (3), or `full` for whole tensors.",
+        unset="layouts, format and number of files stay",
         metavar="MESH",
+        recorded="always",
     )
     mesh_order: str | Sequence[str] | None = option(
         None,
-        "The axes of --to, from the one along which ranks are consecutive to the slowest "
-        "(tp,pp,dp), or `text` for the order of --to, the last one fastest. [default: tp, cp, ep, "
-        "fsdp, dp, pp, then others]",
+        "The axes of {to}, from the one along which ranks are consecutive to the slowest "
+        "(tp,pp,dp), or `text` for the order of {to}, the last one fastest.",
+        python="A `DeviceMesh` has its own order.",
+        unset="tp, cp, ep, fsdp, dp, pp, then others",
         metavar="AXES",
+        # `to` is recorded in this order.
+        recorded="never",
     )
     rules: Iterable[str | Rule] = option(
         (),
-        "How to shard the tensors whose names match ('*.weight=tp, -'). Repeatable; the first "
-        "rule that matches applies.",
+        "How to shard the tensors whose names match a glob, in the native notation "
+        "('*.weight=tp, -'). The first rule that matches applies.",
         flag="--rule",
         metavar="PATTERN=SPEC",
+        recorded="always",
     )
     recipe: RecipeName | None = option(
         None,
-        "Rules for a model family: a shipped recipe, a TOML file, `auto` (by config.json), or "
-        "`none`. [default for a mesh without --rule, --strategy and --layout: auto]",
+        "Rules for a model family, which come after {rules}: a shipped recipe, a TOML file, `auto` "
+        "(by config.json), or `none`.",
+        unset="auto for a mesh without {rules}, {strategy} and {layout}",
         metavar="NAME|FILE|auto|none",
+        recorded="always",
     )
     options: Mapping[str, str] | Iterable[str] = option(
         (),
         "Set an option of the recipe: how to shard (vocabulary=pad128, layer=bytes), or the mesh "
-        "axes for one of its axes ('ep=dp tp'). Repeatable; see `reshard recipe show NAME`.",
+        "axes for one of its axes ('ep=dp tp'). See `reshard recipe show NAME`.",
+        python="A dict by name, or texts `name=value`.",
         flag="--option",
         metavar="NAME=VALUE",
+        recorded="always",
     )
     strategy: str | None = option(
         None,
         "Instead of rules, place tensors by a policy: simple (whole, in turn), balanced "
-        "(whole, by bytes), sharded (rows over all ranks), recipe (by config.json). [default for a "
-        "number: simple]",
+        "(whole, by bytes), sharded (rows over all ranks), recipe (by config.json).",
+        unset="simple for a number of ranks",
         metavar="NAME",
+        recorded="always",
     )
     format: str | None = option(
         None,
-        "The target's format: {choices}. [default: safetensors for `full`, else "
-        "sharded-safetensors]",
+        "The target's format: {choices}.",
+        python="Or one that was registered.",
+        unset="safetensors for `full`, else sharded-safetensors",
         metavar="FORMAT",
         choices=written_names,
         is_loaded=False,
+        # The plan of the files has an entry of its own.
+        recorded="never",
     )
     replicas: str | None = option(
         None,
         "Store equal shards once, or a copy for every rank, so that a rank's file is enough "
-        "for that rank. [default: every for sharded-safetensors, else once]",
+        "for that rank.",
+        unset="every for sharded-safetensors, else once",
         choices=REPLICAS,
         is_loaded=False,
+        recorded="always",
     )
     most_file_bytes: int | None = option(
         None,
-        "With `--to full`: the largest size of a file.",
+        "The largest size of a file, where tensors are whole.",
         flag="--max-file",
         metavar="SIZE",
         is_loaded=False,
+        recorded="always",
     )
     source_names: Names | None = option(
         None,
         "The naming convention of the source, with its fused tensors: one of the recipe, such "
-        "as megatron. [default: the recipe's own, Hugging Face's]",
+        "as megatron.",
+        python="Or a table, as `Recipe.naming` gives it. Rules match the recipe's names.",
+        unset="the recipe's own, Hugging Face's",
         metavar="NAME",
+        recorded="always",
     )
     target_names: Names | None = option(
-        None, "The naming convention of the target: megatron, vllm.", metavar="NAME"
+        None,
+        "The naming convention of the target: megatron, vllm.",
+        python="Or a table.",
+        metavar="NAME",
+        recorded="always",
     )
     dtype: str | None = option(
         None,
         "Cast floating-point tensors, except those of quantised weights and the float32 tensors "
         "of a 16-bit model.",
+        python="PyTorch's names (bfloat16) are accepted too.",
         choices=SHORT_CAST_TYPES,
         is_loaded=False,
     )
     dequantize: bool = option(
-        False, "Dequantize weights, to --dtype or to the type in config.json.", is_loaded=False
+        False, "Dequantize weights, to {dtype} or to the type in config.json.", is_loaded=False
     )
     quantize: str | None = option(
         None,
@@ -395,7 +499,7 @@ class ConversionRequest(Record):
     )
     layout: LayoutFile | None = option(
         None,
-        "Instead of --to: shard as an engine's own loader reads weights, by a layout file of "
+        "Instead of {to}: shard as an engine's own loader reads weights, by a layout file of "
         "`reshard recipe derive`.",
         metavar="FILE",
     )
@@ -406,46 +510,46 @@ class ConversionRequest(Record):
         "(incomplete), copies that differ, of which the lowest rank's are read (differing-copies), "
         "quantized weights without their scales, which stay as they are (unscaled), a mesh axis "
         "that shards nothing (replicas), parameters in groups that have no optimizer state, as "
-        "frozen ones, for DeepSpeed (stateless). Repeatable.",
+        "frozen ones, for DeepSpeed (stateless).",
         choices=ALLOWANCES,
+        recorded="never",
     )
     include: Iterable[str] = option(
-        (),
-        "Take only tensors and values whose names match ('model.*'). Repeatable.",
-        metavar="GLOB",
+        (), "Take only tensors and values whose names match ('model.*').", metavar="GLOB"
     )
     exclude: Iterable[str] = option(
-        (), "Leave out tensors and values whose names match. Repeatable.", metavar="GLOB"
+        (), "Leave out tensors and values whose names match.", metavar="GLOB"
     )
     strip_prefix: Iterable[str] = option(
         (),
-        "Remove a prefix from the names that have it (model.). Repeatable; applied in order.",
+        "Remove a prefix from the names that have it (model.); several are applied in order.",
         metavar="PREFIX",
     )
     rename: Iterable[str] = option(
         (),
         "Rename: each `*` stands for the same text on both sides "
-        "('layers.*.w1=model.layers.*.gate'); use {1} {2} to change their order. Repeatable; the "
-        "first pattern that matches applies.",
+        "('layers.*.w1=model.layers.*.gate'); use {1} and {2} to change their order. The first "
+        "pattern that matches applies.",
         metavar="PATTERN=NAME",
     )
     select: str | None = option(
         None,
         "If there are several models in one checkpoint, take the one under this prefix "
-        "(ema_state_dict), and remove the prefix from its names. Applied before --include.",
+        "(ema_state_dict), and remove the prefix from its names. Applied before {include}.",
         metavar="PREFIX",
     )
     training: str | None = option(
         None,
         "Convert training state to that of another program: names, 32-bit weights, steps, "
-        "groups. fsdp2: for torch.distributed.checkpoint. [default: the format's, or the source's]",
+        "groups. fsdp2: for torch.distributed.checkpoint.",
+        unset="the format's, or the source's",
         choices=_list_training_styles,
         is_loaded=False,
     )
     adapters: Iterable[str | os.PathLike[str]] = option(
         (),
-        "Merge a PEFT adapter into the weights: a folder with adapter_config.json. Repeatable; "
-        "adapters are merged in order.",
+        "Merge a PEFT adapter into the weights: a folder with adapter_config.json. Several are "
+        "merged in order.",
         flag="--adapter",
         metavar="PATH",
         is_loaded=False,
@@ -453,11 +557,21 @@ class ConversionRequest(Record):
     source_layout: LayoutFile | None = option(
         None,
         "Convert an engine's parameters (sharded_state) back to the model's tensors, by a layout "
-        "file of `reshard recipe derive`. [default: the file next to the source]",
+        "file of `reshard recipe derive`.",
+        unset="the file next to the source, for a target of another format",
         metavar="FILE",
         is_loaded=False,
     )
-    check_copies: str | None = dataclasses.field(default=None, metadata={"is_loaded": False})
+    check_copies: str | None = option(
+        None,
+        "How parts that several ranks of the source hold are compared: `sample`, `all` or `none`.",
+        unset="as the source was opened",
+        # Commands open the source themselves, with an option of this name.
+        flag=None,
+        is_loaded=False,
+        recorded="never",
+    )
+    # The mesh, number of ranks or "full" of the source if `to` is None, once the source is known.
     kept: Target | None = None
 
     def __post_init__(self) -> None:

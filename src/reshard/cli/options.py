@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Any, TypeVar
@@ -16,6 +16,12 @@ from typing import Any, TypeVar
 import click
 
 from reshard.checkpoint.formats.registry import describe_broken_formats
+from reshard.checkpoint.options import (
+    Options,
+    describe_option,
+    find_options,
+    list_choices,
+)
 from reshard.elements import CAST_TYPES, cast_type
 from reshard.errors import UsageError
 from reshard.recipes.overrides import FORMER_ALLOWANCES
@@ -128,49 +134,57 @@ _CHOICES: dict[str, Callable[[Sequence[str]], Choice]] = {
 }
 
 
-def options_of(options: type[Any], *names: str) -> Callable[[Command], Command]:
+def options_of(options: type[Options], *names: str) -> Callable[[Command], Command]:
     """Make the options of a command from the fields of an options class.
 
     The type of an option follows from its field: `()` as the default makes it repeatable, False a
     flag without a value, a name that ends in `_bytes` a size, and `threads` a number.
 
     Args:
-        options: a dataclass with fields of `reshard.checkpoint.options.option`.
+        options: a class whose fields are declared by `reshard.checkpoint.options.option`.
         names: the fields; all that are options of the command if none is given.
     """
-    fields = {field.name: field for field in dataclasses.fields(options)}
-    chosen = names or [name for name, field in fields.items() if "help" in field.metadata]
+    fields = find_options(options)
+    chosen = names or [name for name, field in fields.items() if field.metadata["flag"] is not None]
 
     def add(command: Command) -> Command:
         # Decorators apply from the last to the first: reversed, the help lists them in order.
         for name in reversed(chosen):
-            command = _make_option(fields[name])(command)
+            command = _make_option(fields, fields[name])(command)
         return command
 
     return add
 
 
-def _make_option(field: dataclasses.Field[Any]) -> Callable[[Command], Command]:
-    described = field.metadata
-    choices = described["choices"]() if callable(described["choices"]) else described["choices"]
+def flag_of(field: dataclasses.Field[Any]) -> str:
+    """Return the name that a field has as an option of the command."""
+    return field.metadata["flag"] or f"--{field.name.replace('_', '-')}"
+
+
+def _make_option(
+    fields: Mapping[str, dataclasses.Field[Any]], field: dataclasses.Field[Any]
+) -> Callable[[Command], Command]:
+    def refer(name: str) -> str:
+        return flag_of(fields[name])
+
     default: Any = field.default
-    settings: dict[str, Any] = {"help": described["help"], "metavar": described["metavar"]}
+    text = describe_option(field, refer, ("text", "unset"))
+    settings: dict[str, Any] = {"metavar": field.metadata["metavar"]}
+    choices = list_choices(field)
     if choices is not None:
-        choice = _CHOICES.get(field.name, Choice)
-        settings["type"] = choice(list(choices))
-        settings["help"] = described["help"].replace("{choices}", ", ".join(choices))
+        settings["type"] = _CHOICES.get(field.name, Choice)(choices)
     if default is False:
         settings["is_flag"] = True
     elif default == ():
         settings["multiple"] = True
+        text += " Repeatable."
     elif field.name.endswith("_bytes"):
         settings["callback"] = as_size
         if default is not None:
             settings |= {"default": f"{default // 1024**2}MiB", "show_default": True}
     elif field.name == "threads":
         settings["type"] = click.IntRange(min=1)
-    flag = described["flag"] or f"--{field.name.replace('_', '-')}"
-    return click.option(flag, field.name, **settings)
+    return click.option(flag_of(field), field.name, help=text, **settings)
 
 
 json_option = click.option(

@@ -256,7 +256,7 @@ def test_options_are_of_the_conversion(training_source: Path, tmp_path: Path) ->
     plain = checkpoint.plan_conversion(training_source, tmp_path / "t", to="full")
     assert "rename" not in plain.resolved
     chosen = checkpoint.plan_conversion(training_source, tmp_path / "t", to="full", rename=[RENAME])
-    assert chosen.resolved["rename"] == [RENAME]
+    assert chosen.resolved["rename"] == (RENAME,)
     with pytest.raises(UsageError, match="cannot read the renaming"):
         checkpoint.ConversionRequest(to="full", rename=["x"])
     with pytest.raises(UsageError, match="give a list"):

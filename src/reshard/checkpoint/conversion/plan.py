@@ -105,11 +105,8 @@ def plan_conversion(
     Args:
         source: a checkpoint, or its path.
         target: the folder of the new checkpoint.
-        request: the mesh, layouts, names and elements of the target; or its keywords: `to`,
-            `rules`, `recipe`, `options`, `strategy`, `format`, `replicas`, `most_file_bytes`,
-            `source_names`, `target_names`, `dtype`, `dequantize`, `quantize`, `layout`, `allow`,
-            `include`, `exclude`, `strip_prefix`, `rename`, `select`, `training`, `adapters`,
-            `source_layout`, `check_copies` (see `ConversionRequest`).
+        request: the mesh, layouts, names and elements of the target; or its fields as keywords (see
+            `ConversionRequest`).
 
     Raises:
         CheckpointError: an unusable source, such as a source whose copies differ.
@@ -117,10 +114,7 @@ def plan_conversion(
         UsageError: arguments that contradict each other; a target inside the source.
         RunError: a target that the system does not let us look at.
     """
-    if request is None:
-        request = ConversionRequest(**arguments)
-    elif arguments:
-        raise UsageError(f"a request, and {next(iter(arguments))!r} too; put it into the request")
+    request = ConversionRequest.of(request, arguments)
     checkpoint, target = open_apart(source, target)
     request = keep_target_by_default(request, checkpoint)
     checkpoint = _decode_items(request, checkpoint)
@@ -463,36 +457,26 @@ def _list_optimizer_state(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _resolve(request: ConversionRequest, named: RenamedSource) -> dict[str, Any]:
     """Return a request as plain values. Journals on disk have these keys and values."""
+    recorded = request.list_recorded()
     options = parse_options(request.options)
-    # Only those that were given: journals of other conversions lack these keys.
-    changes = {
-        key: getattr(request, key)
-        for key in ("dtype", "dequantize", "quantize", "training", "adapters")
-        if getattr(request, key)
-    }
-    for key in ("layout", "source_layout"):
-        layout = getattr(request, key)
-        if layout is not None:
-            from reshard.plans.serialization import to_json
-
-            text = to_json(layout).encode()
-            changes[key] = hashlib.blake2b(text, digest_size=16).hexdigest()
-    if request.keeps_layouts:
-        changes["cut"] = "as the source"
-    # `allow` is left out: it changes whether a conversion runs, not its output.
-    return {
+    # Entries that depend on the source too, or whose values are not plain.
+    plain: dict[str, Any] = {
         "to": request.to_text,
         "rules": tuple(f"{rule.pattern}={rule.spec}" for rule in request.parsed_rules),
         "recipe": named.recipe.name if named.recipe else None,
         "options": tuple(f"{name}={value}" for name, value in sorted(options.items())),
-        "strategy": request.strategy,
         "replicas": request.stored_replicas,
-        "most_file_bytes": request.most_file_bytes,
         "source_names": None if named.from_names is None else named.from_names[0],
         "target_names": None if named.to_names is None else named.to_names[0],
-        **changes,
-        **request.selection.to_json(),
     }
+    for key in ("layout", "source_layout"):
+        if key in recorded:
+            from reshard.plans.serialization import to_json
+
+            text = to_json(recorded[key]).encode()
+            plain[key] = hashlib.blake2b(text, digest_size=16).hexdigest()
+    kept = {"cut": "as the source"} if request.keeps_layouts else {}
+    return {**recorded, **plain, **kept}
 
 
 def keep_target_by_default(request: ConversionRequest, checkpoint: Checkpoint) -> ConversionRequest:

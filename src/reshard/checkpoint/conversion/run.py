@@ -424,9 +424,7 @@ def run_conversion(
 
     Args:
         conversion: from `plan_conversion`.
-        options: how to run it; or its keywords: `extra_bytes`, `threads`, `overwrite`,
-            `discard_others`, `restart`, `progress`, `sync_bytes`, `processes`, `stop`, `staging`
-            (see `RunOptions`).
+        options: how to run it; or its fields as keywords (see `RunOptions`).
 
     Raises:
         UsageError: a target that exists, or that contains files that are not part of a checkpoint;
@@ -435,12 +433,7 @@ def run_conversion(
         RunError: a full disk, a read-only target, an interruption, a source that changed.
         DigestError: a source whose bytes differ from the digests in its manifest.
     """
-    if options is None:
-        options = RunOptions(**arguments)
-    elif arguments:
-        raise UsageError(
-            f"options, and the keyword {next(iter(arguments))!r} too; put it into the options"
-        )
+    options = RunOptions.of(options, arguments)
     began_s = time.monotonic()
     processes = options.processes or OneProcess()
     expect_staging_read(conversion.target, options.staging)

@@ -56,7 +56,7 @@ from reshard.checkpoint.formats.write_plan import (
     find_stored_replicas,
 )
 from reshard.checkpoint.naming.selection import TensorSelection, select_from
-from reshard.checkpoint.options import ConversionRequest, split_arguments
+from reshard.checkpoint.options import ConversionRequest, RunOptions, split_arguments
 from reshard.checkpoint.storage.filesystem import read_up_to, translate_os_errors
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
@@ -389,13 +389,14 @@ def plan_application(
         deltas: a delta, or several deltas to apply in order.
         target: the folder of the new checkpoint.
         request: the sharding and the format; or its fields as keywords (see `ConversionRequest`).
-            With neither, the new checkpoint has the sharding and the format of the base.
+            By default, the new checkpoint has the sharding and the format of the base.
 
     Raises:
         CheckpointError: a base or a delta that cannot be used; a delta of another checkpoint.
         DigestError: a delta of another checkpoint, by known digests.
         UsageError: arguments that contradict each other, or that change elements or names.
     """
+    request = ConversionRequest.of(request, arguments)
     many = deltas if isinstance(deltas, Sequence) and not isinstance(deltas, str) else [deltas]
     opened = [delta if isinstance(delta, Delta) else read_delta(delta) for delta in many]
     if not opened:
@@ -403,9 +404,8 @@ def plan_application(
     checkpoint, target = open_apart(base, target)
     # Deltas have the names of the model that was selected when they were created.
     # So the model is selected before the deltas are applied, not by the request.
-    chosen = arguments.pop("select", None) if request is None else request.select
+    chosen, request = request.select, request.replace(select=None)
     checkpoint = select_from(checkpoint, TensorSelection(select=chosen))
-    request = None if request is None else dataclasses.replace(request, select=None)
     with translate_os_errors("inspect the target", target):
         for delta in opened:
             if target.resolve() in delta.path.resolve().parents:
@@ -415,18 +415,9 @@ def plan_application(
                 )
     patched = patch(checkpoint, opened)
     check_files(checkpoint, patched)
-    given = {name: value for name, value in arguments.items() if value not in (None, (), False)}
-    if request is None and not (given.keys() - {"replicas", "most_file_bytes"}):
-        conversion = _keep_cut(
-            checkpoint,
-            patched,
-            target,
-            arguments.get("replicas"),
-            arguments.get("most_file_bytes"),
-        )
+    if request.replace(replicas=None, most_file_bytes=None) == ConversionRequest():
+        conversion = _keep_cut(checkpoint, patched, target, request)
     else:
-        if request is None:
-            request = ConversionRequest(**arguments)
         _check_request(request)
         conversion = plan_conversion(patched.checkpoint, target, request)
     _check_names(conversion.write_plan, patched)
@@ -468,7 +459,8 @@ def apply(
         RunError: a failure while running; the same call continues.
     """
     asked, running = split_arguments(arguments)
-    return run_conversion(plan_application(base, deltas, target, request, **asked), **running)
+    options = RunOptions(**running)
+    return run_conversion(plan_application(base, deltas, target, request, **asked), options)
 
 
 def _check_request(request: ConversionRequest) -> None:
@@ -500,8 +492,7 @@ def _keep_cut(
     base: Checkpoint,
     patched: ChangedElements,
     target: Path,
-    replicas: str | None,
-    most_file_bytes: int | None,
+    request: ConversionRequest,
 ) -> Conversion:
     """Return the conversion with the base's sharding and format, and by default its replicas."""
     format = _expect_written(base)
@@ -515,11 +506,10 @@ def _keep_cut(
             layout, spec = placed.get(name, Layout.whole(tensor.shape, [0], 1)), None
         tensors[name] = PlannedTensor(tensor.dtype, layout, spec)
     to = "full" if is_whole else base.mesh or base.ranks
+    replicas = request.replicas
     if replicas is None and Capability.REPLICAS in format.capabilities:
         replicas = find_stored_replicas(base.tensors)
-    request = ConversionRequest(
-        to=to, format=format.name, replicas=replicas, most_file_bytes=most_file_bytes
-    )
+    request = request.replace(to=to, format=format.name, replicas=replicas)
     file_name = find_file_name(request, target, base)
     write_plan = format.plan_write(
         NewCheckpoint(
@@ -530,7 +520,7 @@ def _keep_cut(
             checkpoint.paths,
             checkpoint.attributes,
             request.stored_replicas,
-            most_file_bytes,
+            request.most_file_bytes,
             checkpoint.values,
             file_name=file_name,
         )

@@ -5,7 +5,6 @@ The layouts are equal to those that a conversion with the same request writes.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
@@ -23,7 +22,7 @@ from reshard.checkpoint.conversion.plan import (
 )
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.arrays import load_layouts
-from reshard.checkpoint.options import ConversionRequest, LoadOptions
+from reshard.checkpoint.options import ConversionRequest, LoadOptions, find_options
 from reshard.errors import UsageError
 from reshard.layout import Layout
 
@@ -48,10 +47,9 @@ def load(
         layouts: by tensor name, for some or all tensors; their slots are ranks. Without them, the
             other arguments determine how all tensors are sharded.
         rank: the rank whose part to load.
-        out, threads, files, dtype, readers_on_host, count_read, progress, stop: see `LoadOptions`.
-        to, mesh_order, rules, recipe, options, strategy, source_names, target_names, layout, allow,
-            include, exclude, strip_prefix, rename, select: as in a `ConversionRequest`. Without
-            them tensors are whole.
+        **arguments: the fields of `LoadOptions`; and those of a `ConversionRequest` that do not
+            change elements or files, such as `to`, `rules` and `recipe`, without which tensors are
+            whole.
 
     Returns:
         The array of each tensor that the rank holds a part of; padding is zero.
@@ -74,8 +72,8 @@ def load(
     [[1], [5], [9], [13]]
     """
     request: dict[str, Any] = {**arguments}
-    own = LoadOptions.__dataclass_fields__
-    options = LoadOptions(**{name: request.pop(name) for name in own if name in request})
+    own = [name for name in LoadOptions.field_names if name in request]
+    options = LoadOptions(**{name: request.pop(name) for name in own})
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
     if layouts is None:
@@ -92,11 +90,11 @@ def _find_layouts(
     checkpoint: Checkpoint, rank: int, arguments: dict[str, Any]
 ) -> tuple[Checkpoint, Mapping[str, Layout]]:
     """Return the checkpoint in the requested names, and the layout of each of its tensors."""
-    for field in dataclasses.fields(ConversionRequest):
-        if field.name in arguments and not field.metadata.get("is_loaded", True):
-            value = arguments.pop(field.name)
+    for name, field in find_options(ConversionRequest).items():
+        if name in arguments and not field.metadata["is_loaded"]:
+            value = arguments.pop(name)
             reader = "`load` returns elements as they are stored, and only `convert` reads it"
-            check_used(f"{field.name}={value!r}", value == field.default, reader)
+            check_used(f"{name}={value!r}", value == field.default, reader)
     if arguments.get("to") is None and arguments.get("layout") is None:
         arguments["to"] = "full"
     request = ConversionRequest(**arguments)

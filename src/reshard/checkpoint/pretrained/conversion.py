@@ -89,7 +89,7 @@ from reshard.recipes.rules import Rule
 from reshard.text import count_text
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.keywords import ComparePretrainedArguments, PretrainedArguments
+    from reshard.checkpoint.keywords import PretrainedArguments
     from reshard.checkpoint.options import RecipeName
 
 
@@ -368,7 +368,10 @@ def compare_pretrained(
     *,
     threads: int | None = None,
     progress: ProgressFunction | None = None,
-    **arguments: Unpack[ComparePretrainedArguments],
+    config: str | os.PathLike[str] | None = None,
+    recipe: RecipeName | None = None,
+    source_names: str | None = None,
+    **arguments: Unpack[PretrainedArguments],
 ) -> Comparison:
     """Compare a training checkpoint, converted to a model folder, with an existing model folder.
 
@@ -377,9 +380,9 @@ def compare_pretrained(
         model: a folder with config.json and whole weights, in the architecture's names.
         threads: the maximum number of threads; if None, 4, or 16 for a checkpoint at a URL.
         progress: called after every block.
-        config, recipe, source_names, dtype, adapters, source_layout, include, exclude,
-            strip_prefix, rename, select: for `checkpoint`, as in `plan_for_pretrained`. The default
+        config, recipe, source_names: for `checkpoint`, as in `plan_for_pretrained`. The default
             config is the model's.
+        **arguments: for `checkpoint`, as in `plan_for_pretrained`.
 
     Raises:
         CheckpointError: a checkpoint or a model that cannot be used, or that lacks weights.
@@ -387,10 +390,9 @@ def compare_pretrained(
         UsageError: invalid arguments.
         RunError: a file cannot be read.
     """
-    place = model.folder if isinstance(model, Checkpoint) else model
-    arguments = {**arguments, "config": arguments.get("config") or place}
-    ours = _plan(checkpoint, **arguments)
-    theirs = _plan(model, config=arguments["config"], recipe=arguments.get("recipe"))
+    config = config or (model.folder if isinstance(model, Checkpoint) else model)
+    ours = _plan(checkpoint, config=config, recipe=recipe, source_names=source_names, **arguments)
+    theirs = _plan(model, config=config, recipe=recipe)
     return compare(ours, theirs, threads=threads, progress=progress)
 
 
