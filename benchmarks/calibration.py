@@ -172,7 +172,7 @@ def topology_of(options: argparse.Namespace, folder: Path | None, is_first: bool
     import torch.distributed as dist
 
     from reshard.cost import load_preset, preset_text
-    from reshard.torch.calibration.calibration import calibrate
+    from reshard.torch.calibration import calibrate
 
     kept = None if folder is None else folder / "preset.toml"
     if options.preset is not None:

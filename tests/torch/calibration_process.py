@@ -12,7 +12,7 @@ from reshard.cli import main
 from reshard.cost import load_preset, preset_text
 from reshard.cost.fitting import SHARED, SUBJECTS
 from reshard.errors import UsageError
-from reshard.torch.calibration.calibration import calibrate
+from reshard.torch.calibration import calibrate
 
 
 def by_command(folder: Path) -> None:

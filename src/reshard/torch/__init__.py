@@ -4,10 +4,10 @@ This package imports torch, so it is only for programs that have it.
 """
 
 from reshard.notation.objects import sharding_of
-from reshard.torch.calibration.host_links import measure_links
 from reshard.torch.distributed_tensor import layout_of, rank_of
 from reshard.torch.exchange.consistency import is_usable
 from reshard.torch.exchange.packing.copies import keep_memory
+from reshard.torch.host_links import measure_links
 from reshard.torch.links.link import WeightLink, connect
 from reshard.torch.links.sync import SyncReport, WeightSync
 from reshard.torch.loaders.module_layouts import module_layouts

@@ -1,4 +1,4 @@
-"""Sealed stores: values of others, other secrets, and strangers at the server."""
+"""The store of a link: addresses and their secrets, and sealed values of others."""
 
 from __future__ import annotations
 
@@ -17,16 +17,118 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from reshard.errors import LinkError  # noqa: E402
+from live_processes import free_port  # noqa: E402
+from reshard.errors import LinkError, UsageError  # noqa: E402
 from reshard.torch.links import sealed_store  # noqa: E402
-from reshard.torch.links.address import LinkAddress  # noqa: E402
-from reshard.torch.links.sealed_store import (  # noqa: E402  # noqa: E402
+from reshard.torch.links.link import connect  # noqa: E402
+from reshard.torch.links.sealed_store import (  # noqa: E402
+    LinkAddress,
     SealedStore,
     StoreClient,
     StoreServer,
     code_of,
     derive_key,
 )
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "http://a:1",
+        "tcp://a",
+        "tcp://:1",
+        "tcp://a:b",
+        "tcp://a:99999",
+        "tcp://a:1/x",
+        "tcp://a:0",
+        7,
+    ],
+)
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(UsageError, match=r"tcp://10\.0\.0\.1:29400"):
+        LinkAddress.of(url)
+
+
+def test_an_address_without_its_scheme() -> None:
+    assert LinkAddress.of("trainer:29400") == LinkAddress("trainer", 29400)
+
+
+def test_loopback() -> None:
+    assert LinkAddress.of("tcp://127.0.0.1:1").is_loopback
+    assert LinkAddress.of("tcp://localhost:1").is_loopback
+    assert LinkAddress.of("tcp://[::1]:1").is_loopback
+    assert not LinkAddress.of("tcp://10.0.0.1:1").is_loopback
+    assert LinkAddress.of("tcp://127.0.0.1:1").own_address() == "127.0.0.1"
+
+
+def test_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RESHARD_LINK_SECRET", raising=False)
+    here, there = LinkAddress("127.0.0.1", 1), LinkAddress("10.0.0.1", 1)
+    assert here.find_secret(None) == ""
+    with pytest.raises(UsageError, match="RESHARD_LINK_SECRET"):
+        there.find_secret(None)
+    assert there.find_secret("a") == "a"
+    with pytest.raises(UsageError, match="empty"):
+        here.find_secret("")
+    monkeypatch.setenv("RESHARD_LINK_SECRET", "b")
+    assert there.find_secret(None) == "b"
+
+
+def test_a_store_is_served_and_reached() -> None:
+    place = LinkAddress("127.0.0.1", free_port())
+    served = place.open_store(True, "s", 5)
+    served.set("a", "1")
+    assert place.open_store(False, "s", 5).get("a") == b"1"
+    with pytest.raises(LinkError, match="another secret"):
+        place.open_store(False, "t", 5)
+    with pytest.raises(LinkError, match="cannot be served"):
+        place.open_store(True, "s", 1)
+
+
+def test_nobody_serves_it() -> None:
+    with pytest.raises(LinkError, match="nobody serves"):
+        LinkAddress("127.0.0.1", free_port()).open_store(False, "s", 0.3)
+
+
+def test_what_listens_there_is_no_store() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = LinkAddress("127.0.0.1", other.getsockname()[1])
+        with pytest.raises(LinkError, match="another program has the port"):
+            place.open_store(False, "s", 0.5)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1", "localhost", "::1", "10.255.0.1", "172.31.0.1", "192.168.1.1"),
+        *("169.254.1.1", "100.64.0.1", "100.127.255.255", "fd00::1", "fe80::1", "::ffff:10.0.0.1"),
+    ],
+)
+def test_private_addresses(host: str) -> None:
+    LinkAddress(host, 1).check_privacy()
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("8.8.8.8", "172.32.0.1", "100.128.0.1", "192.0.2.1", "198.18.0.1", "0.0.0.0", "::"),
+        *("2001:db8::1", "::ffff:8.8.8.8"),
+    ],
+)
+def test_addresses_where_others_may_listen(host: str) -> None:
+    with pytest.raises(UsageError, match=r"not private(.|\n)*insecure=True"):
+        LinkAddress(host, 1).check_privacy()
+
+
+def test_connect_refuses_such_before_anything_else() -> None:
+    with pytest.raises(UsageError, match="insecure=True"):
+        connect("tcp://192.0.2.1:1", "engine", rank=0, ranks=1, secret="s", timeout_s=0.1)
+    with pytest.raises(LinkError, match=r"does not answer|nobody serves"):
+        connect(
+            "tcp://0.0.0.0:1", "engine", rank=0, ranks=1, secret="s", timeout_s=0.1, insecure=True
+        )
+
 
 SALT = b"0123456789abcdef"
 
@@ -102,13 +204,13 @@ def server() -> Iterator[StoreServer]:
     found.close()
 
 
-def connect(server: StoreServer, secret: str = "s") -> StoreClient:
+def open_line(server: StoreServer, secret: str = "s") -> StoreClient:
     host, port = server.addresses[0]
     return StoreClient(host, port, secret, 5)
 
 
 def test_clients_read_what_others_write(server: StoreServer) -> None:
-    mine, theirs = connect(server), connect(server)
+    mine, theirs = open_line(server), connect(server)
     mine.set("a", b"\x00\n\xff" * 100_000)
     assert theirs.get("a") == b"\x00\n\xff" * 100_000
     assert theirs.check(["a"]) and theirs.check([]) and not theirs.check(["a", "b"])
@@ -117,7 +219,7 @@ def test_clients_read_what_others_write(server: StoreServer) -> None:
 
 
 def test_many_at_once(server: StoreServer) -> None:
-    lines = [connect(server) for _ in range(4)]
+    lines = [open_line(server) for _ in range(4)]
     threads = [
         threading.Thread(target=lambda line=line: [line.add("n", 1) for _ in range(50)])
         for line in lines * 2
@@ -161,7 +263,7 @@ def test_strangers_hold_up_nobody(server: StoreServer, says: bytes) -> None:
             stranger = opened.enter_context(socket.create_connection(server.addresses[0]))
             stranger.sendall(says)
         begun_s = time.monotonic()
-        line = connect(server)
+        line = open_line(server)
         line.set("a", b"1")
         assert line.get("a") == b"1"
         assert time.monotonic() - begun_s < 2
@@ -172,13 +274,13 @@ def test_more_strangers_than_are_kept(server: StoreServer, monkeypatch: pytest.M
     with contextlib.ExitStack() as opened:
         for _ in range(20):
             opened.enter_context(socket.create_connection(server.addresses[0]))
-        assert connect(server).add("n", 1) == 1
+        assert open_line(server).add("n", 1) == 1
 
 
 def test_strangers_see_nothing_and_are_closed(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connect(server).set("a", b"precious")
+    open_line(server).set("a", b"precious")
     request = sealed_store._REQUEST.pack(b"G", 1, 0) + b"a"
     monkeypatch.setattr(sealed_store, "_GREETING_S", 0.2)
     with socket.create_connection(server.addresses[0], timeout=5) as stranger:
@@ -195,7 +297,7 @@ def test_strangers_see_nothing_and_are_closed(
 
 
 def test_a_client_that_announces_too_much_is_closed(server: StoreServer) -> None:
-    line = connect(server)
+    line = open_line(server)
     line._socket.sendall(sealed_store._REQUEST.pack(b"S", 1, 0xFFFFFFFF))
     with pytest.raises(RuntimeError, match="does not answer"):
         line.get("a")
@@ -203,7 +305,7 @@ def test_a_client_that_announces_too_much_is_closed(server: StoreServer) -> None
 
 def test_another_secret_is_said_at_once(server: StoreServer) -> None:
     with pytest.raises(LinkError, match="another secret"):
-        connect(server, "t")
+        open_line(server, "t")
 
 
 def test_a_server_of_something_else() -> None:
@@ -220,7 +322,7 @@ def test_a_server_of_something_else() -> None:
 
 
 def test_a_server_that_ends(server: StoreServer) -> None:
-    line = connect(server)
+    line = open_line(server)
     server.close()
     server.close()
     for _ in range(2):
@@ -230,7 +332,7 @@ def test_a_server_that_ends(server: StoreServer) -> None:
 
 def test_a_server_that_nobody_has_ends() -> None:
     found = StoreServer([("127.0.0.1", 0)], "s")
-    line = connect(found)
+    line = open_line(found)
     del found
     gc.collect()
     with pytest.raises(RuntimeError, match="does not answer"):

@@ -213,8 +213,8 @@ def test_ids(tmp_path: Path) -> None:
     ("arguments", "told"),
     [
         ({"path": 7}, "a checkpoint at 7: expected a path"),
-        ({"path": "a", "thread_count": 0}, "thread_count=0; give a whole number from 1"),
-        ({"path": "a", "thread_count": True}, "thread_count=True"),
+        ({"path": "a", "thread_count": 0}, "thread_count 0 must be at least 1"),
+        ({"path": "a", "thread_count": True}, "thread_count True must be a whole number"),
     ],
 )
 def test_arguments_that_cannot_be(arguments: dict[str, Any], told: str) -> None:

@@ -215,7 +215,7 @@ def test_ranks_that_do_not_talk(tmp_path: Path) -> None:
         ({"path": 7}, "a checkpoint at 7: expected a path"),
         ({"path": "https://host/b"}, "https:// can only be read"),
         ({"path": "a", "format": "x"}, "unknown format 'x'"),
-        ({"path": "a", "thread_count": 0}, "thread_count=0"),
+        ({"path": "a", "thread_count": 0}, "thread_count 0"),
     ],
 )
 def test_arguments_that_cannot_be(arguments: dict[str, Any], told: str) -> None:

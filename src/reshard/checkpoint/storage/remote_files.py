@@ -128,17 +128,17 @@ def open_source(path: Path, expected: FileIdentity | None = None) -> SourceFile:
     return SourceFile(path, expected)
 
 
-def choose_threads(threads: int | None, *folders: Path) -> int:
+def choose_threads(threads: int | None, *folders: Path, argument: str = "threads") -> int:
     """Return how many threads read checkpoints in these folders: `threads`, or the default if None.
 
     Raises:
-        UsageError: `threads` is not an integer of at least 1.
+        UsageError: `threads` is not an integer of at least 1; `argument` is its name in the text.
 
     >>> choose_threads(None, Path("model")), choose_threads(None, RemotePath("s3://bucket/model"))
     (4, 16)
     """
     if threads is not None:
-        return check_int(threads, "threads", minimum=1)
+        return check_int(threads, argument, minimum=1)
     if any(isinstance(folder, RemotePath) for folder in folders):
         return _REMOTE_THREADS
     return _THREADS

@@ -20,7 +20,7 @@ from reshard.text import bytes_text, duration_text, rate_text
 
 if TYPE_CHECKING:
     from reshard.topology import Link
-    from reshard.torch.calibration.calibration import Calibration
+    from reshard.torch.calibration import Calibration
 
 # The variables that torchrun sets for every rank.
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -98,7 +98,7 @@ def calibrate(
     with _process_group(backend):
         if not _all_can_go_on(lambda: _check_output(output_path, overwrite), is_first):
             return WRONG_USE
-        from reshard.torch.calibration.calibration import calibrate as measure
+        from reshard.torch.calibration import calibrate as measure
 
         shown = None
         if is_first and not quiet:

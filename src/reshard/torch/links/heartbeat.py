@@ -8,32 +8,117 @@ others::
                                  <---        its token, and a code of nonce and token
     kind and token of each end   --->        read whenever the process waits for another
 
-A process that ends closes its connection; if its host becomes unreachable, the connection times out
-(`tcp_user_timeout`). Waiting processes therefore fail at once. A process that closed its connection
-may have sent awaited data before; an unreachable process has nothing in flight. Connections that do
-not know the link's secret are closed.
+A process that ends closes its connection, so waiting processes fail at once. It may have sent
+awaited data before. Connections that do not know the link's secret are closed.
+
+A host that loses its network closes nothing, and waiting for it would take hours. The system can
+probe silent hosts and end TCP connections to those that do not respond (`set_user_timeout`). The
+host's kernel responds, so a process that is busy, stopped or swapped out is not affected. An
+unreachable process has nothing in flight.
+
+Source: RFC 1122 (keep-alives), RFC 5482 (user timeout).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
+import ipaddress
 import os
 import selectors
 import socket
+import stat
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from reshard.errors import LinkError
+from reshard.system import find_silence_ms, list_descriptors, set_tcp_option
 from reshard.torch.links.sealed_store import SealedStore, code_of
-from reshard.torch.links.tcp_user_timeout import (
-    SILENT_ERRORS,
-    is_unresponsive,
-    resume_user_timeout,
-    set_user_timeout,
-)
+
+# The seconds between probes.
+_ASKED_S = 1
+_MIN_LEFT_MS = 500
+# A host that responds to probes is silent for no longer.
+_SEEN_S = 1.5 * _ASKED_S
+# Errors of a connection that the system ended because the host is unreachable.
+SILENT_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+
+
+def set_user_timeout(connected: socket.socket, silence_s: float) -> None:
+    """Let a TCP connection end after its peer's host was silent for `silence_s`."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": _ASKED_S,
+        "TCP_KEEPINTVL": _ASKED_S,
+        "TCP_KEEPCNT": max(1, round(silence_s / _ASKED_S)),
+        # Unacknowledged data; by default the system retries for a quarter of an hour.
+        "TCP_USER_TIMEOUT": max(1, round(1000 * silence_s)),
+    }
+    for name, value in options.items():
+        set_tcp_option(connected, name, value)
+
+
+def resume_user_timeout(connected: socket.socket, silence_s: float) -> None:
+    """Count a silence that has begun towards the timeout when more data is sent.
+
+    The system restarts its count with the first unacknowledged data.
+    """
+    silent_ms = find_silence_ms(connected)
+    if silent_ms is not None:
+        left_ms = max(_MIN_LEFT_MS, round(1000 * silence_s) - silent_ms)
+        set_tcp_option(connected, "TCP_USER_TIMEOUT", left_ms)
+
+
+def is_unresponsive(connected: socket.socket, silence_s: float) -> bool:
+    """Return whether the peer's host did not respond to the last probe; False if unknown.
+
+    The system does not end all connections to a host at once. After the first ends, this identifies
+    the others up to a second earlier.
+    """
+    least_s = max(_SEEN_S, silence_s - _SEEN_S)
+    try:
+        silent_ms = find_silence_ms(connected)
+    except OSError:
+        return False
+    return silent_ms is not None and silent_ms >= 1000 * least_s
+
+
+@contextlib.contextmanager
+def user_timeout_for_new_connections(silence_s: float) -> Iterator[None]:
+    """Set the user timeout of connections to other hosts opened in the with block.
+
+    Connections opened by other threads are included.
+    """
+    before = {key for key, _ in _list_sockets()}
+    yield
+    for key, number in _list_sockets():
+        if key in before:
+            continue
+        # The descriptor may be reused by now, which is harmless.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as opened:
+            if opened.type == socket.SOCK_STREAM and not _is_of_this_host(opened):
+                set_user_timeout(opened, silence_s)
+
+
+def _list_sockets() -> Iterator[tuple[int, int]]:
+    """Yield inode and descriptor of this process's sockets."""
+    for number in list_descriptors():
+        with contextlib.suppress(OSError):
+            opened = os.fstat(number)
+            if stat.S_ISSOCK(opened.st_mode):
+                yield opened.st_ino, number
+
+
+def _is_of_this_host(connected: socket.socket) -> bool:
+    """Return whether both ends are on one host; raise OSError if it is not connected."""
+    if connected.family not in (socket.AF_INET, socket.AF_INET6):
+        return True
+    other = connected.getpeername()[0]
+    return other == connected.getsockname()[0] or ipaddress.ip_address(other).is_loopback
+
 
 _KEY = "presence"
 _TOKEN_BYTES, _NONCE_BYTES, _CODE_BYTES = 16, 16, 32

@@ -34,7 +34,6 @@ from reshard.errors import LinkError, ReshardError, UsageError
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.rendezvous import Watch, leave_note, meet_at
-from reshard.torch.links.address import LinkAddress
 from reshard.torch.links.engine_sync import EngineCallbacks, EngineSync
 from reshard.torch.links.handshake import (
     TRAINER,
@@ -49,7 +48,12 @@ from reshard.torch.links.handshake import (
     rendezvous_key,
     wait_for_engines,
 )
-from reshard.torch.links.heartbeat import Heartbeat, HeartbeatClient, HeartbeatServer
+from reshard.torch.links.heartbeat import (
+    Heartbeat,
+    HeartbeatClient,
+    HeartbeatServer,
+    user_timeout_for_new_connections,
+)
 from reshard.torch.links.messages import (
     OPTIONS,
     RELAYED,
@@ -58,9 +62,8 @@ from reshard.torch.links.messages import (
     read_options,
     write_options,
 )
-from reshard.torch.links.sealed_store import SealedStore
+from reshard.torch.links.sealed_store import LinkAddress, SealedStore
 from reshard.torch.links.sync import WeightSync
-from reshard.torch.links.tcp_user_timeout import user_timeout_for_new_connections
 from reshard.torch.links.trainer_sync import (
     RunSummary,
     TrainerCallbacks,

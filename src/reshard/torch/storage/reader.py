@@ -51,7 +51,6 @@ from reshard.errors import CheckpointError, ReshardError, ShardError
 from reshard.execution.arrays import TorchTensors
 from reshard.geometry.regions import Region
 from reshard.layout import Box
-from reshard.torch.storage.arguments import count_threads
 from reshard.torch.storage.chunks import ShardPart, describe_contents, list_parts
 
 # The bytes that a thread reads at a time, and that are copied to another device at a time.
@@ -136,7 +135,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.thread_count = thread_count
-        count_threads(thread_count)
+        choose_threads(thread_count, argument="thread_count")
         self.readers_on_host = check_readers(readers_on_host)
         self._checkpoint = path if isinstance(path, Checkpoint) else None
         self.path = as_path(path.folder if isinstance(path, Checkpoint) else path)

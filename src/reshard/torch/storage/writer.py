@@ -5,8 +5,8 @@
 2. Every rank writes its boxes into them, a few megabytes at a time, and reports their checksums.
    Values that are not tensors are written into a separate file of the rank.
 3. The coordinator completes the files, writes the manifest, and renames the folder in one step
-   (`folder_save`). To an address, ranks upload the files that they alone write, and the
-   coordinator makes the whole checkpoint visible (`address_save`).
+   (`saves`). To an address, ranks upload the files that they alone write, and the coordinator
+   makes the whole checkpoint visible.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.checkpoint.storage.filesystem import open_new, remove_folder, translate_os_errors
 from reshard.checkpoint.storage.local_files import AlignedBuffer, TargetFile
 from reshard.checkpoint.storage.range_checksums import RangeChecksums, crc32, shift_crc32
+from reshard.checkpoint.storage.remote_files import choose_threads
 from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
 from reshard.checkpoint.storage.threads import run_in_threads
 from reshard.checkpoint.storage.uploads import expect_writable
@@ -53,9 +54,6 @@ from reshard.errors import RunError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Box
 from reshard.system import name_host, sync
-from reshard.torch.storage.address_save import AddressSave, OwnFiles
-from reshard.torch.storage.arguments import count_threads
-from reshard.torch.storage.folder_save import FolderSave, expect_free
 from reshard.torch.storage.places import (
     RankPlaces,
     WritePlace,
@@ -64,7 +62,7 @@ from reshard.torch.storage.places import (
     check_values,
     find_places,
 )
-from reshard.torch.storage.rank_upload import RankUpload
+from reshard.torch.storage.saves import AddressSave, FolderSave, OwnFiles, RankUpload, expect_free
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +128,7 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         self.path = _as_target(path)
         self.format = written_format(format, to_whole=False)
         self.overwrite = overwrite
-        self.thread_count = count_threads(thread_count)
+        self.thread_count = choose_threads(thread_count, argument="thread_count")
         self.sync_files = sync_files
         self.metadata = dict(metadata or {})
         self.save_id = str(uuid.uuid4())

@@ -16,8 +16,7 @@ from reshard.cost.fitting import COPIES, SHARED, WITHIN_HOST
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import spec
-from reshard.torch.calibration.calibration import hosts_of
-from reshard.torch.calibration.cases import SMALLEST_BYTES, Case, cases_of
+from reshard.torch.calibration import SMALLEST_BYTES, Case, cases_of, hosts_of
 
 ALL_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 
