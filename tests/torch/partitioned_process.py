@@ -28,9 +28,9 @@ from rank_endings import end_last
 from reshard.errors import PlanError, RunError, ShardError, UsageError
 from reshard.notation import sharding_of
 from reshard.notation.partitioned import PartitionedShard
+from reshard.torch import partitioned_tensor
 from reshard.torch.distributed_tensor import sharding_of_placements
-from reshard.torch.partitioned import partitioned_tensor
-from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
+from reshard.torch.partitioned_tensor import PartitionedTensor
 
 Matrix = tuple[tuple[int, ...], ...]
 

@@ -15,7 +15,7 @@ from reshard.torch.loaders.tracing import trace_loading
 from reshard.torch.models.model_inputs import MegatronModel
 from reshard.torch.models.naming import renamed
 from reshard.torch.models.recipe_models import by_recipe
-from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
+from reshard.torch.partitioned_tensor import PartitionedTensor
 from reshard.torch.redistribution import Redistribution, RedistributionOptions, redistribute
 from reshard.torch.refitting.options import RefitOptions
 from reshard.torch.refitting.refit import Refit, refit

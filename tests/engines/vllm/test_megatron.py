@@ -35,7 +35,7 @@ from engines.vllm.generation import engine_variables, generate
 from engines.vllm.link_models import write_config
 from live_processes import free_port, run_rank_programs
 from reshard.torch.vllm import layouts
-from reshard.torch.vllm.parallelism import VllmParallelism
+from reshard.torch.vllm.layouts import VllmParallelism
 from reshard.torch.vllm.tracing_process import engine_version
 
 ROOT = Path(__file__).parents[3]

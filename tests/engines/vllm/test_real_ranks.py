@@ -22,7 +22,7 @@ from engines.layout_records import write_layout
 from engines.vllm.comparison import differences
 from engines.vllm.models import MODELS
 from engines.vllm.real_ranks import run_ranks
-from reshard.torch.vllm.parallelism import VllmParallelism
+from reshard.torch.vllm.layouts import VllmParallelism
 from reshard.torch.vllm.tracing_process import engine_version, trace_ranks
 
 EXPERTS = ["mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "glm4-moe", "gpt-oss", "llama4"]

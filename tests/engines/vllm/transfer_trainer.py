@@ -43,7 +43,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-    from reshard.torch.vllm.weight_transfer import ReshardTrainerInit
+    from reshard.torch.vllm.worker import ReshardTrainerInit
 
     folder, saved, result = sys.argv[1:]
     engine = LLM(

@@ -210,7 +210,7 @@ def open_line(server: StoreServer, secret: str = "s") -> StoreClient:
 
 
 def test_clients_read_what_others_write(server: StoreServer) -> None:
-    mine, theirs = open_line(server), connect(server)
+    mine, theirs = open_line(server), open_line(server)
     mine.set("a", b"\x00\n\xff" * 100_000)
     assert theirs.get("a") == b"\x00\n\xff" * 100_000
     assert theirs.check(["a"]) and theirs.check([]) and not theirs.check(["a", "b"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from reshard.torch.vllm import weight_transfer
+from reshard.torch.vllm import worker
 
 
 @dataclass
@@ -108,13 +108,13 @@ def factory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         if parent:
             setattr(made[parent], own, made[whole])
     makers = (
-        weight_transfer.make_engine_class,
-        weight_transfer.make_init_class,
-        weight_transfer.make_trainer_class,
+        worker.make_engine_class,
+        worker.make_init_class,
+        worker.make_trainer_class,
     )
     for make in makers:
         make.cache_clear()
-    weight_transfer.register_backend()
+    worker.register_backend()
     yield made["vllm.distributed.weight_transfer.factory"]
     for make in makers:
         make.cache_clear()

@@ -12,6 +12,7 @@ from reshard.errors import CheckpointError, UsageError
 from reshard.plans.serialization import from_json
 from reshard.torch.vllm import layouts
 from reshard.torch.vllm.layouts import (
+    VllmParallelism,
     cache_folder,
     cached_path,
     find_version,
@@ -20,6 +21,21 @@ from reshard.torch.vllm.layouts import (
     request_digest,
     write_cached,
 )
+
+
+def test_ranks_and_mesh() -> None:
+    both = VllmParallelism(tp=4, pp=2, dp=2, ep=8)
+    assert both.ranks == 16
+    assert both.mesh.text == "dp=2,pp=2,tp=4"
+    assert both.text == "tp=4,pp=2,ep=8,dp=2"
+    assert VllmParallelism().mesh.text == "tp=1"
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 0}, {"tp": 4, "ep": 2}, {"dp": True}])
+def test_sizes_that_vllm_has_not(sizes: dict[str, int]) -> None:
+    with pytest.raises(UsageError):
+        VllmParallelism(**sizes)
+
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "engines" / "vllm"
 

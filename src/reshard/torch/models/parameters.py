@@ -47,7 +47,7 @@ from reshard.torch.models.model_manifest import (
 )
 from reshard.torch.models.naming import Naming, find_entry, member_pattern, resolve_name
 from reshard.torch.models.parameter_columns import ParameterColumns, is_marked
-from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
+from reshard.torch.partitioned_tensor import PartitionedTensor
 
 
 # The stacks of all layers have equal layouts.

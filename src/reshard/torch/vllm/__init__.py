@@ -1,20 +1,18 @@
 """vLLM: layouts of its ranks, traced from its own loader, and links to it.
 
-    parallelism       sizes of tensor, pipeline, expert and data parallelism
-    layouts           `layouts`: the layouts of all ranks, cached in files
+    layouts           `layouts`: the layouts of all ranks, cached in files; sizes of parallelism
     tracing_process   the process in which all ranks are traced
     plugin            the load format `reshard` in vLLM itself
     reloading         refill a served model from staged tensors
-    worker            a worker as an end of a link, and methods for vLLM's workers
-    weight_transfer   the backend `reshard` of vLLM's own weight transfer
+    worker            a worker as an end of a link, by methods of vLLM's workers or by vLLM's own
+                      interface for weight transfer: its backend `reshard`
 
 Only the tracing process imports vLLM; see docs/engines.md.
 """
 
 from typing import Any
 
-from reshard.torch.vllm.layouts import layouts
-from reshard.torch.vllm.parallelism import VllmParallelism
+from reshard.torch.vllm.layouts import VllmParallelism, layouts
 
 __all__ = ["VllmParallelism", "layouts"]
 
@@ -22,7 +20,7 @@ __all__ = ["VllmParallelism", "layouts"]
 def __getattr__(name: str) -> Any:
     # Its base class is vLLM's, which is imported on first use.
     if name == "ReshardTrainerInit":
-        from reshard.torch.vllm import weight_transfer
+        from reshard.torch.vllm import worker
 
-        return weight_transfer.make_init_class()
+        return worker.make_init_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

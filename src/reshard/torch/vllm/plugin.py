@@ -51,7 +51,7 @@ def register() -> None:
     """Register the load format and the weight transfer with vLLM; may be called again."""
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
 
-    from reshard.torch.vllm.weight_transfer import register_backend
+    from reshard.torch.vllm.worker import register_backend
 
     if LOAD_FORMAT not in _LOAD_FORMAT_TO_MODEL_LOADER:
         register_model_loader(LOAD_FORMAT)(_make_loader_class())

