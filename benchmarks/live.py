@@ -139,7 +139,7 @@ def sides_of(case: str) -> list[tuple[Any, list[Any], Any]]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    from reshard.torch.distributed_tensor import sharding_of_placements
+    from reshard.torch.endpoint import sharding_of_placements
 
     words = {"R": Replicate(), "P": Partial("sum"), "S0": Shard(0), "S1": Shard(1)}
     found = []

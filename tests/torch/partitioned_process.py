@@ -29,7 +29,7 @@ from reshard.errors import PlanError, RunError, ShardError, UsageError
 from reshard.notation import sharding_of
 from reshard.notation.partitioned import PartitionedShard
 from reshard.torch import partitioned_tensor
-from reshard.torch.distributed_tensor import sharding_of_placements
+from reshard.torch.endpoint import sharding_of_placements
 from reshard.torch.partitioned_tensor import PartitionedTensor
 
 Matrix = tuple[tuple[int, ...], ...]

@@ -26,7 +26,7 @@ from reshard.layout import Box, Layout
 from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
 from reshard.torch import Redistribution, redistribute, refit
-from reshard.torch.distributed_tensor import sharding_of_placements
+from reshard.torch.endpoint import sharding_of_placements
 
 MESHES: dict[tuple[int, ...], TorchMesh] = {}
 

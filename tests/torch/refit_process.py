@@ -301,18 +301,12 @@ def partial_sums() -> None:
     """A sum that is not done yet arrives added up."""
     mesh = init_device_mesh("cpu", (4,))
     given = whole(3, 8, 6)
-    source = reshard.torch.distributed_tensor.DTensor.from_local(
-        given * dist.get_rank(), mesh, [Partial()], run_check=False
-    )
+    source = DTensor.from_local(given * dist.get_rank(), mesh, [Partial()], run_check=False)
     target = distributed({"g": torch.zeros(8, 6)}, mesh, {"g": [Shard(1)]})
     refit({"g": source}, target)
     expect_same(target, distributed({"g": 6 * given}, mesh, {"g": [Shard(1)]}), "partial")
     # To a sum: one rank has the values, the others what adds nothing.
-    back = {
-        "g": reshard.torch.distributed_tensor.DTensor.from_local(
-            torch.full((8, 6), 9.0), mesh, [Partial()], run_check=False
-        )
-    }
+    back = {"g": DTensor.from_local(torch.full((8, 6), 9.0), mesh, [Partial()], run_check=False)}
     refit(target, back)
     total = back["g"].to_local().clone()
     dist.all_reduce(total)

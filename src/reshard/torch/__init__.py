@@ -4,7 +4,7 @@ This package imports torch, so it is only for programs that have it.
 """
 
 from reshard.notation.objects import sharding_of
-from reshard.torch.distributed_tensor import layout_of, rank_of
+from reshard.torch.endpoint import layout_of, rank_of
 from reshard.torch.exchange.consistency import is_usable
 from reshard.torch.exchange.packing.copies import keep_memory
 from reshard.torch.host_links import measure_links

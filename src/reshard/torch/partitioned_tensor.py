@@ -52,9 +52,8 @@ from reshard.torch.exchange.groups import rank_group
 from reshard.torch.exchange.packing.copies import empty_result
 from reshard.torch.exchange.packing.messages import RankTransfers
 from reshard.torch.exchange.transfer import Transfer
-from reshard.torch.gradients import apply_with_gradient
 from reshard.torch.graph_breaks import break_graph
-from reshard.torch.redistribution import RedistributionOptions, redistribute
+from reshard.torch.redistribution import RedistributionOptions, apply_with_gradient, redistribute
 
 
 def owned_partitions(partitions: int, ranks: int, rank: int) -> range:

@@ -9,29 +9,35 @@ Phases are methods of `Redistribution`, in the order in which they run:
 3. *Move.* This rank's transfers run within a limit of memory (`exchange.transfer`), and all ranks
    confirm: if a rank fails, all raise.
 
-Gradients flow: the gradient of a redistribution is redistributed from the target to the source.
+Gradients flow: the gradient of a redistribution is redistributed from the target's layout to the
+source's. The gradient of a partial tensor's contribution is that of the whole, as in DTensor: if a
+side is partial, its gradient is replicated. Replicas of an element are assumed to have equal
+gradients. Every rank takes part in the backward pass, so autograd must reach it from every rank's
+result: a rank without a part of the source attaches its result to an empty tensor that requires a
+gradient, and a rank without a part of the target gets an empty result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from reshard.collectives.program import Program
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, RunError, ShardError, UsageError
 from reshard.execution.arrays import check_reduction
 from reshard.geometry.layout_change import LayoutChange
+from reshard.layout import Layout
 from reshard.plans.hierarchical import StagedJob
 from reshard.plans.plan import Plan
 from reshard.plans.plan import plan as create_plan
 from reshard.plans.schedule import PipelineSpan, limit_message_bytes
+from reshard.sharding import ShardingSpec
 from reshard.topology import Topology
-from reshard.torch.distributed_tensor import sharding_of_dtensor
 from reshard.torch.endpoint import (
     Description,
     TensorEndpoint,
@@ -41,6 +47,7 @@ from reshard.torch.endpoint import (
     is_sharded_array,
     lay_out_array,
     shape_of,
+    sharding_of_dtensor,
 )
 from reshard.torch.exchange.agreement import CallSignature, agree, device_of, share
 from reshard.torch.exchange.consistency import is_usable
@@ -50,7 +57,6 @@ from reshard.torch.exchange.packing.messages import RankTransfers, stage_transfe
 from reshard.torch.exchange.transfer import Transfer
 from reshard.torch.forward_copies import forget_cached
 from reshard.torch.fully_sharded import find_groups, find_storage, free_gathered
-from reshard.torch.gradients import apply_with_gradient, backward_endpoints, replicated_spec
 from reshard.torch.graph_breaks import break_graph
 from reshard.torch.programs.methods import (
     Method,
@@ -379,6 +385,73 @@ class Redistribution:
             )
 
         return apply_with_gradient(self._tensor, lambda: self._start()._finish(), back)
+
+
+def apply_with_gradient(
+    tensor: torch.Tensor | None, forth: Callable[[], Any], back: Callable[[Any], Any]
+) -> Any:
+    """Return the result of `forth()`; `back` maps its gradient to the tensor's gradient."""
+    # The result also requires a gradient on a rank without a part of the source.
+    anchor = torch.empty(0, requires_grad=True)
+    return _Flow.apply(anchor, tensor, forth, back)
+
+
+class _Flow(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        tensor: torch.Tensor | None,
+        forth: Callable[[], Any],
+        back: Callable[[Any], Any],
+    ) -> Any:
+        ctx.back = back
+        ctx.has_source = tensor is not None
+        result = forth()
+        return anchor.new_empty(0) if result is None else result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = ctx.back(gradients[0])
+        return None, found if ctx.has_source else None, None, None
+
+
+def backward_endpoints(
+    change: LayoutChange, source: TensorEndpoint
+) -> tuple[Layout, TensorEndpoint]:
+    """Return the layout of the result's gradient, and the side of the tensor's gradient.
+
+    Raises:
+        ShardError: a redistribution without gradients: contributions that are not added, or a
+            target that omits elements.
+    """
+    for reduction in {change.source.reduction, change.target.reduction} - {None, "sum", "mean"}:
+        raise ShardError(f"a {reduction} of contributions has no gradient here; detach the tensor")
+    before, after = (_replicate_contributions(layout) for layout in (change.source, change.target))
+    try:
+        _ = LayoutChange(after, before).routes
+    except PlanError as error:
+        raise ShardError(
+            f"the target leaves out elements, so gradients cannot flow back ({error}); "
+            "detach the tensor"
+        ) from error
+    spec = replicated_spec(source.spec)
+    if source.mesh is None:
+        return after, TensorEndpoint(before, spec=spec)
+    placements = [Replicate() if one.is_partial() else one for one in source.placements]
+    return after, TensorEndpoint(before, source.mesh, tuple(placements), spec)
+
+
+def replicated_spec(spec: ShardingSpec | None) -> ShardingSpec | None:
+    """Return the sharding with contributions as copies of the whole, or None if unknown."""
+    if spec is None or spec.only:
+        return None
+    return ShardingSpec(spec.mesh, spec.dim_specs)
+
+
+def _replicate_contributions(layout: Layout) -> Layout:
+    """Return the layout with contributions as copies of the whole."""
+    return Layout(layout.shape, layout.tables, layout.slots, layout.cell_slot, layout.cell_part)
 
 
 # Less than the negative of any rank.

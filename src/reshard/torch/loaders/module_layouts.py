@@ -39,7 +39,7 @@ from reshard.recipes.engine_layouts import (
     SourceTensor,
 )
 from reshard.recipes.engine_layouts.parameter_layout import shard_parameter
-from reshard.torch.distributed_tensor import layout_of
+from reshard.torch.endpoint import layout_of
 from reshard.torch.loaders.fake_ranks import fake_rank
 from reshard.torch.loaders.tracing import find_shared_memory
 

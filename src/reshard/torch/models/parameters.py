@@ -21,8 +21,15 @@ from reshard.layout import Layout
 from reshard.megatron.ranks import MegatronGrids
 from reshard.recipes.naming import Fusion
 from reshard.sharding import ShardingSpec
-from reshard.torch.distributed_tensor import sharding_of_dtensor, sharding_of_placements
-from reshard.torch.endpoint import FREED, WITH_MEMORY, is_freed, local_of, place_sharding
+from reshard.torch.endpoint import (
+    FREED,
+    WITH_MEMORY,
+    is_freed,
+    local_of,
+    place_sharding,
+    sharding_of_dtensor,
+    sharding_of_placements,
+)
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.megatron_models import (
     add_attributes,

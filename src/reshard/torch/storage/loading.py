@@ -29,8 +29,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Layout
-from reshard.torch.distributed_tensor import layout_of, rank_of
-from reshard.torch.endpoint import check_writable
+from reshard.torch.endpoint import check_writable, layout_of, rank_of
 from reshard.torch.forward_copies import find_copies, forget_cached
 from reshard.torch.fully_sharded import find_groups, find_storage, free_gathered
 from reshard.torch.models.model_inputs import tensors_of
