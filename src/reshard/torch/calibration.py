@@ -13,15 +13,15 @@ Every case is an ordinary redistribution, which measures its subject::
 
     subject        which ranks move data
     -------------  ----------------------------------------------------------------------------
-    call           none, except for a slice of one element: the cost of agreeing and preparing
-    step           the same, as a program of one step
+    call           none, except for a slice of an element: the cost of agreeing and preparing
+    step           the same, as a program of a single step
     copies         rank 0 alone copies data, in one run and in runs of different lengths
     within_host    rank 0 sends to rank 1, alone
     between_hosts  every rank sends to the same rank of the next host: a host's ranks share its
                    network
     shared         all ranks of all hosts, each within its host: shifts, columns from rows and
                    rows from columns, gathers, slices, sums
-    a collective   the same, as a program of one step
+    a collective   the same, as a program of a single step
 
 Sizes decrease from the largest by factors of four.
 """
@@ -76,7 +76,7 @@ class Case:
         name: a readable name.
         shape: of the tensor.
         source, target: its layouts on both sides.
-        kind: of collective, if it runs as a program of one; None if it is exchanged.
+        kind: of collective, if it runs as a program; None if it is exchanged.
         group: the number of ranks in each of a collective's groups.
     """
 

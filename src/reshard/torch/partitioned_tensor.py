@@ -328,16 +328,16 @@ Matrix = tuple[tuple[int, ...], ...]
 class PartitionedTensor:
     """This rank's part of a tensor with a dimension that consists of partitions.
 
-    Create one with `of_splits`, `of_placement` or `distribute`. All ranks of the mesh call its
+    Create it with `of_splits`, `of_placement` or `distribute`. All ranks of the mesh call its
     conversions.
 
     Attributes:
         local: this rank's tensor.
-        mesh: a torch `DeviceMesh` of one axis; `mesh["ep"]` of a larger mesh.
+        mesh: a torch `DeviceMesh` of a single axis; `mesh["ep"]` of a larger mesh.
         dim: the dimension that consists of partitions.
         num_partitions: the number of partitions, of all ranks together.
-        splits: the sizes of the consecutive pieces of `local`: unaligned, one per partition;
-            aligned, for each partition that the rank owns, one per rank.
+        splits: the sizes of the consecutive pieces of `local`: unaligned, a size per partition;
+            aligned, for each partition that the rank owns, a size per rank.
         aligned: whether the rank has complete partitions.
         matrix: unaligned, the size of every rank's piece of every partition: shape
             `(ranks, num_partitions)`; None if ranks do not know each other's splits.
@@ -445,7 +445,7 @@ class PartitionedTensor:
     @classmethod
     @break_graph
     def distribute(cls, tensor: DTensor, placement: PartitionedShard) -> PartitionedTensor:
-        """Convert a DTensor over a mesh of one axis to partitions. Differentiable.
+        """Convert a DTensor over a mesh of a single axis to partitions. Differentiable.
 
         Raises the errors of `redistribute`, and UsageError for a mesh of several axes.
         """

@@ -1,6 +1,6 @@
 """Random numbers by key: the same for every sharding, number of ranks, runner and library.
 
-A key is an array of two integers. The same key gives the same numbers: a program creates one, calls
+A key is an array of two integers. The same key gives the same numbers: a program creates it, calls
 `split`, and uses each of the results once. Each rank generates the numbers of its own shard, and
 nothing moves. For `sp.grad` they are constants; under `sp.trace` a key may be an argument.
 
@@ -316,7 +316,7 @@ def fold_in(key: Any, number: Any) -> Any:
             f"a key of number {number.type}; a whole number was expected, or an array of one "
             "without dimensions"
         )
-    # Only the words of one derived key: words before it are never drawn.
+    # Only the words of a derived key: words before it are never drawn.
     return _draw(key, (2,), None, "key", "int64", number)
 
 

@@ -7,7 +7,7 @@ The arrays of a tree (lists, tuples, dictionaries) are named by their paths::
 A checkpoint has whole tensors by these names, and no mesh: it is loaded in any other shardings,
 each rank reading its own part.
 
-1. In one process, the shards are a checkpoint in memory, which is converted to the target.
+1. In a single process, the shards are a checkpoint in memory, which is converted to the target.
 2. Over processes, each rank writes the boxes that no other rank writes (`box_save`).
 """
 
@@ -76,7 +76,7 @@ def save(
         group: over processes, the process group that saves; all processes when None.
 
     Raises:
-        UsageError: a value that is not an array, two arrays of one name, a format that cannot be
+        UsageError: a value that is not an array, two arrays of equal names, a format that cannot be
             written, a checkpoint that is there.
         RunError: what cannot be written; what is there stays as it was.
 
@@ -262,7 +262,7 @@ def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, cast: bool =
 
     Raises:
         CheckpointError: no checkpoint; tensors that it has not, or of another shape or type.
-        UsageError: a value that is not an array, two arrays of one name.
+        UsageError: a value that is not an array, two arrays of the same name.
         RunError: files that cannot be read.
 
     >>> import tempfile, reshard, reshard.spmd as sp

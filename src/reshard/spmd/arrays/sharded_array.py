@@ -41,7 +41,7 @@ _API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12")
 
 
 class ShardedArray(ArrayValue, ArrayOperators):
-    """An array that is sharded or replicated over a mesh. Create one with `sp.array`.
+    """An array that is sharded or replicated over a mesh. Create it with `sp.array`.
 
     It has the operators and methods of the array API standard, except assignment: arrays are
     immutable. `type` is its `ArrayType`, `runner` stores its shards.

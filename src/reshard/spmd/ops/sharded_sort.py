@@ -1,6 +1,6 @@
 """Sorts along a sharded axis, without gathering it.
 
-A one-dimensional array is sorted by exact splitters:
+A 1-D array is sorted by exact splitters:
 
 1. Each rank sorts its own part.
 2. For each boundary between parts of the result, ranks find how many elements of each sorted part
@@ -75,9 +75,9 @@ def order_of(space: Any, x: Any, axis: int, descending: bool) -> Any:
 def sorted_where_cut(name: str, x: Any, axis: int, descending: bool) -> Any:
     """Return `sort` or `argsort` of `x`, sharded as `x` is, or None if the axis is to be gathered.
 
-    The axis is gathered if that does not move more bytes. A one-dimensional array is also gathered
+    The axis is gathered if that does not move more bytes. A 1-D array is also gathered
     if a recorder observes its operations, or if a strategy is to choose its sharding. In a traced
-    function, which has no elements, the sort of a one-dimensional array is a single operation.
+    function, which has no elements, the sort of a 1-D array is a single operation.
     """
     spec = x.type.spec if isinstance(x, ArrayValue) else None
     if spec is None or spec.partial_axes:
@@ -142,7 +142,7 @@ def _count_moved_bytes(x: Any, parts: int, wants_places: bool) -> tuple[int, int
 
 @dataclass(frozen=True)
 class _SampleSort:
-    """A sort of a one-dimensional array.
+    """A sort of a 1-D array.
 
     Args:
         x: the array.

@@ -20,7 +20,7 @@ of each bucket are complete::
     received              |  0  |  1  |  2  |  3  |
     forwarded                   |  0  |  1  |  2  |  3  |
 
-The last engine of a chain therefore finishes one bucket's time per engine after the first. Two
+The last engine of a chain therefore finishes a bucket's time per engine after the first. Two
 outgoing orders at once would halve the bandwidth of each.
 """
 

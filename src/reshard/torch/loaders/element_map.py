@@ -1,6 +1,6 @@
-"""Boxes in arrays of numbers, one number for each element.
+"""Boxes in arrays that have a number for each element.
 
-Where elements are known one by one, boxes are found in them in which all numbers go in equal steps
+Where each element is known, boxes are found in them in which all numbers go in equal steps
 along each dimension:
 
     0 1 2 | 7 7        0:2, 0:3  from 0, steps (5, 1)

@@ -1,4 +1,4 @@
-"""The intersection of two strided regions of one storage.
+"""The intersection of two strided regions of a storage.
 
 A storage was written through a view and is read through another view. Both are regions: an offset,
 sizes and strides. Which elements do they share, and at which indices of each? ::
@@ -65,8 +65,8 @@ class Overlap(NamedTuple):
 def find_overlaps(read: StridedRegion, written: StridedRegion) -> Iterator[Overlap]:
     """Yield the boxes of `read` whose elements are in `written`.
 
-    Raises RunError for regions of more than `MAX_POSITIONS` whose strides do not divide one
-    another.
+    Raises RunError for regions of more than `MAX_POSITIONS` whose strides do not divide each
+    other.
 
     >>> read, written = StridedRegion(2, (4, 2), (6, 1)), StridedRegion(6, (2, 6), (6, 1))
     >>> [(m.start, m.stop, m.written) for m in find_overlaps(read, written)]
@@ -156,7 +156,7 @@ _DigitBox = tuple[tuple[_Digit, ...], dict[int, int]]
 
 
 def _find_units(strides: Sequence[int]) -> list[int] | None:
-    """Return the strides as units of digits, ascending, or None if one is not divisible."""
+    """Return the strides as units of digits, ascending, or None if any is not divisible."""
     units = sorted({1, *strides})
     if any(b % a for a, b in itertools.pairwise(units)):
         return None

@@ -1,7 +1,7 @@
 """A dispatch mode that traces a loader's operators.
 
 PyTorch calls a dispatch mode for every operator, after composite operators were decomposed. Tensors
-of one storage are identified by it: a view needs no record, since its offset and strides locate it
+of a storage are identified by it: a view needs no record, since its offset and strides locate it
 in the storage.
 
 1. Each source is a storage whose elements are its own.
@@ -139,7 +139,7 @@ class TracingMode(TorchDispatchMode):  # type: ignore[misc]
             )
 
     def cast(self, given: RegionMap, dtype: torch.dtype, to: torch.dtype) -> RegionMap:
-        """Return elements cast from one dtype to another."""
+        """Return elements cast to another dtype."""
         if dtype == to:
             return given
         name = str(to).removeprefix("torch.")
@@ -371,7 +371,7 @@ def _copy_whole(
 def _concatenate(
     mode: TracingMode, result: Any, tensors: Sequence[torch.Tensor], dim: int = 0
 ) -> RegionMap:
-    # Empty tensors of one dimension concatenate with any others.
+    # Empty 1-D tensors concatenate with any others.
     parts = [part for part in tensors if part.shape != (0,) or result.shape == (0,)]
     maps = [mode.cast(mode.read(part), part.dtype, result.dtype) for part in parts]
     return concatenate(maps, dim % max(result.dim(), 1))
@@ -573,7 +573,7 @@ def _put(
 
 
 def write_at(old: RegionMap, dim: int, numbers: Sequence[int], written: RegionMap) -> RegionMap:
-    """Write one map to indices of a dimension of another; the last of equal indices counts."""
+    """Write a map to indices of a dimension of another; the last of equal indices counts."""
     regions = list(old.regions)
     for at, first, step, count in find_progressions(numbers):
         # Consecutive indices are written at once.
@@ -611,7 +611,7 @@ def is_known(mode: TracingMode, tensor: torch.Tensor) -> bool:
 
 
 def known_numbers(mode: TracingMode, index: torch.Tensor) -> list[int] | None:
-    """Return the numbers of an index of one dimension, or the positions where a mask is true."""
+    """Return the numbers of a 1-D index, or the positions where a mask is true."""
     if index.dim() > 1 or not is_known(mode, index):
         return None
     index = index.detach().reshape(-1)
@@ -674,7 +674,7 @@ def _take_elements(mode: TracingMode, tensor: torch.Tensor, elements: torch.Tens
 def apply_elementwise(
     mode: TracingMode, name: str, result: torch.Tensor, tensors: Sequence[torch.Tensor]
 ) -> RegionMap | None:
-    """Return the map of an elementwise operation on one tensor."""
+    """Return the map of an elementwise operation on a tensor."""
     unknown = [
         tensor for tensor in tensors if not is_known(mode, tensor) or tensor.device.type == "meta"
     ]
