@@ -13,6 +13,7 @@ Tensors are distributed over model-parallel ranks as follows; optimizer state fo
 
 from __future__ import annotations
 
+import math
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -44,6 +45,10 @@ class RankPlace(NamedTuple):
     vp: int = 0
 
 
+# More model-parallel ranks than any cluster has.
+_MAX_RANKS = 1 << 20
+
+
 class Parallelism(NamedTuple):
     """The sizes of model parallelism; `vp` is how many chunks of the model a stage has."""
 
@@ -72,7 +77,11 @@ class Parallelism(NamedTuple):
             if type(size) is not int or not 1 <= size <= 1 << 16:
                 raise FormatError(f"{label}: args.{name} is {size!r}, expected a number from 1 on")
             sizes[axis] = size
-        return cls(**sizes)
+        result = cls(**sizes)
+        # Folders are looked up rank by rank, and a damaged file may have any numbers.
+        if result.tp * result.pp * result.ep > _MAX_RANKS:
+            raise FormatError(f"{label}: {result} are more than {_MAX_RANKS:,} ranks")
+        return result
 
     def folder_name(self, place: RankPlace) -> str:
         """Return the name of a rank's folder.
@@ -87,24 +96,17 @@ class Parallelism(NamedTuple):
 
     def places(self) -> list[RankPlace]:
         """Return the places that have a folder, in the order of ranks: tp first, pp last."""
-        places = [
+        # A place is there if a rank `n` has both indices: `tp` is `n % self.tp`, and `ep` is
+        # `n // self.etp % self.ep`. By the Chinese remainder theorem, both can be chosen freely
+        # but for the remainder of `n` by the common divisor of the two periods.
+        common = math.gcd(self.tp, self.etp * self.ep)
+        return [
             RankPlace(tp, pp, ep)
             for pp in range(self.pp)
             for ep in range(self.ep)
             for tp in range(self.tp)
+            if (tp - ep * self.etp) % common < self.etp
         ]
-        if self.etp == self.tp or self.ep == 1:
-            return places
-        # Expert-parallel ranks span several tensor-parallel ranks: both indices vary together.
-        return [place for place in places if self._shares_rank(place)]
-
-    def _shares_rank(self, place: RankPlace) -> bool:
-        """Return whether a rank can have both numbers: ranks are counted through either grid."""
-        period = self.ep * self.etp
-        return any(
-            n % self.tp == place.tp and n // self.etp % self.ep == place.ep
-            for n in range(max(period, self.tp) * min(self.tp, period))
-        )
 
 
 AXES = ("tp", "pp", "ep", "vp", "dp", "cp")
