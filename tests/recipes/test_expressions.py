@@ -141,6 +141,7 @@ LAYER_CONFIG: dict[str, object] = {
     "kind": "dense",
     "types": ["full", "linear", "full"],
     "letters": "M*-",
+    "moe_layers": [1, 3],
     "text_config": {"tied": False, "kind": "moe"},
 }
 
@@ -176,6 +177,17 @@ LAYER_CONFIG: dict[str, object] = {
         ("letters[layer]=*", True),
         ("tied & kind=dense & !bias", True),
         ("tied & kind=moe", False),
+        ("[layer] >= experts // 8", True),
+        ("[layer] > 1", False),
+        ("[layer] <= nowhere", False),
+        ("[layer] < experts & [layer] % 2 == 1", True),
+        ("([layer] + 1) % 2 <> 0", False),
+        ("experts == nowhere|8", True),
+        ("nowhere <> experts", True),
+        ("[layer] in moe_layers", True),
+        ("[layer] + 1 not in moe_layers", True),
+        ("[layer] in nowhere|moe_layers", True),
+        ("[layer] not in nowhere", True),
     ],
 )
 def test_conditions(text: str, expected: bool) -> None:
@@ -199,7 +211,9 @@ def test_the_numbers_that_are_asked_for() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["", " & ", "a b", "a=", "=a", "!a=b", "!!a", "a==b", "a|", "a&"])
+@pytest.mark.parametrize(
+    "text", ["", " & ", "a b", "a=", "=a", "!a=b", "!!a", "a==", "a<>=b", "a in 3", "a|", "a&"]
+)
 def test_unreadable_conditions_are_refused(text: str) -> None:
     with pytest.raises(RecipeError, match=r"cannot read the condition .*; write `key` of the mod"):
         parse_condition(text)

@@ -7,7 +7,8 @@ Expressions are integer arithmetic::
     intermediate_size[layer]                            the entry of a list for this layer
     per_layer_config[layer].head_dim                    a key of the config for this layer
     layer_types[]                                       the length of a list
-    head_dim * num_attention_heads                      + - * // and parentheses
+    [layer]                                             the number of this layer
+    head_dim * num_attention_heads                      + - * // % and parentheses
     head_dim | hidden_size // num_attention_heads       the first alternative that is defined
 
 1. An alternative is defined if the config has all of its keys; null counts as absent. Keys
@@ -23,9 +24,12 @@ Conditions select rules::
     text_config.is_tied|is_tied             of the first key that is present
     model_type=gemma3_text                  a text, a number, `true` or `false`
     layer_types[layer]!=linear_attention    the entry of a list for this layer
+    [layer]>=first_k_dense_replace          two expressions, compared by == <> < <= > >=
+    [layer] in mlp_only_layers              whether a list has a number; `not in` negates
     num_experts & !is_dense                 all of several
 
-An absent key equals no value, so `key!=value` holds for it.
+An absent key equals no value, so `key!=value` holds for it. Expressions that lack a key equal each
+other, and are neither smaller nor larger than any number. An absent list has no number.
 
 A rule's spec has expressions in braces, which are replaced by their values::
 
@@ -55,20 +59,24 @@ _REMEDY = "put the model's config.json next to the checkpoint, or write the numb
 _WORD = r"[A-Za-z_]\w*"
 _PATH = rf"{_WORD}(?:\.{_WORD})*"
 _KEY = re.compile(rf"({_PATH})(?:\[\s*({_WORD}|\d+|)\s*\](?:\.({_PATH}))?)?")
+_NUMBER = re.compile(rf"\[\s*({_WORD})\s*\]")
 _TERM = re.compile(r"(!?)([^=!]+?)\s*(?:(!?=)\s*([^=]+))?")
+_COMPARISON = re.compile(r"([^=!<>]+?)\s*(==|<>|<=?|>=?|\bnot in\b|\bin\b)\s*([^=!<>]+)")
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
 }
+_ORDERS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
 class Key(NamedTuple):
     """A key of a config: the path to it, an entry of its list, and the path in that.
 
     The entry is the name of a number in tensors' names, a literal, or None; an empty text asks for
-    the number of entries.
+    the number of entries. Without a path, the key is that number itself.
     """
 
     path: tuple[str, ...]
@@ -82,6 +90,9 @@ class Key(NamedTuple):
         >>> Key.parse("text_config.layer_types[layer]")
         Key(path=('text_config', 'layer_types'), entry='layer', rest=())
         """
+        number = _NUMBER.fullmatch(text.strip())
+        if number is not None:
+            return cls((), number[1])
         match = _KEY.fullmatch(text.strip())
         if match is None:
             return None
@@ -98,6 +109,8 @@ class Key(NamedTuple):
         >>> Key.parse("num_layers").find({"text_config": {"num_layers": 4}})
         4
         """
+        if not self.path:
+            return self._find_index(numbers)
         value = _follow(config, self.path)
         if value is None:
             value = _follow(config, ("text_config", *self.path))
@@ -106,16 +119,21 @@ class Key(NamedTuple):
         # A number instead of a list applies to every entry.
         if self.entry is None or not isinstance(value, list | tuple | str | Mapping):
             return _follow(value, self.rest)
-        if isinstance(self.entry, str) and self.entry not in numbers:
-            raise RecipeError(
-                f"`{self}` is the entry for {{{self.entry}}}, and the name has no such number; "
-                "write the number into the rule's pattern"
-            )
-        at = numbers[self.entry] if isinstance(self.entry, str) else self.entry
+        at = self._find_index(numbers)
         if isinstance(value, Mapping):
             # JSON keys are strings.
             return _follow(value.get(str(at)), self.rest)
         return _follow(value[at], self.rest) if at < len(value) else None
+
+    def _find_index(self, numbers: Numbers) -> int:
+        if isinstance(self.entry, int):
+            return self.entry
+        if self.entry is None or self.entry not in numbers:
+            raise RecipeError(
+                f"`{self}` is the entry for {{{self.entry}}}, and the name has no such number; "
+                "write the number into the rule's pattern"
+            )
+        return numbers[self.entry]
 
     def __str__(self) -> str:
         index = "" if self.entry is None else f"[{self.entry}]"
@@ -199,7 +217,7 @@ def parse_expression(text: str) -> Expression:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise RecipeError(
             f"cannot read the expression {text!r}; write keys of the model's config.json and "
-            "whole numbers with + - * // and parentheses, `|` between alternatives"
+            "whole numbers with + - * // % and parentheses, `|` between alternatives"
         ) from None
     if isinstance(node, Expression):
         return node._replace(text=text.strip())
@@ -221,7 +239,7 @@ def _convert(node: ast.expr, source: bytes) -> Any:
             return Expression(written, (left, right), (first, text))
     elif isinstance(node, ast.Constant) and written.isdigit():
         return int(written)
-    elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+    elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript | ast.List):
         key = Key.parse(written)
         if key is not None:
             return key
@@ -254,7 +272,7 @@ def _evaluate(node: Any, config: Config | None, numbers: Numbers) -> int | None:
     left, right = (_evaluate(side, config, numbers) for side in sides)
     if left is None or right is None:
         return None
-    if combine is operator.floordiv and right == 0:
+    if combine in (operator.floordiv, operator.mod) and right == 0:
         raise RecipeError(
             f"an expression divides {left} by 0 in the model's config; correct config.json"
         )
@@ -271,17 +289,19 @@ def _describe_not_a_count(text: str, value: object) -> RecipeError:
 class Condition(NamedTuple):
     """A parsed condition; see `parse_condition`.
 
-    Each term has the alternatives of a key, whether it is negated, and the value that the key is
-    compared with, or None for its truth.
+    A term is an operator and its operands: keys, `=` or `!=`, and a text, or None for the truth of
+    the value; two expressions that are compared; or an expression, `in` or `not in`, and the keys
+    of a list.
     """
 
     text: str
-    terms: tuple[tuple[tuple[Key, ...], bool, str | None], ...]
+    terms: tuple[tuple[Expression, str, Expression | str | None], ...]
 
     @property
     def index_names(self) -> frozenset[str]:
-        """The numbers of names that index its lists."""
-        return _find_index_names(key for keys, _, _ in self.terms for key in keys)
+        """The numbers of names that it depends on."""
+        sides = (side for left, _, right in self.terms for side in (left, right))
+        return _find_index_names(key for side in sides for key in _find_keys(side))
 
     def holds(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> bool:
         """Return whether it holds for a config and the numbers of a name.
@@ -290,14 +310,36 @@ class Condition(NamedTuple):
         >>> [full.holds({"layer_types": ["full", "linear"]}, {"layer": i}) for i in (0, 1)]
         [True, False]
         """
-        for keys, is_negated, expected in self.terms:
-            values = (key.find(config, numbers) for key in keys)
-            value = next((value for value in values if value is not None), None)
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            is_met = bool(value) if expected is None else value is not None and text == expected
-            if is_met is is_negated:
-                return False
-        return True
+        return all(_holds(*term, config, numbers) for term in self.terms)
+
+
+def _holds(
+    left: Expression,
+    sign: str,
+    right: Expression | str | None,
+    config: Config | None,
+    numbers: Numbers,
+) -> bool:
+    if sign in ("=", "!="):
+        value = _find_first(left, config, numbers)
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        is_met = bool(value) if right is None else value is not None and text == right
+        return is_met is (sign == "=")
+    number = _evaluate(left, config, numbers)
+    if isinstance(right, Expression) and sign in ("in", "not in"):
+        entries = _find_first(right, config, numbers)
+        is_in = isinstance(entries, list | tuple) and number in entries
+        return is_in is (sign == "in")
+    other = _evaluate(right, config, numbers)
+    if sign in ("==", "<>"):
+        return (number == other) is (sign == "==")
+    return number is not None and other is not None and _ORDERS[sign](number, other)
+
+
+def _find_first(keys: Expression, config: Config | None, numbers: Numbers) -> object:
+    """Return the value of the first key that a config has, or None if it has none."""
+    values = (key.find(config, numbers) for key in keys.alternatives)
+    return next((value for value in values if value is not None), None)
 
 
 @lru_cache(maxsize=1024)
@@ -307,19 +349,36 @@ def parse_condition(text: str) -> Condition:
     Raises:
         RecipeError: text that cannot be read.
     """
-    terms = []
-    for word in text.split("&"):
-        match = _TERM.fullmatch(word.strip())
-        keys = [Key.parse(key) for key in match[2].split("|")] if match else [None]
-        known = tuple(key for key in keys if key is not None)
-        if match is None or len(known) < len(keys) or (match[1] and match[3]):
-            raise RecipeError(
-                f"cannot read the condition {text!r}; write `key` of the model's config.json, "
-                "`!key`, `key=value` or `key!=value`, several joined by ` & `"
-            )
-        value = match[4].strip() if match[4] else None
-        terms.append((known, bool(match[1]) or match[3] == "!=", value))
-    return Condition(text, tuple(terms))
+    try:
+        return Condition(text, tuple(_parse_term(word.strip()) for word in text.split("&")))
+    except (RecipeError, ValueError):
+        raise RecipeError(
+            f"cannot read the condition {text!r}; write `key` of the model's config.json, `!key`, "
+            "`key=value`, `key!=value`, or two expressions with == <> < <= > >= or `in` between "
+            "them, several joined by ` & `"
+        ) from None
+
+
+def _parse_term(text: str) -> tuple[Expression, str, Expression | str | None]:
+    """Parse a term of a condition. Raises ValueError or RecipeError for text that is none."""
+    match = _COMPARISON.fullmatch(text)
+    if match is not None:
+        parse = _parse_keys if match[2].endswith("in") else parse_expression
+        return parse_expression(match[1]), match[2], parse(match[3])
+    match = _TERM.fullmatch(text)
+    if match is None or (match[1] and match[3]):
+        raise ValueError(text)
+    value = match[4].strip() if match[4] else None
+    return _parse_keys(match[2]), "!=" if match[1] else match[3] or "=", value
+
+
+def _parse_keys(text: str) -> Expression:
+    """Parse alternatives that are all keys, whose values may be of any type."""
+    texts = tuple(text.split("|"))
+    keys = tuple(key for part in texts if (key := Key.parse(part)) is not None)
+    if len(keys) < len(texts):
+        raise ValueError(text)
+    return Expression(text, keys, texts)
 
 
 def find_expressions(spec: str) -> tuple[Expression, ...]:

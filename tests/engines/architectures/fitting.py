@@ -345,20 +345,20 @@ class Fitter:
                     yield f"{key}[n]={value}"
                     yield f"{key}[n]!={value}"
             elif lists:
-                yield f"n in {key}"
-                yield f"n not in {key}"
+                yield f"[n] in {key}"
+                yield f"[n] not in {key}"
             words = [one[key] for one in self.flat if isinstance(one.get(key), str)]
             if words and all(len(word) > 1 for word in words) and "pattern" in key:
                 for letter in sorted({*"".join(words)}):
                     yield f"{key}[n]={letter}"
                     yield f"{key}[n]!={letter}"
         for key in integers:
-            yield f"n>={key}"
-            yield f"n<{key}"
+            yield f"[n]>={key}"
+            yield f"[n]<{key}"
             for plus in (0, 1):
-                yield f"(n+{plus})%{key}=0"
-                yield f"(n+{plus})%{key}!=0"
+                yield f"([n]+{plus})%{key}==0"
+                yield f"([n]+{plus})%{key}<>0"
                 for other in integers:
                     if other != key and any(word in other for word in ("offset", "period", "freq")):
-                        yield f"(n+{plus})%{key}={other}"
-                        yield f"(n+{plus})%{key}!={other}"
+                        yield f"([n]+{plus})%{key}=={other}"
+                        yield f"([n]+{plus})%{key}<>{other}"
