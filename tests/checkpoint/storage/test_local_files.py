@@ -32,7 +32,6 @@ from reshard.checkpoint.storage.local_files import (
     FileIdentity,
     SourceFile,
     TargetFile,
-    free_bytes,
 )
 from reshard.errors import FormatError, RunError, SourceChangedError, UsageError
 
@@ -788,13 +787,6 @@ def test_a_sync_that_fails_is_an_error(tmp_path, monkeypatch):
 
 
 # Folders
-
-
-def test_free_space_is_that_of_the_system(tmp_path):
-    state = os.statvfs(tmp_path)
-    assert 0 <= free_bytes(tmp_path) <= state.f_blocks * state.f_frsize
-    with pytest.raises(RunError, match="none: cannot determine free space: No such file"):
-        free_bytes(tmp_path / "none")
 
 
 def test_a_folder_is_synced_after_the_names_in_it_changed(tmp_path, monkeypatch):

@@ -492,20 +492,6 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
-def free_bytes(path: str | os.PathLike[str]) -> int:
-    """Return the bytes that an ordinary user may still write to the file system of `path`.
-
-    Raises `RunError` naming the path.
-    """
-    try:
-        state = os.statvfs(path)
-    except OSError as error:
-        raise RunError(
-            f"{os.fspath(path)}: cannot determine free space: {reason(error)}"
-        ) from error
-    return state.f_bavail * state.f_frsize
-
-
 class TargetFile(Closing):
     """A file of known size that many threads write at once, each to disjoint regions.
 
