@@ -58,6 +58,31 @@ class View:
         shape = check_ints(shape, "shape", LayoutError)
         return cls(offset, dense_strides(shape))
 
+    def is_dense(self, shape: Sequence[int]) -> bool:
+        """Return whether a shard of `shape` is stored row-major without gaps.
+
+        Strides of single indices do not matter.
+
+        >>> View(0, (7, 1)).is_dense((1, 4)), View(0, (1, 3)).is_dense((3, 4))
+        (True, False)
+        """
+        return 0 in shape or all(
+            size == 1 or stride == expected
+            for size, stride, expected in zip(
+                shape, self.strides, dense_strides(shape), strict=True
+            )
+        )
+
+    def extent(self, shape: Sequence[int]) -> int:
+        """Return the number of elements from the first of a shard of `shape` to its last.
+
+        >>> View(5, (1, 3)).extent((2, 4)), View(0, (1,)).extent((0,))
+        (11, 0)
+        """
+        if 0 in shape:
+            return 0
+        return 1 + sum((n - 1) * stride for n, stride in zip(shape, self.strides, strict=True))
+
     def positions(self, shape: Sequence[int]) -> NDArray[np.int64]:
         """Return the position of every element of a shard of `shape`, as an array of that shape.
 

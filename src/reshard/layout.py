@@ -58,7 +58,7 @@ from reshard._validation import (
     check_type,
 )
 from reshard.errors import LayoutError
-from reshard.runs import OWNED, PAD, ROLE_NAMES, IntArray, Run, RunTable, distinct
+from reshard.runs import OWNED, PAD, ROLE_NAMES, IntArray, Run, RunTable, distinct, find_distinct
 from reshard.text import ranks_text
 
 REDUCTIONS = ("sum", "max", "min", "mean", "product")
@@ -607,7 +607,7 @@ def grid_text(layout: Layout) -> str | None:
         if not is_plain or len(runs) != len(used) or length != table.dimension_length:
             return None
         counts.append(len(used))
-    boxes = len(np.unique(part, axis=0)) if part.shape[1] else 1
+    boxes = len(find_distinct(part)[0]) if part.shape[1] else 1
     if len(distinct(slot)) < len(slot) or boxes != math.prod(counts):
         return None
     words = [f"dim {dimension} over {count}" for dimension, count in enumerate(counts) if count > 1]

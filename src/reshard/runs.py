@@ -310,14 +310,19 @@ class RunTable(Interned):
 def find_distinct(values: NDArray[Number]) -> tuple[NDArray[Number], IntArray, IntArray]:
     """Return the distinct values, rising, the first index of each, and the number of each value.
 
+    The values of a matrix are its rows.
+
     >>> [column.tolist() for column in find_distinct(np.array([3, 1, 3]))]
     [[1, 3], [1, 0], [1, 0, 1]]
+    >>> [column.tolist() for column in find_distinct(np.array([[3, 0], [1, 9], [3, 0]]))]
+    [[[1, 9], [3, 0]], [1, 0], [1, 0, 1]]
     """
     # Stable, so that the first of equal values comes first.
-    order = np.argsort(values, kind="stable")
+    order = np.argsort(values, kind="stable") if values.ndim == 1 else np.lexsort(values.T[::-1])
     rising = values[order]
     new = np.ones(len(rising), dtype=bool)
-    np.not_equal(rising[1:], rising[:-1], out=new[1:])
+    differs = rising[1:] != rising[:-1]
+    new[1:] = differs if values.ndim == 1 else differs.any(axis=1)
     number = np.empty(len(rising), dtype=np.int64)
     number[order] = np.cumsum(new) - 1
     return rising[new], order[new], number

@@ -92,7 +92,7 @@ def test_arithmetic_is_that_of_python(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "|", "a|", "a b", "a +", "+ a", "a ** b", "a / b", "(a", "a)", "a.", ".a", "1.5", "a[[]",
-     "a[-1]", "a[0][1]", "-1", "a % b", "a.b[c", "2a"],
+     "a[-1]", "a[0][1]", "-1", "a @ b", "a.b[c", "2a"],
 )  # fmt: skip
 def test_text_that_cannot_be_read(text: str) -> None:
     with pytest.raises(RecipeError, match=r"cannot read the expression .*; write keys"):

@@ -23,6 +23,7 @@ from reshard.checkpoint.storage.local_files import FileIdentity, SourceFile
 from reshard.checkpoint.storage.remote_paths import join_path
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, CoverageError, PlanError, UnreadableTensorError
+from reshard.geometry.boxes import cover_grid, find_edges
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
@@ -321,19 +322,12 @@ def missing_box(layout: Layout) -> Box | None:
     boxes = [box for slot in layout.holders for box in layout.boxes(slot)]
     if not layout.shape:
         return None if boxes else Box((), ())
-    # The edges of the boxes divide each dimension into intervals; each box covers whole intervals.
-    edges = [
-        np.unique([0, size, *(edge for box in boxes for edge in (box.start[d], box.stop[d]))])
-        for d, size in enumerate(layout.shape)
-    ]
-    # A flag for each product of intervals; argmin finds the first False in row-major order.
-    covered = np.zeros([len(edge) - 1 for edge in edges], dtype=bool)
-    for box in boxes:
-        low = [int(np.searchsorted(edges[d], a)) for d, a in enumerate(box.start)]
-        high = [int(np.searchsorted(edges[d], b)) for d, b in enumerate(box.stop)]
-        covered[tuple(slice(a, b) for a, b in zip(low, high, strict=True))] = True
+    products = [[[pair] for pair in zip(*box, strict=True)] for box in boxes]
+    edges = find_edges([[[(0, size)] for size in layout.shape], *products])
+    covered = cover_grid(products, edges)
     if covered.all():
         return None
+    # The first False in row-major order.
     at = np.unravel_index(int(np.argmin(covered)), covered.shape)
     start = tuple(int(edge[i]) for edge, i in zip(edges, at, strict=True))
     return Box(start, tuple(int(edge[i + 1]) for edge, i in zip(edges, at, strict=True)))

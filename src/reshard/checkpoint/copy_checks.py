@@ -43,7 +43,7 @@ from reshard._records import Record
 from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_region
-from reshard.checkpoint.blocks.spans import Tile, is_dense, source_tiles, target_tiles
+from reshard.checkpoint.blocks.spans import Tile, source_tiles, target_tiles
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind, shapes_of
 from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint, StoredChecksum
 from reshard.checkpoint.formats.registry import find_format
@@ -559,7 +559,7 @@ def _make_copy(kind: TensorKind, tile: Tile) -> _Copy:
         place,
         tile.offset * kind.dtype.itemsize_bytes if is_slot else 0,
         regions,
-        is_all and is_dense(view, tile.local_shape),
+        is_all and view.is_dense(tile.local_shape),
     )
 
 

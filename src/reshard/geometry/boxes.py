@@ -28,14 +28,22 @@ runs that intersect on it.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard._records import Record
-from reshard.runs import IntArray, distinct, ragged_arange, ragged_numbers, ragged_ranges
+from reshard.runs import (
+    IntArray,
+    concatenate,
+    distinct,
+    ragged_arange,
+    ragged_numbers,
+    ragged_ranges,
+)
 
 # Number of candidates that are compared at a time: columns of 8 MiB.
 _BLOCK = 1 << 20
@@ -297,3 +305,54 @@ def share_an_index(first: PartRuns, second: PartRuns, a: IntArray, b: IntArray) 
         shared[intersect_runs(first, second, code // parts, code % parts)[0]] = True
         shares[several] = shared[np.searchsorted(code, asked)]
     return shares
+
+
+# A product of sets of intervals `(start, stop)`: a set for each dimension.
+Product = Sequence[Sequence[tuple[int, int]]]
+
+
+def merge_intervals(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the union of intervals, rising, as intervals that neither overlap nor touch.
+
+    >>> merge_intervals([(6, 9), (0, 2), (2, 4), (3, 5)])
+    [(0, 5), (6, 9)]
+    """
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def find_edges(products: Iterable[Product]) -> list[IntArray]:
+    """Return the ends of all intervals of products in each dimension, rising.
+
+    They divide each dimension into intervals, so a product is a set of cells of a grid.
+
+    >>> [edge.tolist() for edge in find_edges([[[(0, 2)], [(1, 4)]], [[(1, 3)], [(1, 2)]]])]
+    [[0, 1, 2, 3], [1, 2, 4]]
+    """
+    return [
+        distinct(np.array(list(itertools.chain.from_iterable(itertools.chain(*sets))), np.int64))
+        for sets in zip(*products, strict=True)
+    ]
+
+
+def cover_grid(products: Iterable[Product], edges: Sequence[IntArray]) -> NDArray[np.bool_]:
+    """Return which cells of the grid of `edges` are in a product, a dimension for each of theirs.
+
+    >>> products = [[[(0, 2)], [(1, 4)]], [[(1, 3)], [(1, 2)]]]
+    >>> cover_grid(products, find_edges(products)).tolist()
+    [[True, True], [True, True], [True, False]]
+    """
+    covered = np.zeros([max(len(edge) - 1, 0) for edge in edges], dtype=bool)
+    for product in products:
+        cells = [
+            concatenate(np.arange(*np.searchsorted(edge, ends)) for ends in intervals)
+            for edge, intervals in zip(edges, product, strict=True)
+        ]
+        # Without dimensions, the grid is a single cell.
+        covered[np.ix_(*cells) if cells else ()] = True
+    return covered

@@ -21,16 +21,26 @@ them, since each has memory of its own.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from reshard.geometry.boxes import cover_grid, find_edges, merge_intervals
 from reshard.geometry.holders import Holders
 from reshard.geometry.overlap import Overlap
 from reshard.layout import Layout
-from reshard.runs import FRESH_HALO, OWNED, PAD, IntArray, RunTable, distinct, ragged_rows, sum_by
+from reshard.runs import (
+    FRESH_HALO,
+    OWNED,
+    PAD,
+    IntArray,
+    RunTable,
+    distinct,
+    find_distinct,
+    ragged_rows,
+    sum_by,
+)
 
 
 def lower_bound_elements(
@@ -145,51 +155,16 @@ def _count_union(held: list[list[_Intervals]]) -> int:
     if not held:
         return 0
     if len(held) == 1:
-        return _count_product(held[0])
+        merged = map(merge_intervals, held[0])
+        return math.prod(sum(stop - start for start, stop in intervals) for intervals in merged)
     # Inclusion and exclusion over the cells of a slot would be exponential; a grid over all
     # boundaries is exact and small.
-    dims = len(held[0])
-    if dims == 0:
-        return 1
-    edges = [
-        np.unique([edge for product in held for interval in product[d] for edge in interval])
-        for d in range(dims)
-    ]
-    if any(len(edge) < 2 for edge in edges):
-        return 0
-    covered = np.zeros([len(edge) - 1 for edge in edges], dtype=bool)
-    for product in held:
-        for box in itertools.product(*product):
-            # All ends are edges, so a box covers whole cells of the grid.
-            at = tuple(
-                slice(int(np.searchsorted(edges[d], a)), int(np.searchsorted(edges[d], b)))
-                for d, (a, b) in enumerate(box)
-            )
-            covered[at] = True
+    edges = find_edges(held)
     # The volume of a covered cell is the product of its widths.
-    volume = covered.astype(np.int64)
-    for d in range(dims):
-        shape = [1] * dims
-        shape[d] = -1
-        volume = volume * np.diff(edges[d]).reshape(shape)
-    return int(volume.sum())
-
-
-def _count_product(product: list[_Intervals]) -> int:
-    volume = 1
-    for intervals in product:
-        volume *= sum(stop - start for start, stop in _merge_intervals(intervals))
-    return volume
-
-
-def _merge_intervals(intervals: _Intervals) -> _Intervals:
-    merged: _Intervals = []
-    for start, stop in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((start, stop))
-    return merged
+    volume = cover_grid(held, edges).astype(np.int64)
+    for edge in reversed(edges):
+        volume = volume @ np.diff(edge)
+    return int(volume)
 
 
 def overlap_elements(
@@ -206,9 +181,7 @@ def overlap_elements(
     # A row for each source key, a column for each target key.
     key_cell = holders.copies.cells[holders.copies.begin[:-1]]
     described = np.column_stack((target.cell_contribution, target.cell_part))
-    _, first, target_key = np.unique(described, axis=0, return_index=True, return_inverse=True)
-    # NumPy versions differ in the shape of the inverse if an axis is given.
-    target_key = target_key.reshape(-1)
+    _, first, target_key = find_distinct(described)
     # Elements shared by a source key and a target key: the product over their parts, or 0 if the
     # target does not combine the key's contribution.
     shared = np.ones((len(key_cell), len(first)), dtype=np.int64)
@@ -251,9 +224,9 @@ def _count_once(
     held: IntArray,
 ) -> None:
     """Recount exactly for the slots whose cells may share elements."""
-    slots, count = np.unique(source.cell_slot, return_counts=True)
+    count = np.bincount(source.cell_slot)
     cache: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for slot in slots[count > 1].tolist():
+    for slot in np.flatnonzero(count > 1).tolist():
         for column, cell in enumerate(cells.tolist()):
             combined = combines[int(target.cell_contribution[cell])]
             held[slot, column] = sum(

@@ -53,7 +53,7 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.parsing import Scanner
 from reshard.notation.partitioned import PartitionedShard, Splits
-from reshard.runs import IntArray
+from reshard.runs import IntArray, find_distinct
 from reshard.sharding import DimSpec, Level, ShardingSpec
 
 Argument = int | str | tuple["Argument", ...]
@@ -948,7 +948,7 @@ def _are_equal(first: Layout, second: Layout) -> bool:
     """
     for dim in range(first.ndim):
         pairs = np.stack((first.cell_part[:, dim], second.cell_part[:, dim]), axis=1)
-        for part, counterpart in np.unique(pairs, axis=0).tolist():
+        for part, counterpart in find_distinct(pairs)[0].tolist():
             if first.tables[dim].runs_of(part) != second.tables[dim].runs_of(counterpart):
                 return False
     return True

@@ -145,10 +145,10 @@ def _cut_regions(
         sets = [*(column[row] for column in sets), of_part[entry]]
     carried = wanting.cell_contribution[key_cell[key]]
     described = np.column_stack((carried, *sets))
-    rows, first, region = np.unique(described, axis=0, return_index=True, return_inverse=True)
+    rows, first, region = find_distinct(described)
     # The cells of a region are those of all its keys.
     row, entry = ragged_rows(cell_begin, key)
-    of_cell, cell = region.reshape(-1)[row], cells[entry]
+    of_cell, cell = region[row], cells[entry]
     order = np.lexsort((cell, of_cell))
     tables = tuple(
         _build_table_of_sets(dimension, size)

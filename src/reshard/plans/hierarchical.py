@@ -207,8 +207,7 @@ def _match_boxes(
             np.column_stack((fan_out.source_cell, fan_out.start, fan_out.shape)),
         )
     )
-    _, number = np.unique(boxes, axis=0, return_inverse=True)
-    number = number.reshape(-1)
+    _, _, number = find_distinct(boxes)
     counts = np.array([len(sources) for sources in plan.combines], dtype=np.int64)
     expected = counts[plan.target.cell_contribution[fan_out.source_cell]]
     # Most boxes are forwarded as they were received.

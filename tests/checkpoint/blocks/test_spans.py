@@ -17,8 +17,6 @@ from reshard.binding import View
 from reshard.checkpoint.blocks.grid import BlockGrid
 from reshard.checkpoint.blocks.spans import (
     Tiles,
-    extent,
-    is_dense,
     list_strided_spans,
     source_tiles,
     target_tiles,
@@ -201,7 +199,7 @@ def test_every_element_of_every_block(
     data: st.DataObject, shape: tuple[int, ...], block_bytes: int, itemsize: int
 ) -> None:
     view = data.draw(views(shape))
-    memory = np.full(view.offset + extent(view, shape), -1)
+    memory = np.full(view.offset + view.extent(shape), -1)
     numbers = np.arange(math.prod(shape)).reshape(shape)
     memory[view.positions(shape)] = numbers
     layout = Layout.from_boxes(shape, [(0, Box((0,) * len(shape), shape))])
@@ -236,12 +234,3 @@ def test_narrow_gaps_are_read_along() -> None:
     grid = BlockGrid.of(shape, 4)
     (span,) = list_strided_spans(tile, view, grid, grid.box(0), 0, 4 << 20)
     assert span.size_bytes == (99 * 5 + 3) * 4
-
-
-def test_dense_is_row_major_without_gaps() -> None:
-    assert is_dense(View(3, (12, 4, 1)), (2, 3, 4))
-    assert is_dense(View(0, (99, 77, 1)), (1, 1, 4))
-    assert is_dense(View(0, (5, 5)), (0, 7))
-    assert is_dense(View(0, ()), ())
-    assert not is_dense(View(0, (1, 2)), (2, 3))
-    assert not is_dense(View(0, (5, 1)), (2, 4))

@@ -38,7 +38,6 @@ from reshard.checkpoint.blocks.grid import BlockGrid, block_digest
 from reshard.checkpoint.blocks.spans import (
     Span,
     Tiles,
-    extent,
     list_spans,
     source_tiles,
     target_tiles,
@@ -65,7 +64,7 @@ from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.errors import DigestError
 from reshard.layout import Box
 from reshard.log import LOGGER
-from reshard.runs import IntArray
+from reshard.runs import IntArray, concatenate
 from reshard.system import raise_open_file_limit
 
 if TYPE_CHECKING:
@@ -219,7 +218,7 @@ def max_span_bytes(
     for tile in tiles.tiles:
         view = view_of(tile.slot, tile.number)
         if view is not None:
-            size = extent(view, tile.local_shape) * grid.itemsize_bytes
+            size = view.extent(tile.local_shape) * grid.itemsize_bytes
             max_bytes = max(max_bytes, min(size, max(grid.block_bytes, grid.itemsize_bytes)))
             continue
         # With padding, a shard's rows may be longer than the tensor's.
@@ -350,7 +349,7 @@ class _BlockFiles:
                 sizes.append(np.full(count, span.size_bytes))
                 stretches.append(_Stretch(number, span, is_whole, low, low + count))
                 low += count
-        return _FilePieces(_join(files), _join(starts), _join(sizes), stretches)
+        return _FilePieces(concatenate(files), concatenate(starts), concatenate(sizes), stretches)
 
     def _copy(
         self,
@@ -699,10 +698,6 @@ class BlockWriter(_BlockFiles):
         name = self._file_names[joined.file]
         written.add(name)
         self._files[name].write(memory, joined.start_bytes)
-
-
-def _join(columns: list[IntArray]) -> IntArray:
-    return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int64)
 
 
 # The number of blocks whose ranges are in memory at once.

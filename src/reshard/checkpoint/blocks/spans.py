@@ -345,30 +345,6 @@ def _tile(layout: Layout, cell: int, product: list[_Pieces]) -> Tile:
     return Tile(slot, number, offset, tuple(layout.cell_shape[cell].tolist()), start, length, local)
 
 
-def is_dense(view: View, shape: Sequence[int]) -> bool:
-    """Return whether a view is row major without gaps, ignoring strides of single indices.
-
-    >>> is_dense(View(0, (7, 1)), (1, 4)), is_dense(View(0, (1, 3)), (3, 4))
-    (True, False)
-    """
-    dense = View.row_major(shape).strides
-    return 0 in shape or all(
-        size == 1 or stride == expected
-        for size, stride, expected in zip(shape, view.strides, dense, strict=True)
-    )
-
-
-def extent(view: View, shape: Sequence[int]) -> int:
-    """Return the number of elements from a shard's first to its last, both included.
-
-    >>> extent(View(5, (1, 3)), (2, 4)), extent(View(0, (1,)), (0,))
-    (11, 0)
-    """
-    if 0 in shape:
-        return 0
-    return 1 + sum((n - 1) * stride for n, stride in zip(shape, view.strides, strict=True))
-
-
 def list_spans(
     tile: Tile, view: View | None, grid: BlockGrid, box: Box, start_bytes: int
 ) -> Iterator[Span]:

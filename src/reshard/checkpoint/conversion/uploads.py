@@ -58,7 +58,7 @@ from reshard.checkpoint.storage.uploads import (
     rank_save_folder,
 )
 from reshard.errors import RunError, UsageError
-from reshard.runs import IntArray
+from reshard.runs import IntArray, distinct
 
 
 class ConversionUpload(Closing):
@@ -257,7 +257,7 @@ class ConversionUpload(Closing):
                 np.subtract.at(self._left, parts[self._left[parts] > 0], 1)
                 # The parts that these blocks complete. The counts are then set to -1, so that no
                 # part is sent twice.
-                whole = np.unique(parts[self._left[parts] == 0])
+                whole = distinct(parts[self._left[parts] == 0])
                 self._left[whole] = -1
             for part in whole.tolist():
                 self._sender.put(part)

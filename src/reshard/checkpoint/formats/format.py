@@ -38,6 +38,7 @@ from reshard.dtypes import DType
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
+from reshard.runs import find_distinct
 
 if TYPE_CHECKING:
     from reshard.checkpoint.formats.source_sharding import SourceSharding
@@ -304,10 +305,8 @@ def check_against_manifest(checkpoint: Checkpoint, manifest: Manifest) -> Checkp
         )
     tensors, described = TensorColumns.of(checkpoint.tensors), manifest.tensors
     rows = described.rows(tensors.names)
-    pairs, first = np.unique(
-        np.stack([tensors.kind, described.kind[rows]]), axis=1, return_index=True
-    )
-    for (number, other), row in zip(pairs.T.tolist(), first.tolist(), strict=True):
+    pairs, first, _ = find_distinct(np.column_stack([tensors.kind, described.kind[rows]]))
+    for (number, other), row in zip(pairs.tolist(), first.tolist(), strict=True):
         found_kind, kind = tensors.kinds[number], described.kinds[other]
         if (found_kind.dtype, found_kind.layout.shape) != (kind.dtype, kind.layout.shape):
             raise FormatError(

@@ -29,7 +29,7 @@ from reshard.dtypes import DType
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.runs import OWNED, IntArray, RunTable
+from reshard.runs import OWNED, IntArray, RunTable, find_distinct
 
 _Tensor = TypeVar("_Tensor")
 
@@ -234,7 +234,7 @@ def _group_equal_shards(layout: Layout) -> tuple[tuple[tuple[int, ...], int], ..
         _find_first_equal_parts(table)[layout.cell_part[:, d]]
         for d, table in enumerate(layout.tables)
     ]
-    number = _number_rows(np.stack(columns, axis=1)) if columns else layout.cell_slot * 0
+    number = find_distinct(np.stack(columns, axis=1))[2] if columns else layout.cell_slot * 0
     # An empty shard is stored only if all shards of the tensor are empty.
     is_filled = layout.cell_elements > 0
     groups: dict[int | tuple[int, ...], list[int]] = {}
@@ -252,12 +252,6 @@ def _group_equal_shards(layout: Layout) -> tuple[tuple[tuple[int, ...], int], ..
         groups.pop(-1, None)
     shapes = layout.local_shapes
     return tuple((tuple(slots), math.prod(shapes[slots[0]])) for slots in groups.values())
-
-
-def _number_rows(rows: IntArray) -> IntArray:
-    """Number rows, so that equal rows have equal numbers."""
-    _, number = np.unique(rows, axis=0, return_inverse=True)
-    return number.reshape(-1)
 
 
 def find_kinds(
@@ -288,8 +282,8 @@ def _find_first_equal_parts(table: RunTable) -> IntArray:
     alone = np.flatnonzero(count[single.part] == 1)
     if len(alone):
         runs = np.stack([single.start, single.length, single.role], axis=1)[alone]
-        _, at, of = np.unique(runs, axis=0, return_index=True, return_inverse=True)
-        first[single.part[alone]] = single.part[alone][at][of.reshape(-1)]
+        _, at, of = find_distinct(runs)
+        first[single.part[alone]] = single.part[alone][at][of]
     seen: dict[tuple[tuple[int, int, int, int], ...], int] = {}
     for part in np.flatnonzero(count > 1).tolist():
         first[part] = seen.setdefault(tuple(table.runs_of(part)), part)

@@ -48,7 +48,7 @@ from reshard.checkpoint.storage.remote_files import RemoteFile
 from reshard.checkpoint.storage.remote_paths import RemotePath
 from reshard.errors import RunError
 from reshard.log import LOGGER
-from reshard.runs import IntArray
+from reshard.runs import IntArray, find_distinct
 from reshard.system import find_host_memory, read_at
 
 PIECE_BYTES = 4 << 20
@@ -496,7 +496,7 @@ def _choose_shared(members: Sequence[IntArray]) -> IntArray:
     [[0, 110, 0, 100]]
     """
     rows = np.concatenate(members)
-    pieces, counts = np.unique(rows[:, 0], return_counts=True)
+    pieces, _, number = find_distinct(rows[:, 0])
     rows = _sum_rows(rows[rows[:, 0] >= 0]) if len(rows[rows[:, 0] >= 0]) else rows[:0]
-    several = np.isin(rows[:, 0], pieces[counts > 1])
+    several = np.isin(rows[:, 0], pieces[np.bincount(number) > 1])
     return rows[several & (rows[:, 1] > rows[:, 3] - rows[:, 2])]

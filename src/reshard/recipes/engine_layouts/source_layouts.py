@@ -34,9 +34,10 @@ from functools import lru_cache
 import numpy as np
 
 from reshard.errors import LayoutError
+from reshard.geometry.boxes import cover_grid, find_edges, merge_intervals
 from reshard.layout import Layout, flat_range_boxes
 from reshard.recipes.engine_layouts.parameter_layout import ParameterPattern
-from reshard.runs import IntArray, RunTable
+from reshard.runs import IntArray, RunTable, distinct
 
 # The stretches `(start, stop)` of indices along a dimension, rising and apart.
 Stretches = tuple[tuple[int, int], ...]
@@ -148,7 +149,7 @@ def _add_steps(indices: IntArray, step: int, count: int) -> IntArray:
 
 
 def _list_stretches(indices: IntArray) -> Stretches:
-    rising = np.unique(indices)
+    rising = distinct(indices)
     ends = np.flatnonzero(np.diff(rising) != 1)
     starts = rising[np.append(0, ends + 1)]
     stops = rising[np.append(ends, len(rising) - 1)] + 1
@@ -214,46 +215,28 @@ def _join_alike(products: list[Product]) -> list[Product]:
             if len(groups) < len(products):
                 changed = True
                 products = [
-                    (*rest[:d], _unite_stretches(stretches), *rest[d:])
+                    (*rest[:d], _unite(itertools.chain(*stretches)), *rest[d:])
                     for rest, stretches in groups.items()
                 ]
     return products
 
 
-def _unite_stretches(several: list[Stretches]) -> Stretches:
-    united: list[tuple[int, int]] = []
-    for start, stop in sorted(itertools.chain(*several)):
-        if united and start <= united[-1][1]:
-            united[-1] = (united[-1][0], max(united[-1][1], stop))
-        else:
-            united.append((start, stop))
-    return tuple(united)
+def _unite(stretches: Iterable[tuple[int, int]]) -> Stretches:
+    return tuple(merge_intervals(stretches))
 
 
 def _cut_apart(products: list[Product]) -> list[Product]:
     """Return products that may share elements, as ones that do not."""
-    dims = len(products[0])
     # The ends along each dimension cut it into intervals that none cuts.
-    edges = [
-        np.unique([edge for product in products for stretch in product[d] for edge in stretch])
-        for d in range(dims)
-    ]
+    edges = find_edges(products)
     if math.prod(len(edge) for edge in edges) > 1 << 24:
         raise LayoutError(f"{len(products)} regions of a tensor that form no grid")
-    covered = np.zeros([max(len(edge) - 1, 1) for edge in edges], dtype=bool)
-    for product in products:
-        inside = []
-        for d, stretches in enumerate(product):
-            chosen = np.zeros(len(edges[d]) - 1, dtype=bool)
-            for start, stop in stretches:
-                chosen[np.searchsorted(edges[d], start) : np.searchsorted(edges[d], stop)] = True
-            inside.append(np.flatnonzero(chosen))
-        covered[np.ix_(*inside)] = True
+    covered = cover_grid(products, edges)
     # Each interval of the first dimensions has a row of intervals of the last; equal rows join.
     apart: list[Product] = []
     for place in np.argwhere(covered.any(axis=-1)):
         row = np.flatnonzero(covered[tuple(place)])
-        last = _unite_stretches([_interval(edges[-1], int(i)) for i in row])
+        last = _unite(pair for i in row for pair in _interval(edges[-1], int(i)))
         apart.append((*(_interval(edges[d], int(i)) for d, i in enumerate(place)), last))
     return _join_alike(apart)
 

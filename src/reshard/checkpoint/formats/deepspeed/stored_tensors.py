@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.binding import Binding, FileRange
-from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum, StoredTensor
 from reshard.checkpoint.formats.deepspeed.tensor_parallel import (
     Join,
@@ -128,7 +127,7 @@ class TensorCollector:
         if self._joiner is None:
             self.add_copy(name, file, archived, slot)
             return
-        if not is_dense(archived.view, archived.shape):
+        if not archived.view.is_dense(archived.shape):
             raise FormatError(
                 f"{self._folder / file}: the part of {name!r} is not row by row; save it again "
                 "after `.contiguous()`"

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.formats.orbax import (
     AGGREGATE_NAME,
@@ -274,7 +273,7 @@ def _bind(
     for slot, found in numbers.items():
         # A chunk at the end of the array extends beyond it; others may be in column-major order.
         shapes = [boxes[n].shape for n in found]
-        if not all(is_dense(full, shape) for shape in shapes):
+        if not all(full.is_dense(shape) for shape in shapes):
             views[slot] = tuple(full for _ in shapes)
     return StoredTensor(leaf.name, array.dtype, Binding(layout, addresses, views), text)
 

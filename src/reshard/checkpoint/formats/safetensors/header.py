@@ -50,7 +50,7 @@ from reshard._records import Record
 from reshard.checkpoint.storage.filesystem import is_attribute_file
 from reshard.dtypes import DType, dtype
 from reshard.errors import CheckpointError, FormatError, UsageError
-from reshard.runs import IntArray
+from reshard.runs import IntArray, concatenate
 from reshard.text import first_duplicate
 
 #: The size of the length of the header, with which a file begins.
@@ -651,8 +651,8 @@ def read_columns(text: str, data_start_bytes: int) -> tuple[HeaderTensors, Mappi
     kinds = [_read_kind(*pair) for pair in numbers]
     if stops and max(int(stop.max()) for stop in stops) > LARGEST_OFFSET - data_start_bytes:
         raise ValueError("offsets beyond any file")
-    tensors = HeaderTensors(names, kinds, _join(kind), _join(starts) + data_start_bytes)
-    is_wrong = (tensors.stops != _join(stops) + data_start_bytes).any()
+    tensors = HeaderTensors(names, kinds, concatenate(kind), concatenate(starts) + data_start_bytes)
+    is_wrong = (tensors.stops != concatenate(stops) + data_start_bytes).any()
     if is_wrong or "__metadata__" in names:
         raise ValueError("offsets that do not fit, or metadata")
     return sorted_by_offset(tensors), metadata
@@ -743,7 +743,3 @@ def _expect_unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(result) != len(pairs):
         raise ValueError("a key is there twice")
     return result
-
-
-def _join(columns: list[IntArray]) -> IntArray:
-    return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int64)

@@ -39,7 +39,7 @@ from reshard.checkpoint.formats.safetensors.header import (
 from reshard.checkpoint.formats.write_plan import NewFile
 from reshard.dtypes import DType
 from reshard.errors import FormatError, UsageError
-from reshard.runs import IntArray
+from reshard.runs import IntArray, find_distinct
 
 
 def write_entries(
@@ -233,7 +233,7 @@ def place_rows(
     while True:
         placed = []
         for part in np.array_split(np.arange(len(rows)), files):
-            used, of = np.unique(kind[part], return_inverse=True)
+            used, _, of = find_distinct(kind[part])
             of_file = tuple(kinds[number] for number in used.tolist())
             begins = tuple(offsets[number] for number in used.tolist()) if offsets else ()
             order = aligned_rows(of_file, of)

@@ -67,7 +67,7 @@ from reshard.checkpoint.manifest import (
 from reshard.checkpoint.storage.remote_paths import map_paths
 from reshard.errors import CheckpointError, CoverageError, FormatError, RecipeError
 from reshard.layout import Box, Layout
-from reshard.runs import IntArray
+from reshard.runs import IntArray, find_distinct
 
 _FILE_NAME = r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors"
 
@@ -144,7 +144,7 @@ class ShardedFormat(CheckpointFormat):
         ranks = sorted(frozenset().union(*storing)) or [0]
         # Tensors of equal layouts that the same ranks store have equal shards in every file.
         codes = kind * len(storing) + stored
-        _, first, alike = np.unique(codes, return_index=True, return_inverse=True)
+        _, first, alike = find_distinct(codes)
         cuts = [(*kinds[int(kind[row])][:2], storing[int(stored[row])]) for row in first.tolist()]
         # A single such tensor suffices: with offsets for the others, the checkpoint would seem to
         # be readable by PyTorch.
@@ -299,7 +299,7 @@ def _check_shards(
         numbers: dict[tuple[int, ...], int] = {}
         each = (numbers.setdefault(offsets[name], len(numbers)) for name in shards.names)
         columns.append(np.fromiter(each, np.int64, len(shards.names)))
-    _, first = np.unique(np.stack(columns), axis=1, return_index=True)
+    _, first, _ = find_distinct(np.column_stack(columns))
     for at in first.tolist():
         entry = shards[at]
         found = offsets[entry.name] if offsets else None

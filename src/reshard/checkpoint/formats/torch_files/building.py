@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.blocks.spans import extent
 from reshard.checkpoint.contents import StoredFile, StoredTensor
 from reshard.checkpoint.formats.torch_files.pickles import Call, Global, Reference, write_pickle
 from reshard.checkpoint.formats.torch_files.values import TYPED_STORAGES
@@ -129,7 +128,7 @@ class NewTensor:
         """
         _expect_writable(dtype)
         view = View.row_major(shape) if view is None else view
-        size = extent(view, shape)
+        size = view.extent(shape)
         if storage is None:
             storage = NewStorage(dtype, view.offset + size)
         if storage.dtype is not dtype or (size and view.offset + size > storage.elements):

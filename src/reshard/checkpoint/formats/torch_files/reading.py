@@ -47,7 +47,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from reshard.binding import FileRange, View
-from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum
 from reshard.checkpoint.formats.safetensors.header import check_shape, is_text
 from reshard.checkpoint.formats.torch_files.pickles import (
@@ -430,7 +429,7 @@ class _Front:
 # Tensors of files as parts of a checkpoint.
 
 # Many tensors of a model have the same shape.
-_is_dense = lru_cache(maxsize=4096)(is_dense)
+_is_dense = lru_cache(maxsize=4096)(View.is_dense)
 
 
 def check_tensor(path: Path, name: str, dtype: DType, shape: tuple[int, ...]) -> None:

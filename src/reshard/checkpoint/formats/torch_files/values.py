@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.binding import View
-from reshard.checkpoint.blocks.spans import extent
 from reshard.checkpoint.formats.torch_files.pickles import (
     Call,
     Global,
@@ -186,7 +185,7 @@ class ValueBuilder:
             return None
         # With fewer elements in the storage than in the tensor, indices would share elements.
         count = math.prod(shape)
-        needed = max(offset + extent(view, shape), count) if count else 0
+        needed = max(offset + view.extent(shape), count) if count else 0
         if needed * storage.dtype.itemsize_bytes > storage.size_bytes:
             raise self._wrong(
                 f"shape {list(shape)} at offset {offset} with strides {list(strides)} is more "

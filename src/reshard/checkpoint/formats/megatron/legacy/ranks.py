@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 from reshard.binding import View
 from reshard.checkpoint.blocks.fusing import StoredRegion
-from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.formats.megatron.common_state import chain_of, find_groups
 from reshard.checkpoint.formats.megatron.parameters import common_key, count_layers, split_layer
 from reshard.checkpoint.formats.megatron.rank_blocks import (
@@ -176,7 +175,7 @@ def _unstack(
             "Megatron-core"
         )
     along = 1 if match[2] == "1" else 0
-    is_whole = len(tensor.shape) == 2 and is_dense(tensor.view, tensor.shape)
+    is_whole = len(tensor.shape) == 2 and tensor.view.is_dense(tensor.shape)
     if not is_whole or tensor.shape[along] % experts:
         raise FormatError(
             f"{path}: {name!r} is {list(tensor.shape)}, expected the weights of {experts} experts "
@@ -371,9 +370,8 @@ class RankOptimizer:
         path = self._rank.name
         if (param.chunk, param.name) in self._stacks:
             # The state has the shape of the stacked weight, and the memory order of the experts.
-            if math.prod(tensor.shape) != math.prod(param.shape) or not is_dense(
-                tensor.view, tensor.shape
-            ):
+            is_dense = tensor.view.is_dense(tensor.shape)
+            if math.prod(tensor.shape) != math.prod(param.shape) or not is_dense:
                 self._skip(f"{key} of {param.name!r}", "it is not of the weight's shape")
                 return
             yield from self._split(param, key, tensor, path, self._locate(param, tensor, path, 0))
