@@ -158,7 +158,7 @@ def test_other_opcodes_are_refused_by_name(opcode: Any) -> None:
         (b"\x80\x04NN.", "left over"),
         (b"\x80\x04(.", "left over"),
         (b"\x80\x04(((t.", "left over"),
-        (b"\x80\x04t.", "ends early"),
+        (b"\x80\x04t.", "a mark is missing"),
         (b"\x80\x04Nt.", "a mark is missing"),
         (b"\x80\x04}(Nu.", "shorter|longer"),
         (b"\x80\x04NNa.", "list"),
@@ -232,6 +232,12 @@ def test_shared_parts_take_no_more_than_their_bytes_allow(kind: str) -> None:
     with pytest.raises(FormatError, match="parts of it that are shared make more than"):
         read_pickle(doubled(kind, 60), "x")
     assert read_pickle(doubled(kind, 10), "x")
+
+
+def test_recalled_parts_that_the_value_lacks_do_not_count() -> None:
+    # A list of 1000, recalled and dropped 1000 times: a million parts in 8 kB, none of them left.
+    listed = b"](" + b"K\x07" * 1000 + b"eq\x00"
+    assert read_pickle(b"\x80\x02" + listed + b"h\x000" * 1000 + b".", "x") == [7] * 1000
 
 
 def test_parts_that_are_shared_many_times_are_read() -> None:

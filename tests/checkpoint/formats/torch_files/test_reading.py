@@ -24,6 +24,7 @@ from reshard.binding import View
 from reshard.checkpoint.formats.torch_files.pickles import Call, Global
 from reshard.checkpoint.formats.torch_files.reading import (
     FRONT_BYTES,
+    ArchiveReader,
     is_torch_file,
     read_archive,
     read_archive_front,
@@ -328,6 +329,46 @@ def elements(archive: bytes) -> Any:
     assert found.crc32 == (zlib.crc32(storage) or None)
     flat = np.frombuffer(storage, dtype=found.dtype.storage)
     return flat[found.view.positions(found.shape)]
+
+
+def parse_in(archives: ArchiveReader, content: bytes, at: int = 0) -> Any:
+    def read(offset: int, size: int) -> bytes:
+        return content[offset : offset + size]
+
+    size = len(content) - at
+    return archives.match(read, at, size, "w") or archives.parse(read, at, size, "x", "w")
+
+
+def test_archives_that_differ_in_elements_match() -> None:
+    archives = ArchiveReader()
+    first, second = saved(torch.zeros(40, 50)), saved(torch.ones(40, 50))
+    tensor, _ = parse_in(archives, first)
+    crc32 = zlib.crc32(np.ones((40, 50), np.float32).tobytes())
+    found = archives.match(
+        lambda at, size: (BEFORE + second)[at:][:size], len(BEFORE), len(second), "w"
+    )
+    assert found == (tensor, crc32)
+    assert found[0] == replace(
+        read_archive(lambda at, n: second[at:][:n], 0, len(second), ""), crc32=None
+    )
+
+
+def test_what_matches_is_what_would_be_parsed() -> None:
+    """Of an archive with any byte changed, unless its elements and unread records."""
+    content = saved(torch.zeros(2, 3))
+    archives = ArchiveReader()
+    parse_in(archives, content)
+    matched = 0
+    for at in range(len(content)):
+        changed = content[:at] + bytes([content[at] ^ 0x41]) + content[at + 1 :]
+        found = archives.match(
+            lambda start, n, c=changed: c[start : start + n], 0, len(content), "w"
+        )  # type: ignore[misc]
+        if found is not None:
+            matched += 1
+            assert found == parse_in(ArchiveReader(), changed)
+    # The bytes by which it was read are about half of them.
+    assert 100 < matched < len(content) - 400
 
 
 @pytest.mark.parametrize(

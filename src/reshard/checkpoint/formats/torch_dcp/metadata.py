@@ -32,6 +32,7 @@ its own, `__R.metadata`, which describes only that rank's part. `merge_rank_meta
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any, NamedTuple
@@ -129,12 +130,12 @@ def read_metadata(content: bytes, label: str) -> DcpMetadata:
     root = read_pickle(content, label)
     if not (isinstance(root, Call) and root.function == _ROOT):
         raise FormatError(f"{label} is not the metadata of torch.distributed.checkpoint")
-    fields = _Fields(root, label)
-    places = _places(fields.mapping("storage_data"), label)
+    fields = _attributes(root, label)
+    places = _places(_mapping(fields, "storage_data", label), label)
     tensors: dict[str, DcpTensor] = {}
     items: dict[str, StoredBytes] = {}
     unreadable: dict[str, str] = {}
-    for name, described in fields.mapping("state_dict_metadata").items():
+    for name, described in _mapping(fields, "state_dict_metadata", label).items():
         _check_name(name, label)
         kind = described.function.name if isinstance(described, Call) else ""
         if isinstance(described, Call) and kind == "TensorStorageMetadata":
@@ -149,73 +150,54 @@ def read_metadata(content: bytes, label: str) -> DcpMetadata:
         else:
             unreadable[name] = explain(described)
     # Attributes that PyTorch does not define: plain values are copied, the rest are listed.
-    unknown = [name for name in fields.names if name not in _KNOWN_ATTRIBUTES]
+    unknown = [str(name) for name in fields if name not in _KNOWN_ATTRIBUTES]
     attributes = plain_attributes({name: fields.get(name) for name in unknown})
     other = tuple(shortened(name) for name in unknown if name not in attributes)
     paths = _paths(fields.get("planner_data"))
     return DcpMetadata(tensors, items, paths or {}, other, attributes, unreadable)
 
 
-class _Fields:
-    """The attributes of an object of a pickle, each checked when it is read."""
+def _attributes(value: object, label: str, part: str = "", name: str = "") -> dict[Any, Any]:
+    """Return the attributes of an object of a pickle; the other arguments name it in errors."""
+    state = value.state if type(value) is Call else None
+    if type(state) is not dict:
+        raise FormatError(f"{_name_part(label, part, name)} is not described as PyTorch does")
+    return state
 
-    def __init__(self, value: object, label: str) -> None:
-        self._label = label
-        if not (isinstance(value, Call) and isinstance(value.state, dict)):
-            raise FormatError(f"{label} is not described as PyTorch does")
-        self._state: dict[Any, Any] = value.state
 
-    def wrong(self, name: str, expected: str) -> FormatError:
-        """Return the error for an attribute that is missing or of another type."""
-        found = self._state.get(name)
-        if isinstance(found, Call) and found.function.name == "Size" and len(found.arguments) == 1:
-            found = found.arguments[0]
-        # Numbers are shown as they are, such as an offset of -1.
-        parts = found if isinstance(found, tuple | list) else [found]
-        is_numbers = all(type(part) is int for part in parts)
-        shown = str(found) if is_numbers else repr(type(found).__name__)
-        return FormatError(f"{self._label}: {name} is {shortened(shown)}, expected {expected}")
+def _name_part(label: str, part: str = "", name: str = "") -> str:
+    return label + (part and f": {part}") + (name and f" {name!r}")
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all attributes."""
-        return tuple(str(name) for name in self._state)
 
-    def get(self, name: str) -> Any:
-        """Return an attribute, or None."""
-        return self._state.get(name)
+def _mapping(attributes: Mapping[Any, Any], name: str, label: str) -> dict[Any, Any]:
+    """Return an attribute that is a dict."""
+    value = attributes.get(name)
+    if isinstance(value, Call) and value.function.name == "OrderedDict":
+        value = value.items or {}
+    if not isinstance(value, dict):
+        raise _wrong(attributes, name, "a dict", label)
+    return value
 
-    def mapping(self, name: str) -> dict[Any, Any]:
-        """Return an attribute that is a dict."""
-        value = self._state.get(name)
-        if isinstance(value, Call) and value.function.name == "OrderedDict":
-            value = value.items or {}
-        if not isinstance(value, dict):
-            raise self.wrong(name, "a dict")
-        return value
 
-    def sizes(self, name: str) -> tuple[int, ...]:
-        """Return an attribute that is a `torch.Size`."""
-        value = self._state.get(name)
-        if isinstance(value, Call) and value.function.name == "Size" and len(value.arguments) == 1:
-            value = value.arguments[0]
-        if not isinstance(value, tuple | list) or not all(map(_is_size, value)):
-            raise self.wrong(name, "sizes of 0 or more")
-        return tuple(value)
+def _wrong(attributes: Mapping[Any, Any], name: str, expected: str, label: str) -> FormatError:
+    """Return the error for an attribute that is missing or of another type."""
+    value = attributes.get(name)
+    if isinstance(value, Call) and value.function.name == "Size" and len(value.arguments) == 1:
+        value = value.arguments[0]
+    # Numbers are shown as they are, such as an offset of -1.
+    parts = value if isinstance(value, tuple | list) else [value]
+    is_numbers = all(type(part) is int for part in parts)
+    shown = str(value) if is_numbers else repr(type(value).__name__)
+    return FormatError(f"{label}: {name} is {shortened(shown)}, expected {expected}")
 
-    def size(self, name: str) -> int:
-        """Return an attribute that is a number of bytes."""
-        value = self._state.get(name)
-        if not isinstance(value, int) or not _is_size(value):
-            raise self.wrong(name, "a number of bytes of 0 or more")
-        return value
 
-    def text(self, name: str) -> str:
-        """Return an attribute that is text."""
-        value = self._state.get(name)
-        if not isinstance(value, str):
-            raise self.wrong(name, "text")
-        return value
+def _as_sizes(value: object) -> tuple[int, ...] | None:
+    """Return a `torch.Size`, a tuple or a list of sizes as a tuple, or None for another value."""
+    if type(value) is Call and value.function.name == "Size" and len(value.arguments) == 1:
+        value = value.arguments[0]
+    if type(value) is not tuple and type(value) is not list:
+        return None
+    return tuple(value) if all(map(_is_size, value)) else None
 
 
 _Places = dict[tuple[str, tuple[int, ...] | None], StoredBytes]
@@ -225,30 +207,44 @@ def _places(storage: Mapping[Any, Any], label: str) -> _Places:
     """Return the location of every chunk and item, by name and offset."""
     places: _Places = {}
     for index, info in storage.items():
-        where = _Fields(index, f"{label}: an index of storage_data")
-        name = where.text("fqn")
-        key = (name, None if where.get("offset") is None else where.sizes("offset"))
-        fields = _Fields(info, f"{label}: the place of {name!r}")
-        transforms = fields.get("transform_descriptors") or []
-        if not isinstance(transforms, list | tuple) or not all(
-            isinstance(transform, str) for transform in transforms
-        ):
-            raise fields.wrong("transform_descriptors", "a list of names")
-        if key in places:
-            raise FormatError(f"{label} has two locations for {name!r} at {key[1]}")
-        places[key] = StoredBytes(
-            fields.text("relative_path"),
-            fields.size("offset"),
-            fields.size("length"),
-            tuple(transforms),
-        )
+        where = _attributes(index, label, "an index of storage_data")
+        name, offset = where.get("fqn"), where.get("offset")
+        start = None if offset is None else _as_sizes(offset)
+        if type(name) is not str or (start is None and offset is not None):
+            wrong = ("offset", _SIZES) if type(name) is str else ("fqn", "text")
+            raise _wrong(where, *wrong, f"{label}: an index of storage_data")
+        if (name, start) in places:
+            raise FormatError(f"{label} has two locations for {name!r} at {start}")
+        stored = _attributes(info, label, "the place of", name)
+        places[name, start] = _stored_bytes(stored, label, name)
     return places
+
+
+def _stored_bytes(stored: Mapping[Any, Any], label: str, name: str) -> StoredBytes:
+    file, begin, size = stored.get("relative_path"), stored.get("offset"), stored.get("length")
+    transforms = stored.get("transform_descriptors") or ()
+    if type(transforms) not in (tuple, list) or any(type(item) is not str for item in transforms):
+        wrong = "transform_descriptors", "a list of names"
+    elif type(file) is not str:
+        wrong = "relative_path", "text"
+    elif type(begin) is not int or not _is_size(begin):
+        wrong = "offset", "a number of bytes of 0 or more"
+    elif type(size) is not int or not _is_size(size):
+        wrong = "length", "a number of bytes of 0 or more"
+    else:
+        return StoredBytes(file, begin, size, tuple(transforms))
+    raise _wrong(stored, *wrong, f"{label}: the place of {name!r}")
+
+
+_SIZES = "sizes of 0 or more"
 
 
 def _tensor(name: str, value: Call, places: _Places, file: str) -> DcpTensor:
     label = f"{file}: tensor {name!r}"
-    fields = _Fields(value, label)
-    shape = fields.sizes("size")
+    fields = _attributes(value, label)
+    shape = _as_sizes(fields.get("size"))
+    if shape is None:
+        raise _wrong(fields, "size", _SIZES, label)
     dtype = _dtype(fields, label)
     try:
         check_shape(name, dtype, shape)
@@ -256,17 +252,20 @@ def _tensor(name: str, value: Call, places: _Places, file: str) -> DcpTensor:
         raise FormatError(f"{file}: {error}") from error
     listed = fields.get("chunks")
     if not isinstance(listed, list):
-        raise fields.wrong("chunks", "a list")
+        raise _wrong(fields, "chunks", "a list", label)
     chunks = []
     for chunk in listed:
-        described = _Fields(chunk, f"{label}: a chunk")
-        start, sizes = described.sizes("offsets"), described.sizes("sizes")
+        described = _attributes(chunk, label, "a chunk")
+        start, sizes = _as_sizes(described.get("offsets")), _as_sizes(described.get("sizes"))
+        if start is None or sizes is None:
+            wrong = "offsets" if start is None else "sizes"
+            raise _wrong(described, wrong, _SIZES, f"{label}: a chunk")
         if not len(start) == len(sizes) == len(shape):
             raise FormatError(
                 f"{label}: a chunk at {list(start)} of {list(sizes)} in a tensor of {list(shape)}"
             )
-        box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
-        if any(stop > size for stop, size in zip(box.stop, shape, strict=True)):
+        box = Box(start, tuple(map(operator.add, start, sizes)))
+        if any(map(operator.gt, box.stop, shape)):
             raise FormatError(f"{label}: the chunk {box} lies outside of {list(shape)}")
         place = places.get((name, start))
         if place is None:
@@ -278,16 +277,16 @@ def _tensor(name: str, value: Call, places: _Places, file: str) -> DcpTensor:
     return DcpTensor(dtype, shape, tuple(chunks))
 
 
-def _dtype(fields: _Fields, label: str) -> DType:
+def _dtype(attributes: Mapping[Any, Any], label: str) -> DType:
     """Return the dtype in the properties of a tensor."""
-    properties = fields.get("properties")
+    properties = attributes.get("properties")
     state = properties.state if isinstance(properties, Call) else None
     named = state.get("dtype") if isinstance(state, dict) else None
     # PyTorch's class defines `__getstate__`: a tuple that begins with the dtype.
     if isinstance(state, tuple) and state:
         named = state[0]
     if not (isinstance(named, Global) and named.module == "torch"):
-        raise fields.wrong("properties", "the properties of a tensor, with its dtype")
+        raise _wrong(attributes, "properties", "the properties of a tensor, with its dtype", label)
     try:
         return as_dtype(named.name)
     except UsageError as error:

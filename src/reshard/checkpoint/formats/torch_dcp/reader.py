@@ -19,11 +19,17 @@ Nothing here imports PyTorch, and nothing in the files is executed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import BinaryIO
 
-from reshard.binding import Binding, FileRange
+import numpy as np
+
+from reshard.binding import FileRange
+from reshard.checkpoint.blocks.spans import is_dense
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind
 from reshard.checkpoint.contents import (
     Checkpoint,
     StoredChecksum,
@@ -59,7 +65,7 @@ from reshard.checkpoint.formats.torch_dcp.packed_archives import (
     check_transforms,
     open_packed,
 )
-from reshard.checkpoint.formats.torch_files.reading import read_archive
+from reshard.checkpoint.formats.torch_files.reading import ArchiveReader
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, is_plain_name
 from reshard.checkpoint.storage.byte_ranges import ByteRange
@@ -116,7 +122,7 @@ def read(folder: Path, sharding: SourceSharding | None = None) -> Checkpoint:
     items = {}
     metadata_name = "the metadata of its ranks" if names else METADATA_NAME
     with ChunkReader(folder, ranks, sizes, metadata_name) as chunks:
-        tensors = {tensor.name: tensor for tensor in chunks.bind(metadata.tensors)}
+        tensors = chunks.bind(metadata.tensors)
         for name, place in metadata.items.items():
             chunks.check_inside(name, place)
             address = FileRange(place.file, place.start_bytes)
@@ -240,47 +246,81 @@ def bind_to_manifest(found: Checkpoint, manifest: Manifest) -> Checkpoint:
             f"{folder / METADATA_NAME} and {MANIFEST_NAME} do not belong together: only one of "
             f"them has {what}. If the files were saved again, delete the manifest"
         )
-    tensors = {
-        name: _bind_as_described(folder, tensor, manifest.tensors[name])
-        for name, tensor in found.tensors.items()
-    }
+    tensors = _bind_as_described(folder, TensorColumns.of(found.tensors), manifest.tensors)
     items = {
         name: item.replace(digest=manifest.items.get(name)) for name, item in found.items.items()
     }
+    digests = tensors.digests
     checksums = tuple(
-        checksum for checksum in found.checksums if tensors[checksum.tensor].digest is None
+        checksum
+        for checksum in found.checksums
+        if digests is None or digests.of(tensors.row(checksum.tensor)) is None
     )
     return found.replace(tensors=tensors, mesh=manifest.mesh, items=items, checksums=checksums)
 
 
-def _bind_as_described(folder: Path, tensor: StoredTensor, described: StoredTensor) -> StoredTensor:
-    """Return a tensor in the layout of the manifest, whose shards must be the ranks' chunks."""
-    layout, found = described.layout, tensor.layout
+def _bind_as_described(
+    folder: Path, tensors: TensorColumns, described: TensorColumns
+) -> TensorColumns:
+    """Return tensors in the layouts of the manifest, whose shards must be the ranks' chunks."""
+    rows = described.rows(tensors.names)
+    pairs, first, pair = np.unique(
+        np.stack([tensors.kind, described.kind[rows]]),
+        axis=1,
+        return_index=True,
+        return_inverse=True,
+    )
+    # Tensors of equal kinds, in the files and in the manifest, are bound alike: each as the first.
+    bound = [
+        _match_kinds(folder, tensors.names[row], tensors.kinds[one], described.kinds[other])
+        for (one, other), row in zip(pairs.T.tolist(), first.tolist(), strict=True)
+    ]
+    pair = pair.reshape(-1)
+    count = np.array([len(order) for _, order in bound] or [0], dtype=np.int64)
+    begin = np.cumsum(count[pair]) - count[pair] if len(pair) else pair
+    starts = np.empty(int(count[pair].sum()) if len(pair) else 0, dtype=np.int64)
+    for number, (_, order) in enumerate(bound):
+        alike = np.flatnonzero(pair == number)[:, None]
+        places = np.array(order, dtype=np.int64)
+        starts[begin[alike] + np.arange(len(places))] = tensors.starts[
+            tensors.first[alike] + places
+        ]
+    digests = None if described.digests is None else described.digests.take(rows)
+    return TensorColumns(tensors.names, [kind for kind, _ in bound], pair, starts, digests)
+
+
+def _match_kinds(
+    folder: Path, name: str, found: TensorKind, described: TensorKind
+) -> tuple[TensorKind, list[int]]:
+    """Return a kind of tensors in the layout of the manifest, and the number of each place before.
+
+    Raises:
+        FormatError: chunks in the files that are not the shards of the manifest.
+    """
+    layout, shape = described.layout, found.layout.shape
     wrong = FormatError(
-        f"{folder}: {METADATA_NAME} has {tensor.name!r} as {tensor.dtype} {list(tensor.shape)}, "
+        f"{folder}: {METADATA_NAME} has {name!r} as {found.dtype} {list(shape)}, "
         f"in other shards than the {described.dtype} {list(layout.shape)} of {MANIFEST_NAME}. If "
         "the files were saved again, delete the manifest"
     )
-    if (tensor.dtype, tensor.shape) != (described.dtype, layout.shape):
+    if (found.dtype, shape) != (described.dtype, layout.shape):
         raise wrong
-    if 0 in layout.shape:
-        return tensor.replace(digest=described.digest)
-    addresses: dict[int, tuple[FileRange, ...]] = {}
-    for slot in found.holders:
+    if 0 in shape:
+        return found, [*range(len(found.places))]
+    places, order = [], []
+    for slot in found.layout.holders:
         boxes = layout.boxes(slot) if slot in layout.holders else ()
-        chunks = {box: number for number, box in enumerate(found.boxes(slot))}
+        chunks = {box: number for number, box in enumerate(found.layout.boxes(slot))}
         if {*boxes} != {*chunks} or len(boxes) != len(layout.cells_of(slot)):
             raise wrong
-        addresses[slot] = tuple(tensor.file_range(slot, chunks[box]) for box in boxes)
-    bound = StoredTensor(
-        tensor.name,
-        tensor.dtype,
-        Binding(layout, addresses, {}),
-        described.spec,
-        described.digest,
-    )
-    _ = bound.assembly
-    return bound
+        for number, box in enumerate(boxes):
+            places.append((slot, number))
+            order.append(found.find_place(slot, chunks[box])[0])
+    files = tuple(found.files[at] for at in order)
+    kind = TensorKind(found.dtype, layout, tuple(places), files, described.spec)
+    # The shards must cover the tensor.
+    _ = kind.tensor(name, [0] * len(places)).assembly
+    return kind, order
 
 
 def _read_metadata_file(path: Path) -> DcpMetadata:
@@ -369,6 +409,7 @@ def shard_lacking_tensors(
 # The parts of an archive that are read to open it: its first records, and its directory.
 _HEAD_BYTES = 1 << 10
 _TAIL_BYTES = 4 << 10
+_WINDOW_BYTES = 32 << 10
 _CHUNKS_AT_ONCE = 2048
 _MAX_OPEN_FILES = 64
 
@@ -395,6 +436,9 @@ class ChunkReader(Closing):
         self._sizes = sizes
         self._metadata_name = metadata_name
         self._files: dict[str, BinaryIO] = {}
+        # The start and the content of the last range that was read of each open file.
+        self._windows: dict[str, tuple[int, bytes]] = {}
+        self._archives = ArchiveReader()
         self._prefetched = PrefetchedRanges(folder)
         self.checksums: list[StoredChecksum] = []
         self.packed = PackedFiles(UnpackedArchives)
@@ -423,51 +467,81 @@ class ChunkReader(Closing):
         known = self._prefetched.get(name, offset, size)
         if known is not None:
             return known
+        start, window = self._windows.get(name, (0, b""))
+        at = offset - start
+        if at >= 0 and at + size <= len(window):
+            return window[at : at + size]
+        # Small archives follow each other: the next are read with this one.
+        is_near = 0 <= at <= len(window) + _WINDOW_BYTES
         path = self._folder / name
         try:
             file = self._files.get(name)
             if file is None:
                 # There may be thousands of files: the oldest is closed.
                 if len(self._files) >= _MAX_OPEN_FILES:
-                    self._files.pop(next(iter(self._files))).close()
+                    oldest = next(iter(self._files))
+                    self._files.pop(oldest).close()
+                    self._windows.pop(oldest, None)
                 file = self._files[name] = path.open("rb", buffering=0)
-            content = read_range(file, offset, size)
+            content = read_range(file, offset, max(size, _WINDOW_BYTES) if is_near else size)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-        if len(content) != size:
+        if len(content) < size:
             raise FormatError(
                 f"{path} ends at byte {offset + len(content)}, {size} bytes at {offset} were "
                 "expected; it was cut off"
             )
-        return content
+        self._windows[name] = offset, content if len(content) <= _WINDOW_BYTES else b""
+        return content[:size]
 
-    def bind(self, tensors: Mapping[str, DcpTensor]) -> Iterator[StoredTensor]:
-        """Yield tensors bound to their chunks, each covered by them once.
+    def bind(self, tensors: Mapping[str, DcpTensor]) -> TensorColumns:
+        """Return tensors bound to their chunks, each covered by them once.
 
-        Tensors that cannot be read are left out; `unreadable` has the reason for each.
+        Tensors whose chunks differ only in offsets are a kind, which is checked once. Tensors that
+        cannot be read are left out; `unreadable` has the reason for each.
         """
-        for names in _group_by_chunks(tensors):
-            self._prefetch(chunk for name in names for chunk in _select_chunks(tensors[name]))
-            for name in names:
+        numbers: dict[Hashable, int] = {}
+        kinds: list[TensorKind] = []
+        names: list[str] = []
+        kind: list[int] = []
+        starts: list[int] = []
+        for group in _group_by_chunks(tensors):
+            self._prefetch(chunk for name in group for chunk in _select_chunks(tensors[name]))
+            for name in group:
+                described = tensors[name]
                 try:
-                    yield self._bind(name, tensors[name])
+                    located = self._locate(name, described)
                 except UnreadableTensorError as error:
                     self.unreadable[name] = str(error)
+                    continue
+                alike = tuple((rank, *part[:3], part.strides) for rank, part in located)
+                key = described.dtype, described.shape, alike
+                if key not in numbers:
+                    numbers[key] = len(kinds)
+                    tensor = self._bind(name, described, located)
+                    kinds += TensorColumns.of({name: tensor}).kinds
+                names.append(name)
+                kind.append(numbers[key])
+                starts += [part.offset for _, part in located]
+        return TensorColumns(names, kinds, kind, starts)
 
     def _prefetch(self, chunks: Iterable[DcpChunk]) -> None:
         """Request the heads and tails of archives from a store together."""
-        ranges: list[ByteRange] = []
-        for place in (chunk.place for chunk in chunks if not chunk.place.transforms):
-            start, stop = place.start_bytes, place.start_bytes + place.size_bytes
-            if stop <= self._sizes[place.file]:
-                ranges.append(ByteRange(place.file, start, min(start + _HEAD_BYTES, stop)))
-                ranges.append(ByteRange(place.file, max(stop - _TAIL_BYTES, start), stop))
+
+        def list_ranges() -> Iterator[ByteRange]:
+            for place in (chunk.place for chunk in chunks if not chunk.place.transforms):
+                start, stop = place.start_bytes, place.start_bytes + place.size_bytes
+                if stop <= self._sizes[place.file]:
+                    yield ByteRange(place.file, start, min(start + _HEAD_BYTES, stop))
+                    yield ByteRange(place.file, max(stop - _TAIL_BYTES, start), stop)
+
         try:
-            self._prefetched.fetch(ranges)
+            self._prefetched.fetch(list_ranges())
         except OSError as error:
             raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
 
-    def _bind(self, name: str, described: DcpTensor) -> StoredTensor:
+    def _locate(self, name: str, described: DcpTensor) -> list[tuple[int, Region]]:
+        """Return the chunks of a tensor as regions of their files, in the order of ranks."""
         chunks = _select_chunks(described)
         if not chunks:
             raise CoverageError(
@@ -476,49 +550,59 @@ class ChunkReader(Closing):
             )
         chunks.sort(key=lambda chunk: self._ranks[chunk.place.file])
         itemsize_bytes = described.dtype.itemsize_bytes
-        parts: list[tuple[int, Region]] = []
+        located = []
         for chunk in chunks:
             self.check_inside(name, chunk.place)
-            file, archived = self._find_archived(name, described, chunk)
-            first = archived.start_bytes + archived.view.offset * itemsize_bytes
-            strides = tuple(stride * itemsize_bytes for stride in archived.view.strides)
-            region = Region(*chunk.box, file, first, strides)
+            file, begin, archived, crc32 = self._find_archived(name, described, chunk)
             # The archive's checksum is of the whole storage. It can be computed while the chunk is
             # read only if the chunk is the storage, in order.
-            if archived.crc32 is not None and archived.storage_bytes:
-                is_all = region.elements * itemsize_bytes == archived.storage_bytes
-                once = is_all and region.is_dense(itemsize_bytes)
+            if crc32 is not None and archived.storage_bytes:
                 self.checksums.append(
                     StoredChecksum(
                         name,
                         str(chunk.box),
-                        FileRange(file, archived.start_bytes),
+                        FileRange(file, begin + archived.start_bytes),
                         archived.storage_bytes,
-                        archived.crc32,
-                        once,
+                        crc32,
+                        _is_whole_storage(archived),
                     )
                 )
-            parts.append((self._ranks[chunk.place.file], region))
+            start = begin + archived.start_bytes + archived.view.offset * itemsize_bytes
+            strides = tuple([stride * itemsize_bytes for stride in archived.view.strides])
+            rank = self._ranks[chunk.place.file]
+            located.append((rank, Region(*chunk.box, file, start, strides)))
+        return located
+
+    def _bind(
+        self, name: str, described: DcpTensor, located: Sequence[tuple[int, Region]]
+    ) -> StoredTensor:
+        """Return a tensor bound to its chunks, which must cover it once."""
         # Equal boxes of ranks that saved on their own are copies; others must not overlap.
-        distinct = {chunk.box: chunk.place.file for chunk in reversed(chunks)}
+        distinct = {part.box: str(part.container) for _, part in reversed(located)}
         check_disjoint(self._folder, name, [(file, box) for box, file in distinct.items()])
         slots = max(self._ranks.values()) + 1
-        binding = bind_regions(described.shape, parts, slots, itemsize_bytes)
+        binding = bind_regions(described.shape, located, slots, described.dtype.itemsize_bytes)
         tensor = StoredTensor(name, described.dtype, binding)
         _ = tensor.assembly
         return tensor
 
     def _find_archived(
         self, name: str, described: DcpTensor, chunk: DcpChunk
-    ) -> tuple[str, ArchivedTensor]:
-        """Return the file of a chunk's elements and their location, checked against `.metadata`."""
-        place = chunk.place
+    ) -> tuple[str, int, ArchivedTensor, int | None]:
+        """Return the location of a chunk's elements, checked against `.metadata`.
+
+        This is the file, the offset of the archive in it, the archive's tensor as if it began at
+        byte 0, and the checksum of its storage.
+        """
+        place, shape = chunk.place, chunk.box.shape
+        alike = described.dtype.name, shape
+        read = partial(self._read, place.file)
+        if not place.transforms:
+            known = self._archives.match(read, place.start_bytes, place.size_bytes, alike)
+            if known is not None:
+                return place.file, place.start_bytes, *known
         path, end_bytes = self._folder / place.file, place.start_bytes + place.size_bytes
         label = f"{path} bytes {place.start_bytes}:{end_bytes}: {chunk.box} of tensor {name!r}"
-
-        def read(offset: int, size: int) -> bytes:
-            return self._read(place.file, offset, size)
-
         # Only the front of a compressed archive is unpacked: it describes the tensor.
         if place.transforms:
             try:
@@ -534,19 +618,31 @@ class ChunkReader(Closing):
                 tensor_bytes,
                 label,
             )
-            archived = packed.front
+            archived, crc32 = packed.front, packed.front.crc32
         else:
-            archived = read_archive(read, place.start_bytes, place.size_bytes, label)
-        if archived.dtype is not described.dtype or archived.shape != chunk.box.shape:
+            archived, crc32 = self._archives.parse(
+                read, place.start_bytes, place.size_bytes, label, alike
+            )
+        if archived.dtype is not described.dtype or archived.shape != shape:
             raise FormatError(
                 f"{label} is {archived.dtype} {list(archived.shape)} in the file, expected "
-                f"{described.dtype} {list(chunk.box.shape)} by {self._metadata_name}; they belong "
+                f"{described.dtype} {list(shape)} by {self._metadata_name}; they belong "
                 "to different saves"
             )
         if not place.transforms:
-            return place.file, archived
+            return place.file, place.start_bytes, archived, crc32
         unpacked = self.packed.add(place.file, packed)
-        return unpacked.path, dataclasses.replace(archived, start_bytes=unpacked.start_bytes)
+        archived = dataclasses.replace(archived, start_bytes=0)
+        return unpacked.path, unpacked.start_bytes, archived, crc32
+
+
+# Archives of a checkpoint have few different tensors.
+@lru_cache(maxsize=4096)
+def _is_whole_storage(archived: ArchivedTensor) -> bool:
+    """Return whether a tensor is all elements of its storage, in their order."""
+    itemsize_bytes = archived.dtype.itemsize_bytes
+    size_bytes = math.prod(archived.shape) * itemsize_bytes
+    return size_bytes == archived.storage_bytes and is_dense(archived.view, archived.shape)
 
 
 def _group_by_chunks(tensors: Mapping[str, DcpTensor]) -> Iterator[list[str]]:

@@ -33,7 +33,7 @@ from reshard.errors import FormatError, UsageError
 _MAX_INTEGER_BYTES = 40
 _MAX_READ_PROTOCOL = 5
 _WRITTEN_PROTOCOL = 2
-_MARK = object()
+_UNSIGNED, _SIGNED = struct.Struct("<I").unpack_from, struct.Struct("<i").unpack_from
 # The memo's entry for a part that was released after a value had been built of it.
 _RELEASED = object()
 # How many of the last memo entries can be parts of a tensor: its sizes, strides, hooks, storage,
@@ -161,14 +161,12 @@ class _ReleasedError(Exception):
     """An error for a part that is recalled after it was released."""
 
 
-# `pickle.Unpickler` with inert stand-ins for names was measured on a pickle of 20,000 tensors
-# (Python 3.11, processor time): 0.55 of this reader's time; 0.73 with a scan of the opcodes before
-# it that bounds memo indices and lengths (a pickle of 9 bytes grows its memo to 4 GiB); 1.8 times
-# the memory, since its memo keeps the parts of all tensors. It is not used because it cannot be as
-# strict: it hashes the keys of dicts before they can be checked, which takes 2**60 steps for a
-# tuple of 60 shared levels (250 bytes) and is not visible in the opcodes alone. It also needs a
-# class for each name of a new object, and cannot set attributes of the plain dict that an ordered
-# dict becomes.
+# `pickle.Unpickler` with inert classes for names takes a fifth of this reader's time: 20 of 100 ms
+# for the metadata of 2,000 tensors on 2 ranks, 360,000 opcodes, with Python 3.11. A scan of the
+# opcodes before it (12 ms) bounds lengths and memo indices, by which a pickle of 9 bytes takes
+# 4 GiB. It is not used because it hashes the keys of dicts before they can be checked: a tuple of
+# 60 shared levels (250 bytes) takes 2**60 steps, and a tuple of 400,000 levels ends the process. A
+# scan that excludes such keys has to follow the stack through all opcodes, as this reader does.
 class _Reader:
     """The stack machine of a pickle."""
 
@@ -186,11 +184,13 @@ class _Reader:
         self._label = label
         self._make, self._refer = make, refer
         self._keeps_parts = keeps_parts
-        # How often a part was referred to again.
-        self._shares = 0
+        # The parts that were referred to again, once for each time.
+        self._recalled: list[Any] = []
         self._start = start
         self.at = start
+        # The values after the last mark, and those before it, by earlier marks.
         self._stack: list[Any] = []
+        self._outer: list[list[Any]] = []
         # Memo numbers are consecutive, except in damaged pickles: those are in the dict.
         self._memo: list[Any] = []
         self._scattered: dict[int, Any] = {}
@@ -200,7 +200,7 @@ class _Reader:
     def read(self) -> Any:
         """Interpret the pickle up to its end."""
         try:
-            return self._run()
+            value = self._run()
         except (IndexError, struct.error) as error:
             if self.at >= len(self._content):
                 raise self._ends_early("it ends early") from error
@@ -214,6 +214,8 @@ class _Reader:
             if isinstance(error, FormatError):
                 raise
             raise self.damaged(str(error)) from error
+        self._expect_proportion(value)
+        return value
 
     def damaged(self, reason: str) -> FormatError:
         """Return the error for bytes that are not such a pickle."""
@@ -229,38 +231,131 @@ class _Reader:
         )
 
     def _run(self) -> Any:
-        content, handlers = self._content, _HANDLERS
-        while True:
-            opcode = content[self.at]
-            self.at += 1
-            if opcode == _STOP:
-                value = self._stack.pop()
-                if self._stack or value is _MARK:
-                    raise self.damaged("it ends with values left over on its stack")
-                # Each share at most doubles the number of ways to a part.
-                if 1 << min(self._shares, 60) > _PARTS_PER_BYTE:
-                    self._expect_proportion(value)
-                return value
-            handler = handlers[opcode]
-            if handler is None:
-                known = f"the opcode {_NAMES[opcode]}" if opcode in _NAMES else f"byte {opcode}"
-                raise self.damaged(f"{known} does not occur in such files")
-            handler(self)
+        """Interpret opcodes up to the last, and return the value.
+
+        `_HANDLERS` has a method for each opcode, or None for those that occur for every tensor:
+        they are interpreted here, since a call takes longer than their work.
+        """
+        content, size, handlers = self._content, len(self._content), _HANDLERS
+        memo, scattered, outer = self._memo, self._scattered, self._outer
+        recalled = self._recalled
+        stack, at = self._stack, self.at
+        value: Any
+        try:
+            while True:
+                opcode = content[at]
+                at += 1
+                handler = handlers[opcode]
+                if handler is not None:
+                    self._stack, self.at = stack, at
+                    handler(self)
+                    stack, at = self._stack, self.at
+                elif opcode == 0x68 or opcode == 0x6A:  # BINGET, LONG_BINGET
+                    if opcode == 0x68:
+                        number = content[at]
+                        at += 1
+                    else:
+                        at += 4
+                        (number,) = _UNSIGNED(content, at - 4)
+                    value = memo[number] if number < len(memo) else scattered[number]
+                    kind = type(value)
+                    if kind is not str and kind is not Global:
+                        if value is _RELEASED:
+                            raise _ReleasedError
+                        if kind in _SHARED:
+                            recalled.append(value)
+                    stack.append(value)
+                elif opcode == 0x94:  # MEMOIZE
+                    # The next free number, as in Python's own reader.
+                    if scattered:
+                        self._memoize(len(memo) + len(scattered), stack[-1])
+                    else:
+                        memo.append(stack[-1])
+                elif opcode == 0x4B:  # BININT1
+                    stack.append(content[at])
+                    at += 1
+                elif opcode == 0x28:  # MARK
+                    # The values up to the next opcode that uses the mark are a list of their own.
+                    outer.append(stack)
+                    stack = []
+                elif opcode == 0x86:  # TUPLE2
+                    value = stack.pop()
+                    stack[-1] = (stack[-1], value)
+                elif opcode == 0x85:  # TUPLE1
+                    stack[-1] = (stack[-1],)
+                elif opcode == 0x7D:  # EMPTY_DICT
+                    stack.append({})
+                elif opcode == 0x29:  # EMPTY_TUPLE
+                    stack.append(())
+                elif opcode == 0x52 or opcode == 0x81:  # REDUCE, NEWOBJ
+                    arguments = stack.pop()
+                    stack[-1] = self._call(stack[-1], arguments, opcode == 0x81)
+                elif opcode == 0x75:  # SETITEMS
+                    values, stack = stack, outer.pop()
+                    _set_items(stack[-1], values)
+                elif opcode == 0x62:  # BUILD
+                    value = stack.pop()
+                    target = stack[-1]
+                    # Plain values also get attributes: the versions of modules of a state dict.
+                    if type(target) is Call:
+                        if target.state is not None:
+                            raise ValueError(f"{target} is given a state twice")
+                        target.state = value
+                elif opcode == 0x71 or opcode == 0x72:  # BINPUT, LONG_BINPUT
+                    if opcode == 0x71:
+                        number = content[at]
+                        at += 1
+                    else:
+                        at += 4
+                        (number,) = _UNSIGNED(content, at - 4)
+                    if number == len(memo):
+                        memo.append(stack[-1])
+                    else:
+                        self._memoize(number, stack[-1])
+                elif opcode == 0x8C or opcode == 0x58:  # SHORT_BINUNICODE, BINUNICODE
+                    if opcode == 0x8C:
+                        length = content[at]
+                        at += 1
+                    else:
+                        at += 4
+                        (length,) = _UNSIGNED(content, at - 4)
+                    stop = at + length
+                    if stop > size:
+                        raise self._lacks(at, length)
+                    # A name may be any text of Python, including half a UTF-16 pair.
+                    stack.append(str(content[at:stop], "utf-8", "surrogatepass"))
+                    at = stop
+                elif opcode == 0x4D:  # BININT2
+                    at += 2
+                    stack.append(content[at - 2] | content[at - 1] << 8)
+                elif opcode == 0x4A:  # BININT
+                    at += 4
+                    stack.append(_SIGNED(content, at - 4)[0])
+                elif opcode == 0x4E:  # NONE
+                    stack.append(None)
+                elif opcode == 0x2E:  # STOP
+                    if not outer:
+                        value = stack.pop()
+                    if outer or stack:
+                        raise ValueError("it ends with values left over on its stack")
+                    return value
+        finally:
+            self.at = at
 
     # Arguments of opcodes.
+
+    def _lacks(self, at: int, size: int) -> PickleEndsEarlyError:
+        self.at = at
+        return self._ends_early(f"{size} bytes should follow, it ends before")
 
     def _bytes(self, size: int) -> bytes:
         begin, end = self.at, self.at + size
         if end > len(self._content):
-            raise self._ends_early(f"{size} bytes should follow, it ends before")
+            raise self._lacks(begin, size)
         self.at = end
         return self._content[begin:end]
 
     def _unsigned(self, size: int) -> int:
-        if size == 1:
-            byte = self._content[self.at]
-            self.at += 1
-            return byte
         return int.from_bytes(self._bytes(size), "little")
 
     def _line(self) -> str:
@@ -276,42 +371,24 @@ class _Reader:
     def push(self, value: Any) -> None:
         self._stack.append(value)
 
-    def pop(self) -> Any:
-        value = self._stack.pop()
-        if value is _MARK:
-            raise self.damaged("a mark is where a value should be")
-        return value
-
     def pop_to_mark(self) -> list[Any]:
         """Remove and return the values above the last mark."""
-        stack = self._stack
-        at = len(stack) - 1
-        while stack[at] is not _MARK:
-            at -= 1
-            if at < 0:
-                raise self.damaged("a mark is missing")
-        items = stack[at + 1 :]
-        del stack[at:]
-        return items
-
-    def _top(self, kind: type) -> Any:
-        value = self._stack[-1]
-        if type(value) is not kind:
-            raise self.damaged(f"a {kind.__name__} should be on the stack")
-        return value
+        if not self._outer:
+            raise ValueError("a mark is missing")
+        values, self._stack = self._stack, self._outer.pop()
+        return values
 
     # Opcodes.
+
+    def unknown(self) -> None:
+        opcode = self._content[self.at - 1]
+        known = f"the opcode {_NAMES[opcode]}" if opcode in _NAMES else f"byte {opcode}"
+        raise self.damaged(f"{known} does not occur in such files")
 
     def protocol(self) -> None:
         version = self._unsigned(1)
         if version > _MAX_READ_PROTOCOL:
             raise self.damaged(f"protocol {version} is later than {_MAX_READ_PROTOCOL}")
-
-    def integer(self, size: int) -> None:
-        self._stack.append(self._unsigned(size))
-
-    def signed_integer(self) -> None:
-        self._stack.append(int.from_bytes(self._bytes(4), "little", signed=True))
 
     def long_integer(self) -> None:
         size = self._unsigned(1)
@@ -322,9 +399,8 @@ class _Reader:
     def real(self) -> None:
         self._stack.append(struct.unpack(">d", self._bytes(8))[0])
 
-    def text(self, size: int) -> None:
-        # A name may be any text of Python, including half a UTF-16 pair.
-        self._stack.append(self._bytes(self._unsigned(size)).decode("utf-8", "surrogatepass"))
+    def long_text(self) -> None:
+        self._stack.append(self._bytes(self._unsigned(8)).decode("utf-8", "surrogatepass"))
 
     def python2_text(self, size: int) -> None:
         content = self._bytes(self._unsigned(size))
@@ -336,9 +412,11 @@ class _Reader:
     def binary(self, size: int) -> None:
         self._stack.append(self._bytes(self._unsigned(size)))
 
-    def tuple_of(self, size: int) -> None:
-        items = [self.pop() for _ in range(size)]
-        self._stack.append(tuple(reversed(items)))
+    def tuple3(self) -> None:
+        values = self._stack[-3:]
+        if len(values) < 3:
+            raise IndexError
+        self._stack[-3:] = [tuple(values)]
 
     def extend(self, values: list[Any]) -> None:
         """Add values to the list on the stack, or to an object that is a list."""
@@ -346,55 +424,41 @@ class _Reader:
         if type(target) is Call:
             target.members = [] if target.members is None else target.members
             target.members.extend(values)
+        elif type(target) is list:
+            target.extend(values)
         else:
-            self._top(list).extend(values)
+            raise ValueError("a list should be on the stack")
 
     def add_to_set(self) -> None:
         values = self.pop_to_mark()
-        self._top(Call).arguments[0].extend(values)
+        target = self._stack[-1]
+        if type(target) is not Call:
+            raise ValueError("a set should be on the stack")
+        target.arguments[0].extend(values)
 
     def duplicate(self) -> None:
-        self._shares += 1
         self._stack.append(self._stack[-1])
+        if type(self._stack[-1]) in _SHARED:
+            self._recalled.append(self._stack[-1])
 
     def set_item(self) -> None:
-        value, key = self.pop(), self.pop()
-        self.set_items([key, value])
+        value, key = self._stack.pop(), self._stack.pop()
+        _set_items(self._stack[-1], [key, value])
 
-    def set_items(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) is Call:
-            target.items = {} if target.items is None else target.items
-            target = target.items
-        if type(target) is not dict:
-            raise self.damaged("a dict should be on the stack")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            target[key if type(key) is str or _is_key(key) else Reference(key)] = value
-
-    def memoize(self, number: int | None = None) -> None:
-        memo = self._memo
-        if number is None:
-            # MEMOIZE takes the next free number, as in Python's own reader.
-            number = len(memo) + len(self._scattered)
-        if number == len(memo):
-            memo.append(self._stack[-1])
-        elif number < len(memo):
-            memo[number] = self._stack[-1]
+    def pop(self) -> None:
+        # As in Python's own reader, without a value above the last mark the mark is removed.
+        if self._stack or not self._outer:
+            self._stack.pop()
         else:
-            self._scattered[number] = self._stack[-1]
+            self._stack = self._outer.pop()
 
-    def memoize_as(self, size: int) -> None:
-        self.memoize(self._unsigned(size))
-
-    def recall(self, size: int) -> None:
-        number = self._unsigned(size)
-        memo = self._memo
-        value = memo[number] if number < len(memo) else self._scattered[number]
-        if value is _RELEASED:
-            raise _ReleasedError
-        if type(value) in _SHARED:
-            self._shares += 1
-        self._stack.append(value)
+    def _memoize(self, number: int, value: Any) -> None:
+        if number == len(self._memo):
+            self._memo.append(value)
+        elif number < len(self._memo):
+            self._memo[number] = value
+        else:
+            self._scattered[number] = value
 
     def _release_parts(self, arguments: tuple[Any, ...]) -> None:
         """Release the memo entries of the parts of the value that was just built."""
@@ -407,7 +471,14 @@ class _Reader:
         """Raise FormatError if shared parts make a value far larger than its pickle."""
         size = self.at - self._start
         max_parts = _MIN_PARTS + _PARTS_PER_BYTE * size
-        if count_parts(value, max_parts) > max_parts:
+        # Each opcode makes at most as many parts as it has bytes, and each recall refers to as many
+        # as there are in a part. Only recalled parts are counted: most parts are not shared.
+        parts, sizes = size, dict[int, int]()
+        for part in self._recalled:
+            parts += sizes.get(id(part)) or count_parts(part, max_parts, sizes)
+            if parts > max_parts:
+                break
+        if parts > max_parts and count_parts(value, max_parts) > max_parts:
             raise self.damaged(
                 f"parts of it that are shared make more than {max_parts} of {size} bytes, which "
                 "no state of a model does"
@@ -418,7 +489,7 @@ class _Reader:
         self._push_name(module, self._line())
 
     def name_on_stack(self) -> None:
-        name, module = self.pop(), self.pop()
+        name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
             raise self.damaged("a name to import is not text")
         self._push_name(module, name)
@@ -426,29 +497,27 @@ class _Reader:
     def _push_name(self, module: str, name: str) -> None:
         self._stack.append(self._globals.setdefault((module, name), Global(module, name)))
 
-    def call(self, *, is_new: bool = False) -> None:
-        arguments, function = self.pop(), self.pop()
+    def _call(self, function: Any, arguments: Any, is_new: bool) -> Any:
+        """Return the value of a call, made by `make` or recorded."""
         if type(arguments) is not tuple or type(function) not in (Global, Call):
-            raise self.damaged("a call is not of a name with a tuple of arguments")
+            raise ValueError("a call is not of a name with a tuple of arguments")
         if type(function) is Call:
             # The result of a call is called in turn, or is the class of a new object.
             name = Global("copyreg", "__newobj__") if is_new else Global("operator", "call")
             function, arguments, is_new = name, (function, *arguments), False
         built = self._make(function, arguments)
         if built is None:
-            self._stack.append(Call(function, arguments, None, is_new))
-            return
+            return Call(function, arguments, None, is_new)
         value, is_only_user = built
-        self._stack.append(value)
         if is_only_user and not self._keeps_parts:
             self._release_parts(arguments)
+        return value
 
     def call_with_keywords(self) -> None:
         # As in protocol 2: a function that makes a new object with keyword arguments.
-        keywords, arguments, made = self.pop(), self.pop(), self.pop()
-        self._push_name("copyreg", "__newobj_ex__")
-        self._stack.append((made, arguments, keywords))
-        self.call()
+        keywords, arguments, made = self._stack.pop(), self._stack.pop(), self._stack.pop()
+        function = Global("copyreg", "__newobj_ex__")
+        self._stack.append(self._call(function, (made, arguments, keywords), is_new=False))
 
     def builtin(self, name: str, content: Any) -> None:
         """Push a call of a builtin class that has its own opcode."""
@@ -457,36 +526,19 @@ class _Reader:
     def bytearray_(self) -> None:
         self.builtin("bytearray", self._bytes(self._unsigned(8)))
 
-    def build(self) -> None:
-        state = self.pop()
-        target = self._stack[-1]
-        if type(target) is not Call:
-            # Attributes of a plain value, such as the versions of modules of a state dict.
-            return
-        if target.state is not None:
-            raise self.damaged(f"{target} is given a state twice")
-        target.state = state
-
     def reference(self) -> None:
-        self._stack.append(self._refer(self.pop()))
+        self._stack.append(self._refer(self._stack.pop()))
 
 
 _OPCODES: dict[str, Callable[[_Reader], Any]] = {
     "PROTO": _Reader.protocol,
     # The length of a frame helps readers of streams; here the whole pickle is in memory.
     "FRAME": lambda reader: reader._bytes(8),
-    "MARK": lambda reader: reader.push(_MARK),
-    "NONE": lambda reader: reader.push(None),
     "NEWTRUE": lambda reader: reader.push(True),
     "NEWFALSE": lambda reader: reader.push(False),
-    "BININT": _Reader.signed_integer,
-    "BININT1": lambda reader: reader.integer(1),
-    "BININT2": lambda reader: reader.integer(2),
     "LONG1": _Reader.long_integer,
     "BINFLOAT": _Reader.real,
-    "SHORT_BINUNICODE": lambda reader: reader.text(1),
-    "BINUNICODE": lambda reader: reader.text(4),
-    "BINUNICODE8": lambda reader: reader.text(8),
+    "BINUNICODE8": _Reader.long_text,
     "BINSTRING": lambda reader: reader.python2_text(4),
     "SHORT_BINSTRING": lambda reader: reader.python2_text(1),
     "SHORT_BINBYTES": lambda reader: reader.binary(1),
@@ -494,43 +546,50 @@ _OPCODES: dict[str, Callable[[_Reader], Any]] = {
     "BINBYTES8": lambda reader: reader.binary(8),
     "BYTEARRAY8": _Reader.bytearray_,
     "EMPTY_LIST": lambda reader: reader.push([]),
-    "EMPTY_DICT": lambda reader: reader.push({}),
-    "EMPTY_TUPLE": lambda reader: reader.push(()),
     "EMPTY_SET": lambda reader: reader.builtin("set", []),
     "FROZENSET": lambda reader: reader.builtin("frozenset", reader.pop_to_mark()),
     "TUPLE": lambda reader: reader.push(tuple(reader.pop_to_mark())),
-    "TUPLE1": lambda reader: reader.tuple_of(1),
-    "TUPLE2": lambda reader: reader.tuple_of(2),
-    "TUPLE3": lambda reader: reader.tuple_of(3),
-    "APPEND": lambda reader: reader.extend([reader.pop()]),
+    "TUPLE3": _Reader.tuple3,
+    "APPEND": lambda reader: reader.extend([reader._stack.pop()]),
     "APPENDS": lambda reader: reader.extend(reader.pop_to_mark()),
     "ADDITEMS": _Reader.add_to_set,
     "SETITEM": _Reader.set_item,
-    "SETITEMS": lambda reader: reader.set_items(reader.pop_to_mark()),
-    "MEMOIZE": _Reader.memoize,
-    "BINPUT": lambda reader: reader.memoize_as(1),
-    "LONG_BINPUT": lambda reader: reader.memoize_as(4),
-    "BINGET": lambda reader: reader.recall(1),
-    "LONG_BINGET": lambda reader: reader.recall(4),
     "GLOBAL": _Reader.name_in_lines,
     "STACK_GLOBAL": _Reader.name_on_stack,
-    "REDUCE": _Reader.call,
-    "NEWOBJ": lambda reader: reader.call(is_new=True),
     "NEWOBJ_EX": _Reader.call_with_keywords,
-    "BUILD": _Reader.build,
     "BINPERSID": _Reader.reference,
-    "POP": lambda reader: reader._stack.pop(),
+    "POP": _Reader.pop,
     "POP_MARK": _Reader.pop_to_mark,
     "DUP": _Reader.duplicate,
 }
 _NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
-_HANDLERS = [_OPCODES.get(_NAMES.get(code, "")) for code in range(256)]
-_STOP = ord(".")
+# The opcodes that `_Reader._run` interprets itself.
+_INLINE = (
+    *("MARK", "NONE", "BININT", "BININT1", "BININT2", "SHORT_BINUNICODE", "BINUNICODE"),
+    *("EMPTY_DICT", "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "SETITEMS", "MEMOIZE", "BINPUT"),
+    *("LONG_BINPUT", "BINGET", "LONG_BINGET", "REDUCE", "NEWOBJ", "BUILD", "STOP"),
+)
+_HANDLERS: list[Callable[[_Reader], Any] | None] = [
+    None if _NAMES.get(code) in _INLINE else _OPCODES.get(_NAMES.get(code, ""), _Reader.unknown)
+    for code in range(256)
+]
 
 # DCP's `storage_data` has calls as keys. Hashing them is cheap: they compare by identity.
 _KEYS = frozenset([str, int, bool, float, bytes, type(None), Call, Global])
 # Types that have parts, and that the memo can share.
 _SHARED = frozenset([list, dict, tuple, Call])
+
+
+def _set_items(target: Any, values: list[Any]) -> None:
+    """Set items of a dict, or of an object that is a dict, given as keys and values in turn."""
+    if type(target) is Call:
+        target.items = {} if target.items is None else target.items
+        target = target.items
+    if type(target) is not dict:
+        raise ValueError("a dict should be on the stack")
+    remaining = iter(values)
+    for key, value in zip(remaining, remaining, strict=True):
+        target[key if type(key) is str or _is_key(key) else Reference(key)] = value
 
 
 def _is_key(key: Any) -> bool:
@@ -540,28 +599,31 @@ def _is_key(key: Any) -> bool:
     return type(key) in _KEYS
 
 
-def count_parts(value: Any, max_parts: int) -> int:
+def count_parts(value: Any, max_parts: int, sizes: dict[int, int] | None = None) -> int:
     """Count the parts of a value, shared parts once for each place; stop above `max_parts`.
 
-    A part that contains itself counts once there.
+    A part that contains itself counts once there. `sizes` has the counts of values by identity, to
+    which those of this value and its parts are added.
 
     >>> shared = [1, 2]
     >>> count_parts([shared, shared], 100)
     7
     """
-    sizes: dict[int, int] = {}
+    sizes = {} if sizes is None else sizes
     waiting: list[tuple[Any, bool]] = [(value, False)]
     while waiting:
         part, is_done = waiting.pop()
         if is_done:
-            total = 1 + sum(sizes.get(id(inner), 1) for inner in _list_parts(part))
+            total = 1
+            for inner in _list_parts(part):
+                total += sizes.get(id(inner), 1) if type(inner) in _SHARED else 1
             if total > max_parts:
                 return total
             sizes[id(part)] = total
         elif type(part) in _SHARED and id(part) not in sizes:
             sizes[id(part)] = 1
             waiting.append((part, True))
-            waiting.extend((inner, False) for inner in _list_parts(part) if type(inner) in _SHARED)
+            waiting += [(inner, False) for inner in _list_parts(part) if type(inner) in _SHARED]
     return sizes.get(id(value), 1)
 
 

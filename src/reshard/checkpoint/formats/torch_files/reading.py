@@ -37,14 +37,15 @@ Source: the zip format (APPNOTE 6.3.3), and the files of PyTorch 1.6 and later.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from reshard.binding import FileRange, View
 from reshard.checkpoint.contents import StoredChecksum
@@ -326,6 +327,91 @@ def read_archive(read: ReadRange, start_bytes: int, size_bytes: int, label: str)
     records = ZipRecords(read, start_bytes, size_bytes, wrong, _MAX_TENSOR_DIRECTORY_BYTES)
     value = _read_records(records, _MAX_TENSOR_PICKLE_BYTES, label)
     return _expect_tensor(value, records.wrong)
+
+
+class _Template(NamedTuple):
+    """The bytes that describe a tensor in an archive, which equal archives share.
+
+    `reads` has the ranges `(offset, size)` of an archive to read; `parts` the bytes that must be in
+    each, with their offsets in it. The CRC-32 of the elements is at `crc32_bytes` of the last.
+    """
+
+    reads: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[tuple[int, bytes], ...], ...]
+    crc32_bytes: int
+    tensor: ArchivedTensor
+
+
+class ArchiveReader:
+    """Reads archives of tensors, and parses those once that differ only in their elements.
+
+    A checkpoint has an archive for each part of each tensor. To parse one takes far longer than to
+    compare its bytes with those of an archive that was parsed before.
+    """
+
+    def __init__(self) -> None:
+        self._templates: dict[Hashable, _Template] = {}
+
+    def match(
+        self, read: ReadRange, start_bytes: int, size_bytes: int, key: Hashable
+    ) -> tuple[ArchivedTensor, int | None] | None:
+        """Return what `parse` does for an archive that equals an earlier archive, or else None.
+
+        `key` is a guess at what is equal, such as type and shape: the last archive of the same
+        size and key is compared.
+        """
+        template = self._templates.get((size_bytes, key))
+        if template is None:
+            return None
+        for (offset, size), parts in zip(template.reads, template.parts, strict=True):
+            content = read(start_bytes + offset, size)
+            for at, part in parts:
+                if not content.startswith(part, at):
+                    return None
+        at = template.crc32_bytes
+        return template.tensor, int.from_bytes(content[at : at + 4], "little") or None
+
+    def parse(
+        self, read: ReadRange, start_bytes: int, size_bytes: int, label: str, key: Hashable
+    ) -> tuple[ArchivedTensor, int | None]:
+        """Return the tensor of an archive, as if it began at byte 0, and its checksum.
+
+        Raises:
+            FormatError, UnreadableTensorError: as `read_archive`.
+        """
+        wrong, most = f"{label} is not a tensor", _MAX_TENSOR_DIRECTORY_BYTES
+        records = ZipRecords(read, start_bytes, size_bytes, wrong, most, is_recorded=True)
+        value = _read_records(records, _MAX_TENSOR_PICKLE_BYTES, label)
+        found = _expect_tensor(value, records.wrong)
+        start = found.start_bytes - start_bytes
+        tensor = dataclasses.replace(found, start_bytes=start, crc32=None)
+        used = records.list_used()
+        if used is not None and used[1] > start:
+            self._templates[size_bytes, key] = _make_template(*used, tensor)
+        return tensor, found.crc32
+
+
+# Parts of an archive that are nearer to each other are read at once.
+_TEMPLATE_GAP_BYTES = 4096
+
+
+def _make_template(
+    used: list[tuple[int, bytes]], crc32_bytes: int, tensor: ArchivedTensor
+) -> _Template:
+    """Return the template of the bytes by which an archive was read, given with their offsets."""
+    groups: list[list[tuple[int, bytes]]] = [[]]
+    stop = 0
+    for offset, content in sorted(used):
+        if offset > stop + _TEMPLATE_GAP_BYTES:
+            groups.append([])
+        groups[-1].append((offset, content))
+        stop = max(stop, offset + len(content))
+    reads, parts = [], []
+    for group in groups:
+        begin = group[0][0]
+        reads.append((begin, max(at + len(content) for at, content in group) - begin))
+        parts.append(tuple((at - begin, part) for at, part in group))
+    return _Template(tuple(reads), tuple(parts), crc32_bytes - reads[-1][0], tensor)
 
 
 def read_archive_front(front: bytes, label: str) -> ArchivedTensor:

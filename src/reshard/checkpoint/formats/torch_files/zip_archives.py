@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from reshard.checkpoint.formats.torch_files.pickles import shortened
@@ -34,6 +34,8 @@ _ENTRY = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
+# The offset of the checksum in a header, and in an entry of the directory.
+_HEADER_CRC32, _ENTRY_CRC32 = 14, 16
 LOCAL_SIGNATURE, DESCRIPTOR_SIGNATURE = b"PK\x03\x04", b"PK\x07\x08"
 _ENTRY_SIGNATURE, _END_SIGNATURE = b"PK\x01\x02", b"PK\x05\x06"
 _END64_SIGNATURE, _LOCATOR_SIGNATURE = b"PK\x06\x06", b"PK\x06\x07"
@@ -58,11 +60,15 @@ _PADDING_ID = b"FB"
 
 
 class _Record(NamedTuple):
-    """An entry of the directory: the offset of the record's header; the CRC-32 is 0 if absent."""
+    """An entry of the directory: the offset of the record's header; the CRC-32 is 0 if absent.
+
+    `crc32_bytes` is the offset of the CRC-32 in the archive.
+    """
 
     header_bytes: int
     size_bytes: int
     crc32: int
+    crc32_bytes: int
 
 
 class ZipRecords:
@@ -79,12 +85,19 @@ class ZipRecords:
         size_bytes: int,
         label: str,
         max_directory_bytes: int,
+        *,
+        is_recorded: bool = False,
     ) -> None:
         self._read = read
         self._start = start_bytes
         self._size = size_bytes
         self._label = label
         self._max_directory_bytes = max_directory_bytes
+        # The bytes that were used, with their offsets, if they are recorded; the records whose
+        # content was read; the storages that were found.
+        self._used: list[tuple[int, bytes]] | None = [] if is_recorded else None
+        self._checked: set[str] = set()
+        self._found: set[str] = set()
         tail = min(size_bytes, _TAIL_BYTES)
         self._tail = read(start_bytes + size_bytes - tail, tail)
         try:
@@ -101,8 +114,12 @@ class ZipRecords:
             raise self.wrong(f"it refers to bytes {offset}:{offset + size} of its {self._size}")
         in_tail = offset - (self._size - len(self._tail))
         if in_tail >= 0:
-            return self._tail[in_tail : in_tail + size]
-        return self._read(self._start + offset, size)
+            content = self._tail[in_tail : in_tail + size]
+        else:
+            content = self._read(self._start + offset, size)
+        if self._used is not None:
+            self._used.append((offset, content))
+        return content
 
     def _read_directory(self) -> dict[str, _Record]:
         end = self._bytes(self._size - _END.size, _END.size)
@@ -121,9 +138,10 @@ class ZipRecords:
             raise self.wrong(
                 f"its directory has {size} bytes, more than {self._max_directory_bytes}"
             )
-        return self._read_entries(self._bytes(offset, size), count)
+        self._directory = offset, self._bytes(offset, size)
+        return self._read_entries(*self._directory, count)
 
-    def _read_entries(self, directory: bytes, count: int) -> dict[str, _Record]:
+    def _read_entries(self, offset: int, directory: bytes, count: int) -> dict[str, _Record]:
         records: dict[str, _Record] = {}
         prefix, at = None, 0
         # A false count must cost no more than the directory's own bytes.
@@ -133,12 +151,14 @@ class ZipRecords:
             name_size, extra_size, comment_size = fields[10:13]
             if signature != _ENTRY_SIGNATURE:
                 raise self.wrong("an entry of its directory is damaged")
+            crc32_bytes = offset + at + _ENTRY_CRC32
             at += _ENTRY.size
             name = directory[at : at + name_size].decode("utf-8")
             extra = directory[at + name_size : at + name_size + extra_size]
             at += name_size + extra_size + comment_size
-            record, packed = _read_entry(fields, extra)
-            if method != 0 or flags & ENCRYPTED or packed != record.size_bytes:
+            (size_bytes, packed, header_bytes) = _read_entry(fields, extra)
+            record = _Record(header_bytes, size_bytes, fields[7], crc32_bytes)
+            if method != 0 or flags & ENCRYPTED or packed != size_bytes:
                 record = record._replace(size_bytes=_NOT_STORED)
             # All records are in a single folder, named after the saved file.
             if prefix is None:
@@ -187,16 +207,51 @@ class ZipRecords:
         # PyTorch can be set not to compute checksums; they are 0 then.
         if record.crc32 and zlib.crc32(content) != record.crc32:
             raise self.wrong(f"its record {name!r} is damaged, by its own checksum")
+        self._checked.add(name)
         return content
 
     def storage(self, key: str, size_bytes: int) -> tuple[int, int, int]:
         """Return a storage's start in the file, its size in bytes, and its checksum or 0."""
         begin, record = self._find(f"data/{key}")
+        self._found.add(key)
         return self._start + begin, record.size_bytes, record.crc32
 
+    def list_used(self) -> tuple[list[tuple[int, bytes]], int] | None:
+        """Return the bytes by which the archive's storage was found, and the CRC-32's offset.
 
-def _read_entry(fields: tuple[Any, ...], extra: bytes) -> tuple[_Record, int]:
-    """Return the record of an entry, and its packed size; large values are in `extra`."""
+        Bytes are given with their offsets in the archive. Checksums of records whose content was
+        not read are left out: archives that differ in nothing else have the same contents, except
+        for elements. Returns None unless a single storage was found.
+        """
+        if self._used is None or len(self._found) != 1:
+            return None
+        (key,) = self._found
+        storage = self._records[f"data/{key}"]
+        used = dict.fromkeys(self._used)
+        header = (storage.header_bytes, self._bytes(storage.header_bytes, LOCAL_HEADER.size))
+        del used[header]
+        pieces = [*used, *_leave_out(*header, [storage.header_bytes + _HEADER_CRC32])]
+        at, directory = self._directory
+        pieces.remove((at, directory))
+        checksums = [
+            r.crc32_bytes for name, r in self._records.items() if name not in self._checked
+        ]
+        return [*pieces, *_leave_out(at, directory, checksums)], storage.crc32_bytes
+
+
+def _leave_out(
+    offset: int, content: bytes, checksums: Iterable[int]
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the parts of bytes at `offset` that are not in one of the CRC-32s."""
+    begin = 0
+    for at in sorted(at - offset for at in checksums):
+        yield offset + begin, content[begin:at]
+        begin = at + 4
+    yield offset + begin, content[begin:]
+
+
+def _read_entry(fields: tuple[Any, ...], extra: bytes) -> list[int]:
+    """Return size, packed size and offset of an entry's record; large values are in `extra`."""
     # Field 1 of `extra` has the 64-bit values of the fields that are 0xFFFFFFFF, in this order.
     values = [fields[9], fields[8], fields[16]]
     at = 0
@@ -210,8 +265,7 @@ def _read_entry(fields: tuple[Any, ...], extra: bytes) -> tuple[_Record, int]:
                     (values[number],) = struct.unpack_from("<Q", wide)
                     wide = wide[8:]
         at += size
-    size, packed, header = values
-    return _Record(header, size, fields[7]), packed
+    return values
 
 
 def is_wide(number: int) -> bool:
