@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from reshard.spmd.core.operator import SHIPPED, Operator, operators
+from reshard.spmd.core.operator import Operator, operators, shipped_operators
 
 
 def _write_partial(operator: Operator) -> str:
@@ -74,7 +74,7 @@ names it once. Give one to an operator of your own with `@reshard.spmd.rule`.
 def rules_document() -> str:
     """Return the page as Markdown."""
     lines = [_HEAD]
-    shipped = [operator for name, operator in operators.items() if name in SHIPPED]
+    shipped = [operator for name, operator in operators.items() if name in shipped_operators()]
     families = list(dict.fromkeys([*_FAMILIES, *(operator.family for operator in shipped)]))
     for family in families:
         lines += [f"## {family[0].upper()}{family[1:]}", ""]

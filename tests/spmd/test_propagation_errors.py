@@ -29,7 +29,7 @@ ARRAY = sp.abstract((8, 8), "float32", spec(MESH, "x, y"))
 @pytest.fixture(autouse=True)
 def own_rules() -> Iterator[None]:
     yield
-    for name in set(table._table) - table.SHIPPED:
+    for name in set(table._table) - table.shipped_operators():
         del table._table[name]
 
 

@@ -16,15 +16,12 @@ from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd import namespace
 from reshard.spmd.core.operator import (
-    SHIPPED,
     Operator,
-    close_shipped,
     operator_of,
     register,
     rule,
     rule_of,
 )
-from reshard.spmd.core.operator import operators as _operators
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.rules.templates import (
     Template,
@@ -36,9 +33,6 @@ from reshard.spmd.rules.templates import (
     reshape_template,
     transpose_template,
 )
-
-namespace.load_families()
-close_shipped()
 
 __array_api_version__ = "2024.12"
 
@@ -60,14 +54,13 @@ __all__ = [
     "rule",
     "rule_of",
     "transpose_template",
-    *namespace.NAMES,
-    *(name for name in SHIPPED if _operators[name].doc),
+    *namespace.list_names(),
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Load a part of the namespace when it is first used."""
     found = namespace.find(name)
-    if name not in _operators or name in SHIPPED:  # A user's row may be replaced by another.
+    if name in __all__:  # A user's row may be replaced by another.
         globals()[name] = found
     return found

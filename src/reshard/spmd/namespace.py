@@ -5,6 +5,7 @@ A registry: modules below find functions of the namespace here by name, and neve
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -25,7 +26,7 @@ _FAMILIES = (
     "arrays.random",
     "ops.foreign",
 )
-"""The modules of families of operators, which register them."""
+"""The modules of families of operators."""
 
 _NAMES_OF = {
     "core.array_type": "ArrayType",
@@ -108,12 +109,18 @@ _OTHERS = {
     "__array_namespace_info__": ("ops.data_types", "namespace_info"),
 }
 
-NAMES = (*_CONSTANTS, *_EXTENSIONS, *_MODULE_OF)
-"""All names that are loaded when they are first used."""
+
+def list_names() -> list[str]:
+    """Return all names of the namespace that have a module."""
+    # An elementwise operator with a `doc` is a function by its record alone.
+    import_module("reshard.spmd.ops.elementwise")
+    registry = import_module("reshard.spmd.core.operator")
+    return [*_CONSTANTS, *_EXTENSIONS, *_MODULE_OF, *registry.documented_operators()]
 
 
+@cache
 def load_families() -> None:
-    """Import the families of operators, which register them."""
+    """Import all families of operators, which add their records."""
     # By name: a function of the namespace may have the name of its module.
     for family in _FAMILIES:
         import_module(f"reshard.spmd.{family}")
@@ -130,18 +137,18 @@ def find(name: str) -> Any:
     if name in _EXTENSIONS:
         return import_module(f"reshard.spmd.{_EXTENSIONS[name]}")
     place, own = _OTHERS.get(name) or (_MODULE_OF.get(name, ""), name)
-    if not place:
-        # An operator whose record has a `doc` is a function: the package's of its family's module.
-        registry = import_module("reshard.spmd.core.operator")
-        families = import_module("reshard.spmd.ops.elementwise")
-        operator = registry.operators.get(name)
-        if operator is None or not operator.doc:
-            end = "" if name.startswith("_") else registry.likely_name(name)
-            raise AttributeError(f"module 'reshard.spmd' has no attribute {name!r}{end}")
-        if name not in registry.SHIPPED:
-            return families.make_function(operator)
-        place = "ops.elementwise"
-    return getattr(import_module(f"reshard.spmd.{place}"), own)
+    if place:
+        return getattr(import_module(f"reshard.spmd.{place}"), own)
+    # An operator whose record has a `doc` is a function: the package's of its family's module.
+    registry = import_module("reshard.spmd.core.operator")
+    families = import_module("reshard.spmd.ops.elementwise")
+    # Python looks up names such as __path__, for which no family is imported.
+    operator = None if name.startswith("_") else registry.operators.get(name)
+    if operator is None or not operator.doc:
+        end = "" if name.startswith("_") else registry.likely_name(name)
+        raise AttributeError(f"module 'reshard.spmd' has no attribute {name!r}{end}")
+    is_shipped = name in registry.documented_operators()
+    return getattr(families, name) if is_shipped else families.make_function(operator)
 
 
 def module() -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import reshard.spmd as sp
-from reshard.spmd.core.operator import SHIPPED, operators
+from reshard.spmd.core.operator import operators, shipped_operators
 from reshard.spmd.shards.operation_call import call
 
 ZEROS = np.zeros((4, 3), int)
@@ -62,7 +62,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 # Types that are asked for by name are no types of the operands'.
 ASKED = ("astype", "random_numbers")
 NAMED = sorted(
-    name for name in SHIPPED if operators[name].result_types is not None and name not in ASKED
+    name
+    for name in shipped_operators()
+    if operators[name].result_types is not None and name not in ASKED
 )
 
 

@@ -13,7 +13,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import NotationError, ShardError, SpecError, UsageError
 from reshard.spmd.core import operator as table
-from reshard.spmd.core.operator import SHIPPED, find_operator
+from reshard.spmd.core.operator import find_operator, shipped_operators
 from reshard.spmd.gradients import tape as derivatives
 from reshard.spmd.programs.custom_ops import OwnOperator
 
@@ -28,7 +28,7 @@ CUTS = ("a, b", "b, a", "a b, -", "-, b", "-, -")
 def _registered() -> Iterator[None]:
     """What a test registers is forgotten after it."""
     yield
-    for name in [name for name in table._table if name not in SHIPPED]:
+    for name in set(table._table) - shipped_operators():
         del table._table[name]
         derivatives.remove_gradient(name)
 

@@ -16,7 +16,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError, UsageError
 from reshard.spmd.arrays.sharded_array import array
 from reshard.spmd.core.local_work import Function, LocalWork, find_function
-from reshard.spmd.core.operator import Infer, Operator, register
+from reshard.spmd.core.operator import Infer, Operator, ship
 from reshard.spmd.ops.arguments import as_whole, of_arrays, whole_number, whole_numbers
 from reshard.spmd.ops.data_types import check_device
 from reshard.spmd.ops.movement import read_axes, roll
@@ -109,7 +109,7 @@ def _fft_kernel(work: LocalWork) -> Function:
 
 
 def _register_transform(name: str, kind: str) -> Operator:
-    return register(
+    return ship(
         Operator(
             name,
             "Fourier transforms",

@@ -36,7 +36,7 @@ from reshard.spmd.arrays.creation import read_shape
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.local_work import Function, LocalWork, has_plain_parts
-from reshard.spmd.core.operator import Operator, register
+from reshard.spmd.core.operator import Operator, ship
 from reshard.spmd.core.result_types import asked, kind_of
 from reshard.spmd.ops import data_types, elementwise, reductions
 from reshard.spmd.ops.arguments import explain_errors, of_arrays, portion, whole_number
@@ -273,7 +273,7 @@ def _are_stretches(
     return all(map(has_plain_parts, specs))
 
 
-register(
+ship(
     Operator(
         "random_numbers",
         "creation",

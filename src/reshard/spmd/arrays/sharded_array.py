@@ -21,7 +21,6 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, SpecError, UsageError
 from reshard.mesh import DeviceMesh
-from reshard.notation.objects import sharding_of
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd import namespace
 from reshard.spmd.arrays.array_operators import ArrayOperators
@@ -338,6 +337,9 @@ def array(
 
 def _from_distributed(data: Any, runner: Runner | None) -> ShardedArray:
     """Return a tensor that is sharded over ranks, a DTensor, as an array in the same sharding."""
+    # Few programs have DTensors, and the module imports all notations.
+    from reshard.notation.objects import sharding_of
+
     spec, local = sharding_of(data), data.to_local()
     keeper = runner_for(local) if runner is None else runner
     ranks = keeper.ranks(spec.mesh)

@@ -83,7 +83,9 @@ class Library:
                 f"a {type(data).__name__} is one shard of a tensor here, not the tensor; give "
                 "sp.array(tensor), which takes its sharding, or tensor.to_local() for the shard"
             )
-        if isinstance(data, np.ma.MaskedArray):
+        # Without its module, which NumPy loads when it is first used, no array has a mask.
+        masked = sys.modules.get("numpy.ma")
+        if masked is not None and isinstance(data, masked.MaskedArray):
             raise ShardError(
                 f"a masked array of shape {data.shape}, whose mask would be lost; give "
                 "data.filled(...), and its mask as an array of its own"

@@ -2,8 +2,8 @@
 
 An operator's record has its sharding rule, the function that each rank computes, its derivative,
 its cost, the element types of its results, and which operands may be partial sums. Runners,
-propagation, traces, tapes and the cost model read only these records. The package registers its own
-operators in the way users register theirs: `register(Operator(...))`.
+propagation, traces, tapes and the cost model read only these records. Users add records with
+`register(Operator(...))`, modules of the package with `ship(Operator(...))`.
 
 `operators` has every operator by name. `rule_of` returns the rule of a name; the operands of an
 unknown operator are replicated, with one warning that names it.
@@ -15,15 +15,15 @@ import difflib
 import enum
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
-from types import MappingProxyType
 from typing import Any, Literal
 
 from reshard.errors import SpecError
 from reshard.sharding import ShardingSpec
+from reshard.spmd import namespace
 from reshard.spmd.core.local_work import Function, LocalWork, MakeLocal, by_name
 from reshard.spmd.core.result_types import ResultTypes
 from reshard.spmd.rules.rule_builder import Inferred, Shape, replicated_rule
@@ -331,18 +331,38 @@ def _infer(operator: Operator, shapes: tuple[Shape, ...], attributes: _Attribute
 
 
 _table: dict[str, Operator] = {}
+_shipped: set[str] = set()
 
-# A view: `register` alone adds operators.
-operators: Mapping[str, Operator] = MappingProxyType(_table)
+
+class _Operators(Mapping[str, Operator]):
+    # Families that arrays do without are imported when a name is looked up that others lack.
+    def __getitem__(self, name: str) -> Operator:
+        if name not in _table:
+            namespace.load_families()
+        return _table[name]
+
+    def __iter__(self) -> Iterator[str]:
+        namespace.load_families()
+        return iter(_table)
+
+    def __len__(self) -> int:
+        namespace.load_families()
+        return len(_table)
+
+
+operators: Mapping[str, Operator] = _Operators()
 """Every registered operator, by name."""
 
-SHIPPED: set[str] = set()
-"""The names of the operators that are part of the package, without custom operators."""
+
+def shipped_operators() -> set[str]:
+    """Return the names of the operators that are part of the package, without custom operators."""
+    namespace.load_families()
+    return _shipped
 
 
-def close_shipped() -> None:
-    """Mark the operators registered so far as built-in, so that they cannot be replaced."""
-    SHIPPED.update(_table)
+def documented_operators() -> list[str]:
+    """Return the names of the package's operators that are functions by their records alone."""
+    return [name for name in _shipped if _table[name].doc]
 
 
 _warned: set[str] = set()
@@ -350,9 +370,17 @@ _warned: set[str] = set()
 
 def find_operator(name: str) -> Operator:
     """Return the record of a name; a name that is not in the table gets a record without a rule."""
-    return _table.get(name) or Operator(
-        name, "without a rule", None, operator_class=None, work=of_own_rule
-    )
+    found = _table.get(name) or operators.get(name)
+    if found is None:
+        return Operator(name, "without a rule", None, operator_class=None, work=of_own_rule)
+    return found
+
+
+def ship(operator: Operator) -> Operator:
+    """Add a record of the package, which no other replaces if it has a rule."""
+    _shipped.add(operator.name)
+    _table[operator.name] = operator
+    return operator
 
 
 def operator_of(name: str) -> Operator:
@@ -382,7 +410,7 @@ def likely_name(name: str) -> str:
     >>> likely_name("matmull"), likely_name("my_own_kernel")
     ("; did you mean 'matmul'?", '')
     """
-    near = difflib.get_close_matches(name, _table, 2, 0.8)
+    near = difflib.get_close_matches(name, operators, 2, 0.8)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
@@ -438,11 +466,14 @@ def register(operator: Operator) -> Operator:
     >>> str(rule_of("twice", [(4,)]))
     '([i]) -> ([i]) {i=4}'
     """
-    name = operator.name
-    if name in SHIPPED and _table[name].has_rule:
-        raise SpecError(f"operator {name} has a rule of the package's; name yours differently")
-    _table[name] = operator
+    _check_replaceable(operator.name)
+    _table[operator.name] = operator
     return operator
+
+
+def _check_replaceable(name: str) -> None:
+    if name in shipped_operators() and _table[name].has_rule:
+        raise SpecError(f"operator {name} has a rule of the package's; name yours differently")
 
 
 RuleFunction = Callable[..., OpShardingRule | str]
@@ -479,8 +510,7 @@ def rule(
             f"linear={linear!r} of operator {name}; it is each, one, none, or the places of some "
             "operands, as in (0, 1)"
         )
-    if name in SHIPPED and _table[name].has_rule:
-        raise SpecError(f"operator {name} has a rule of the package's; name yours differently")
+    _check_replaceable(name)
 
     def add(function: RuleFunction) -> RuleFunction:
         # The result of a user's function may depend on the shapes: it is checked at each use.

@@ -25,12 +25,12 @@ from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.operator import (
-    SHIPPED,
     JointPullback,
     Pullback,
     TapeStep,
     find_operator,
     operators,
+    shipped_operators,
 )
 from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.graph import WITH_SHARDING
@@ -84,7 +84,7 @@ def gradient(name: str) -> Callable[[UserPullback], UserPullback]:
     """
     if not isinstance(name, str):
         raise UsageError(f'the gradient of {name!r}; give an operator\'s name: @gradient("name")')
-    shipped = operators[name] if name in SHIPPED else None
+    shipped = operators[name] if name in shipped_operators() else None
     if shipped is not None and (shipped.pullback is not None or shipped.is_constant):
         raise UsageError(
             f"operator {name} has a derivative of the package's; name your operator differently"

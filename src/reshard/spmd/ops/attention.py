@@ -38,7 +38,7 @@ from reshard.spmd.core.operator import (
     Sizes,
     TapeStep,
     dimension_sizes,
-    register,
+    ship,
 )
 from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.ops import data_types, elementwise, reductions
@@ -141,7 +141,7 @@ def _axes_along(x: Any, dim: int) -> set[str]:
 
 
 def _register_attention(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
-    return register(Operator(name, "networks", infer, example=example, **options))
+    return ship(Operator(name, "networks", infer, example=example, **options))
 
 
 def attention_rule(

@@ -35,7 +35,7 @@ from reshard.spmd.core.local_work import (
     own_attributes,
     part_lengths,
 )
-from reshard.spmd.core.operator import Example, Infer, Operator, TapeStep, register
+from reshard.spmd.core.operator import Example, Infer, Operator, TapeStep, ship
 from reshard.spmd.core.result_types import total
 from reshard.spmd.ops import data_types
 from reshard.spmd.ops.arguments import of_arrays
@@ -73,7 +73,7 @@ def _take_totals(name: str, x: Any, axis: int | None, dtype: object, include_ini
 
 
 def register_cumulative(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
-    return register(Operator(name, "windows", infer, example=example, **options))
+    return ship(Operator(name, "windows", infer, example=example, **options))
 
 
 def cumulative_rule(

@@ -29,7 +29,7 @@ from reshard.spmd.core.operator import (
     OperatorClass,
     Pullback,
     TapeStep,
-    register,
+    ship,
 )
 from reshard.spmd.core.result_types import asked, boolean, of_first
 from reshard.spmd.ops.arguments import of_arrays
@@ -157,7 +157,7 @@ _TRUTH = (
 def register_elementwise(
     name: str, infer: Infer, example: Example, doc: str = "", **options: Any
 ) -> Operator:
-    return register(
+    return ship(
         Operator(
             name,
             "elementwise",
@@ -677,7 +677,7 @@ def _cast_kernel(work: LocalWork) -> Function:
     return lambda x: x.to(own)
 
 
-register(
+ship(
     Operator(
         "astype",
         "elementwise",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.errors import SpecError
-from reshard.spmd.core.operator import Example, Infer, Operator, register
+from reshard.spmd.core.operator import Example, Infer, Operator, ship
 from reshard.spmd.core.result_types import boolean, of_first, promoted
 from reshard.spmd.ops.cumulative import _TOTALLED, _TOTALS, cumulative_rule, register_cumulative
 from reshard.spmd.ops.elementwise import (
@@ -432,7 +432,7 @@ def diff_rule(shapes: Sequence[Shape], axis: int = -1, n: int = 1) -> Inferred:
     return builder.build()
 
 
-register(
+ship(
     Operator(
         "diff",
         "movement",
@@ -773,7 +773,7 @@ register_linalg("trace", trace_rule, _STACK, linear="each", reads_part=True, no_
 
 
 def _register_shift(name: str) -> Operator:
-    return register(
+    return ship(
         Operator(
             name,
             "Fourier transforms",
@@ -901,7 +901,7 @@ _PLACES = "a part has the numbers of its own places"
 
 
 def register_creation(name: str, infer: Infer, example: Example, note: str = _PLACES) -> Operator:
-    return register(Operator(name, "creation", infer, example=example, note=note, is_constant=True))
+    return ship(Operator(name, "creation", infer, example=example, note=note, is_constant=True))
 
 
 def constant_rule(shapes: Sequence[Shape], shape: int | Sequence[int] = (), **_: Any) -> Inferred:

@@ -18,7 +18,7 @@ from reshard.errors import ArrayIndexError, ShardError, SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.backend import library_of
 from reshard.spmd.core.local_work import Function, LocalWork, has_plain_parts
-from reshard.spmd.core.operator import Example, Infer, Operator, OperatorClass, TapeStep, register
+from reshard.spmd.core.operator import Example, Infer, Operator, OperatorClass, TapeStep, ship
 from reshard.spmd.core.result_types import index, kind_of, of_first
 from reshard.spmd.ops import data_types, elementwise
 from reshard.spmd.ops import elementwise as e
@@ -81,7 +81,7 @@ def _register_lookup(name: str, infer: Infer, example: Example, **options: Any) 
 def register_indexing(
     name: str, infer: Infer | None, example: Example | None = None, **options: Any
 ) -> Operator:
-    return register(Operator(name, "indexing", infer, example=example, **options))
+    return ship(Operator(name, "indexing", infer, example=example, **options))
 
 
 def take_rule(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:

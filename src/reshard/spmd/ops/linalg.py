@@ -27,7 +27,7 @@ from reshard.spmd.core.operator import (
     TapeStep,
     Work,
     dimension_sizes,
-    register,
+    ship,
 )
 from reshard.spmd.core.result_types import kind_of, of_first
 from reshard.spmd.ops import data_types, elementwise, reductions
@@ -156,7 +156,7 @@ _MATRIX = "the matrices are whole on each device"
 def register_linalg(
     name: str, infer: Infer, example: Example, note: str = _MATRIX, **options: Any
 ) -> Operator:
-    return register(Operator(name, "linear algebra", infer, example=example, note=note, **options))
+    return ship(Operator(name, "linear algebra", infer, example=example, note=note, **options))
 
 
 def diagonal_rule(shapes: Sequence[Shape], offset: int = 0) -> Inferred:

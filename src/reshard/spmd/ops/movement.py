@@ -16,7 +16,7 @@ import numpy as np
 from reshard.errors import ArrayIndexError, SpecError, UsageError
 from reshard.spmd.core.backend import Library
 from reshard.spmd.core.local_work import Function, LocalWork, find_function
-from reshard.spmd.core.operator import Example, Infer, Operator, OperatorClass, TapeStep, register
+from reshard.spmd.core.operator import Example, Infer, Operator, OperatorClass, TapeStep, ship
 from reshard.spmd.core.result_types import promoted
 from reshard.spmd.ops import data_types
 from reshard.spmd.ops.arguments import as_whole, of_arrays, whole_number, whole_pairs
@@ -90,7 +90,7 @@ def register_movement(
     **options: Any,
 ) -> Operator:
     """Register an operator that only moves elements: operands stay partial, by any reduction."""
-    return register(
+    return ship(
         Operator(
             name,
             "movement",
@@ -761,7 +761,7 @@ def _unpad(step: TapeStep, g: Any, number: int) -> Any:
     )
 
 
-register(
+ship(
     Operator(
         "pad",
         "movement",

@@ -17,7 +17,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import SpecError
 from reshard.spmd import namespace
 from reshard.spmd.core.local_work import Function, LocalWork
-from reshard.spmd.core.operator import Example, Infer, JointPullback, Operator, TapeStep, register
+from reshard.spmd.core.operator import Example, Infer, JointPullback, Operator, TapeStep, ship
 from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.ops import elementwise, reductions
 from reshard.spmd.ops.accumulation_dtypes import in_wide_types
@@ -146,7 +146,7 @@ def _may_be_one(dims: int, given: Sequence[Any]) -> bool:
 
 
 def register_layer(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
-    return register(Operator(name, "networks", infer, example=example, **options))
+    return ship(Operator(name, "networks", infer, example=example, **options))
 
 
 def norm_rule(shapes: Sequence[Shape], dims: int = 1) -> Inferred:

@@ -13,7 +13,7 @@ import numpy as np
 
 from reshard.errors import SpecError, UsageError
 from reshard.spmd.core.local_work import Function, LocalWork
-from reshard.spmd.core.operator import Example, Infer, Operator, TapeStep, register
+from reshard.spmd.core.operator import Example, Infer, Operator, TapeStep, ship
 from reshard.spmd.core.result_types import index, of_first, value_and_index
 from reshard.spmd.ops import elementwise, reductions
 from reshard.spmd.ops.arguments import of_arrays, whole_number
@@ -41,7 +41,7 @@ def _put_in_order(name: str, x: Any, axis: int, descending: bool) -> Any:
 
 
 def register_ordering(name: str, infer: Infer | None, **options: Any) -> Operator:
-    return register(Operator(name, "ordering", infer, **options))
+    return ship(Operator(name, "ordering", infer, **options))
 
 
 def ordered(

@@ -16,7 +16,7 @@ from typing import Any
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.spmd.core.local_work import Function, LocalWork, find_function, own_attributes
-from reshard.spmd.core.operator import Infer, Operator, TapeStep, operators, register
+from reshard.spmd.core.operator import Infer, Operator, TapeStep, operators, ship
 from reshard.spmd.core.result_types import boolean, index, kind_of, of_first, promoted, total
 from reshard.spmd.ops import data_types, elementwise
 from reshard.spmd.ops import elementwise as e
@@ -61,7 +61,7 @@ def _make_attributes(axis: Axis, keepdims: bool) -> dict[str, Any]:
 
 
 def register_reduction(name: str, infer: Infer, **options: Any) -> Operator:
-    return register(Operator(name, "reductions", infer, example=([(4, 8)], {"axis": 1}), **options))
+    return ship(Operator(name, "reductions", infer, example=([(4, 8)], {"axis": 1}), **options))
 
 
 def _make_reduction(reduction: str, *, adjusted: bool = False) -> Infer:

@@ -27,7 +27,7 @@ from reshard.spmd.core.operator import (
     JointPullback,
     Operator,
     TapeStep,
-    register,
+    ship,
 )
 from reshard.spmd.ops import elementwise as e
 from reshard.spmd.ops.attention import (
@@ -50,7 +50,7 @@ from reshard.spmd.shards.operation_call import call, placed
 
 
 def _register_turn(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
-    return register(Operator(name, "networks", infer, example=example, **options))
+    return ship(Operator(name, "networks", infer, example=example, **options))
 
 
 def attention_turn_rule(

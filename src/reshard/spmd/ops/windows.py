@@ -23,7 +23,7 @@ from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.backend import Library
 from reshard.spmd.core.local_work import Function, LocalWork, Stretch
-from reshard.spmd.core.operator import Example, Infer, Operator, TapeStep, of_product, register
+from reshard.spmd.core.operator import Example, Infer, Operator, TapeStep, of_product, ship
 from reshard.spmd.core.result_types import kind_of, of_first
 from reshard.spmd.ops import elementwise as e
 from reshard.spmd.ops.arguments import of_arrays, whole_number, whole_numbers, whole_pairs
@@ -109,7 +109,7 @@ def _on_edges(
 
 
 def _register_product(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
-    return register(
+    return ship(
         Operator(name, "windows", infer, linear="one", work=of_product, example=example, **options)
     )
 
@@ -594,7 +594,7 @@ _register_product(
 
 
 def _register(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
-    return register(Operator(name, "windows", infer, example=example, **options))
+    return ship(Operator(name, "windows", infer, example=example, **options))
 
 
 @of_arrays

@@ -18,7 +18,6 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, SpecError, UsageError
 from reshard.spmd.core.local_work import Function, LocalWork
 from reshard.spmd.core.operator import (
-    SHIPPED,
     Attributes,
     Fails,
     Infer,
@@ -28,6 +27,7 @@ from reshard.spmd.core.operator import (
     no_operations,
     operators,
     register,
+    shipped_operators,
 )
 from reshard.spmd.core.result_types import ResultTypes, promoted
 from reshard.spmd.gradients.tape import gradient as add_gradient
@@ -184,7 +184,7 @@ def _read_name(name: object, function: Function) -> str:
     if not isinstance(found, str) or not found.isidentifier():
         asked = f"the function's name is {found!r}" if name is None else f"name={name!r}"
         raise UsageError(f"{asked}: an operator needs a plain one; give it as in name='kernel'")
-    if found in SHIPPED:
+    if found in shipped_operators():
         raise UsageError(f"operator {found} is one of the package's; name yours differently: name=")
     return found
 

@@ -26,11 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from reshard.execution.engine import element_positions
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
-from reshard.plans.run import run_change
 from reshard.spmd.core.backend import Library
 
 Shards = tuple[Any, ...]
@@ -167,6 +165,9 @@ def _is_plain(change: LayoutChange) -> bool:
 def _run_by_engine(
     change: LayoutChange, sources: Sequence[int], targets: Sequence[int]
 ) -> Movement:
+    # Most changes need no engine.
+    from reshard.plans.run import run_change
+
     def moved(shards: Shards) -> Shards:
         made = run_change(change, dict(zip(sources, shards, strict=True)))
         return tuple([made[rank] for rank in targets])
@@ -217,6 +218,8 @@ def _make_shard(
 
 def _fill_identity(layout: Layout, cell: int, library: Library) -> Callable[[Shards], Any]:
     """Return a contribution filled with the identity of the reduction; its padding is 0."""
+    from reshard.execution.engine import element_positions
+
     shape = tuple(layout.cell_shape[cell].tolist())
     positions = element_positions(layout, cell)
     reduction = layout.reduction or "sum"
