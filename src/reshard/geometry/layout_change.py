@@ -73,7 +73,7 @@ class LayoutChange(Interned):
         """For each contribution of the target, the source contributions it combines, in order."""
         return contribution_sources(self.source, self.target)
 
-    @property
+    @cached_property
     def scale(self) -> tuple[int, int]:
         """The fraction `(numerator, denominator)` that combined contributions are scaled by."""
         return mean_scale(self.source, self.target)

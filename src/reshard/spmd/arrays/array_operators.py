@@ -257,6 +257,15 @@ class _Absent:
         )
 
 
+def _swap(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of two operands in the other order."""
+
+    def swapped(x2: Any, x1: Any, /) -> Any:
+        return function(x1, x2)
+
+    return swapped
+
+
 class ArrayOperators:
     """Python's operators and NumPy's protocols, as methods of an array."""
 
@@ -276,35 +285,17 @@ class ArrayOperators:
         """The whole array."""
         raise NotImplementedError
 
-    def __add__(self, other: Any) -> Any:
-        return e.add(self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return e.add(other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return e.subtract(self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return e.subtract(other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return e.multiply(self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return e.multiply(other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return e.divide(self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return e.divide(other, self)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return e.floor_divide(self, other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return e.floor_divide(other, self)
+    # Functions of the namespace are the methods themselves, which saves a call per operation.
+    __add__ = e.add
+    __radd__ = _swap(e.add)
+    __sub__ = e.subtract
+    __rsub__ = _swap(e.subtract)
+    __mul__ = e.multiply
+    __rmul__ = _swap(e.multiply)
+    __truediv__ = e.divide
+    __rtruediv__ = _swap(e.divide)
+    __floordiv__ = e.floor_divide
+    __rfloordiv__ = _swap(e.floor_divide)
 
     def __divmod__(self, other: Any) -> Any:
         return e.floor_divide(self, other), e.remainder(self, other)
@@ -312,80 +303,31 @@ class ArrayOperators:
     def __rdivmod__(self, other: Any) -> Any:
         return e.floor_divide(other, self), e.remainder(other, self)
 
-    def __mod__(self, other: Any) -> Any:
-        return e.remainder(self, other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return e.remainder(other, self)
-
-    def __pow__(self, other: Any) -> Any:
-        return e.pow(self, other)
-
-    def __rpow__(self, other: Any) -> Any:
-        return e.pow(other, self)
-
-    def __matmul__(self, other: Any) -> Any:
-        return matmul(self, other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return matmul(other, self)
-
-    def __and__(self, other: Any) -> Any:
-        return e.bitwise_and(self, other)
-
-    def __rand__(self, other: Any) -> Any:
-        return e.bitwise_and(other, self)
-
-    def __or__(self, other: Any) -> Any:
-        return e.bitwise_or(self, other)
-
-    def __ror__(self, other: Any) -> Any:
-        return e.bitwise_or(other, self)
-
-    def __xor__(self, other: Any) -> Any:
-        return e.bitwise_xor(self, other)
-
-    def __rxor__(self, other: Any) -> Any:
-        return e.bitwise_xor(other, self)
-
-    def __lshift__(self, other: Any) -> Any:
-        return e.bitwise_left_shift(self, other)
-
-    def __rlshift__(self, other: Any) -> Any:
-        return e.bitwise_left_shift(other, self)
-
-    def __rshift__(self, other: Any) -> Any:
-        return e.bitwise_right_shift(self, other)
-
-    def __rrshift__(self, other: Any) -> Any:
-        return e.bitwise_right_shift(other, self)
-
-    def __eq__(self, other: Any) -> Any:
-        return e.equal(self, other)
-
-    def __ne__(self, other: Any) -> Any:
-        return e.not_equal(self, other)
-
-    def __lt__(self, other: Any) -> Any:
-        return e.less(self, other)
-
-    def __le__(self, other: Any) -> Any:
-        return e.less_equal(self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return e.greater(self, other)
-
-    def __ge__(self, other: Any) -> Any:
-        return e.greater_equal(self, other)
-
-    def __neg__(self) -> Any:
-        return e.negative(self)
-
-    def __pos__(self) -> Any:
-        return e.positive(self)
-
-    def __abs__(self) -> Any:
-        return e.abs(self)
+    __mod__ = e.remainder
+    __rmod__ = _swap(e.remainder)
+    __pow__ = e.pow
+    __rpow__ = _swap(e.pow)
+    __matmul__ = matmul
+    __rmatmul__ = _swap(matmul)
+    __and__ = e.bitwise_and
+    __rand__ = _swap(e.bitwise_and)
+    __or__ = e.bitwise_or
+    __ror__ = _swap(e.bitwise_or)
+    __xor__ = e.bitwise_xor
+    __rxor__ = _swap(e.bitwise_xor)
+    __lshift__ = e.bitwise_left_shift
+    __rlshift__ = _swap(e.bitwise_left_shift)
+    __rshift__ = e.bitwise_right_shift
+    __rrshift__ = _swap(e.bitwise_right_shift)
+    __eq__ = e.equal
+    __ne__ = e.not_equal
+    __lt__ = e.less
+    __le__ = e.less_equal
+    __gt__ = e.greater
+    __ge__ = e.greater_equal
+    __neg__ = e.negative
+    __pos__ = e.positive
+    __abs__ = e.abs
 
     def __round__(self, digits: int | None = None) -> Any:
         if digits:
@@ -395,9 +337,7 @@ class ArrayOperators:
             )
         return e.round(self)
 
-    def __invert__(self) -> Any:
-        return e.bitwise_invert(self)
-
+    __invert__ = e.bitwise_invert
     # Equality is elementwise, so arrays cannot be dictionary keys.
     __hash__ = None  # type: ignore[assignment]
 

@@ -125,7 +125,7 @@ class Library:
         does not count writes: the state is None if a program has access to the memory, see `lend`.
         """
         if self.name == "numpy":
-            is_lent = any(id(_find_root(one)) in _lent for one in arrays)
+            is_lent = bool(_lent) and any(id(_find_root(one)) in _lent for one in arrays)
             return None if is_lent else ()
         return (any(map(records_gradient, arrays)), *map(_count_writes, arrays))
 

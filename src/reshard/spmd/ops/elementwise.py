@@ -105,7 +105,7 @@ def make_function(operator: Operator) -> Function:
         except (KeyError, AttributeError, TypeError):
             found = None
         is_known = found is not None and not found.factors
-        if is_known and x2.runner is x1.runner and not recorders:
+        if is_known and x2.runner is x1.runner and not recorders.active:
             return found.run(x1, x2)
         return call(name, operands(x1, x2))
 

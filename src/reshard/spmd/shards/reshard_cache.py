@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
+from functools import lru_cache
 from threading import RLock
 from typing import Any
 
@@ -93,7 +94,7 @@ class ReshardCache:
         """Move the shards of an array whose memory a program may have access to."""
         moved: Shards = move(array._shards)
         library = self._runner.library
-        is_small = _count_bytes(self._runner, array.type.with_spec(spec)) <= self.most_bytes
+        is_small = self._count_bytes(array, spec) <= self.most_bytes
         if library.name != "numpy" or not is_small or library.state_of(array._shards) is None:
             return moved
         views = library.find_views(moved, array._shards)
@@ -112,7 +113,7 @@ class ReshardCache:
     def _keep(
         self, array: ArrayValue, kept: dict[ShardingSpec, Any], spec: ShardingSpec, moved: Shards
     ) -> Shards:
-        size_bytes = _count_bytes(self._runner, array.type.with_spec(spec))
+        size_bytes = self._count_bytes(array, spec)
         state = self._find_state(array, moved)
         if size_bytes <= self.most_bytes and _may_keep(array, state):
             kept[spec] = made = KeptShards(moved, state)
@@ -122,6 +123,9 @@ class ReshardCache:
                 while self.size_bytes > self.most_bytes:
                     self._drop_oldest()
         return moved
+
+    def _count_bytes(self, array: ArrayValue, spec: ShardingSpec) -> int:
+        return _count_bytes(array.type, spec, self._runner.has_every_shard)
 
     def _drop_oldest(self) -> None:
         reference, size_bytes = self._order.popleft()
@@ -177,14 +181,13 @@ def may_view(operator: Operator, operands: int) -> bool:
     return operator.family in _VIEWING_FAMILIES or operator.name in _VIEWING
 
 
-def _count_bytes(runner: Runner, kind: ArrayType) -> int:
-    """Return the bytes of an array's shards here; over processes, of the rank with the most."""
-    layout = kind.layout
-    sizes = [
-        math.prod(layout.local_shape(rank) or (0,))
-        for rank in (() if kind.spec is None else kind.spec.mesh.devices)
-    ]
-    count = sum(sizes) if runner.has_every_shard else max(sizes, default=0)
+@lru_cache(maxsize=4096)
+def _count_bytes(kind: ArrayType, spec: ShardingSpec, has_every_shard: bool) -> int:
+    """Return the bytes of an array's shards in a sharding: of all ranks if one process has them,
+    otherwise of the rank with the most.
+    """
+    sizes = [math.prod(shape) for shape in spec.layout(kind.shape).local_shapes.values()]
+    count = sum(sizes) if has_every_shard else max(sizes, default=0)
     return count * kind.dtype.itemsize_bytes
 
 

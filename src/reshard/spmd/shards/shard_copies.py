@@ -19,7 +19,7 @@ gradients, or that are on a device, are written box by box.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import sub
 from typing import Any
@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 
 from reshard.geometry.layout_change import LayoutChange
-from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
 from reshard.spmd.core.backend import Library
 
@@ -68,25 +67,24 @@ def _copy_boxes(
     change: LayoutChange, sources: Sequence[int], targets: Sequence[int], library: Library
 ) -> Movement:
     position = {rank: number for number, rank in enumerate(sources)}
+    pieces = _find_pieces(change, position)
     makers: list[Callable[[Shards], Any]] = []
     which: list[int] = []
     # Ranks with equal boxes share an array: each distinct box has a maker, and `which` is the
     # number of each rank's maker.
     known: dict[tuple[bytes, int], int] = {}
-    transfers = change.transfers
-    for rank in targets:
-        cell = change.target.cells_of(rank)[0]
-        box = (
-            change.target.cell_part[cell].tobytes(),
-            int(change.target.cell_contribution[cell]),
-        )
+    target = change.target
+    # The first cell of each rank, since cells are sorted by rank.
+    cells = np.searchsorted(target.cell_slot, targets).tolist()
+    for rank, cell in zip(targets, cells, strict=True):
+        box = (target.cell_part[cell].tobytes(), int(target.cell_contribution[cell]))
         if box not in known:
             known[box] = len(makers)
-            rows = transfers.take(transfers.target_slot == rank)
-            makers.append(_make_shard(change, rows, rank, position, library))
+            shape = target.local_shapes[rank]
+            makers.append(_make_shard(change, pieces.get(rank, []), cell, shape, library))
         which.append(known[box])
     # Joining the whole copies it once, which pays if ranks take more than two pieces each.
-    is_many = len(transfers) > 2 * len(targets) > 2
+    is_many = len(change.transfers) > 2 * len(targets) > 2
     if is_many and change.source.contributions == 1 and _is_plain(change):
         through = _join_the_whole(change, sources, targets, library)
         if through is not None:
@@ -175,31 +173,39 @@ def _run_by_engine(
     return moved
 
 
-def _find_slices(start: Any, shape: Any) -> tuple[slice, ...]:
-    ends = zip(start.tolist(), shape.tolist(), strict=True)
-    return tuple(slice(low, low + size) for low, size in ends)
+def _find_slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple([slice(low, low + size) for low, size in zip(start, shape, strict=True)])
+
+
+def _find_pieces(change: LayoutChange, position: Mapping[int, int]) -> dict[int, list[_Piece]]:
+    """Return the pieces of each rank's shard."""
+    rows, shapes = change.transfers, change.source.local_shapes
+    # Of a rank by contribution, then by offset: pieces are in order along an axis, and the first
+    # contribution is written before others are combined with it.
+    order = np.lexsort((*rows.target_start.T[::-1], rows.order, rows.target_slot))
+    columns = (rows.target_slot, rows.order, rows.source_slot)
+    boxes = (rows.source_start, rows.target_start, rows.shape)
+    found: dict[int, list[_Piece]] = {}
+    for target, contribution, source, start, place, shape in zip(
+        *(column[order].tolist() for column in (*columns, *boxes)), strict=True
+    ):
+        # A piece that is the whole shard needs no view.
+        window = None if tuple(shape) == shapes[source] else _find_slices(start, shape)
+        piece = (position[source], window, _find_slices(place, shape), contribution)
+        found.setdefault(target, []).append(piece)
+    return found
 
 
 def _make_shard(
-    change: LayoutChange, rows: Transfers, rank: int, position: dict[int, int], library: Library
+    change: LayoutChange,
+    pieces: list[_Piece],
+    cell: int,
+    shape: tuple[int, ...],
+    library: Library,
 ) -> Callable[[Shards], Any]:
-    """Return a function that makes the shard of a rank."""
-    shape = change.target.local_shape(rank) or ()
-    pieces: list[_Piece] = []
-    # Sorted by contribution, then by offset: pieces are in order along an axis, and the first
-    # contribution is written before others are combined with it.
-    order = np.lexsort((*rows.target_start.T[::-1], rows.order))
-    for row in order.tolist():
-        source = int(rows.source_slot[row])
-        window: tuple[slice, ...] | None = _find_slices(rows.source_start[row], rows.shape[row])
-        if tuple(rows.shape[row].tolist()) == change.source.local_shape(source):
-            # The piece is the whole shard, so no view is needed.
-            window = None
-        place = _find_slices(rows.target_start[row], rows.shape[row])
-        pieces.append((position[source], window, place, int(rows.order[row])))
+    """Return a function that makes the shard of a rank, whose first cell is `cell`."""
     combine = library.reductions[change.source.reduction or "sum"]
     whole = tuple(slice(0, size) for size in shape)
-    cell = change.target.cells_of(rank)[0]
     if not change.combines[int(change.target.cell_contribution[cell])]:
         return _fill_identity(change.target, cell, library)
     if pieces and all(place == whole for _, _, place, _ in pieces):
