@@ -127,6 +127,20 @@ def test_what_schedules_and_draws_is_not_loaded_with_the_rest() -> None:
     assert not [name for name in found if name.startswith("reshard.plans.schedule")]
 
 
+def test_families_of_operators_are_loaded_when_they_are_used() -> None:
+    found = in_a_new_process(
+        "import sys, reshard.spmd as sp\n"
+        "x = sp.array([1.0]) + 1\n"
+        "print('reshard.spmd.ops.linalg' in sys.modules)\n"
+        "print(sp.rule_of('solve', [(4, 4), (4,)]) is not None, len(sp.__all__))\n"
+        "from reshard.spmd.core.operator import documented_operators, shipped_operators\n"
+        "print('solve' in shipped_operators())\n"
+        "print(set(documented_operators()) - set(sp.__all__))\n"
+    ).split()
+    assert found[:2] == ["False", "True"]
+    assert found[3:] == ["True", "set()"]
+
+
 def test_the_public_names_are_these() -> None:
     assert sorted(PUBLIC) == PUBLIC == reshard.__all__
     for name in PUBLIC:

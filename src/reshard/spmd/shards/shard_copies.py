@@ -67,7 +67,7 @@ def _copy_boxes(
     change: LayoutChange, sources: Sequence[int], targets: Sequence[int], library: Library
 ) -> Movement:
     position = {rank: number for number, rank in enumerate(sources)}
-    pieces = _find_pieces(change, position)
+    pieces = _find_pieces(change, targets, position)
     makers: list[Callable[[Shards], Any]] = []
     which: list[int] = []
     # Ranks with equal boxes share an array: each distinct box has a maker, and `which` is the
@@ -177,9 +177,14 @@ def _find_slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...
     return tuple([slice(low, low + size) for low, size in zip(start, shape, strict=True)])
 
 
-def _find_pieces(change: LayoutChange, position: Mapping[int, int]) -> dict[int, list[_Piece]]:
-    """Return the pieces of each rank's shard."""
+def _find_pieces(
+    change: LayoutChange, targets: Sequence[int], position: Mapping[int, int]
+) -> dict[int, list[_Piece]]:
+    """Return the pieces of each target rank's shard."""
     rows, shapes = change.transfers, change.source.local_shapes
+    if len(targets) < len(change.target.holders):
+        # Over processes, the shards that other ranks' pieces are of are not here.
+        rows = rows.take(np.isin(rows.target_slot, targets))
     # Of a rank by contribution, then by offset: pieces are in order along an axis, and the first
     # contribution is written before others are combined with it.
     order = np.lexsort((*rows.target_start.T[::-1], rows.order, rows.target_slot))
