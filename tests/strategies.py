@@ -18,7 +18,7 @@ Values are small, with dimensions of 0 to 9 indices and meshes of at most 12 dev
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from hypothesis import strategies as st
 
@@ -57,22 +57,22 @@ MAX_ELEMENTS = 600
 AXIS_NAMES = ("x", "y", "z")
 
 
+@st.composite
 def shapes(
-    min_rank: int = 0, max_rank: int = 5, max_size: int = 9, max_elements: int = MAX_ELEMENTS
-) -> st.SearchStrategy[Shape]:
+    draw: st.DrawFn,
+    min_rank: int = 0,
+    max_rank: int = 5,
+    max_size: int = 9,
+    max_elements: int = MAX_ELEMENTS,
+) -> Shape:
     """Generate shapes of `min_rank` to `max_rank` dimensions, of 0 to `max_size` indices each."""
-
-    @st.composite
-    def shape(draw: st.DrawFn) -> Shape:
-        # Hypothesis shrinks towards the first item: matrices, then vectors and cubes.
-        ranks = sorted(range(min_rank, max_rank + 1), key=lambda rank: abs(rank - 2))
-        rank = draw(st.sampled_from(ranks))
-        largest = min(max_size, round(max_elements ** (1 / max(rank, 1))))
-        # An empty tensor is worth few examples: nothing of it can go wrong twice.
-        size = st.sampled_from([*range(1, largest + 1), *range(1, largest + 1), 0])
-        return tuple(draw(size) for _ in range(rank))
-
-    return shape()
+    # Hypothesis shrinks towards the first item: matrices, then vectors and cubes.
+    ranks = sorted(range(min_rank, max_rank + 1), key=lambda rank: abs(rank - 2))
+    rank = draw(st.sampled_from(ranks))
+    largest = min(max_size, round(max_elements ** (1 / max(rank, 1))))
+    # An empty tensor is worth few examples: nothing of it can go wrong twice.
+    size = st.sampled_from([*range(1, largest + 1), *range(1, largest + 1), 0])
+    return tuple(draw(size) for _ in range(rank))
 
 
 @st.composite
@@ -120,34 +120,51 @@ def rules(draw: st.DrawFn, lengths: Collection[int], parts: int) -> CutRule:
     Several lengths arise below another level. Rules with numbers of their own (sizes,
     windows, blocks) are given only where there is one length for them to add up to.
     """
+    # Functions that make strategies: Hypothesis checks each strategy that is made, drawn or not.
     small = st.integers(1, 4)
-    whole: list[st.SearchStrategy[CutRule]] = [st.builds(Ceil, small), st.just(Balanced())]
     heads = [n for n in range(1, 7) if all(length % n == 0 for length in lengths)]
-    whole.append(st.sampled_from(heads).map(Heads))
-    other: list[st.SearchStrategy[CutRule]] = [
-        st.builds(Strided, small),
-        st.builds(BlockCyclic, small, st.integers(0, parts - 1)),
-        st.builds(Padded, small),
-        st.just(Zigzag()),
+    whole: list[Callable[[], st.SearchStrategy[CutRule]]] = [
+        lambda: st.builds(Ceil, small),
+        lambda: st.just(Balanced()),
+        lambda: st.sampled_from(heads).map(Heads),
+    ]
+    other: list[Callable[[], st.SearchStrategy[CutRule]]] = [
+        lambda: st.builds(Strided, small),
+        lambda: st.builds(BlockCyclic, small, st.integers(0, parts - 1)),
+        lambda: st.builds(Padded, small),
+        lambda: st.just(Zigzag()),
     ]
     if len(set(lengths)) == 1:
         (length,) = set(lengths)
-        pieces = st.integers(1, 5).flatmap(lambda count: sizes_adding_up_to(length, count))
-        whole.append(sizes_adding_up_to(length, parts).map(Sizes))
-        whole.append(windows(length, parts))
-        whole.append(st.builds(WholeBlocks, pieces))
-        whole.append(whole_blocks_with_counts(length, parts))
-        other.append(st.builds(Blocks, pieces, st.sampled_from([Ceil(), Balanced(), Padded(2)])))
-        other.append(joined_blocks(length))
         sizes = [size for size in (1, 2, 3) if length % size == 0]
-        inner = st.sampled_from([Ceil(2), Balanced(), Padded(2), BlockCyclic(1)])
-        other.append(st.builds(Grouped, st.sampled_from(sizes), inner))
-        other.append(pieces_of_blocks(length, parts))
-        other.append(strided_with_local_lengths(length, parts))
+
+        def pieces() -> st.SearchStrategy[tuple[int, ...]]:
+            return st.integers(1, 5).flatmap(lambda count: sizes_adding_up_to(length, count))
+
+        whole += [
+            lambda: sizes_adding_up_to(length, parts).map(Sizes),
+            lambda: windows(length, parts),
+            lambda: st.builds(WholeBlocks, pieces()),
+            lambda: whole_blocks_with_counts(length, parts),
+        ]
+        other += [
+            lambda: st.builds(Blocks, pieces(), st.sampled_from([Ceil(), Balanced(), Padded(2)])),
+            lambda: joined_blocks(length),
+            lambda: st.builds(
+                Grouped,
+                st.sampled_from(sizes),
+                st.sampled_from([Ceil(2), Balanced(), Padded(2), BlockCyclic(1)]),
+            ),
+            lambda: pieces_of_blocks(length, parts),
+            lambda: strided_with_local_lengths(length, parts),
+        ]
     widths = st.integers(0, 2)
-    inside = st.one_of(whole)
-    other.append(st.builds(Halo, widths, widths, st.booleans(), st.booleans(), inside))
-    found: CutRule = draw(st.one_of(*whole, *other))
+
+    def halo() -> st.SearchStrategy[CutRule]:
+        inside = draw(st.sampled_from(whole))()
+        return st.builds(Halo, widths, widths, st.booleans(), st.booleans(), inside)
+
+    found: CutRule = draw(draw(st.sampled_from([*whole, *other, halo]))())
     return found
 
 
@@ -279,6 +296,7 @@ def partitions_into_boxes(draw: st.DrawFn, shape: Shape, cuts: int = 4) -> list[
 
 
 LayoutAndContents = tuple[Layout, Contents]
+LAYOUT_KINDS = ("whole", "flat ranges", "boxes", "overlapping")
 
 
 @st.composite
@@ -344,17 +362,24 @@ def overlapping_box_layouts(
     return Layout.from_boxes(shape, pairs, max_slots), contents_of_boxes(shape, pairs)
 
 
+@st.composite
 def layouts_with_contents(
-    shape: Shape, reductions: Sequence[str] = REDUCTIONS
-) -> st.SearchStrategy[LayoutAndContents]:
-    """Generate layouts of every kind, each with the oracle's contents."""
-    return st.one_of(
-        *(sharded_layouts(shape, reductions) for _ in range(5)),
-        whole_layouts(shape),
-        flat_range_layouts(shape),
-        box_layouts(shape),
-        overlapping_box_layouts(shape),
-    )
+    draw: st.DrawFn, shape: Shape, reductions: Sequence[str] = REDUCTIONS, max_slots: int = 0
+) -> LayoutAndContents:
+    """Generate layouts of every kind, each with the oracle's contents.
+
+    With `max_slots` some have boxes that overlap on a slot, of which there are at most as many.
+    """
+    kind = draw(st.sampled_from(("sharded",) * 5 + LAYOUT_KINDS + ("repeated",) * (max_slots > 0)))
+    found: st.SearchStrategy[LayoutAndContents] = {
+        "sharded": lambda: sharded_layouts(shape, reductions),
+        "whole": lambda: whole_layouts(shape),
+        "flat ranges": lambda: flat_range_layouts(shape),
+        "boxes": lambda: box_layouts(shape),
+        "overlapping": lambda: overlapping_box_layouts(shape),
+        "repeated": lambda: overlapping_box_layouts(shape, max_slots),
+    }[kind]()
+    return draw(found)
 
 
 def layouts(shape: Shape, reductions: Sequence[str] = REDUCTIONS) -> st.SearchStrategy[Layout]:
@@ -371,6 +396,5 @@ def movements(
     Only the source may have an element twice on a slot.
     """
     shape = draw(shapes())
-    target = layouts_with_contents(shape, reductions)
-    source = st.one_of(target, overlapping_box_layouts(shape, max_slots=2))
-    return draw(source), draw(target)
+    source = draw(layouts_with_contents(shape, reductions, max_slots=2))
+    return source, draw(layouts_with_contents(shape, reductions))
