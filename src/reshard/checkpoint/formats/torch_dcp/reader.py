@@ -28,7 +28,6 @@ from typing import BinaryIO
 import numpy as np
 
 from reshard.binding import FileRange
-from reshard.checkpoint.blocks.spans import is_dense
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind
 from reshard.checkpoint.contents import (
     Checkpoint,
@@ -642,7 +641,7 @@ def _is_whole_storage(archived: ArchivedTensor) -> bool:
     """Return whether a tensor is all elements of its storage, in their order."""
     itemsize_bytes = archived.dtype.itemsize_bytes
     size_bytes = math.prod(archived.shape) * itemsize_bytes
-    return size_bytes == archived.storage_bytes and is_dense(archived.view, archived.shape)
+    return size_bytes == archived.storage_bytes and archived.view.is_dense(archived.shape)
 
 
 def _group_by_chunks(tensors: Mapping[str, DcpTensor]) -> Iterator[list[str]]:
