@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from reshard.checkpoint.conversion import staging
+from reshard.checkpoint.conversion.journal import FinishedBlocks, Journal
 from reshard.checkpoint.conversion.staging import Staging
 from reshard.checkpoint.manifest import MANIFEST_NAME
+from reshard.checkpoint.options import RunOptions
 
 # Only a checkpoint is replaced, and its manifest shows one.
 OLD = {"weights": b"old weights", MANIFEST_NAME: b"{}", "inner/tokenizer": b"old words"}
@@ -112,23 +115,42 @@ def digest(data: bytes) -> bytes:
     return data[:16].ljust(16, b".")
 
 
+def append_blocks(journal: Journal, blocks: list[tuple[int, int, bytes]]) -> None:
+    """Record blocks that are given as rows."""
+    numbers = np.array([block[:2] for block in blocks], np.int64).reshape(len(blocks), 2)
+    journal.append_blocks(numbers[:, 0], numbers[:, 1], b"".join(block[2] for block in blocks))
+
+
+def digests_of(finished: FinishedBlocks) -> dict[tuple[int, int], bytes]:
+    """The digest of each block, by the numbers of its tensor and of the block."""
+    digests = np.frombuffer(finished.digests, "V16")
+    columns = finished.tensors.tolist(), finished.blocks.tolist(), digests
+    return {(a, b): digest.tobytes() for a, b, digest in zip(*columns, strict=True)}
+
+
 def convert(
-    target: Path, files: dict[str, bytes] = NEW, identity: str = "new", **options: Any
+    target: Path,
+    files: dict[str, bytes] = NEW,
+    identity: str = "new",
+    file: str | None = None,
+    **options: Any,
 ) -> bool:
     """A conversion in which each file is one block, and recorded blocks are not written again.
 
     Answers whether there was anything to do.
     """
-    with Staging.open(target, identity, {"identity": identity}, **options) as work:
+    staging = Staging(target, RunOptions(**options), file=file)
+    with staging.open(identity, {"identity": identity}) as work:
         if work.already_complete:
             return False
+        finished = digests_of(work.journal.finished)
         for index, (name, data) in enumerate(files.items()):
-            if (index, 0) in work.journal.finished:
-                assert work.journal.finished[index, 0] == digest(data)
+            if (index, 0) in finished:
+                assert finished[index, 0] == digest(data)
                 assert (work.content / name).read_bytes() == data
                 continue
             write_files(work.content, {name: data})
-            work.journal.append_blocks([(index, 0, digest(data))])
+            append_blocks(work.journal, [(index, 0, digest(data))])
         work.commit()
         return True
 

@@ -21,6 +21,7 @@ from checkpoint.small_conversion import (
     OLD,
     OTHER,
     Machine,
+    append_blocks,
     assert_done,
     convert,
     digest,
@@ -32,6 +33,7 @@ from checkpoint.small_conversion import (
 )
 from reshard.checkpoint.conversion import staging
 from reshard.checkpoint.conversion.staging import Staging, staging_folder
+from reshard.checkpoint.options import RunOptions
 from reshard.errors import ReshardError, RunError, UsageError
 
 
@@ -146,9 +148,9 @@ def test_a_restart_killed_at_any_call(tmp_path: Path, machine: Machine) -> None:
     """Whatever is thrown away half, no block that is gone is believed to be finished."""
     for calls in range(1000):
         with scenario(tmp_path, calls, OLD) as target:
-            with Staging.open(target, "new", {}, overwrite=True) as work:
+            with Staging(target, RunOptions(overwrite=True)).open("new", {}) as work:
                 write_files(work.content, {"weights-0": b"new 0"})
-                work.journal.append_blocks([(0, 0, digest(b"new 0"))])
+                append_blocks(work.journal, [(0, 0, digest(b"new 0"))])
             restart = partial(convert, target, overwrite=True, restart=True)
             ended = machine.run(restart, calls)
             assert files_in(target) in (OLD, NEW, None)
@@ -203,7 +205,7 @@ def test_discard_after_a_commit_that_could_not_even_be_undone(
             raise OSError(errno.EIO, "Input/output error")
         rename(source, destination)
 
-    with Staging.open(target, "new", {}, overwrite=True) as work:
+    with Staging(target, RunOptions(overwrite=True)).open("new", {}) as work:
         with monkeypatch.context() as patch:
             patch.setattr(staging, "exchange_names", lambda *_: False)
             patch.setattr(os, "rename", move_aside_only)
@@ -258,7 +260,9 @@ def test_a_process_that_is_really_killed(tmp_path: Path, call: str, occurrence: 
         """
         import os, signal, sys
         from pathlib import Path
+        import numpy as np
         from reshard.checkpoint.conversion import journal, staging
+        from reshard.checkpoint.options import RunOptions
         target, call, occurrence = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
         owners = {"exchange_names": staging, "sync_data": journal}
         owner, name = owners.get(call, os), call
@@ -270,10 +274,12 @@ def test_a_process_that_is_really_killed(tmp_path: Path, call: str, occurrence: 
             if count == occurrence:
                 os.kill(os.getpid(), signal.SIGKILL)
             return answer
-        with staging.Staging.open(target, "new", {"identity": "new"}, overwrite=True) as work:
+        opened = staging.Staging(target, RunOptions(overwrite=True))
+        with opened.open("new", {"identity": "new"}) as work:
             setattr(owner, name, call_and_die)
             (work.content / "weights-0").write_bytes(b"new 0")
-            work.journal.append_blocks([(0, 0, b"new 0".ljust(16, b"."))])
+            digest = b"new 0".ljust(16, b".")
+            work.journal.append_blocks(np.array([0]), np.array([0]), digest)
             (work.content / "reshard.manifest.json").write_bytes(b"{ }")
             (work.content / "inner").mkdir()
             (work.content / "inner" / "tokenizer").write_bytes(b"new words")

@@ -16,9 +16,11 @@ from checkpoint.checkpoint_files import tensor, write_file
 from checkpoint.small_conversion import (
     NEW,
     OLD,
+    append_blocks,
     assert_done,
     convert,
     digest,
+    digests_of,
     files_in,
     start,
     write_files,
@@ -28,6 +30,7 @@ from reshard.checkpoint.conversion import staging
 from reshard.checkpoint.conversion.journal import Commit
 from reshard.checkpoint.conversion.staging import Staging, find_others, staging_folder
 from reshard.checkpoint.formats.registry import written_names
+from reshard.checkpoint.options import RunOptions
 from reshard.checkpoint.storage import filesystem
 from reshard.errors import RunError, UnmatchedError, UsageError
 
@@ -42,25 +45,25 @@ def test_a_new_target_appears(tmp_path: Path) -> None:
 
 def test_a_resumed_run_knows_what_is_finished(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
-    with Staging.open(target, "new", {}) as work:
+    with Staging(target).open("new", {}) as work:
         assert (work.resumed, work.already_complete) == (False, False)
         write_files(work.content, {"weights-0": b"new 0"})
-        work.journal.append_blocks([(0, 0, digest(b"new 0"))])
+        append_blocks(work.journal, [(0, 0, digest(b"new 0"))])
     assert not target.exists()
 
-    with Staging.open(target, "new", {}) as work:
+    with Staging(target).open("new", {}) as work:
         assert (work.resumed, work.already_complete) == (True, False)
-        assert dict(work.journal.finished) == {(0, 0): digest(b"new 0")}
+        assert digests_of(work.journal.finished) == {(0, 0): digest(b"new 0")}
         assert files_in(work.content) == {"weights-0": b"new 0"}
 
 
 def test_a_commit_that_recovery_finishes_is_told(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
-    with Staging.open(target, "new", {}) as work:
+    with Staging(target).open("new", {}) as work:
         write_files(work.content, NEW)
         work.journal.append_commit(Commit(work.content.stat().st_ino, replaces=False))
 
-    with Staging.open(target, "new", {}) as work:
+    with Staging(target).open("new", {}) as work:
         assert work.already_complete and not work.resumed
         with pytest.raises(RunError, match="already_complete"):
             _ = work.journal
@@ -70,7 +73,7 @@ def test_a_commit_that_recovery_finishes_is_told(tmp_path: Path) -> None:
 def test_a_commit_whose_folder_is_gone_is_not_guessed_at(tmp_path: Path) -> None:
     """Swapped, killed, and the new target moved away by hand: what is staged is the old one."""
     target = tmp_path / "checkpoint"
-    with Staging.open(target, "new", {}) as work:
+    with Staging(target).open("new", {}) as work:
         write_files(work.content, OLD)
         work.journal.append_commit(Commit(inode=NO_INODE, replaces=True))
 
@@ -84,8 +87,8 @@ def test_a_commit_whose_folder_is_gone_is_not_guessed_at(tmp_path: Path) -> None
 
 def test_staged_files_that_vanished_are_not_resumed(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
-    with Staging.open(target, "new", {}) as work:
-        work.journal.append_blocks([(0, 0, bytes(16))])
+    with Staging(target).open("new", {}) as work:
+        append_blocks(work.journal, [(0, 0, bytes(16))])
         work.content.rmdir()
     with pytest.raises(RunError, match=r"staged files are gone(.|\n)*--restart"):
         convert(target)
@@ -93,7 +96,7 @@ def test_staged_files_that_vanished_are_not_resumed(tmp_path: Path) -> None:
 
 def test_a_damaged_journal_needs_a_restart(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
-    with Staging.open(target, "new", {}) as work:
+    with Staging(target).open("new", {}) as work:
         path = work.journal.path
     path.write_bytes(b"\0" * 100)
     with pytest.raises(RunError, match=r"damaged(.|\n)*--restart"):
@@ -113,14 +116,14 @@ def test_an_existing_target_is_refused_and_nothing_is_written(tmp_path: Path) ->
 def test_a_refusal_keeps_what_an_earlier_run_staged(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
     write_files(target, OLD)
-    with Staging.open(target, "new", {"identity": "new"}, overwrite=True) as work:
+    with Staging(target, RunOptions(overwrite=True)).open("new", {"identity": "new"}) as work:
         write_files(work.content, {"weights-0": b"new 0"})
-        work.journal.append_blocks([(0, 0, digest(b"new 0"))])
+        append_blocks(work.journal, [(0, 0, digest(b"new 0"))])
     for restart in (False, True):
         with pytest.raises(UsageError, match="the target exists"):
             convert(target, restart=restart)
-    with Staging.open(target, "new", {"identity": "new"}, overwrite=True) as work:
-        assert list(work.journal.finished) == [(0, 0)]
+    with Staging(target, RunOptions(overwrite=True)).open("new", {"identity": "new"}) as work:
+        assert [*digests_of(work.journal.finished)] == [(0, 0)]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -208,10 +211,10 @@ def test_a_link_to_a_folder_keeps_its_place(tmp_path: Path) -> None:
 
 def test_a_target_that_appears_during_the_run_is_not_replaced(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
-    with Staging.open(target, "new", {"identity": "new"}) as work:
+    with Staging(target).open("new", {"identity": "new"}) as work:
         for index, (name, data) in enumerate(NEW.items()):
             write_files(work.content, {name: data})
-            work.journal.append_blocks([(index, 0, digest(data))])
+            append_blocks(work.journal, [(index, 0, digest(data))])
         write_files(target, OLD)
         with pytest.raises(RunError, match="appeared during the run"):
             work.commit()
@@ -224,7 +227,7 @@ def test_a_target_that_appears_after_the_commit_record_is_not_replaced_unasked(
     tmp_path: Path,
 ) -> None:
     target = tmp_path / "checkpoint"
-    with Staging.open(target, "new", {}) as work:
+    with Staging(target).open("new", {}) as work:
         write_files(work.content, NEW)
         work.journal.append_commit(Commit(work.content.stat().st_ino, replaces=False))
     write_files(target, OLD)
@@ -238,7 +241,7 @@ def test_a_target_that_appears_after_the_commit_record_is_not_replaced_unasked(
 def test_discard_leaves_the_target_alone(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
     write_files(target, OLD)
-    with Staging.open(target, "new", {}, overwrite=True) as work:
+    with Staging(target, RunOptions(overwrite=True)).open("new", {}) as work:
         write_files(work.content, NEW)
         work.discard()
     assert files_in(target) == OLD
@@ -276,7 +279,7 @@ def test_everything_is_synced_before_the_next_step_relies_on_it(
     monkeypatch.setattr(filesystem.shutil, "rmtree", note(lambda p: f"delete {p.name}", rmtree))
     root = ".checkpoint.reshard-staging"
 
-    with Staging.open(target, "new", {}, overwrite=True) as work:
+    with Staging(target, RunOptions(overwrite=True)).open("new", {}) as work:
         assert events[-4:] == [
             "sync .",
             f"sync {root}/journal.new",
@@ -304,13 +307,13 @@ def test_descriptors_and_lock_are_let_go(tmp_path: Path) -> None:
 
     target = tmp_path / "checkpoint"
     before = descriptors()
-    with pytest.raises(ZeroDivisionError), Staging.open(target, "new", {}):
+    with pytest.raises(ZeroDivisionError), Staging(target).open("new", {}):
         raise ZeroDivisionError
     assert descriptors() == before
     with pytest.raises(RunError):
-        Staging.open(target, "other", {})
+        Staging(target).open("other", {})
     assert descriptors() == before
-    with Staging.open(target, "new", {}) as work:
+    with Staging(target).open("new", {}) as work:
         work.commit()
     assert descriptors() == before
 
@@ -322,7 +325,7 @@ def test_a_second_process_is_told_who_holds_the_target(tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         from reshard.checkpoint.conversion.staging import Staging
-        with Staging.open(Path(sys.argv[1]), "new", {}):
+        with Staging(Path(sys.argv[1])).open("new", {}):
             print("ready", flush=True)
             sys.stdin.read()
         """,
@@ -339,7 +342,7 @@ def test_a_second_process_is_told_who_holds_the_target(tmp_path: Path) -> None:
         holder.kill()
         holder.communicate()
 
-    with Staging.open(target, "new", {}) as work:
+    with Staging(target).open("new", {}) as work:
         assert work.resumed
 
 
@@ -373,7 +376,7 @@ def test_names_that_a_file_system_does_not_tell_apart_are_refused(
             other = other.replace("e\u0301", "\u00e9")
         return real(other)
 
-    with Staging.open(tmp_path / "checkpoint", "new", {}) as work:
+    with Staging(tmp_path / "checkpoint").open("new", {}) as work:
         before = sorted(os.listdir(work.content.parent))
         with monkeypatch.context() as patch:
             patch.setattr(os.path, "lexists", exists)

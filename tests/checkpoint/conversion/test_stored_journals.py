@@ -76,5 +76,5 @@ def test_a_conversion_is_described_as_it_was(
     record = read_journal(JOURNALS / f"{name}.journal")
     assert record is not None
     assert without_places(description) == without_places(record.description)
-    assert len(record.finished) >= 8
+    assert len(record.finished.blocks) >= 8
     assert record.commit is None

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from reshard.checkpoint.conversion.journal import Journal, read_journal
-from reshard.checkpoint.conversion.staging import Staging, check_target, staging_folder
+from reshard.checkpoint.conversion.staging import Staging, staging_folder
 from reshard.checkpoint.deltas.delta_file import DeltaWriter
 from reshard.checkpoint.storage import filesystem
 from reshard.checkpoint.storage.filesystem import (
@@ -161,7 +161,9 @@ def test_files_sent_to_a_store_are_not_read_through_links(tmp_path: Path) -> Non
         FileStream(tmp_path / "staged", 0, 6)
 
 
-@pytest.mark.parametrize("use", [check_target, Staging.open], ids=["dry run", "run"])
+@pytest.mark.parametrize(
+    "use", [Staging.check, lambda work: work.open("c0ffee", {})], ids=["dry run", "run"]
+)
 @pytest.mark.parametrize("plant", [link, pipe, dangling_link])
 def test_a_planted_staging_folder_is_refused(
     tmp_path: Path, use: Callable[..., object], plant: Callable[[Path, Path], None]
@@ -173,9 +175,7 @@ def test_a_planted_staging_folder_is_refused(
     plant(staging_folder(tmp_path / "out"), website)
 
     with pytest.raises(RunError, match=r"reshard-staging is (a link|not a regular file)"):
-        use(tmp_path / "out", False, False) if use is check_target else use(
-            tmp_path / "out", "c0ffee", {}
-        )
+        use(Staging(tmp_path / "out"))
 
     assert (website / "content" / "page").read_text() == "page"
     assert (website / "journal.2026").exists() and not (tmp_path / "out").exists()
@@ -187,7 +187,7 @@ def test_a_staging_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     root.mkdir(mode=0o777)
     os.chown(root, 65534, 65534)
     with pytest.raises(RunError, match="is of another user, 65534"):
-        Staging.open(tmp_path / "out", "c0ffee", {})
+        Staging(tmp_path / "out").open("c0ffee", {})
     assert list(root.iterdir()) == []
 
 
@@ -195,7 +195,7 @@ def test_a_staging_folder_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_shared_parent_folders_are_accepted(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
     for resumed in (False, True):
-        with Staging.open(tmp_path / "out", "c0ffee", {}) as work:
+        with Staging(tmp_path / "out").open("c0ffee", {}) as work:
             assert (work.resumed, work.is_untouched) == (resumed, True)
             assert staging_folder(tmp_path / "out").stat().st_mode & 0o777 == 0o700
 
@@ -234,7 +234,7 @@ def test_a_new_folder_is_this_users_alone(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_replaced_a_locked_folder_is_detected(tmp_path: Path) -> None:
-    with Staging.open(tmp_path / "out", "c0ffee", {}) as work:
+    with Staging(tmp_path / "out").open("c0ffee", {}) as work:
         root = staging_folder(tmp_path / "out")
         root.rename(tmp_path / "moved")
         root.mkdir()

@@ -337,7 +337,7 @@ class Conversion(Record):
     ) -> None:
         """Raise the errors for which a run is refused, except for its target's.
 
-        `staging.check_target` checks the target.
+        `Staging.check` checks the target.
 
         Raises:
             UsageError: too small a memory limit.

@@ -23,9 +23,9 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from reshard.checkpoint.storage.filesystem import (
     translate_os_errors,
     write_all,
 )
-from reshard.errors import RunError, UsageError
+from reshard.errors import RunError
 from reshard.runs import IntArray
 from reshard.system import sync, sync_data
 
@@ -53,63 +53,34 @@ _FRAME_START = struct.Struct("<IB")
 _COMMIT = struct.Struct("<QB")
 _HEADER_KIND, _BLOCKS_KIND, _COMMIT_KIND = 1, 2, 3
 _BLOCK = np.dtype([("tensor", "<u4"), ("block", "<u4"), ("digest", f"V{DIGEST_BYTES}")])
-_BLOCK_STRUCT = struct.Struct(f"<II{DIGEST_BYTES}s")
-# Keys of blocks are 64-bit signed: the tensor in the upper half, so it has 31 bits.
-_TENSOR_LIMIT, _BLOCK_LIMIT = 2**31, 2**32
 _START_OVER = "expected a journal of this conversion: --restart starts over"
 _SHOWN_DIFFERENCES = 12
 _RECORDS_A_FRAME = 1 << 20
 
 
-class FinishedBlocks(Mapping[tuple[int, int], bytes]):
-    """The digest of every finished block, by `(tensor_index, block_index)`.
+class FinishedBlocks(NamedTuple):
+    """Finished blocks as columns: their tensors and numbers, and the concatenated digests."""
 
-    The mapping takes 24 bytes per block: a checkpoint of 1 TB has 250,000 blocks. A block that was
-    recorded twice has the digest recorded last.
+    tensors: IntArray
+    blocks: IntArray
+    digests: bytes
 
-    >>> FinishedBlocks(b"")
-    FinishedBlocks(0 blocks)
-    >>> one = FinishedBlocks(_BLOCK_STRUCT.pack(3, 7, b"a digest: 16 byt"))
-    >>> one[3, 7], (3, 8) in one, list(one)
-    (b'a digest: 16 byt', False, [(3, 7)])
-    """
+    @classmethod
+    def read(cls, records: bytes) -> FinishedBlocks:
+        """Return the blocks of records on disk. The last record of a block is the valid one.
 
-    __slots__ = ("_digests", "_keys")
-
-    def __init__(self, records: bytes) -> None:
-        blocks = np.frombuffer(records, dtype=_BLOCK)
+        >>> FinishedBlocks.read(np.array([(3, 7, b"a digest: 16 byt")], _BLOCK).tobytes())
+        FinishedBlocks(tensors=array([3]), blocks=array([7]), digests=b'a digest: 16 byt')
+        """
+        found = np.frombuffer(records, dtype=_BLOCK)
         # A key per record, with the tensor in the upper half. The stable sort keeps the records of
         # a block in the order they were written; only the last is used.
-        keys = (blocks["tensor"].astype(np.int64) << 32) | blocks["block"].astype(np.int64)
+        keys = (found["tensor"].astype(np.int64) << 32) | found["block"].astype(np.int64)
         order = np.argsort(keys, kind="stable")
         keys = keys[order]
         is_last = np.append(keys[1:] != keys[:-1], True)[: len(keys)]
-        self._keys = keys[is_last]
-        self._digests = blocks["digest"][order[is_last]]
-
-    def __getitem__(self, block: tuple[int, int]) -> bytes:
-        tensor_index, block_index = block
-        if 0 <= tensor_index < _TENSOR_LIMIT and 0 <= block_index < _BLOCK_LIMIT:
-            key = (tensor_index << 32) | block_index
-            position = int(np.searchsorted(self._keys, key))
-            if position < len(self._keys) and int(self._keys[position]) == key:
-                digest: bytes = self._digests[position].tobytes()
-                return digest
-        raise KeyError(block)
-
-    def columns(self) -> tuple[IntArray, IntArray, bytes]:
-        """Return the numbers of tensors and of their blocks, and the concatenated digests."""
-        return self._keys >> 32, self._keys & 0xFFFFFFFF, self._digests.tobytes()
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        for key in self._keys:
-            yield int(key) >> 32, int(key) & 0xFFFFFFFF
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __repr__(self) -> str:
-        return f"FinishedBlocks({len(self)} blocks)"
+        keys, digests = keys[is_last], found["digest"][order[is_last]]
+        return cls(keys >> 32, keys & 0xFFFFFFFF, digests.tobytes())
 
 
 class Commit(Record):
@@ -149,10 +120,10 @@ class Journal(Closing):
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder) / "journal"
     ...     with Journal.open(path, "c0ffee", {"to": "tp=2"}) as journal:
-    ...         journal.append_blocks([(0, 0, bytes(16)), (0, 1, bytes(16))])
+    ...         journal.append_blocks(np.array([0, 0]), np.array([0, 1]), bytes(32))
     ...     with Journal.open(path, "c0ffee", {"to": "tp=2"}) as journal:
-    ...         journal.resumed, list(journal.finished)
-    (True, [(0, 0), (0, 1)])
+    ...         journal.resumed, journal.finished.blocks.tolist()
+    (True, [0, 1])
     """
 
     __slots__ = (
@@ -203,24 +174,12 @@ class Journal(Closing):
                 raise
             return journal
 
-    def append_blocks(self, blocks: Iterable[tuple[int, int, bytes]]) -> None:
-        """Record `(tensor_index, block_index, digest)` of finished blocks, durably.
+    def append_blocks(self, tensors: IntArray, blocks: IntArray, digests: bytes) -> None:
+        """Record finished blocks durably: their numbers as columns, and the concatenated digests.
 
         The blocks' data must have been synced before. On return the record survives a crash.
-        Raises `UsageError` for an index out of range or a digest that is not 16 bytes, and
-        `RunError` if the journal cannot be written; it accepts no more records then.
+        Raises `RunError` if the journal cannot be written; it accepts no more records then.
         """
-        payload = b"".join(_pack_block(*block) for block in blocks)
-        if payload:
-            self._append(_BLOCKS_KIND, payload)
-
-    def append_columns(self, tensors: IntArray, blocks: IntArray, digests: bytes) -> None:
-        """Append many blocks: their numbers as columns, and their concatenated digests."""
-        if len(digests) != DIGEST_BYTES * len(tensors):
-            raise UsageError(f"{len(digests)} bytes of digests for {len(tensors)} blocks")
-        for column, limit in ((tensors, _TENSOR_LIMIT), (blocks, _BLOCK_LIMIT)):
-            if len(column) and not 0 <= column.min() <= column.max() < limit:
-                raise UsageError(f"a block number outside 0 to {limit - 1} cannot be recorded")
         records = np.empty(len(tensors), dtype=_BLOCK)
         records["tensor"], records["block"] = tensors, blocks
         records["digest"] = np.frombuffer(digests, dtype=f"V{DIGEST_BYTES}")
@@ -304,7 +263,7 @@ def read_journal(path: Path) -> JournalRecord | None:
     return JournalRecord(
         conversion_id=str(header.get("conversion_id")),
         description=header.get("description"),
-        finished=FinishedBlocks(b"".join(blocks)),
+        finished=FinishedBlocks.read(b"".join(blocks)),
         commit=commit,
         folder_inode=header.get("folder_inode"),
         valid_bytes=end,
@@ -334,7 +293,7 @@ def _create(path: Path, conversion_id: str, description: Any) -> JournalRecord:
     return JournalRecord(
         conversion_id=conversion_id,
         description=description,
-        finished=FinishedBlocks(b""),
+        finished=FinishedBlocks.read(b""),
         commit=None,
         folder_inode=folder_inode,
         valid_bytes=len(_MAGIC) + len(frame),
@@ -365,21 +324,6 @@ def _read_good_frames(data: bytes) -> Iterator[tuple[int, bytes, int, int]]:
             return
         yield kind, payload, end, checksum
         position, previous = end, checksum
-
-
-def _pack_block(tensor_index: int, block_index: int, digest: bytes) -> bytes:
-    if not (0 <= tensor_index < _TENSOR_LIMIT and 0 <= block_index < _BLOCK_LIMIT):
-        raise UsageError(
-            f"block {block_index} of tensor {tensor_index} cannot be recorded\n"
-            f"expected a tensor index from 0 to {_TENSOR_LIMIT - 1} and a block index from 0 "
-            f"to {_BLOCK_LIMIT - 1}"
-        )
-    if len(digest) != DIGEST_BYTES:
-        raise UsageError(
-            f"the digest of block {block_index} of tensor {tensor_index} has {len(digest)} bytes"
-            f"\nexpected {DIGEST_BYTES}"
-        )
-    return _BLOCK_STRUCT.pack(tensor_index, block_index, digest)
 
 
 def _explain_other_conversion(

@@ -44,7 +44,6 @@ from reshard.checkpoint.conversion.conversion import Conversion, ConversionRepor
 from reshard.checkpoint.conversion.journal import FinishedBlocks
 from reshard.checkpoint.conversion.staging import (
     Staging,
-    check_target,
     expect_nothing_lost,
     open_shared,
 )
@@ -158,7 +157,7 @@ class _ConversionRun:
         self.digests.note(numbers, digests)
 
     def _note_journal(self, finished: FinishedBlocks) -> None:
-        tensors, blocks, digests = finished.columns()
+        tensors, blocks, digests = finished
         self._note(self.work_items.first_block[tensors] + blocks, digests)
 
     @property
@@ -317,7 +316,7 @@ class _ConversionRun:
         numbers = np.concatenate([batch.numbers for batch, _, _ in done])
         digests = b"".join(digests for _, digests, _ in done)
         tensors, blocks = self.work_items.places(numbers)
-        self.staging.journal.append_columns(tensors, blocks, digests)
+        self.staging.journal.append_blocks(tensors, blocks, digests)
         self._note(numbers, digests)
 
     def _look_at_earlier(self) -> None:
@@ -469,16 +468,8 @@ def run_conversion(
         if address is not None:
             upload = ConversionUpload(conversion, address, conversion_id, processes, hosts, workers)
         # 3. Work in the staging folder, unless an earlier run has finished the conversion.
-        with open_shared(
-            here,
-            target,
-            conversion_id,
-            description,
-            overwrite=options.overwrite,
-            restart=options.restart,
-            written=None if options.discard_others else conversion.written_names,
-            file=conversion.single_file,
-        ) as staged:
+        staging = Staging(target, options, conversion.written_names, conversion.single_file)
+        with open_shared(here, staging, conversion_id, description) as staged:
             if staged.already_complete or (
                 upload is not None and upload.is_complete(staged, options)
             ):
@@ -542,15 +533,15 @@ def find_begun_run(conversion: Conversion, options: RunOptions) -> Path | None:
 
     Raises UsageError and RunError if the conversion would be refused for its target.
     """
-    target, overwrite, restart = conversion.target, options.overwrite, options.restart
+    target, overwrite = conversion.target, options.overwrite
     expect_staging_read(target, options.staging)
     if not isinstance(target, RemotePath):
-        written = None if options.discard_others else conversion.written_names
-        return check_target(target, overwrite, restart, written, conversion.single_file)
+        written, file = conversion.written_names, conversion.single_file
+        return Staging(target, options, written, file).check()
     from reshard.checkpoint.storage.uploads import expect_writable, local_target
 
     expect_writable(target)
-    begun = check_target(local_target(target, options.staging), overwrite, restart)
+    begun = Staging(local_target(target, options.staging), options).check()
     if overwrite and not options.discard_others:
         expect_nothing_lost(target, conversion.written_names)
     if begun is None and not overwrite and target.exists():

@@ -59,6 +59,7 @@ from reshard.checkpoint.conversion.journal import (
 from reshard.checkpoint.formats.opening import OTHER_WEIGHTS, has_checkpoint, open_checkpoint
 from reshard.checkpoint.formats.registry import find_format, is_format_file
 from reshard.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from reshard.checkpoint.options import RunOptions
 from reshard.checkpoint.processes import Processes
 from reshard.checkpoint.storage.filesystem import (
     Closing,
@@ -95,112 +96,107 @@ class Staging(Closing):
         content: the folder to write the new checkpoint into.
         finished: the blocks that earlier runs recorded; known to the owner alone.
 
-    >>> import tempfile
+    >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as parent:
     ...     target = Path(parent) / "checkpoint"
-    ...     with Staging.open(target, "c0ffee", {"to": "tp=2"}) as staging:
+    ...     with Staging(target).open("c0ffee", {"to": "tp=2"}) as staging:
     ...         _ = (staging.content / "weights").write_bytes(b"...")
-    ...         staging.journal.append_blocks([(0, 0, bytes(16))])
+    ...         staging.journal.append_blocks(np.array([0]), np.array([0]), bytes(16))
     ...         target.exists()
-    ...     with Staging.open(target, "c0ffee", {"to": "tp=2"}) as staging:
-    ...         staging.resumed, list(staging.journal.finished)
+    ...     with Staging(target).open("c0ffee", {"to": "tp=2"}) as staging:
+    ...         staging.resumed, staging.finished.blocks.tolist()
     ...         _ = staging.commit()
     ...     os.listdir(parent), os.listdir(target)
     False
-    (True, [(0, 0)])
+    (True, [0])
     (['checkpoint'], ['weights'])
     """
 
     def __init__(
         self,
         target: Path,
-        content: Path,
-        journal: Journal | None,
-        lock: FolderLock | None = None,
-        *,
-        overwrite: bool = False,
+        options: RunOptions | None = None,
         written: Collection[str] | None = None,
         file: str | None = None,
     ) -> None:
+        """Describe the staging folder of a target; nothing is looked at yet.
+
+        Args:
+            target: the path that the result gets.
+            options: of the run: what may be replaced, and whether staged work is discarded.
+            written: the files of the new checkpoint. A target that contains other files is refused,
+                unless it is None or the options discard others.
+            file: the name of the file that becomes the target, if the target is not a folder.
+        """
+        self._options = options or RunOptions()
+        self._written = None if self._options.discard_others else written
         self._file = file
-        self.target, self.content = target, content
-        self._lock = lock
-        self._journal = journal
-        self._overwrite = overwrite
-        self._written = written
-        self.finished = FinishedBlocks(b"") if journal is None or lock is None else journal.finished
+        self.target, self.content = target, target
+        self._lock: FolderLock | None = None
+        self._journal: Journal | None = None
+        self.finished = FinishedBlocks.read(b"")
         self._are_journals_untouched = True
 
-    @classmethod
-    def open(
-        cls,
-        target: Path,
-        conversion_id: str,
-        description: Any,
-        *,
-        overwrite: bool = False,
-        restart: bool = False,
-        written: Collection[str] | None = None,
-        file: str | None = None,
-    ) -> Staging:
-        """Begin or resume a conversion whose result becomes `target`.
+    def check(self) -> Path | None:
+        """Return the staging folder that an earlier run left for a valid target, or None.
+
+        Raises UsageError and RunError where the conversion would be refused for its target.
+        """
+        with translate_os_errors("look at the target", self.target):
+            self._check_target()
+            root = staging_folder(self.target)
+            is_begun = _exists(root)
+            if is_begun:
+                check_own_folder(root)
+            if not is_begun or self._options.restart:
+                self._refuse_existing()
+            return root if is_begun else None
+
+    def open(self, conversion_id: str, description: Any) -> Staging:
+        """Begin or resume a conversion whose result becomes the target.
 
         `conversion_id` and `description` identify the conversion, as for `Journal.open`.
         A commit that an earlier run could not finish is finished first; if it belongs to this
-        conversion, no work is left, and `already_complete` is True. `restart` deletes the files
-        staged by an earlier run (never a target). `written` are the files of the new checkpoint: a
-        target that contains other files is refused, unless `written` is None: they are deleted
-        then. `file` names the file that becomes the target, if the target is not a folder.
+        conversion, no work is left, and `already_complete` is True.
 
         Raises `UsageError` for a target that exists and may not be replaced, that is not a
         folder, or whose parent is not a folder. Raises `RunError` if another process works on the
         target, if an earlier run staged another conversion or left files that contradict each
         other, and if the file system refuses an operation.
         """
-        with translate_os_errors("look at the target", target):
-            target = _check_target(target, overwrite, written, file)
-            root = staging_folder(target)
+        with translate_os_errors("look at the target", self.target):
+            self._check_target()
+            root = staging_folder(self.target)
             if not _exists(root):
-                _refuse_existing(target, overwrite)
-            lock = FolderLock.acquire(root)
+                self._refuse_existing()
+            self._lock = FolderLock.acquire(root)
             try:
-                return cls._open_locked(
-                    target, lock, conversion_id, description, overwrite, restart, written, file
-                )
+                self._open_locked(self._lock, conversion_id, description)
             except BaseException:
-                lock.close()
+                self._lock.close()
                 raise
+        return self
 
-    @classmethod
-    def _open_locked(
-        cls,
-        target: Path,
-        lock: FolderLock,
-        conversion_id: str,
-        description: Any,
-        overwrite: bool,
-        restart: bool,
-        written: Collection[str] | None,
-        file: str | None,
-    ) -> Staging:
-        root = lock.folder
-        record = None if restart else read_journal(root / "journal")
+    def _open_locked(self, lock: FolderLock, conversion_id: str, description: Any) -> None:
+        target, root, options = self.target, lock.folder, self._options
+        record = None if options.restart else read_journal(root / "journal")
         with translate_os_errors("finish what an earlier run began", root):
             # Everything was written by an earlier run: only renames and removals are left.
             if record is not None and record.commit is not None:
-                _finish_commit(target, root, record.commit, overwrite)
+                self._finish_commit(root, record.commit)
                 if record.conversion_id == conversion_id:
                     _remove_root(lock)
-                    return cls(target, target, None, lock)
+                    return
                 record = None
             # Without a valid journal, an old target that was moved aside is restored first.
             elif record is None:
                 _put_previous_back(target, root)
             # The target is refused below, and the refusal must not leave an empty staging folder.
             # With `restart` the folder may contain staged work, which a refusal keeps.
-            if record is None and _exists(target) and not overwrite and not restart:
+            is_kept = options.overwrite or options.restart
+            if record is None and _exists(target) and not is_kept:
                 _remove_root(lock)
-        _refuse_existing(target, overwrite)
+        self._refuse_existing()
         with translate_os_errors("prepare the staging folder", root):
             if record is None:
                 _discard(root)
@@ -221,9 +217,81 @@ class Staging(Closing):
                 "expected the files of the run that the journal next to it records: "
                 "--restart starts over"
             ) from error
-        return cls(
-            target, root / "content", journal, lock, overwrite=overwrite, written=written, file=file
-        )
+        self.content, self._journal, self.finished = root / "content", journal, journal.finished
+
+    def join(self, content: Path, journal: Journal | None) -> Staging:
+        """Take part as a process other than process 0, with a journal of its own.
+
+        `journal` is None if no work is left.
+        """
+        # No lock: process 0 owns the folder, and holds the lock for all processes.
+        self.content, self._journal = content, journal
+        return self
+
+    def _refuse_existing(self, may_replace: bool = False) -> None:
+        if _exists(self.target) and not (may_replace or self._options.overwrite):
+            raise UsageError(
+                f"the target exists: {self.target}\n"
+                "expected a name that is free: choose another, or replace it with --overwrite"
+            )
+
+    def _check_target(self) -> None:
+        """Raise the errors for which a target is refused; links in its path are followed first."""
+        # The staging folder must be on the target's file system.
+        self.target = self.content = target = Path(os.path.realpath(self.target))
+        overwrite, file, written = self._options.overwrite, self._file, self._written
+        parent = target.parent
+        if file is not None and _exists(target) and not target.is_file():
+            raise UsageError(
+                f"the target is not a file: {target}\nexpected a file, since {target.suffix} is "
+                "the end of a file's name, or a name that is free"
+            )
+        if file is None and _exists(target) and not target.is_dir():
+            raise UsageError(
+                f"the target is a file: {target}\nexpected a folder, or a name that is free"
+            )
+        if os.path.ismount(target):
+            raise UsageError(
+                f"the target is where a file system is mounted: {target}\n"
+                "expected a folder that can be renamed: name one inside it"
+            )
+        if overwrite and (found := _find_kept(target)):
+            raise UsageError(
+                f"the target {target} has {found} in it, which would be deleted\n"
+                "expected a folder for this checkpoint alone: name one inside it"
+            )
+        if overwrite and written is not None:
+            expect_nothing_lost(target, written)
+        if not parent.is_dir():
+            raise UsageError(
+                f"the target's parent is not a folder: {parent}\n"
+                "expected it to exist: make it first, or choose another target"
+            )
+        # Moving a folder also changes its own `..` entry, which needs write permission on it.
+        for folder in [parent, target] if overwrite and target.is_dir() else [parent]:
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise RunError(
+                    f"cannot write to {folder}\n"
+                    "expected leave to write there: change its permissions, or choose another "
+                    "target"
+                )
+
+    def _finish_commit(self, root: Path, commit: Commit) -> None:
+        """Rename the committed content to the target, unless it already has that name."""
+        target = self.target
+        if _has_inode(target, commit.inode):
+            # Its new name may not be on the disk yet, and the old target is deleted next.
+            sync_folder(target.parent)
+            sync_folder(root)
+        elif (result := _find_result(root / "content", commit.inode)) is not None:
+            self._refuse_existing(commit.replaces)
+            _put_in_place(target, root, result)
+        else:
+            raise RunError(
+                f"an earlier run finished its checkpoint, and it is gone: neither {target} nor "
+                f"{root / 'content'} is the folder it wrote\n"
+                f"expected one of them to be: see what {root} holds, then start over with --restart"
+            )
 
     @property
     def is_owner(self) -> bool:
@@ -317,20 +385,20 @@ class Staging(Closing):
             # The names of files must be durable before the commit record.
             sync_folders_under(self.content)
             # Another program may have created the target since `open` checked it.
-            if _exists(self.target) and not self._overwrite:
+            if _exists(self.target) and not self._options.overwrite:
                 raise RunError(
                     f"the target appeared during the run: {self.target}\n"
                     "expected its name to be free: move it away, or run this again with "
                     "--overwrite to replace it"
                 )
-            if self._overwrite and self._written is not None:
+            if self._options.overwrite and self._written is not None:
                 # Files may have been added to the target since `open` checked it.
                 try:
                     expect_nothing_lost(self.target, self._written)
                 except UsageError as error:
                     # A `RunError`, since all blocks are written and the staging folder is kept.
                     raise RunError(str(error)) from error
-            journal.append_commit(Commit(self.result.stat().st_ino, self._overwrite))
+            journal.append_commit(Commit(self.result.stat().st_ino, self._options.overwrite))
             journal.close()
             was_never_missing = _put_in_place(self.target, root, self.result)
         with translate_os_errors(f"delete what is left over ({self.target} is complete)", root):
@@ -373,7 +441,7 @@ class Staging(Closing):
             for path in sorted(root.glob("journal.*")):
                 record = None if path.name.endswith(".new") else read_journal(path)
                 if record is not None and record.conversion_id == conversion_id:
-                    journal.append_columns(*record.finished.columns())
+                    journal.append_blocks(*record.finished)
                     self._are_journals_untouched &= record.folder_inode == journal.folder_inode
                 # By this line all of its valid records are durable in process 0's journal.
                 path.unlink()
@@ -388,28 +456,6 @@ def staging_folder(target: Path) -> Path:
     'models/.llama-tp4.reshard-staging'
     """
     return target.with_name(f".{target.name}.reshard-staging")
-
-
-def check_target(
-    target: Path,
-    overwrite: bool,
-    restart: bool,
-    written: Collection[str] | None = None,
-    file: str | None = None,
-) -> Path | None:
-    """Return the staging folder that an earlier run left for a valid target, or None.
-
-    Raises UsageError and RunError where the conversion would be refused for its target.
-    """
-    with translate_os_errors("look at the target", target):
-        target = _check_target(target, overwrite, written, file)
-        root = staging_folder(target)
-        is_begun = _exists(root)
-        if is_begun:
-            check_own_folder(root)
-        if not is_begun or restart:
-            _refuse_existing(target, overwrite)
-        return root if is_begun else None
 
 
 def _find_equal(
@@ -441,48 +487,6 @@ def _exists(path: Path) -> bool:
     return True
 
 
-def _check_target(
-    target: Path, overwrite: bool, written: Collection[str] | None, file: str | None
-) -> Path:
-    """Return the target with links followed, so that the staging folder is on its file system."""
-    target = Path(os.path.realpath(target))
-    parent = target.parent
-    if file is not None and _exists(target) and not target.is_file():
-        raise UsageError(
-            f"the target is not a file: {target}\nexpected a file, since {target.suffix} is the "
-            "end of a file's name, or a name that is free"
-        )
-    if file is None and _exists(target) and not target.is_dir():
-        raise UsageError(
-            f"the target is a file: {target}\nexpected a folder, or a name that is free"
-        )
-    if os.path.ismount(target):
-        raise UsageError(
-            f"the target is where a file system is mounted: {target}\n"
-            "expected a folder that can be renamed: name one inside it"
-        )
-    if overwrite and (found := _find_kept(target)):
-        raise UsageError(
-            f"the target {target} has {found} in it, which would be deleted\n"
-            "expected a folder for this checkpoint alone: name one inside it"
-        )
-    if overwrite and written is not None:
-        expect_nothing_lost(target, written)
-    if not parent.is_dir():
-        raise UsageError(
-            f"the target's parent is not a folder: {parent}\n"
-            "expected it to exist: make it first, or choose another target"
-        )
-    # Moving a folder also changes its own `..` entry, which needs write permission on it.
-    for folder in [parent, target] if overwrite and target.is_dir() else [parent]:
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise RunError(
-                f"cannot write to {folder}\n"
-                "expected leave to write there: change its permissions, or choose another target"
-            )
-    return target
-
-
 def _find_kept(target: Path) -> str | None:
     """Return a protected folder that the target is or contains, or None."""
     kept = {
@@ -496,31 +500,6 @@ def _find_kept(target: Path) -> str | None:
             return what
     names = sorted(os.listdir(target)) if target.is_dir() else []
     return f"{names[0]!r} and no checkpoint" if names and not has_checkpoint(target) else None
-
-
-def _refuse_existing(target: Path, overwrite: bool) -> None:
-    if _exists(target) and not overwrite:
-        raise UsageError(
-            f"the target exists: {target}\n"
-            "expected a name that is free: choose another, or replace it with --overwrite"
-        )
-
-
-def _finish_commit(target: Path, root: Path, commit: Commit, overwrite: bool) -> None:
-    """Rename the committed content to the target, unless it already has that name."""
-    if _has_inode(target, commit.inode):
-        # Its new name may not be on the disk yet, and the old target is deleted next.
-        sync_folder(target.parent)
-        sync_folder(root)
-    elif (result := _find_result(root / "content", commit.inode)) is not None:
-        _refuse_existing(target, commit.replaces or overwrite)
-        _put_in_place(target, root, result)
-    else:
-        raise RunError(
-            f"an earlier run finished its checkpoint, and it is gone: neither {target} nor "
-            f"{root / 'content'} is the folder it wrote\n"
-            f"expected one of them to be: see what {root} holds, then start over with --restart"
-        )
 
 
 def _find_result(content: Path, inode: int) -> Path | None:
@@ -603,20 +582,12 @@ def _remove_root(lock: FolderLock) -> None:
 
 @contextmanager
 def open_shared(
-    processes: Processes,
-    target: Path,
-    conversion_id: str,
-    description: Any,
-    *,
-    overwrite: bool,
-    restart: bool,
-    written: Collection[str] | None = None,
-    file: str | None = None,
+    processes: Processes, staging: Staging, conversion_id: str, description: Any
 ) -> Iterator[Staging]:
     """Open the staging folder of a conversion in all processes together.
 
-    `written` and `file` are as for `Staging.open`. Process 0 raises the errors of `Staging.open`;
-    the other processes raise RunError with the same message.
+    Process 0 raises the errors of `Staging.open`; the other processes raise RunError with the same
+    message.
     """
     # The other processes wait until process 0 sends an error or the path of the content.
     if processes.rank > 0:
@@ -627,20 +598,11 @@ def open_shared(
         if not complete:
             path = content.parent / f"journal.{processes.rank}"
             journal = Journal.open(path, conversion_id, description)
-        # No lock here: process 0 owns the folder, and holds the lock for all processes.
-        with Staging(target, content, journal) as staging:
+        with staging.join(content, journal):
             yield staging
         return
     try:
-        staging = Staging.open(
-            target,
-            conversion_id,
-            description,
-            overwrite=overwrite,
-            restart=restart,
-            written=written,
-            file=file,
-        )
+        staging.open(conversion_id, description)
     except ReshardError as error:
         # The other processes wait in `share`, and would not learn of the error otherwise.
         processes.share((str(error), "", False))
