@@ -171,12 +171,12 @@ def make_raw(refit: Any, group: Any) -> Callable[[], None]:
 
     from reshard.torch.exchange.packing.messages import RankTransfers, list_pieces
 
-    prepared, rank = refit._prepared, dist.get_rank()
+    rank = dist.get_rank()
     tensors = []
-    for item in prepared.part.items:
+    for item in refit.part_items:
         views = (
-            item.match.source_view(prepared.before.locals, rank),
-            item.match.target_view(prepared.after.locals, rank),
+            item.match.source_view(refit.source_tensors, rank),
+            item.match.target_view(refit.target_tensors, rank),
         )
         tensors.append(RankTransfers.of(item.change, item.transfers, rank, *views))
     sent, received, local = list_pieces(tensors, rank)

@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
-from reshard.torch.exchange.exchange import BackgroundExchange
+from reshard.torch.exchange.transfer import Transfer
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -175,17 +175,17 @@ def make_own_stages(sizes: Any, mesh: DeviceMesh, order: str) -> Callable[[], fl
 
 def received_by_stages(step: Callable[[], float]) -> tuple[float, float]:
     """The loss of a step, and the bytes that this rank received of other stages."""
-    received, start = [0], BackgroundExchange.start
+    received, start = [0], Transfer.start
 
-    def counted(self: BackgroundExchange) -> None:
+    def counted(self: Transfer) -> None:
         received[0] += self.received_bytes
         start(self)
 
-    BackgroundExchange.start = counted  # type: ignore[method-assign]
+    Transfer.start = counted  # type: ignore[method-assign]
     try:
         return step(), received[0]
     finally:
-        BackgroundExchange.start = start  # type: ignore[method-assign]
+        Transfer.start = start  # type: ignore[method-assign]
 
 
 def fill(model: nn.Module, sizes: Any) -> None:

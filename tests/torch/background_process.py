@@ -13,7 +13,9 @@ from refit_models import expect, part, whole
 from reshard.errors import RunError
 from reshard.layout import Layout
 from reshard.torch import redistribute
-from reshard.torch.exchange.exchange import BackgroundExchange, MessageExchange
+from reshard.torch.exchange.exchange import MessageExchange
+from reshard.torch.exchange.groups import rank_group
+from reshard.torch.exchange.transfer import Transfer
 
 PATIENCE_S = 60
 SHAPE = (96, 300)
@@ -84,7 +86,7 @@ def some_wait_at_once() -> None:
 
 
 def errors_come_with_wait() -> None:
-    """What the thread raises is raised by `wait`, again and again; a thread runs once."""
+    """What the thread raises is raised by `wait`, again and again; a thread runs once at a time."""
     rows, columns = layouts()
     start = MessageExchange.start
 
@@ -103,17 +105,21 @@ def errors_come_with_wait() -> None:
         else:
             raise SystemExit("an error was lost")
     MessageExchange.start = start  # type: ignore[method-assign]
-    run = BackgroundExchange(MessageExchange([], dist.get_rank(), None, torch.device("cpu")), 7)
-    expect(not run.is_done, "done before it began")
-    run.start()
-    run.finish()
-    expect(run.is_done and not run.has_failed, "not done")
-    try:
-        run.start()
-    except RunError as error:
-        expect("or did" in str(error), str(error))
-    else:
-        raise SystemExit("a thread ran twice")
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    transfer = Transfer.prepare(
+        lambda: MessageExchange([], rank, None, cpu), rank_group(None), in_background=True
+    )
+    expect(not transfer.has_arrived, "done before it began")
+    for _ in range(2):
+        transfer.start()
+        try:
+            transfer.start()
+        except RunError as error:
+            expect("runs already" in str(error), str(error))
+        else:
+            raise SystemExit("a thread ran twice at once")
+        transfer.finish()
+        expect(transfer.is_done and not transfer.has_failed, "not done")
 
 
 def main() -> None:

@@ -157,7 +157,7 @@ def raises(where: str) -> None:
     refit = Refit.prepare({"w": (own_rows(1), layouts[0])}, {"w": (target, layouts[1])})
     refit.run()
     if rank == 1:
-        exchange = refit._batches.batches[0].exchanges[0]
+        exchange = refit._transfer.batches[0].exchanges[0]
 
         def fail(*_: object) -> None:
             raise MemoryError("no memory left")

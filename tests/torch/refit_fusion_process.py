@@ -147,7 +147,7 @@ def between_fusions() -> None:
     same = laid_out(zeros(together), layouts(together, "-", mesh))
     done = refit(laid_out(together, there), same, source_names=TABLE, target_names=TABLE)
     expect_same(same, laid_out(together, layouts(together, "-", mesh)), "the same fusion")
-    (item,) = done._prepared.part.items
+    (item,) = done.part_items
     expect(item.match.name == "l.qkv.weight", "the same fusion was cut into pieces")
     # One name, but other members: the pieces that both have in common.
     other = {"l.qkv.weight": Fusion(("l.q.weight", "l.k.weight", "l.v.weight"), (8, 2, 2))}

@@ -108,7 +108,7 @@ def disjoint() -> None:
         expect(done.report.planning == planning, "another planning")
         expect(done.report.planned_ranks == _planned_ranks(planning), "other parts")
         expect((done.report.scattered_bytes > 0) == (planning == "centralized"), "scattered")
-        items = done._prepared.part.items
+        items = done.part_items
         parts.append([(one.match, one.change, str(one.transfers), one.batch) for one in items])
     expect(parts[0] == parts[1] != [], "both ways to plan find different parts")
 
@@ -121,7 +121,7 @@ def planned_before() -> None:
     targets = [laid_out(zeros(values()), layouts_of(4, of)) for of in kinds]
     refits = [Refit.prepare(source, target) for target in targets[:3]]
     refits.append(Refit.prepare(source, targets[3], strict=False))
-    plans = [one._prepared.whole for one in refits]
+    plans = [one._whole for one in refits]
     expect(plans[0] is plans[1] is not None, "planned again")
     planned = [one.report.planned_ranks for one in refits]
     expect(planned == [1, 0, 1, 1], f"planned {planned}")

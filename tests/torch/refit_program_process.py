@@ -244,15 +244,15 @@ def in_batches() -> None:
     source = {f"w{i}": tensor(shape, places[0], i, torch.float32) for i in range(5)}
     target = {name: tensor(shape, places[1], 9, torch.float32) for name in source}
     first = Refit.prepare(source, target, method="program")
-    program = first._prepared.part.items[0].chosen.program
+    program = first.part_items[0].chosen.program
     assert program is not None
     expect(len(program.steps) > 1, f"{program}")
     own = between_bytes(program, 4)
     expect(own > 0, "nothing lies between")
-    expect(len(first._batches.batches) == 2, "not in one batch")
+    expect(len(first._transfer.batches) == 2, "not in one batch")
     least = 4 * own
     done = refit(source, target, method="program", extra_bytes=least)
-    expect(len(done._batches.batches) == 4, f"{len(done._batches.batches)} batches")
+    expect(len(done._transfer.batches) == 4, f"{len(done._transfer.batches)} batches")
     expect(done.extra_bytes <= least, f"{done.extra_bytes} bytes")
     found = bits(target)
     refit(source, target, method="exchange")

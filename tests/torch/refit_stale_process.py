@@ -309,7 +309,7 @@ def sources_prepared_again() -> None:
         return found
 
     def sent(done: Refit) -> list[Any]:
-        return [m for b in done._batches.batches for e in b.exchanges for m in e.list_sent()]
+        return [m for b in done._transfer.batches for e in b.exchanges for m in e.list_sent()]
 
     # 1. Nothing has changed, or only values: the same messages are sent.
     model = cut_source()

@@ -47,7 +47,7 @@ from reshard.plans.schedule import limit_message_bytes
 from reshard.runs import IntArray
 from reshard.torch.endpoint import Description, local_of
 from reshard.torch.exchange.agreement import CallSignature, agree, run_errors
-from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
+from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange
 from reshard.torch.exchange.groups import rank_group
 from reshard.torch.exchange.packing.copies import empty_result
 from reshard.torch.exchange.packing.messages import RankTransfers
@@ -287,7 +287,10 @@ def exchange_pieces(
     received, sent = splits.transfers(dim, shape, axis.members, is_aligning)
     group = rank_group(axis.group)
     tensors = [RankTransfers(change, received, sent, [source], [target])]
-    transfer = Transfer.prepare(tensors, group, source.device, extra_bytes)
+    device = source.device
+    transfer = Transfer.prepare(
+        lambda: MessageExchange(tensors, rank, group, device, extra_bytes), group
+    )
     transfer.run()
     return target, transfer.received_bytes
 

@@ -281,7 +281,7 @@ class Redistribution:
                 f"shape={list(self._shape)}, but the source has shape {list(shape)}; leave it out"
             )
 
-    def _make_run(self) -> MessageExchange | ProgramRun:
+    def _make_exchange(self) -> MessageExchange | ProgramRun:
         """Prepare the exchange or program that moves this rank's tensors."""
         rank, ends, dtype = self._group.rank, (self._own, self._local), cast(Any, self._dtype)
         if self.program is not None:
@@ -300,10 +300,18 @@ class Redistribution:
         return MessageExchange(tensors, rank, self._group, self._device, self._limit_bytes)
 
     def _start(self) -> Redistribution:
-        written = []
-        if self._out is not None and self._local is not None:
-            written.append((self._out, self._local))
-        self._transfer = Transfer(self._make_run, self._group, written, self._is_async)
+        out, result = self._out, "the result"
+        written: tuple[list[torch.Tensor], ...] = ()
+        if out is not None and self._local is not None:
+            written = [out], [self._local]
+            result = f"out, {out.dtype} of shape {list(out.shape)},"
+        self._transfer = Transfer.prepare(
+            self._make_exchange,
+            self._group,
+            *written,
+            result=result,
+            in_background=self._is_async,
+        )
         self.received_bytes = self._transfer.received_bytes
         self.sent_bytes = self._transfer.sent_bytes
         self._transfer.start()

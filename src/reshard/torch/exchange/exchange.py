@@ -1,7 +1,7 @@
 """The exchange of messages between the ranks of a process group, in little memory.
 
-All tensors that move between ranks use it: those of a redistribution, of a refit, of partitions,
-and of each step of a program of collectives. Each rank has its own messages (`messages`), in an
+All tensors that move between ranks use it (`transfer`), and so does each step of a program of
+collectives. Each rank has its own messages (`messages`), in an
 order that is the same on all ranks; staged messages take turns in a few slots of memory::
 
     sends      s0  s1  s2  s3  s4 ...     posted ahead while slots are free
@@ -26,24 +26,12 @@ Ranks that share memory (`carrier`) have slots for sends only, from which receiv
 
 So packing, sending and unpacking overlap, and the staging memory stays within a limit whatever the
 size of the tensors. A prepared exchange keeps its views and slots, and can run any number of times.
-
-*In the background.* A separate thread runs an exchange, in the same order and memory, while its
-rank does something else (`BackgroundExchange`)::
-
-    main thread    start()   other work ...   finish()
-    its thread         | messages, a few slots at a time |
-
-Several exchanges of a group can be in progress at once. Each has its own tag for its messages; all
-ranks begin the exchanges in the same order, so that tags are equal. On devices, and with grouped
-messages (NCCL), an exchange stays in the thread that began it: that thread posts the messages that
-fit into memory, and the stream waits for them.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -546,62 +534,3 @@ def copy_or_combine(target: torch.Tensor, source: torch.Tensor, reduction: str |
 def _is_partial(change: LayoutChange) -> bool:
     """Return whether a side consists of contributions."""
     return max(change.source.contributions, change.target.contributions) > 1
-
-
-# Tags begin at a number that users rarely choose, and repeat after this many exchanges.
-_FIRST_TAG, _TAGS = 1 << 20, 1 << 20
-
-
-def next_tag(group: Group) -> int:
-    """Return a tag for the messages of an exchange; the n-th of a group is equal on all ranks."""
-    return _FIRST_TAG + rank_group(group).next_number() % _TAGS
-
-
-class BackgroundExchange:
-    """An exchange that runs once, in a separate thread.
-
-    Args:
-        exchange: prepared; its messages get the tag.
-        tag: of `next_tag`.
-    """
-
-    def __init__(self, exchange: MessageExchange, tag: int) -> None:
-        exchange.tag = tag
-        self._exchange = exchange
-        self._error: BaseException | None = None
-        # A daemon thread, so that a thread that waits forever does not keep the process alive.
-        self._thread = threading.Thread(target=self._run, name="reshard exchange", daemon=True)
-        self.received_bytes = exchange.received_bytes
-        self.sent_bytes = exchange.sent_bytes
-        self.extra_bytes = exchange.extra_bytes
-        self.has_failed = False
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether all messages have arrived on this rank, or it has failed."""
-        return self._thread.ident is not None and not self._thread.is_alive()
-
-    def start(self) -> None:
-        """Start. Sources must not change, nor targets be used, until `finish` has returned.
-
-        Raises RunError if it has begun before.
-        """
-        if self._thread.ident is not None:
-            raise RunError("this exchange runs already, or did; begin another")
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Wait until all messages have arrived. Raises the error of the thread."""
-        self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            self.has_failed = True
-            raise error
-
-    def _run(self) -> None:
-        try:
-            # Inference mode is set per thread; an engine's tensors may be inference tensors.
-            with torch.inference_mode():
-                self._exchange.run()
-        except BaseException as error:
-            self._error = error

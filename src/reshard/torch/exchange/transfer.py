@@ -1,7 +1,8 @@
 """A transfer: tensors that move between ranks, prepared once and run any number of times.
 
-Its phases run in this order. The first two are done by the caller, since calls agree
-on different things: a tensor (`redistribution`), partitions, or a model::
+Everything that moves between ranks is a transfer: a redistribution, partitions, a refit, the
+movement of an array, an output of a pipeline's stage. Its phases run in this order. The first two
+are done by the caller, since calls agree on different things: a tensor, partitions, or a model::
 
     agree      all ranks compare their calls                        `agreement.agree`
     plan       which rank sends which part to which                 `RankTransfers`, or a program
@@ -10,143 +11,309 @@ on different things: a tensor (`redistribution`), partitions, or a model::
     finish     send the rest, receive and unpack                    `Transfer.finish`
     confirm    all ranks have everything, or all raise
 
+A transfer has batches, which run in order. A refit has several; all others have a single exchange.
+
 A rank that fails closes the group's connections, so that all others raise its cause. The caller's
 tensors that were written into are then marked (`consistency`).
+
+*In the background.* A separate thread runs the exchange, in the same order and memory, while its
+rank does something else::
+
+    main thread    start()   other work ...   finish()
+    its thread         | messages, a few slots at a time |
+
+Several transfers of a group can be in progress at once. Each has its own tag for its messages; all
+ranks prepare the transfers in the same order, so that tags are equal. On devices, and with grouped
+messages (NCCL), an exchange stays in the thread that began it: that thread posts the messages that
+fit into memory, and the stream waits for them.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from reshard.errors import ReshardError, RunError
 from reshard.torch.exchange.agreement import confirm
-from reshard.torch.exchange.consistency import mark_unusable, mark_usable
-from reshard.torch.exchange.exchange import BackgroundExchange, MessageExchange, next_tag
+from reshard.torch.exchange.consistency import (
+    count_runs,
+    list_uncounted,
+    mark_unusable,
+    unmark,
+)
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.packing.messages import RankTransfers
+from reshard.torch.exchange.timeline import span
+
+if TYPE_CHECKING:
+    from reshard.torch.exchange.changes import ChangeExchange
+
+Calls = Sequence[Callable[[], None]]
+# Tags begin at a number that users rarely choose, and repeat after this many transfers.
+_FIRST_TAG, _TAGS = 1 << 20, 1 << 20
+
+
+class BatchObserver(Protocol):
+    """Callbacks of a run, called in its thread with each batch's number; errors end the run."""
+
+    def begin(self, number: int, /) -> None:
+        """Handle the start of a batch, before this rank reads or writes any of its tensors."""
+
+    def end(self, number: int, /) -> None:
+        """Handle the end of a batch, when this rank has read and written all of its tensors."""
+
+
+class TransferBatch(NamedTuple):
+    """Exchanges that run one after another, and calls before and after them.
+
+    `exchanges` are of messages, or runs of a program. `changes` precede them. A batch that
+    `is_staged` has elements between source and target: no rank begins it before all ranks do.
+    """
+
+    exchanges: Sequence[Any]
+    changes: ChangeExchange | None = None
+    before: Calls = ()
+    after: Calls = ()
+    is_staged: bool = False
+
+    @property
+    def all_exchanges(self) -> list[Any]:
+        """All exchanges, in order."""
+        return [*filter(None, [self.changes]), *self.exchanges]
 
 
 class Transfer:
     """A prepared movement of tensors between ranks. It can run any number of times.
 
-    `sent_bytes`, `received_bytes` and `extra_bytes`, memory beyond the tensors, are this rank's.
+    Attributes:
+        batches: in the order in which they run.
+        is_done: whether the last run is complete on all ranks.
+        in_background: whether a separate thread runs its exchange.
+        has_failed: whether a run has failed, so that no other can follow.
 
     Args:
-        make_run: prepares an exchange or a run of a program for this rank's tensors. Its errors,
-            such as for lack of memory, are raised on all ranks.
         group: of all ranks, which prepare and run alike.
-        written: tensors of the caller that a failed run leaves partly written, with their memory.
-        in_background: whether to run in a separate thread, if the device allows it.
+        written: tensors of the caller that a run writes into, and a failed run leaves partly new.
+        memory: the memory of `written`, where it has a version of its own.
+        result: the name of what a run writes, for errors.
+        in_background: see the attribute.
+        confirms: whether all ranks confirm the end of a run, and raise if any rank failed.
     """
 
     def __init__(
         self,
-        make_run: Callable[[], Any],
+        batches: Sequence[TransferBatch],
         group: RankGroup,
-        written: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
+        written: Iterable[torch.Tensor] = (),
+        memory: Iterable[torch.Tensor] = (),
+        *,
+        result: str = "the result",
         in_background: bool = False,
+        confirms: bool = True,
     ) -> None:
-        self._group, self._written = group, tuple(written)
-        # Count before any step that may fail on this rank only, so that all ranks count alike.
-        tag = next_tag(group)
-        with group.errors_on_all():
-            run = make_run()
-        if isinstance(run, MessageExchange):
-            run.tag = tag
-            if in_background and run.can_leave_its_thread:
-                run = BackgroundExchange(run, tag)
-        self._run = run
-        self.is_done = False
+        self.batches, self._group, self._result = batches, group, result
+        self.in_background, self._confirms = in_background, confirms
+        self._written = tuple(written)
+        self._versioned = (*self._written, *memory)
+        self._uncounted = list_uncounted(self._written)
+        self._is_started = False
+        self._thread: threading.Thread | None = None
+        self._thread_error: BaseException | None = None
+        self.is_done = self.has_failed = False
 
     @classmethod
     def prepare(
         cls,
-        tensors: Sequence[RankTransfers],
+        make_exchange: Callable[[], Any],
         group: RankGroup,
-        device: torch.device,
-        extra_bytes: int,
-        written: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
+        written: Iterable[torch.Tensor] = (),
+        memory: Iterable[torch.Tensor] = (),
+        *,
+        result: str = "the result",
+        tag: int | None = None,
         in_background: bool = False,
+        confirms: bool = True,
     ) -> Transfer:
-        """Prepare an exchange of messages.
+        """Prepare the transfer of a single exchange.
 
         Args:
-            tensors: this rank's transfers of each tensor, in the same order on every rank.
-            device: of the tensors.
-            extra_bytes: the maximum memory beyond the tensors; the same on every rank.
+            make_exchange: prepares an exchange of messages or a run of a program for this rank's
+                tensors. Its errors, such as for lack of memory, are raised on all ranks.
+            group, written, memory, result, confirms: see the class.
+            tag: of the messages, equal on all ranks; the group's next one when None.
+            in_background: whether to run in a separate thread, if the device allows it.
         """
+        # Count before any step that may fail on this rank only, so that all ranks count alike.
+        tag = next_tag(group) if tag is None else tag
+        with group.errors_on_all():
+            exchange = make_exchange()
+        exchange.tag = tag
+        in_background = in_background and exchange.can_leave_its_thread
+        return cls(
+            [TransferBatch([exchange])],
+            group,
+            written,
+            memory,
+            result=result,
+            in_background=in_background,
+            confirms=confirms,
+        )
 
-        def make_run() -> MessageExchange:
-            return MessageExchange(tensors, group.rank, group, device, extra_bytes)
-
-        return cls(make_run, group, written, in_background)
+    @property
+    def exchanges(self) -> list[Any]:
+        """The exchanges of all batches, in order."""
+        return [exchange for batch in self.batches for exchange in batch.all_exchanges]
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends in a run."""
-        return int(self._run.sent_bytes)
+        """Bytes that this rank sends in a run; if only changes are sent, those of the last run."""
+        return sum(exchange.sent_bytes for exchange in self.exchanges)
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that this rank receives in a run."""
-        return int(self._run.received_bytes)
+        """Bytes that this rank receives, counted as `sent_bytes`."""
+        return sum(exchange.received_bytes for exchange in self.exchanges)
 
     @property
     def extra_bytes(self) -> int:
         """The memory used beyond the tensors; of a program, the memory used so far."""
-        return int(self._run.extra_bytes)
+        return sum(exchange.extra_bytes for exchange in self.exchanges)
 
     @property
     def has_arrived(self) -> bool:
         """Whether this rank has sent and received everything, or failed."""
-        return self._run.is_done if isinstance(self._run, BackgroundExchange) else self.is_done
+        is_over = self._thread is not None and not self._thread.is_alive()
+        return self.is_done or self.has_failed or is_over
 
-    def run(self) -> None:
-        """Move the tensors. Raises as `finish` does."""
-        self.start()
-        self.finish()
+    def run(self, observer: BatchObserver | None = None, *, is_whole: bool = True) -> None:
+        """Move the tensors.
 
-    def start(self) -> None:
-        """Start. Sources must not change, nor targets be used, until `finish` has returned."""
-        self.is_done = False
-        try:
-            self._run.start()
-        except BaseException:
-            self._mark(False)
-            raise
-
-    def finish(self) -> None:
-        """Return when all ranks have everything.
+        If only changes are sent, `is_whole` sends all elements; it is equal on all ranks.
 
         Raises:
-            RunError: on every rank, if a message does not arrive or a rank does not finish; tensors
-                are partly written then.
+            RunError: on every rank, if a message does not arrive or a rank does not finish, such as
+                for a transform that fails there; tensors are partly written then.
         """
-        if self._run.has_failed:
-            raise RunError("this redistribution failed; its result is not usable")
+        self.is_done = False
+        self.finish(observer, is_whole=is_whole)
+
+    def start(self) -> None:
+        """Start the only exchange, and return before it ends.
+
+        Sources must not change, nor targets be used, until `finish` has returned.
+        """
+        self._check_not_failed()
+        if self._thread is not None:
+            raise RunError("this transfer runs already; finish it before it starts again")
+        self.is_done = False
         try:
-            self._run.finish()
-            confirm(self._group)
+            if self.in_background:
+                # A daemon thread, so that a thread that waits forever does not keep the process
+                # alive.
+                self._thread = threading.Thread(
+                    target=self._run_in_thread, name="reshard exchange", daemon=True
+                )
+                self._thread.start()
+            else:
+                self.exchanges[0].start()
+                self._is_started = True
         except BaseException as error:
-            self._run.has_failed = True
-            self._mark(False)
-            self._group.break_off(error)
-            if isinstance(error, ReshardError):
-                shown = "the result"
-                if self._written:
-                    out, _ = self._written[0]
-                    shown = f"out, {out.dtype} of shape {list(out.shape)},"
-                raise RunError(f"{error}; {shown} is partly new and not usable") from error
+            self._fail(error)
             raise
-        self._mark(True)
+
+    def finish(self, observer: BatchObserver | None = None, *, is_whole: bool = True) -> None:
+        """Return when all ranks have everything. Raises as `run` does."""
+        self._check_not_failed()
+        try:
+            problem: Exception | None = None
+            if self._thread is not None:
+                self._join()
+            elif self._is_started:
+                self._is_started = False
+                self.exchanges[0].finish()
+            else:
+                problem = self._run_batches(observer, is_whole)
+            if self._confirms:
+                with span("confirm the end"):
+                    confirm(self._group, problem)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        # Messages are written without autograd noticing, so mark the tensors as changed.
+        torch.autograd.graph.increment_version(self._versioned)
+        unmark(self._written)
+        count_runs(self._uncounted)
         self.is_done = True
 
-    def _mark(self, is_usable: bool) -> None:
-        for tensor, memory in self._written:
-            # Messages are written without autograd noticing, so mark the tensors as changed.
-            if not memory.is_inference():
-                torch.autograd.graph.increment_version(memory)
-            (mark_usable if is_usable else mark_unusable)(tensor)
+    def _check_not_failed(self) -> None:
+        if self.has_failed:
+            raise RunError(f"this transfer failed; {self._result} is not usable")
+
+    def _run_batches(self, observer: BatchObserver | None, is_whole: bool) -> Exception | None:
+        """Run all batches; return the error of a call, which the other ranks do not know yet."""
+        error: Exception | None = None
+        for number, batch in enumerate(self.batches):
+            if observer is not None:
+                observer.begin(number)
+            if batch.is_staged:
+                # A rank whose transform fails must not leave others waiting for its messages.
+                error = error or _call_all(batch.before)
+                confirm(self._group, error)
+            name = "batch" if batch.is_staged else "bucket"
+            with span(name, partial(dict, number=number)):
+                if batch.changes is not None:
+                    with span("send changes"):
+                        batch.changes.run(is_whole)
+                for exchange in batch.exchanges:
+                    exchange.run()
+                error = _call_all(batch.after)
+            if observer is not None and error is None:
+                observer.end(number)
+        return error
+
+    def _run_in_thread(self) -> None:
+        try:
+            # Inference mode is set per thread; an engine's tensors may be inference tensors.
+            with torch.inference_mode():
+                self.exchanges[0].run()
+        except BaseException as error:
+            self._thread_error = error
+
+    def _join(self) -> None:
+        """Wait for the thread, and raise its error."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._thread_error = self._thread_error, None
+        if error is not None:
+            raise error
+
+    def _fail(self, error: BaseException) -> None:
+        """Mark what a failed run has written, and notify all ranks; raise RunError for our errors.
+
+        Other errors, such as those of a user's observer, are for the caller to raise.
+        """
+        self.has_failed = True
+        torch.autograd.graph.increment_version(self._versioned)
+        mark_unusable(*self._written)
+        self._group.break_off(error)
+        if isinstance(error, ReshardError):
+            raise RunError(f"{error}; {self._result} is partly new and not usable") from error
+
+
+def next_tag(group: RankGroup) -> int:
+    """Return a tag for the messages of a transfer; the n-th of a group is equal on all ranks."""
+    return _FIRST_TAG + group.next_number() % _TAGS
+
+
+def _call_all(calls: Calls) -> Exception | None:
+    """Call each until a call fails. Return its error, or None if all succeed."""
+    try:
+        for call in calls:
+            call()
+    except Exception as error:
+        return error
+    return None

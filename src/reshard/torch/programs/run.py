@@ -56,6 +56,7 @@ from reshard.torch.exchange.groups import CPU, RankGroup, rank_group
 from reshard.torch.exchange.packing.copies import empty_result
 from reshard.torch.exchange.packing.messages import RankTransfers
 from reshard.torch.exchange.rendezvous import timeout_of
+from reshard.torch.exchange.transfer import Transfer, TransferBatch
 from reshard.torch.programs.phases import Phase, ShardBuffers, directions_of, phases_of
 
 # The size of the smallest messages of any phase, for each rank of the group.
@@ -92,6 +93,9 @@ class ProgramRun:
             the backend is gloo. The group must have all ranks.
     """
 
+    # Each step has tags of its own, and may create process groups in the main thread.
+    tag, can_leave_its_thread = 0, False
+
     def __init__(
         self,
         program: Program,
@@ -120,6 +124,10 @@ class ProgramRun:
 
     def start(self) -> None:
         """Do nothing: steps depend on each other, so `finish` runs all of them."""
+
+    def run(self) -> None:
+        """Run the program, as `finish` does."""
+        self.finish()
 
     def finish(self) -> None:
         """Run the program.
@@ -279,11 +287,8 @@ class PreparedMovement:
             device = next((x.device for x in (tensor, made) if x is not None), CPU)
             dtype = getattr(torch, self.dtype.name)
             run = ProgramRun(self.program, tensor, made, dtype, group, device, self.extra_bytes)
-            try:
-                run.finish()
-            except BaseException as error:
-                group.break_off(error)
-                raise
+            # Ranks that wait for a failed rank raise; a sequence confirms its end.
+            Transfer([TransferBatch([run])], group, confirms=False).run()
             return made
 
     def _agree_on_result(

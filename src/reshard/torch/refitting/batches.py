@@ -25,21 +25,20 @@ batch's memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from reshard.collectives.program import Program
 from reshard.plans.schedule import align
-from reshard.torch.exchange.agreement import confirm
 from reshard.torch.exchange.changes import ChangedOnly, ChangeExchange, ChangeUnit
 from reshard.torch.exchange.exchange import MessageExchange, find_partitioning
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.messages import RankTransfers, stage_transfers
-from reshard.torch.exchange.timeline import span
+from reshard.torch.exchange.transfer import Transfer, TransferBatch
 from reshard.torch.models.memory import LocalTensors
 from reshard.torch.programs.phases import ShardBuffers, phases_of
 from reshard.torch.refitting.matching import Match
@@ -49,25 +48,9 @@ from reshard.torch.refitting.transforms import Transform
 
 # The names of a model's tensors, and a number for each, equal for equal memory layouts.
 _Looks: TypeAlias = tuple[list[str], Sequence[int]]
-
-
-class BatchObserver(Protocol):
-    """Callbacks of a run, called in its thread with each batch's number; errors end the run."""
-
-    def begin(self, number: int, /) -> None:
-        """Handle the start of a batch, before this rank reads or writes any of its tensors."""
-
-    def end(self, number: int, /) -> None:
-        """Handle the end of a batch, when this rank has read and written all of its tensors."""
-
-
-@dataclass(slots=True, eq=False)
-class RefitBatch:
-    """The exchanges of a batch, in order, and the calls of transforms before and after them."""
-
-    exchanges: list[MessageExchange | ChangeExchange]
-    before: list[Callable[[], None]]
-    after: list[Callable[[], None]]
+# Items that differ only in their tensors, each with its number; or an item that is not only
+# exchanged.
+_Kind: TypeAlias = list[tuple[int, PartItem]]
 
 
 class _Arena:
@@ -87,59 +70,36 @@ class _Arena:
         return self.memory[begin : begin + size_bytes].view(dtype).view(tuple(shape))
 
 
-@dataclass(slots=True, eq=False)
-class _ItemKind:
-    """Items that differ only in their tensors: the first item, and all numbers and names."""
-
-    first: PartItem
-    numbers: list[int] = field(default_factory=list)
-    source_names: list[str] = field(default_factory=list)
-    target_names: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _GroupedItems:
-    """The items of each batch: kinds of items that are only exchanged, and numbered other items.
-
-    `signatures` describe which tensors of source and target have equal memory layouts.
-    """
-
-    signatures: list[_Looks]
-    kinds: list[list[_ItemKind]]
-    singles: list[list[tuple[int, PartItem]]]
-
-
-def _group(part: RefitPart, signatures: list[_Looks]) -> _GroupedItems:
-    """Group the items of a part by kind."""
-    kinds: list[dict[object, _ItemKind]] = [{} for _ in range(part.batches)]
-    singles: list[list[tuple[int, PartItem]]] = [[] for _ in range(part.batches)]
-    sources, targets = (dict(zip(*of_side, strict=True)) for of_side in signatures)
+def _group(part: RefitPart, looks: list[_Looks]) -> list[list[_Kind]]:
+    """Return, for each batch, the items that differ only in their tensors, and each other alone."""
+    kinds: list[dict[object, _Kind]] = [{} for _ in range(part.batches)]
+    sources, targets = (dict(zip(*of_side, strict=True)) for of_side in looks)
     for number, item in enumerate(part.items):
-        match, change, transfers, batch, chosen, handed_on, *_ = item
-        if match.made_at or handed_on or chosen.program or chosen.is_staged_whole:
-            singles[batch].append((number, item))
-            continue
-        key = (
-            # Equal changes are the same object, and so are equal transfers.
-            id(change),
-            id(transfers),
-            match.dtype,
-            match.source_range,
-            match.target_range,
-            sources.get(match.source_name),
-            targets.get(match.target_name),
-        )
-        kind = kinds[batch].get(key)
-        if kind is None:
-            kind = kinds[batch][key] = _ItemKind(item)
-        kind.numbers.append(number)
-        kind.source_names.append(match.source_name)
-        kind.target_names.append(match.target_name)
-    return _GroupedItems(signatures, [list(of_batch.values()) for of_batch in kinds], singles)
+        match = item.match
+        key: object = number
+        if _is_only_exchanged(item):
+            key = (
+                # Equal changes are the same object, and so are equal transfers.
+                id(item.change),
+                id(item.transfers),
+                match.dtype,
+                match.source_range,
+                match.target_range,
+                sources.get(match.source_name),
+                targets.get(match.target_name),
+            )
+        kinds[item.batch].setdefault(key, []).append((number, item))
+    return [list(of_batch.values()) for of_batch in kinds]
 
 
-class RefitBatches:
-    """All batches of a rank. `extra_bytes` is the memory they need beyond source and target.
+def _is_only_exchanged(item: PartItem) -> bool:
+    chosen = item.chosen
+    is_staged = item.handed_on or chosen.is_staged_whole
+    return not (item.match.made_at or is_staged or chosen.program)
+
+
+class RefitTransfer(Transfer):
+    """The transfer of a refit on a rank. `extra_bytes` is its memory beyond source and target.
 
     Args:
         part: the tensors that the rank sends, keeps or receives.
@@ -149,7 +109,7 @@ class RefitBatches:
         extra_bytes: the maximum memory to use, in addition to `kept_bytes`.
         group: of all ranks.
         changed_only: how changes are found, if only changes are sent.
-        like: other batches of the part: if their source is the same, so are the messages to send.
+        like: another transfer of the part: if its source is the same, so are the messages to send.
     """
 
     def __init__(
@@ -162,125 +122,120 @@ class RefitBatches:
         extra_bytes: int,
         group: RankGroup,
         changed_only: ChangedOnly = False,
-        like: RefitBatches | None = None,
+        like: RefitTransfer | None = None,
     ) -> None:
         self._changed_only = changed_only
-        # Whether the target has the source's values of a run that all ranks confirmed.
-        self.is_complete = False
         self._source, self._target, self._transforms = source.locals, target.locals, transforms
         self._group, self._device = group, device
         self._arena = _Arena(0, device)
-        self._buckets = part.buckets
         if part.batches > part.buckets:
             self._arena = _Arena(part.staging_bytes, device)
             # Messages and staged elements share the limit.
             extra_bytes -= staging_limit_bytes(extra_bytes)
-        signatures = [(list(s.locals), s.own_memory.numbers) for s in (source, target)]
-        # Batches of a part have the same kinds if their tensors have equal memory layouts.
-        grouped = None if like is None else like._grouped
-        if grouped is None or grouped.signatures != signatures:
-            grouped = _group(part, signatures)
-        self._grouped: _GroupedItems = grouped
-        kinds, singles = grouped.kinds, grouped.singles
+        self._looks = [(list(s.locals), s.own_memory.numbers) for s in (source, target)]
+        # The kinds of a part are the same if its tensors have equal memory layouts.
+        self._kinds: list[list[_Kind]] = (
+            _group(part, self._looks) if like is None or like._looks != self._looks else like._kinds
+        )
         # The messages to send depend on this value, the part and the source. None if elements are
         # staged.
         self._partitioning: tuple[object, ...] | None = None
-        if not changed_only and not any(singles):
+        firsts = [kind[0][1] for kinds in self._kinds for kind in kinds]
+        if not changed_only and all(map(_is_only_exchanged, firsts)):
             self._partitioning = find_partitioning(group, device, extra_bytes)
-        is_like = (
+        is_known = (
             like is not None
             and self._partitioning is not None
             and like._partitioning == self._partitioning
             and like._source is self._source
         )
-        known = like if is_like else None
-        listed = [_BatchContents() for _ in range(part.batches)]
-        for of_kinds, alone, found in zip(kinds, singles, listed, strict=True):
-            # Batches run in order, so all of them use the same memory.
-            self._arena.clear()
-            for number, item in alone:
-                self._list(number, item, found)
-            for kind in of_kinds:
-                if known is None or group.rank in kind.first.change.target.local_shapes:
-                    self._list_kind(kind, found)
+        known = like if is_known else None
+        contents = [self._list_contents(kinds, is_known) for kinds in self._kinds]
         self._shared: torch.Tensor | None = None
         # A single exchange allocates only the memory that its messages need.
-        if sum(len(found.stages) + bool(changed_only) for found in listed) > 1:
+        if sum(len(of.stages) + bool(changed_only) for of in contents) > 1:
             self._shared = known._shared if known is not None and known._group is group else None
             if self._shared is None:
                 self._shared = group.staging_memory(extra_bytes, device)
-        shared = self._shared
-        self.batches = []
+        exchange = partial(
+            MessageExchange,
+            rank=group.rank,
+            group=group,
+            device=device,
+            extra_bytes=extra_bytes,
+            memory=self._shared,
+        )
         unit: ChangeUnit = "blocks" if changed_only == "blocks" else "elements"
-        for number, found in enumerate(listed):
-            others = [] if known is None else known._messages_of(number)
-            ends = (group.rank, group, device, extra_bytes)
-            exchanges: list[MessageExchange | ChangeExchange] = [
-                MessageExchange(
-                    tensors, *ends, memory=shared, like=others[stage] if others else None
-                )
-                for stage, tensors in enumerate(found.stages)
-            ]
+        batches = []
+        for number, of in enumerate(contents):
+            others = [None] * len(of.stages) if known is None else known.batches[number].exchanges
+            changes = None
             if changed_only:
                 near, staged = (
-                    None if of is None else MessageExchange(of, *ends, memory=shared)
-                    for of in (found.near, found.staged_whole)
+                    None if rest is None else exchange(rest) for rest in (of.near, of.staged_whole)
                 )
                 changes = ChangeExchange(
-                    found.compared, group, device, unit, extra_bytes, shared, near, staged
+                    of.compared, group, device, unit, extra_bytes, self._shared, near, staged
                 )
-                exchanges.insert(0, changes)
-            self.batches.append(RefitBatch(exchanges, found.before, found.after))
-        own_bytes = sum(exchange.extra_bytes for exchange in self._exchanges)
-        self.extra_bytes = self._arena.memory.numel() + (
-            own_bytes if shared is None else shared.numel()
-        )
+            exchanges = [
+                exchange(tensors, like=other)
+                for tensors, other in zip(of.stages, others, strict=True)
+            ]
+            is_staged = number >= part.buckets
+            batches.append(TransferBatch(exchanges, changes, of.before, of.after, is_staged))
+        written = target.tensors.values()
+        super().__init__(batches, group, written, result="the target")
 
     @property
-    def _exchanges(self) -> Iterator[MessageExchange | ChangeExchange]:
-        return (exchange for batch in self.batches for exchange in batch.exchanges)
-
-    def _messages_of(self, number: int) -> list[MessageExchange]:
-        return [one for one in self.batches[number].exchanges if isinstance(one, MessageExchange)]
-
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes this rank sends in a run; if only changes are sent, those of the last run."""
-        return sum(exchange.sent_bytes for exchange in self._exchanges)
-
-    @property
-    def received_bytes(self) -> int:
-        """The bytes this rank receives, counted as `sent_bytes`."""
-        return sum(exchange.received_bytes for exchange in self._exchanges)
+    def extra_bytes(self) -> int:
+        """The memory used beyond both models."""
+        shared = self._shared
+        used_bytes: int = super().extra_bytes if shared is None else shared.numel()
+        return used_bytes + int(self._arena.memory.numel())
 
     @property
     def kept_bytes(self) -> int:
         """The memory of the copies or digests of sent elements."""
-        return sum(one.kept_bytes for one in self._compared)
-
-    @property
-    def _compared(self) -> Iterator[ChangeExchange]:
-        return (one for one in self._exchanges if isinstance(one, ChangeExchange))
+        return sum(one.kept_bytes for one in self._changes)
 
     def seems_changed(self) -> bool:
         """Return whether sending all elements in stages is faster, since most have changed.
 
         False if this rank sends tensors that are not staged in such runs: comparing is cheap.
         """
-        return all(one.seems_changed() for one in self._compared)
+        return all(one.seems_changed() for one in self._changes)
 
-    def _list_kind(self, kind: _ItemKind, found: _BatchContents) -> None:
+    @property
+    def _changes(self) -> list[ChangeExchange]:
+        return [batch.changes for batch in self.batches if batch.changes is not None]
+
+    def _list_contents(self, kinds: Iterable[_Kind], is_known: bool) -> _BatchContents:
+        """Return the contents of a batch; without tensors that are only sent if `is_known`."""
+        found = _BatchContents()
+        # Batches run in order, so all of them use the same memory.
+        self._arena.clear()
+        for kind in sorted(kinds, key=lambda kind: _is_only_exchanged(kind[0][1])):
+            number, first = kind[0]
+            if not _is_only_exchanged(first):
+                self._list(number, first, found)
+            elif not is_known or self._group.rank in first.change.target.local_shapes:
+                self._list_kind(kind, found)
+        return found
+
+    def _list_kind(self, kind: _Kind, found: _BatchContents) -> None:
         """Add the transfers of the tensors or pieces of a kind to a batch."""
-        first, rank = kind.first, self._group.rank
+        (_, first), rank = kind[0], self._group.rank
         match, dtype = first.match, getattr(torch, first.match.dtype)
-        sources = list(map(self._source.get, kind.source_names))
-        targets = list(map(self._target.get, kind.target_names))
+        matches = [item.match for _, item in kind]
+        sources = [self._source.get(one.source_name) for one in matches]
+        targets = [self._target.get(one.target_name) for one in matches]
         if match.source_range is not None:
             sources = [match.source_range.of(local, rank) for local in sources]
         if match.target_range is not None:
             targets = [match.target_range.of(local, rank) for local in targets]
         moved = RankTransfers.of(first.change, first.transfers, rank, None, None, dtype)
-        moved = moved._replace(sources=sources, targets=targets, numbers=kind.numbers)
+        numbers = [number for number, _ in kind]
+        moved = moved._replace(sources=sources, targets=targets, numbers=numbers)
         near, compared = self._split(moved, match)
         found.compared += filter(None, [compared])
         found.stages[0] += filter(None, [near])
@@ -379,47 +334,6 @@ class RefitBatches:
             found.received[name] = received
             found.after.append(partial(transform.finish_receive, name, received, outputs))
         return sent, found.received.get(name)
-
-    def run(self, observer: BatchObserver | None = None, *, is_whole: bool = True) -> None:
-        """Run all batches; all ranks confirm the end.
-
-        If only changes are sent, `is_whole` sends all elements; it is equal on all ranks.
-
-        Raises RunError if a message does not arrive, and on every rank if a transform fails on any
-        rank: ranks exchange their state before each batch with transforms.
-        """
-        error: Exception | None = None
-        for number, batch in enumerate(self.batches):
-            if observer is not None:
-                observer.begin(number)
-            if number >= self._buckets:
-                # A rank whose transform fails must not leave others waiting for its messages.
-                error = error or _run_calls(batch.before)
-                confirm(self._group, error)
-            name = "bucket" if number < self._buckets else "batch"
-            with span(name, partial(dict, number=number)):
-                for exchange in batch.exchanges:
-                    if isinstance(exchange, ChangeExchange):
-                        with span("send changes"):
-                            exchange.run(is_whole)
-                    else:
-                        exchange.run()
-                error = _run_calls(batch.after)
-            if observer is not None and error is None:
-                observer.end(number)
-        with span("confirm the end"):
-            confirm(self._group, error)
-        self.is_complete = True
-
-
-def _run_calls(calls: Sequence[Callable[[], None]]) -> Exception | None:
-    """Call each until a call fails. Return its error, or None if all succeed."""
-    try:
-        for call in calls:
-            call()
-    except Exception as error:
-        return error
-    return None
 
 
 @dataclass(slots=True, eq=False)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Unpack
@@ -24,31 +25,27 @@ import torch
 import torch.distributed as dist
 
 from reshard._contexts import pause_gc
-from reshard.errors import ReshardError, RunError, UsageError
+from reshard.errors import ReshardError, RunError, ShardError, UsageError
 from reshard.topology import Topology
 from reshard.torch.endpoint import is_sharded_array, lay_out_array
-from reshard.torch.exchange.agreement import CallSignature, agree, share
+from reshard.torch.exchange.agreement import CallSignature, agree, device_of, share
 from reshard.torch.exchange.changes import ChangedOnly
-from reshard.torch.exchange.consistency import (
-    count_runs,
-    find_unusable,
-    list_uncounted,
-    mark_unusable,
-    unmark,
-    written_states,
-)
+from reshard.torch.exchange.consistency import find_unusable, written_states
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.exchange.groups import RankGroup, check_member, check_real, rank_group
 from reshard.torch.exchange.timeline import span
+from reshard.torch.exchange.transfer import BatchObserver
 from reshard.torch.forward_copies import forget_cached
+from reshard.torch.fully_sharded import free_gathered
 from reshard.torch.graph_breaks import break_graph
 from reshard.torch.models.manifest_documents import write_manifest
-from reshard.torch.models.memory import check_memory
-from reshard.torch.models.model_inputs import Model, find_written_copies
+from reshard.torch.models.memory import LocalTensors, check_memory
+from reshard.torch.models.model_inputs import Model, ModuleSlots, find_written_copies
+from reshard.torch.models.model_manifest import ModelManifest
 from reshard.torch.models.model_pairs import ModelPair, NameOptions
 from reshard.torch.models.naming import Naming
 from reshard.torch.programs.methods import METHODS, find_hosts, topology_problem
-from reshard.torch.refitting.batches import BatchObserver, RefitBatches
+from reshard.torch.refitting.batches import RefitTransfer
 from reshard.torch.refitting.matching import CastOption
 from reshard.torch.refitting.methods import RefitMethod, RefitMethods
 from reshard.torch.refitting.moves import RefitMoves, list_moves
@@ -62,14 +59,14 @@ from reshard.torch.refitting.options import (
     validate_quantize,
     validate_tables,
 )
-from reshard.torch.refitting.plan import PartItem, list_complete_names
+from reshard.torch.refitting.plan import PartItem, RefitPart, RefitPlan, list_complete_names
 from reshard.torch.refitting.planning import (
     Buckets,
     Planning,
     RefitPlanner,
     plan_part,
 )
-from reshard.torch.refitting.prepared import PreparedRefit, list_slots
+from reshard.torch.refitting.report import PlanningReport
 from reshard.torch.refitting.tied_sources import (
     DistantPair,
     Pairs,
@@ -97,6 +94,10 @@ def lay_out_arrays(model: Model) -> Model:
     return laid
 
 
+# The latest live transfer of each part: the next one mostly sends the same messages.
+_LATEST: weakref.WeakValueDictionary[RefitPart, RefitTransfer] = weakref.WeakValueDictionary()
+
+
 class Refit:
     """A prepared refit, which can run any number of times. Create one with `Refit.prepare`.
 
@@ -105,33 +106,57 @@ class Refit:
     about the preparation. `is_usable` is whether the target has exactly the values of a single run.
     """
 
-    def __init__(self, prepared: PreparedRefit, batches: RefitBatches, group: RankGroup) -> None:
-        self._prepared = prepared
-        self._group = group
-        self._batches = batches
-        self.report = prepared.report
+    _transfer: RefitTransfer
+
+    def __init__(
+        self,
+        part: RefitPart,
+        source: LocalTensors,
+        target: LocalTensors,
+        transforms: Mapping[str, Transform],
+        extra_bytes: int,
+        changed_only: ChangedOnly,
+        report: PlanningReport,
+        digest: bytes,
+        plan: RefitPlan | None,
+        names: NameOptions,
+        manifest: ModelManifest,
+        slots: tuple[ModuleSlots, ModuleSlots],
+        group: RankGroup,
+    ) -> None:
+        self._part, self._source, self._target = part, source, target
+        self._transforms, self._limit_bytes = transforms, extra_bytes
+        self._changed_only, self._digest = changed_only, digest
+        # The whole plan, on ranks that have it.
+        self._whole = plan
+        self._target_manifest, self._slots, self._group = manifest, slots, group
+        # Names, stacks and ties of this rank's models, as given or found.
+        self.names, self.report = names, report
         self.is_usable = True
-        self.tensors = len(prepared.part.target_names)
-        self.extra_bytes, self.kept_bytes = batches.extra_bytes, batches.kept_bytes
+        self.tensors = len(part.target_names)
         self._left: tuple[object, ...] = ()
         self._tied: Pairs = ()
         self._distant: tuple[DistantPair, ...] = ()
-        self._uncounted = list_uncounted(prepared.after.tensors.values())
-
-    @property
-    def names(self) -> NameOptions:
-        """Names, stacks and ties of this rank's models, as given or found."""
-        return self._prepared.names
 
     @property
     def sent_bytes(self) -> int:
         """The bytes this rank sends in a run; with `changed_only` those of the last run."""
-        return self._batches.sent_bytes
+        return self._transfer.sent_bytes
 
     @property
     def received_bytes(self) -> int:
         """The bytes this rank receives, counted as `sent_bytes`."""
-        return self._batches.received_bytes
+        return self._transfer.received_bytes
+
+    @property
+    def extra_bytes(self) -> int:
+        """The memory that this rank uses beyond both models."""
+        return self._transfer.extra_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """The memory of the copies or digests that `changed_only` compares with."""
+        return self._transfer.kept_bytes
 
     @classmethod
     @break_graph
@@ -328,13 +353,23 @@ class Refit:
         made_by = matching.transforms_made(dict.fromkeys(match.made_of for match in part.made))
         # If several refits are alike, ranks must run the same refit.
         digest = f"{part.digest} {group.generation} {group.next_number()}".encode()
-        kept = report, digest, whole, names, wanted, list_slots(given, part, before, after)
-        prepared = PreparedRefit(part, before, after, made_by, extra_bytes, changed_only, *kept)
-        batches, problem = prepared.prepare_batches(group)
-        agree(CallSignature({"refit": digest}, problem), group)
-        if batches is None:
-            raise RunError("nothing was moved: no messages could be prepared")
-        made = cls(prepared, batches, group)
+        slots = _list_slots(given, part, before, after)
+        made = cls(
+            part,
+            before,
+            after,
+            made_by,
+            extra_bytes,
+            changed_only,
+            report,
+            digest,
+            whole,
+            names,
+            wanted,
+            slots,
+            group,
+        )
+        made._prepare_transfer(group)
         if ties:
             known: tuple[set[str], tuple[DistantPair, ...]] = (set(), ())
             if whole is not None:
@@ -350,12 +385,83 @@ class Refit:
                 warnings.warn(uncompared, stacklevel=2)
         return made
 
+    def _prepare_transfer(self, group: RankGroup) -> None:
+        """Prepare memory and messages for every run; raise on all ranks if any rank cannot."""
+        transfer, problem = None, None
+        try:
+            transfer = self._make_transfer(group)
+        except Exception as error:
+            # Errors such as lack of memory are reported too, since the others wait for this rank.
+            is_ours = isinstance(error, ReshardError)
+            problem = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        agree(CallSignature({"refit": self._digest}, problem), group)
+        if transfer is None:
+            raise RunError("nothing was moved: no messages could be prepared")
+        self._transfer, self._group, self.is_usable = transfer, group, True
+
+    def _make_transfer(self, group: RankGroup) -> RefitTransfer:
+        source, target = self._source, self._target
+        devices = source.devices | target.devices
+        if len(devices) > 1:
+            raise ShardError(
+                f"tensors on {sorted(map(str, devices))}; a rank has all of them on one device"
+            )
+        for match in self._part.made:
+            if match.made_at == "target" and match.made_of in target.locals:
+                name, transform = match.made_of, self._transforms[match.made_of]
+                outputs = transform.outputs(name)
+                made = {one: target.locals[one] for one in outputs if one in target.locals}
+                whole = match.target if match.target_range is None else match.target_range.whole
+                transform.check(name, whole, group.rank, made)
+        transfer = RefitTransfer(
+            self._part,
+            source,
+            target,
+            self._transforms,
+            devices.pop() if devices else device_of(group),
+            self._limit_bytes,
+            group,
+            self._changed_only,
+            _LATEST.get(self._part),
+        )
+        _LATEST[self._part] = transfer
+        return transfer
+
     def free_gathered(self) -> None:
         """Free the copies that FSDP2 gathered of the source's shards (`fully_sharded`).
 
         Call it on the thread that computes, while another thread runs with `computes=True`.
         """
-        self._prepared.free_gathered()
+        self._free_gathered()
+
+    def _free_gathered(self, of_source: bool = True) -> str:
+        """Free copies that FSDP2 gathered of both models; return why not, or an empty text."""
+        try:
+            problem = free_gathered(self._target.shard_groups)
+            if of_source:
+                # The source's shards have its values, even while it is computing.
+                free_gathered(self._source.shard_groups)
+        except Exception as error:
+            # Errors within FSDP are returned, since the other ranks wait for this rank.
+            return f"{type(error).__name__}: {error}"
+        return problem and f"the target's parameters are in use: {problem}"
+
+    def _find_change(self) -> str | None:
+        """Return the first change of a tensor since the preparation, or None if unchanged."""
+        # Messages are views of the tensors' memory, so a tensor must still be where it was.
+        for side in (self._source, self._target):
+            for name, change in side.list_changes():
+                return f"{name} {change}; give it its memory back, or prepare again"
+        for slots, is_target in zip(self._slots, (False, True), strict=True):
+            if problem := slots.find_merged(is_target):
+                return problem
+        for slots, may_compute in zip(self._slots, (True, False), strict=True):
+            if name := slots.find_replaced(may_compute):
+                return (
+                    f"the module has another tensor as {name} than when it was prepared; copy "
+                    "into the one that was there, or prepare again"
+                )
+        return None
 
     @break_graph
     def run(
@@ -385,54 +491,38 @@ class Refit:
     def _run(self, observer: BatchObserver | None, checks_source: bool, computes: bool) -> None:
         # Check before each run, since a rank may have failed, or its tensors may have moved.
         problem = self._problem(checks_source, computes or not checks_source)
-        targets = self._prepared.after.tensors.values()
         # Send all elements if no run has completed, or a target was written since the last run.
-        is_new = not self._batches.is_complete or self._left != self._see_written()
+        is_new = not self._transfer.is_done or self._left != self._see_written()
         is_like_before = 0
         if not (problem or is_new):
             try:
-                is_like_before = int(not self._batches.seems_changed())
+                is_like_before = int(not self._transfer.seems_changed())
             except Exception as error:
                 # `agree` reports the error, since the other ranks wait for this rank.
                 problem = f"{type(error).__name__}: {error}"
         notes = int(is_new), is_like_before
         with span("agree"):
-            parts = {"refit": self._prepared.digest}
+            parts = {"refit": self._digest}
             any_new, any_like_before = agree(
                 CallSignature(parts, problem, notes=notes), self._group
             )
             if self._distant:
-                compare_distant(self._distant, self._prepared.before.locals, self._group)
+                compare_distant(self._distant, self._source.locals, self._group)
         # Send all elements too if most have changed on each rank that sends any.
         is_whole = any_new or not any_like_before
         self.is_usable = False
-        try:
-            # An engine's tensors may be inference tensors, which can only be written in this mode.
-            with torch.inference_mode():
-                self._batches.run(observer, is_whole=bool(is_whole))
-        except BaseException as error:
-            torch.autograd.graph.increment_version(targets)
-            mark_unusable(*targets)
-            self._group.break_off(error)
-            if isinstance(error, ReshardError):
-                raise RunError(
-                    f"{error}; the target is partly new and partly old, and not usable"
-                ) from error
-            raise
-        # Messages are written without autograd noticing, so mark the tensors as changed.
-        torch.autograd.graph.increment_version(targets)
-        unmark(targets)
-        count_runs(self._uncounted)
+        # An engine's tensors may be inference tensors, which can only be written in this mode.
+        with torch.inference_mode():
+            self._transfer.run(observer, is_whole=bool(is_whole))
         # A forward on another thread may have gathered shards meanwhile.
-        self._prepared.free_gathered(of_source=False)
+        self._free_gathered(of_source=False)
         forget_cached()
         self._left = self._see_written()
         self.is_usable = True
 
     def _see_written(self) -> tuple[object, ...]:
         """Return a state that differs after writes into the target, if changes are tracked."""
-        prepared = self._prepared
-        return written_states(prepared.after.tensors.values()) if prepared.changed_only else ()
+        return written_states(self._target.tensors.values()) if self._changed_only else ()
 
     @break_graph
     def verify(self) -> Verification:
@@ -454,15 +544,14 @@ class Refit:
                 raise
 
     def _verify(self) -> Verification:
-        prepared = self._prepared
-        agree(CallSignature({"refit": prepared.digest}, self._problem()), self._group)
-        locals_of = (prepared.before.locals, prepared.after.locals)
+        agree(CallSignature({"refit": self._digest}, self._problem()), self._group)
+        locals_of = (self._source.locals, self._target.locals)
         if self._distant:
             compare_distant(self._distant, locals_of[0], self._group)
-        found = verify_part(prepared.part, *locals_of, self._group)
+        found = verify_part(self._part, *locals_of, self._group)
         told, more = ", ".join(found.differences[:_SHOWN]), len(found.differences) - _SHOWN
         problem = f"not the source's: {told}" + (f" and {more} more" if more > 0 else "")
-        agree(CallSignature({"refit": prepared.digest}, problem if told else None), self._group)
+        agree(CallSignature({"refit": self._digest}, problem if told else None), self._group)
         return found
 
     def _problem(self, checks_source: bool = True, computes: bool = False) -> str | None:
@@ -472,33 +561,33 @@ class Refit:
                 "an earlier run failed, and messages of it may still be on their way; call "
                 "renew(group) with a new process group"
             )
-        if problem := self._prepared.free_gathered(of_source=not computes):
+        if problem := self._free_gathered(of_source=not computes):
             return problem
-        if change := self._prepared.find_change():
+        if change := self._find_change():
             return change
         if checks_source:
-            for name in find_unusable(self._prepared.before.tensors):
+            for name in find_unusable(self._source.tensors):
                 return f"{name} of the source is partly new and partly old after a run that failed"
-        return find_difference(self._tied, self._prepared.before.locals) or None
+        return find_difference(self._tied, self._source.locals) or None
 
     @cached_property
     def complete_names(self) -> tuple[tuple[str, ...], ...]:
         """By batch, the target's tensors on this rank that are complete after it."""
-        part = self._prepared.part
+        part = self._part
         return list_complete_names([(one.batch, one.match) for one in part.items], part.batches)
 
     @cached_property
     def batch_of(self) -> dict[str, int]:
         """The batch that completes each tensor of the target, on all ranks whose plan is known."""
-        whole = self._prepared.whole
+        whole = self._whole
         names = self.complete_names if whole is None else whole.complete_names
         return {name: batch for batch, of_batch in enumerate(names) for name in of_batch}
 
     @cached_property
     def source_names(self) -> tuple[tuple[str, ...], ...]:
         """By batch, the source's tensors on this rank that are read in it."""
-        found = [dict[str, None]() for _ in range(self._prepared.part.batches)]
-        for item in self._prepared.part.items:
+        found = [dict[str, None]() for _ in range(self._part.batches)]
+        for item in self._part.items:
             found[item.batch][item.match.source_name] = None
         return tuple(map(tuple, found))
 
@@ -506,19 +595,19 @@ class Refit:
     def batch_sent_bytes(self) -> tuple[int, ...]:
         """The bytes that this rank sends in each batch."""
         return tuple(
-            sum(exchange.sent_bytes for exchange in batch.exchanges)
-            for batch in self._batches.batches
+            sum(exchange.sent_bytes for exchange in batch.all_exchanges)
+            for batch in self._transfer.batches
         )
 
     def target_bytes(self, names: Iterable[str]) -> int:
         """Return the size of this rank's parts of tensors of the target."""
-        tensors = self._prepared.after.locals
+        tensors = self._target.locals
         return sum(tensors[name].nbytes for name in names if name in tensors)
 
     @cached_property
     def target_digest(self) -> str:
         """A digest, equal on ranks whose parts of the target have equal tensors and shardings."""
-        manifest = write_manifest(self._prepared.target_roster)
+        manifest = write_manifest(self._target_manifest)
         return hashlib.blake2b(manifest.encode(), digest_size=16).hexdigest()
 
     @cached_property
@@ -527,11 +616,10 @@ class Refit:
 
         All ranks' moves; with centralized planning, only the first rank has those of others.
         """
-        prepared = self._prepared
-        if prepared.whole is None:
-            return RefitMoves(tuple(list_moves(prepared.part.items)))
+        if self._whole is None:
+            return RefitMoves(tuple(list_moves(self._part.items)))
         ranks = self._group.ranks
-        parts = zip(ranks, prepared.whole.parts(ranks), strict=True)
+        parts = zip(ranks, self._whole.parts(ranks), strict=True)
         return RefitMoves(
             tuple(move for rank, part in parts for move in list_moves(part.items, rank))
         )
@@ -539,17 +627,17 @@ class Refit:
     @property
     def source_tensors(self) -> Mapping[str, torch.Tensor]:
         """The local tensors of the source on this rank, by the names that all ranks share."""
-        return self._prepared.before.locals
+        return self._source.locals
 
     @property
     def target_tensors(self) -> Mapping[str, torch.Tensor]:
         """The local tensors of the target on this rank, by the names that all ranks share."""
-        return self._prepared.after.locals
+        return self._target.locals
 
     @property
     def part_items(self) -> tuple[PartItem, ...]:
         """The tensors that this rank sends, keeps or receives, with their transfers."""
-        return self._prepared.part.items
+        return self._part.items
 
     def compare_replicas(self) -> None:
         """Compare the replicas within both models. All ranks of the group call this.
@@ -560,11 +648,10 @@ class Refit:
             ShardError: on every rank, tensors whose replicas differ, and the ranks that have them.
             RunError: a rank that does not answer.
         """
-        prepared = self._prepared
         with self._group.turn():
-            agree(CallSignature({"refit": prepared.digest, "replicas": b""}), self._group)
-            locals_of = prepared.before.locals, prepared.after.locals
-            compare_replicas(prepared.part.items, *locals_of, self._group)
+            agree(CallSignature({"refit": self._digest, "replicas": b""}), self._group)
+            locals_of = self._source.locals, self._target.locals
+            compare_replicas(self._part.items, *locals_of, self._group)
 
     def renew(self, group: dist.ProcessGroup | None) -> None:
         """Prepare the messages again, over a group of the same ranks, after a failed run.
@@ -575,11 +662,7 @@ class Refit:
         """
         among = rank_group(group)
         with among.turn():
-            batches, problem = self._prepared.prepare_batches(among)
-            agree(CallSignature({"refit": self._prepared.digest}, problem), among)
-        if batches is not None:
-            self._batches, self._group = batches, among
-            self.is_usable = True
+            self._prepare_transfer(among)
 
 
 @break_graph
@@ -591,3 +674,14 @@ def refit(source: Model, target: Model, **options: Unpack[RefitOptions]) -> Refi
     prepared = Refit.prepare(source, target, **options)
     prepared.run()
     return prepared
+
+
+def _list_slots(
+    models: ModelPair, part: RefitPart, source: LocalTensors, target: LocalTensors
+) -> tuple[ModuleSlots, ModuleSlots]:
+    """Return the slots of both models' modules that hold the tensors of a rank's part."""
+    names = {item.match.source_name for item in part.items}
+    return (
+        ModuleSlots.of(models.source, [t for n, t in source.tensors.items() if n in names]),
+        ModuleSlots.of(models.target, target.tensors.values()),
+    )

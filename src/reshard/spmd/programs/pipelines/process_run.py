@@ -42,10 +42,11 @@ from reshard.spmd.programs.pipelines.stages import PipelineRun, StagePasses
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.partial_sums import without_partial
 from reshard.spmd.shards.runner import Runner
-from reshard.torch.exchange.exchange import BackgroundExchange, MessageExchange, next_tag
+from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.groups import RankGroup, bytes_of, rank_group, tensor_of
 from reshard.torch.exchange.packing.copies import empty_result
 from reshard.torch.exchange.packing.messages import RankTransfers, transfers_of
+from reshard.torch.exchange.transfer import Transfer, next_tag
 
 # Of a microbatch, and whether it is a cotangent that goes back.
 Crossing = tuple[int, bool]
@@ -55,14 +56,14 @@ Crossing = tuple[int, bool]
 class _Begun:
     """A transfer in flight: `made` is the array that arrives here, or None."""
 
-    exchange: BackgroundExchange | None
+    transfer: Transfer
     made: torch.Tensor | None
     shape: tuple[int, ...]
     target: ShardingSpec
 
     def wait(self) -> None:
-        if self.exchange is not None:
-            self.exchange.finish()
+        if not self.transfer.is_done:
+            self.transfer.finish()
 
 
 class StageBoundary:
@@ -149,15 +150,19 @@ class StageBoundary:
         transfers = RankTransfers.of(
             change, transfers_of(change, kind.dtype, rank), rank, own, made
         )
-        exchange = MessageExchange([transfers], rank, self._group, self._device)
-        begun = None
-        if exchange.can_leave_its_thread:
-            begun = BackgroundExchange(exchange, self._tags[crossing])
-            begun.start()
+        # Neighbours are not alike: a rank may be a step ahead, so they confirm nothing.
+        transfer = Transfer.prepare(
+            lambda: MessageExchange([transfers], rank, self._group, self._device),
+            self._group,
+            tag=self._tags[crossing],
+            in_background=True,
+            confirms=False,
+        )
+        if transfer.in_background:
+            transfer.start()
         else:
-            exchange.tag = self._tags[crossing]
-            exchange.run()
-        self._begun[crossing] = _Begun(begun, made, kind.shape, target)
+            transfer.run()
+        self._begun[crossing] = _Begun(transfer, made, kind.shape, target)
 
     def take(self, crossing: Crossing) -> Any:
         """Return the array, on ranks of the stage that takes it, once it is there.
@@ -177,7 +182,7 @@ class StageBoundary:
         """
         for crossing, begun in list(self._begun.items()):
             is_sent = begun.made is None
-            if is_sent and (waits or begun.exchange is None or begun.exchange.is_done):
+            if is_sent and (waits or begun.transfer.has_arrived):
                 begun.wait()
                 del self._begun[crossing]
         with self._group.errors("a message could not be sent"):
