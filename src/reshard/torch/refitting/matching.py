@@ -43,9 +43,9 @@ from reshard.torch.refitting.members import (
 )
 
 if TYPE_CHECKING:
+    from reshard.torch.refitting.options import CastOption
     from reshard.torch.refitting.transforms import BlockQuantized, Transform
 
-CastOption = bool | str | Mapping[str, str]
 Where = Literal["", "source", "target"]
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from reshard.collectives.choice import Ways, divide
 from reshard.collectives.program import Program
@@ -36,8 +35,8 @@ from reshard.topology import Topology
 from reshard.torch.programs.methods import assume_links, assumed_topology, can_be_staged
 from reshard.torch.programs.phases import between_bytes
 from reshard.torch.refitting.matching import Match
+from reshard.torch.refitting.options import RefitSettings
 
-RefitMethod = Literal["auto", "exchange", "program", "stages"]
 _SHOWN = 20
 # On any backend the steps are messages in this library's exchange.
 _RUN_AS = "gloo"
@@ -76,165 +75,158 @@ def job_of(matches: Iterable[Match]) -> Job:
     return Job(items)
 
 
-@dataclass(frozen=True, slots=True)
-class RefitMethods:
-    """The choice of methods, which is the same on every rank.
+def choose_methods(
+    settings: RefitSettings,
+    hosts: Topology | None,
+    matches: Sequence[Match],
+    staging_bytes: int,
+) -> tuple[TensorMethod, ...]:
+    """Return the method of every tensor, in their order. Every rank makes the same choice.
 
     Args:
-        method: "auto", "exchange" or "program".
-        topology: the hosts of the ranks and the links between them, where known.
-        hosts: the hosts that the ranks reported; their link speeds are unknown.
-        changed_only: whether runs send only changes of tensors that can be compared.
+        settings: the options of the refit.
+        hosts: the hosts that the ranks reported, without speeds of their links; None if unknown.
+        matches: the tensors.
+        staging_bytes: the maximum memory of a tensor between source and target.
+
+    Raises:
+        PlanError: method "program", and tensors without a program.
+        LayoutError: a topology without a rank or link that is needed.
     """
+    if settings.method == "exchange":
+        return (BY_EXCHANGE,) * len(matches)
+    if settings.method == "stages":
+        return _stage(matches, settings, hosts, (BY_EXCHANGE,) * len(matches))
+    found: list[Program | str] = [_find_program(one, staging_bytes, settings) for one in matches]
+    if settings.method == "program":
+        return _require_programs(matches, found)
+    # Only tensors with a program have a choice; the others are exchanged anyway.
+    tensors = [
+        (LayoutChange(match.source, match.target), as_dtype(match.dtype), program)
+        for match, program in zip(matches, found, strict=True)
+        if isinstance(program, Program)
+    ]
+    topology = settings.topology
+    if topology is None:
+        ranks = [max(plan.source.slots, plan.target.slots) for plan, _, _ in tensors]
+        topology = assumed_topology(max(ranks, default=1))
+    division = divide(tensors, topology, _RUN_AS)
+    divided = zip(division.by_program, division.ways, strict=True)
+    chosen = []
+    exchanged = {why: TensorMethod(None, why) for why in set(found) if isinstance(why, str)}
+    for program in found:
+        if isinstance(program, str):
+            chosen.append(exchanged[program])
+            continue
+        # `divided` has an entry for each tensor with a program, in their order.
+        is_chosen, ways = next(divided)
+        chosen.append(
+            TensorMethod(program if is_chosen else None, _explain(ways, is_chosen, settings))
+        )
+    return _stage(matches, settings, hosts, tuple(chosen))
 
-    method: RefitMethod = "exchange"
-    topology: Topology | None = None
-    hosts: Topology | None = None
-    changed_only: bool = False
 
-    @property
-    def stage_topology(self) -> Topology | None:
-        """The topology that stages are planned for, or None if hosts are unknown."""
-        return self.topology or self.hosts
-
-    def of(self, matches: Sequence[Match], staging_bytes: int) -> tuple[TensorMethod, ...]:
-        """Return the method of every tensor, in their order.
-
-        Args:
-            matches: the tensors.
-            staging_bytes: the maximum memory of a tensor between source and target.
-
-        Raises:
-            PlanError: method "program", and tensors without a program.
-            LayoutError: a topology without a rank or link that is needed.
-        """
-        if self.method == "exchange":
-            return (BY_EXCHANGE,) * len(matches)
-        if self.method == "stages":
-            return self._stage(matches, (BY_EXCHANGE,) * len(matches))
-        found: list[Program | str] = [self._find_program(one, staging_bytes) for one in matches]
-        if self.method == "program":
-            return self._require_programs(matches, found)
-        # Only tensors with a program have a choice; the others are exchanged anyway.
-        tensors = [
-            (LayoutChange(match.source, match.target), as_dtype(match.dtype), program)
-            for match, program in zip(matches, found, strict=True)
-            if isinstance(program, Program)
-        ]
-        topology = self.topology
-        if topology is None:
-            ranks = [max(plan.source.slots, plan.target.slots) for plan, _, _ in tensors]
-            topology = assumed_topology(max(ranks, default=1))
-        division = divide(tensors, topology, _RUN_AS)
-        divided = zip(division.by_program, division.ways, strict=True)
-        chosen = []
-        exchanged = {why: TensorMethod(None, why) for why in set(found) if isinstance(why, str)}
-        for program in found:
-            if isinstance(program, str):
-                chosen.append(exchanged[program])
-                continue
-            # `divided` has an entry for each tensor with a program, in their order.
-            is_chosen, ways = next(divided)
-            chosen.append(
-                TensorMethod(program if is_chosen else None, self._explain(ways, is_chosen))
-            )
-        return self._stage(matches, tuple(chosen))
-
-    def _stage(
-        self, matches: Sequence[Match], chosen: tuple[TensorMethod, ...]
-    ) -> tuple[TensorMethod, ...]:
-        """Return the methods, with stages for tensors without a program if requested or faster."""
-        hosts = self.stage_topology
-        # On a single host no data crosses hosts.
-        if hosts is None or (hosts.hosts == 1 and self.method != "stages"):
+def _stage(
+    matches: Sequence[Match],
+    settings: RefitSettings,
+    hosts: Topology | None,
+    chosen: tuple[TensorMethod, ...],
+) -> tuple[TensorMethod, ...]:
+    """Return the methods, with stages for tensors without a program if requested or faster."""
+    hosts = settings.topology or hosts
+    # On a single host no data crosses hosts.
+    if hosts is None or (hosts.hosts == 1 and settings.method != "stages"):
+        return chosen
+    can_be = [
+        one.program is None and can_be_staged(LayoutChange(match.source, match.target))
+        for match, one in zip(matches, chosen, strict=True)
+    ]
+    if not any(can_be):
+        return chosen
+    why = "asked for"
+    if settings.method != "stages":
+        job = job_of(match for match, can in zip(matches, can_be, strict=True) if can)
+        hosts = hosts if settings.topology is not None else assume_links(hosts)
+        staged_s, direct_s = StagedJob(job, hosts).pipelined_s, job.estimate(hosts).seconds_s
+        if staged_s >= direct_s:
             return chosen
-        can_be = [
-            one.program is None and can_be_staged(LayoutChange(match.source, match.target))
-            for match, one in zip(matches, chosen, strict=True)
-        ]
-        if not any(can_be):
-            return chosen
-        why = "asked for"
-        if self.method != "stages":
-            job = job_of(match for match, can in zip(matches, can_be, strict=True) if can)
-            hosts = hosts if self.topology is not None else assume_links(hosts)
-            staged_s, direct_s = StagedJob(job, hosts).pipelined_s, job.estimate(hosts).seconds_s
-            if staged_s >= direct_s:
-                return chosen
-            why = f"{staged_s:.3g} s for all that is staged, {direct_s:.3g} s in the exchange"
-            if self.topology is None:
-                why = "hosts are told apart by their names, and links between them are slower"
-        compares = self.changed_only and self.method == "auto"
-        always, when_whole = (
-            TensorMethod(None, why, is_staged=True),
-            TensorMethod(None, f"where all of it travels: {why}", is_staged_whole=True),
-        )
-        return tuple(
-            one if not can else when_whole if compares and match.can_be_compared else always
-            for match, one, can in zip(matches, chosen, can_be, strict=True)
-        )
+        why = f"{staged_s:.3g} s for all that is staged, {direct_s:.3g} s in the exchange"
+        if settings.topology is None:
+            why = "hosts are told apart by their names, and links between them are slower"
+    compares = settings.changed_only and settings.method == "auto"
+    always, when_whole = (
+        TensorMethod(None, why, is_staged=True),
+        TensorMethod(None, f"where all of it travels: {why}", is_staged_whole=True),
+    )
+    return tuple(
+        one if not can else when_whole if compares and match.can_be_compared else always
+        for match, one, can in zip(matches, chosen, can_be, strict=True)
+    )
 
-    def _find_program(self, match: Match, staging_bytes: int) -> Program | str:
-        """Return a tensor's program; or why it has none, or is not considered for one."""
-        if match.is_transformed:
-            return "a transform makes it"
-        if match.source_range is not None or match.target_range is not None:
-            return "it is a piece of a fused tensor"
-        if match.specs is None:
-            return "a side of it is not a DTensor"
-        # Without a topology times are unknown, so a program has to move fewer bytes.
-        is_assumed = self.method == "auto" and self.topology is None
-        if is_assumed and match.source.contributions <= match.target.contributions:
-            return "no topology is given, and nothing of it is combined"
-        program = find_program(*match.specs, match.source.shape)
-        if not program.steps:
-            return _EXCHANGED
-        if any(isinstance(step, Exchange) for step in program.steps):
-            return f"no program leads from `{match.specs[0]}` to `{match.specs[1]}`"
-        least = LayoutChange(match.source, match.target).moved_elements if is_assumed else 0
-        if is_assumed and program.moved_elements >= least:
-            return "no topology is given, and its program moves no less"
-        needed = between_bytes(program, as_dtype(match.dtype).itemsize_bytes)
-        if needed > staging_bytes:
-            return (
-                f"its program needs {needed} bytes between source and target, and extra_bytes "
-                f"leaves {staging_bytes}"
-            )
-        return program
 
-    def _require_programs(
-        self, matches: Sequence[Match], found: Sequence[Program | str]
-    ) -> tuple[TensorMethod, ...]:
-        problems = [
-            f"{match.name}: {program}"
-            for match, program in zip(matches, found, strict=True)
-            if isinstance(program, str) and program != _EXCHANGED
-        ]
-        if problems:
-            shown = "\n  ".join(problems[:_SHOWN])
-            rest = len(problems) - _SHOWN
-            raise PlanError(
-                f"method='program', but {len(problems)} of {len(matches)} tensors have no program; "
-                f"take method='auto':\n  {shown}" + (f"\n  ... {rest} more" if rest > 0 else "")
-            )
-        return tuple(
-            TensorMethod(None, program)
-            if isinstance(program, str)
-            else TensorMethod(program, "asked for")
-            for program in found
+def _find_program(match: Match, staging_bytes: int, settings: RefitSettings) -> Program | str:
+    """Return a tensor's program; or why it has none, or is not considered for one."""
+    if match.is_transformed:
+        return "a transform makes it"
+    if match.source_range is not None or match.target_range is not None:
+        return "it is a piece of a fused tensor"
+    if match.specs is None:
+        return "a side of it is not a DTensor"
+    # Without a topology times are unknown, so a program has to move fewer bytes.
+    is_assumed = settings.method == "auto" and settings.topology is None
+    if is_assumed and match.source.contributions <= match.target.contributions:
+        return "no topology is given, and nothing of it is combined"
+    program = find_program(*match.specs, match.source.shape)
+    if not program.steps:
+        return _EXCHANGED
+    if any(isinstance(step, Exchange) for step in program.steps):
+        return f"no program leads from `{match.specs[0]}` to `{match.specs[1]}`"
+    least = LayoutChange(match.source, match.target).moved_elements if is_assumed else 0
+    if is_assumed and program.moved_elements >= least:
+        return "no topology is given, and its program moves no less"
+    needed = between_bytes(program, as_dtype(match.dtype).itemsize_bytes)
+    if needed > staging_bytes:
+        return (
+            f"its program needs {needed} bytes between source and target, and extra_bytes "
+            f"leaves {staging_bytes}"
         )
+    return program
 
-    def _explain(self, ways: Ways, is_chosen: bool) -> str:
-        """Return why a tensor that has a program moves by it, or does not."""
-        if self.topology is None:
-            by_exchange, by_program = (
-                f"{int(sum(part.busiest_bytes for part in parts))} bytes"
-                for parts in ((ways.exchange,), ways.program)
-            )
-        else:
-            by_exchange, by_program = (
-                f"{seconds_s:.3g} s" for seconds_s in (ways.exchange_s, ways.program_s)
-            )
-        text = f"{by_program} by its program, {by_exchange} in the exchange"
-        saves = not is_chosen and ways.program_s < ways.exchange_s
-        return text + (", which is less than what waits between steps take" if saves else "")
+
+def _require_programs(
+    matches: Sequence[Match], found: Sequence[Program | str]
+) -> tuple[TensorMethod, ...]:
+    problems = [
+        f"{match.name}: {program}"
+        for match, program in zip(matches, found, strict=True)
+        if isinstance(program, str) and program != _EXCHANGED
+    ]
+    if problems:
+        shown = "\n  ".join(problems[:_SHOWN])
+        rest = len(problems) - _SHOWN
+        raise PlanError(
+            f"method='program', but {len(problems)} of {len(matches)} tensors have no program; "
+            f"take method='auto':\n  {shown}" + (f"\n  ... {rest} more" if rest > 0 else "")
+        )
+    return tuple(
+        TensorMethod(None, program)
+        if isinstance(program, str)
+        else TensorMethod(program, "asked for")
+        for program in found
+    )
+
+
+def _explain(ways: Ways, is_chosen: bool, settings: RefitSettings) -> str:
+    """Return why a tensor that has a program moves by it, or does not."""
+    if settings.topology is None:
+        by_exchange, by_program = (
+            f"{int(sum(part.busiest_bytes for part in parts))} bytes"
+            for parts in ((ways.exchange,), ways.program)
+        )
+    else:
+        by_exchange, by_program = (
+            f"{seconds_s:.3g} s" for seconds_s in (ways.exchange_s, ways.program_s)
+        )
+    text = f"{by_program} by its program, {by_exchange} in the exchange"
+    saves = not is_chosen and ways.program_s < ways.exchange_s
+    return text + (", which is less than what waits between steps take" if saves else "")

@@ -1,25 +1,36 @@
-"""Options of a refit: their types, and their validation before ranks wait.
+"""Options of a refit: their types, and the value that is checked and compared between ranks.
 
 A rank that raised an error alone would leave others waiting, so all ranks' agreement reports
-problems.
+problems, and options that differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypedDict
 
 import torch.distributed as dist
 
+from reshard._records import Record
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, UsageError
 from reshard.topology import Topology
+from reshard.torch.exchange.agreement import CallSignature
 from reshard.torch.exchange.changes import UNITS, ChangedOnly
+from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.models.naming import Naming, resolve_tie
-from reshard.torch.refitting.matching import CastOption
-from reshard.torch.refitting.methods import RefitMethod
-from reshard.torch.refitting.planning import Buckets, Planning
-from reshard.torch.refitting.transforms import QUANTIZATIONS, Transform
+from reshard.torch.programs.methods import METHODS, topology_problem
+from reshard.torch.refitting.transforms import QUANTIZATIONS, BlockQuantized, Transform
+
+CastOption = bool | str | Mapping[str, str]
+Planning = Literal["local", "centralized"]
+RefitMethod = Literal["auto", "exchange", "program", "stages"]
+# The maximum bytes of a bucket, or the bucket of each source tensor; a single bucket when None.
+Buckets = int | Literal["auto"] | Mapping[str, int] | None
+# Options that ranks may give differently: their own names and first ranks.
+_RANKS_OWN = ("source_names", "target_names", "source_offset", "target_offset")
+# Tables whose order has no meaning. In `transforms` and `stacks` the first pattern counts.
+_UNORDERED = ("ties", "cast", "buckets")
 
 
 class RefitOptions(TypedDict, total=False):
@@ -46,92 +57,143 @@ class RefitOptions(TypedDict, total=False):
     group: dist.ProcessGroup | None
 
 
-def validate_tables(
-    ties: object, transforms: object, extra_bytes: object, check_replicas: object
-) -> str | None:
-    """Return why options of this rank are invalid, or None."""
-    if not isinstance(check_replicas, bool):
-        return f"check_replicas={check_replicas!r}; it is True or False"
-    if not isinstance(ties, Mapping) or not isinstance(transforms, Mapping):
-        return f"ties={ties!r}, transforms={transforms!r}; give tables by name"
-    for name, transform in transforms.items():
-        if not isinstance(transform, Transform):
-            return f"transforms={{{name!r}: {transform!r}}}; give a Transform, such as Cast('int8')"
-    if isinstance(extra_bytes, bool) or not isinstance(extra_bytes, int):
-        return f"extra_bytes={extra_bytes!r}; give a whole number of bytes"
-    try:
-        for name in ties:
-            resolve_tie(name, ties)
-    except UsageError as error:
-        return str(error)
-    return None
+class RefitSettings(Record):
+    """The options of a refit, with their defaults; see `Refit.prepare`.
 
-
-def validate_buckets(buckets: object) -> str | None:
-    """Return why buckets are invalid, or None.
-
-    >>> validate_buckets({"up": 0}), validate_buckets("auto")
-    (None, None)
-    """
-    numbers = buckets.values() if isinstance(buckets, Mapping) else [buckets]
-    minimum = 0 if isinstance(buckets, Mapping) else 1
-    if buckets in (None, "auto") or all(type(n) is int and n >= minimum for n in numbers):
-        return None
-    return (
-        f"buckets={buckets!r}; give a number of bytes above 0, 'auto', a table of numbers, or None"
-    )
-
-
-def validate_changed_only(changed_only: object) -> str | None:
-    """Return why `changed_only` is invalid, or None."""
-    if isinstance(changed_only, bool) or changed_only in UNITS:
-        return None
-    return f"changed_only={changed_only!r}; it is True, False, 'elements' or 'blocks'"
-
-
-def validate_quantize(quantize: object) -> str | None:
-    """Return why `quantize` is invalid, or None.
-
-    >>> validate_quantize("fp8")
+    >>> RefitSettings(buckets={"up": 0}, cast={"up": "bfloat16", "down": False}).find_problem()
+    >>> RefitSettings(quantize="fp8").find_problem()
     "quantize='fp8'; it is one of 'fp8-block128', or None"
-    """
-    if quantize is None or (isinstance(quantize, str) and quantize in QUANTIZATIONS):
-        return None
-    return f"quantize={quantize!r}; it is one of {', '.join(map(repr, QUANTIZATIONS))}, or None"
-
-
-def validate_cast(cast: object) -> str | None:
-    """Return why `cast` is invalid, or None.
-
-    >>> validate_cast({"up": "bfloat16", "down": False}), validate_cast(True)
-    (None, None)
-    >>> validate_cast("bfloat")
+    >>> RefitSettings(cast="bfloat").find_problem()
     "cast='bfloat'; give True, False, or a type such as 'bfloat16', for all or in a table by name"
     """
-    for dtype in cast.values() if isinstance(cast, Mapping) else [cast]:
+
+    planning: Planning = "local"
+    method: RefitMethod = "auto"
+    topology: Topology | None = None
+    extra_bytes: int = DEFAULT_EXTRA_BYTES
+    ties: Mapping[str, str] | None = None
+    stacks: Mapping[str, str] | None = None
+    num_experts: int | None = None
+    cast: CastOption = False
+    strict: bool = True
+    check_replicas: bool = True
+    buckets: Buckets = None
+    changed_only: ChangedOnly = False
+    transforms: Mapping[str, Transform] | None = None
+    quantize: str | None = None
+    source_names: Naming | None = None
+    target_names: Naming | None = None
+    source_offset: int | None = None
+    target_offset: int | None = None
+
+    @property
+    def quantized(self) -> BlockQuantized | None:
+        """The transform of float8 targets with scales, if the source has neither."""
+        return QUANTIZATIONS.get(self.quantize or "")
+
+    def find_problem(self) -> str | None:
+        """Return why an option is invalid, or None."""
+        return next(self._list_problems(), None)
+
+    def sign(self, problem: str | None, notes: tuple[int, ...]) -> CallSignature:
+        """Return this rank's call, by the options that have to be equal on all ranks."""
+        shown = {
+            name: repr(_canonical(name, getattr(self, name)))
+            for name in self.field_names
+            if name not in _RANKS_OWN
+        }
+        parts = {name: text.encode() for name, text in shown.items()}
+        return CallSignature(parts, problem, notes=notes, shown=shown)
+
+    def plan_key(self, hosts: Topology | None) -> object | None:
+        """Return the options that determine a plan; None with transforms, which are code.
+
+        >>> keys = [RefitSettings(cast=cast).plan_key(None) for cast in (False, True)]
+        >>> keys[0] == keys[1], RefitSettings(transforms={"x": Transform()}).plan_key(None)
+        (False, None)
+        """
+        if self.transforms:
+            return None
+        tables = (
+            list(given.items()) if isinstance(given, Mapping) else given
+            for given in (self.ties, self.cast, self.buckets)
+        )
+        links = [known and known.interning_key() for known in (self.topology, hosts)]
+        others = self.strict, self.extra_bytes, self.method, bool(self.changed_only), self.quantize
+        return (*tables, *links, *others)
+
+    def _list_problems(self) -> Iterator[str]:
+        check_replicas: object = self.check_replicas
+        if not isinstance(check_replicas, bool):
+            yield f"check_replicas={check_replicas!r}; it is True or False"
+        ties: Any = self.ties or {}
+        transforms: Any = self.transforms or {}
+        if not isinstance(ties, Mapping) or not isinstance(transforms, Mapping):
+            yield f"ties={ties!r}, transforms={transforms!r}; give tables by name"
+        for name, transform in transforms.items():
+            if not isinstance(transform, Transform):
+                yield (
+                    f"transforms={{{name!r}: {transform!r}}}; give a Transform, such as "
+                    "Cast('int8')"
+                )
+        if isinstance(self.extra_bytes, bool) or not isinstance(self.extra_bytes, int):
+            yield f"extra_bytes={self.extra_bytes!r}; give a whole number of bytes"
         try:
-            if not isinstance(dtype, bool):
-                as_dtype(dtype)
+            for name in ties:
+                resolve_tie(name, ties)
+        except UsageError as error:
+            yield str(error)
+        stacks: Any = self.stacks or {}
+        if not isinstance(stacks, Mapping) or not all(isinstance(name, str) for name in stacks):
+            yield f"stacks={stacks!r}; give a table of names, such as {{'*.up': '*.{{}}.up'}}"
+        for offset in (self.source_offset, self.target_offset):
+            is_whole = isinstance(offset, int) and not isinstance(offset, bool)
+            if offset is not None and not (is_whole and offset >= 0):
+                yield (
+                    f"an offset of {offset!r}; the first rank of a side is a whole number from 0 up"
+                )
+        if self.planning not in ("local", "centralized"):
+            yield f"planning={self.planning!r}; it is 'local' or 'centralized'"
+        if self.method not in METHODS:
+            yield f"method={self.method!r}; it is one of {', '.join(map(repr, METHODS))}"
+        if (problem := topology_problem(self.topology)) is not None:
+            yield problem
+        yield from self._list_bucket_problems()
+        changed_only = self.changed_only
+        if not (isinstance(changed_only, bool) or changed_only in UNITS):
+            yield f"changed_only={changed_only!r}; it is True, False, 'elements' or 'blocks'"
+        quantize = self.quantize
+        if not (quantize is None or (isinstance(quantize, str) and quantize in QUANTIZATIONS)):
+            names = ", ".join(map(repr, QUANTIZATIONS))
+            yield f"quantize={quantize!r}; it is one of {names}, or None"
+        cast = self.cast
+        try:
+            for dtype in cast.values() if isinstance(cast, Mapping) else [cast]:
+                if not isinstance(dtype, bool):
+                    as_dtype(dtype)
         except ReshardError:
-            return (
+            yield (
                 f"cast={cast!r}; give True, False, or a type such as 'bfloat16', for all or in a "
                 "table by name"
             )
-    return None
+
+    def _list_bucket_problems(self) -> Iterator[str]:
+        buckets = self.buckets
+        numbers = buckets.values() if isinstance(buckets, Mapping) else [buckets]
+        minimum = 0 if isinstance(buckets, Mapping) else 1
+        if buckets not in (None, "auto") and not all(
+            type(n) is int and n >= minimum for n in numbers
+        ):
+            yield (
+                f"buckets={buckets!r}; give a number of bytes above 0, 'auto', a table of numbers, "
+                "or None"
+            )
 
 
-def validate_names(stacks: object, *offsets: object) -> str | None:
-    """Return why names or rank offsets are invalid, or None."""
-    if not isinstance(stacks, Mapping) or not all(isinstance(name, str) for name in stacks):
-        return f"stacks={stacks!r}; give a table of names, such as {{'*.up': '*.{{}}.up'}}"
-    for offset in offsets:
-        if offset is None:
-            continue
-        if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
-            return f"an offset of {offset!r}; the first rank of a side is a whole number from 0 up"
-    return None
-
-
-def sort_table(given: Any) -> Any:
-    """Return a table in an order that is equal on all ranks; other values unchanged."""
-    return sorted(given.items(), key=str) if isinstance(given, Mapping) else given
+def _canonical(name: str, value: Any) -> Any:
+    """Return an option's value with the same text on ranks that mean the same."""
+    if isinstance(value, Topology):
+        return value.interning_key()
+    if name in _UNORDERED and isinstance(value, Mapping):
+        return sorted(value.items(), key=str)
+    return value

@@ -40,7 +40,6 @@ from reshard.torch.programs.phases import between_bytes
 from reshard.torch.programs.run import method_digest
 from reshard.torch.refitting.matching import Match
 from reshard.torch.refitting.methods import BY_EXCHANGE, TensorMethod, job_of
-from reshard.torch.refitting.report import ReportedMethods, report_methods
 from reshard.torch.refitting.tied_sources import DistantPair
 
 # The maximum number of buckets, since each has its own messages.
@@ -95,11 +94,6 @@ class RefitPart:
     def made(self) -> tuple[Match, ...]:
         """The matches that have a transform."""
         return tuple([item.match for item in self.items if item.match.made_at])
-
-    @cached_property
-    def methods(self) -> ReportedMethods:
-        """The methods of its tensors."""
-        return report_methods((item.match.name, item.chosen) for item in self.items)
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,25 @@
 rank its part. The parts are equal, and so is the error if models do not match: it is raised on
 every rank. Centralized planning pays off for many slow ranks with large models; the first rank's
 time and bytes then grow with the number of ranks (see `PlanningReport`).
+
+A trainer prepares a refit for each engine, and most engines are alike. A plan follows from the
+options and from all ranks' descriptions of their models, so a rank with a plan for the same inputs
+reuses it. Each rank decides this by itself: ranks that plan anew find the same plan.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
+import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from reshard.errors import ReshardError, ShardError
+from reshard.system import peak_bytes
+from reshard.topology import Topology
 from reshard.torch.exchange.agreement import gather, scatter
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.manifest_documents import read_manifests, write_manifests
@@ -25,127 +34,148 @@ from reshard.torch.models.model_manifest import (
     find_tied_names,
 )
 from reshard.torch.models.naming import find_entry
-from reshard.torch.refitting.matching import CastOption, Match, match_tensors
-from reshard.torch.refitting.methods import RefitMethods
+from reshard.torch.refitting.matching import Match, match_tensors
+from reshard.torch.refitting.methods import choose_methods
+from reshard.torch.refitting.options import RefitSettings
 from reshard.torch.refitting.plan import RefitPart, RefitPlan, count_bytes, staging_limit_bytes
-from reshard.torch.refitting.preparation import KnownPlans, make_key
-from reshard.torch.refitting.report import PlanningReport, peak_memory_bytes
 from reshard.torch.refitting.tied_sources import find_distant_pairs
-from reshard.torch.refitting.transforms import BlockQuantized, Transform
+from reshard.torch.refitting.transforms import Transform
 
-Planning = Literal["local", "centralized"]
-# The maximum bytes of a bucket, or the bucket of each source tensor; a single bucket when None.
-Buckets = int | Literal["auto"] | Mapping[str, int] | None
 _SHOWN = 20
 # With "auto": the number of buckets, and the minimum bytes of a bucket, which take precedence.
 _FEWEST_BUCKETS, _LEAST_BUCKET_BYTES = 16, 1 << 20
-# The plans of this process, for reuse.
-_KNOWN: KnownPlans[RefitPlan] = KnownPlans()
+# Plans of this process by their inputs: all that are in use, and the last plan used. If the only
+# engine leaves and another engine like it arrives, its plan is still there.
+_PLANS: weakref.WeakValueDictionary[bytes, RefitPlan] = weakref.WeakValueDictionary()
+_LAST: deque[RefitPlan] = deque(maxlen=1)
 
 
 @dataclass(frozen=True, slots=True)
-class RefitPlanner:
-    """The comparison of both models, with options that are equal on every rank."""
+class PlanningReport:
+    """The costs of a refit's preparation on this rank.
 
-    ties: Mapping[str, str]
-    cast: CastOption
-    strict: bool
-    transforms: Mapping[str, Transform]
-    extra_bytes: int
-    methods: RefitMethods = field(default_factory=RefitMethods)
-    buckets: Buckets = None
-    quantized: BlockQuantized | None = None
+    Attributes:
+        planning: `local` or `centralized`.
+        gathered_bytes: the size of other ranks' manifests received.
+        scattered_bytes: the size of all parts, on the rank that plans; on others, of its own part.
+        planned_ranks: the number of ranks whose parts this rank computed, without parts that were
+            reused.
+        peak_memory_bytes: the increase of this process's peak memory during the preparation.
+        planning_s: seconds, including those spent waiting for others.
+        made_at_source: tensors with a part on this rank that transforms create before sending.
+        made_at_target: tensors with a part on this rank that transforms create from received
+            elements, and why.
+        programs: tensors with a part on this rank that move by a program of collectives, with its
+            steps and why.
+        exchanged: tensors with a part on this rank that move in the exchange though programs were
+            considered, and why.
+        staged: tensors with a part on this rank that cross into each host once, and why.
+    """
 
-    def transforms_made(self, names: Iterable[str]) -> dict[str, Transform]:
-        """Return the transforms of transformed tensors; the default is quantization, if given."""
-        found, quantized = self.transforms_of(names), self.quantized
-        return {name: found.get(name, quantized) for name in names} if quantized else found
+    planning: str
+    gathered_bytes: int
+    scattered_bytes: int
+    planned_ranks: int
+    peak_memory_bytes: int
+    planning_s: float
+    made_at_source: tuple[str, ...] = ()
+    made_at_target: Mapping[str, str] = field(default_factory=dict)
+    programs: Mapping[str, str] = field(default_factory=dict)
+    exchanged: Mapping[str, str] = field(default_factory=dict)
+    staged: Mapping[str, str] = field(default_factory=dict)
 
-    def transforms_of(self, names: Iterable[str]) -> dict[str, Transform]:
-        """Return the transform of each tensor. A transform's further outputs have none."""
-        found: dict[str, Transform] = {}
-        made: set[str] = set()
-        for name in names if self.transforms else ():
-            transform = find_entry(name, self.transforms)
-            if transform is not None and name not in made:
-                found[name] = transform
-                made.update(transform.outputs(name))
-        return found
 
-    @property
-    def options(self) -> tuple[object, ...] | None:
-        """The options that determine the plan; None with transforms, which are code."""
-        tables = (
-            list(given.items()) if isinstance(given, Mapping) else given
-            for given in (self.ties, self.cast, self.buckets)
-        )
-        methods = self.methods
-        hosts = [one and one.interning_key() for one in (methods.topology, methods.hosts)]
-        how = methods.method, methods.changed_only
-        others = self.strict, self.extra_bytes, how, hosts, repr(self.quantized)
-        return None if self.transforms else (*tables, *others)
+def find_transforms(names: Iterable[str], settings: RefitSettings) -> dict[str, Transform]:
+    """Return the transform of each tensor that has one of its own.
 
-    def plan(
-        self, before: Mapping[int, ModelManifest], after: Mapping[int, ModelManifest]
-    ) -> RefitPlan:
-        """Return the plan. Raises ShardError with all mismatches."""
-        # If a rank could not list its model, the missing tensors are not reported separately.
-        unlisted = [
-            f"rank {rank}: {problem}"
-            for manifests in (before, after)
-            for rank, manifest in manifests.items()
-            for problem in manifest.problems
-        ]
-        _expect_none(unlisted)
-        source, problems = assemble_tensors(before, "source")
-        target, more = assemble_tensors(after, "target")
-        problems += more
-        # A tensor that ranks describe differently is reported once, and not also as missing.
-        aliases = find_alias_names(after)
-        unclear = _names(before) - source.keys(), _names(after) - target.keys() - aliases
-        source = {name: tensor for name, tensor in source.items() if name not in unclear[1]}
-        target = {name: tensor for name, tensor in target.items() if name not in unclear[0]}
+    A transform's further outputs have none.
+    """
+    found: dict[str, Transform] = {}
+    made: set[str] = set()
+    for name in names if settings.transforms else ():
+        transform = find_entry(name, settings.transforms or {})
+        if transform is not None and name not in made:
+            found[name] = transform
+            made.update(transform.outputs(name))
+    return found
+
+
+def plan_refit(
+    settings: RefitSettings,
+    hosts: Topology | None,
+    before: Mapping[int, ModelManifest],
+    after: Mapping[int, ModelManifest],
+) -> RefitPlan:
+    """Return the plan from all ranks' manifests of both models.
+
+    Args:
+        settings: the options, equal on every rank.
+        hosts: those that the ranks reported, or None.
+        before, after: of the source and the target, by rank.
+
+    Raises ShardError with all mismatches.
+    """
+    # If a rank could not list its model, the missing tensors are not reported separately.
+    unlisted = [
+        f"rank {rank}: {problem}"
+        for manifests in (before, after)
+        for rank, manifest in manifests.items()
+        for problem in manifest.problems
+    ]
+    _expect_none(unlisted)
+    source, problems = assemble_tensors(before, "source")
+    target, more = assemble_tensors(after, "target")
+    problems += more
+    # A tensor that ranks describe differently is reported once, and not also as missing.
+    aliases = find_alias_names(after)
+    unclear = _names(before) - source.keys(), _names(after) - target.keys() - aliases
+    source = {name: tensor for name, tensor in source.items() if name not in unclear[1]}
+    target = {name: tensor for name, tensor in target.items() if name not in unclear[0]}
+    problems += [
+        f"{name}: not in the target, but a transform is given for it"
+        for name in settings.transforms or ()
+        if "*" not in name and name not in _names(after)
+    ]
+    if isinstance(settings.cast, Mapping):
+        unknown = settings.cast.keys() - (_names(before) | _names(after))
         problems += [
-            f"{name}: not in the target, but a transform is given for it"
-            for name in self.transforms
-            if "*" not in name and name not in _names(after)
+            f"{name}: cast names it, but it is in neither model; give names common to both"
+            for name in sorted(map(str, unknown))
         ]
-        if isinstance(self.cast, Mapping):
-            unknown = self.cast.keys() - (_names(before) | _names(after))
-            problems += [
-                f"{name}: cast names it, but it is in neither model; give names common to both"
-                for name in sorted(map(str, unknown))
-            ]
-        made_by = self.transforms_of(target)
-        one = find_tied_names(before)
-        matches, more = match_tensors(
-            source, target, self.ties, self.cast, self.strict, made_by, one, self.quantized
-        )
-        problems += more
-        _expect_none(problems)
-        staging_bytes = staging_limit_bytes(self.extra_bytes)
-        methods = self.methods.of(matches, staging_bytes)
-        return RefitPlan(
-            tuple(matches),
-            staging_bytes,
-            methods,
-            self._limit_buckets(matches),
-            topology=self.methods.stage_topology,
-            tied=find_distant_pairs(
-                self.ties,
-                {name: (tensor.layout, tensor.dtype) for name, tensor in source.items()}
-                if self.ties
-                else {},
-                {match.source_name for match in matches},
-                one,
-            ),
-        )
+    ties = settings.ties or {}
+    made_by = find_transforms(target, settings)
+    one = find_tied_names(before)
+    matches, more = match_tensors(
+        source, target, ties, settings.cast, settings.strict, made_by, one, settings.quantized
+    )
+    problems += more
+    _expect_none(problems)
+    staging_bytes = staging_limit_bytes(settings.extra_bytes)
+    methods = choose_methods(settings, hosts, matches, staging_bytes)
+    return RefitPlan(
+        tuple(matches),
+        staging_bytes,
+        methods,
+        _limit_buckets(matches, settings),
+        topology=settings.topology or hosts,
+        tied=find_distant_pairs(
+            ties,
+            {name: (tensor.layout, tensor.dtype) for name, tensor in source.items()}
+            if ties
+            else {},
+            {match.source_name for match in matches},
+            one,
+        ),
+    )
 
-    def _limit_buckets(self, matches: Sequence[Match]) -> int | Mapping[str, int] | None:
-        if self.buckets != "auto":
-            return self.buckets
-        share_bytes = sum(map(count_bytes, matches)) // _FEWEST_BUCKETS
-        return min(self.extra_bytes, max(share_bytes, _LEAST_BUCKET_BYTES))
+
+def _limit_buckets(
+    matches: Sequence[Match], settings: RefitSettings
+) -> int | Mapping[str, int] | None:
+    if settings.buckets != "auto":
+        return settings.buckets
+    share_bytes = sum(map(count_bytes, matches)) // _FEWEST_BUCKETS
+    return min(settings.extra_bytes, max(share_bytes, _LEAST_BUCKET_BYTES))
 
 
 def _expect_none(problems: Sequence[str]) -> None:
@@ -165,15 +195,16 @@ def _names(manifests: Mapping[int, ModelManifest]) -> set[str]:
 
 
 def plan_part(
-    matching: RefitPlanner,
+    settings: RefitSettings,
+    hosts: Topology | None,
     before: ModelManifest,
     after: ModelManifest,
-    planning: Planning,
     group: RankGroup,
 ) -> tuple[RefitPart, PlanningReport, RefitPlan | None]:
     """Return this rank's part, a report of its planning, and the whole plan if known here."""
-    begun_s, had_bytes = time.perf_counter(), peak_memory_bytes()
+    begun_s, had_bytes = time.perf_counter(), peak_bytes()
     ranks = group.ranks
+    planning = settings.planning
     is_central = planning == "centralized"
     is_first = group.rank == ranks[0]
     # 1. Gather the manifests of all ranks; with centralized planning, on the first rank only.
@@ -189,10 +220,10 @@ def plan_part(
     is_known = False
     # 2. Plan: all ranks' parts, or each rank its own part.
     if is_first or not is_central:
-        key = make_key(matching.options, messages)
-        found = _KNOWN.find(key) or plan_or_error(matching, messages)
+        key = make_key(settings.plan_key(hosts), messages)
+        found = find_known(key) or plan_or_error(settings, hosts, messages)
         if isinstance(found, RefitPlan):
-            _KNOWN.keep(key, found)
+            keep_known(key, found)
             is_known = group.rank in found.known_parts
         whole = found if isinstance(found, RefitPlan) else None
         if not is_central:
@@ -210,22 +241,25 @@ def plan_part(
         where: {match.made_of: match.why for match in part.made if match.made_at == where}
         for where in ("source", "target")
     }
+    programs, exchanged, staged = _report_methods(part)
     report = PlanningReport(
         planning,
         names.received_bytes + others.received_bytes,
         scattered_bytes,
         len(ranks) * is_first if is_central else int(not is_known),
-        peak_memory_bytes() - had_bytes,
+        peak_bytes() - had_bytes,
         time.perf_counter() - begun_s,
         tuple(made["source"]),
         made["target"],
-        *part.methods,
+        programs,
+        exchanged,
+        staged,
     )
     return part, report, whole
 
 
 def plan_or_error(
-    matching: RefitPlanner, messages: Mapping[int, tuple[bytes, bytes]]
+    settings: RefitSettings, hosts: Topology | None, messages: Mapping[int, tuple[bytes, bytes]]
 ) -> RefitPlan | ReshardError:
     """Return the plan of both models as all ranks describe them, or the error.
 
@@ -233,7 +267,9 @@ def plan_or_error(
     """
     try:
         manifests = read_manifests(messages)
-        plan = matching.plan(
+        plan = plan_refit(
+            settings,
+            hosts,
             {rank: before for rank, (before, _) in manifests.items()},
             {rank: after for rank, (_, after) in manifests.items()},
         )
@@ -245,3 +281,52 @@ def plan_or_error(
         # Any error of a user's transform is returned, since the other ranks wait for this rank.
         return ShardError(f"nothing was written: {type(error).__name__}: {error}")
     return plan
+
+
+def _report_methods(part: RefitPart) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """Return the reasons for programs, for the exchange and for stages, by tensor."""
+    programs: dict[str, str] = {}
+    exchanged: dict[str, str] = {}
+    staged: dict[str, str] = {}
+    for item in part.items:
+        name, method = item.match.name, item.chosen
+        if method.program is not None:
+            steps = ", ".join(map(str, method.program.steps))
+            programs[name] = f"{steps}: {method.why}"
+        elif method.is_staged or method.is_staged_whole:
+            staged[name] = method.why
+        elif method.why:
+            exchanged[name] = method.why
+    return programs, exchanged, staged
+
+
+def keep_known(key: bytes | None, plan: RefitPlan) -> None:
+    """Keep a plan for refits with equal inputs, unless its key is None."""
+    if key is not None:
+        _PLANS[key] = plan
+        _LAST.append(plan)
+
+
+def find_known(key: bytes | None) -> RefitPlan | None:
+    """Return the kept plan of a key, or None."""
+    found = None if key is None else _PLANS.get(key)
+    if found is not None:
+        _LAST.append(found)
+    return found
+
+
+def make_key(options: object | None, messages: Mapping[int, tuple[bytes, ...]]) -> bytes | None:
+    """Return a digest of a plan's inputs: options and all ranks' messages; None without options.
+
+    >>> make_key((True, 3), {0: (b"a",)}) == make_key((True, 3), {0: (b"b",)}), make_key(None, {})
+    (False, None)
+    """
+    if options is None:
+        return None
+    hasher = hashlib.blake2b(repr(options).encode(), digest_size=16)
+    # Ranks with equal messages share an object, so each is hashed once.
+    every = {id(one): one for message in messages.values() for one in message}
+    digests = {key: hashlib.blake2b(one, digest_size=16).digest() for key, one in every.items()}
+    for rank, message in messages.items():
+        hasher.update(f"\0{rank}\0".encode() + b"".join(digests[id(one)] for one in message))
+    return hasher.digest()

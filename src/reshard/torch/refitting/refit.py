@@ -19,19 +19,16 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Unpack
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
 
 from reshard._contexts import pause_gc
 from reshard.errors import ReshardError, RunError, ShardError, UsageError
-from reshard.topology import Topology
 from reshard.torch.endpoint import is_sharded_array, lay_out_array
 from reshard.torch.exchange.agreement import CallSignature, agree, device_of, share
-from reshard.torch.exchange.changes import ChangedOnly
 from reshard.torch.exchange.consistency import find_unusable, written_states
-from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.exchange.groups import RankGroup, check_member, check_real, rank_group
 from reshard.torch.exchange.timeline import span
 from reshard.torch.exchange.transfer import BatchObserver
@@ -43,30 +40,12 @@ from reshard.torch.models.memory import LocalTensors, check_memory
 from reshard.torch.models.model_inputs import Model, ModuleSlots, find_written_copies
 from reshard.torch.models.model_manifest import ModelManifest
 from reshard.torch.models.model_pairs import ModelPair, NameOptions
-from reshard.torch.models.naming import Naming
-from reshard.torch.programs.methods import METHODS, find_hosts, topology_problem
+from reshard.torch.programs.methods import find_hosts
 from reshard.torch.refitting.batches import RefitTransfer
-from reshard.torch.refitting.matching import CastOption
-from reshard.torch.refitting.methods import RefitMethod, RefitMethods
 from reshard.torch.refitting.moves import RefitMoves, list_moves
-from reshard.torch.refitting.options import (
-    RefitOptions,
-    sort_table,
-    validate_buckets,
-    validate_cast,
-    validate_changed_only,
-    validate_names,
-    validate_quantize,
-    validate_tables,
-)
+from reshard.torch.refitting.options import RefitOptions, RefitSettings
 from reshard.torch.refitting.plan import PartItem, RefitPart, RefitPlan, list_complete_names
-from reshard.torch.refitting.planning import (
-    Buckets,
-    Planning,
-    RefitPlanner,
-    plan_part,
-)
-from reshard.torch.refitting.report import PlanningReport
+from reshard.torch.refitting.planning import PlanningReport, find_transforms, plan_part
 from reshard.torch.refitting.tied_sources import (
     DistantPair,
     Pairs,
@@ -75,7 +54,7 @@ from reshard.torch.refitting.tied_sources import (
     find_difference,
     find_tied_pairs,
 )
-from reshard.torch.refitting.transforms import QUANTIZATIONS, Transform
+from reshard.torch.refitting.transforms import Transform
 from reshard.torch.refitting.verification import Verification, verify_part
 from reshard.torch.refitting.verification import check_replicas as compare_replicas
 
@@ -114,8 +93,7 @@ class Refit:
         source: LocalTensors,
         target: LocalTensors,
         transforms: Mapping[str, Transform],
-        extra_bytes: int,
-        changed_only: ChangedOnly,
+        settings: RefitSettings,
         report: PlanningReport,
         digest: bytes,
         plan: RefitPlan | None,
@@ -125,8 +103,7 @@ class Refit:
         group: RankGroup,
     ) -> None:
         self._part, self._source, self._target = part, source, target
-        self._transforms, self._limit_bytes = transforms, extra_bytes
-        self._changed_only, self._digest = changed_only, digest
+        self._transforms, self._settings, self._digest = transforms, settings, digest
         # The whole plan, on ranks that have it.
         self._whole = plan
         self._target_manifest, self._slots, self._group = manifest, slots, group
@@ -164,26 +141,7 @@ class Refit:
         cls,
         source: Model,
         target: Model,
-        *,
-        source_names: Naming | None = None,
-        target_names: Naming | None = None,
-        ties: Mapping[str, str] | None = None,
-        stacks: Mapping[str, str] | None = None,
-        num_experts: int | None = None,
-        cast: CastOption = False,
-        strict: bool = True,
-        source_offset: int | None = None,
-        target_offset: int | None = None,
-        transforms: Mapping[str, Transform] | None = None,
-        quantize: str | None = None,
-        planning: Planning = "local",
-        method: RefitMethod = "auto",
-        topology: Topology | None = None,
-        extra_bytes: int = DEFAULT_EXTRA_BYTES,
-        check_replicas: bool = True,
-        buckets: Buckets = None,
-        changed_only: ChangedOnly = False,
-        group: dist.ProcessGroup | None = None,
+        **options: Unpack[RefitOptions],
     ) -> Refit:
         """Compare both models, plan, and allocate what every run needs. Nothing is written yet.
 
@@ -240,117 +198,46 @@ class Refit:
             LayoutError: on every rank, a topology without a rank or link that is needed.
             UsageError: a rank outside the group, or no process groups at all.
         """
+        group = options.pop("group", None)
+        settings = RefitSettings(**cast(Any, options))
         check_member(group)
         check_real(group)
         among = rank_group(group)
         with among.turn(), pause_gc(freeze=True):
-            return cls._prepare(
-                among,
-                source,
-                target,
-                source_names=source_names,
-                target_names=target_names,
-                ties=ties,
-                stacks=stacks,
-                num_experts=num_experts,
-                cast=cast,
-                strict=strict,
-                source_offset=source_offset,
-                target_offset=target_offset,
-                transforms=transforms,
-                quantize=quantize,
-                planning=planning,
-                method=method,
-                topology=topology,
-                extra_bytes=extra_bytes,
-                check_replicas=check_replicas,
-                buckets=buckets,
-                changed_only=changed_only,
-            )
+            return cls._prepare(among, source, target, settings)
 
     @classmethod
     def _prepare(
-        cls,
-        group: RankGroup,
-        source: Model,
-        target: Model,
-        *,
-        source_names: Naming | None,
-        target_names: Naming | None,
-        ties: Mapping[str, str] | None,
-        stacks: Mapping[str, str] | None,
-        num_experts: int | None,
-        cast: CastOption,
-        strict: bool,
-        source_offset: int | None,
-        target_offset: int | None,
-        transforms: Mapping[str, Transform] | None,
-        quantize: str | None,
-        planning: Planning,
-        method: RefitMethod,
-        topology: Topology | None,
-        extra_bytes: int,
-        check_replicas: bool,
-        buckets: Buckets,
-        changed_only: ChangedOnly,
+        cls, group: RankGroup, source: Model, target: Model, settings: RefitSettings
     ) -> Refit:
-        options = {
-            "planning": planning,
-            "method": method,
-            "topology": topology.interning_key() if isinstance(topology, Topology) else topology,
-            "extra_bytes": extra_bytes,
-            "ties": sort_table(ties),
-            "stacks": stacks,
-            "num_experts": num_experts,
-            "cast": sort_table(cast),
-            "strict": strict,
-            "check_replicas": check_replicas,
-            "buckets": sort_table(buckets),
-            "changed_only": changed_only,
-            "transforms": transforms,
-            "quantize": quantize,
-        }
         # `agree` reports problems: a rank that raised an error alone would leave others waiting.
-        problem = validate_tables(ties or {}, transforms or {}, extra_bytes, check_replicas)
-        problem = problem or validate_names(stacks or {}, source_offset, target_offset)
-        if planning not in ("local", "centralized"):
-            problem = f"planning={planning!r}; it is 'local' or 'centralized'"
-        if method not in METHODS:
-            problem = f"method={method!r}; it is one of {', '.join(map(repr, METHODS))}"
-        problem = problem or topology_problem(topology) or validate_buckets(buckets)
-        problem = problem or validate_changed_only(changed_only)
-        problem = problem or validate_quantize(quantize) or validate_cast(cast)
+        problem = settings.find_problem()
         try:
             source = lay_out_arrays(source)
         except UsageError as error:
             source, problem = None, problem or f"source: {error}"
         if isinstance(target, Mapping) and any(map(is_sharded_array, target.values())):
             problem = problem or "target: arrays of reshard.spmd are immutable; give torch tensors"
-        given = ModelPair.of(source, target, num_experts)
+        given = ModelPair.of(source, target, settings.num_experts)
         problem = problem or given.problem or find_written_copies(given.target) or None
-        parts = {k: repr(v).encode() for k, v in options.items()}
         # First agreement: on the arguments. The second is on the plan and the memory of each rank.
-        shown = {name: repr(value) for name, value in options.items()}
-        notes = agree(CallSignature(parts, problem, notes=given.notes, shown=shown), group)
-        naming = NameOptions(source_names, target_names, stacks, ties)
-        offsets, samples = (source_offset, target_offset), check_replicas is True
-        before, after, names = given.list_tensors(notes, group, naming, offsets, samples)
+        notes = agree(settings.sign(problem, given.notes), group)
+        naming = NameOptions(
+            settings.source_names, settings.target_names, settings.stacks, settings.ties
+        )
+        offsets = settings.source_offset, settings.target_offset
+        before, after, names = given.list_tensors(
+            notes, group, naming, offsets, settings.check_replicas
+        )
         ties = names.ties or {}
         own, wanted = check_memory(before, after, ties)
-        methods = RefitMethods(method, topology, find_hosts(group), bool(changed_only))
-        matching = RefitPlanner(
-            ties,
-            cast,
-            strict,
-            transforms or {},
-            extra_bytes,
-            methods,
-            buckets,
-            # All ranks have rejected an unknown format by now.
-            QUANTIZATIONS.get(quantize or ""),
-        )
-        part, report, whole = plan_part(matching, own, wanted, planning, group)
-        made_by = matching.transforms_made(dict.fromkeys(match.made_of for match in part.made))
+        settings = settings.replace(ties=ties)
+        part, report, whole = plan_part(settings, find_hosts(group), own, wanted, group)
+        # Without a transform of its own, a tensor is quantized.
+        made_of = dict.fromkeys(match.made_of for match in part.made)
+        transforms = find_transforms(made_of, settings)
+        if settings.quantized is not None:
+            transforms = dict.fromkeys(made_of, settings.quantized) | transforms
         # If several refits are alike, ranks must run the same refit.
         digest = f"{part.digest} {group.generation} {group.next_number()}".encode()
         slots = _list_slots(given, part, before, after)
@@ -358,9 +245,8 @@ class Refit:
             part,
             before,
             after,
-            made_by,
-            extra_bytes,
-            changed_only,
+            transforms,
+            settings,
             report,
             digest,
             whole,
@@ -375,7 +261,7 @@ class Refit:
             if whole is not None:
                 known = {match.source_name for match in whole.matches}, whole.tied
             # With centralized planning only the first rank knows all tensors.
-            if planning == "centralized":
+            if settings.planning == "centralized":
                 known = share(known, group.ranks[0], group)
             used, made._distant = known
             distant = {pair.name for pair in made._distant}
@@ -419,9 +305,9 @@ class Refit:
             target,
             self._transforms,
             devices.pop() if devices else device_of(group),
-            self._limit_bytes,
+            self._settings.extra_bytes,
             group,
-            self._changed_only,
+            self._settings.changed_only,
             _LATEST.get(self._part),
         )
         _LATEST[self._part] = transfer
@@ -522,7 +408,7 @@ class Refit:
 
     def _see_written(self) -> tuple[object, ...]:
         """Return a state that differs after writes into the target, if changes are tracked."""
-        return written_states(self._target.tensors.values()) if self._changed_only else ()
+        return written_states(self._target.tensors.values()) if self._settings.changed_only else ()
 
     @break_graph
     def verify(self) -> Verification:

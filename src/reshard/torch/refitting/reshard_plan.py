@@ -20,8 +20,8 @@ import torch.distributed as dist
 from reshard.errors import UsageError
 from reshard.torch.exchange.groups import rank_group
 from reshard.torch.models.model_inputs import Model
+from reshard.torch.refitting.options import Planning
 from reshard.torch.refitting.plan import PartItem
-from reshard.torch.refitting.planning import Planning
 from reshard.torch.refitting.refit import Refit
 
 Slices = tuple[slice, ...]
