@@ -278,7 +278,7 @@ class RefitTransfer(Transfer):
         if not (self._changed_only and match.can_be_compared and item.chosen.is_staged_whole):
             found.stages[0] += filter(None, [near])
             return
-        # Set it also if this rank has no part in the stages, so that it sends nothing directly.
+        # Set it also if this rank is not part of the stages, so that it sends nothing directly.
         found.near = [*(found.near or ()), *filter(None, [near])]
         staged = stage_transfers(item.change, item.whole_stages, item.span, rank, *ends)
         staged = (one._replace(numbers=[number]) for one in staged)

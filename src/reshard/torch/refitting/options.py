@@ -29,7 +29,7 @@ RefitMethod = Literal["auto", "exchange", "program", "stages"]
 Buckets = int | Literal["auto"] | Mapping[str, int] | None
 # Options that ranks may give differently: their own names and first ranks.
 _RANKS_OWN = ("source_names", "target_names", "source_offset", "target_offset")
-# Tables whose order has no meaning. In `transforms` and `stacks` the first pattern counts.
+# Tables in which order is irrelevant. In `transforms` and `stacks` the first pattern counts.
 _UNORDERED = ("ties", "cast", "buckets")
 
 

@@ -49,9 +49,9 @@ _MAX_BUCKETS = 256
 class PartItem(NamedTuple):
     """A tensor on a rank: its transfers (sent, kept and received), and its batch.
 
-    A tensor that moves by a program has no transfers. A staged tensor also has `handed_on`, for the
-    stages after the first; `span` is its position in the pipeline. A tensor that is staged only in
-    runs that send all of it has `whole_stages` for these runs.
+    A tensor that moves by a program is without transfers. A staged tensor also has `handed_on`, for
+    the stages after the first; `span` is its position in the pipeline. A tensor that is staged only
+    in runs that send all of it has `whole_stages` for these runs.
     """
 
     match: Match
@@ -190,7 +190,7 @@ class RefitPlan:
     def _staged_bytes(self) -> dict[int, tuple[Match, int]]:
         """Matches with elements between source and target: by number, each with these bytes.
 
-        A transform's output is included even if it has no elements.
+        A transform's output is included even if it is empty.
         """
         # Filter first: most matches have neither, and there may be very many.
         numbered = [

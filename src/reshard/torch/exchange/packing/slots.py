@@ -132,7 +132,7 @@ class ExchangeStep:
 
     @property
     def waits(self) -> bool:
-        """Whether any of its slots is not free yet, or data to send has not arrived."""
+        """Whether any of its slots is in use, or data to send is still in flight."""
         return not all(before.is_done for before in self.follows)
 
 
