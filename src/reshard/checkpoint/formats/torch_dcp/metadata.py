@@ -35,6 +35,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from functools import cache
 from typing import Any, NamedTuple
 
 from reshard._records import Record
@@ -371,11 +372,15 @@ def metadata_pickle(metadata: DcpMetadata) -> bytes:
 
 
 def _object(name: str, module: str = _METADATA, **attributes: Any) -> Call:
-    return Call(Global(module, name), (), attributes or None, is_new=True)
+    return Call(_make_global(module, name), (), attributes or None, is_new=True)
 
 
 def _size(sizes: Iterable[int]) -> Call:
-    return Call(Global("torch", "Size"), (tuple(sizes),))
+    return Call(_make_global("torch", "Size"), (tuple(sizes),))
+
+
+# The few classes of metadata are named for every chunk.
+_make_global = cache(Global)
 
 
 def _storage_info(place: StoredBytes) -> Call:
@@ -389,6 +394,7 @@ def _storage_info(place: StoredBytes) -> Call:
     return _object("_StorageInfo", _FILESYSTEM, **info)
 
 
+@cache
 def _properties(dtype: DType) -> Call:
     strided = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     # 0 is the contiguous format. The state is the argument of `__setstate__` of PyTorch's class:

@@ -11,12 +11,17 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from reshard.binding import Binding, FileRange
-from reshard.checkpoint.contents import StoredFile, StoredItem, StoredTensor
+import numpy as np
+
+from reshard.binding import FileRange
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind
+from reshard.checkpoint.contents import StoredFile, StoredItem
 from reshard.checkpoint.formats.torch_dcp import FORMAT_NAME, data_file_name
 from reshard.checkpoint.formats.torch_dcp.metadata import (
     DcpChunk,
@@ -95,10 +100,15 @@ def plan_chunks(new: NewCheckpoint, places: Mapping[str, StackedPlace] | None = 
     splits = {
         name: _split_into_boxes(name, tensor, storing[name]) for name, tensor in tensors.items()
     }
-    ranks = sorted({slot for _, boxes in splits.values() for slot in boxes}) or [0]
+    # The tensors that each rank stores.
+    stored_by: dict[int, list[str]] = {}
+    for name, (_, boxes) in splits.items():
+        for rank in boxes:
+            stored_by.setdefault(rank, []).append(name)
+    ranks = sorted(stored_by) or [0]
     files = []
     placed: dict[str, StoredItem] = {}
-    addresses: dict[str, dict[int, tuple[FileRange, ...]]] = {name: {} for name in tensors}
+    starts: dict[str, list[int]] = {name: [] for name in tensors}
     for rank in ranks:
         file = data_file_name(rank)
         end = 0
@@ -108,23 +118,15 @@ def plan_chunks(new: NewCheckpoint, places: Mapping[str, StackedPlace] | None = 
             placed[item.name] = StoredItem(item.name, place, item.size_bytes, rank, item.transforms)
             end += item.size_bytes
         archives = []
-        for name, (_, boxes) in splits.items():
-            ranges = []
-            for box in boxes.get(rank, ()):
-                shape = (*_ones(places.get(name)), *box.shape)
-                archive = NewArchive.at(tensors[name].dtype, shape, end)
+        for name in stored_by.get(rank, ()):
+            ones = _ones(places.get(name))
+            for box in splits[name][1][rank]:
+                archive = NewArchive.at(tensors[name].dtype, (*ones, *box.shape), end)
                 archives.append(archive)
-                ranges.append(FileRange(file, archive.storage_start_bytes))
+                starts[name].append(archive.storage_start_bytes)
                 end = archive.stop_bytes
-            if ranges:
-                addresses[name][rank] = tuple(ranges)
         files.append(ArchiveFile(StoredFile(file, end, rank), archives=tuple(archives)))
-    # The sharding describes the layout only if the tensor was not split further.
-    stored = {}
-    for name, (layout, _) in splits.items():
-        binding = Binding(layout, addresses[name], {})
-        spec = tensors[name].spec if layout is tensors[name].layout else None
-        stored[name] = StoredTensor(name, tensors[name].dtype, binding, spec)
+    stored = _bind(tensors, splits, starts)
     return WritePlan(
         FORMAT_NAME,
         new.mesh,
@@ -134,6 +136,34 @@ def plan_chunks(new: NewCheckpoint, places: Mapping[str, StackedPlace] | None = 
         paths=dict(new.paths),
         attributes=new.attributes,
     )
+
+
+_Split = tuple[Layout, dict[int, tuple[Box, ...]]]
+
+
+def _bind(
+    tensors: Mapping[str, PlannedTensor],
+    splits: Mapping[str, _Split],
+    starts: Mapping[str, list[int]],
+) -> TensorColumns:
+    """Return the tensors of which each rank stores boxes, from `starts` on in its file."""
+    numbers: dict[Hashable, int] = {}
+    kinds: list[TensorKind] = []
+    kind = []
+    for name, (layout, boxes) in splits.items():
+        tensor = tensors[name]
+        # The sharding describes the layout only if the tensor was not split further.
+        spec = tensor.spec if layout is tensor.layout else None
+        counts = tuple((rank, len(boxes[rank])) for rank in sorted(boxes))
+        key = tensor.dtype, layout, spec, counts
+        if key not in numbers:
+            numbers[key] = len(kinds)
+            cells = tuple((rank, cell) for rank, count in counts for cell in range(count))
+            files = tuple(data_file_name(rank) for rank, _ in cells)
+            kinds.append(TensorKind(tensor.dtype, layout, cells, files, spec))
+        kind.append(numbers[key])
+    each = np.fromiter(itertools.chain.from_iterable(starts.values()), np.int64)
+    return TensorColumns(splits, kinds, kind, each)
 
 
 def metadata_bytes(
@@ -180,7 +210,7 @@ class _ChunkedTensors(Mapping[str, DcpTensor]):
     """The tensors of a write plan with their chunks, computed on access: there may be very many."""
 
     def __init__(self, write_plan: WritePlan) -> None:
-        self._tensors = write_plan.tensors
+        self._tensors = TensorColumns.of(write_plan.tensors)
         self._archives = {
             file.stored.name: file.archives
             for file in write_plan.files
@@ -188,8 +218,16 @@ class _ChunkedTensors(Mapping[str, DcpTensor]):
         }
 
     def __getitem__(self, name: str) -> DcpTensor:
-        tensor = self._tensors[name]
-        return DcpTensor(tensor.dtype, tensor.shape, tuple(self._list_chunks(tensor)))
+        kind, row = self._tensors.kind_of(name), self._tensors.row(name)
+        first = int(self._tensors.first[row])
+        starts = self._tensors.starts[first : first + len(kind.places)].tolist()
+        chunks = []
+        for (slot, cell), file, start in zip(kind.places, kind.files, starts, strict=True):
+            archives = self._archives[file]
+            archive = archives[bisect_left(archives, start, key=_storage_start)]
+            place = StoredBytes(file, archive.start_bytes, archive.stop_bytes - archive.start_bytes)
+            chunks.append(DcpChunk(_list_stored_boxes(kind.layout, slot)[cell or 0], place))
+        return DcpTensor(kind.dtype, kind.layout.shape, tuple(chunks))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -197,55 +235,54 @@ class _ChunkedTensors(Mapping[str, DcpTensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def _list_chunks(self, tensor: StoredTensor) -> Iterator[DcpChunk]:
-        for slot in tensor.stored_slots:
-            for number, box in enumerate(_list_stored_boxes(tensor.layout, slot)):
-                place = tensor.file_range(slot, number)
-                archives = self._archives[place.path]
-                at = bisect_left(archives, place.start_bytes, key=_storage_start)
-                size = archives[at].stop_bytes - archives[at].start_bytes
-                yield DcpChunk(box, StoredBytes(place.path, archives[at].start_bytes, size))
-
 
 def _storage_start(archive: NewArchive) -> int:
     return archive.storage_start_bytes
 
 
+# Many tensors of a model have equal layouts.
+@lru_cache(maxsize=4096)
 def _list_stored_boxes(layout: Layout, slot: int) -> tuple[Box, ...]:
     """Return the boxes of a slot, or an empty box if it holds no element."""
     boxes = layout.boxes(slot)
     return boxes or (Box((0,) * layout.ndim, layout.local_shape(slot) or ()),)
 
 
-def _split_into_boxes(
-    name: str, tensor: PlannedTensor, storing: frozenset[int]
-) -> tuple[Layout, dict[int, tuple[Box, ...]]]:
+def _split_into_boxes(name: str, tensor: PlannedTensor, storing: frozenset[int]) -> _Split:
     """Return the layout in which a tensor is stored, and the boxes that each rank stores."""
-    layout = tensor.layout
+    split, count = _split_layout(tensor.layout, storing)
+    if split is None:
+        raise RecipeError(
+            f"tensor {name!r} sharded by `{tensor.spec}` is {count} boxes, PyTorch's "
+            f"distributed checkpoint has each in an archive of its own; {MAX_CHUNKS} are the most. "
+            "Shard it coarser, or choose the format sharded-safetensors"
+        )
+    return split
+
+
+@lru_cache(maxsize=1024)
+def _split_layout(layout: Layout, storing: frozenset[int]) -> tuple[_Split | None, int]:
+    """Return a split and its number of boxes; without a split if these are more than allowed."""
     whole = Box((0,) * layout.ndim, layout.shape)
     if not whole.elements:
         # Only the shape is stored.
         slot = min(storing)
-        return Layout.whole(layout.shape, [slot], layout.slots), {slot: (whole,)}
+        return (Layout.whole(layout.shape, [slot], layout.slots), {slot: (whole,)}), 1
     pairs = [(slot, box) for slot in sorted(storing) for box in layout.boxes(slot)]
     # Together they cover the tensor, so they are disjoint if the sums are equal.
     are_disjoint = sum(box.elements for _, box in pairs) == whole.elements
     are_single = all(len(layout.cells_of(slot)) == 1 for slot in storing)
     if are_boxes(layout, storing) and are_single and are_disjoint:
-        return layout, {slot: (box,) for slot, box in pairs}
+        return (layout, {slot: (box,) for slot, box in pairs}), len(pairs)
     if len(pairs) > MAX_CHUNKS:
-        raise RecipeError(
-            f"tensor {name!r} sharded by `{tensor.spec}` is {len(pairs)} boxes, PyTorch's "
-            f"distributed checkpoint has each in an archive of its own; {MAX_CHUNKS} are the most. "
-            "Shard it coarser, or choose the format sharded-safetensors"
-        )
+        return None, len(pairs)
     if not are_disjoint:
         pairs = _make_disjoint(pairs)
     boxes: dict[int, list[Box]] = {}
     for slot, box in pairs:
         boxes.setdefault(slot, []).append(box)
     stored = Layout.from_boxes(layout.shape, pairs, layout.slots)
-    return stored, {slot: tuple(found) for slot, found in boxes.items()}
+    return (stored, {slot: tuple(found) for slot, found in boxes.items()}), len(pairs)
 
 
 def _make_disjoint(pairs: list[tuple[int, Box]]) -> list[tuple[int, Box]]:

@@ -26,6 +26,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from reshard.binding import Binding, FileRange, View
@@ -385,7 +386,7 @@ class NewArchive:
 
     def head(self) -> bytes:
         """Return the bytes before the storage."""
-        records, _, _ = self._first_records()
+        records, _, _ = _archive_records(self.dtype, self.shape)
         size, name = self.storage_bytes, _record_name(0)
         extra = padded_extra(self.start_bytes + len(records), name, size)
         return records + local_header(name, UTF8 | SIZES_FOLLOW, 0, size, extra)
@@ -393,14 +394,17 @@ class NewArchive:
     def tail(self, crc32: int) -> bytes:
         """Return the bytes after the storage, whose checksum is `crc32`."""
         size = self.storage_bytes
-        records, entries, count = self._first_records()
+        records, entries, count = _archive_records(self.dtype, self.shape)
         follows = descriptor(crc32, size)
         flags = UTF8 | SIZES_FOLLOW
         directory = entries + directory_entry(_record_name(0), flags, crc32, size, len(records))
         begin = self.storage_start_bytes - self.start_bytes + size + len(follows)
         return follows + directory + directory_end(count + 1, len(directory), begin)
 
-    def _first_records(self) -> tuple[bytes, bytes, int]:
-        view = View.row_major(self.shape)
-        call = _describe_tensor(self.dtype, self.shape, view, "0", self.storage_bytes)
-        return _first_records(write_pickle(call))
+
+# A checkpoint has many archives of tensors of equal types and shapes.
+@lru_cache(maxsize=1024)
+def _archive_records(dtype: DType, shape: tuple[int, ...]) -> tuple[bytes, bytes, int]:
+    storage_bytes = math.prod(shape) * dtype.itemsize_bytes
+    call = _describe_tensor(dtype, shape, View.row_major(shape), "0", storage_bytes)
+    return _first_records(write_pickle(call))

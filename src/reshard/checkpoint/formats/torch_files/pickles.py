@@ -668,6 +668,22 @@ def write_pickle(value: Any, describe: Describe | None = None) -> bytes:
     return bytes(writer.content)
 
 
+_PACK_UNSIGNED = struct.Struct("<I").pack
+
+
+def _pack_integer(value: int) -> bytes:
+    """Return the opcode that pushes an integer."""
+    if 0 <= value < 1 << 8:
+        return b"K%c" % value
+    if 0 <= value < 1 << 16:
+        return b"M" + struct.pack("<H", value)
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    # With room for the sign bit.
+    size = value.bit_length() // 8 + 1
+    return b"\x8a%c" % size + value.to_bytes(size, "little", signed=True)
+
+
 class _Writer:
     """The bytes so far, and the memo: the number of each value that can be recalled."""
 
@@ -681,18 +697,22 @@ class _Writer:
         """Write the opcodes that push a value."""
         # `type`, not `isinstance`: True is an int to Python, and a subclass would lose its class.
         kind = type(value)
-        if value is None:
+        # The most frequent types come first: a checkpoint has millions of values.
+        if kind is str or kind is Global:
+            if not self._recall(value):
+                self._put_name(value)
+        elif kind is int:
+            self.content += _pack_integer(value)
+        elif kind is tuple:
+            self._put_tuple(value)
+        elif kind is Call:
+            self._put_call(value)
+        elif value is None:
             self.content += b"N"
         elif kind is bool:
             self.content += b"\x88" if value else b"\x89"
-        elif kind is int:
-            self._put_integer(value)
         elif kind is float:
             self.content += b"G" + struct.pack(">d", value)
-        elif kind is str or kind is Global:
-            self._put_name(value)
-        elif kind is tuple:
-            self._put_tuple(value)
         elif kind is list:
             self.content += b"]"
             self._put_members(value)
@@ -704,8 +724,6 @@ class _Writer:
             before, self._is_in_pairs = self._is_in_pairs, True
             self._put_items(value.iterate())
             self._is_in_pairs = before
-        elif kind is Call:
-            self._put_call(value)
         elif kind is Reference:
             self.put(value.key)
             self.content += b"Q"
@@ -717,21 +735,7 @@ class _Writer:
         else:
             raise UsageError(f"a {kind.__name__} cannot be written to a pickle")
 
-    def _put_integer(self, value: int) -> None:
-        if 0 <= value < 1 << 8:
-            self.content += b"K" + struct.pack("<B", value)
-        elif 0 <= value < 1 << 16:
-            self.content += b"M" + struct.pack("<H", value)
-        elif -(1 << 31) <= value < 1 << 31:
-            self.content += b"J" + struct.pack("<i", value)
-        else:
-            # With room for the sign bit.
-            size = value.bit_length() // 8 + 1
-            self.content += b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
-
     def _put_name(self, value: str | Global) -> None:
-        if self._recall(value):
-            return
         if isinstance(value, str):
             text = value.encode("utf-8", "surrogatepass")
             self.content += b"X" + struct.pack("<I", len(text)) + text
@@ -744,18 +748,12 @@ class _Writer:
         number = self._memo.get(value)
         if number is None:
             return False
-        self._put_numbered(b"h", b"j", number)
+        self.content += b"h%c" % number if number < 256 else b"j" + _PACK_UNSIGNED(number)
         return True
 
     def _memoize(self, value: str | Global | Call) -> None:
         number = self._memo[value] = len(self._memo)
-        self._put_numbered(b"q", b"r", number)
-
-    def _put_numbered(self, short: bytes, long: bytes, number: int) -> None:
-        """Write an opcode with a memo number of a byte, or from 256 on of four."""
-        self.content += (
-            short + bytes([number]) if number < 256 else long + struct.pack("<I", number)
-        )
+        self.content += b"q%c" % number if number < 256 else b"r" + _PACK_UNSIGNED(number)
 
     def _put_tuple(self, value: tuple[Any, ...]) -> None:
         # Up to three items have an opcode for their number; more are counted from a mark.
