@@ -43,7 +43,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -288,9 +288,10 @@ class Layout(Interned):
     def whole(cls, shape: Sequence[int], holders: Iterable[int], slots: int) -> Layout:
         """Return a layout with the whole tensor on the ranks `holders` of `slots` ranks."""
         shape = check_ints(shape, "shape", LayoutError)
-        tables = [RunTable(size, 1, [(0, 0, size, 0)]) for size in shape]
         holders = check_ints(holders, "ranks", LayoutError)
-        return cls(shape, tables, slots, holders, np.zeros((len(holders), len(tables)), np.int64))
+        # Many tensors of a model are whole on the same ranks, and have the same shape.
+        make = _make_whole if len(holders) <= _MAX_CACHED_HOLDERS else _make_whole.__wrapped__
+        return make(cls, shape, holders, check_int(slots, "number of ranks", LayoutError))
 
     @classmethod
     def from_boxes(
@@ -491,6 +492,17 @@ class Layout(Interned):
             f"<Layout of {list(self.shape)} on {len(self.holders)} of {self.slots} ranks"
             f"{partial if self.reduction else ''}>"
         )
+
+
+_MAX_CACHED_HOLDERS = 64
+
+
+@lru_cache(maxsize=1024)
+def _make_whole(
+    cls: type[Layout], shape: tuple[int, ...], holders: tuple[int, ...], slots: int
+) -> Layout:
+    tables = [RunTable(size, 1, [(0, 0, size, 0)]) for size in shape]
+    return cls(shape, tables, slots, holders, np.zeros((len(holders), len(tables)), np.int64))
 
 
 def _check_box(pair: Any, shape: tuple[int, ...]) -> tuple[int, Box]:

@@ -21,7 +21,7 @@ from moto.server import ThreadedMotoServer
 from checkpoint.any_conversion import plan_any
 from checkpoint.campaigns.small_checkpoints import CONVERSIONS, SOURCES, SmallConversion, Source
 from reshard.checkpoint import compare, open_checkpoint, run_conversion
-from reshard.checkpoint.formats.torch_files.reading import _WindowReader
+from reshard.checkpoint.formats.torch_files.reading import WindowReader
 from reshard.errors import CheckpointError
 from selection import keep_first_of, keep_where
 
@@ -104,10 +104,10 @@ OF_MANY_FILES = {"FSDP2", "ZeRO 2", "ZeRO experts", "DeepSpeed universal", "Mega
 def test_files_of_ranks_are_opened_together(
     source: Source, upload: Upload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, lock, reading = _WindowReader.read, threading.Lock(), Counter[str]()
+    read, lock, reading = WindowReader.read, threading.Lock(), Counter[str]()
     most = 0
 
-    def read_slowly(self: _WindowReader, offset: int, size: int) -> bytes:
+    def read_slowly(self: WindowReader, offset: int, size: int) -> bytes:
         nonlocal most
         with lock:
             reading[str(self._path)] += 1
@@ -120,7 +120,7 @@ def test_files_of_ranks_are_opened_together(
                 reading[str(self._path)] -= 1
 
     path = source.make(tmp_path)
-    monkeypatch.setattr(_WindowReader, "read", read_slowly)
+    monkeypatch.setattr(WindowReader, "read", read_slowly)
     open_checkpoint(path, **source.opening)
     # Files of this machine one after the other.
     assert most == 1

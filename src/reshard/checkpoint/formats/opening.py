@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard._contexts import pause_gc
 from reshard.checkpoint.contents import CHECK_COPIES, Checkpoint
 from reshard.checkpoint.formats.format import CheckpointFormat, Listing
 from reshard.checkpoint.formats.registry import (
@@ -89,10 +88,7 @@ def open_checkpoint(
     allowed = parse_allowed(allow, (DIFFERING_COPIES,))
     try:
         place = as_path(path)
-        sharding = _source_cut(place, mesh, rules, recipe)
-        # Tensors, chunks and their metadata may be millions of objects, none of them in a cycle.
-        with pause_gc():
-            found = _open(place, sharding)
+        found = _open(place, _source_cut(place, mesh, rules, recipe))
     except OSError as error:
         where = str(error.filename or path)
         remedy = "give this user access"

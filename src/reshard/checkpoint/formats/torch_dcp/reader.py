@@ -23,10 +23,10 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
+from reshard._contexts import pause_gc
 from reshard.binding import FileRange
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns, TensorKind
 from reshard.checkpoint.contents import (
@@ -64,11 +64,11 @@ from reshard.checkpoint.formats.torch_dcp.packed_archives import (
     check_transforms,
     open_packed,
 )
-from reshard.checkpoint.formats.torch_files.reading import ArchiveReader
+from reshard.checkpoint.formats.torch_files.reading import ArchiveReader, WindowReader
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, is_plain_name
 from reshard.checkpoint.storage.byte_ranges import ByteRange
-from reshard.checkpoint.storage.filesystem import Closing, read_range, read_up_to
+from reshard.checkpoint.storage.filesystem import Closing, read_up_to
 from reshard.checkpoint.storage.remote_files import PrefetchedRanges
 from reshard.checkpoint.storage.scratch_file import PackedFile, PackedFiles
 from reshard.errors import (
@@ -101,6 +101,12 @@ def read(folder: Path, sharding: SourceSharding | None = None) -> Checkpoint:
         MissingExtraError: a compressed tensor, and the package for it is not installed.
         CoverageError: chunks that overlap, or leave part of a tensor out.
     """
+    # Chunks and their metadata may be millions of objects, none of which is in a cycle.
+    with pause_gc():
+        return _read(folder, sharding)
+
+
+def _read(folder: Path, sharding: SourceSharding | None) -> Checkpoint:
     # 1. The metadata of all ranks, or the merged metadata files of each rank.
     names = () if (folder / METADATA_NAME).exists() else rank_metadata_names(folder)
     if names:
@@ -408,7 +414,6 @@ def shard_lacking_tensors(
 # The parts of an archive that are read to open it: its first records, and its directory.
 _HEAD_BYTES = 1 << 10
 _TAIL_BYTES = 4 << 10
-_WINDOW_BYTES = 32 << 10
 _CHUNKS_AT_ONCE = 2048
 _MAX_OPEN_FILES = 64
 
@@ -434,9 +439,7 @@ class ChunkReader(Closing):
         self._ranks = ranks
         self._sizes = sizes
         self._metadata_name = metadata_name
-        self._files: dict[str, BinaryIO] = {}
-        # The start and the content of the last range that was read of each open file.
-        self._windows: dict[str, tuple[int, bytes]] = {}
+        self._files: dict[str, WindowReader] = {}
         self._archives = ArchiveReader()
         self._prefetched = PrefetchedRanges(folder)
         self.checksums: list[StoredChecksum] = []
@@ -463,35 +466,17 @@ class ChunkReader(Closing):
         return self._read(place.file, place.start_bytes, place.size_bytes)
 
     def _read(self, name: str, offset: int, size: int) -> bytes:
-        known = self._prefetched.get(name, offset, size)
-        if known is not None:
-            return known
-        start, window = self._windows.get(name, (0, b""))
-        at = offset - start
-        if at >= 0 and at + size <= len(window):
-            return window[at : at + size]
-        # Small archives follow each other: the next are read with this one.
-        is_near = 0 <= at <= len(window) + _WINDOW_BYTES
-        path = self._folder / name
+        file = self._files.get(name)
+        if file is None:
+            # There may be thousands of files: the oldest is closed.
+            if len(self._files) >= _MAX_OPEN_FILES:
+                self._files.pop(next(iter(self._files))).close()
+            file = self._files[name] = WindowReader(self._folder / name, self._prefetched)
         try:
-            file = self._files.get(name)
-            if file is None:
-                # There may be thousands of files: the oldest is closed.
-                if len(self._files) >= _MAX_OPEN_FILES:
-                    oldest = next(iter(self._files))
-                    self._files.pop(oldest).close()
-                    self._windows.pop(oldest, None)
-                file = self._files[name] = path.open("rb", buffering=0)
-            content = read_range(file, offset, max(size, _WINDOW_BYTES) if is_near else size)
+            return file.read(offset, size)
         except OSError as error:
+            path = self._folder / name
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-        if len(content) < size:
-            raise FormatError(
-                f"{path} ends at byte {offset + len(content)}, {size} bytes at {offset} were "
-                "expected; it was cut off"
-            )
-        self._windows[name] = offset, content if len(content) <= _WINDOW_BYTES else b""
-        return content[:size]
 
     def bind(self, tensors: Mapping[str, DcpTensor]) -> TensorColumns:
         """Return tensors bound to their chunks, each covered by them once.

@@ -47,6 +47,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from reshard._contexts import pause_gc
 from reshard.binding import FileRange, View
 from reshard.checkpoint.contents import StoredChecksum
 from reshard.checkpoint.formats.safetensors.header import check_shape, is_text
@@ -77,7 +78,7 @@ from reshard.checkpoint.formats.torch_files.zip_archives import (
     ZipRecords,
 )
 from reshard.checkpoint.storage.byte_ranges import ByteRange
-from reshard.checkpoint.storage.filesystem import read_range
+from reshard.checkpoint.storage.filesystem import Closing, read_range
 from reshard.checkpoint.storage.remote_files import PrefetchedRanges
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
@@ -117,11 +118,15 @@ def read_torch_file(path: str | os.PathLike[str]) -> Any:
         FormatError: a file that is damaged, compressed, or not of `torch.save`.
     """
     path = path if isinstance(path, Path) else Path(path)
+    prefetched = PrefetchedRanges(path.parent)
+
+    def read_ahead(ranges: Iterable[tuple[int, int]]) -> None:
+        prefetched.fetch(ByteRange(path.name, start, stop) for start, stop in ranges)
+
     try:
-        with path.open("rb", buffering=0) as file:
-            size_bytes = file.seek(0, os.SEEK_END)
-            reader = _WindowReader(file, path)
-            return read_torch_value(reader.read, size_bytes, str(path), reader.read_ahead)
+        # Pickles may describe millions of objects, none of which is in a cycle.
+        with WindowReader(path, prefetched) as reader, pause_gc():
+            return read_torch_value(reader.read, reader.size_bytes, str(path), read_ahead)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
@@ -174,31 +179,44 @@ def read_torch_value(
     raise FormatError(f"{label} is not a file of torch.save: {content}; fetch it again")
 
 
-class _WindowReader:
-    """A reader of ranges of an open file, which combines small ranges near each other."""
+class WindowReader(Closing):
+    """A reader of ranges of a file, which reads small ranges near each other at once.
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file = file
+    The file is opened when the first range is read that was not prefetched.
+    """
+
+    def __init__(self, path: Path, prefetched: PrefetchedRanges) -> None:
         self._path = path
-        self._window = b""
-        self._start = 0
-        self._ahead = PrefetchedRanges(path.parent)
+        self._prefetched = prefetched
+        self._file: BinaryIO | None = None
+        self._start, self._window = 0, b""
 
-    def read_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Request ranges of a store together. Raises OSError."""
-        self._ahead.fetch(ByteRange(self._path.name, start, stop) for start, stop in ranges)
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the file. Raises OSError."""
+        return self._open().seek(0, os.SEEK_END)
+
+    def _open(self) -> BinaryIO:
+        if self._file is None:
+            self._file = self._path.open("rb", buffering=0)
+        return self._file
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return bytes of the file. Raises FormatError if it has fewer."""
-        known = self._ahead.get(self._path.name, offset, size)
+        """Return bytes of the file. Raises OSError, and FormatError if it has fewer."""
+        at = offset - self._start
+        if at >= 0 and at + size <= len(self._window):
+            return self._window[at : at + size]
+        known = self._prefetched.get(self._path.name, offset, size)
         if known is not None:
             return known
-        begin = offset - self._start
-        if begin >= 0 and begin + size <= len(self._window):
-            return self._window[begin : begin + size]
         # Headers of small storages are near each other; headers of large storages are not.
-        is_near = 0 <= begin <= 2 * _WINDOW_BYTES
-        content = read_range(self._file, offset, max(size, _WINDOW_BYTES) if is_near else size)
+        is_near = 0 <= at <= len(self._window) + _WINDOW_BYTES
+        content = read_range(self._open(), offset, max(size, _WINDOW_BYTES) if is_near else size)
         if len(content) < size:
             raise FormatError(
                 f"{self._path} ends at byte {offset + len(content)}, {size} bytes at {offset} were "
