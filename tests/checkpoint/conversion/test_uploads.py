@@ -232,8 +232,9 @@ def test_parts_that_others_replaced_in_the_store_are_sent_again(
             rows, ADDRESS, staging=str(tmp_path / "here"), **COLUMNS, **SMALL, **options
         )
 
-    last = max(at for at, name in enumerate(calls) if name == "put_part")
-    assert run(kill_at=last).was_killed
+    # Threads send parts in another order each time: at the last, all uploads may be complete.
+    sent = [at for at, name in enumerate(calls) if name == "put_part"]
+    assert run(kill_at=sent[len(sent) * 3 // 4]).was_killed
     replaced = 0
     for key, upload in server.pending:
         where = {"Bucket": BUCKET, "Key": key, "UploadId": upload}
