@@ -14,6 +14,7 @@ from typing import Any
 
 from reshard.checkpoint.options import (
     PRETRAINED_OPTIONS,
+    CompareOptions,
     ConversionRequest,
     LoadOptions,
     Options,
@@ -30,7 +31,7 @@ KEYWORDS = ROOT / "src" / "reshard" / "checkpoint" / "keywords.py"
 
 _PAGE_HEAD = """# Options
 
-All options of conversions, runs and loads: as keywords in Python, as options of the
+All options of conversions, runs, loads and comparisons: as keywords in Python, as options of the
 [command](command.md), with types and defaults. The keywords are fields of values, which are checked
 when they are created, and which functions take instead of the keywords. This page is made from
 these fields (`tools/options_page.py`). A type that ends in *bytes* is a number of bytes, in the
@@ -51,6 +52,13 @@ _SECTIONS: list[tuple[type[Options], str, str]] = [
         "`reshard convert` and `apply`.",
     ),
     (LoadOptions, "Loads", "Keywords of `reshard.checkpoint.load`, in Python alone."),
+    (
+        CompareOptions,
+        "Comparisons",
+        "Keywords of `reshard.checkpoint.compare`, and options of `reshard verify`, whose LEFT is "
+        "the left side. Elements and parts are those of the left side; `include` and `exclude` "
+        "select from both if no option changes names.",
+    ),
 ]
 
 _KEYWORDS_HEAD = '''"""The types of keywords, such as those of `convert` and `load`.
@@ -116,18 +124,20 @@ def _write_default(field: Any) -> str:
 
 def keywords_module() -> str:
     """Return the text of the module with the types of keywords."""
-    request, run, load = map(find_options, (ConversionRequest, RunOptions, LoadOptions))
+    classes = ConversionRequest, RunOptions, LoadOptions, CompareOptions
+    request, run, load, compare = map(find_options, classes)
     loaded = [name for name, field in request.items() if field.metadata["is_loaded"]]
     others = [name for name in request if name not in loaded]
-    classes = [
+    described = [
         ("LayoutArguments(TypedDict", "layouts and names", request, loaded),
         ("RequestArguments(LayoutArguments", "a `ConversionRequest`", request, others),
         ("RunArguments(TypedDict", "`RunOptions`", run, run),
         ("ConvertArguments(RequestArguments, RunArguments", "`convert`", {}, ()),
         ("LoadArguments(LayoutArguments", "`load`", load, load),
+        ("CompareArguments(TypedDict", "`compare`", compare, compare),
         ("PretrainedArguments(TypedDict", "`plan_for_pretrained`", request, PRETRAINED_OPTIONS),
     ]
-    written = [_write_class(*described) for described in classes]
+    written = [_write_class(*arguments) for arguments in described]
     return "\n\n".join([_KEYWORDS_HEAD, *written])
 
 

@@ -40,9 +40,9 @@ def _make_fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
         field.name, field.type = name, cls._types[name]
         field.default = cls._defaults.get(name, dataclasses.MISSING)
         field.compare = name in cls._compared_names
-        if name in cls._declared:
-            field.default_factory = cls._declared[name].default_factory
-            field.metadata = cls._declared[name].metadata
+        if name in cls.declared_fields:
+            field.default_factory = cls.declared_fields[name].default_factory
+            field.metadata = cls.declared_fields[name].metadata
     return fields
 
 
@@ -63,7 +63,7 @@ class Record:
     _defaults: ClassVar[Mapping[str, Any]] = {}
     _factories: ClassVar[Mapping[str, Callable[[], Any]]] = {}
     _types: ClassVar[Mapping[str, Any]] = {}
-    _declared: ClassVar[Mapping[str, dataclasses.Field[Any]]] = {}
+    declared_fields: ClassVar[Mapping[str, dataclasses.Field[Any]]] = {}
     __dataclass_fields__: ClassVar[Any] = _LazyFields()
     # Read by `dataclass` of a base class: plug-ins derive dataclasses from records.
     __dataclass_params__: ClassVar[Any] = SimpleNamespace(frozen=True)
@@ -91,7 +91,7 @@ class Record:
         cls._defaults = {**cls._defaults, **own}
         cls._factories = {**cls._factories, **factories}
         cls._types = {**cls._types, **{name: annotations[name] for name in names}}
-        cls._declared = {**cls._declared, **declared}
+        cls.declared_fields = {**cls.declared_fields, **declared}
         if not eq:
             cls.__eq__ = object.__eq__  # type: ignore[method-assign]
             cls.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from reshard import checkpoint, system
 from reshard.checkpoint.comparison import DamagedBlock
 from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.dtypes import dtype
-from reshard.errors import DigestError, FormatError, SourceChangedError
+from reshard.errors import DigestError, FormatError, SourceChangedError, UsageError
 
 
 def floats(values: list[float] | np.ndarray) -> Tensor:
@@ -65,6 +66,40 @@ def test_names_shapes_and_types(tmp_path: Path) -> None:
     assert "only in" in found["only left"]
     assert found["shape"] == "has shapes [2] and [2, 1]"
     assert found["dtype"] == "has dtypes float32 and int32"
+
+
+def test_options_compare_other_names_and_elements(tmp_path: Path) -> None:
+    left, right = tmp_path / "left.safetensors", tmp_path / "right.safetensors"
+    found = two(tmp_path, {"a.w": floats([1, 2]), "a.v": floats([3])}, {"b.w": floats([1, 2])})
+    assert not found.is_same
+    given: dict[str, Any] = {"rename": ["a.*=b.*"], "exclude": ["*.v"]}
+    assert checkpoint.compare(left, right, **given).is_same
+    assert checkpoint.compare(left, right, checkpoint.CompareOptions(**given)).is_same
+    table = {"b.w": "w"}
+    assert checkpoint.compare(
+        checkpoint.select(checkpoint.open(left), rename=["a.*=*"], include=["a.w"]),
+        right,
+        right_names=table,
+    ).is_same
+    checkpoint.convert(left, tmp_path / "bf16", to="full", dtype="bf16")
+    assert not checkpoint.compare(left, tmp_path / "bf16").is_same
+    assert checkpoint.compare(left, tmp_path / "bf16", dtype="bf16").is_same
+    assert checkpoint.compare(left, tmp_path / "bf16", dtype="bf16", include=["*.w"]).is_same
+
+
+def test_options_do_not_change_a_planned_conversion(tmp_path: Path) -> None:
+    left = tmp_path / "left.safetensors"
+    write_file(left, {"a": floats([1, 2])})
+    planned = checkpoint.plan_conversion(left, tmp_path / "planned", to="full")
+    assert checkpoint.compare(planned, left).is_same
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"rename": ["a=b"]}, r"rename \['a=b'\] for a conversion"),
+        ({"dtype": "bf16"}, "dtype 'bf16' for a conversion"),
+        ({"left_names": {"a": "b"}}, "left_names or recipe for a conversion"),
+    ]
+    for options, problem in cases:
+        with pytest.raises(UsageError, match=problem):
+            checkpoint.compare(planned, left, **options)
 
 
 def test_zeros_of_both_signs_and_the_bits_of_nans_differ(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import click
 import pytest
 
 from reshard.checkpoint.options import (
+    CompareOptions,
     ConversionRequest,
     LoadOptions,
     Options,
@@ -19,7 +20,7 @@ from reshard.cli.options import options_of
 from reshard.errors import UsageError
 
 
-@pytest.mark.parametrize("options", [ConversionRequest, RunOptions, LoadOptions])
+@pytest.mark.parametrize("options", [ConversionRequest, RunOptions, LoadOptions, CompareOptions])
 def test_every_field_is_an_option_that_the_docstring_has(options: type[Options]) -> None:
     # `kept` is set by planning alone.
     assert {*options.field_names} - {"kept"} == {*find_options(options)}
@@ -27,13 +28,13 @@ def test_every_field_is_an_option_that_the_docstring_has(options: type[Options])
         assert f"\n        {name}: " in (options.__doc__ or ""), name
 
 
-@pytest.mark.parametrize("options", [ConversionRequest, RunOptions])
+@pytest.mark.parametrize("options", [ConversionRequest, RunOptions, CompareOptions])
 def test_options_are_a_value_or_keywords(options: type[Options]) -> None:
     value = options()
     assert options.of(value, {}) is value
     assert options.of(None, {}) == value
-    with pytest.raises(UsageError, match=f"a {options.__name__}, and the keyword 'to' too"):
-        options.of(value, {"to": "tp=2"})
+    with pytest.raises(UsageError, match=f"a {options.__name__}, and the keyword 'any' too"):
+        options.of(value, {"any": 1})
     with pytest.raises(UsageError, match=f"options 'tp=2'; expected a {options.__name__}"):
         options.of("tp=2", {})
 

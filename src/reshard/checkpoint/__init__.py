@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint.loading.rank_arrays import describe_ranks
     from reshard.checkpoint.loading.request import load
     from reshard.checkpoint.naming.selection import open_selected, select
-    from reshard.checkpoint.options import ConversionRequest, RunOptions
+    from reshard.checkpoint.options import CompareOptions, ConversionRequest, RunOptions
     from reshard.checkpoint.pretrained.conversion import compare_pretrained, plan_for_pretrained
     from reshard.checkpoint.processes import OneProcess, running_processes
     from reshard.checkpoint.storage.threads import Progress, ProgressFunction
@@ -63,6 +63,7 @@ __all__ = [
     "Capability",
     "Checkpoint",
     "CheckpointFormat",
+    "CompareOptions",
     "Comparison",
     "Conversion",
     "ConversionReport",
@@ -118,6 +119,7 @@ __getattr__, __dir__ = attach(
         "CheckpointFormat": "reshard.checkpoint.formats.format",
         "compare": "reshard.checkpoint.comparison",
         "compare_pretrained": "reshard.checkpoint.pretrained.conversion",
+        "CompareOptions": "reshard.checkpoint.options",
         "Comparison": "reshard.checkpoint.comparison",
         "Conversion": "reshard.checkpoint.conversion.conversion",
         "ConversionReport": "reshard.checkpoint.conversion.conversion",

@@ -21,6 +21,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
@@ -52,6 +53,7 @@ from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format
 from reshard.checkpoint.naming.selection import TensorSelection, select_from
+from reshard.checkpoint.options import AUTO, CompareOptions
 from reshard.checkpoint.storage.byte_ranges import split_equal_steps, strided_arrays
 from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.checkpoint.storage.remote_files import choose_threads
@@ -59,6 +61,9 @@ from reshard.checkpoint.storage.threads import Progress, ProgressFunction, run_i
 from reshard.checkpoint.training.plain_state import decode_items, differing_values, in_plain_values
 from reshard.errors import FormatError, UsageError
 from reshard.recipes.overrides import DIFFERING_COPIES
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.keywords import CompareArguments
 
 Compared = str | os.PathLike[str] | Checkpoint | Conversion
 
@@ -183,34 +188,31 @@ class _Side:
 def compare(
     left: Compared,
     right: Compared,
-    *,
-    select: str | None = None,
-    threads: int | None = None,
-    progress: ProgressFunction | None = None,
+    options: CompareOptions | None = None,
+    **arguments: Unpack[CompareArguments],
 ) -> Comparison:
     """Compare two checkpoints bit for bit, and their other values if both formats have such.
 
     Args:
         left, right: checkpoints, or their locations; a planned conversion stands for the tensors
             that it would write, including changed elements.
-        select: the prefix of a model among several in `left`; its tensors are compared by their
-            names without the prefix.
-        threads: the maximum number of threads; if None, 4, or 16 for a checkpoint at a URL.
-        progress: called after every block.
+        options: which tensors are compared, under which names; or its fields as keywords (see
+            `CompareOptions`).
 
     Raises:
         CheckpointError: a checkpoint cannot be used.
-        UsageError: a prefix that no tensor of `left` has, or a prefix for a planned conversion.
+        RecipeError: names of a recipe that do not fit.
+        UsageError: a prefix or pattern that no tensor has; options for the names or elements of a
+            planned conversion.
         RunError: a file cannot be read.
     """
-    if select is not None:
-        if isinstance(left, Conversion):
-            raise UsageError(f"select {select!r} for a conversion; give it to what plans that")
-        opened = left if isinstance(left, Checkpoint) else open_checkpoint(left)
-        left = select_from(opened, TensorSelection(select=select))
-    sides = (_Side(left), _Side(right))
+    options = CompareOptions.of(options, arguments)
+    progress = options.progress
+    left, right = _select_both(left, right, options.selection)
+    left, right = _name_both(left, right, options)
+    sides = (_Side(_change(left, options)), _Side(right))
     a, b = sides[0].checkpoint, sides[1].checkpoint
-    threads = choose_threads(threads, a.folder, b.folder)
+    threads = choose_threads(options.threads, a.folder, b.folder)
     mine, others = sides[0].columns, sides[1].columns
     differences = _compare_descriptions(a, b, mine, others)
     unequal = {difference.name for difference in differences}
@@ -293,6 +295,68 @@ def compare(
     for copy in copies:
         digests.pop(copy.name, None)
     return Comparison((*differences, *copies), digests, done, tuple(notes))
+
+
+def _open(side: Compared, option: str) -> Checkpoint:
+    """Return the checkpoint of a side to which an option applies."""
+    if isinstance(side, Conversion):
+        raise UsageError(f"{option} for a conversion; give it to what plans that")
+    return side if isinstance(side, Checkpoint) else open_checkpoint(side)
+
+
+def _select_both(
+    left: Compared, right: Compared, selection: TensorSelection
+) -> tuple[Compared, Compared]:
+    """Return the selected parts of both sides."""
+    if not selection:
+        return left, right
+    option = " ".join(f"{name} {value!r}" for name, value in selection.to_json().items())
+    left = select_from(_open(left, option), selection)
+    # Names that change select from the left side only: the right has the new names already.
+    if not selection.changes_names:
+        # A name that only one side has is a difference, not a mistake in the pattern.
+        right = select_from(_open(right, option), selection, is_expected=False)
+    return left, right
+
+
+def _name_both(
+    left: Compared, right: Compared, options: CompareOptions
+) -> tuple[Compared, Compared]:
+    """Return both sides in the recipe's names, if options are about names."""
+    if not options.is_by_recipe:
+        return left, right
+    from reshard.checkpoint.conversion.plan import find_recipe
+    from reshard.checkpoint.formats.opening import read_config
+    from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
+
+    given = {"left_names": options.left_names, "right_names": options.right_names}
+    opened = [_open(left, "left_names or recipe"), _open(right, "right_names or recipe")]
+    configs = [read_config(checkpoint) for checkpoint in opened]
+    # Both checkpoints are of the same model: if the first lacks a config.json, use the second's.
+    with_config = opened[1] if configs[0] is None and configs[1] is not None else opened[0]
+    recipe = None
+    # Tables of names need no recipe.
+    if options.recipe is not None or str in map(type, given.values()):
+        recipe = find_recipe(options.recipe or AUTO, with_config)
+    found = []
+    for option, checkpoint, config in zip(given, opened, configs, strict=True):
+        other = next((item for item in (config, *configs) if item is not None), None)
+        named = names_of(option, given[option], recipe, other)
+        if named is None:
+            named = find_stacked_names(checkpoint, recipe, other)
+        found.append(checkpoint if named is None else in_recipe_names(checkpoint, named[1]))
+    return found[0], found[1]
+
+
+def _change(left: Compared, options: CompareOptions) -> Compared:
+    """Return the left side, or the conversion that changes its elements as options specify."""
+    if not options.changes:
+        return left
+    from reshard.checkpoint.conversion.plan import plan_conversion, unwritten_target
+
+    name, value = next(iter(options.changes.items()))
+    opened = _open(left, f"{name} {value!r}")
+    return plan_conversion(opened, unwritten_target(opened.folder), to="full", **options.changes)
 
 
 def _compare_copies(checkpoints: Sequence[Checkpoint]) -> tuple[list[Difference], list[str]]:

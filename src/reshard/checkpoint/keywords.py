@@ -91,6 +91,24 @@ class LoadArguments(LayoutArguments, total=False):
     stop: threading.Event | None
 
 
+class CompareArguments(TypedDict, total=False):
+    """The keywords of `compare`."""
+
+    left_names: Names | None
+    right_names: Names | None
+    recipe: RecipeName | None
+    dtype: str | None
+    adapters: Iterable[str | os.PathLike[str]]
+    source_layout: LayoutFile | None
+    include: Iterable[str]
+    exclude: Iterable[str]
+    strip_prefix: Iterable[str]
+    rename: Iterable[str]
+    select: str | None
+    threads: int | None
+    progress: ProgressFunction | None
+
+
 class PretrainedArguments(TypedDict, total=False):
     """The keywords of `plan_for_pretrained`."""
 

@@ -1,12 +1,13 @@
-"""Options of conversions and loads: dataclasses whose fields are checked when they are created.
+"""Options of conversions, loads and comparisons: values that are checked when they are created.
 
     ConversionRequest   what to write: layouts, format, names, elements
     RunOptions          how a planned conversion is run: memory, threads, what may be replaced
     LoadOptions         how arrays are loaded: memory to fill, threads, casts
+    CompareOptions      what is compared of two checkpoints: names, selected tensors
 
-`convert`, `plan_conversion`, `run_conversion` and `load` take the fields as keywords;
-`reshard.checkpoint.keywords` declares their types for type checkers. `reshard.cli.options` makes
-the command's options from the metadata of the fields.
+`convert`, `plan_conversion`, `run_conversion`, `load` and `compare` take the fields as keywords, or
+a value. A field is declared once, by `option`; `reshard.cli.options` makes the command's options
+from it, and `tools/options_page.py` a page and the types of keywords.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from reshard._records import Record
-from reshard._validation import MAX_RANKS, check_used
+from reshard._validation import MAX_RANKS, check_int, check_used
 from reshard.binding import REPLICAS
 from reshard.checkpoint.formats.registry import written_format, written_names
 from reshard.checkpoint.naming.selection import TensorSelection
@@ -860,6 +861,76 @@ class ConversionRequest(Options):
     def parsed_rules(self) -> tuple[Rule, ...]:
         """The rules."""
         return parse_rules(self.rules)
+
+
+def _repeat(options: type[Options], name: str) -> Any:
+    """Declare the option of another class for a further class."""
+    return options.declared_fields[name]
+
+
+class CompareOptions(Options):
+    """What `compare` compares of two checkpoints, and how.
+
+    By default, tensors of the same name are compared. With `left_names`, `right_names` or `recipe`,
+    tensors are compared under the recipe's own names, and fused tensors by their members. Other
+    options apply to the left side, as in the conversion that made the right side from it;
+    `include` and `exclude` select from both sides if no option changes names.
+
+    Raises:
+        UsageError: values that cannot be.
+    """
+
+    left_names: Names | None = option(
+        None,
+        "The naming convention of the left side, such as megatron.",
+        metavar="NAME",
+    )
+    right_names: Names | None = option(
+        None, "The naming convention of the right side.", metavar="NAME"
+    )
+    recipe: RecipeName | None = option(
+        None,
+        "The recipe of the naming conventions.",
+        unset="auto, by config.json",
+        metavar="NAME|FILE|auto",
+    )
+    dtype: str | None = _repeat(ConversionRequest, "dtype")
+    adapters: Iterable[str | os.PathLike[str]] = _repeat(ConversionRequest, "adapters")
+    source_layout: LayoutFile | None = _repeat(ConversionRequest, "source_layout")
+    include: Iterable[str] = _repeat(ConversionRequest, "include")
+    exclude: Iterable[str] = _repeat(ConversionRequest, "exclude")
+    strip_prefix: Iterable[str] = _repeat(ConversionRequest, "strip_prefix")
+    rename: Iterable[str] = _repeat(ConversionRequest, "rename")
+    select: str | None = _repeat(ConversionRequest, "select")
+    threads: int | None = option(
+        None, "At most N threads.", unset="4 for local files, 16 for a URL", metavar="N"
+    )
+    progress: ProgressFunction | None = _repeat(RunOptions, "progress")
+
+    def __post_init__(self) -> None:
+        if self.threads is not None:
+            check_int(self.threads, "threads", minimum=1)
+        selection = self.selection
+        for name in ("include", "exclude", "strip_prefix", "rename"):
+            object.__setattr__(self, name, getattr(selection, name))
+
+    @property
+    def selection(self) -> TensorSelection:
+        """The selected part of the left side, and its names."""
+        return TensorSelection(
+            self.include, self.exclude, self.strip_prefix, self.rename, self.select
+        )
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The options of a conversion that changes the left side before it is compared."""
+        names = ("dtype", "adapters", "source_layout")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
+
+    @property
+    def is_by_recipe(self) -> bool:
+        """Whether tensors are compared under the names of a recipe."""
+        return any(item is not None for item in (self.left_names, self.right_names, self.recipe))
 
 
 def _read_layout(layout: LayoutFile) -> EngineLayout:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard._validation import check_used
-from reshard.checkpoint.options import SELECTION_OPTIONS, ConversionRequest, RunOptions
+from reshard.checkpoint.options import CompareOptions
 from reshard.cli.endpoints import allow_copies_option, config_option, open_source, source_options
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
@@ -26,24 +26,12 @@ from reshard.text import bytes_text, count_text, duration_text
 if TYPE_CHECKING:
     from reshard.checkpoint.comparison import Comparison
     from reshard.checkpoint.contents import Checkpoint
-    from reshard.checkpoint.conversion.conversion import Conversion
-    from reshard.checkpoint.naming.selection import TensorSelection
 
 
 @click.command()
 @click.argument("left", type=click.Path(), callback=as_path)
 @click.argument("right", type=click.Path(), callback=as_path)
-@click.option(
-    "--left-names",
-    metavar="NAME",
-    help="The naming convention of LEFT, such as megatron; like --source-names of convert.",
-)
-@click.option("--right-names", metavar="NAME", help="The naming convention of RIGHT.")
-@click.option(
-    "--recipe",
-    metavar="NAME|FILE|auto",
-    help="The recipe of the naming conventions. [default: auto, by config.json]",
-)
+@options_of(CompareOptions)
 @click.option(
     "--for",
     "target_kind",
@@ -52,10 +40,8 @@ if TYPE_CHECKING:
     "ties and padding of the vocabulary.",
 )
 @config_option
-@options_of(ConversionRequest, "dtype", "adapters", "source_layout", *SELECTION_OPTIONS)
 @source_options
 @allow_copies_option
-@options_of(RunOptions, "threads")
 @click.option(
     "--all",
     "shows_all",
@@ -67,15 +53,8 @@ if TYPE_CHECKING:
 def verify(
     left: str,
     right: str,
-    left_names: str | None,
-    right_names: str | None,
-    recipe: str | None,
     target_kind: str | None,
     config: str | None,
-    dtype: str | None,
-    adapters: tuple[str, ...],
-    source_layout: str | None,
-    threads: int | None,
     shows_all: bool,
     as_json: bool,
     quiet: bool,
@@ -84,7 +63,7 @@ def verify(
     source_recipe: str | None,
     check_copies: str,
     allow: tuple[str, ...],
-    **selection_arguments: Any,
+    **arguments: Any,
 ) -> int:
     """Check whether LEFT and RIGHT have the same tensors.
 
@@ -122,40 +101,28 @@ def verify(
       digests {tensor: digest} (of the tensors that are the same), notes
     """
     from reshard.checkpoint.comparison import compare
-    from reshard.checkpoint.naming.selection import TensorSelection
     from reshard.checkpoint.pretrained.conversion import compare_pretrained
 
     check_used("--all", not (shows_all and quiet), "with --quiet nothing is listed")
     began_s = time.monotonic()
     first = open_source(left, source_mesh, source_rules, source_recipe, check_copies, allow)
     second = open_source(right, check_copies=check_copies, allow=allow)
+    options = CompareOptions(**arguments)
     # With any of these options, the hints about other names would repeat what was given.
-    are_named = any(item is not None for item in (left_names, right_names, recipe, target_kind))
-    if target_kind is not None:
-        if right_names is not None:
-            raise UsageError("--right-names with --for hf: RIGHT has the architecture's own names")
-        with shown_progress("comparing", quiet) as progress:
+    are_named = options.is_by_recipe or target_kind is not None
+    if target_kind is not None and options.right_names is not None:
+        raise UsageError("--right-names with --for hf: RIGHT has the architecture's own names")
+    if target_kind is None and config is not None:
+        raise UsageError("--config is for --for hf; --recipe auto reads that of RIGHT or LEFT")
+    with shown_progress("comparing", quiet) as progress:
+        if target_kind is None:
+            found = compare(first, second, options.replace(progress=progress))
+        else:
+            del arguments["right_names"]
+            names = arguments.pop("left_names")
             found = compare_pretrained(
-                first,
-                second,
-                threads=threads,
-                progress=progress,
-                config=config,
-                recipe=recipe,
-                source_names=left_names,
-                dtype=dtype,
-                adapters=adapters,
-                source_layout=source_layout,
-                **selection_arguments,
+                first, second, progress=progress, config=config, source_names=names, **arguments
             )
-    else:
-        if config is not None:
-            raise UsageError("--config is for --for hf; --recipe auto reads that of RIGHT or LEFT")
-        selection = TensorSelection(**selection_arguments)
-        a, b = _name_both(_select_both(first, second, selection), left_names, right_names, recipe)
-        changed = _change(a, dtype=dtype, adapters=adapters, source_layout=source_layout)
-        with shown_progress("comparing", quiet) as progress:
-            found = compare(changed, b, threads=threads, progress=progress)
     seconds_s = time.monotonic() - began_s
     if as_json:
         write_json(_as_json(left, right, found, seconds_s))
@@ -171,66 +138,11 @@ def verify(
     return DONE if found.is_same else DIFFERS
 
 
-def _select_both(
-    left: str | Checkpoint, right: str | Checkpoint, selection: TensorSelection
-) -> list[str | Checkpoint]:
-    """Return the selected parts of both checkpoints."""
-    from reshard.checkpoint.naming.selection import select_from
-
-    if not selection:
-        return [left, right]
-    first, second = select_from(_open(left), selection), _open(right)
-    # Names that change select from the left side only: the right has the new names already.
-    if selection.changes_names:
-        return [first, second]
-    # A name that only one side has is a difference, not a mistake in the pattern.
-    return [first, select_from(second, selection, is_expected=False)]
-
-
 def _open(checkpoint: str | Checkpoint) -> Checkpoint:
     """Return a checkpoint, opened if it is a path."""
     from reshard.checkpoint.formats.opening import open_checkpoint
 
     return open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
-
-
-def _change(checkpoint: str | Checkpoint, **options: Any) -> str | Checkpoint | Conversion:
-    """Return the checkpoint, or what a conversion would write of it that makes other tensors."""
-    from reshard.checkpoint.conversion.plan import plan_conversion, unwritten_target
-
-    if not any(options.values()):
-        return checkpoint
-    opened = _open(checkpoint)
-    return plan_conversion(opened, unwritten_target(opened.folder), to="full", **options)
-
-
-def _name_both(
-    chosen: list[str | Checkpoint],
-    left_names: str | None,
-    right_names: str | None,
-    recipe: str | None,
-) -> list[str | Checkpoint]:
-    """Return both checkpoints, in the recipe's names if theirs are given."""
-    from reshard.checkpoint.conversion.plan import find_recipe
-    from reshard.checkpoint.formats.opening import read_config
-    from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
-
-    given = {"--left-names": left_names, "--right-names": right_names}
-    if left_names is None and right_names is None and recipe is None:
-        return chosen
-    opened = [_open(checkpoint) for checkpoint in chosen]
-    configs = [read_config(checkpoint) for checkpoint in opened]
-    # Both checkpoints are of the same model: if the first lacks a config.json, use the second's.
-    with_config = opened[1] if configs[0] is None and configs[1] is not None else opened[0]
-    of_names = find_recipe(recipe or "auto", with_config)
-    found: list[str | Checkpoint] = []
-    for option, checkpoint, config in zip(given, opened, configs, strict=True):
-        other = next((item for item in (config, *configs) if item is not None), None)
-        named = names_of(option, given[option], of_names, other)
-        if named is None:
-            named = find_stacked_names(checkpoint, of_names, other)
-        found.append(checkpoint if named is None else in_recipe_names(checkpoint, named[1]))
-    return found
 
 
 def _is_one_stacked(left: str | Checkpoint, right: str | Checkpoint) -> bool:
