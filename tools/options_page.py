@@ -16,6 +16,7 @@ from reshard.checkpoint.options import (
     PRETRAINED_OPTIONS,
     CompareOptions,
     ConversionRequest,
+    DiffOptions,
     LoadOptions,
     Options,
     RunOptions,
@@ -31,11 +32,11 @@ KEYWORDS = ROOT / "src" / "reshard" / "checkpoint" / "keywords.py"
 
 _PAGE_HEAD = """# Options
 
-All options of conversions, runs, loads and comparisons: as keywords in Python, as options of the
-[command](command.md), with types and defaults. The keywords are fields of values, which are checked
-when they are created, and which functions take instead of the keywords. This page is made from
-these fields (`tools/options_page.py`). A type that ends in *bytes* is a number of bytes, in the
-command with a unit (`256MiB`); an option of the command that takes a list is repeated.
+All options of conversions, runs, deltas, loads and comparisons: as keywords in Python, as options
+of the [command](command.md), with types and defaults. The keywords are fields of values, which are
+checked when they are created, and which functions take instead of the keywords. This page is made
+from these fields (`tools/options_page.py`). A type that ends in *bytes* is a number of bytes, in
+the command with a unit (`256MiB`); an option of the command that takes a list is repeated.
 """
 _SECTIONS: list[tuple[type[Options], str, str]] = [
     (
@@ -50,6 +51,11 @@ _SECTIONS: list[tuple[type[Options], str, str]] = [
         "The run",
         "Keywords of `reshard.checkpoint.convert`, `apply` and `run_conversion`, and options of "
         "`reshard convert` and `apply`.",
+    ),
+    (
+        DiffOptions,
+        "Deltas",
+        "Keywords of `reshard.checkpoint.diff`, and options of `reshard diff`.",
     ),
     (LoadOptions, "Loads", "Keywords of `reshard.checkpoint.load`, in Python alone."),
     (
@@ -124,8 +130,8 @@ def _write_default(field: Any) -> str:
 
 def keywords_module() -> str:
     """Return the text of the module with the types of keywords."""
-    classes = ConversionRequest, RunOptions, LoadOptions, CompareOptions
-    request, run, load, compare = map(find_options, classes)
+    classes = ConversionRequest, RunOptions, LoadOptions, CompareOptions, DiffOptions
+    request, run, load, compare, diff = map(find_options, classes)
     loaded = [name for name, field in request.items() if field.metadata["is_loaded"]]
     others = [name for name in request if name not in loaded]
     described = [
@@ -135,6 +141,7 @@ def keywords_module() -> str:
         ("ConvertArguments(RequestArguments, RunArguments", "`convert`", {}, ()),
         ("LoadArguments(LayoutArguments", "`load`", load, load),
         ("CompareArguments(TypedDict", "`compare`", compare, compare),
+        ("DiffArguments(TypedDict", "`diff`", diff, diff),
         ("PretrainedArguments(TypedDict", "`plan_for_pretrained`", request, PRETRAINED_OPTIONS),
     ]
     written = [_write_class(*arguments) for arguments in described]

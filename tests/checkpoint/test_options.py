@@ -10,6 +10,7 @@ import pytest
 from reshard.checkpoint.options import (
     CompareOptions,
     ConversionRequest,
+    DiffOptions,
     LoadOptions,
     Options,
     RunOptions,
@@ -20,7 +21,9 @@ from reshard.cli.options import options_of
 from reshard.errors import UsageError
 
 
-@pytest.mark.parametrize("options", [ConversionRequest, RunOptions, LoadOptions, CompareOptions])
+@pytest.mark.parametrize(
+    "options", [ConversionRequest, RunOptions, LoadOptions, CompareOptions, DiffOptions]
+)
 def test_every_field_is_an_option_that_the_docstring_has(options: type[Options]) -> None:
     # `kept` is set by planning alone.
     assert {*options.field_names} - {"kept"} == {*find_options(options)}
@@ -28,7 +31,7 @@ def test_every_field_is_an_option_that_the_docstring_has(options: type[Options])
         assert f"\n        {name}: " in (options.__doc__ or ""), name
 
 
-@pytest.mark.parametrize("options", [ConversionRequest, RunOptions, CompareOptions])
+@pytest.mark.parametrize("options", [ConversionRequest, RunOptions, CompareOptions, DiffOptions])
 def test_options_are_a_value_or_keywords(options: type[Options]) -> None:
     value = options()
     assert options.of(value, {}) is value

@@ -49,7 +49,12 @@ if TYPE_CHECKING:
     from reshard.checkpoint.loading.rank_arrays import describe_ranks
     from reshard.checkpoint.loading.request import load
     from reshard.checkpoint.naming.selection import open_selected, select
-    from reshard.checkpoint.options import CompareOptions, ConversionRequest, RunOptions
+    from reshard.checkpoint.options import (
+        CompareOptions,
+        ConversionRequest,
+        DiffOptions,
+        RunOptions,
+    )
     from reshard.checkpoint.pretrained.conversion import compare_pretrained, plan_for_pretrained
     from reshard.checkpoint.processes import OneProcess, running_processes
     from reshard.checkpoint.storage.threads import Progress, ProgressFunction
@@ -70,6 +75,7 @@ __all__ = [
     "ConversionRequest",
     "Delta",
     "DeltaReport",
+    "DiffOptions",
     "Difference",
     "DigestReport",
     "Listing",
@@ -130,6 +136,7 @@ __getattr__, __dir__ = attach(
         "describe_ranks": "reshard.checkpoint.loading.rank_arrays",
         "diff": "reshard.checkpoint.deltas.create",
         "Difference": "reshard.checkpoint.comparison",
+        "DiffOptions": "reshard.checkpoint.options",
         "DigestReport": "reshard.checkpoint.comparison",
         "find_training_state": "reshard.checkpoint.training.state",
         "Listing": "reshard.checkpoint.formats.format",

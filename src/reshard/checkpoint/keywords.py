@@ -109,6 +109,17 @@ class CompareArguments(TypedDict, total=False):
     progress: ProgressFunction | None
 
 
+class DiffArguments(TypedDict, total=False):
+    """The keywords of `diff`."""
+
+    compression: str | None
+    overwrite: bool
+    trust_digests: bool
+    extra_bytes: int
+    threads: int | None
+    progress: ProgressFunction | None
+
+
 class PretrainedArguments(TypedDict, total=False):
     """The keywords of `plan_for_pretrained`."""
 

@@ -4,10 +4,11 @@
     RunOptions          how a planned conversion is run: memory, threads, what may be replaced
     LoadOptions         how arrays are loaded: memory to fill, threads, casts
     CompareOptions      what is compared of two checkpoints: names, selected tensors
+    DiffOptions         how the changes between two checkpoints are written
 
-`convert`, `plan_conversion`, `run_conversion`, `load` and `compare` take the fields as keywords, or
-a value. A field is declared once, by `option`; `reshard.cli.options` makes the command's options
-from it, and `tools/options_page.py` a page and the types of keywords.
+`convert`, `plan_conversion`, `run_conversion`, `load`, `compare` and `diff` take the fields as
+keywords, or a value. A field is declared once, by `option`; `reshard.cli.options` makes the
+command's options from it, and `tools/options_page.py` a page and the types of keywords.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ SELECTION_OPTIONS = ("include", "exclude", "strip_prefix", "rename", "select")
 """The options that take a part of the source, or change its names."""
 PRETRAINED_OPTIONS = ("dtype", "adapters", "source_layout", "allow", *SELECTION_OPTIONS)
 """The options that apply to weights alone, as a model folder for transformers has them."""
+COMPRESSIONS = ("zstd",)
+"""The compressions of a delta."""
 SHORT_CAST_TYPES = [name for name in CAST_TYPES if len(name) < 5]
 
 # The number of bytes written between two journal entries: a crash loses at most this much work.
@@ -931,6 +934,38 @@ class CompareOptions(Options):
     def is_by_recipe(self) -> bool:
         """Whether tensors are compared under the names of a recipe."""
         return any(item is not None for item in (self.left_names, self.right_names, self.recipe))
+
+
+class DiffOptions(Options):
+    """How `diff` writes the changes between two checkpoints.
+
+    Raises:
+        UsageError: values that cannot be.
+    """
+
+    compression: str | None = option(
+        None,
+        "Compress the changes; effective where numbers changed a little.",
+        flag="--compress",
+        choices=COMPRESSIONS,
+    )
+    overwrite: bool = option(False, "Replace the delta if it exists, once the new one is complete.")
+    trust_digests: bool = option(
+        False,
+        "Do not read blocks whose digests in both manifests are equal: faster, and blind to bytes "
+        "that changed since.",
+    )
+    extra_bytes: int = _repeat(RunOptions, "extra_bytes")
+    threads: int | None = _repeat(RunOptions, "threads")
+    progress: ProgressFunction | None = _repeat(RunOptions, "progress")
+
+    def __post_init__(self) -> None:
+        if self.compression not in (None, *COMPRESSIONS):
+            expected = " or ".join(COMPRESSIONS)
+            raise UsageError(f"compression={self.compression!r}: expected {expected}")
+        object.__setattr__(self, "extra_bytes", check_int(self.extra_bytes, "extra_bytes"))
+        if self.threads is not None:
+            check_int(self.threads, "threads", minimum=1)
 
 
 def _read_layout(layout: LayoutFile) -> EngineLayout:

@@ -17,13 +17,13 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard._records import Record
-from reshard._validation import check_int, check_used
+from reshard._validation import check_used
 from reshard.checkpoint.blocks import grid
 from reshard.checkpoint.blocks.block_io import (
     BlockReader,
@@ -42,7 +42,6 @@ from reshard.checkpoint.conversion.work_items import Batch, BlockDigests, WorkIt
 from reshard.checkpoint.copy_checks import expect_equal_copies
 from reshard.checkpoint.deltas.delta_file import RECORD, DeltaWriter, encode_value
 from reshard.checkpoint.deltas.encoding import (
-    COMPRESSIONS,
     EncodedBlock,
     compress,
     encode_block,
@@ -51,14 +50,17 @@ from reshard.checkpoint.deltas.encoding import (
 from reshard.checkpoint.formats.format import Capability
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format
-from reshard.checkpoint.options import DEFAULT_EXTRA_BYTES
+from reshard.checkpoint.options import DiffOptions
 from reshard.checkpoint.storage.filesystem import translate_os_errors
 from reshard.checkpoint.storage.local_files import SourceFile
 from reshard.checkpoint.storage.permissions import common_mode_bits
 from reshard.checkpoint.storage.remote_files import choose_threads
-from reshard.checkpoint.storage.threads import Progress, ProgressFunction, run_in_threads
+from reshard.checkpoint.storage.threads import Progress, run_in_threads
 from reshard.errors import UsageError
 from reshard.runs import IntArray
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.keywords import DiffArguments
 
 _PIECE_BYTES = 1 << 20
 
@@ -95,13 +97,8 @@ def diff(
     before: str | os.PathLike[str] | Checkpoint,
     after: str | os.PathLike[str] | Checkpoint,
     out: str | os.PathLike[str],
-    *,
-    compression: str | None = None,
-    overwrite: bool = False,
-    trust_digests: bool = False,
-    extra_bytes: int = DEFAULT_EXTRA_BYTES,
-    threads: int | None = None,
-    progress: ProgressFunction | None = None,
+    options: DiffOptions | None = None,
+    **arguments: Unpack[DiffArguments],
 ) -> DeltaReport:
     """Write the changes from one checkpoint to another as a file, which appears when complete.
 
@@ -109,13 +106,7 @@ def diff(
         before: the first checkpoint, or its path.
         after: the second checkpoint, or its path; of any sharding and format.
         out: the file of the delta.
-        compression: `zstd`, or None.
-        overwrite: replace an existing file.
-        trust_digests: do not read blocks whose digests in both manifests are equal. Bytes that
-            changed since a manifest was written are then not detected.
-        extra_bytes: the memory that may be allocated.
-        threads: the maximal number of threads; as many as fit into memory, up to 4, if None.
-        progress: called after every batch of compared blocks.
+        options: how it is written; or its fields as keywords (see `DiffOptions`).
 
     Raises:
         CheckpointError: a checkpoint cannot be used.
@@ -125,9 +116,8 @@ def diff(
         MissingExtraError: xxhash or zstandard is needed and not installed.
     """
     began_s = time.monotonic()
-    if compression is not None and compression not in COMPRESSIONS:
-        raise UsageError(f"compression={compression!r}: expected {' or '.join(COMPRESSIONS)}")
-    if compression is not None:
+    options = DiffOptions.of(options, arguments)
+    if options.compression is not None:
         # Report a missing package before anything is written.
         compress(b"")
     a = before if isinstance(before, Checkpoint) else open_checkpoint(before)
@@ -135,16 +125,16 @@ def diff(
     a.expect_readable()
     b.expect_readable()
     a, b = expect_equal_copies(a), expect_equal_copies(b)
-    creation = _Creation(a, b, compression is not None, trust_digests)
-    workers = creation.threads(extra_bytes, threads)
+    creation = _Creation(a, b, options)
+    workers = creation.threads()
     try:
         read = [side.path(file.name) for side in (a, b) for file in side.files]
         # A folder that others cannot enter protects even files with permissive modes, and the delta
         # may be outside of it: so the modes of the folders limit the delta's mode too.
         bits = common_mode_bits([a.folder, b.folder, *read])
-        with DeltaWriter(out, overwrite=overwrite, open_bits=bits) as writer:
-            creation.write_blocks(writer, workers, progress)
-            content = creation.describe(writer, compression)
+        with DeltaWriter(out, overwrite=options.overwrite, open_bits=bits) as writer:
+            creation.write_blocks(writer, workers)
+            content = creation.describe(writer)
             writer.finish(content, creation.digests, creation.finished_records())
             return creation.report(writer, time.monotonic() - began_s)
     finally:
@@ -154,12 +144,12 @@ def diff(
 class _Creation:
     """The creation of a delta; `kinds` has the kind of each tensor afterwards."""
 
-    def __init__(self, a: Checkpoint, b: Checkpoint, compressed: bool, trusts: bool) -> None:
-        self.a, self.b, self._compressed, self._trusts = a, b, compressed, trusts
+    def __init__(self, a: Checkpoint, b: Checkpoint, options: DiffOptions) -> None:
+        self.a, self.b, self._options = a, b, options
         before, after = TensorColumns.of(a.tensors), TensorColumns.of(b.tensors)
         check_used(
             "trust_digests",
-            not trusts or before.digests is not None or after.digests is not None,
+            not options.trust_digests or before.digests is not None or after.digests is not None,
             "neither checkpoint has a manifest with digests",
         )
         self._files_a, self._files_b = open_sources(a), open_sources(b)
@@ -181,13 +171,13 @@ class _Creation:
             self._new.workspace_size().with_batches(batch_bytes),
         )
 
-    def threads(self, extra_bytes: int, limit: int | None) -> int:
-        """Return the number of threads that fit into a memory limit, reducing batches if needed.
+    def threads(self) -> int:
+        """Return the number of threads that fit into memory, reducing batches if needed.
 
         Raises:
-            UsageError: a limit too small for a single thread; invalid numbers.
+            UsageError: a limit too small for a single thread.
         """
-        extra_bytes = check_int(extra_bytes, "extra_bytes")
+        extra_bytes = self._options.extra_bytes
         batch_bytes = self._work_items.batched_bytes
         while True:
             self._sizes = before, after = self._find_sizes(batch_bytes)
@@ -196,7 +186,7 @@ class _Creation:
             block_bytes = max(before.block_bytes, after.block_bytes)
             each = before.size_bytes + after.size_bytes + SCRATCH_BYTES + 2 * block_bytes
             if each <= extra_bytes:
-                threads = choose_threads(limit, self.a.folder, self.b.folder)
+                threads = choose_threads(self._options.threads, self.a.folder, self.b.folder)
                 return min(extra_bytes // each, threads)
             if not batch_bytes:
                 raise UsageError(
@@ -223,7 +213,7 @@ class _Creation:
             self._new.columns.digests,
         )
         is_left = np.ones(work_items.count, dtype=bool)
-        if self._trusts and old is not None and new is not None:
+        if self._options.trust_digests and old is not None and new is not None:
             rows = np.flatnonzero(work_items.source_rows >= 0)
             rows = rows[new.is_known(rows) & old.is_known(work_items.source_rows[rows])]
             is_both = np.zeros(len(work_items.target), dtype=bool)
@@ -242,7 +232,7 @@ class _Creation:
             none = [bytes(DIGEST_BYTES)] * len(after)
             pairs: list[tuple[memoryview | None, memoryview]] = [(None, block) for block in content]
             return batch, none, after, list(self._encode(batch, range(len(after)), pairs))
-        if not self._trusts:
+        if not self._options.trust_digests:
             content, after = _read(self._new, batch.written, new_memory)
             was, before = _read(self._old, batch.read, old_memory)
             return self._compare(batch, (was, before), (content, after))
@@ -288,14 +278,15 @@ class _Creation:
             for _ in section.rows
         ]
         for at, (before, after) in zip(places, blocks, strict=True):
-            change = encode_block(before, after, itemsizes_bytes[at], compressed=self._compressed)
+            change = encode_block(
+                before, after, itemsizes_bytes[at], compressed=self._options.compression is not None
+            )
             if change is not None:
                 yield at, change
 
-    def write_blocks(
-        self, writer: DeltaWriter, threads: int, progress: ProgressFunction | None
-    ) -> None:
+    def write_blocks(self, writer: DeltaWriter, threads: int) -> None:
         """Compare all blocks, and write the changes."""
+        progress = self._options.progress
         total = int(self._work_items.target.tensor_bytes.sum())
         done = 0
         batches = self._work_items.batches(self._find_unknown(), self._sizes[0].batch_bytes)
@@ -355,7 +346,7 @@ class _Creation:
         """Return the records of the changed blocks, in order."""
         return np.sort(np.array(self._records, dtype=RECORD), order="block")
 
-    def describe(self, writer: DeltaWriter, compression: str | None) -> dict[str, Any]:
+    def describe(self, writer: DeltaWriter) -> dict[str, Any]:
         """Return the JSON of the index; changed files and items are written to the payload."""
         columns, tensors = self._new.columns, []
         described = [[kind.dtype.name, list(kind.layout.shape)] for kind in columns.kinds]
@@ -379,7 +370,7 @@ class _Creation:
             "metadata": self._describe_values("metadata", Capability.METADATA),
             "attributes": self._describe_values("attributes", Capability.ATTRIBUTES),
             "paths": {name: list(path) for name, path in self.b.paths.items()} or None,
-            "compression": compression,
+            "compression": self._options.compression,
             "block_bytes": grid.BLOCK_BYTES,
         }
         return {**content, "notes": self.notes}

@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from reshard.checkpoint.storage.byte_streams import import_zstandard
 from reshard.errors import FormatError
 
-COMPRESSIONS = ("zstd",)
 _LEVEL = 1
 _MAX_WINDOW_BYTES = 8 << 20
 # Compressors are not thread-safe, so each thread has its own.

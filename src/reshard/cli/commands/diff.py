@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.checkpoint.deltas.encoding import COMPRESSIONS
-from reshard.checkpoint.options import ConversionRequest, RunOptions
+from reshard.checkpoint.options import ConversionRequest, DiffOptions
 from reshard.cli.endpoints import allow_copies_option, check_copies_option, open_selected_source
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
@@ -36,43 +35,22 @@ if TYPE_CHECKING:
     metavar="DELTA",
     help="The file to write.",
 )
-@click.option(
-    "--compress",
-    "compression",
-    type=click.Choice(COMPRESSIONS),
-    help="Compress the changes; effective where numbers changed a little.",
-)
-@click.option(
-    "--overwrite",
-    is_flag=True,
-    help="Replace DELTA if it exists, once the new one is complete.",
-)
-@click.option(
-    "--trust-digests",
-    is_flag=True,
-    help="Do not read blocks whose digests in both manifests are equal: faster, and blind to bytes "
-    "that changed since.",
-)
+@options_of(DiffOptions)
 @options_of(ConversionRequest, "select")
 @check_copies_option
 @allow_copies_option
-@options_of(RunOptions, "extra_bytes", "threads")
 @json_option
 @quiet_option
 def diff(
     before: str,
     after: str,
     out: str,
-    compression: str | None,
-    overwrite: bool,
-    trust_digests: bool,
     select: str | None,
     check_copies: str,
     allow: tuple[str, ...],
-    extra_bytes: int,
-    threads: int | None,
     as_json: bool,
     quiet: bool,
+    **arguments: Any,
 ) -> int:
     """Write the changes from BEFORE to AFTER as a delta.
 
@@ -100,17 +78,7 @@ def diff(
         for path in (before, after)
     )
     with shown_progress("comparing", quiet) as progress:
-        report = make_delta(
-            old,
-            new,
-            out,
-            compression=compression,
-            overwrite=overwrite,
-            trust_digests=trust_digests,
-            extra_bytes=extra_bytes,
-            threads=threads,
-            progress=progress,
-        )
+        report = make_delta(old, new, out, DiffOptions(progress=progress, **arguments))
     if as_json:
         write_json(_as_json(before, after, out, report))
     elif not quiet:
