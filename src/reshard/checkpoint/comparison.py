@@ -180,7 +180,7 @@ class _Side:
     def new_workspace(self, names: list[str], batch_bytes: int) -> Workspace:
         """Return the memory of a thread that reads these tensors."""
         if self.conversion is not None:
-            return self.conversion.new_workspace(0)
+            return self.conversion.workspace_size(0).new_workspace()
         rows = self.columns.rows(names)
         return self._reader.workspace_size(rows).with_batches(batch_bytes).new_workspace()
 

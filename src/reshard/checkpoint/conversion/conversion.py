@@ -18,7 +18,7 @@ import numpy as np
 
 from reshard._records import Record
 from reshard.checkpoint.blocks import grid as blocks
-from reshard.checkpoint.blocks.block_io import OpenFiles, Workspace, WorkspaceSize
+from reshard.checkpoint.blocks.block_io import OpenFiles, WorkspaceSize
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.computed_tensors import (
     SCRATCH_BYTES,
@@ -102,12 +102,12 @@ class Conversion(Record):
         """The name of the file that the target is; None if the target is a folder."""
         return self.write_plan.files[0].stored.name if self.is_single_file else None
 
-    @property
+    @cached_property
     def companions(self) -> Mapping[str, bytes | Path]:
         """The files without tensors: the content of each, or the path from which it is copied."""
         return {} if self.is_single_file else self._own_companions
 
-    @property
+    @cached_property
     def _own_companions(self) -> Mapping[str, bytes | Path]:
         carried = {name: self.source.path(name) for name in self.source.carried}
         return {**carried, **self.rewritten}
@@ -205,16 +205,21 @@ class Conversion(Record):
         return tuple(notes)
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes on the result for the user, without unknown tensors and unused rules."""
-        notes = [
+    def plan_notes(self) -> tuple[str, ...]:
+        """Notes on the result for the user, without those about rules and axes of the mesh."""
+        return (
             *self.losses,
             *self.uncopied,
             *self.source.notes,
             *self.write_plan.notes,
             *(self.assignment.notes if self.assignment else ()),
             *(f"not to be computed with: {text}" for text in self.uncomputable),
-        ]
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on the result for the user, without unknown tensors and unused rules."""
+        notes = [*self.plan_notes]
         if self.assignment and not (self.request.rules or self.resolved["recipe"]):
             config = read_config(self.source)
             known = choose_recipe(config) if config else None
@@ -278,7 +283,7 @@ class Conversion(Record):
     @property
     def workspace_bytes(self) -> int:
         """The memory that a thread needs."""
-        return self._buffers(0).size_bytes
+        return self.workspace_size(0).size_bytes
 
     @cached_property
     def _least(self) -> WorkspaceSize:
@@ -295,8 +300,11 @@ class Conversion(Record):
             block, span = max(block, made.grid.largest_bytes), max(span, made.span_bytes)
         return WorkspaceSize(block, span, inputs, SCRATCH_BYTES if self.computed else 0)
 
-    def _buffers(self, extra_bytes: int) -> WorkspaceSize:
-        """Return the memory of a thread; batches are made smaller if they would not fit."""
+    def workspace_size(self, extra_bytes: int) -> WorkspaceSize:
+        """Return the memory of a thread in a run that may use `extra_bytes`.
+
+        Batches of small tensors are made smaller if they would not fit.
+        """
         batch_bytes, has_casts = self.work_items.batched_bytes, bool(self.work_items.is_cast.any())
         while batch_bytes:
             size = self._least.with_batches(batch_bytes, has_inputs=has_casts)
@@ -305,18 +313,6 @@ class Conversion(Record):
             batch_bytes //= 2
         return self._least
 
-    def workspace_bytes_of(self, extra_bytes: int) -> int:
-        """Return the memory of a thread in a run that may use `extra_bytes`."""
-        return self._buffers(extra_bytes).size_bytes
-
-    def batch_bytes(self, extra_bytes: int) -> int:
-        """Return the maximum size of a batch of small tensors in a run with `extra_bytes`."""
-        return self._buffers(extra_bytes).batch_bytes
-
-    def new_workspace(self, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> Workspace:
-        """Return the memory of a thread in a run that may use `extra_bytes`."""
-        return self._buffers(extra_bytes).new_workspace()
-
     def threads(self, extra_bytes: int, most: int | None = None) -> int:
         """Return the number of threads that fit into `extra_bytes`.
 
@@ -324,7 +320,7 @@ class Conversion(Record):
             UsageError: `extra_bytes` is too small for one thread; invalid numbers.
         """
         check_limits(extra_bytes, most)
-        fit = extra_bytes // self.workspace_bytes_of(extra_bytes)
+        fit = extra_bytes // self.workspace_size(extra_bytes).size_bytes
         if fit < 1:
             raise UsageError(
                 f"a memory limit of {extra_bytes} bytes; one thread needs {self.workspace_bytes} "
@@ -357,7 +353,7 @@ class Conversion(Record):
     ) -> int:
         """Return the peak memory that a run allocates for its work."""
         threads = self.threads(extra_bytes, most_threads)
-        return threads * self.workspace_bytes_of(extra_bytes)
+        return threads * self.workspace_size(extra_bytes).size_bytes
 
     def description(self, sources: OpenFiles[SourceFile]) -> dict[str, Any]:
         """Describe this conversion for a journal: equal descriptions mean equal results."""

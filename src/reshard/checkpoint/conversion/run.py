@@ -98,7 +98,7 @@ class _ConversionRun:
         conversion_id: str,
         processes: Processes,
         threads: int,
-        extra_bytes: int,
+        options: RunOptions,
         upload: ConversionUpload | None,
     ) -> None:
         self.conversion = conversion
@@ -108,7 +108,8 @@ class _ConversionRun:
         self.here: Processes = processes if upload is None else upload.here
         self.sources = sources
         self.conversion_id = conversion_id
-        self.extra_bytes = extra_bytes
+        self.options = options
+        self.size = conversion.workspace_size(options.extra_bytes)
         write_plan = conversion.write_plan
         self.work_items = work_items = conversion.work_items
         sizes = {file.stored.name: file.stored.size_bytes for file in write_plan.files}
@@ -229,13 +230,11 @@ class _ConversionRun:
             changed: IntArray = batch.numbers[~np.array(same) | np.array(has_copies)]
             return changed
 
-        def new_workspace() -> Workspace:
-            return self.conversion.new_workspace(self.extra_bytes)
-
         with contextlib.closing(self.checksums.staged()) as staged:
             reader = BlockReader(self.work_items.target, staged)
             batches = self._batches(numbers)
-            changed = [*run_in_threads(batches, find_changed, new_workspace, self.threads)]
+            memory = self.size.new_workspace
+            changed = [*run_in_threads(batches, find_changed, memory, self.threads)]
         again = np.concatenate(changed)
         self.finished[again] = False
         self.notes += (
@@ -252,7 +251,7 @@ class _ConversionRun:
         return numbers[len(numbers) * rank // size : len(numbers) * (rank + 1) // size]
 
     def _batches(self, numbers: IntArray) -> Iterator[Batch]:
-        return self.work_items.batches(numbers, self.conversion.batch_bytes(self.extra_bytes))
+        return self.work_items.batches(numbers, self.size.batch_bytes)
 
     def batches(self) -> Iterator[Batch]:
         """Yield this process's blocks in batches; in a batch, all count for checksums or none."""
@@ -270,18 +269,15 @@ class _ConversionRun:
             self.upload.wrote(batch.numbers)
         return batch, b"".join(itertools.chain.from_iterable(digests)), files
 
-    def move_blocks(self, options: RunOptions) -> None:
+    def move_blocks(self) -> None:
         """Move all remaining blocks, and record them in the journal once they are on disk."""
-        progress, stop = options.progress, options.stop
+        progress, stop = self.options.progress, self.options.stop
         check_stop(stop)
         done_bytes = self.resumed_bytes
         waiting: list[_Written] = []
         waiting_bytes = 0
-
-        def new_workspace() -> Workspace:
-            return self.conversion.new_workspace(self.extra_bytes)
-
-        results = run_in_threads(self.batches(), self.work, new_workspace, self.threads)
+        memory = self.size.new_workspace
+        results = run_in_threads(self.batches(), self.work, memory, self.threads)
         try:
             for done in results:
                 self.processes.check()
@@ -293,7 +289,7 @@ class _ConversionRun:
                 if progress is not None:
                     name = self.work_items.target.names[int(batch.written[-1].rows[-1])]
                     progress(Progress(done_bytes, self.size_bytes, self.resumed_bytes, name))
-                if waiting_bytes >= options.sync_bytes:
+                if waiting_bytes >= self.options.sync_bytes:
                     # Taken off the list first: after a failed sync, the next sync of the file
                     # succeeds although the data are lost, so these blocks must not be recorded by
                     # the second try below.
@@ -335,7 +331,7 @@ class _ConversionRun:
         self._look_at_earlier()
         read = sum(source.read_bytes for source in self.sources)
         written = sum(target.written_bytes for target in self.targets)
-        buffers = self.threads * self.conversion.workspace_bytes_of(self.extra_bytes)
+        buffers = self.threads * self.size.size_bytes
         sent = self.upload.state() if self.upload is not None else b""
         done = self.processes.collect(
             (read, written, buffers, self.counts, sent, self.checksums.state())
@@ -483,14 +479,14 @@ def run_conversion(
                     conversion_id,
                     processes,
                     workers,
-                    options.extra_bytes,
+                    options,
                     upload,
                 )
                 LOGGER.info("%s: %d bytes were done before", conversion.target, run.resumed_bytes)
                 run.begin()
                 # The memory that planning freed is returned to the system before the buffers grow.
                 release_freed_memory(len(conversion.write_plan.tensors))
-                run.move_blocks(options)
+                run.move_blocks()
                 run.source_digests.verify_rest(workers, options.stop)
                 run.meet()
                 run.finish()

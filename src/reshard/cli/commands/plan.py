@@ -155,19 +155,7 @@ def matching_lines(conversion: Conversion) -> list[str]:
         lines += listing("replicated, no rule matched", unknown)
         lines += noted(conversion.axis_notes)
     lines += listing("rules that decided no tensor", map(str, conversion.unused_rules))
-    return lines + noted(_notes(conversion))
-
-
-def _notes(conversion: Conversion) -> list[str]:
-    assignment = conversion.assignment
-    return [
-        *conversion.losses,
-        *conversion.uncopied,
-        *conversion.source.notes,
-        *conversion.write_plan.notes,
-        *(assignment.notes if assignment else ()),
-        *(f"not to be computed with: {text}" for text in conversion.uncomputable),
-    ]
+    return lines + noted(conversion.plan_notes)
 
 
 def matching_json(conversion: Conversion) -> dict[str, Any]:
@@ -180,7 +168,7 @@ def matching_json(conversion: Conversion) -> dict[str, Any]:
             str(rule) for rule in (assignment.unused_recipe_rules if assignment else ())
         ],
         "unused_axes": list(assignment.unused_axes if assignment else ()),
-        "notes": _notes(conversion),
+        "notes": list(conversion.plan_notes),
     }
 
 
