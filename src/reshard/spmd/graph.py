@@ -25,7 +25,8 @@ import ast
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
+from functools import lru_cache
 from operator import is_
 from types import MappingProxyType
 from typing import Any
@@ -46,6 +47,13 @@ Spec = ShardingSpec | None
 Shardings = tuple[tuple[Spec, ...], tuple[tuple[Spec, ...], ...]]
 """The sharding of each value, and for each operation those in which it reads its operands."""
 NO_ATTRIBUTES: Mapping[Any, Any] = MappingProxyType({})
+
+
+@lru_cache(maxsize=4096)
+def identity_rule(shape: tuple[int, ...]) -> OpShardingRule:
+    """Return the rule of an operator whose result has its operand's shape and sharding."""
+    mapping = tuple((dim,) for dim in range(len(shape)))
+    return OpShardingRule([mapping], [mapping], shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +176,24 @@ class Operation:
         cls, operand: int, result: int, shape: Sequence[int], target: ShardingSpec
     ) -> Operation:
         """Create an operation that reshards a value to a target."""
-        mapping = tuple((dim,) for dim in range(len(shape)))
-        rule = OpShardingRule([mapping], [mapping], shape)
+        rule = identity_rule(tuple(shape))
         return cls(WITH_SHARDING, (operand,), (result,), rule, target=target)
+
+    def renumbered(self, new: Mapping[int, int]) -> Operation:
+        """Return the operation with the numbers of its values replaced."""
+        # Passes make as many operations as a graph has; `replace` takes twice as long.
+        return Operation(
+            self.operator,
+            tuple([new[number] for number in self.operands]),
+            tuple([new[number] for number in self.results]),
+            self.rule,
+            self.attributes,
+            self.options,
+            self.target,
+            None if self.like is None else new.get(self.like),
+            self.body,
+            self.reads,
+        )
 
     @property
     def text_attributes(self) -> dict[str, Any]:
@@ -202,6 +225,7 @@ class Graph:
         constants: inputs that a recorded function brings along, by number: arrays and numbers.
         returned: the tree that a recorded function returned, with a `Value` for each array.
         library: the library of a recorded function's arrays.
+        is_checked: whether it is known to be valid; passes make valid graphs of valid graphs.
 
     Raises:
         SpecError: a value that is read before it is computed, is computed twice, or does not exist;
@@ -224,8 +248,11 @@ class Graph:
     constants: Mapping[int, Any] = field(default_factory=lambda: NO_ATTRIBUTES, compare=False)
     returned: Any = field(default=None, compare=False)
     library: Library | None = field(default=None, compare=False)
+    is_checked: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, is_checked: bool) -> None:
+        if is_checked:
+            return
         # Values are found by their number as an index, so numbers must be 0, 1, 2 and so on.
         numbers = [value.index for value in self.values]
         if numbers != list(range(len(numbers))):
@@ -299,7 +326,7 @@ class Graph:
             reads: for each operation those of its operands; all decide themselves if None.
         """
         found = [
-            value if value.sharding is spec else replace(value, sharding=spec)
+            value if value.sharding is spec else Value(value.index, value.shape, value.dtype, spec)
             for value, spec in zip(self.values, values, strict=True)
         ]
         if reads is None and all(map(is_, found, self.values)):
@@ -307,10 +334,10 @@ class Graph:
         operations = self.operations
         if reads is not None:
             operations = tuple(
-                replace(one, reads=tuple(specs))
+                one if one.reads == tuple(specs) else replace(one, reads=tuple(specs))
                 for one, specs in zip(operations, reads, strict=True)
             )
-        return replace(self, values=tuple(found), operations=operations)
+        return replace(self, values=tuple(found), operations=operations, is_checked=True)
 
     def selected(
         self,
@@ -331,26 +358,18 @@ class Graph:
         def renumbered(numbers: Iterable[int]) -> tuple[int, ...]:
             return tuple([new[number] for number in numbers])
 
+        values = [self.values[old] for old in new]
         names = dict(zip(self.inputs, self.names, strict=False))
         return Graph(
-            tuple([replace(self.values[old], index=place) for old, place in new.items()]),
+            tuple([Value(place, v.shape, v.dtype, v.sharding) for place, v in enumerate(values)]),
             renumbered(inputs),
-            tuple(
-                [
-                    replace(
-                        one,
-                        operands=renumbered(one.operands),
-                        results=renumbered(one.results),
-                        like=None if one.like is None else new.get(one.like),
-                    )
-                    for one in operations
-                ]
-            ),
+            tuple([one.renumbered(new) for one in operations]),
             renumbered(outputs),
             tuple([names.get(number, f"%{number}") for number in inputs]),
             MappingProxyType({new[n]: x for n, x in self.constants.items() if n in new}),
             returned(new),
             self.library,
+            is_checked=True,
         )
 
     def last_uses(self) -> list[list[int]]:

@@ -481,7 +481,8 @@ class _PieceWriter:
             self._steps.append(step)
         for number in graph.outputs:
             self._put_together(number)
-        return replace(graph, values=tuple(placed.values), operations=tuple(self._steps))
+        operations = tuple(self._steps)
+        return replace(graph, values=tuple(placed.values), operations=operations, is_checked=True)
 
     def _in_pieces(self, place: int, pieces: _Decomposition) -> None:
         moving = self._placed.steps[place]

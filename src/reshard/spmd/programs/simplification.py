@@ -57,7 +57,8 @@ def simplified(graph: Graph) -> Graph:
             key = (*key, operation.results)
         before = known.setdefault(key, operation)
         if before is operation:
-            first.append(replace(operation, operands=operands))
+            is_same = operands == operation.operands
+            first.append(operation if is_same else replace(operation, operands=operands))
         else:
             for number, earlier in zip(operation.results, before.results, strict=True):
                 same[number] = earlier

@@ -35,7 +35,7 @@ many numbers. The operand must
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from reshard.sharding import ShardingSpec
@@ -213,7 +213,7 @@ def _with_frees(
         used = () if one.kind == "begin" else (*step.reads, *step.makes)
         frees = tuple(dict.fromkeys(register for register in used if register not in seen))
         seen.update(frees)
-        found.append(replace(one, frees=frees))
+        found.append(Action(one.kind, one.step, frees))
     return tuple(found[::-1])
 
 

@@ -50,7 +50,7 @@ class TracedFunction:
             found = simplified(record(function, arguments, True, recorder.runner))
         self.captured = tuple(x for x in found.constants.values() if isinstance(x, ArrayValue))
         numbers = {n: x for n, x in found.constants.items() if not isinstance(x, ArrayValue)}
-        self._graph = replace(found, constants=MappingProxyType(numbers))
+        self._graph = replace(found, constants=MappingProxyType(numbers), is_checked=True)
         self.results = found.returned
         self.meshes = found.meshes
         self._programs: dict[Any, Program] = {}

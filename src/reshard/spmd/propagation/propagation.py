@@ -31,7 +31,7 @@ from reshard.errors import SpecError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.operator import OperatorClass
-from reshard.spmd.graph import Graph, Operation
+from reshard.spmd.graph import Graph, Operation, identity_rule
 from reshard.spmd.propagation.axes import AxisTable, Parts, Sharding, collected, updated
 from reshard.spmd.propagation.merging import (
     ANY_STAGE,
@@ -505,8 +505,7 @@ class _Propagation:
             if not ndim:
                 continue
             places = (value, -1 - position)
-            mapping = tuple((dim,) for dim in range(ndim))
-            rule = OpShardingRule([mapping], [mapping], self.graph.values[value].shape)
+            rule = identity_rule(self.graph.values[value].shape)
             ways = (Direction.BOTH,) * ndim
             for tensor, new in self._find_changes(Carrying(rule, ways, False), places):
                 self.state[places[tensor]] = new

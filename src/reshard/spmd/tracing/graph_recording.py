@@ -91,6 +91,7 @@ class GraphRecorder:
             MappingProxyType(self.constants),
             returned,
             self.runner.computing,
+            is_checked=True,
         )
 
     def input(self, array: Any, kind: ArrayType | None, name: str) -> Value:
@@ -132,8 +133,7 @@ class GraphRecorder:
             return
         shapes = [() if kind is None else kind.shape for kind in call.operands]
         rule = operator_of(call.name).rule(shapes, **call.attributes)
-        operation = Operation(call.name, (), (), rule, call.attributes, call.options)
-        self._add(operation, operands, results)
+        self._add(call.name, rule, operands, results, call.attributes, call.options)
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
         """Append a `with_sharding`."""
@@ -152,13 +152,21 @@ class GraphRecorder:
         self.operations[-1] = replace(self.operations[-1], like=self._input_of.get(input_))
 
     def _add(
-        self, operation: Operation, operands: Sequence[Any], results: Sequence[ArrayValue]
+        self,
+        name: str,
+        rule: OpShardingRule,
+        operands: Sequence[Any],
+        results: Sequence[ArrayValue],
+        attributes: Attributes,
+        options: Attributes = NO_ATTRIBUTES,
+        body: Body | None = None,
     ) -> None:
-        """Append an operation with its operands and results filled in."""
+        """Append an operation."""
         reads = tuple([self.value_of(x).index for x in operands])
         makes = tuple([self._add_value(x, x.type.shape, x.type.dtype.name).index for x in results])
-        self.operations.append(replace(operation, operands=reads, results=makes))
-        if operation.operator == "identity" and reads[0] in self._input_of:
+        operation = Operation(name, reads, makes, rule, attributes, options, body=body)
+        self.operations.append(operation)
+        if name == "identity" and reads[0] in self._input_of:
             self._input_of[makes[0]] = self._input_of[reads[0]]
 
     def add_body(
@@ -182,7 +190,7 @@ class GraphRecorder:
         rule = OpShardingRule(read, [mapping(kind) for kind in types], sizes)
         meshes = tuple(None if kind.spec is None else kind.spec.mesh for kind in types)
         body = replace(body, result_meshes=meshes)
-        self._add(Operation(name, (), (), rule, attributes, body=body), operands, results)
+        self._add(name, rule, operands, results, attributes, body=body)
         for recorder in recorders:
             if hasattr(recorder, "record_operands"):
                 recorder.record_operands(operands)

@@ -157,6 +157,7 @@ class RecordedStage:
             MappingProxyType(constants),
             [values[number] for number in outputs],
             self.whole.library,
+            is_checked=True,
         )
 
     def program(self, place: int, known: bool) -> tuple[Program, list[int]]:
