@@ -13,7 +13,8 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
 from reshard.errors import UsageError
-from reshard.spmd.programs.overlap import decomposed, overlapped, with_overlap
+from reshard.spmd.programs.decomposition import decompose
+from reshard.spmd.programs.overlap import overlapped, with_overlap
 from reshard.spmd.tracing.trace import Trace
 from reshard.topology import Device, Link, Topology
 from spmd.traced_functions import FUNCTIONS, MESH, Traced
@@ -117,7 +118,7 @@ def operators(traced: Trace) -> Counter[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_pieces_give_the_same(name: str) -> None:
     traced, given = traced_of(CASES[name], topology=machine())
-    found = decomposed(traced, "nccl")
+    found = decompose(traced, "nccl")
     assert found is not None
     products = operators(found)["matmul"] + operators(found)["einsum"]
     assert products > operators(traced)["matmul"] + operators(traced)["einsum"]
@@ -133,7 +134,7 @@ def test_pieces_give_the_same(name: str) -> None:
 def test_any_function_gives_the_same(case: Traced, strategy: str) -> None:
     topology = machine()
     traced = sp.trace(case.function, *case.types(), strategy=strategy, topology=topology)
-    found = decomposed(traced, "nccl")
+    found = decompose(traced, "nccl")
     if found is None:
         return
     assert found.moved_bytes == traced.moved_bytes
@@ -155,7 +156,7 @@ def test_pieces_of_even_sizes_are_found_among_them() -> None:
     specs = over(MESH, "x, -", "-, y", "-, y", "-, y")
     case = attention, ((24, 12), (12, 12), (12, 12), (12, 12)), specs
     traced, given = traced_of(case, topology=machine())
-    found = decomposed(traced, "nccl")
+    found = decompose(traced, "nccl")
     assert found is not None
     assert operators(found)["matmul"] > operators(traced)["matmul"]
     expected = traced.run(*given).to_dense()
@@ -178,7 +179,7 @@ def test_the_model_decides(name: str) -> None:
         Topology.of(hosts=1, ranks_per_host=6, within_host=Link(1e6)),
         None,
     ):
-        assert decomposed(traced_of(case, topology=topology)[0], "nccl") is None
+        assert decompose(traced_of(case, topology=topology)[0], "nccl") is None
 
 
 def test_a_program_is_in_pieces_over_processes_alone() -> None:

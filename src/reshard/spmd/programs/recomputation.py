@@ -223,6 +223,5 @@ def _rebuild(traced: Trace, uses: Sequence[_PlacedUse], library: str) -> Trace:
                 results=tuple(numbers[n] for n in one.results),
             )
         )
-    made = {"values": tuple(values), "operations": tuple(operations)}
-    again = replace(graph, **made, is_checked=True)
+    again = replace(graph, values=tuple(values), operations=tuple(operations), is_checked=True)
     return trace_graph(again, traced.strategy, traced.topology, library)
