@@ -59,7 +59,7 @@ def with_overlap(traced: Trace, overlap: int, library: str, donated: Sequence[in
     arrays = dict(graph.constants) | {
         number: runner.array(kind, ShardedArray) for number, kind in kinds.items()
     }
-    interpret(graph, arrays, preparation)
+    interpret(graph, arrays, preparation.observe)
     order = preparation.order(graph.outputs, overlap)
     gone = () if preparation.may_stop else donated
     inputs = preparation.registers([n for n in kinds if n not in gone])

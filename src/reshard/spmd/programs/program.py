@@ -43,7 +43,7 @@ from reshard.spmd.shards.runner import Runner, Transport, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
 from reshard.spmd.tracing.estimates import held_bytes
 from reshard.spmd.tracing.graph_recording import filled
-from reshard.spmd.tracing.trace import Watcher, interpret
+from reshard.spmd.tracing.trace import Observe, interpret
 
 RunAndFrees = tuple[Run, tuple[int, ...]]
 ChangeRuns = Callable[
@@ -56,8 +56,8 @@ class UnforeseenElementsError(ReshardError):
     """Elements for which a prepared program is not right: an infinite factor of contributions."""
 
 
-class Preparation(Watcher):
-    """A `Watcher` of `interpret` that compiles a program from the operations that it observes.
+class Preparation:
+    """Compiles a program from the operations that it observes while `interpret` executes them.
 
     Args:
         runner: of the shards.
@@ -100,16 +100,16 @@ class Preparation(Watcher):
     ) -> None:
         self.steps.append(ProgramStep(run, reads, makes, transport, self._operation))
 
-    def saw(
+    def observe(
         self,
         operation: Operation,
+        called: CompiledCall | None,
         given: Sequence[Any],
         placed: Sequence[Any],
         made: Sequence[Any],
         results: Sequence[Any],
     ) -> None:
-        """Append the steps of an operation; see `Watcher.saw`."""
-        called, self._call = self._call, None
+        """Append the steps of an operation; see `Observe`."""
         self._operation += 1
         registers: list[Any] = [
             self._move(self._register_of[number], x.type, there.type.spec)
@@ -470,7 +470,7 @@ class Program:
             number: self._enter(x, number, runner)
             for number, x in zip(self._arguments, given, strict=True)
         }
-        return self._interpret(arrays, runner, None)
+        return self._interpret(arrays, runner)
 
     def run(self, given: Sequence[Any], runner: Runner, donated: Sequence[int] = ()) -> Any:
         """Return the results for arrays among the arguments, in their order.
@@ -483,7 +483,7 @@ class Program:
         }
         if recorders or runner.is_abstract:
             # Recorders, such as a gradient's tape, observe operations.
-            return self._interpret(arrays, runner, None)
+            return self._interpret(arrays, runner)
         program = self._program
         if program is None:
             with self._lock:
@@ -503,7 +503,7 @@ class Program:
         try:
             made = program(inputs)
         except UnforeseenElementsError:
-            return self._interpret(arrays, runner, None)
+            return self._interpret(arrays, runner)
         values = {}
         for number, kind, shards, is_view in zip(
             self._outputs, self._types, made, self._views, strict=True
@@ -523,24 +523,25 @@ class Program:
             return x
         return array(x, None if wanted is None else wanted.spec, runner=runner)
 
-    def _interpret(self, arrays: dict[int, Any], runner: Runner, watcher: Any) -> Any:
-        values = self._compute(arrays, runner, watcher)
-        return filled(self._graph.returned, values)
+    def _interpret(self, arrays: dict[int, Any], runner: Runner) -> Any:
+        return filled(self._graph.returned, self._compute(arrays, runner))
 
-    def _compute(self, arrays: dict[int, Any], runner: Runner, watcher: Any) -> dict[int, Any]:
+    def _compute(
+        self, arrays: dict[int, Any], runner: Runner, observe: Observe | None = None
+    ) -> dict[int, Any]:
         if not self._fixed:
             self._fixed = {
                 number: x if self._wanted[number] is None else self._enter(x, number, runner)
                 for number, x in self._graph.constants.items()
             }
-        return interpret(self._graph, arrays | self._fixed, watcher)
+        return interpret(self._graph, arrays | self._fixed, observe)
 
     def _prepare(self, arrays: dict[int, Any], runner: Runner) -> Any:
         """Return the results of the first run, after which there is a program."""
         kinds = {number: kind for number, kind in self._wanted.items() if kind is not None}
         preparation = Preparation(runner, kinds)
         compiled = self._find_compiling(runner)
-        values = self._compute(arrays, runner, preparation)
+        values = self._compute(arrays, runner, preparation.observe)
         self._types = tuple(values[number].type for number in self._outputs)
         self._views = preparation.may_view(self._outputs)
         self._may_stop = preparation.may_stop

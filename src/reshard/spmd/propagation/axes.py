@@ -188,6 +188,7 @@ class AxisTable:
         self._level_numbers: dict[tuple[int, Level], int] = {}
         self.levels: list[Level | None] = [None]
         self._encoded: dict[ShardingSpec, Sharding] = {}
+        self._closed: dict[Sharding, ShardingSpec] = {}
         self._decoded: dict[tuple[Sharding, tuple[int, ...]], ShardingSpec] = {}
 
     @staticmethod
@@ -258,6 +259,16 @@ class AxisTable:
                 sharding.reduction or "sum",
                 sharding.only,
             )
+        return found
+
+    def closed(self, sharding: Sharding) -> ShardingSpec:
+        """Return the sharding of these integers, without open dimensions."""
+        found = self._closed.get(sharding)
+        if found is None:
+            if len(self._closed) >= MOST_KEPT:
+                self._closed.clear()
+            closed = sharding._replace(is_closed=(True,) * len(sharding.dims))
+            found = self._closed[sharding] = self.decoded(closed)
         return found
 
     def _decode_levels(self, parts: Parts) -> list[Level]:

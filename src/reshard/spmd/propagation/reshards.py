@@ -377,18 +377,13 @@ class _Placing:
             else table.encoded(spec)._replace(replicated=())
             for value, spec in zip(self.graph.values, propagated.values, strict=True)
         ]
-        self._specs: dict[Sharding, ShardingSpec] = {}
         self.operands: list[tuple[ShardingSpec, ...]] = []
         self.results: list[tuple[ShardingSpec, ...]] = []
         self.moved: list[Movement] = []
 
     def spec(self, sharding: Sharding) -> ShardingSpec:
         """Return a sharding as users see it: closed, since propagation is over."""
-        found = self._specs.get(sharding)
-        if found is None:
-            closed = sharding._replace(is_closed=(True,) * len(sharding.dims))
-            found = self._specs[sharding] = self.table.decoded(closed)
-        return found
+        return self.table.closed(sharding)
 
     def move(
         self,

@@ -20,6 +20,7 @@ from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.sharded_array import plain_spec
 from reshard.spmd.graph import Graph, Shardings, Spec
+from reshard.spmd.propagation.axes import AxisTable
 from reshard.spmd.propagation.by_cost.cost_model import Machine
 from reshard.spmd.propagation.by_cost.cost_propagation import propagate_by_cost
 from reshard.spmd.propagation.partial_sums import keep_partial
@@ -221,4 +222,8 @@ def shardings_from(found: PropagatedGraph, mesh: DeviceMesh) -> Shardings:
         replicated(mesh, len(value.shape)) if spec is None else plain_spec(spec)
         for value, spec in zip(found.graph.values, found.values, strict=True)
     )
-    return values, tuple(map(tuple, explicit_reshards(found).operands))
+    if found.runs is None:
+        return values, explicit_reshards(found).operands
+    # A strategy that chose how operations run needs no search for it.
+    close = AxisTable.of(mesh).closed
+    return values, tuple([tuple(map(close, reads)) for reads, _ in found.runs])

@@ -12,7 +12,6 @@ graph first.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -45,44 +44,43 @@ from reshard.spmd.tracing.page import trace_page
 from reshard.spmd.tracing.table import reason_lines, trace_table
 from reshard.topology import Topology
 
+Observe = Callable[
+    [
+        Operation,
+        "CompiledCall | None",
+        Sequence[Any],
+        Sequence[Any],
+        Sequence[Any],
+        Sequence[Any],
+    ],
+    None,
+]
+"""Called after each operation of a graph that is executed, with
 
-class Watcher(Recorder):
-    """A recorder that also observes each operation of a graph with the reshards around it.
+1. the operation, and the call that executed it; None for a reshard and for a body;
+2. its operands, and these in the shardings in which it reads them;
+3. its results, and these in the shardings of their values.
+"""
 
-    `_call` is the call that executed the operation, until `saw`; None if nothing was called.
-    """
 
-    _call: CompiledCall | None = None
+class _LastCall(Recorder):
+    """A recorder of the call that executes an operation."""
+
+    def __init__(self) -> None:
+        self.call: CompiledCall | None = None
 
     def record(
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
     ) -> None:
-        """Keep the call that executes an operation."""
-        self._call = call
+        """Keep the call."""
+        self.call = call
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
-        """Do nothing, since `saw` observes reshards."""
-
-    @abstractmethod
-    def saw(
-        self,
-        operation: Operation,
-        given: Sequence[Any],
-        placed: Sequence[Any],
-        made: Sequence[Any],
-        results: Sequence[Any],
-    ) -> None:
-        """Called after each operation.
-
-        Args:
-            operation: the operation.
-            given, placed: its operands, and these in the shardings in which it reads them.
-            made, results: its results, and these in the shardings of their values.
-        """
+        """Do nothing: the arrays before and after a reshard are observed."""
 
 
-class OperationWatcher(Watcher):
-    """Makes a `TracedOperation` of every operation that it sees.
+class _OperationTracer:
+    """Makes a `TracedOperation` of every operation that it observes.
 
     Args:
         topology, library: for times, see `reshard.spmd.tracing.trace.trace`.
@@ -101,16 +99,16 @@ class OperationWatcher(Watcher):
         # Values that are the same array as an earlier value: a `with_sharding` that moves nothing.
         self._same: dict[int, int] = {}
 
-    def saw(
+    def observe(
         self,
         operation: Operation,
+        called: CompiledCall | None,
         given: Sequence[Any],
         placed: Sequence[Any],
         made: Sequence[Any],
         results: Sequence[Any],
     ) -> None:
-        """Append an operation; see `Watcher.saw`."""
-        called, self._call = self._call, None
+        """Append an operation; see `Observe`."""
         # Views of what cannot keep its reshards have the same memory.
         is_view = operation.operator == WITH_SHARDING or (
             called is not None and may_view(find_operator(called.name), len(called.operands))
@@ -364,10 +362,10 @@ def trace_graph(
     for number, kind in zip(graph.inputs, graph.input_types, strict=True):
         if kind is not None:
             arrays[number] = runner.array(kind, ShardedArray)
-    watcher = OperationWatcher(topology, library, moved_again)
-    values = interpret(graph, arrays, watcher)
+    tracer = _OperationTracer(topology, library, moved_again)
+    values = interpret(graph, arrays, tracer.observe)
     # 2. Add memory, and computation times if the topology describes devices.
-    operations = with_memory(graph, graph.input_types, watcher.found, ranks)
+    operations = with_memory(graph, graph.input_types, tracer.found, ranks)
     if topology is not None and topology.device is not None:
         operations = with_compute(operations, ranks, topology.device)
     outputs = tuple(values[number].type for number in graph.outputs)
@@ -375,13 +373,14 @@ def trace_graph(
 
 
 def interpret(
-    graph: Graph, inputs: Mapping[int, Any], watcher: Watcher | None = None
+    graph: Graph, inputs: Mapping[int, Any], observe: Observe | None = None
 ) -> dict[int, Any]:
     """Execute a graph operation by operation, and return its inputs and outputs by number.
 
     Intermediate values are freed after the last operation that reads them.
     """
     values = dict(inputs)
+    last = _LastCall()
     for operation, unread in zip(graph.operations, graph.last_uses(), strict=True):
         given = [values[number] for number in operation.operands]
         reads = operation.reads
@@ -392,12 +391,13 @@ def interpret(
         elif operation.body is not None:
             made = list(operation.body.run(placed, find_runner(placed)))
         else:
-            with nullcontext() if watcher is None else recording(watcher):
+            with nullcontext() if observe is None else recording(last):
                 found = call(operation.operator, placed, operation.attributes, operation.options)
             made = list(found) if isinstance(found, tuple) else [found]
         results = [_reshard(x, spec) for x, spec in zip(made, specs, strict=True)]
-        if watcher is not None:
-            watcher.saw(operation, given, placed, made, results)
+        if observe is not None:
+            called, last.call = last.call, None
+            observe(operation, called, given, placed, made, results)
         values.update(zip(operation.results, results, strict=True))
         # These references would keep the arrays until the next operation is done.
         del given, placed, made, results

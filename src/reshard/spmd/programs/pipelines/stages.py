@@ -33,7 +33,6 @@ from reshard.errors import ReshardError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.argument_tree import leaves, replaced
 from reshard.spmd.arrays.sharded_array import ShardedArray
-from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.operator import operator_of
 from reshard.spmd.gradients.transforms import vjp, vjp_in_two
 from reshard.spmd.graph import Graph, Operation, Value
@@ -57,52 +56,36 @@ Differentiated = Callable[..., tuple[Any, Back]]
 """From a stage's parameters, its array and maybe targets to its output, and the backward pass."""
 
 
-@dataclass(frozen=True)
-class PassPart:
-    """A pass: its operations, and values by number.
-
-    Args:
-        operations: of the whole graph.
-        reads: what it is given of values before it.
-        makes: what it returns, and later parts read.
-        kept: what is needed after it.
-    """
-
-    operations: tuple[Operation, ...]
-    reads: tuple[int, ...]
-    makes: tuple[int, ...]
-    kept: frozenset[int]
-
-
 class RecordedStage:
     """The graph of a stage and its backward pass for arguments of a kind, and its programs.
 
     Args:
         whole: the graph of both.
         runner: that of the stage's arrays.
-        kinds: types of all values; None for numbers.
-        parts: the passes, in order.
+        passes: the graphs of the passes, in order. They number their values as the whole does;
+            inputs are values of passes before, outputs are read by later ones.
         cotangent: the input of the backward pass.
 
     Attributes:
         made: the output of the stage.
         slope: the cotangent of the stage's array; None for the first stage.
         gradients: those of the parameters, as a tree of values.
+        kept: for each pass, the values that later passes read or return.
     """
 
     def __init__(
         self,
         whole: Graph,
         runner: Runner,
-        kinds: tuple[ArrayType | None, ...],
-        parts: tuple[PassPart, ...],
+        passes: tuple[Graph, ...],
         cotangent: int,
     ) -> None:
-        self.whole, self.runner, self.kinds, self.parts = whole, runner, kinds, parts
+        self.whole, self.runner, self.passes = whole, runner, passes
         made, slope, self.gradients = whole.returned
         self.made: int = made.index
         self.slope: int | None = None if slope is None else slope.index
         self.cotangent = cotangent
+        self.kept = [self._find_kept(place) for place in range(len(passes))]
         self._programs: dict[tuple[int, bool], tuple[Program, list[int]]] = {}
 
     @property
@@ -120,18 +103,19 @@ class RecordedStage:
         """The values of the gradients, in the order of the parameters."""
         return _numbers(self.gradients)
 
-    def graph_of(self, part: PassPart, known: bool) -> Graph:
+    def _find_kept(self, place: int) -> set[int]:
+        later = range(place + 1, len(self.passes))
+        read = {number for n in later for number in self.passes[n].inputs}
+        return read | {number for n in later if (number := self.returned[n]) is not None}
+
+    def graph_of(self, part: Graph, known: bool) -> Graph:
         """Return the graph of a pass, from what it reads to what it makes and the gradients.
 
         With `known` gradients, it takes these as well and returns the sums. Only the last pass
         returns gradients.
         """
-        values = [
-            replace(value, sharding=None if kind is None else kind.spec)
-            for value, kind in zip(self.whole.values, self.kinds, strict=True)
-        ]
-        operations, inputs = list(part.operations), list(part.reads)
-        returned = self.gradient_numbers if part is self.parts[-1] else []
+        values, operations, inputs = list(part.values), list(part.operations), list(part.inputs)
+        returned = self.gradient_numbers if part is self.passes[-1] else []
         if known:
             for place, number in enumerate(returned):
                 before, total = len(values), len(values) + 1
@@ -147,7 +131,7 @@ class RecordedStage:
         read = {number for one in operations for number in one.operands}
         constants = {n: x for n, x in self.whole.constants.items() if n in read}
         inputs += constants
-        outputs = (*part.makes, *returned)
+        outputs = (*part.outputs, *returned)
         return Graph(
             tuple(values),
             tuple(inputs),
@@ -167,14 +151,14 @@ class RecordedStage:
         """
         found = self._programs.get((place, known))
         if found is None:
-            part = self.parts[place]
+            part = self.passes[place]
             # Values of other passes and of the caller are kept: passes get objects of their own.
-            passed = {number for one in self.parts for number in one.makes} | {self.cotangent}
-            passed -= {*part.kept, self.returned[place]}
-            donated = [n for n, number in enumerate(part.reads) if number in passed]
+            passed = {number for one in self.passes for number in one.outputs} | {self.cotangent}
+            passed -= {*self.kept[place], self.returned[place]}
+            donated = [n for n, number in enumerate(part.inputs) if number in passed]
             if known:
                 count = len(self.gradient_numbers)
-                donated += range(len(part.reads), len(part.reads) + count)
+                donated += range(len(part.inputs), len(part.inputs) + count)
             graph = assign_shardings(simplified(self.graph_of(part, known)), "eager")
             found = self._programs[place, known] = Program(graph), donated
         return found
@@ -216,8 +200,9 @@ def record_stage(
     wanted = {number for tree in whole.returned for number in _numbers(tree)}
     if not wanted.isdisjoint(whole.constants):
         raise UsageError("a stage returned an array that it was not given")
-    parts = _split(whole, ends, returned, _numbers(gradients))
-    return RecordedStage(whole, runner, found[0].types, parts, cotangents[0])
+    specs = [None if kind is None else kind.spec for kind in found[0].types]
+    passes = _split(whole.with_shardings(specs), ends, returned, _numbers(gradients))
+    return RecordedStage(whole, runner, passes, cotangents[0])
 
 
 def _numbers(tree: Any) -> list[int]:
@@ -229,7 +214,7 @@ def _split(
     ends: Sequence[int],
     returned: Sequence[Sequence[int]],
     gradients: Sequence[int],
-) -> tuple[PassPart, ...]:
+) -> tuple[Graph, ...]:
     """Split a graph into passes that end after given numbers of operations.
 
     Each pass returns some values, and the last pass the gradients, too.
@@ -240,7 +225,7 @@ def _split(
         if needed.intersection(operation.results):
             needed.update(operation.operands)
             own[bisect_right(ends, place)].insert(0, operation)
-    parts: list[PassPart] = []
+    passes: list[Graph] = []
     after: set[int] = set()
     ending = {*gradients}
     for operations, some in zip(reversed(own), reversed(returned), strict=True):
@@ -248,10 +233,11 @@ def _split(
         read = {number for one in operations for number in one.operands}
         reads = (read | ending | {*some}) - made - whole.constants.keys()
         makes = tuple(sorted(made & (after | {*some})))
-        parts.insert(0, PassPart(tuple(operations), tuple(sorted(reads)), makes, frozenset(after)))
+        part = Graph(whole.values, tuple(sorted(reads)), tuple(operations), makes, is_checked=True)
+        passes.insert(0, part)
         after |= {*reads, *some}
         ending = set()
-    return tuple(parts)
+    return tuple(passes)
 
 
 class ProgramPass:
@@ -289,7 +275,7 @@ class ProgramPass:
 
     def _take(self, place: int, number: int) -> Any:
         """Return a value for others."""
-        is_kept = number in self._stage.parts[place].kept
+        is_kept = number in self._stage.kept[place]
         return _another(self._values[number]) if is_kept else self._values.pop(number)
 
     def _in_places(self, gradients: Sequence[Any]) -> Any:
@@ -297,16 +283,16 @@ class ProgramPass:
 
     def _run(self, place: int, known: Any = None) -> Sequence[Any]:
         """Return the gradients, of the last pass; of others nothing."""
-        part, values = self._stage.parts[place], self._values
+        part, values = self._stage.passes[place], self._values
         program, donated = self._stage.program(place, known is not None)
-        given = [values[number] for number in part.reads]
+        given = [values[number] for number in part.inputs]
         given += [_another(leaf) for _, leaf in leaves([known]) if leaf is not None]
         # A returned value may be an argument.
-        for number in values.keys() - part.kept - {self._stage.returned[place]}:
+        for number in values.keys() - self._stage.kept[place] - {self._stage.returned[place]}:
             del values[number]
         made = program.run(given, self._stage.runner, donated)
-        values.update(zip(part.makes, made, strict=False))
-        gradients: Sequence[Any] = made[len(part.makes) :]
+        values.update(zip(part.outputs, made, strict=False))
+        gradients: Sequence[Any] = made[len(part.outputs) :]
         return gradients
 
 
