@@ -12,7 +12,7 @@ import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,13 @@ from numpy.typing import NDArray
 from oracle import Contents, contents_of_spec
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.safetensors.header_writer import build_header
+from reshard.checkpoint.formats.safetensors.header import FileHeader, HeaderTensors
+from reshard.checkpoint.formats.safetensors.header_writer import (
+    NewHeader,
+    aligned_rows,
+    number_kinds,
+    place_header,
+)
 from reshard.dtypes import ALL_DTYPES, DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.mesh import DeviceMesh
@@ -81,6 +87,38 @@ def tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:
     else:
         data = random.bytes(math.prod(shape) * element.itemsize_bytes)
     return Tensor(element, np.frombuffer(data, dtype=element.storage).reshape(shape))
+
+
+#: Name, dtype and shape of a tensor of a new file.
+NamedTensor = tuple[str, DType, tuple[int, ...]]
+
+
+def aligned_order(
+    tensors: Iterable[NamedTensor], alignment_bytes: int = 4096
+) -> tuple[NamedTensor, ...]:
+    """Return tensors in the order of `aligned_rows`, in which `build_header` aligns them."""
+    tensors = tuple(tensors)
+    kinds, kind = number_kinds((element, shape) for _, element, shape in tensors)
+    return tuple(tensors[row] for row in aligned_rows(kinds, kind, alignment_bytes).tolist())
+
+
+def build_header(
+    tensors: Iterable[NamedTensor],
+    metadata: Mapping[str, str] | None = None,
+    alignment_bytes: int = 4096,
+    label: str = "new file",
+) -> tuple[bytes, FileHeader]:
+    """Return the first bytes of a safetensors file of `tensors` in this order, and its header."""
+    tensors = tuple(tensors)
+    kinds, kind = number_kinds((element, shape) for _, element, shape in tensors)
+    names = tuple(name for name, _, _ in tensors)
+    rows = np.arange(len(names))
+    new = NewHeader(names, rows, kinds, kind, metadata or {}, alignment_bytes=alignment_bytes)
+    place_header(new, label)
+    placed = HeaderTensors(names, kinds, kind, new.starts)
+    return b"".join(new.pieces()), FileHeader(
+        label, new.metadata, placed, new.data_start_bytes, new.file_size_bytes
+    )
 
 
 def write_holes(

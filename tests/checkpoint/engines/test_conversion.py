@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import reshard.checkpoint as checkpoints
+from checkpoint.checkpoint_files import build_header
 from reshard.checkpoint.conversion.run import run_conversion
 from reshard.checkpoint.engines.conversion import plan_for_vllm
-from reshard.checkpoint.formats.safetensors.header_writer import build_header
 from reshard.checkpoint.formats.vllm_sharded_state import rank_prefix
 from reshard.checkpoint.loading.arrays import read_tensor
 from reshard.errors import RecipeError, UsageError

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from checkpoint.checkpoint_files import read_file
+from checkpoint.checkpoint_files import build_header, read_file
 from cli.command_runs import Run, run_here
 from reshard import checkpoint
 from reshard.binding import View
 from reshard.checkpoint.conversion import staging
-from reshard.checkpoint.formats.safetensors.header_writer import build_header
 from reshard.checkpoint.options import ConversionRequest
 from reshard.errors import UsageError
 from reshard.layout import Box

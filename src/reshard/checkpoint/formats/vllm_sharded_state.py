@@ -19,9 +19,13 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from reshard.binding import Binding, FileRange
+from reshard.checkpoint.blocks.tensor_columns import bind_shards
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.formats.format import Capability, CheckpointFormat, Listing
 from reshard.checkpoint.formats.safetensors.header import (
@@ -31,20 +35,10 @@ from reshard.checkpoint.formats.safetensors.header import (
     list_files,
     read_header,
     select_files,
-    tensor_size_bytes,
 )
-from reshard.checkpoint.formats.safetensors.header_writer import (
-    NamedTensor,
-    aligned_order,
-    build_header,
-)
-from reshard.checkpoint.formats.write_plan import (
-    NewCheckpoint,
-    NewFile,
-    WritePlan,
-    group_by_bytes,
-    group_by_file,
-)
+from reshard.checkpoint.formats.safetensors.header_writer import HeaderFile
+from reshard.checkpoint.formats.safetensors.huggingface import arrange_files
+from reshard.checkpoint.formats.write_plan import NewCheckpoint, WritePlan, find_kinds
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.layout import Layout
 
@@ -102,39 +96,42 @@ class VllmShardedStateFormat(CheckpointFormat):
         Raises:
             UsageError: names without the prefix of a rank.
         """
-        by_rank: dict[str, list[NamedTensor]] = {}
-        for name, tensor in new.tensors.items():
+        kinds, kind = find_kinds(new.tensors)
+        header_kinds = [(dtype, layout.shape) for dtype, layout, _ in kinds]
+        names = tuple(new.tensors)
+        by_rank: dict[str, dict[str, int]] = {}
+        for row, name in enumerate(names):
             match = re.fullmatch(_PREFIX, name, re.DOTALL)
             if match is None:
                 raise UsageError(
                     f"tensor {name!r} for the format {NAME}, whose tensors belong to single ranks; "
                     "convert with --for vllm --to tp=8, for so many ranks"
                 )
-            by_rank.setdefault(match[1], []).append((match[2], tensor.dtype, tensor.layout.shape))
+            by_rank.setdefault(match[1], {})[match[2]] = row
         metadata = {"format": "pt", **drop_convention(new.metadata)}
-        files: list[NewFile] = []
-        stored: dict[str, StoredTensor] = {}
-        for number, (rank, tensors) in enumerate(by_rank.items()):
-            groups = group_by_bytes(
-                tensors, lambda one: tensor_size_bytes(one[1], one[2]), new.most_file_bytes
+        files: list[HeaderFile] = []
+        shards = []
+        for number, (rank, row_of) in enumerate(by_rank.items()):
+            rows = np.array([*row_of.values()])
+            sources = new.source_files and {
+                name: new.source_files.get(names[row], "") for name, row in row_of.items()
+            }
+            headers = arrange_files(
+                tuple(row_of),
+                header_kinds,
+                kind[rows],
+                metadata,
+                new.most_file_bytes,
+                sources,
+                partial(_name_part, rank),
             )
-            if new.source_files:
-                own = {f"{rank}/{one[0]}": one for one in tensors}
-                by_file = group_by_file(own, new.source_files)
-                groups = [[own[name] for name in names] for names in by_file]
-            for part, group in enumerate(groups):
-                file = f"model-{rank}-part-{part}{SUFFIX}"
-                content, header = build_header(aligned_order(group), metadata, label=file)
-                files.append(NewFile(StoredFile(file, header.file_size_bytes, number), content))
-                for entry in header.tensors:
-                    full = f"{rank}/{entry.name}"
-                    planned = new.tensors[full]
-                    address = FileRange(file, entry.start_bytes)
-                    stored[full] = StoredTensor(
-                        full, planned.dtype, Binding(planned.layout, {0: address}, {})
-                    )
-        ordered = {name: stored[name] for name in new.tensors}
-        return WritePlan(NAME, None, ordered, tuple(files))
+            files += [HeaderFile.of(file, number, header) for file, header in headers.items()]
+            shards += [
+                (0, file, rows[header.rows], header.starts) for file, header in headers.items()
+            ]
+        # The names of ranks are in the names of tensors, whose shardings are not of a mesh.
+        whole = [(dtype, layout, None) for dtype, layout, _ in kinds]
+        return WritePlan(NAME, None, bind_shards(names, whole, kind, shards), tuple(files))
 
 
 FORMAT = VllmShardedStateFormat()
@@ -147,6 +144,10 @@ def rank_prefix(rank: int, tp: int, pp: int) -> str:
     ('rank-3', 'pp-1-tp-1')
     """
     return f"rank-{rank}" if pp == 1 else f"pp-{rank // tp}-tp-{rank % tp}"
+
+
+def _name_part(rank: str, number: int, many: int) -> str:
+    return f"model-{rank}-part-{number - 1}{SUFFIX}"
 
 
 def _expect_all_parts(path: Path, names: list[str]) -> None:

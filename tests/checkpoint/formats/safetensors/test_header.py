@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoint.checkpoint_files import NamedTensor, aligned_order, build_header
 from reshard.checkpoint.formats.safetensors.header import (
     LARGEST_HEADER_BYTES,
     FileHeader,
@@ -27,11 +28,6 @@ from reshard.checkpoint.formats.safetensors.header import (
     read_header,
     read_metadata,
     tensor_size_bytes,
-)
-from reshard.checkpoint.formats.safetensors.header_writer import (
-    NamedTensor,
-    aligned_order,
-    build_header,
 )
 from reshard.dtypes import ALL_DTYPES, dtype
 from reshard.errors import CheckpointError, FormatError, UsageError

@@ -27,9 +27,7 @@ from reshard.checkpoint.formats.safetensors.header import (
     LARGEST_HEADER_BYTES,
     LARGEST_OFFSET,
     LENGTH_BYTES,
-    FileHeader,
     HeaderKind,
-    HeaderTensors,
     check_metadata,
     check_shape,
     is_text,
@@ -37,7 +35,6 @@ from reshard.checkpoint.formats.safetensors.header import (
     tensor_size_bytes,
 )
 from reshard.checkpoint.formats.write_plan import NewFile
-from reshard.dtypes import DType
 from reshard.errors import FormatError, UsageError
 from reshard.runs import IntArray, find_distinct
 
@@ -61,9 +58,6 @@ def write_entries(
         )
     )
 
-
-#: Name, dtype and shape of a tensor without an offset.
-NamedTensor = tuple[str, DType, tuple[int, ...]]
 
 _ALIGNMENT_BYTES = 4096
 _TENSORS_A_PIECE = 8192
@@ -308,48 +302,3 @@ def _check_names(label: str, names: Sequence[str]) -> None:
                 f"that UTF-8 can say, not '__metadata__', and every name once"
             )
         seen.add(name)
-
-
-def aligned_order(
-    tensors: Iterable[NamedTensor], alignment_bytes: int = 4096
-) -> tuple[NamedTensor, ...]:
-    """Return tensors in the order of `aligned_rows`, in which `build_header` aligns them.
-
-    >>> from reshard.dtypes import dtype
-    >>> small, large = ("b", dtype("F32"), (3,)), ("w", dtype("F32"), (2, 1024))
-    >>> [name for name, _, _ in aligned_order([small, large])]
-    ['w', 'b']
-    """
-    tensors = tuple(tensors)
-    kinds, kind = number_kinds((element, shape) for _, element, shape in tensors)
-    return tuple(tensors[row] for row in aligned_rows(kinds, kind, alignment_bytes).tolist())
-
-
-def build_header(
-    tensors: Iterable[NamedTensor],
-    metadata: Mapping[str, str] | None = None,
-    alignment_bytes: int = 4096,
-    label: str = "new file",
-) -> tuple[bytes, FileHeader]:
-    """Return the first bytes of a file of `tensors` in this order, and its header.
-
-    The bytes (length, JSON and padding) end at the start of the data, a multiple of
-    `alignment_bytes`.
-
-    >>> from reshard.dtypes import dtype
-    >>> first_bytes, header = build_header([("w", dtype("F32"), (2,)), ("b", dtype("I8"), ())])
-    >>> len(first_bytes), [(tensor.start_bytes, tensor.stop_bytes) for tensor in header.tensors]
-    (4096, [(4096, 4104), (4104, 4105)])
-
-    Raises UsageError as `place_header`.
-    """
-    tensors = tuple(tensors)
-    kinds, kind = number_kinds((element, shape) for _, element, shape in tensors)
-    names = tuple(name for name, _, _ in tensors)
-    rows = np.arange(len(names))
-    new = NewHeader(names, rows, kinds, kind, metadata or {}, alignment_bytes=alignment_bytes)
-    place_header(new, label)
-    placed = HeaderTensors(names, kinds, kind, new.starts)
-    return b"".join(new.pieces()), FileHeader(
-        label, new.metadata, placed, new.data_start_bytes, new.file_size_bytes
-    )

@@ -14,7 +14,7 @@ for files of `torch.save` (`pytorch_model.bin.index.json`)::
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -190,6 +190,7 @@ def arrange_files(
     metadata: Mapping[str, str],
     max_bytes: int | None,
     source_files: Mapping[str, str] | None = None,
+    make_name: Callable[[int, int], str] | None = None,
 ) -> dict[str, NewHeader]:
     """Return the files of a new checkpoint: the header of each, by its name.
 
@@ -202,7 +203,9 @@ def arrange_files(
         metadata: text for each file.
         max_bytes: of the tensors of a file.
         source_files: the source's file of each tensor, instead of a limit.
+        make_name: the name of a file by its number, from 1, and their number; `name_file` if None.
     """
+    make_name = make_name or name_file
     sizes, numbers = [tensor_size_bytes(*one) for one in kinds], kind.tolist()
     if source_files:
         row_of = {name: row for row, name in enumerate(names)}
@@ -216,7 +219,7 @@ def arrange_files(
         placed += place_rows(names, rows, kinds, kind[rows], metadata)
     many = len(placed)
     return {
-        name_file(number, many): place_header(header, name_file(number, many))
+        make_name(number, many): place_header(header, make_name(number, many))
         for number, header in enumerate(placed, start=1)
     }
 
