@@ -12,9 +12,8 @@ from reshard.torch.links.link import WeightLink, connect
 from reshard.torch.links.sync import SyncReport, WeightSync
 from reshard.torch.loaders.module_layouts import module_layouts
 from reshard.torch.loaders.tracing import trace_loading
-from reshard.torch.models.model_inputs import MegatronModel
+from reshard.torch.models.model_inputs import MegatronModel, by_recipe
 from reshard.torch.models.naming import renamed
-from reshard.torch.models.recipe_models import by_recipe
 from reshard.torch.partitioned_tensor import PartitionedTensor
 from reshard.torch.redistribution import Redistribution, RedistributionOptions, redistribute
 from reshard.torch.refitting.options import RefitOptions

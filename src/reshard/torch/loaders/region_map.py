@@ -27,8 +27,8 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.geometry.regions import Index, Region, coalesce
-from reshard.torch.loaders.element_map import Integers
 from reshard.torch.loaders.strided_overlap import (
+    Integers,
     Overlap,
     StridedRegion,
     find_aligned_overlap,

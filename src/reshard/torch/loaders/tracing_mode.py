@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import RunError
 from reshard.geometry.regions import Region
-from reshard.torch.loaders.element_map import find_boxes
 from reshard.torch.loaders.region_map import (
     ComputedFrom,
     CopyOf,
@@ -39,7 +38,7 @@ from reshard.torch.loaders.region_map import (
     concatenate,
     find_progressions,
 )
-from reshard.torch.loaders.strided_overlap import StridedRegion
+from reshard.torch.loaders.strided_overlap import StridedRegion, find_boxes
 
 # The origin of a tensor that the loader created before it ran.
 _UNKNOWN = ComputedFrom(("a tensor of the loader",), ())

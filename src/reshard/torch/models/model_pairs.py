@@ -36,6 +36,7 @@ from reshard.recipes.recipe import Recipe
 from reshard.text import first_text
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.models.local_tensors import LocalTensors
 from reshard.torch.models.megatron_models import (
     MegatronConfig,
     describe_groups,
@@ -45,7 +46,6 @@ from reshard.torch.models.megatron_models import (
     read_config,
     read_groups,
 )
-from reshard.torch.models.memory import LocalTensors
 from reshard.torch.models.model_inputs import MegatronModel, Model, list_chunks, tensors_of
 from reshard.torch.models.naming import Naming, find_entry, renamed, resolve_name
 from reshard.torch.models.parameters import list_tensors

@@ -31,12 +31,18 @@ from reshard.torch.endpoint import (
     sharding_of_placements,
 )
 from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.models.local_tensors import (
+    ListingCache,
+    LocalTensors,
+    ParameterColumns,
+    is_marked,
+    sample_digest,
+)
 from reshard.torch.models.megatron_models import (
     add_attributes,
     cut_members,
     list_parameters,
 )
-from reshard.torch.models.memory import ListingCache, LocalTensors, sample_digest
 from reshard.torch.models.model_inputs import (
     LayoutModel,
     MegatronModel,
@@ -53,7 +59,6 @@ from reshard.torch.models.model_manifest import (
     shift_ranks,
 )
 from reshard.torch.models.naming import Naming, find_entry, member_pattern, resolve_name
-from reshard.torch.models.parameter_columns import ParameterColumns, is_marked
 from reshard.torch.partitioned_tensor import PartitionedTensor
 
 

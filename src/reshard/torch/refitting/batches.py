@@ -39,7 +39,7 @@ from reshard.torch.exchange.exchange import MessageExchange, find_partitioning
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.messages import RankTransfers, stage_transfers
 from reshard.torch.exchange.transfer import Transfer, TransferBatch
-from reshard.torch.models.memory import LocalTensors
+from reshard.torch.models.local_tensors import LocalTensors
 from reshard.torch.programs.phases import ShardBuffers, phases_of
 from reshard.torch.refitting.matching import Match
 from reshard.torch.refitting.members import IndexRange

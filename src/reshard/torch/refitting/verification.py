@@ -38,7 +38,7 @@ from reshard.torch.exchange.packing.messages import (
     list_pieces,
 )
 from reshard.torch.exchange.packing.pieces import Piece
-from reshard.torch.models.memory import tensor_digest
+from reshard.torch.models.local_tensors import tensor_digest
 from reshard.torch.refitting.plan import PartItem, RefitPart
 
 _DIGEST_BYTES = 16
