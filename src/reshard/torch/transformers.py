@@ -1,8 +1,8 @@
-"""The layouts of transformers' ranks, from its own loading code: `layouts`.
+"""What transformers' own loading code makes of tensors: its ranks' layouts, and its classes' names.
 
 transformers shards a model by plans in its configs (`base_model_tp_plan`, `base_model_ep_plan`),
 and combines tensors of a checkpoint if its modules are fused or stacked. Both are traced through
-its own code::
+its own code (`layouts`)::
 
     config.json --> a rank's model on `meta`, sharded by its plans as DTensors
     checkpoint's names and shapes --> conversions and shardings, traced --> the rank's layout
@@ -11,24 +11,36 @@ its own code::
 2. The model is built and distributed as in `from_pretrained(distributed_config=...)`.
 3. Its loading is traced (`trace_loading`): the source elements of every local tensor.
 
-Source: transformers 5.23, `distributed` and `core_model_loading`.
+The tensors that a class loads (`find_class_differences`) follow from the class on the meta device,
+without memory. Its own conversions map names in files to its parameters, so experts may be stacked
+in memory and separate in files; its lists of ignored tensors and its tied weights apply as in
+`from_pretrained`. Names include their numbers here: transformers stacks experts in the order of
+their names and does not notice a missing number. Code next to a checkpoint (`auto_map`) never runs.
+
+Source: transformers 5.24, `distributed`, `core_model_loading` and `PreTrainedModel`.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import logging
 import os
+import re
+import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from reshard._validation import check_int
+from reshard.checkpoint.architectures.records import Shape, TensorDifferences
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import MissingExtraError, RunError, UsageError
@@ -40,6 +52,7 @@ from reshard.torch.loaders.tracing import trace_loading
 # If this variable is set, transformers loads tensors sequentially, in the same thread.
 _ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 _AXES = ("pp", "dp", "fsdp", "tp")
+_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
 
 
 def layouts(
@@ -224,18 +237,36 @@ def _read_config(engine: Any, config: str | os.PathLike[str] | Mapping[str, Any]
 
 def _find_class(engine: Any, config: Any) -> Any:
     """Return the model class that a config names, or the class for text generation of its type."""
-    for name in config.architectures or ():
-        if hasattr(engine, name):
-            return getattr(engine, name)
-    for auto in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel"):
+    found = _look_up_class(engine, config, config.architectures or ())
+    if found is None:
+        raise UsageError(
+            f"transformers has no model for {type(config).__name__}; name a class of its own in "
+            "`architectures` of config.json"
+        )
+    return found
+
+
+def _look_up_class(
+    engine: Any, config: Any, names: Sequence[object], *, needs_name: bool = False
+) -> Any:
+    """Return the first of the named model classes, else the class of the config's type, or None.
+
+    With `needs_name`, a class that is not named does not count.
+    """
+    for name in names:
+        found = getattr(engine, name, None) if isinstance(name, str) else None
+        if _is_model(engine, found):
+            return found
+    for auto in () if needs_name else _AUTO_CLASSES:
         mapping = getattr(engine, auto)._model_mapping
         if type(config) in mapping:
             found = mapping[type(config)]
             return found[0] if isinstance(found, tuple) else found
-    raise UsageError(
-        f"transformers has no model for {type(config).__name__}; name a class of its own in "
-        "`architectures` of config.json"
-    )
+    return None
+
+
+def _is_model(engine: Any, found: Any) -> bool:
+    return inspect.isclass(found) and issubclass(found, engine.PreTrainedModel)
 
 
 def _build_whole(engine: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
@@ -343,3 +374,177 @@ def _list_locals(model: Any) -> dict[str, torch.Tensor]:
         name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         for name, tensor in model.state_dict().items()
     }
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def find_class_differences(
+    config: Mapping[str, Any], shapes: Mapping[str, Shape]
+) -> TensorDifferences | None:
+    """Compare tensors with those that transformers' class of a config.json loads.
+
+    Args:
+        config: the content of config.json.
+        shapes: of the tensors, by their names in the files.
+
+    Returns:
+        The differences, or None if transformers has no such class.
+
+    Raises:
+        MissingExtraError: transformers 5 is not installed.
+        RunError: the class cannot be built from the config; the message has transformers' reason.
+    """
+    engine = import_module_code()
+    known = engine.models.auto.configuration_auto.CONFIG_MAPPING
+    if config.get("model_type") not in known:
+        return None
+    content = {key: value for key, value in config.items() if key != "quantization_config"}
+    with silence(engine):
+        with explain_errors("read the config"):
+            made = known[content["model_type"]].from_dict(content)
+        named = content.get("architectures") or ()
+        # The class is code next to the checkpoint if `auto_map` is there and has none of the names.
+        is_foreign = any(isinstance(name, str) for name in named) and bool(content.get("auto_map"))
+        model_class = _look_up_class(engine, made, named, needs_name=is_foreign)
+        if model_class is None:
+            return None
+        with explain_errors(f"build {model_class.__name__} from the config"):
+            own = _ClassTensors(engine, model_class, made)
+        found = min((own.compare(form, shapes) for form in own.forms), key=_count)
+        elsewhere = _find_elsewhere(engine, model_class, made, found.unknown)
+    return dataclasses.replace(
+        found,
+        unknown=tuple(name for name in found.unknown if name not in elsewhere),
+        ignored=(*found.ignored, *sorted(elsewhere)),
+    )
+
+
+def _count(found: TensorDifferences) -> int:
+    return len(found.missing) + len(found.unknown) + len(found.misshapen)
+
+
+class _Key(NamedTuple):
+    """The result of applying the loading code to a tensor's name.
+
+    Attributes:
+        parameter: into which the tensor is loaded, the first if there are several.
+        pattern: of the conversion that applies; None if the tensor is loaded unchanged.
+        numbers: in the name, if a conversion applies: the index of the tensor in a stack.
+    """
+
+    parameter: str
+    pattern: str | None
+    numbers: tuple[str, ...]
+
+
+class _ClassTensors:
+    """The tensors of a class and a config, by the possible names in files.
+
+    `forms` are the names that the class saves, and the names in its module.
+    """
+
+    def __init__(self, engine: Any, model_class: Any, config: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        with torch.device("meta"):
+            self._model = model_class._from_config(config, dtype=torch.float32)
+        loading = engine.core_model_loading
+        given = get_model_conversion_mapping(self._model) or []
+        self._rename = loading.rename_source_key
+        self._renamings = [one for one in given if isinstance(one, loading.WeightRenaming)]
+        self._converters = [one for one in given if isinstance(one, loading.WeightConverter)]
+        self._held = self._model.state_dict()
+        self._judge = f"{model_class.__name__} of transformers {engine.__version__}"
+        saved = loading.revert_weight_conversion(self._model, dict(self._held))
+        self.forms = [
+            {self.key(name): (name, tuple(one.shape)) for name, one in form.items()}
+            for form in (saved, self._held)
+        ]
+
+    def key(self, name: str) -> _Key:
+        """Return the parameter that a tensor of a file is loaded into."""
+        held, prefix = self._held, self._model.base_model_prefix
+        parameter, pattern = self._rename(name, self._renamings, self._converters, prefix, held)
+        if parameter not in held and name in held:
+            parameter, pattern = self._rename(name, [], [], prefix, held)
+        numbers = _NUMBER.findall(name) if pattern is not None else ()
+        return _Key(parameter, pattern, tuple(numbers))
+
+    def compare(
+        self, form: Mapping[_Key, tuple[str, Shape]], shapes: Mapping[str, Shape]
+    ) -> TensorDifferences:
+        """Compare tensors with the tensors of a form."""
+        given = {self.key(name): name for name in shapes}
+        missing = {key for key in form if key not in given}
+        unknown = {key for key in given if key not in form}
+        there = {key.parameter for key in given if key in form}
+        for target, source in (self._model.all_tied_weights_keys or {}).items():
+            # A tied weight may have any of its names.
+            if target in there or source in there:
+                there |= {target, source}
+        tied = {*(self._model.all_tied_weights_keys or {})}
+        missing = {
+            key for key in missing if key.parameter not in tied and not self._is_tied_to(key, there)
+        }
+        # The lists of the class, and the loading code's rules for all classes.
+        left = SimpleNamespace(
+            missing_keys={key.parameter for key in missing},
+            unexpected_keys={key.parameter for key in unknown},
+        )
+        self._model._adjust_missing_and_unexpected_keys(left)
+        buffers = {name for name, _ in self._model.named_buffers()}
+        ignored = {
+            key
+            for key in unknown
+            if key.parameter not in left.unexpected_keys or key.parameter in buffers
+        }
+        return TensorDifferences(
+            self._judge,
+            tuple(sorted(form[key] for key in missing if key.parameter in left.missing_keys)),
+            tuple(sorted(given[key] for key in unknown - ignored)),
+            tuple(
+                sorted(
+                    (name, shapes[name], form[key][1])
+                    for key, name in given.items()
+                    if key in form and shapes[name] != form[key][1]
+                )
+            ),
+            tuple(sorted(given[key] for key in ignored)),
+        )
+
+    def _is_tied_to(self, key: _Key, there: set[str]) -> bool:
+        """Return whether a parameter is tied to another parameter that is present."""
+        ties = (self._model.all_tied_weights_keys or {}).items()
+        return any(source == key.parameter and target in there for target, source in ties)
+
+
+def _find_elsewhere(
+    engine: Any, model_class: Any, config: Any, names: tuple[str, ...]
+) -> frozenset[str]:
+    """Return the names that another class of the same model type has, such as names of a head."""
+    left = {*names}
+    for other in _list_classes(engine, model_class) if names else ():
+        try:
+            tensors = _ClassTensors(engine, other, config)
+        except Exception:  # Some classes are for other values of the config.
+            continue
+        known = {key for form in tensors.forms for key in form}
+        left -= {name for name in left if tensors.key(name) in known}
+        if not left:
+            break
+    return frozenset({*names} - left)
+
+
+def _list_classes(engine: Any, model_class: Any) -> Iterator[Any]:
+    """Yield the other public classes of a model class's file, for the same config."""
+    module = sys.modules[model_class.__module__]
+    for name in getattr(module, "__all__", ()):
+        found = getattr(module, name)
+        if (
+            _is_model(engine, found)
+            and found.config_class is model_class.config_class
+            and found is not model_class
+            and not name.endswith("PreTrainedModel")
+        ):
+            yield found

@@ -16,7 +16,7 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 from reshard.checkpoint.architectures.records import TensorDifferences
-from reshard.torch.model_classes import find_class_differences
+from reshard.torch.transformers import find_class_differences
 
 SMALL = {
     "vocab_size": 61,

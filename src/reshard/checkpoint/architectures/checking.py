@@ -3,7 +3,7 @@
 Two judges know the tensors of a class:
 
 1. The records of public classes (`records`). They need no other program, and take a millisecond.
-2. The class itself, where transformers is installed (`reshard.torch.model_classes`). Its import
+2. The class itself, where transformers is installed (`reshard.torch.transformers`). Its import
    takes seconds, so it is asked only where the records lack the class or find a difference.
 
 A difference is an error unless the user allows it by name: `incomplete` for missing tensors,
@@ -34,7 +34,7 @@ from reshard.text import count_text, first_text
 _MAX_LISTED = 4
 # An internal value of `allow` for tensors of another shape; users allow `unknown`.
 _SHAPES = "shapes"
-_CLASS_JUDGE = "reshard.torch.model_classes"
+_CLASS_JUDGE = "reshard.torch.transformers"
 # Buffers that classes of earlier versions saved, and that no class loads any more.
 _OLD_BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias|position_ids|"
