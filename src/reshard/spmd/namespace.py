@@ -16,7 +16,6 @@ _FAMILIES = (
     "ops.movement",
     "ops.indexing",
     "ops.ordering",
-    "ops.cumulative",
     "ops.windows",
     "ops.networks",
     "ops.attention",
@@ -69,8 +68,10 @@ _NAMES_OF = {
         "PropagationStrategy Tensor get_mesh_from_args has_sharded_inputs infer_output_sharding "
         "propagate_sharding reshard_tensor slice_for_shard"
     ),
-    "ops.reductions": ("all any argmax argmin count_nonzero max mean min prod std sum var"),
-    "ops.cumulative": "cumulative_prod cumulative_sum",
+    "ops.reductions": (
+        "all any argmax argmin count_nonzero cumulative_prod cumulative_sum max mean min prod std "
+        "sum var"
+    ),
     "tracing.trace": "Trace trace",
     "gradients.expert_routing": "ExpertRouting expert_routing",
     "gradients.tape": "gradient",

@@ -42,8 +42,8 @@ from reshard.spmd.core.operator import (
 )
 from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.ops import data_types, elementwise, reductions
-from reshard.spmd.ops.accumulation_dtypes import in_wide_types
 from reshard.spmd.ops.arguments import of_arrays, whole_number
+from reshard.spmd.ops.data_types import in_wide_types
 from reshard.spmd.ops.elementwise import add, divide, exp, multiply, operands, where, whole
 from reshard.spmd.ops.movement import expand_dims, matrix_transpose, reshape
 from reshard.spmd.ops.networks import pull_again, take_off_most

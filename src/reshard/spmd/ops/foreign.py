@@ -14,7 +14,6 @@ from typing import Any
 from reshard.errors import SpecError
 from reshard.spmd.core.operator import Example, Infer, Operator, ship
 from reshard.spmd.core.result_types import boolean, of_first, promoted
-from reshard.spmd.ops.cumulative import _TOTALLED, _TOTALS, cumulative_rule, register_cumulative
 from reshard.spmd.ops.elementwise import (
     _OF_THREE,
     _THREE,
@@ -46,7 +45,15 @@ from reshard.spmd.ops.movement import (
 )
 from reshard.spmd.ops.networks import _WHOLE, register_layer
 from reshard.spmd.ops.products import _check_same, einsum_rule, register_product
-from reshard.spmd.ops.reductions import _make_reduction, register_reduction, whole_axes
+from reshard.spmd.ops.reductions import (
+    _TOTALLED,
+    _TOTALS,
+    _make_reduction,
+    cumulative_rule,
+    register_cumulative,
+    register_reduction,
+    whole_axes,
+)
 from reshard.spmd.rules.rule_builder import (
     Axes,
     Inferred,

@@ -31,8 +31,8 @@ from reshard.spmd.core.operator import (
 )
 from reshard.spmd.core.result_types import kind_of, of_first
 from reshard.spmd.ops import data_types, elementwise, reductions
-from reshard.spmd.ops.accumulation_dtypes import in_wide_types
 from reshard.spmd.ops.arguments import as_whole, of_arrays
+from reshard.spmd.ops.data_types import in_wide_types
 from reshard.spmd.ops.elementwise import operands, where, whole
 from reshard.spmd.ops.filling import tril, triu
 from reshard.spmd.ops.movement import (

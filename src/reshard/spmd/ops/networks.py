@@ -20,8 +20,8 @@ from reshard.spmd.core.local_work import Function, LocalWork
 from reshard.spmd.core.operator import Example, Infer, JointPullback, Operator, TapeStep, ship
 from reshard.spmd.core.result_types import kind_of
 from reshard.spmd.ops import elementwise, reductions
-from reshard.spmd.ops.accumulation_dtypes import in_wide_types
 from reshard.spmd.ops.arguments import of_arrays, portion, whole_number
+from reshard.spmd.ops.data_types import in_wide_types
 from reshard.spmd.ops.elementwise import add, divide, exp, log, multiply, operands, subtract, where
 from reshard.spmd.ops.indexing import take_along_axis
 from reshard.spmd.ops.movement import expand_dims, squeeze

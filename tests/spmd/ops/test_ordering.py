@@ -11,7 +11,7 @@ import torch
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.geometry.layout_change import LayoutChange
-from reshard.spmd.ops.sharded_sort import _SampleSort
+from reshard.spmd.ops.ordering import _SampleSort
 from reshard.spmd.shards.runner import InProcess, Runner
 
 MESH = DeviceMesh("permuted", (2, 3), ("x", "y"), (3, 1, 5, 0, 4, 2))
