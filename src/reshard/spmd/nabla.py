@@ -239,7 +239,7 @@ def infer_output_sharding(
 
     Raises:
         MeshError: arguments over different meshes.
-        UsageError: no mesh, given or of the arguments; what is no operation, or no argument.
+        UsageError: no mesh, given or of the arguments; other values than operations and arguments.
         SpecError: shapes or attributes that the operator cannot have.
 
     >>> import reshard.spmd as sp
@@ -316,7 +316,7 @@ def slice_for_shard(
 
     Raises:
         SpecError: a shape that is not the array's, or a sharding for another one.
-        UsageError: what is no array; a place that the mesh has not; a part in several pieces.
+        UsageError: a value that is not an array; a place outside the mesh; a part in pieces.
 
     >>> import numpy as np
     >>> from reshard import spec
@@ -367,7 +367,7 @@ def reshard_tensor(
         mesh: of both shardings.
 
     Raises:
-        UsageError: what is no array, no sharding or no mesh.
+        UsageError: a value that is not an array, a sharding or a mesh.
         SpecError: an array that is not sharded by `from_spec`.
         MeshError: a sharding over another mesh.
 

@@ -381,7 +381,7 @@ def hosts_of(names: list[str]) -> int:
 
 
 def _preset(name: str, backend: str, hosts: int, per_host: int, fitted: Fitted) -> Preset:
-    # A host of one rank has no link within it; none is ever asked for.
+    # A host of a single rank lacks a link within it; it is never used.
     within_host = fitted.within_host or fitted.between_hosts
     if within_host is None:
         raise UsageError("no link was measured; run 2 or more ranks")

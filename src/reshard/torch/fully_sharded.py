@@ -225,8 +225,8 @@ def find_shard(handle: Any) -> torch.Tensor:
 def list_flat_parameters(handle: Any) -> list[tuple[torch.nn.Module, str, Any]]:
     """Return the parameters of a flat parameter: module, name in it, and `(tensor, Layout)`.
 
-    The tensor is a view of the shard, or None if this rank has no part. The layout has the ranks of
-    this process's job. Parameters that share a tensor have the same view.
+    The tensor is a view of the shard, or None without a part on this rank. The layout has the
+    ranks of this process's job. Parameters that share a tensor have the same view.
 
     Raises ShardError for parameters that are not dense, or are also sharded as DTensors.
     """

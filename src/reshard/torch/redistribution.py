@@ -495,7 +495,7 @@ def redistribute(
         source: the layout of a local tensor, in the same forms; not needed for a DTensor. A rank
             whose tensor is None may omit it: it receives source, shape and dtype from the others.
         shape: of the full tensor, if neither a DTensor nor a `Layout` specifies it.
-        dtype: of the tensor, on a rank that gives `source` but has no tensor.
+        dtype: of the tensor, on a rank that gives `source` without a tensor.
         out: the target's local tensor (or DTensor) to write into, instead of a new tensor. It may
             be a view with any strides.
         group: contains all ranks of source and target; all ranks when None.
@@ -511,7 +511,7 @@ def redistribute(
 
     Returns:
         `out` if given; else a DTensor if the target is a torch mesh with torch's placements; else
-        this rank's local tensor, None if it has no part. If gradients are recorded, a rank without
+        this rank's local tensor, None without a part. If gradients are recorded, a rank without
         a part gets an empty tensor to call `backward` on.
 
     Raises:

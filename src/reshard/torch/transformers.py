@@ -1,4 +1,4 @@
-"""What transformers' own loading code makes of tensors: its ranks' layouts, and its classes' names.
+"""transformers' own loading code: the layouts of its ranks, and the tensors that its classes load.
 
 transformers shards a model by plans in its configs (`base_model_tp_plan`, `base_model_ep_plan`),
 and combines tensors of a checkpoint if its modules are fused or stacked. Both are traced through

@@ -439,7 +439,7 @@ def categorical(key: Any, logits: Any, *, axis: int = -1) -> Any:
     NaN, the last class is drawn, and if all are `-inf`, the first. Check with
     `sp.any(sp.isnan(logits))`.
 
-    Raises UsageError for an axis that does not exist, or that has no classes.
+    Raises UsageError for an axis that does not exist, or without classes.
 
     >>> import reshard.spmd as sp
     >>> logits = sp.array([[0.0, 50.0, 0.0], [float("nan"), 50.0, 0.0]])
@@ -457,7 +457,7 @@ def categorical(key: Any, logits: Any, *, axis: int = -1) -> Any:
     noise = -elementwise.log(-elementwise.log(maximum(drawn, 2.0**-54)))
     noisy = add(data_types.astype(logits, data_types.float64), noise)
     most = reductions.max(noisy, axis=place, keepdims=True)
-    # The first position of the maximum; the last class if there is no maximum (NaN).
+    # The first position of the maximum; the last class without a maximum (NaN).
     shape = [size if dim == place else 1 for dim in range(logits.ndim)]
     places = whole(noisy, np.arange(size).reshape(shape))
     found = elementwise.where(elementwise.equal(noisy, most), places, size - 1)

@@ -261,7 +261,7 @@ def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, cast: bool =
         in the checkpoint alone are left out.
 
     Raises:
-        CheckpointError: no checkpoint; tensors that it has not, or of another shape or type.
+        CheckpointError: no checkpoint; tensors that it lacks, or of another shape or type.
         UsageError: a value that is not an array, two arrays of the same name.
         RunError: files that cannot be read.
 

@@ -133,7 +133,7 @@ def _last_axes(x: Any, dims: int, *weights: Any) -> tuple[int, ...]:
 
 def _may_be_one(dims: int, given: Sequence[Any]) -> bool:
     """Return whether a norm can be a single operation: the normalized axes must not be sharded."""
-    # A strategy that has not yet chosen shardings may shard the normalized axes.
+    # A strategy that has yet to choose shardings may shard the normalized axes.
     if not settles() or not all(isinstance(one, ArrayValue) for one in given):
         return False
     types = {one.type.dtype for one in given}

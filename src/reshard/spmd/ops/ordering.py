@@ -314,7 +314,7 @@ def ordered(
             [dim] * len(shapes),
             [dim] * len(shapes),
             kind="need_replication" if dim == place else "pass_through",
-            # A one-dimensional array has no other dimension that could be sharded instead.
+            # A 1-D array lacks another dimension that could be sharded instead.
             blocked=alone and dim == place,
         )
     return builder.build()

@@ -198,7 +198,7 @@ def _fill_identity(work: LocalWork, shape: tuple[int, ...], x: Any) -> Any:
 def _pull_extreme(step: TapeStep, g: Any, number: int) -> Any:
     (x,) = step.operands
     equal = e.equal(x, _keep_dims(step, step.result))
-    # Counts need a wider type: float16 ends at 65,504, bfloat16 has no odd integers above 256.
+    # Counts need a wider type: float16 ends at 65,504, bfloat16 lacks odd integers above 256.
     wide = g.dtype if g.dtype.itemsize_bytes > 2 else "float32"
     count = sum(astype(equal, wide), axis=step.attributes["axis"], keepdims=True)
     # If no element equals the result, it is NaN.

@@ -112,7 +112,7 @@ class TensorSignature(NamedTuple):
 class ParameterColumns:
     """Tensors with their parts on this rank, and the numbers of their signatures.
 
-    A value with a layout may lack a tensor, and then it has no address.
+    A value with a layout may lack a tensor and its address.
 
     Attributes:
         values: as given.

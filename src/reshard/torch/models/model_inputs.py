@@ -375,7 +375,7 @@ def by_recipe(
     first_rank: int = 0,
     allow: Iterable[str] = (),
 ) -> LayoutModel:
-    """Combine the tensors of a model that has no sharding information with the layouts of a recipe.
+    """Combine the tensors of a model without sharding information with the layouts of a recipe.
 
     Args:
         model: of this rank, with the parts that the mesh assigns to it. None if it has none.

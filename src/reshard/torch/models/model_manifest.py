@@ -48,8 +48,8 @@ class Entry:
 
     Attributes:
         name: common to both models.
-        dtype: the element type, or None if the rank has no part and does not know it.
-        shape: the local shape, or None if this rank has no part.
+        dtype: the element type, or None if the rank lacks a part and does not know it.
+        shape: the local shape, or None without a part on this rank.
         layout: over global ranks, if the rank knows it.
         parameter: Megatron's attributes, under its `local_name` in the model chunk `chunk`.
         fusion: how its members are stored in it, if it is fused; by common names.

@@ -350,7 +350,7 @@ class _Lister:
             if pattern is None or kind.layout is None or not kind.layout.ndim:
                 self._list(name, own_name, kind)
                 return
-            # This rank knows the layout of the stack, and has no part of it.
+            # This rank knows the layout of the stack, but lacks a part of it.
             for number in range(kind.layout.shape[0]):
                 member = pattern.replace("{}", str(number))
                 of_member = member_layout(kind.layout, number)
