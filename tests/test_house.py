@@ -157,6 +157,44 @@ def test_imports_by_name_are_seen() -> None:
     assert len([*calls_by_name(ast.parse(program))]) == 2
 
 
+@functools.cache
+def named_by(package: str) -> frozenset[str]:
+    """Return the names in a package's `__all__`; empty for a module."""
+    tree = trees().get(Path(*package.split(".")[1:]) / "__init__.py", ast.Module([], []))
+    listed = [node for node in tree.body if isinstance(node, ast.Assign)]
+    (names,) = [node for node in listed if ast.unparse(node.targets[0]) == "__all__"] or [None]
+    return frozenset(ast.literal_eval(names.value) if names is not None else ())
+
+
+def imports_from_others(path: Path, own: str) -> Iterator[tuple[str, str]]:
+    """Yield the module and name of each import from a package of reshard other than `own`."""
+    for node in ast.walk(trees()[path]):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("reshard."):
+            continue
+        module = str(node.module)
+        # Modules of the root are the base of all packages.
+        folder = SOURCE.parent / module.replace(".", "/")
+        is_of_root = module.count(".") == 1 and not folder.is_dir()
+        if module.split(".")[1] != own and not is_of_root:
+            yield from ((module, alias.name) for alias in node.names)
+
+
+def test_spmd_imports_only_what_packages_name() -> None:
+    """A name is in the `__all__` of its package, or of a package that contains that."""
+    private = {
+        f"{module}.{name}"
+        for path in trees()
+        if path.parts[0] == "spmd"
+        for module, name in imports_from_others(path, "spmd")
+        if not any(
+            name in named_by(".".join(parts[:depth]))
+            for parts in [module.split(".")]
+            for depth in range(1, len(parts) + 1)
+        )
+    }
+    assert not private
+
+
 def test_preconditions_are_exceptions() -> None:
     asserts = [
         f"{path}:{node.lineno}"

@@ -84,6 +84,7 @@ __all__ = [
     "OneProcess",
     "PlannedTensor",
     "Progress",
+    "ProgressFunction",
     "RunOptions",
     "StoredFile",
     "StoredTensor",

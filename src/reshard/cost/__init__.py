@@ -14,7 +14,7 @@ from reshard._lazy import attach
 
 if TYPE_CHECKING:
     from reshard.cost.estimate import Estimate, LocalCopies, Part, collective_cost, message_cost
-    from reshard.cost.formulas import FORMULAS, LIBRARIES, Formula, fastest_formula
+    from reshard.cost.formulas import FORMULAS, LIBRARIES, Formula, check_library, fastest_formula
     from reshard.cost.preset import Preset, load_preset, preset_text, shipped_presets
     from reshard.topology import slowest_link
 
@@ -26,6 +26,7 @@ __all__ = [
     "LocalCopies",
     "Part",
     "Preset",
+    "check_library",
     "collective_cost",
     "fastest_formula",
     "load_preset",
@@ -38,6 +39,7 @@ __all__ = [
 __getattr__, __dir__ = attach(
     __name__,
     {
+        "check_library": "reshard.cost.formulas",
         "Estimate": "reshard.cost.estimate",
         "FORMULAS": "reshard.cost.formulas",
         "Formula": "reshard.cost.formulas",

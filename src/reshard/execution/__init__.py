@@ -8,3 +8,23 @@ copies  the columns, as NumPy copies that threads share
 memory  the arrays that are read and written, checked before anything is copied
 arrays  NumPy arrays and torch tensors as memory with arithmetic
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard._lazy import attach
+
+if TYPE_CHECKING:
+    from reshard.execution.arrays import missing_bytes
+    from reshard.execution.engine import element_positions
+
+__all__ = ["element_positions", "missing_bytes"]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "element_positions": "reshard.execution.engine",
+        "missing_bytes": "reshard.execution.arrays",
+    },
+)

@@ -12,3 +12,23 @@ transfers     routes expanded to boxes, and adjacent boxes coalesced
 volumes       the fewest elements that must move
 verification  transfers checked against the two layouts
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard._lazy import attach
+
+if TYPE_CHECKING:
+    from reshard.geometry.layout_change import LayoutChange
+    from reshard.geometry.transfers import Transfers
+
+__all__ = ["LayoutChange", "Transfers"]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "LayoutChange": "reshard.geometry.layout_change",
+        "Transfers": "reshard.geometry.transfers",
+    },
+)

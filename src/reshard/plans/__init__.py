@@ -23,7 +23,10 @@ from reshard._lazy import attach
 
 if TYPE_CHECKING:
     from reshard.plans.load_balancing import balanced_shares
+    from reshard.plans.run import run_change
 
-__all__ = ["balanced_shares"]
+__all__ = ["balanced_shares", "run_change"]
 
-__getattr__, __dir__ = attach(__name__, {"balanced_shares": "reshard.plans.load_balancing"})
+__getattr__, __dir__ = attach(
+    __name__, {"run_change": "reshard.plans.run", "balanced_shares": "reshard.plans.load_balancing"}
+)

@@ -17,18 +17,38 @@ from typing import TYPE_CHECKING
 from reshard._lazy import attach
 
 if TYPE_CHECKING:
+    from reshard.show.charts import memory_chart
     from reshard.show.device_picture import element_texts, mesh_picture
+    from reshard.show.html_report import (
+        DrawnChange,
+        Figure,
+        change_html,
+        figures_html,
+        page_html,
+        rank_legend,
+    )
+    from reshard.show.svg import element, escaped, rank_colours
     from reshard.show.text_picture import change_picture, picture
     from reshard.text import bytes_text, count_text, duration_text, rate_text, table
 
 __all__ = [
+    "DrawnChange",
+    "Figure",
     "bytes_text",
+    "change_html",
     "change_picture",
     "count_text",
     "duration_text",
+    "element",
     "element_texts",
+    "escaped",
+    "figures_html",
+    "memory_chart",
     "mesh_picture",
+    "page_html",
     "picture",
+    "rank_colours",
+    "rank_legend",
     "rate_text",
     "table",
 ]
@@ -36,6 +56,16 @@ __all__ = [
 __getattr__, __dir__ = attach(
     __name__,
     {
+        "rank_colours": "reshard.show.svg",
+        "escaped": "reshard.show.svg",
+        "element": "reshard.show.svg",
+        "rank_legend": "reshard.show.html_report",
+        "page_html": "reshard.show.html_report",
+        "figures_html": "reshard.show.html_report",
+        "change_html": "reshard.show.html_report",
+        "Figure": "reshard.show.html_report",
+        "DrawnChange": "reshard.show.html_report",
+        "memory_chart": "reshard.show.charts",
         "bytes_text": "reshard.text",
         "change_picture": "reshard.show.text_picture",
         "count_text": "reshard.text",

@@ -20,3 +20,24 @@
     upload_marker        the objects that mark an unfinished upload
     uploads              a checkpoint's files on their way to a store
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard._lazy import attach
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.storage.filesystem import translate_os_errors
+    from reshard.checkpoint.storage.remote_paths import RemotePath, as_path
+
+__all__ = ["RemotePath", "as_path", "translate_os_errors"]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "as_path": "reshard.checkpoint.storage.remote_paths",
+        "RemotePath": "reshard.checkpoint.storage.remote_paths",
+        "translate_os_errors": "reshard.checkpoint.storage.filesystem",
+    },
+)

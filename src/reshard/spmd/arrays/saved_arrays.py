@@ -19,10 +19,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from reshard.checkpoint import open as open_checkpoint
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.plan import plan_conversion
 from reshard.checkpoint.conversion.run import run_conversion
-from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.background import BackgroundWork
 from reshard.checkpoint.loading.rank_arrays import hold_arrays
 from reshard.checkpoint.loading.request import load as load_parts

@@ -376,7 +376,7 @@ class ShardedArray(ArrayValue):
             dims: with a mesh, the sharding of each dimension.
 
         Raises:
-            SpecError: another number of dimensions, or a sharding that leaves a device without a part.
+            SpecError: another number of dimensions, or a sharding without a part for some device.
             MeshError: over processes, a mesh with ranks that are not processes of the job.
         """
         spec = _read_spec(target, dims)

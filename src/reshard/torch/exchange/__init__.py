@@ -7,3 +7,54 @@ run. `all_gather` uses a library's own collective. A `carrier` transports bytes.
 other by `groups` and `rendezvous`, and compare their calls in `agreement`. `consistency` marks
 tensors that a failed run left partly written, and `timeline` records the activity of a rank.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard._lazy import attach
+
+if TYPE_CHECKING:
+    from reshard.torch.exchange.agreement import CallSignature, agree, gather, share
+    from reshard.torch.exchange.exchange import MessageExchange
+    from reshard.torch.exchange.groups import RankGroup, bytes_of, rank_group, tensor_of
+    from reshard.torch.exchange.packing.copies import empty_result
+    from reshard.torch.exchange.packing.messages import RankTransfers, transfers_of
+    from reshard.torch.exchange.transfer import Transfer, next_tag
+
+__all__ = [
+    "CallSignature",
+    "MessageExchange",
+    "RankGroup",
+    "RankTransfers",
+    "Transfer",
+    "agree",
+    "bytes_of",
+    "empty_result",
+    "gather",
+    "next_tag",
+    "rank_group",
+    "share",
+    "tensor_of",
+    "transfers_of",
+]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "agree": "reshard.torch.exchange.agreement",
+        "bytes_of": "reshard.torch.exchange.groups",
+        "CallSignature": "reshard.torch.exchange.agreement",
+        "empty_result": "reshard.torch.exchange.packing.copies",
+        "gather": "reshard.torch.exchange.agreement",
+        "MessageExchange": "reshard.torch.exchange.exchange",
+        "next_tag": "reshard.torch.exchange.transfer",
+        "rank_group": "reshard.torch.exchange.groups",
+        "RankGroup": "reshard.torch.exchange.groups",
+        "RankTransfers": "reshard.torch.exchange.packing.messages",
+        "share": "reshard.torch.exchange.agreement",
+        "tensor_of": "reshard.torch.exchange.groups",
+        "Transfer": "reshard.torch.exchange.transfer",
+        "transfers_of": "reshard.torch.exchange.packing.messages",
+    },
+)

@@ -7,3 +7,21 @@ places    find the offsets of a save's tensors in new files
 saves     complete a save in a folder or in an object store, to which ranks upload while they write
 chunks    describe parts of tensors in PyTorch's terms
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard._lazy import attach
+
+if TYPE_CHECKING:
+    from reshard.torch.storage.chunks import torch_type
+
+__all__ = ["torch_type"]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "torch_type": "reshard.torch.storage.chunks",
+    },
+)
