@@ -90,6 +90,17 @@ def answer(number: int) -> None:
     sys.stdout.flush()
 
 
+def load_s3_client() -> None:
+    """Load the modules and the service model of a client of S3, half a second of each process."""
+    import boto3.session
+    import obstore.store  # noqa: F401
+
+    from reshard.checkpoint.storage import s3
+
+    boto3.session.Session(region_name="us-east-1")
+    s3._share_loader(None).load_service_model("s3", "service-2")
+
+
 def main() -> None:
     import array_api_compat.torch  # noqa: F401
     import hypothesis  # noqa: F401
@@ -108,6 +119,8 @@ def main() -> None:
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
 
+    with contextlib.suppress(ImportError):
+        load_s3_client()
     sys.path.append(str(Path(__file__).parent))
     # Collections in the ranks pass over what is here, and leave its pages shared.
     gc.freeze()

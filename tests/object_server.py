@@ -37,9 +37,18 @@ class ObjectServer:
         self.headers: list[tuple[str, dict[str, str]]] = []
         self.sent_bytes = 0
         self.most_at_once = self._waiting = 0
+        self._digests: dict[str, tuple[bytes, str]] = {}
         self.modified_s = 1_700_000_000
         self.lock = threading.Lock()
         self.url = ""
+
+    def find_digest(self, path: str, content: bytes) -> str:
+        """Return the digest of an object, which is computed once for each content."""
+        known, digest = self._digests.get(path, (None, ""))
+        if known is not content:
+            digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
+            self._digests[path] = content, digest
+        return digest
 
     @contextmanager
     def waits(self, counts: bool) -> Iterator[None]:
@@ -103,7 +112,7 @@ def _handler(server: ObjectServer) -> type[BaseHTTPRequestHandler]:
                 status = 206
                 end = int(first) + len(body) - 1
                 headers["Content-Range"] = f"bytes {first}-{end}/{len(whole)}"
-            headers["ETag"] = f'"{hashlib.md5(whole, usedforsecurity=False).hexdigest()}"'
+            headers["ETag"] = f'"{server.find_digest(path, whole)}"'
             headers["Last-Modified"] = email.utils.formatdate(server.modified_s, usegmt=True)
             self.send(status, body, headers, has_body=has_body, is_cut=fault == "cut")
 
