@@ -11,7 +11,8 @@ from urllib.parse import parse_qs
 
 import boto3
 import moto.s3.models
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.moto_server.werkzeug_app import create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 BUCKET = "weights"
@@ -65,23 +66,25 @@ class BucketServer:
     @property
     def objects(self) -> dict[str, bytes]:
         """The bytes of every object, by its key."""
-        found = self.client.list_objects_v2(Bucket=BUCKET).get("Contents", ())
-        return {one["Key"]: self.read(one["Key"]) for one in found}
+        return {key: self.read(key) for key in sorted(self._stored.keys)}
 
     def read(self, key: str) -> bytes:
         """The bytes of an object."""
-        with self.client.get_object(Bucket=BUCKET, Key=key)["Body"] as body:
-            return bytes(body.read())
+        return bytes(self._stored.keys[key].value)
 
     def put(self, key: str, content: bytes) -> None:
         """Put an object."""
-        self.client.put_object(Bucket=BUCKET, Key=key, Body=content)
+        moto.s3.models.s3_backends[DEFAULT_ACCOUNT_ID]["aws"].put_object(BUCKET, key, content)
 
     @property
     def pending(self) -> list[tuple[str, str]]:
         """Key and id of each upload that was begun and is not complete."""
-        found = self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ())
-        return [(one["Key"], one["UploadId"]) for one in found]
+        return [(upload.key_name, upload.id) for upload in self._stored.multiparts.values()]
+
+    @property
+    def _stored(self) -> Any:
+        """The bucket as moto has it: asking by requests takes many times as long."""
+        return moto.s3.models.s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets[BUCKET]
 
     def settle(self) -> None:
         """Wait until all is answered that clients sent which are gone."""
@@ -126,16 +129,17 @@ class BucketServer:
     def empty(self) -> None:
         """Delete everything, and forget requests and faults."""
         self.fault = lambda number, request: None
-        for key in self.objects:
-            self.client.delete_object(Bucket=BUCKET, Key=key)
-        for key, upload in self.pending:
-            self.client.abort_multipart_upload(Bucket=BUCKET, Key=key, UploadId=upload)
+        for key in list(self._stored.keys):
+            self._stored.keys.pop(key)
+        for _, upload in self.pending:
+            del self._stored.multiparts[upload]
         self.requests.clear()
         self.stored_parts.clear()
 
 
 def _app(server: BucketServer) -> Callable[..., Iterable[bytes]]:
-    inner = DomainDispatcherApplication(create_backend_app)
+    # Its dispatcher lists the services in its folder at each request.
+    inner = create_backend_app("s3")
 
     def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         request = Request(environ)

@@ -1,4 +1,4 @@
-"""Set-up of all tests: a thread a process, equal Hypothesis examples in every run, ctrl-C, costs.
+"""Set-up of all tests: a thread a process, equal Hypothesis examples, ctrl-C, no syncs, costs.
 
 A run with `test_house.py` ends with its census: modules, classes and dialect of each package.
 
@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 
 import live_processes
 import selection
+from skipped_syncs import skip_syncs
 
 # Before NumPy or PyTorch is loaded, here or in a process that a test starts: with several workers
 # on few cores, threads that wait for each other in small kernels cost up to ten times the work.
@@ -51,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart() -> None:
+    skip_syncs()
     # Items and modules, millions of objects, stay until the end: passes over them find nothing.
     gc.disable()
 

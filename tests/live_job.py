@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from skipped_syncs import skip_syncs
+
 
 def become_rank(rank: int, folder: Path, run: Callable[[], object]) -> None:
     """Run a rank, whose output goes into the folder, and end as it ends."""
@@ -122,6 +124,7 @@ def main() -> None:
     with contextlib.suppress(ImportError):
         load_s3_client()
     sys.path.append(str(Path(__file__).parent))
+    skip_syncs()
     # Collections in the ranks pass over what is here, and leave its pages shared.
     gc.freeze()
     # Counts what is frozen once here, and not in each of the ranks.

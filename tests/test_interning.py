@@ -17,6 +17,7 @@ from hypothesis import given
 import reshard
 from reshard._interning import Interned
 from reshard.cut_rules import BlockCyclic, Ceil, Nested
+from reshard.errors import LayoutError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.runs import RunTable
@@ -41,6 +42,18 @@ def test_a_sharding_and_all_in_it_come_back_as_themselves(
             else:
                 assert again is value
     assert spec.layout(shape) is layout
+
+
+def test_a_table_in_use_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(0, 0, 7919, 0)]
+    table = RunTable(7919, 1, rows)
+    for arguments in ((7919.0, 1, rows), (7919, True, rows), (7919, 1, [(0, 0, 7919.0, 0)])):
+        with pytest.raises(LayoutError):
+            RunTable(*arguments)
+    monkeypatch.delattr(RunTable, "_build")
+    assert RunTable(7919, 1, [(0, 0, 7919, 0)]) is table
+    with pytest.raises(AttributeError, match="_build"):
+        RunTable(7919, 1, [(0, 0, 7918, 0)])
 
 
 @given(movements())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from selection import keep_where
 
 pytest.importorskip("torch")
 ROOT = Path(__file__).parent.parent
@@ -31,27 +32,43 @@ def run(*arguments: str, program: str = "-m soak") -> subprocess.CompletedProces
     )
 
 
-@pytest.mark.parametrize(
-    "counts",
-    keep_where(
-        lambda counts: "kills" not in counts,
-        [
-            {"mutations": 3},
-            {"kills": 1, "troubles": 2, "mutations": 40, "conversions": 8},
-        ],
-        "more cases, and campaigns that tests/checkpoint/campaigns runs",
-    ),
-    ids=("few", "more"),
-)
-def test_a_few_cases_of_the_quick_campaigns(counts: dict[str, int]) -> None:
+def list_arguments(counts: dict[str, int]) -> list[str]:
     options = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
     left_out = [word for name in CAMPAIGNS if name not in counts for word in (f"--{name}", "0")]
-    done = run(*options, *left_out, "--seed", "1", "--workers", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    return [*options, *left_out, "--seed", "1", "--workers", "1"]
+
+
+def expect_done(counts: dict[str, int], output: str) -> None:
     for name, wanted in counts.items():
-        found = re.search(rf"^{name}: (\d+) of {wanted} in", done.stdout, re.MULTILINE)
-        assert found and int(found[1]) >= wanted, done.stdout
-    assert done.stdout.endswith("nothing failed\n")
+        found = re.search(rf"^{name}: (\d+) of {wanted} in", output, re.MULTILINE)
+        assert found and int(found[1]) >= wanted, output
+    assert output.endswith("nothing failed\n")
+
+
+@pytest.mark.exhaustive(reason="processes that import torch; a campaign runs here by default")
+def test_a_few_cases_of_the_quick_campaigns() -> None:
+    counts = {"kills": 1, "troubles": 2, "mutations": 40, "conversions": 8}
+    done = run(*list_arguments(counts))
+    assert done.returncode == 0, done.stdout + done.stderr
+    expect_done(counts, done.stdout)
+
+
+def test_a_few_cases_in_this_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A thread is the worker: a process would import torch for seconds."""
+
+    def start_threads(workers: int, context: Any, begin: Any, arguments: Any) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(workers, initializer=begin, initargs=arguments)
+
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    soak, campaign = (importlib.import_module(f"soak.{name}") for name in ("__main__", "campaign"))
+    monkeypatch.setattr(campaign, "ProcessPoolExecutor", start_threads)
+    monkeypatch.setattr(campaign._Worker, "_watch", lambda self: None)
+    counts = {"conversions": 2}
+    monkeypatch.setattr(sys, "argv", ["soak", *list_arguments(counts)])
+    assert soak.main() == 0
+    expect_done(counts, capsys.readouterr().out)
 
 
 BROKEN = """

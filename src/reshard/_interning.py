@@ -21,15 +21,24 @@ from weakref import WeakValueDictionary
 
 _lock = threading.Lock()
 _values: WeakValueDictionary[tuple[type, object], Any] = WeakValueDictionary()
+_values_by_arguments: WeakValueDictionary[tuple[type, object], Any] = WeakValueDictionary()
 
 
 class _InterningType(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        arguments_key = cls.arguments_key(*args, **kwargs)  # type: ignore[attr-defined]
+        if arguments_key is not None:
+            known = _values_by_arguments.get((cls, arguments_key))
+            if known is not None:
+                return known
         value = super().__call__(*args, **kwargs)
         key = (cls, value.interning_key())
         with _lock:
             # If several threads build the same value at once, all get the first.
-            return _values.setdefault(key, value)
+            value = _values.setdefault(key, value)
+            if arguments_key is not None:
+                _values_by_arguments[cls, arguments_key] = value
+        return value
 
 
 class Interned(metaclass=_InterningType):
@@ -41,6 +50,15 @@ class Interned(metaclass=_InterningType):
 
     def interning_key(self) -> object:
         raise NotImplementedError
+
+    @classmethod
+    def arguments_key(cls, *args: Any, **kwargs: Any) -> object:
+        """Return a hashable value that determines the arguments, types included, or None.
+
+        A value that was built from the same arguments, and that is still in use, is returned
+        without building it again.
+        """
+        return None
 
     def __copy__(self) -> Any:
         return self

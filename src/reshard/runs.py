@@ -46,6 +46,7 @@ ROLE_NAMES = ("owned", "fresh halo", "halo", "pad")
 
 # Larger tables take gigabytes, and are mostly mistakes: single indices instead of blocks.
 MAX_RUNS = 1 << 26
+_MAX_KEY_ROWS = 64
 
 IntArray = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.integer[Any])
@@ -186,6 +187,22 @@ class RunTable(Interned):
 
     def interning_key(self) -> object:
         return (self.dimension_length, self.parts, self.rows.tobytes())
+
+    @classmethod
+    def arguments_key(cls, *args: Any, **kwargs: Any) -> object:
+        """Return the arguments if they are ints and few rows, as most are."""
+        if kwargs or len(args) != 3:
+            return None
+        length, parts, rows = args
+        if type(rows) is not list or len(rows) > _MAX_KEY_ROWS:
+            return None
+        # True and 1.0 equal 1, but are errors.
+        if type(length) is not int or type(parts) is not int:
+            return None
+        for row in rows:
+            if type(row) is not tuple or any(type(number) is not int for number in row):
+                return None
+        return (length, parts, tuple(rows))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (RunTable, (self.dimension_length, self.parts, self.rows.tolist()))

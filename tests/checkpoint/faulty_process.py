@@ -10,6 +10,7 @@ Run as a program, this file is the warm process: it takes one order a line, as J
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import shutil
@@ -18,12 +19,13 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from checkpoint.any_conversion import plan_any
+from live_job import load_s3_client
 
 WRITING_CALLS = ("pwritev", "pwrite")
 SYNCING_CALLS = ("fdatasync", "fsync")
@@ -251,7 +253,7 @@ def _serve() -> None:
     import reshard.checkpoint.blocks.grid as blocks
     from reshard.checkpoint.formats.registry import all_formats
 
-    # What a child would load and compute again, and its collections would pass over.
+    # A child would load and compute these again, and its collections would pass over them.
     all_formats()
     blocks.block_digest(b"")
     gc.freeze()
@@ -260,17 +262,32 @@ def _serve() -> None:
         child = os.fork()
         if child == 0:
             os.close(reading)
-            with os.fdopen(writing, "w") as answer:
-                json.dump(_run(json.loads(line)), answer)
+            loaded = set(sys.modules)
+            with os.fdopen(writing, "w") as pipe:
+                answer = _run(json.loads(line))
+                json.dump({"answer": answer, "modules": [*set(sys.modules) - loaded]}, pipe)
             os._exit(0)
         os.close(writing)
-        with os.fdopen(reading) as answer:
-            text = answer.read()
+        with os.fdopen(reading) as pipe:
+            text = pipe.read()
         _, status = os.waitpid(child, 0)
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-            text = json.dumps({"was_killed": True})
-        sys.stdout.write(text + "\n")
+            answer = {"was_killed": True}
+        else:
+            ended = json.loads(text)
+            answer = ended["answer"]
+            _load(ended["modules"])
+        sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
+
+
+def _load(modules: Sequence[str]) -> None:
+    """Import the modules that a child imported, so that later children have them."""
+    for name in modules:
+        importlib.import_module(name)
+    if "boto3" in modules:
+        load_s3_client()
+    gc.freeze()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ COLUMNS = {"to": "tp=2", "rules": ["*.weight=-, tp", "*=..."]}
 ROWS = {"to": "tp=3", "rules": ["*.weight=tp, -", "*=..."]}
 
 
-def write_model(folder: Path, rows: int = 1, layers: int = 16) -> Path:
+def write_model(folder: Path, rows: int = 1, layers: int = 6) -> Path:
     """A checkpoint of one file: `rows` of 1,100,000 numbers, and layers of some 100 KB."""
     random = np.random.default_rng(rows)
     tensors = {

@@ -351,7 +351,7 @@ def test_a_source_that_changed_between_plan_and_run(
     with pytest.raises(SourceChangedError, match=shard(changing).name):
         run_conversion(conversion, overwrite=True)
     with pytest.raises(SourceChangedError, match="changed since it was opened"):
-        read_tensor(conversion.changing, "layers.0.weight")
+        read_tensor(conversion.source, "layers.0.weight")
     assert contents(target) == old
 
 

@@ -17,8 +17,9 @@ from checkpoint.killed_conversion import (
 )
 from checkpoint.model_files import COLUMNS, ROWS, contents, write_model
 from reshard.checkpoint import convert, plan_conversion
-from selection import keep_covering, keep_spread, keep_where
+from selection import keep_covering, keep_where
 
+OLD = ("fresh", "overwrite")
 KILLS = 50
 LAST_CALLS = 25
 POWER_FAILURES = 15
@@ -33,12 +34,13 @@ def case(tmp_path_factory: pytest.TempPathFactory, processes: FaultyProcesses) -
     return Case(folder, processes, folder / "rows", **COLUMNS)
 
 
-@pytest.fixture(params=[False, True], ids=["fresh", "overwrite"])
+@pytest.fixture
 def has_old(request: pytest.FixtureRequest, target: Path) -> bool:
     """Whether there is an old target."""
-    if request.param:
+    is_there = request.param == OLD[1]
+    if is_there:
         write_old(target)
-    return bool(request.param)
+    return is_there
 
 
 @pytest.fixture
@@ -46,7 +48,15 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "target"
 
 
-@pytest.mark.parametrize("kill", keep_spread(8, range(KILLS), EVERY_KILL))
+@pytest.mark.parametrize(
+    ("has_old", "kill"),
+    keep_where(
+        lambda case: case[1] % 7 == 0 and case[0] == OLD[1 - case[1] // 7 % 2],
+        itertools.product(OLD, range(KILLS)),
+        EVERY_KILL,
+    ),
+    indirect=["has_old"],
+)
 def test_killed_at_points_spread_over_the_run(
     case: Case, target: Path, has_old: bool, kill: int
 ) -> None:
@@ -71,6 +81,7 @@ def test_killed_at_points_spread_over_the_run(
 @pytest.mark.parametrize(
     "from_end", keep_where(lambda call: call <= 6, range(1, LAST_CALLS + 1), EVERY_KILL)
 )
+@pytest.mark.parametrize("has_old", OLD, indirect=True)
 def test_killed_at_each_of_the_last_calls(
     case: Case, target: Path, has_old: bool, from_end: int
 ) -> None:
@@ -91,8 +102,9 @@ def test_the_last_calls_hold_all_of_the_commit(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
-    keep_covering(1, itertools.product((0.3, 0.5, 0.7, 0.8), (0.1, 0.2, 0.4)), EVERY_KILL),
+    ("has_old", "first", "second"),
+    keep_covering(1, itertools.product(OLD, (0.3, 0.5, 0.7, 0.8), (0.1, 0.2, 0.4)), EVERY_KILL),
+    indirect=["has_old"],
 )
 def test_killed_once_more_when_it_goes_on(
     case: Case, target: Path, has_old: bool, first: float, second: float
@@ -106,7 +118,15 @@ def test_killed_once_more_when_it_goes_on(
     run_again(case, target, has_old, old)
 
 
-@pytest.mark.parametrize("failure", keep_spread(4, range(POWER_FAILURES), EVERY_KILL))
+@pytest.mark.parametrize(
+    ("has_old", "failure"),
+    keep_where(
+        lambda case: case in [(OLD[0], 2), (OLD[0], 9), (OLD[1], 5), (OLD[1], 14)],
+        itertools.product(OLD, range(POWER_FAILURES)),
+        EVERY_KILL,
+    ),
+    indirect=["has_old"],
+)
 def test_the_power_fails(case: Case, target: Path, has_old: bool, failure: int) -> None:
     old = contents(target)
     calls = len(case.calls(has_old, 4))

@@ -67,7 +67,7 @@ def expect_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
 SPELLINGS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-@pytest.fixture(params=[None, 5000])
+@pytest.fixture(params=[None, 30_000])
 def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
     """Blocks of the usual size, and such as cut rows of 128 anywhere."""
     if request.param is not None:
@@ -83,7 +83,7 @@ def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         itertools.product(
             SPELLINGS,
             (torch.float32, torch.bfloat16, torch.float16, torch.float64),
-            (None, 5000),
+            (None, 30_000),
         ),
         "another block size for a pair of types",
     ),

@@ -35,7 +35,7 @@ from reshard.errors import UnmatchedError, UsageError
 from reshard.layout import Layout
 from reshard.recipes import strategies
 from reshard.recipes.rules import Rule
-from selection import keep_alternate
+from selection import keep_covering
 
 
 def convert(source: Path, target: Path, cut: Cut, replicas: str = "every") -> None:
@@ -300,9 +300,12 @@ def test_what_is_planned_is_read_and_written(
 
 @pytest.mark.parametrize(
     ("shape", "rule"),
-    keep_alternate(
-        [(1, 3000), (3000, 1), (3, 700), (2, 3, 500), (1, 1, 1, 999)],
-        ["tp, ...", "..., tp", "..., tp@cyclic7", "..., tp@pad64"],
+    keep_covering(
+        1,
+        itertools.product(
+            [(1, 3000), (3000, 1), (3, 700), (2, 3, 500), (1, 1, 1, 999)],
+            ["tp, ...", "..., tp", "..., tp@cyclic7", "..., tp@pad64"],
+        ),
         "a shape and a rule that are in other pairs",
     ),
 )

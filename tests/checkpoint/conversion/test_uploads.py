@@ -130,8 +130,8 @@ def test_parts_are_sent_meanwhile_and_their_space_is_given_back(
     conversion = plan_conversion(rows, ADDRESS, to="full")
     report = run_conversion(conversion, staging=tmp_path, threads=1)
     # The blocks of 4 MiB have many parts; without holes all of it would stand here at the end.
-    assert report.size_bytes > 6_000_000
-    assert len(used) > 20 and used[-1] < report.size_bytes // 2
+    assert report.size_bytes > 5_000_000
+    assert len(used) > 15 and used[-1] < report.size_bytes // 2
 
 
 KILLS = 6

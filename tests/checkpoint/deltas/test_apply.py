@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.checkpoint_files import Tensor, read_file, small_folder, tensor, tensors, write_file
@@ -18,6 +18,7 @@ from checkpoint.killed_conversion import Case, run_again, write_old
 from checkpoint.model_files import COLUMNS, ROWS, contents, write_model
 from reshard import checkpoint
 from reshard.errors import CheckpointError, DigestError, InterruptedRunError, RunError, UsageError
+from selection import choose, keep_alternate
 
 CUTS: list[dict[str, Any]] = [
     {"to": "full"},
@@ -54,6 +55,7 @@ def pairs(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return before, after
 
 
+@settings(max_examples=choose(12, 100))
 @given(
     pairs(),
     st.sampled_from(CUTS),
@@ -256,8 +258,12 @@ def case(tmp_path_factory: pytest.TempPathFactory, processes: FaultyProcesses) -
     return made
 
 
-@pytest.mark.parametrize("kill", range(12))
-@pytest.mark.parametrize("has_old", [False, True])
+@pytest.mark.parametrize(
+    ("has_old", "kill"),
+    keep_alternate(
+        (False, True), range(12), "the same kill with or without an old target is a default case"
+    ),
+)
 def test_killed_and_run_again(case: Case, tmp_path: Path, has_old: bool, kill: int) -> None:
     target = tmp_path / "target"
     if has_old:

@@ -137,7 +137,7 @@ def outcome(folder: Path, content: bytes) -> str:
 def test_every_byte_flipped(folder: Path) -> None:
     content = (folder / "delta").read_bytes()
     found = set()
-    for at in range(0, len(content), 3):
+    for at in range(0, len(content), choose(7, 3)):
         damaged = bytearray(content)
         damaged[at] ^= 1 << at % 8
         found.add(outcome(folder, bytes(damaged)))
@@ -173,7 +173,7 @@ def test_inconsistent_indexes_are_refused(folder: Path) -> None:
                 ["a", "b", "kept", "added", "changed", "float32", [1 << 40], [-1], [5, 5], None, 3]
             )
 
-    found = {outcome(folder, rebuilt(content, change)) for _ in range(choose(100, 400))}
+    found = {outcome(folder, rebuilt(content, change)) for _ in range(choose(50, 400))}
     assert {"FormatError", "DigestError"} <= found
     # With other names, it is the delta of another checkpoint.
     assert found <= {

@@ -27,7 +27,7 @@ from reshard.checkpoint import (
     read_tensor,
 )
 from reshard.errors import CheckpointError, FormatError, ReshardError, UsageError
-from selection import choose
+from selection import choose, keep_spread
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 torch = pytest.importorskip("torch")
@@ -274,10 +274,15 @@ def test_changed_bytes_are_an_error_or_a_checkpoint(
         return
 
 
-@pytest.mark.parametrize("kill", range(8))
-def test_a_killed_run_goes_on(tmp_path: Path, processes: FaultyProcesses, kill: int) -> None:
-    source = write_model(tmp_path / "whole")
-    case = Case(tmp_path, processes, source, to="full", format="torch-pickle")
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory, processes: FaultyProcesses) -> Case:
+    folder = tmp_path_factory.mktemp("case")
+    source = write_model(folder / "whole")
+    return Case(folder, processes, source, to="full", format="torch-pickle")
+
+
+@pytest.mark.parametrize("kill", keep_spread(4, range(8), "every kill of a file of torch.save"))
+def test_a_killed_run_goes_on(tmp_path: Path, case: Case, kill: int) -> None:
     target = tmp_path / "place" / "target"
     target.parent.mkdir()
     old = contents(target)
@@ -285,7 +290,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, processes: FaultyProcesses, kill: 
     case.run(target, False, kill_at=kill * (calls - 1) // 7)
     run_again(case, target, False, old)
     loaded = torch.load(target / "pytorch_model.bin", weights_only=True)
-    opened = open_checkpoint(source)
+    opened = open_checkpoint(case.source)
     assert set(loaded) == set(opened.tensors)
     for name, tensor in loaded.items():
         assert bits(tensor) == np.ascontiguousarray(read_tensor(opened, name)).tobytes()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.checkpoint_files import (
@@ -34,7 +34,7 @@ from reshard.checkpoint.training.state import find_training_state
 from reshard.dtypes import dtype
 from reshard.errors import DigestError, RecipeError, ReshardError, UsageError
 from reshard.recipes.naming import Fusion
-from selection import keep_alternate
+from selection import choose, keep_alternate
 
 # Two key/value heads of four rows; each serves two of the four query heads.
 CONFIG = {
@@ -234,6 +234,7 @@ def fusions(draw: st.DrawFn) -> tuple[Fusion, dict[str, Tensor], Tensor]:
     return fusion, members, Tensor(dtype("int16"), whole)
 
 
+@settings(max_examples=choose(12, 100))
 @given(st.data(), fusions(), st.sampled_from([16, 1000]))
 def test_any_fusion_of_any_cut(
     data: st.DataObject, case: tuple[Fusion, dict[str, Tensor], Tensor], block_bytes: int

@@ -15,9 +15,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("boto3")
 pytest.importorskip("moto")
 
-import boto3
-from moto.server import ThreadedMotoServer
-
+from bucket_server import BUCKET, BucketServer, bucket_server
 from checkpoint.any_conversion import plan_any
 from checkpoint.campaigns.small_checkpoints import CONVERSIONS, SOURCES, SmallConversion, Source
 from reshard.checkpoint import compare, open_checkpoint, run_conversion
@@ -29,50 +27,30 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-BUCKET = "weights"
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    """moto's server, on the loopback."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        yield "http://{}:{}".format(*server.get_host_and_port())
-    finally:
-        server.stop()
+def server() -> Iterator[BucketServer]:
+    with pytest.MonkeyPatch.context() as patch, bucket_server(patch.setenv) as server:
+        yield server
 
 
 Upload = Callable[[Path], str]
 
 
 @pytest.fixture
-def upload(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Upload]:
+def upload(server: BucketServer) -> Iterator[Upload]:
     """Puts a folder or a file into the bucket, and gives its address."""
-    settings = {
-        "AWS_ACCESS_KEY_ID": "tester",
-        "AWS_SECRET_ACCESS_KEY": "tester",
-        "AWS_REGION": "us-east-1",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": endpoint,
-    }
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket=BUCKET)
 
     def put(path: Path) -> str:
         files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
         for file in files:
             key = f"some/{path.name}/{file.relative_to(path)}".removesuffix("/.")
-            client.put_object(Bucket=BUCKET, Key=key, Body=file.read_bytes())
+            server.put(key, file.read_bytes())
         return f"s3://{BUCKET}/some/{path.name}"
 
     yield put
-    found = client.list_objects_v2(Bucket=BUCKET).get("Contents", ())
-    for one in found:
-        client.delete_object(Bucket=BUCKET, Key=one["Key"])
-    client.close()
+    server.empty()
 
 
 @pytest.mark.parametrize(
@@ -152,8 +130,11 @@ def test_every_kind_of_conversion(
     assert compare(tmp_path / "here", tmp_path / "there").is_same
 
 
-def test_a_bucket_that_is_not_there(upload: Upload) -> None:
+def test_a_bucket_that_is_not_there(server: BucketServer) -> None:
+    """Neither request is repeated: an error response is final, whatever its names contain."""
     address = "s3://nobody-has-this/model"
     says = f"cannot read {address}: 404 Not Found The specified bucket does not exist"
+    server.requests.clear()
     with pytest.raises(CheckpointError, match=says):
         open_checkpoint(address)
+    assert len(server.requests) == 2

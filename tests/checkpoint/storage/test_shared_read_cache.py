@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -47,20 +49,34 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     found = tmp_path / "memory"
     found.mkdir()
     monkeypatch.setattr(shared_read_cache, "find_host_memory", lambda _: found)
+    monkeypatch.setattr(shared_read_cache, "PIECE_BYTES", 1 << 20)
     return found
 
 
-def make_model(server: ObjectServer, folder: Path) -> int:
-    """A model at the server's `/m` and in a folder `model`, in two files; its bytes."""
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two files, which no test changes."""
     rng = np.random.default_rng(3)
-    arrays = {f"columns.{i}": rng.integers(0, 99, (1500, 1031)).astype(np.int32) for i in range(3)}
-    arrays |= {f"rows.{i}": rng.integers(0, 99, (901, 500)).astype(np.float32) for i in range(2)}
-    arrays |= {f"whole.{i}": rng.integers(0, 99, (1100, 500)).astype(np.int16) for i in range(4)}
+    arrays = {f"columns.{i}": rng.integers(0, 99, (750, 1031)).astype(np.int32) for i in range(3)}
+    arrays |= {f"rows.{i}": rng.integers(0, 99, (451, 500)).astype(np.float32) for i in range(2)}
+    arrays |= {f"whole.{i}": rng.integers(0, 99, (550, 500)).astype(np.int16) for i in range(4)}
     held = checkpoint.describe_ranks({0: arrays}, reshard.DeviceMesh.of(tp=1), rules=["*=-, -"])
-    checkpoint.convert(held, folder / "model", to="full", most_file_bytes=16 << 20)
-    for path in (folder / "model").iterdir():
+    folder = tmp_path_factory.mktemp("made") / "model"
+    checkpoint.convert(held, folder, to="full", most_file_bytes=8 << 20)
+    return folder
+
+
+@pytest.fixture
+def size_bytes(server: ObjectServer, model: Path) -> int:
+    """The bytes of the model's tensors; its files are at the server's `/m`."""
+    for path in model.iterdir():
         server.objects[f"/m/{path.name}"] = path.read_bytes()
-    return sum(array.nbytes for array in arrays.values())
+    return checkpoint.open_checkpoint(model).size_bytes
+
+
+@functools.cache
+def load_from_folder(model: Path, rank: int) -> dict[str, Any]:
+    return checkpoint.load(model, to="tp=4", rules=RULES, rank=rank)
 
 
 def load_all(url: str, readers: int = READERS, **arguments: Any) -> list[dict[str, Any]]:
@@ -78,30 +94,32 @@ def load_all(url: str, readers: int = READERS, **arguments: Any) -> list[dict[st
 def expect_loaded(found: list[dict[str, Any]], model: Path) -> None:
     """The same as from the folder."""
     for rank, own in enumerate(found):
-        expected = checkpoint.load(model, to="tp=4", rules=RULES, rank=rank)
+        expected = load_from_folder(model, rank)
         assert own.keys() == expected.keys()
         assert all(np.array_equal(own[name], expected[name]) for name in expected)
 
 
 def test_ranges_of_several_ranks_are_read_once(
-    server: ObjectServer, tmp_path: Path, folder: Path
+    server: ObjectServer, model: Path, size_bytes: int, folder: Path
 ) -> None:
-    size_bytes = make_model(server, tmp_path)
-    expect_loaded(load_all(f"{server.url}/m"), tmp_path / "model")
+    expect_loaded(load_all(f"{server.url}/m"), model)
     assert size_bytes <= server.sent_bytes <= size_bytes * 1.05 + HEADERS_BYTES
     assert not list(folder.iterdir())
     # Alone, each reads what it needs of columns with all that lies between.
     server.sent_bytes = 0
-    expect_loaded(load_all(f"{server.url}/m", readers=1), tmp_path / "model")
+    expect_loaded(load_all(f"{server.url}/m", readers=1), model)
     assert server.sent_bytes > 2.5 * size_bytes
 
 
 def test_a_second_load_shares_reads_again(
-    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
+    server: ObjectServer,
+    model: Path,
+    size_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
 ) -> None:
-    size_bytes = make_model(server, tmp_path)
     # The last meeting's pieces, and room for little more.
-    monkeypatch.setattr(shared_read_cache, "WINDOW_BYTES", 12 << 20)
+    monkeypatch.setattr(shared_read_cache, "WINDOW_BYTES", 3 << 20)
     # So long, if one of them waited for room that another can only give after it.
     monkeypatch.setattr(shared_read_cache, "_PATIENCE_S", 120.0)
     began_s = time.monotonic()
@@ -117,41 +135,38 @@ def test_a_second_load_shares_reads_again(
                 readers_on_host=READERS,
                 threads=1 + rank,
             )
-            expected = checkpoint.load(
-                tmp_path / "model", to="tp=4", rules=RULES, include=names, rank=rank
-            )
+            expected = checkpoint.load(model, to="tp=4", rules=RULES, include=names, rank=rank)
             assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
     with ThreadPoolExecutor(READERS) as threads:
         list(threads.map(load, range(READERS)))
     assert time.monotonic() - began_s < 60
-    columns_bytes = 3 * 1500 * 1031 * 4
+    columns_bytes = 3 * 750 * 1031 * 4
     needed_bytes = size_bytes + columns_bytes
     assert needed_bytes <= server.sent_bytes <= needed_bytes * 1.05 + 3 * HEADERS_BYTES
     assert not list(folder.iterdir())
 
 
 def test_a_small_window_is_enough(
-    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ObjectServer, model: Path, size_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size_bytes = make_model(server, tmp_path)
-    monkeypatch.setattr(shared_read_cache, "WINDOW_BYTES", 12 << 20)
-    expect_loaded(load_all(f"{server.url}/m", threads=1), tmp_path / "model")
+    monkeypatch.setattr(shared_read_cache, "WINDOW_BYTES", 3 << 20)
+    expect_loaded(load_all(f"{server.url}/m", threads=1), model)
     assert server.sent_bytes <= size_bytes * 1.05 + HEADERS_BYTES
 
 
 def test_an_absent_reader_is_not_waited_for_twice(
-    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ObjectServer, model: Path, size_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size_bytes = make_model(server, tmp_path)
     monkeypatch.setattr(shared_read_cache, "_PATIENCE_S", 0.2)
-    expect_loaded(load_all(f"{server.url}/m", readers=READERS + 1), tmp_path / "model")
+    expect_loaded(load_all(f"{server.url}/m", readers=READERS + 1), model)
     assert server.sent_bytes <= size_bytes * 1.05 + HEADERS_BYTES
 
 
 def load_and_die(url: str, folder: Path) -> None:
     """A reader that is killed in the middle of its work."""
     shared_read_cache.find_host_memory = lambda _: folder  # type: ignore[assignment]
+    shared_read_cache.PIECE_BYTES = 1 << 20
     read = SharedReadCache.read
     count = 0
 
@@ -167,9 +182,12 @@ def load_and_die(url: str, folder: Path) -> None:
 
 
 def test_a_killed_reader_does_not_block_others(
-    server: ObjectServer, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    server: ObjectServer,
+    model: Path,
+    size_bytes: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    make_model(server, tmp_path)
     url = f"{server.url}/m"
     victim = multiprocessing.get_context("spawn").Process(target=load_and_die, args=(url, folder))
     victim.start()
@@ -194,14 +212,17 @@ def test_a_killed_reader_does_not_block_others(
         dead.set()
     found = [reader.result() for reader in readers]
     assert victim.exitcode == -signal.SIGKILL
-    expect_loaded(found, tmp_path / "model")
+    expect_loaded(found, model)
     assert not list(folder.iterdir())
 
 
 def test_pieces_of_killed_readers_are_used_and_removed(
-    server: ObjectServer, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    server: ObjectServer,
+    model: Path,
+    size_bytes: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    size_bytes = make_model(server, tmp_path)
     left: list[Path] = []
 
     def keep(path: Path) -> None:
@@ -216,15 +237,18 @@ def test_pieces_of_killed_readers_are_used_and_removed(
     with pieces[0].open("r+b") as half:
         half.truncate(1000)
     server.sent_bytes = 0
-    expect_loaded(load_all(f"{server.url}/m"), tmp_path / "model")
+    expect_loaded(load_all(f"{server.url}/m"), model)
     assert server.sent_bytes < size_bytes / 2 + HEADERS_BYTES
     assert not list(folder.iterdir())
 
 
 def test_pieces_of_a_replaced_object_are_not_mixed(
-    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ObjectServer,
+    model: Path,
+    size_bytes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    make_model(server, tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(shared_read_cache.shutil, "rmtree", lambda path: None)
         load_all(f"{server.url}/m")
@@ -233,12 +257,12 @@ def test_pieces_of_a_replaced_object_are_not_mixed(
     other = bytearray(server.objects[name])
     other[-4:] = b"\7\0\0\0"
     server.objects[name] = bytes(other)
-    (tmp_path / "model" / name.rpartition("/")[2]).write_bytes(other)
-    expect_loaded(load_all(f"{server.url}/m"), tmp_path / "model")
+    changed = shutil.copytree(model, tmp_path / "model")
+    (changed / name.rpartition("/")[2]).write_bytes(other)
+    expect_loaded(load_all(f"{server.url}/m"), changed)
 
 
-def test_readers_report_changed_objects(server: ObjectServer, tmp_path: Path) -> None:
-    make_model(server, tmp_path)
+def test_readers_report_changed_objects(server: ObjectServer, size_bytes: int) -> None:
     opened = checkpoint.open_checkpoint(f"{server.url}/m")
     server.objects = {
         name: content if name.endswith(".json") else content[:-4] + b"\7\0\0\0"
@@ -305,8 +329,7 @@ def test_a_sleeping_reader_still_shares_pieces(
     assert not list(folder.iterdir())
 
 
-def test_what_is_refused(server: ObjectServer, tmp_path: Path, folder: Path) -> None:
-    make_model(server, tmp_path)
+def test_what_is_refused(server: ObjectServer, model: Path, size_bytes: int, folder: Path) -> None:
     url = f"{server.url}/m"
     for wrong in (0, -1, True, 2.0):
         with pytest.raises(UsageError, match=r"readers_on_host .* must be"):
@@ -315,14 +338,13 @@ def test_what_is_refused(server: ObjectServer, tmp_path: Path, folder: Path) -> 
     with pytest.raises(UsageError, match="leave one of them out"):
         checkpoint.load(opened, files=open_sources(opened), readers_on_host=2)
     # Files of this machine share the page cache.
-    checkpoint.load(tmp_path / "model", readers_on_host=2)
+    checkpoint.load(model, readers_on_host=2)
     assert not list(folder.iterdir())
 
 
 def test_another_users_folder_is_refused(
-    server: ObjectServer, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    server: ObjectServer, size_bytes: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model(server, tmp_path)
     monkeypatch.setattr(shared_read_cache.os, "getuid", lambda: 12345)
     with pytest.raises(RunError, match="belongs to another user; load without `readers_on_host`"):
         checkpoint.load(f"{server.url}/m", readers_on_host=2)

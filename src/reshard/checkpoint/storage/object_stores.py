@@ -347,8 +347,8 @@ def repeat(action: Callable[[], Answer], key: str) -> Answer:
 
 def _is_transient(error: BaseException) -> bool:
     """Return whether to try again: after a broken response, but not after an error response."""
-    text = str(error)
-    return isinstance(error, ConnectionError) or "body" in text or "decod" in text
+    # Both messages of obstore end so; a part of them could be in the name of a bucket.
+    return isinstance(error, ConnectionError) or "response body" in str(error)
 
 
 def _describe_error(error: BaseException) -> str:

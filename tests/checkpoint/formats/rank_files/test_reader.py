@@ -21,6 +21,7 @@ from checkpoint.torch_checkpoints import cut, mesh_of, standing_for
 from live_processes import expect_all_end_well, run_ranks
 from reshard.checkpoint import compare, convert, open_checkpoint, read_tensor
 from reshard.errors import CheckpointError, CoverageError, FormatError, ReshardError
+from selection import keep_spread
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -309,7 +310,7 @@ def test_parts_that_do_not_fit_are_errors(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("step", range(3))
+@pytest.mark.parametrize("step", keep_spread(1, range(3), "other bytes of the same file"))
 def test_changed_bytes_are_an_error_or_a_checkpoint(tmp_path: Path, step: int) -> None:
     source = tmp_path / "source"
     save(source, 2, lambda rank: {"w": cut(WHOLE, mesh_of(2), [Shard(0)])})
