@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reshard._records import Record
 from reshard.geometry.transfers import Transfers
@@ -182,30 +183,33 @@ def _cover(
     intervals = [Interval(a, b) for a, b in itertools.pairwise(edges)]
     _, shown = _leave_out_middle(intervals, max_intervals)
     table = layout.tables[dimension]
+    starts = np.array([interval.start for interval in shown])
+    stops = np.array([interval.stop for interval in shown])
+    drawn = np.array([not interval.left_out for interval in shown])
     covers = {
-        part: _find_covered(table, part, shown)
+        part: _find_covered(table, part, starts, stops, drawn)
         for part in _find_used_parts(layout, dimension).tolist()
     }
     return list(shown), covers
 
 
-def _find_covered(table: RunTable, part: int, intervals: Sequence[Interval]) -> dict[int, bool]:
+def _find_covered(
+    table: RunTable, part: int, starts: IntArray, stops: IntArray, drawn: NDArray[np.bool_]
+) -> dict[int, bool]:
     if table.dimension_length == 0:
         return {0: False}
     runs = table.single_runs()
     # Runs are sorted by part, so the runs of a part are a slice.
     low, high = np.searchsorted(runs.part, (part, part + 1))
     mine = runs.take(slice(int(low), int(high)))
-    starts = np.array([interval.start for interval in intervals])
-    stops = np.array([interval.stop for interval in intervals])
     # Shape (runs, intervals): an interval is inside a run or disjoint, never across its end.
     inside = (mine.start[:, None] <= starts) & (stops <= mine.stop[:, None])
     inside &= (mine.role != PAD)[:, None]
     is_halo = (mine.role == HALO) | (mine.role == FRESH_HALO)
     # An index that the part also owns does not count as a halo.
     owned = (inside & ~is_halo[:, None]).any(axis=0)
-    drawn = [i for i, interval in enumerate(intervals) if not interval.left_out]
-    return {i: not owned[i] for i in drawn if inside[:, i].any()}
+    covered = np.flatnonzero(inside.any(axis=0) & drawn)
+    return dict(zip(covered.tolist(), (~owned[covered]).tolist(), strict=True))
 
 
 def _holdings(

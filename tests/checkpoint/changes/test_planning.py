@@ -269,7 +269,7 @@ def test_scales_of_four_dimensions(experts: tuple[int, ...], tmp_path: Path) -> 
 
 
 def test_an_interrupted_cast_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grid, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(grid, "BLOCK_BYTES", 30_000)
     model = write(tmp_path / "model", make_tensors())
     arguments = {"to": "tp=2", "recipe": "auto", "dtype": "bf16", "allow": ["incomplete"]}
 
