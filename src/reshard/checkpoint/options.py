@@ -144,8 +144,8 @@ class Options(Record):
     def list_recorded(self) -> dict[str, Any]:
         """Return the options that the journal of a run has, with their values."""
         recorded = {}
-        for name, field in find_options(type(self)).items():
-            when, value = field.metadata["recorded"], getattr(self, name)
+        for name, field in self.declared_fields.items():
+            when, value = field.metadata.get("recorded"), getattr(self, name)
             if when == "always" or (when == "given" and value != field.default):
                 recorded[name] = value
         return recorded

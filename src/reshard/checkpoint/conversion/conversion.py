@@ -288,7 +288,8 @@ class Conversion(Record):
     @cached_property
     def _least(self) -> WorkspaceSize:
         # Room for the largest block and span of any tensor, so that a thread allocates only once.
-        nothing: OpenFiles[Any] = OpenFiles(_no_file)
+        # Sizes are known without opening a file.
+        nothing: OpenFiles[Any] = OpenFiles({}.__getitem__)
         block, span = self.work_items.largest_bytes
         inputs: tuple[int, ...] = ()
         if self.work_items.is_cast.any():
@@ -413,10 +414,6 @@ def describe_counts(counts: CastCounts) -> Iterator[str]:
         )
     if counts.not_finite:
         yield f"{count_text(counts.not_finite, 'element')} read were infinite or no number (NaN)"
-
-
-def _no_file(name: str) -> Any:
-    raise UsageError(f"{name} is not read while planning")
 
 
 def _name_formats(capability: Capability) -> str:

@@ -31,7 +31,6 @@ from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest
 from reshard.checkpoint.blocks.tensor_columns import DigestColumns, TensorColumns
 from reshard.dtypes import DType
 from reshard.elements import is_castable
-from reshard.errors import UsageError
 from reshard.runs import IntArray
 
 
@@ -160,7 +159,8 @@ class WorkItems(Record, eq=False):
     @cached_property
     def largest_bytes(self) -> tuple[int, int]:
         """The sizes of the largest block and shard span of tensors that are not computed."""
-        nothing: OpenFiles[Any] = OpenFiles(_no_file)
+        # Sizes are known without opening a file.
+        nothing: OpenFiles[Any] = OpenFiles({}.__getitem__)
         reader, writer = BlockReader(self.source, nothing), BlockWriter(self.target, nothing)
         # Kinds of the source that are only read to compute other tensors do not count here.
         moved = self.source.kind[self.source_rows[self.source_rows >= 0]]
@@ -239,10 +239,6 @@ class WorkItems(Record, eq=False):
             writes.append(Section(int(target_kind[chosen[0]]), rows[chosen], 0))
         size_bytes = int(self.target.tensor_bytes[rows].sum())
         return Batch(numbers[order], tuple(reads), tuple(writes), size_bytes)
-
-
-def _no_file(name: str) -> Any:
-    raise UsageError(f"{name} is not read while planning")
 
 
 class HostBlocks(Record, eq=False):

@@ -53,9 +53,9 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,7 +68,7 @@ from reshard.checkpoint.storage.filesystem import (
     open_own,
     reason,
 )
-from reshard.errors import FormatError, RunError, SourceChangedError, UsageError
+from reshard.errors import RunError, SourceChangedError, UsageError
 from reshard.system import (
     REFUSALS,
     allocate,
@@ -210,8 +210,8 @@ class FileIdentity(Record):
 
     `name` is the last part of the path, so the identity does not depend on the folder.
 
-    >>> FileIdentity.from_json(FileIdentity("a.safetensors", 10, 1_700_000_000, 7).to_json())
-    FileIdentity(name='a.safetensors', size_bytes=10, modified_ns=1700000000, inode=7)
+    >>> FileIdentity("a", 10, 1_700_000_000, 7).to_json()
+    {'name': 'a', 'size_bytes': 10, 'modified_ns': 1700000000, 'inode': 7}
     """
 
     name: str
@@ -225,28 +225,13 @@ class FileIdentity(Record):
         return cls(name, state.st_size, state.st_mtime_ns, state.st_ino)
 
     def to_json(self) -> dict[str, str | int]:
-        """Return a value for `json.dumps` that `from_json` reads."""
+        """Return the fields for the description of a conversion."""
         return {
             "name": self.name,
             "size_bytes": self.size_bytes,
             "modified_ns": self.modified_ns,
             "inode": self.inode,
         }
-
-    @classmethod
-    def from_json(cls, value: Any) -> FileIdentity:
-        """Return the identity that `to_json` wrote. Raises `FormatError` for other values."""
-        expected = {"name": str, "size_bytes": int, "modified_ns": int, "inode": int}
-        if (
-            not isinstance(value, Mapping)
-            or {key: type(item) for key, item in value.items()} != expected
-            or min(value["size_bytes"], value["inode"]) < 0
-        ):
-            raise FormatError(
-                f"not a file identity: {value!r}: expected name (text), size_bytes, modified_ns "
-                "and inode (integers); was the record written by this program?"
-            )
-        return cls(**value)
 
 
 class Damage(NamedTuple):
