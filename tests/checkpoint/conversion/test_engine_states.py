@@ -98,7 +98,13 @@ def test_back_to_a_model_folder(tmp_path: Path) -> None:
     assert checkpoint.compare_pretrained(state, tmp_path / "hf", config=config).is_same
     (state / LAYOUT_NAME).rename(tmp_path / "layout.json")
     (state / "reshard.manifest.json").unlink()
-    given = ("--source-layout", tmp_path / "layout.json")
+    layout = tmp_path / "layout.json"
+    planned = checkpoint.plan_for_pretrained(
+        state, tmp_path / "again", config=config, source_layout=layout
+    )
+    # A run does not continue one that read another layout.
+    assert planned.resolved["source_layout"]
+    given = ("--source-layout", layout)
     whole = tmp_path / "hf"
     assert run_here("verify", state, whole, "--for", "hf", "--config", config, *given).code == 0
     assert run_here("verify", state, whole, *given).code == 0

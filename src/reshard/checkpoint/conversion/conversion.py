@@ -289,7 +289,7 @@ class Conversion(Record):
     def _least(self) -> WorkspaceSize:
         # Room for the largest block and span of any tensor, so that a thread allocates only once.
         # Sizes are known without opening a file.
-        nothing: OpenFiles[Any] = OpenFiles({}.__getitem__)
+        nothing: OpenFiles[Any] = OpenFiles(dict[str, Any]().__getitem__)
         block, span = self.work_items.largest_bytes
         inputs: tuple[int, ...] = ()
         if self.work_items.is_cast.any():

@@ -455,12 +455,23 @@ def _list_optimizer_state(checkpoint: Checkpoint) -> tuple[str, ...]:
     return () if state is None else state.optimizer_names
 
 
+def record_options(request: ConversionRequest) -> dict[str, Any]:
+    """Return the options that the journal of a run has; engines' layouts as digests."""
+    recorded = request.list_recorded()
+    for key in ("layout", "source_layout"):
+        if key in recorded:
+            from reshard.plans.serialization import to_json
+
+            text = to_json(recorded[key]).encode()
+            recorded[key] = hashlib.blake2b(text, digest_size=16).hexdigest()
+    return recorded
+
+
 def _resolve(request: ConversionRequest, named: RenamedSource) -> dict[str, Any]:
     """Return a request as plain values. Journals on disk have these keys and values."""
-    recorded = request.list_recorded()
     options = parse_options(request.options)
     # Entries that depend on the source too, or whose values are not plain.
-    plain: dict[str, Any] = {
+    plain = {
         "to": request.to_text,
         "rules": tuple(f"{rule.pattern}={rule.spec}" for rule in request.parsed_rules),
         "recipe": named.recipe.name if named.recipe else None,
@@ -469,14 +480,8 @@ def _resolve(request: ConversionRequest, named: RenamedSource) -> dict[str, Any]
         "source_names": None if named.from_names is None else named.from_names[0],
         "target_names": None if named.to_names is None else named.to_names[0],
     }
-    for key in ("layout", "source_layout"):
-        if key in recorded:
-            from reshard.plans.serialization import to_json
-
-            text = to_json(recorded[key]).encode()
-            plain[key] = hashlib.blake2b(text, digest_size=16).hexdigest()
     kept = {"cut": "as the source"} if request.keeps_layouts else {}
-    return {**recorded, **plain, **kept}
+    return {**record_options(request), **plain, **kept}
 
 
 def keep_target_by_default(request: ConversionRequest, checkpoint: Checkpoint) -> ConversionRequest:

@@ -160,7 +160,7 @@ class WorkItems(Record, eq=False):
     def largest_bytes(self) -> tuple[int, int]:
         """The sizes of the largest block and shard span of tensors that are not computed."""
         # Sizes are known without opening a file.
-        nothing: OpenFiles[Any] = OpenFiles({}.__getitem__)
+        nothing: OpenFiles[Any] = OpenFiles(dict[str, Any]().__getitem__)
         reader, writer = BlockReader(self.source, nothing), BlockWriter(self.target, nothing)
         # Kinds of the source that are only read to compute other tensors do not count here.
         moved = self.source.kind[self.source_rows[self.source_rows >= 0]]

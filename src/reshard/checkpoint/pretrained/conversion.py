@@ -43,6 +43,7 @@ from reshard.checkpoint.conversion.plan import (
     arrange_whole,
     find_recipe,
     open_apart,
+    record_options,
     take_source,
     unwritten_target,
 )
@@ -175,7 +176,9 @@ def plan_for_pretrained(
     weights = weights.replace(metadata={**weights.metadata, "format": "pt"})
     write_plan = arrange_whole(request, weights)
     companions = {name: path for name, path in files.companions.items() if name != CONFIG}
+    recorded = record_options(request)
     resolved = {
+        **{name: value for name, value in recorded.items() if name in PRETRAINED_OPTIONS},
         "for": "hf",
         "to": request.to_text,
         "recipe": chosen.name if chosen else None,
@@ -184,7 +187,6 @@ def plan_for_pretrained(
         "dtype": request.dtype,
         "adapters": [str(as_path(path).resolve()) for path in request.adapters],
         "config": hashlib.blake2b(content, digest_size=16).hexdigest(),
-        **request.selection.to_json(),
     }
     return Conversion(
         weights.replace(carried=(), left_out=(), notes=tuple(notes)),
