@@ -87,13 +87,16 @@ class LowRankAdapters:
         self._parts: dict[str, Leader] = {}
         self._renamed: dict[str, str] = {}
         self._shapes = dict(shapes)
-        apart = {name for name in shapes if any(rule.matches(name) for rule in by_hand)}
         for name in shapes:
-            is_adapter = ".lora_" in name and name not in apart
+            is_adapter = ".lora_" in name
+            if not (is_adapter or name.startswith(PREFIX)):
+                continue
+            if any(rule.matches(name) for rule in by_hand):
+                continue
             match = _ADAPTER.fullmatch(name) if is_adapter else None
             if match is not None:
                 pairs.setdefault(match["module"], {})[_role(match)] = name
-            elif name.startswith(PREFIX) and name not in apart:
+            elif name.startswith(PREFIX):
                 # Beside the change of an embedding, PEFT saves the embedding.
                 self._renamed[name] = name.removeprefix(PREFIX).replace(".base_layer.", ".")
         self.base_shapes: dict[str, Shape] = {}

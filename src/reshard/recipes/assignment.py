@@ -26,7 +26,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from operator import itemgetter
 from typing import NamedTuple
@@ -259,11 +259,9 @@ class _AssignmentBuilder:
         where = f"recipe {self.recipe.name!r}, " if self.recipe and number >= self.by_hand else ""
         return f"{where}rule `{self.rules[number]}`"
 
-    def naming(self, name: str, shape: _Shape, match: _Match) -> AbstractContextManager[None]:
-        """Name the tensor and the rule in errors."""
-        return _name_in_errors(
-            f"tensor {name!r} of shape {list(shape)}, {self.name_of(match.number)}"
-        )
+    def describe(self, name: str, shape: _Shape, match: _Match) -> str:
+        """Return the name of a tensor and of its rule in errors."""
+        return f"tensor {name!r} of shape {list(shape)}, {self.name_of(match.number)}"
 
     def match(self, name: str, first: int = 0) -> _Match | None:
         """Return the first rule that matches a tensor, from rule number `first` on."""
@@ -358,6 +356,8 @@ class _AssignmentBuilder:
 
         With the match of the recipe's rule, which a rule given by hand may have come before.
         """
+        if self.recipe is None:
+            return None, ()
         own = match if match.number >= self.by_hand else self.match(name, self.by_hand)
         if own is None or not self.annotations[own.number]:
             return own, ()
@@ -463,7 +463,7 @@ class _AssignmentBuilder:
             numbers, ends = dict(match.numbers).get(what), dict(rule.at).get(what, ())
             if numbers is None and not ends:
                 continue
-            with self.naming(name, shapes[name], match):
+            with _name_in_errors(self.describe(name, shapes[name], match)):
                 _, layout = self.lay_out_match(match, shapes[name], self.find_coordinates(match))
             elements = float(layout.cell_shape.prod(axis=1).sum())
             weight = elements * (itemsizes_bytes[name] if itemsizes_bytes else 1)
@@ -555,7 +555,8 @@ def assign(
         if match is None:
             cut[name] = replicated(len(shape)), replicated(len(shape)).layout(shape)
             continue
-        with builder.naming(name, shape, match):
+        # Not `_name_in_errors`, which would write a text for each of very many tensors.
+        try:
             coordinates = builder.find_coordinates(match)
             found = {name: builder.lay_out_match(match, shape, coordinates)}
             sharding, _ = found[name]
@@ -563,6 +564,8 @@ def assign(
                 sharding = folded.align(name, sharding)
                 cut_through += folded.describe_cut_groups(name, sharding)
                 found = folded.spread(name, sharding)
+        except (LayoutError, RecipeError) as error:
+            raise RecipeError(f"{builder.describe(name, shape, match)}: {error}") from error
         own, blocks = builder.read_blocks(name, match, coordinates, shape, sharding)
         if own is not None:
             check.add(name, (own.numbers, own.after_last), blocks)

@@ -231,12 +231,13 @@ class RuleList:
                 if numbers is not None:
                     yield number, numbers
             return
-        parts = name.split(".")
-        alike = ".".join(["0" if _is_number(part) else part for part in parts])
+        # Components that are numbers; one call, since there may be very many names.
+        alike = re.sub(r"(?<![^.])[0-9]+(?![^.])", "0", name)
         known = self._known.get((alike, first))
         if known is None:
             known = self._known[alike, first] = list(self._match_alike(alike, first))
         for number, places in known:
+            parts = name.split(".") if places else ()
             found = places.items()
             yield number, {what: int(parts[at]) if at >= 0 else own for what, (at, own) in found}
 
