@@ -29,7 +29,6 @@ from reshard.torch.models.manifest_documents import (  # noqa: E402
 )
 from reshard.torch.models.model_manifest import (  # noqa: E402
     Entry,
-    EntryKind,
     ModelManifest,
     NameColumns,
 )
@@ -103,7 +102,7 @@ def test_ranks_of_equal_names_have_one_list_of_them() -> None:
 def test_layers_that_are_alike_are_written_once() -> None:
     layout = SPEC.layout((4096, 4096))
     names_of = [f"layers.{i}.up" for i in range(900)]
-    kind = EntryKind("bfloat16", (2048, 4096), layout, spec=SPEC)
+    kind = Entry("", "bfloat16", (2048, 4096), layout, spec=SPEC)
     entries = [kind.entry(name, own_name=name, local_name="", sample="") for name in names_of]
     manifest = ModelManifest(tuple(entries))
     names, others = write_manifests(manifest, ModelManifest())

@@ -41,7 +41,7 @@ from reshard.plans.documents import (
 from reshard.recipes.naming import Fusion
 from reshard.sharding import ShardingSpec
 from reshard.sharding import spec as parse_spec
-from reshard.torch.models.model_manifest import EntryColumns, EntryKind, ModelManifest, NameColumns
+from reshard.torch.models.model_manifest import Entry, EntryColumns, ModelManifest, NameColumns
 
 _KIND, _NAMES = "roster", "names"
 
@@ -60,7 +60,6 @@ def write_names(manifest: ModelManifest) -> str:
 def write_manifest(manifest: ModelManifest) -> str:
     """Return the document of a rank's manifest, without the names.
 
-    >>> from reshard.torch.models.model_manifest import Entry
     >>> manifest = ModelManifest((Entry("up", "int8", (4, 2)), Entry("down", "int8", (4, 2))))
     >>> read_manifest(write_manifest(manifest), read_names(write_names(manifest))) == manifest
     True
@@ -81,21 +80,20 @@ def write_manifest(manifest: ModelManifest) -> str:
     return writer.document(_KIND, content)
 
 
-def _write_kind(kind: EntryKind, writer: DocumentWriter) -> dict[str, Any]:
-    dtype, shape, layout, parameter, chunk, fusion, spec, alias_of = kind
-    written: dict[str, Any] = {"dtype": dtype, "shape": shape}
-    if layout is not None:
-        written["layout"] = writer.layout(layout)
-    if parameter is not None:
-        written["parameter"] = asdict(parameter)
-    if chunk:
-        written["chunk"] = chunk
-    if fusion is not None:
-        written["fusion"] = asdict(fusion)
-    if spec is not None:
-        written["spec"] = [writer.mesh(spec.mesh), str(spec)]
-    if alias_of:
-        written["alias_of"] = alias_of
+def _write_kind(kind: Entry, writer: DocumentWriter) -> dict[str, Any]:
+    written: dict[str, Any] = {"dtype": kind.dtype, "shape": kind.shape}
+    if kind.layout is not None:
+        written["layout"] = writer.layout(kind.layout)
+    if kind.parameter is not None:
+        written["parameter"] = asdict(kind.parameter)
+    if kind.chunk:
+        written["chunk"] = kind.chunk
+    if kind.fusion is not None:
+        written["fusion"] = asdict(kind.fusion)
+    if kind.spec is not None:
+        written["spec"] = [writer.mesh(kind.spec.mesh), str(kind.spec)]
+    if kind.alias_of:
+        written["alias_of"] = kind.alias_of
     return written
 
 
@@ -197,7 +195,7 @@ def read_manifests(
     return {rank: known[message] for rank, message in messages.items()}
 
 
-def _read_kind(reader: DocumentReader, value: Any, where: str) -> EntryKind:
+def _read_kind(reader: DocumentReader, value: Any, where: str) -> Entry:
     """Return what several tensors have in common."""
     if not isinstance(value, dict):
         raise NotationError(f"{where}: {value!r} is not a JSON object")
@@ -217,7 +215,7 @@ def _read_kind(reader: DocumentReader, value: Any, where: str) -> EntryKind:
         fields_read["spec"] = _read_spec(reader, value["spec"], f"{where}.spec")
     if "alias_of" in value:
         (fields_read["alias_of"],) = read_strings([value["alias_of"]], f"{where}.alias_of")
-    return EntryKind(**fields_read)
+    return Entry("", **fields_read)
 
 
 def _read_spec(reader: DocumentReader, value: Any, where: str) -> ShardingSpec:

@@ -42,9 +42,8 @@ from reshard.text import first_text
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor of a rank.
+class Entry(NamedTuple):
+    """A tensor of a rank, or without names, what several tensors have in common: their kind.
 
     Attributes:
         name: common to both models.
@@ -73,37 +72,9 @@ class Entry:
     sample: str = ""
 
     @property
-    def kind(self) -> EntryKind:
-        """The part that it may share with other entries."""
-        return EntryKind(
-            self.dtype,
-            self.shape,
-            self.layout,
-            self.parameter,
-            self.chunk,
-            self.fusion,
-            self.spec,
-            self.alias_of,
-        )
-
-
-class EntryKind(NamedTuple):
-    """The common part of several tensors of a rank; the fields are those of `Entry`."""
-
-    dtype: str | None
-    shape: Shape | None
-    layout: Layout | None = None
-    parameter: LocalParameter | None = None
-    chunk: int = 0
-    fusion: Fusion | None = None
-    spec: ShardingSpec | None = None
-    alias_of: str = ""
-
-    def entry(self, name: str, own_name: str, local_name: str, sample: str) -> Entry:
-        """Return a tensor of this kind."""
-        dtype, shape, layout, parameter, chunk, fusion, spec, alias_of = self
-        others = (local_name, chunk, fusion, own_name, spec, alias_of, sample)
-        return Entry(name, dtype, shape, layout, parameter, *others)
+    def kind(self) -> Entry:
+        """The entry without its names and sample, which other tensors may share."""
+        return self._replace(name="", local_name="", own_name="", sample="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +110,7 @@ class EntryColumns(Sequence[Entry]):
     def __init__(
         self,
         columns: NameColumns,
-        kinds: Sequence[EntryKind],
+        kinds: Sequence[Entry],
         kind_of: Sequence[int],
         samples: Sequence[str] = (),
     ) -> None:
@@ -153,7 +124,7 @@ class EntryColumns(Sequence[Entry]):
         """Return entries as columns."""
         if isinstance(entries, EntryColumns):
             return entries
-        kinds: dict[EntryKind, int] = {}
+        kinds: dict[Entry, int] = {}
         listed = tuple(entries)
         return cls(
             NameColumns(
@@ -189,11 +160,11 @@ class EntryColumns(Sequence[Entry]):
 
     def __getitem__(self, number: int) -> Entry:  # type: ignore[override]
         names = self.columns
-        return self.kinds[self.kind_of[number]].entry(
-            names.names[number],
-            names.own_names[number],
-            names.local_names[number] if names.local_names else "",
-            self.samples[number] if self.samples else "",
+        return self.kinds[self.kind_of[number]]._replace(
+            name=names.names[number],
+            own_name=names.own_names[number],
+            local_name=names.local_names[number] if names.local_names else "",
+            sample=self.samples[number] if self.samples else "",
         )
 
     def __iter__(self) -> Iterator[Entry]:
@@ -237,7 +208,7 @@ class ListedEntries:
         )
 
     def _number_kinds(self) -> IntArray:
-        kinds: dict[EntryKind, int] = {}
+        kinds: dict[Entry, int] = {}
         numbers = np.zeros(len(self.names), dtype=np.int64)
         for columns in {id(of): of for of in self._ranks.values()}.values():
             # The last number stands for names that a rank does not list.

@@ -51,8 +51,8 @@ from reshard.torch.models.model_inputs import (
     tensors_of,
 )
 from reshard.torch.models.model_manifest import (
+    Entry,
     EntryColumns,
-    EntryKind,
     ModelManifest,
     NameColumns,
     Shape,
@@ -208,7 +208,7 @@ class _Lister:
         self._own_names: list[str] = []
         self._local_names: list[str] = []
         self._samples: list[str] = []
-        self._kinds: dict[EntryKind, int] = {}
+        self._kinds: dict[Entry, int] = {}
         self._kind_of: list[int] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.locals: dict[str, torch.Tensor] = {}
@@ -231,7 +231,7 @@ class _Lister:
         return EntryColumns(names, tuple(self._kinds), self._kind_of, samples)
 
     def _list(
-        self, name: str, own_name: str, kind: EntryKind, sample: str = "", local_name: str = ""
+        self, name: str, own_name: str, kind: Entry, sample: str = "", local_name: str = ""
     ) -> None:
         self._names.append(name)
         self._own_names.append(own_name)
@@ -239,7 +239,7 @@ class _Lister:
         self._samples.append(sample)
         self._kind_of.append(self._number_kind(kind))
 
-    def _number_kind(self, kind: EntryKind) -> int:
+    def _number_kind(self, kind: Entry) -> int:
         return self._kinds.setdefault(kind, len(self._kinds))
 
     def add_all(self, model: torch.nn.Module | Mapping[str, Any]) -> None:
@@ -321,7 +321,7 @@ class _Lister:
             ]
         return True
 
-    def _describe_kind(self, name: str, value: Any, fusion: Fusion | None) -> EntryKind:
+    def _describe_kind(self, name: str, value: Any, fusion: Fusion | None) -> Entry:
         """Return the kind of a tensor, without a shape if this rank has no part of it."""
         spec = layout = None
         if isinstance(value, tuple):
@@ -330,7 +330,7 @@ class _Lister:
                 self._shifted[given] = shift_ranks(given, self.first_rank)
             layout = self._shifted[given]
             if value is None:
-                return EntryKind(None, None, layout, fusion=fusion)
+                return Entry("", None, None, layout, fusion=fusion)
         elif isinstance(value, PartitionedTensor):
             spec, layout = self._describe_partitioned(name, value)
             value = value.local
@@ -339,7 +339,7 @@ class _Lister:
         has_part = layout is None or self._group.rank in layout.local_shapes
         local = value._local_tensor if isinstance(value, DTensor) else value
         shape = tuple(local.shape) if has_part else None
-        return EntryKind(_name_dtype(value.dtype), shape, layout, fusion=fusion, spec=spec)
+        return Entry("", _name_dtype(value.dtype), shape, layout, fusion=fusion, spec=spec)
 
     def _add(self, given: Any, own_name: str, name: str, fusion: Fusion | None) -> None:
         is_laid = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Layout)
@@ -438,7 +438,9 @@ class _Lister:
                     parameter = cut_members(parameter, fusion)
                 self._register(name, value, local)
                 shape = tuple(local.shape)
-                kind = EntryKind(parameter.dtype, shape, None, parameter, number, fusion)
+                kind = Entry(
+                    "", parameter.dtype, shape, None, parameter, chunk=number, fusion=fusion
+                )
                 self._list(name, whole, kind, local_name=own_name)
 
     def _local(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
@@ -527,7 +529,7 @@ class _Lister:
         """List a member of a stack by its common name; it may be fused itself."""
         resolved = resolve_name(name, self._naming) if isinstance(self._naming, Mapping) else None
         fusion = resolved if isinstance(resolved, Fusion) else None
-        self._list(name, own_name, EntryKind(dtype, shape, layout, fusion=fusion))
+        self._list(name, own_name, Entry("", dtype, shape, layout, fusion=fusion))
 
 
 @lru_cache(maxsize=64)
