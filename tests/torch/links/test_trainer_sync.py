@@ -19,7 +19,6 @@ from reshard.torch.links.heartbeat import Heartbeat  # noqa: E402
 from reshard.torch.links.sealed_store import SealedStore, derive_key  # noqa: E402
 from reshard.torch.links.trainer_sync import (  # noqa: E402
     RunSummary,
-    TrainerCallbacks,
     TrainerSync,
     exchange_summaries,
 )
@@ -171,17 +170,13 @@ def sync_with(
 
     monkeypatch.setattr("reshard.torch.links.trainer_sync.gather", lambda *_: Told)
     turn = threading.Lock()
-    rest: list[Any] = [None] * 5
-    sync = TrainerSync(
-        TrainerCallbacks("trainer", turn, lambda _: None, *rest),  # type: ignore[arg-type, return-value]
-        0,
-        1,
-        relays=False,
-        needs_alike=False,
+    callbacks: dict[str, Any] = dict.fromkeys(
+        ("prepare", "begin", "give_up", "take_lost", "interrupt", "exchange_summaries")
     )
+    sync = TrainerSync("trainer", 0, turn, ranks=1, relays=False, needs_alike=False, **callbacks)
     for number, (name, compare) in enumerate(engines.items()):
-        end = TrainerCallbacks("trainer", turn, lambda _, compare=compare: Compared(compare), *rest)
-        sync._end = end
+        prepared: Any = Compared(compare)
+        sync._prepare = lambda _, prepared=prepared: prepared  # type: ignore[misc]
         sync.prepare_for(number, name, Pair())  # type: ignore[arg-type]
     return sync
 

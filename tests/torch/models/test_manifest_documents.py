@@ -90,7 +90,7 @@ def test_equal_manifests_have_one_text() -> None:
 
 def test_ranks_of_equal_names_have_one_list_of_them() -> None:
     entries = MANIFESTS[2].entries
-    other = replace(MANIFESTS[2], entries=[replace(one, dtype="int16") for one in entries])
+    other = replace(MANIFESTS[2], entries=[one._replace(dtype="int16") for one in entries])
     messages = {rank: write_manifests(one, one) for rank, one in enumerate((MANIFESTS[2], other))}
     assert messages[0][0] == messages[1][0]
     assert messages[0][1] != messages[1][1]
@@ -103,7 +103,7 @@ def test_layers_that_are_alike_are_written_once() -> None:
     layout = SPEC.layout((4096, 4096))
     names_of = [f"layers.{i}.up" for i in range(900)]
     kind = Entry("", "bfloat16", (2048, 4096), layout, spec=SPEC)
-    entries = [kind.entry(name, own_name=name, local_name="", sample="") for name in names_of]
+    entries = [kind._replace(name=name, own_name=name) for name in names_of]
     manifest = ModelManifest(tuple(entries))
     names, others = write_manifests(manifest, ModelManifest())
     assert len(names + others) < 900 * len('"layers.000.up",') + 2000

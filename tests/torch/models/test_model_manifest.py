@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,14 +83,14 @@ def test_what_is_no_copy_is_not_united() -> None:
 def test_an_alias_is_filled_by_the_other_name() -> None:
     tied = Entry("h", "int8", (3, 4), ROWS, alias_of="e")
     there = [Entry("e", "int8", (3, 4), ROWS), tied]
-    other = replace(tied, shape=(2, 4))
+    other = tied._replace(shape=(2, 4))
     elsewhere = [Entry("e", "int8", (2, 4), ROWS), Entry("h", None, None, ROWS)]
     found, problems = assemble_tensors(
         manifests(there, [*elsewhere[:1], other], elsewhere[1:]), "target"
     )
     assert (list(found), problems) == (["e"], [])
     # A rank where it has memory of its own needs its values.
-    own = replace(other, alias_of="")
+    own = other._replace(alias_of="")
     found, problems = assemble_tensors(manifests(there, [*elsewhere[:1], own]), "target")
     assert (list(found), problems) == (["e", "h"], [])
     assert found["h"].layout is ROWS

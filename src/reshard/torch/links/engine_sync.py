@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from reshard.errors import (
     InterruptedRunError,
@@ -37,33 +36,37 @@ from reshard.torch.links.sync import (
 from reshard.torch.refitting.refit import Refit
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCallbacks:
-    """Functions of a link that an engine's syncs call.
+class EngineSync(WeightSync):
+    """An engine's side: its refits with all ranks of the trainer, and of other engines.
 
-    Attributes:
+    Args:
         label: the name of this process.
+        number: of the sync, among those of the link.
         turn: the lock of the link, held during a run.
-        number: of the engine.
+        engine: the number of the engine.
+        refit: with the ranks of the trainer.
+        group: of these ranks and the engine's.
         meet: meet the other engine of a forward order; return the group, source ranks first.
         prepare: prepare the refit of a forward order, with the batch of each tensor if this is
             the source.
     """
 
-    label: str
-    turn: threading.Lock
-    number: int
-    meet: Callable[[ForwardOrder], RankGroup]
-    prepare: Callable[[RankGroup, bool, Mapping[str, int]], Refit]
-
-
-class EngineSync(WeightSync):
-    """An engine's side: its refits with all ranks of the trainer, and of other engines."""
-
-    def __init__(self, end: EngineCallbacks, number: int, refit: Refit, group: RankGroup) -> None:
-        super().__init__(end.label, number, end.turn)
+    def __init__(
+        self,
+        label: str,
+        number: int,
+        turn: threading.Lock,
+        *,
+        engine: int,
+        refit: Refit,
+        group: RankGroup,
+        meet: Callable[[ForwardOrder], RankGroup],
+        prepare: Callable[[RankGroup, bool, Mapping[str, int]], Refit],
+    ) -> None:
+        super().__init__(label, number, turn)
         self.refit = refit
-        self._end, self._group = end, group
+        self._engine, self._group = engine, group
+        self._meet, self._prepare = meet, prepare
         self._relays: dict[str, Relay] = {}
         self._is_mixed = False
 
@@ -145,7 +148,7 @@ class EngineSync(WeightSync):
     ) -> tuple[RunOutcome, int, int]:
         """Receive the weights and forward them; return outcome, received and sent bytes."""
         ended = self._keep_hand_ons(order)
-        feed = order.feed_of(self._end.number)
+        feed = order.feed_of(self._engine)
         ahead = self.refit
         if feed is not None and feed.meeting in self._relays:
             ahead = self._relays[feed.meeting].refit
@@ -154,7 +157,7 @@ class EngineSync(WeightSync):
         threads = [
             RelayThread(relay, ahead, gate)
             for relay in self._relays.values()
-            if relay.hand_on.source == self._end.number
+            if relay.hand_on.source == self._engine
         ]
         try:
             if feed is not None and feed.meeting not in self._relays:
@@ -190,10 +193,7 @@ class EngineSync(WeightSync):
         def begin(number: int) -> None:
             filled.begin(number)
             # Until the run ends, the engine has parts of two versions.
-            self._is_mixed, self.version = (
-                True,
-                None,
-            )
+            self._is_mixed, self.version = True, None
 
         def end(number: int) -> None:
             gate.end(number)
@@ -221,15 +221,15 @@ class EngineSync(WeightSync):
                 continue
             try:
                 with span("meet another engine"):
-                    group = self._end.meet(hand_on)
+                    group = self._meet(hand_on)
             except ReshardError as error:
                 ended[hand_on.meeting] = UNREACHABLE, str(error)
                 continue
             try:
-                is_source = hand_on.source == self._end.number
+                is_source = hand_on.source == self._engine
                 # In the order of the trainer's buckets, which are similar on all engines.
                 with span("prepare a hand-on"):
-                    refit = self._end.prepare(group, is_source, self.refit.batch_of)
+                    refit = self._prepare(group, is_source, self.refit.batch_of)
             except BaseException as error:
                 group.break_off(error)
                 if not isinstance(error, ReshardError):

@@ -34,7 +34,7 @@ from reshard.errors import LinkError, ReshardError, UsageError
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.rendezvous import Watch, leave_note, meet_at
-from reshard.torch.links.engine_sync import EngineCallbacks, EngineSync
+from reshard.torch.links.engine_sync import EngineSync
 from reshard.torch.links.handshake import (
     TRAINER,
     Announcement,
@@ -66,7 +66,6 @@ from reshard.torch.links.sealed_store import LinkAddress, SealedStore
 from reshard.torch.links.sync import WeightSync
 from reshard.torch.links.trainer_sync import (
     RunSummary,
-    TrainerCallbacks,
     TrainerSync,
     exchange_summaries,
 )
@@ -296,9 +295,16 @@ class WeightLink:
                 **given,
             )
 
-        label = f"{self.name} rank {self.rank}"
-        end = EngineCallbacks(label, self._turn, self._own.number, self._meet_engine, prepare_relay)
-        sync = EngineSync(end, len(self._engine_syncs), refit, group)
+        sync = EngineSync(
+            f"{self.name} rank {self.rank}",
+            len(self._engine_syncs),
+            self._turn,
+            engine=self._own.number,
+            refit=refit,
+            group=group,
+            meet=self._meet_engine,
+            prepare=prepare_relay,
+        )
         self._engine_syncs.append(sync)
         return sync
 
@@ -317,18 +323,20 @@ class WeightLink:
             gather(said if self.rank == 0 else b"", group)
             return Refit.prepare(model, None, source_names=names, group=group, **read, **given)
 
-        end = TrainerCallbacks(
+        sync = TrainerSync(
             f"{self.name} rank {self.rank}",
+            len(self._syncs),
             self._turn,
-            prepare_with,
-            self._begin_run,
-            self._give_up,
-            self._take_lost,
-            self._interrupt,
-            self._settle,
+            ranks=self.ranks,
+            relays=relays,
+            needs_alike=bool(given["transforms"]),
+            prepare=prepare_with,
+            begin=self._begin_run,
+            give_up=self._give_up,
+            take_lost=self._take_lost,
+            interrupt=self._interrupt,
+            exchange_summaries=self._settle,
         )
-        is_transformed = bool(given["transforms"])
-        sync = TrainerSync(end, len(self._syncs), self.ranks, relays, is_transformed)
         for number, (engine_name, group) in self._groups.items():
             sync.prepare_for(number, engine_name, group)
         self._syncs.append(sync)

@@ -33,32 +33,6 @@ from reshard.torch.refitting.refit import Refit
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerCallbacks:
-    """Functions of a link that the trainer's syncs call.
-
-    Attributes:
-        label: the name of this process.
-        turn: the lock of the link, held during a run.
-        prepare: prepare a refit with the ranks of an engine.
-        begin: find and prepare the engines of a run; return the run's key in the store, and number,
-            name and group of each engine.
-        give_up: drop an engine that failed, with a reason.
-        take_lost: return the engines dropped since the last call, with reasons.
-        interrupt: end the waiting at a meeting, on behalf of a rank that cannot come.
-        exchange_summaries: combine this rank's summary of a run with those of the other ranks.
-    """
-
-    label: str
-    turn: threading.Lock
-    prepare: Callable[[RankGroup], Refit]
-    begin: Callable[[], tuple[str, list[tuple[int, str, RankGroup]]]]
-    give_up: Callable[[int, str], None]
-    take_lost: Callable[[], dict[str, str]]
-    interrupt: Callable[[ForwardOrder, int], None]
-    exchange_summaries: Callable[[str, RunSummary], RunSummary]
-
-
-@dataclass(frozen=True, slots=True)
 class RunSummary:
     """The result of a run, as observed by ranks of a trainer.
 
@@ -253,19 +227,42 @@ class TrainerSync(WeightSync):
     """The trainer's side of a weight sync.
 
     Args:
-        end: the callbacks of the link.
+        label: the name of this process.
         number: of the sync, among those of the link.
+        turn: the lock of the link, held during a run.
         ranks: of the trainer.
         relays: whether engines forward weights.
         needs_alike: whether only engines of the same kind may forward to each other.
+        prepare: prepare a refit with the ranks of an engine.
+        begin: find and prepare the engines of a run; return the run's key in the store, and number,
+            name and group of each engine.
+        give_up: drop an engine that failed, with a reason.
+        take_lost: return the engines dropped since the last call, with reasons.
+        interrupt: end the waiting at a meeting, on behalf of a rank that cannot come.
+        exchange_summaries: combine this rank's summary of a run with those of the other ranks.
     """
 
     def __init__(
-        self, end: TrainerCallbacks, number: int, ranks: int, relays: bool, needs_alike: bool
+        self,
+        label: str,
+        number: int,
+        turn: threading.Lock,
+        *,
+        ranks: int,
+        relays: bool,
+        needs_alike: bool,
+        prepare: Callable[[RankGroup], Refit],
+        begin: Callable[[], tuple[str, list[tuple[int, str, RankGroup]]]],
+        give_up: Callable[[int, str], None],
+        take_lost: Callable[[], dict[str, str]],
+        interrupt: Callable[[ForwardOrder, int], None],
+        exchange_summaries: Callable[[str, RunSummary], RunSummary],
     ) -> None:
-        super().__init__(end.label, number, end.turn)
-        self._end, self._ranks = end, ranks
-        self._relays, self._needs_alike = relays, needs_alike
+        super().__init__(label, number, turn)
+        self._ranks, self._relays, self._needs_alike = ranks, relays, needs_alike
+        self._prepare, self._begin, self._give_up = prepare, begin, give_up
+        self._take_lost, self._interrupt = take_lost, interrupt
+        self._exchange_summaries = exchange_summaries
         self._engines: dict[int, _PreparedEngine] = {}
         # Used by the first rank, which decides.
         self._hand_ons: dict[tuple[int, int], ForwardOrder] = {}
@@ -279,7 +276,7 @@ class TrainerSync(WeightSync):
 
     def prepare_for(self, number: int, name: str, group: RankGroup) -> None:
         """Prepare the refit of an engine; raise the errors of `Refit.prepare`."""
-        refit = self._end.prepare(group)
+        refit = self._prepare(group)
         messages = gather(str(refit.sent_bytes).encode(), group).values
         sent_bytes = sum(int(messages[rank]) for rank in group.ranks[: self._ranks])
         kind = b" ".join(messages[rank] for rank in group.ranks[self._ranks :]).decode(
@@ -314,7 +311,7 @@ class TrainerSync(WeightSync):
         if counter.is_stopped():
             raise InterruptedRunError(f"stopped before version {version} was sent")
         begun_s = time.perf_counter()
-        place, engines = self._end.begin()
+        place, engines = self._begin()
         names = {number: name for number, name, _ in engines}
         orders = self._make_orders(version, [(number, group) for number, _, group in engines])
         services = [
@@ -336,27 +333,27 @@ class TrainerSync(WeightSync):
         for service in services:
             if isinstance(service.error, ReshardError):
                 # The other engines continue, and this engine may reconnect.
-                self._end.give_up(service.number, str(service.error))
+                self._give_up(service.number, str(service.error))
             else:
                 failed = failed or service.error
         for service in served:
             self._note_ended(service.outcome.ended)
         own = RunSummary(
             {one.name: (one.seconds, self._name_feed(one, names)) for one in served},
-            self._end.take_lost(),
+            self._take_lost(),
             tuple(one.number for one in services if one.error is not None),
             sum(one.prepared.sent_bytes for one in served if one.is_direct),
         )
         if failed is not None:
             # The other ranks need not wait for this rank.
             with contextlib.suppress(LinkError):
-                self._end.exchange_summaries(place, own)
+                self._exchange_summaries(place, own)
             raise failed
-        account = self._end.exchange_summaries(place, own)
+        account = self._exchange_summaries(place, own)
         for service in served:
             if service.number in account.given_up:
-                self._end.give_up(service.number, account.lost.get(service.name, "it is lost"))
-                self._end.take_lost()
+                self._give_up(service.number, account.lost.get(service.name, "it is lost"))
+                self._take_lost()
         if not account.engines:
             told = "; ".join(f"{name}: {why}" for name, why in account.lost.items())
             if counter.is_stopped():
@@ -420,7 +417,7 @@ class TrainerSync(WeightSync):
         """End the waiting of engines for a lost engine."""
         for hand_on in list(self._hand_ons.values()):
             if number in (hand_on.source, hand_on.target):
-                self._end.interrupt(hand_on, number)
+                self._interrupt(hand_on, number)
 
     def _note_ended(self, ended: Mapping[str, tuple[str, str]]) -> None:
         """Record ended forward orders; those of a lost engine are forgotten already."""
