@@ -39,8 +39,7 @@ from reshard.spmd.ops.filling import zeros_like
 from reshard.spmd.ops.movement import summed_to
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall, notify_recorder, placed, recorders
-from reshard.spmd.shards.partial_policy import settles
-from reshard.spmd.shards.partial_sums import without_partial
+from reshard.spmd.shards.partial_sums import settles, without_partial
 from reshard.spmd.shards.runner import replicated
 
 _pullbacks: dict[str, Pullback] = {}

@@ -28,7 +28,7 @@ from reshard.spmd.ops.movement import expand_dims, squeeze
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, axes_of, axis_of, counted
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recorders
-from reshard.spmd.shards.partial_policy import settles
+from reshard.spmd.shards.partial_sums import settles
 
 Axis = int | Sequence[int]
 

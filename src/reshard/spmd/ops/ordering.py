@@ -54,7 +54,7 @@ from reshard.spmd.ops.reductions import any as any_of
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call, recorders
-from reshard.spmd.shards.partial_policy import settles
+from reshard.spmd.shards.partial_sums import settles
 
 _PLACES = as_dtype("int64")
 

@@ -11,20 +11,43 @@ factors are checked first (`are_finite`).
 
 An axis along which that does not hold is reduced first. The operand is then resharded directly from
 contributions to the sharding that the operation needs: if that is sharded, by a reduce-scatter.
+
+Sums are reduced as in eager programs, or stay pending inside `unsettled`: a strategy that
+determines the shardings of all values of a program also decides this.
 """
 
 from __future__ import annotations
 
 import cmath
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
+from reshard._contexts import set_context
 from reshard.mesh import Axis
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.operator import Operator
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import Runner
+
+_settles: ContextVar[bool] = ContextVar("settles", default=True)
+
+
+def unsettled() -> AbstractContextManager[None]:
+    """Leave values inside in the shardings that operations make, for a strategy to decide.
+
+    >>> with unsettled():
+    ...     settles()
+    False
+    """
+    return set_context(_settles, False)
+
+
+def settles() -> bool:
+    """Return whether values get their final shardings at once."""
+    return _settles.get()
 
 
 def kept_partial(

@@ -163,11 +163,11 @@ class Runner:
         return error
 
     def wrap_input(self, kind: ArrayType, shards: Shards) -> Shards:
-        """Convert shards that a program passes to shards of an array: see `process_gradients`."""
+        """Convert shards that a program passes to shards of an array: see `process_runner`."""
         return shards
 
     def unwrap_output(self, kind: ArrayType, shards: Shards) -> Shards:
-        """Convert an array's shards to shards for a program: see `process_gradients`."""
+        """Convert an array's shards to shards for a program: see `process_runner`."""
         return shards
 
     def _find_ranks(self, mesh: DeviceMesh) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from reshard.spmd.graph import WITH_SHARDING, BodyCosts, Graph, Operation, Spec
 from reshard.spmd.propagation.strategies import assign_shardings, ranks_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import CompiledCall, Recorder, call, recording
-from reshard.spmd.shards.partial_policy import unsettled
+from reshard.spmd.shards.partial_sums import unsettled
 from reshard.spmd.shards.reshard_cache import may_view, moves_each_time
 from reshard.spmd.shards.runner import Runner, replicated, runner_for
 from reshard.spmd.tracing.abstract_runner import AbstractRunner

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 from reshard._lazy import attach
 
 if TYPE_CHECKING:
-    from reshard.torch.programs.run import PreparedMovement
-    from reshard.torch.programs.sequence import agreed_sequence
+    from reshard.torch.programs.run import PreparedMovement, agreed_sequence
 
 __all__ = ["PreparedMovement", "agreed_sequence"]
 
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "agreed_sequence": "reshard.torch.programs.sequence",
+        "agreed_sequence": "reshard.torch.programs.run",
         "PreparedMovement": "reshard.torch.programs.run",
     },
 )
