@@ -8,13 +8,14 @@ outputs. Its text is complete enough to be parsed::
     %3: float32[4] = sum(%2; axis=1) ([i, j]) -> ([i]) {i=4, j=16} reduction={j}
     return %3, %2
 
-Passes take a graph and return one. What a pass decides is recorded in the graph:
+Passes take a graph and return a graph. What a pass decides is recorded in the graph:
 
     record              a function's graph, with the shardings that it asks for
     simplified          duplicate and unused operations are removed
     assign_shardings    every value has the sharding that a strategy chooses
     recomputed          values are computed again to satisfy a memory limit
-    decomposed          products are split into pieces that overlap with their reshards
+    insert_reshards     all reshards are operations
+    decompose           products are split into pieces that overlap with their reshards
 
 `trace_graph` estimates any of these graphs, and `Program` compiles and runs it.
 """
@@ -105,7 +106,7 @@ class Body:
         count_costs: from the operands' types to its costs; data-dependent sizes count as if the
             data were evenly distributed.
         meshes: those of the arrays inside.
-        result_meshes: the mesh of each result; None for one that is replicated everywhere.
+        result_meshes: the mesh of each result; None if it is replicated everywhere.
     """
 
     run: Callable[[Sequence[Any], Any], Sequence[Any]]
@@ -122,8 +123,8 @@ class Value:
         index: its number in the graph.
         shape: the shape of the array.
         dtype: the name of its element type, such as float32.
-        sharding: for an input, the one that it is given in; after `assign_shardings`, the one that
-            the strategy chose. None if operations decide.
+        sharding: for an input, that in which it is given; after `assign_shardings`, that which the
+            strategy chose. None if operations decide.
 
     >>> print(Value(2, (4, 16)))
     %2: float32[4, 16]
@@ -349,7 +350,7 @@ class Graph:
         """Return a graph of some of the operations, with values renumbered in their order.
 
         Args:
-            inputs, operations, outputs: those of the new graph, in the numbers of this one.
+            inputs, operations, outputs: those of the new graph, in the numbers of this graph.
             returned: makes the tree that it returns, from the new numbers by old ones.
         """
         made = {number for one in operations for number in one.results}

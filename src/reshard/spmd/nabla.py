@@ -121,7 +121,7 @@ class Tensor(ShardedArray, metaclass=_ArrayClass):
 
     @staticmethod
     def full(shape: int | Sequence[int], value: complex, dtype: object = "float32") -> ShardedArray:
-        """An array of one number."""
+        """An array of a single number."""
         return creation.full(shape, value, dtype=dtype)
 
     @staticmethod
@@ -276,7 +276,7 @@ def infer_output_sharding(
 
 
 def _find_mesh(name: str, types: Sequence[ArrayType | None], mesh: DeviceMesh | None) -> DeviceMesh:
-    # The arguments' mesh, which the one given must be.
+    # The arguments' mesh, which a given mesh must be.
     found = common_mesh(name, types) or mesh
     if found is None:
         raise UsageError(f"{name} of arrays that are not sharded, without a mesh; give mesh=")
@@ -306,16 +306,16 @@ def _trace_sharding(
 def slice_for_shard(
     tensor: Any, shape: Sequence[int], sharding: ShardingSpec | None, index: int
 ) -> Any:
-    """The shard of a full array on one device.
+    """The shard of a full array on a device.
 
     Args:
-        tensor: an array of NumPy or PyTorch, or one in shards.
+        tensor: an array of NumPy or PyTorch, or an array in shards.
         shape: of the whole array.
         sharding: of it; all of it where None.
         index: the device's place in the mesh's list of devices.
 
     Raises:
-        SpecError: a shape that is not the array's, or a sharding for another one.
+        SpecError: a shape that is not the array's, or a sharding for another number of dimensions.
         UsageError: a value that is not an array; a place outside the mesh; a part in pieces.
 
     >>> import numpy as np
@@ -361,8 +361,8 @@ def reshard_tensor(
     """Reshard an array; None means replicated on every device of the mesh.
 
     Args:
-        tensor: an array in shards, or a whole one of NumPy or PyTorch.
-        from_spec: its sharding, which is checked; None for one that is not known.
+        tensor: an array in shards, or a whole array of NumPy or PyTorch.
+        from_spec: its sharding, which is checked; None if it is not known.
         to_spec: the sharding wanted.
         mesh: of both shardings.
 

@@ -103,7 +103,7 @@ _CONSTANTS = {
     "newaxis": None,
     "pi": 3.141592653589793,
 }
-# Names that their modules have by another one.
+# Names that differ in their modules.
 _OTHERS = {
     "eager_operation": ("programs.eager_operations", "eager_operation"),
     "ring_attention": ("gradients.ring_attention", "ring_attention"),

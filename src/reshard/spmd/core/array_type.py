@@ -1,4 +1,4 @@
-"""Array types: shape, element type and sharding of an array, as one interned object."""
+"""Array types: shape, element type and sharding of an array, as an interned object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reshard.sharding import ShardingSpec
 class ArrayType(Interned):
     """Shape, element type and sharding of an array, interned.
 
-    Operations are compiled once per types of their operands, so equal types are one object.
+    Operations are compiled once per types of their operands, so equal types are the same object.
 
     Args:
         shape: of the full array.

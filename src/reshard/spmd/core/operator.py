@@ -6,7 +6,7 @@ propagation, traces, tapes and the cost model read only these records. Users add
 `register(Operator(...))`, modules of the package with `ship(Operator(...))`.
 
 `operators` has every operator by name. `rule_of` returns the rule of a name; the operands of an
-unknown operator are replicated, with one warning that names it.
+unknown operator are replicated, with a warning that names it.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Operator:
         doc: a sentence that describes the operator. An operator with a `doc` becomes a function of
             `reshard.spmd` by this record alone; the others are called by functions that read
             arguments, or occur in graphs only.
-        note: one line for the page of rules.
+        note: a line for the page of rules.
     """
 
     name: str
@@ -490,7 +490,7 @@ def rule(
     Args:
         name: of the operator.
         linear: which operands may be pending sums; see `Linear`.
-        note: one line about it.
+        note: a line about it.
 
     Raises:
         SpecError: the name of a built-in operator. At the first use: a rule that does not fit the

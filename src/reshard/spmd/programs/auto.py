@@ -53,9 +53,9 @@ from reshard.topology import Topology
 
 # Operations of a graph in which the best is proven.
 MOST_PROVEN = 16
-# Prices of a byte, in parts of what the function takes for each byte of its arguments: one that
-# decides between equals, the first that is tried to keep a limit, and the highest; and how many
-# are tried.
+# Prices of a byte, in parts of what the function takes for each byte of its arguments: a price
+# that decides between equals, the first that is tried to keep a limit, and the highest; and how
+# many are tried.
 LOWEST_PRICE = 1e-4
 FIRST_PRICE = 0.3
 HIGHEST_PRICE = 100.0
@@ -66,8 +66,8 @@ MOST_NEAR = 4
 # Operations of a graph in which inputs and what is between them are placed in turn, and how often.
 MOST_TURNED = 512
 MOST_TURNS = 3
-# Of usual layouts, those of least time that are judged: without a limit, and to keep one, of which
-# as many do.
+# Of usual layouts, those of least time that are judged: without a limit, and to keep a limit, of
+# which as many do.
 FEW_USUAL = 2
 MOST_USUAL = 8
 ENOUGH_USUAL = 2
@@ -316,7 +316,7 @@ class _Choosing:
         if not search.free:
             self._judge(())
             return True
-        # 1. The fastest program; among equals the one with the least memory.
+        # 1. The fastest program; among equals that with the least memory.
         inputs = frozenset(search.free)
         first = self._judge_price(LOWEST_PRICE, inputs)
         if not self._is_small and self._keeps_limit(first):

@@ -91,7 +91,7 @@ def _is_work(action: Action, step: ProgramStep) -> bool:
 
 
 class _CompiledWork:
-    """Steps that follow one another, compiled where they run first.
+    """Consecutive steps, compiled when they run first.
 
     Args:
         steps: in their order.

@@ -148,7 +148,7 @@ def scan(
     """Loop over the first dimension of arrays, with carried values.
 
     Args:
-        body: a function of the carried values and of the slices of `xs` at one position. It returns
+        body: a function of the carried values and of the slices of `xs` at a position. It returns
             the next carried values and the values to collect: arrays, or None.
         init: the initial carried values: arrays, and lists, tuples and dictionaries of them.
             Dictionary entries are matched with the carried ones by key.
@@ -345,17 +345,17 @@ def _with_first(kind: ArrayType, count: int) -> ArrayType:
 
 
 def cond(predicate: Any, true_function: Function, false_function: Function, *arguments: Any) -> Any:
-    """Call one of two functions, selected by an array of one boolean.
+    """Call one of two functions, selected by a boolean array.
 
     Args:
-        predicate: an array of one boolean, or a Python bool.
+        predicate: an array of a single boolean, or a Python bool.
         true_function, false_function: functions of the arguments. They return arrays with the same
             tree structure, shapes and element types. Dictionary entries are matched by key.
         arguments: arrays, and lists, tuples and dictionaries of them.
 
     Raises:
-        UsageError: a predicate that is not one boolean; functions that return anything other than
-            arrays, or, where both are traced, different structures.
+        UsageError: a predicate that is not a single boolean; functions that return anything other
+            than arrays, or, where both are traced, different structures.
 
     >>> import reshard.spmd as sp
     >>> x = sp.array([3.0, -4.0])
@@ -465,7 +465,7 @@ def while_loop(condition: Function, body: Function, init: Any) -> Any:
     """Loop while a condition holds, and return the carried values. Not differentiable: see `scan`.
 
     Args:
-        condition: a function of the carried values that returns an array of one boolean.
+        condition: a function of the carried values that returns an array of a single boolean.
         body: a function of the carried values that returns the next ones, with the same tree
             structure, shapes and element types.
         init: the initial carried values: arrays, and lists, tuples and dictionaries of them.

@@ -104,7 +104,7 @@ def operator(
             `"([i, k], [k, j]) -> ([i, j]) reduction={k}"`, or as a `Template`. If the number of
             dimensions varies: a function of the operands' shapes and the attributes that returns a
             rule or its string.
-        local_function: a function of one rank's shards of the operands, with the attributes as
+        local_function: a function of a rank's shards of the operands, with the attributes as
             keyword arguments. It returns the rank's shard of the result (a tuple for several
             results) as arrays of the same library. Shards may be empty. It must depend on nothing
             else, and must not write to its arguments.
@@ -120,7 +120,7 @@ def operator(
         result_dtype: the element type of the results, or a tuple with a type for each; the promoted
             type of the operands when not given.
         linear: which operands may be pending sums, see `reshard.spmd.core.operator.Linear`.
-        fails: the element types for which the operator may fail on one rank because of its
+        fails: the element types for which the operator may fail on a single rank because of its
             elements: "never", "any" or "whole numbers". Ranks then check each other, which over
             processes takes an all-reduce of a number per call.
 

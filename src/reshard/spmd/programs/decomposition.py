@@ -6,7 +6,7 @@
     z = matmul(y, v)            z1, z2 = matmul(y1, v), matmul(y2, v)
     s = reduce-scatter(z)       s = concat(reduce-scatter(z1), reduce-scatter(z2))
 
-While one piece is in flight, the product of another is computed (Wang et al., "Overlap
+While a piece is in flight, the product of another is computed (Wang et al., "Overlap
 Communication with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS
 2023).
 
@@ -15,7 +15,7 @@ Communication with Dependent Computation via Decomposition in Large Deep Learnin
    computes its operand.
 3. They are split along a dimension of the operand and the results that is not reduced. If it is
    sharded, a piece has an equal part of each shard, so that nothing else moves.
-4. The number of pieces is the fastest, if that is faster than one.
+4. The number of pieces is the fastest, if that is faster than the whole.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ The search minimizes the sum of `cost_problem` with all inputs free, in which a 
 operations read is moved once, plus the bytes of some values on a rank times a price. If the graph
 permits it, the minimum is found by elimination. Otherwise
 
-1. *seeds* are combined: a seed shards one dimension of inputs of a kind over an axis, the strategy
+1. *seeds* are combined: a seed shards a dimension of inputs of a kind over an axis, the strategy
    "aggressive" propagates it through the graph, and each operation runs with its best sharding. The
    best seed is kept, and others are added as long as they improve the result;
-2. the best combinations, or known programs, are improved by *descent*, one value at a time, then in
+2. the best combinations, or known programs, are improved by *descent*, a value at a time, then in
    *windows*: neighbouring values and operations, optimized together by elimination.
 
 Inputs of a kind have the same shape, element type and readers, which are between similar
@@ -21,14 +21,14 @@ model is
 - *fully sharded*: weights are sharded as well, and gathered where they are used (FSDP, ZeRO);
 - *tensor parallel*: the axis shards weights, and their operators compute in parts.
 
-The batch is the set of inputs reached by propagation from the one sharded dimension that leaves
+The batch is the set of inputs reached by propagation from the single sharded dimension that leaves
 each device the least computation; all other inputs are weights. Weights are sharded one after
 another, the largest first, along the dimension that takes the least time given the earlier choices;
 the largest is tried along each of its dimensions. Small ones, such as those of norms, stay
 replicated.
 
 *Optimal inputs* of a small graph are found with a proof, by best-first branch and bound (Land and
-Doig, 1960). Inputs are chosen one after another. A partial choice has a lower bound: the minimum
+Doig, 1960). Inputs are chosen in turn. A partial choice has a lower bound: the minimum
 sum, in which every movement has the time of a bound that no program stays below, or of its program
 if that is known, and a value that several operations read is moved once. Choices whose inputs alone
 exceed the limit are discarded::
@@ -172,7 +172,7 @@ class InputSearch:
                 size_bytes = self._count_run_bytes(variable - first)
                 found.append(CostTable((variable,), size_bytes * price_s))
                 continue
-            # Equal tables stay one object, by which equal layers are recognized.
+            # Equal tables stay the same object, by which equal layers are recognized.
             value = self.graph.values[variable]
             key = (value.shape, value.dtype, id(problem.values[variable]), count)
             if key not in known:

@@ -10,7 +10,7 @@ simplifies it (`simplification.py`), places it by a strategy, carries it out and
 A memory limit is satisfied by the first of these that does, or an error:
 
 1. the strategy that was requested;
-2. the other strategies; among those that satisfy the limit, the one that moves the fewest bytes;
+2. the other strategies; among those that satisfy the limit, that which moves the fewest bytes;
 3. rematerialization: with the requested strategy, then with the others, in the order of their
    peaks;
 4. a PlanError, with the operation at the peak and a limit that can be satisfied.
@@ -168,7 +168,7 @@ def jit(
             order on all ranks, and operations that read their results wait for them. With 0, each
             movement completes before the next operation. With a topology that describes devices,
             matrix products are split into pieces that overlap with the gather of an operand or the
-            reduction of the result, where that is faster. No effect in one process.
+            reduction of the result, where that is faster. No effect in a single process.
         donate: positions of arguments whose arrays are donated: their memory is freed after the
             last operation that reads them, and `trace` accounts for it. After the call such an
             array cannot be used, even if the program failed. An array that is returned unchanged is
@@ -221,7 +221,7 @@ def read_places(donate: Any) -> frozenset[int]:
 
 
 class JittedFunction:
-    """A function that runs as a program. Create one with `jit`."""
+    """A function that runs as a program, created by `jit`."""
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ class JittedFunction:
         """Trace the program: its operations, bytes, time and memory; see `sp.trace`.
 
         Arguments are those of a call, or arrays without elements from `sp.abstract`. `peak_bytes`
-        is the peak memory of the program on each rank, and `strategy` is the one that satisfies the
+        is the peak memory of the program on each rank, and `strategy` is that which satisfies the
         limit, if there is a limit.
 
         With `overlap`, it is the trace of the program over processes.
@@ -317,7 +317,7 @@ class JittedFunction:
     def _trace_program(
         self, arguments: Sequence[Any], options: dict[str, Any], moves_beside: bool = True
     ) -> Trace:
-        """Trace as `trace` does; in one process nothing overlaps."""
+        """Trace as `trace` does; in a single process nothing overlaps."""
 
         def trace_by(strategy: str) -> Trace:
             graph = self._place(self._record(strategy, arguments, options), strategy)

@@ -4,7 +4,7 @@ A trace with overlap has the steps and the order of the program (`program`, `ste
 without elements::
 
     memory   registers, and for each reshard in flight its result and its buffers
-    time     operators one after another, reshards one after another, and readers wait
+    time     operators in sequence, reshards in sequence, and readers wait
 
 Products are decomposed into pieces that overlap with their reshards (`decomposition`) if that is
 faster.

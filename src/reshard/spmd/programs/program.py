@@ -137,7 +137,7 @@ class Preparation:
             return found
         move = self._runner.movement(kind, spec)
         before = kind.spec or replicated(spec.mesh, kind.ndim)
-        # Layouts are interned: different specs of one layout move nothing.
+        # Layouts are interned: different specs of the same layout move nothing.
         is_same = kind.spec is not None and before.layout(kind.shape) is spec.layout(kind.shape)
         # Shards are in the order of the mesh's devices.
         is_same = is_same and before.mesh.devices == spec.mesh.devices

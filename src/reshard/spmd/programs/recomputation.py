@@ -6,7 +6,7 @@
     %9 = multiply(%8, %2)           %10 = exp(%0)
                                     %9 = multiply(%8, %10)
 
-If the memory exceeds a limit, values are chosen one after another, as in XLA's rematerialization:
+If the memory exceeds a limit, values are chosen in turn, as in XLA's rematerialization:
 the value with the best ratio of memory saved above the limit to the cost of recomputing it.
 Operands that are free by then are recomputed, too.
 """
@@ -67,7 +67,7 @@ class _RecomputationSearch:
         place = traced.ranks.index(rank)
         # These stay, whoever reads them.
         self._kept = {*graph.inputs, *graph.outputs}
-        # The original value of each recomputed one.
+        # The original of each recomputed value.
         self._first: dict[int, int] = {}
         self._next = len(graph.values)
         self._base = held_bytes(traced.inputs, traced.ranks)[place]

@@ -29,7 +29,7 @@ def insert_reshards(traced: Trace) -> tuple[Graph, list[TracedOperation | None]]
     >>> from reshard.spmd import abstract, trace
     >>> x = abstract((4, 4), "float32", spec(DeviceMesh.of(x=2), "-, x"))
     >>> graph, _ = insert_reshards(trace(lambda x: x @ x, x))
-    >>> [(one.operator, one.operands, one.results) for one in graph.operations]
+    >>> [(op.operator, op.operands, op.results) for op in graph.operations]
     [('with_sharding', (0,), (2,)), ('matmul', (2, 0), (1,))]
     """
     graph = traced.graph

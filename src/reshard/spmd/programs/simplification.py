@@ -1,6 +1,6 @@
 """Simplification: a graph without duplicate and unused operations.
 
-Operations are pure, so two operations of one operator with the same operands and attributes are
+Operations are pure, so two operations of an operator with the same operands and attributes are
 merged, and operations none of whose results are needed are removed:
 
     %2 = matmul(%0, %1)         %2 = matmul(%0, %1)

@@ -12,8 +12,8 @@ starts as soon as its source is computed, and is waited for where its result is 
 2. A reshard that enlarges its value, such as the all-gather of a weight, occupies memory from its
    start. It starts when the result of an earlier reshard, as many before as may be in flight, is
    read.
-3. At most so many of both kinds are in flight. They run one after another, in the order in which
-   they start, which is the same on every rank.
+3. At most so many of both kinds are in flight. They run in sequence, in the order in which they
+   start, which is the same on every rank.
 4. A step that ranks execute together (a loop, a check) waits for all reshards in flight, and no
    later reshard starts before it.
 5. A reshard that would be waited for immediately is an ordinary step.
@@ -63,7 +63,7 @@ class ProgramStep:
         grows: whether the result of a movement is larger than its source, on the fullest ranks.
         name: of the operator, of what ranks compute.
         functions: the kernel of each local rank; None if the step is not an operator.
-        is_single: whether these return one result, not a tuple of them.
+        is_single: whether these return a single result, not a tuple of them.
         may_view: whether its results may have the memory of what it reads, or of others.
         write_into: does it with the result in a register's memory, where that can be.
     """
@@ -93,7 +93,7 @@ class Action:
 
 
 def blocking_order(steps: Sequence[ProgramStep], kept: Iterable[int]) -> tuple[Action, ...]:
-    """All steps, one after the other. Registers in `kept` are never freed."""
+    """Return all steps in sequence. Registers in `kept` are never freed."""
     return _with_frees([Action("run", number) for number in range(len(steps))], steps, kept)
 
 
@@ -105,7 +105,7 @@ def overlapped_order(
     >>> def step(reads, makes, transport="here"):
     ...     return ProgramStep(lambda values: None, reads, makes, transport)
     >>> steps = [step([0], [1]), step([1], [2], "messages"), step([1], [3]), step([2, 3], [4])]
-    >>> [(one.kind, one.step, one.frees) for one in overlapped_order(steps, {4}, 1)]
+    >>> [(act.kind, act.step, act.frees) for act in overlapped_order(steps, {4}, 1)]
     ... # doctest: +NORMALIZE_WHITESPACE
     [('run', 0, (0,)), ('begin', 1, ()), ('run', 2, ()), ('wait', 1, (1,)), ('run', 3, (2, 3))]
     """
@@ -234,7 +234,7 @@ def find_reused(
     Returns:
         registers by the place of the action in the order.
     """
-    # Several results of one operator may be views of one array.
+    # Several results of an operator may be views of the same array.
     own = (one for one in steps if not one.may_view and one.is_single)
     fresh = {register for one in own for register in one.makes}
     for one in steps:

@@ -160,9 +160,9 @@ def are_alike(one: Sharding, other: Sharding) -> bool:
     """Return whether two shardings place a tensor equally, with equal contributions.
 
     >>> part = ((0, 1, 2, 0),)
-    >>> one = Sharding(((),), (True,), (), part, "sum")
-    >>> opened, highest = one._replace(is_closed=(False,)), one._replace(reduction="max")
-    >>> are_alike(one, opened), are_alike(one, highest)
+    >>> closed = Sharding(((),), (True,), (), part, "sum")
+    >>> opened, highest = closed._replace(is_closed=(False,)), closed._replace(reduction="max")
+    >>> are_alike(closed, opened), are_alike(closed, highest)
     (True, False)
     """
     is_other_sum = bool(one.partial) and one.reduction != other.reduction

@@ -415,7 +415,7 @@ def directions(
     Args:
         rule: of the operator.
         kind: its class.
-        is_shared: whether another operator reads one of its operands, scalars aside.
+        is_shared: whether another operator reads any of its operands, scalars aside.
         stage: 0 to 4.
 
     >>> rule = OpShardingRule.parse("([i, k], [k, j]) -> ([i, j]) {i=8, j=8, k=8} reduction={k}")

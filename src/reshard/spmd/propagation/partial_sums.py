@@ -5,11 +5,11 @@ operators that can be applied to each contribution separately::
 
     x @ u + y @ v     x, y : [-, k]  u, v : [k, -]
 
-    combined at once      two all-reduces, one after each product
-    combined later        the addition works on contributions, and one all-reduce follows
+    combined at once      two all-reduces, after each product
+    combined later        the addition works on contributions, and a single all-reduce follows
 
 An operation *waits* if it runs on contributions. Then all operations that read any of these
-operands wait, too, so that a value is reduced in one place: after the last waiting operation.
+operands wait, too, so that a value is reduced in a single place: after the last waiting operation.
 Operations that wait together are a *group*. A group saves the reduction of its operands, and
 requires that of its results; it depends on the groups that compute its operands. The set of waiting
 groups is the maximum-weight closure of these gains, in bytes.

@@ -65,7 +65,7 @@ class PropagatedGraph:
         runs: for each operation, the shardings of its operands while it runs, and those of its
             results right after it; None if the strategy leaves that to `explicit_reshards`.
         annotated: the values whose shardings were given.
-        seconds_s: by cost, the estimated time of all operations and movements, one after another.
+        seconds_s: by cost, the estimated time of all operations and movements, in sequence.
         is_exact: by cost, whether no choice among the candidates takes less time, each movement
             priced by its program.
         others_s: by cost, the time with the shardings of other strategies, each operation run in
@@ -108,7 +108,7 @@ def propagate(
     is_elementwise: bool | None = None,
     max_priority: int | None = None,
 ) -> tuple[tuple[ShardingSpec | None, ...], tuple[ShardingSpec | None, ...]]:
-    """Propagate shardings between the operands and results of one operator, in one step.
+    """Propagate shardings between the operands and results of an operator, in a single step.
 
     Dimensions of higher priority numbers participate after those of lower ones, as in a graph.
 

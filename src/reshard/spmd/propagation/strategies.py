@@ -1,6 +1,6 @@
 """Propagation over a graph by any strategy, and over graphs of several meshes.
 
-Only `x.shard(spec)` brings an array to another mesh, so a function splits into one part for each
+Only `x.shard(spec)` brings an array to another mesh, so a function splits into a part for each
 mesh, to which a strategy assigns shardings separately:
 
     over x=2     %2 = matmul(%0, %1)              inputs %0, %1       returns %2
@@ -84,7 +84,7 @@ Place = Callable[[Graph, DeviceMesh], Shardings]
 
 
 class MeshPart(NamedTuple):
-    """The operations of a graph over one mesh.
+    """The operations of a graph over a mesh.
 
     Args:
         mesh: the mesh.
@@ -137,7 +137,7 @@ def place_parts(graph: Graph, place: Place) -> Graph:
 
 
 def mesh_parts(graph: Graph) -> list[MeshPart]:
-    """Split a graph into one part for each of its meshes."""
+    """Split a graph into a part for each of its meshes."""
     mesh_of = _find_meshes(graph)
     # An operation that crosses to another mesh belongs to neither: its operand is an output of one
     # part, its result an input of another.
@@ -158,7 +158,7 @@ def _find_meshes(graph: Graph) -> list[DeviceMesh | None]:
         spec = graph.values[number].sharding
         mesh_of[number] = None if spec is None else spec.mesh
     for one in graph.operations:
-        # Two meshes in one operator are refused when it is recorded.
+        # Two meshes in an operator are refused when it is recorded.
         mesh = next((mesh_of[n] for n in one.operands if mesh_of[n] is not None), None)
         if one.target is not None:
             mesh = one.target.mesh

@@ -49,7 +49,7 @@ class Alignment(NamedTuple):
     Args:
         operands: of the operands with which it runs.
         made: of the results as the operator makes them.
-        results: of the results after a reduce-scatter, if there is one.
+        results: of the results after a reduce-scatter, if there is any.
     """
 
     operands: Specs
@@ -79,7 +79,7 @@ def aligned_by_bytes(
     >>> rule = OpShardingRule.parse("([i, k], [k, j]) -> ([i, j]) {i=8, j=16, k=64} reduction={k}")
     >>> rows, shapes = spec(DeviceMesh.of(x=2), "x, -"), ((8, 64), (64, 16))
     >>> found = aligned_by_bytes(rule, (rows, rows), shapes, ((8, 16),))
-    >>> [str(one) for specs in found for one in specs]
+    >>> [str(spec) for specs in found for spec in specs]
     ['-, x', 'x, -', '-, - | sum(x)', 'x, -']
     """
     of_results = tuple({f: None for mapping in rule.results for dim in mapping for f in dim})
@@ -124,7 +124,7 @@ def aligned(
 
     Args:
         rule: of the operator.
-        operands: shardings without partial axes, over one mesh.
+        operands: shardings without partial axes, over the same mesh.
         operand_shapes, result_shapes: of the tensors, which may differ from the factors' sizes.
         whole: factors that must not be sharded.
         order: groups of factors; each group is sharded before later groups, and before all other
@@ -136,7 +136,7 @@ def aligned(
     >>> found = aligned(
     ...     rule, (spec(mesh, "y, x"), spec(mesh, "-, -")), ((4, 8), (8, 16)), ((4, 16),)
     ... )
-    >>> [str(one) for specs in found for one in specs]
+    >>> [str(spec) for specs in found for spec in specs]
     ['y, x', 'x, -', 'y, - | sum(x)']
     """
     mesh = operands[0].mesh
@@ -323,7 +323,7 @@ def _propose(
 
 
 def _is_exact(dim: DimSpec, mesh: DeviceMesh, rule: OpShardingRule, factor: int) -> bool:
-    """Return whether each index is in exactly one part, and parts have no padding."""
+    """Return whether each index is in a single part, and parts have no padding."""
     if all(level.rule.is_default for level in dim.levels):
         return True
     size = rule.sizes[factor]

@@ -371,7 +371,7 @@ def _compile(
     else:
         runs_with = layout.runs_with
     # 3. Sums stay partial only if they are multiplied by finite elements. The operation that
-    # combines them first is compiled under a separate key, in addition to this one.
+    # combines them first is compiled under a separate key, in addition to this key.
     factors = factors_of(operands, runs_with) if layout and layout.keeps_pending else ()
     if factors and not are_finite(factors, operands, runner):
         key = (*key, "contributions combined before")

@@ -183,7 +183,7 @@ def may_view(operator: Operator, operands: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def _count_bytes(kind: ArrayType, spec: ShardingSpec, has_every_shard: bool) -> int:
-    """Return the bytes of an array's shards in a sharding: of all ranks if one process has them,
+    """Return the bytes of an array's shards in a sharding: of all ranks if a process has them,
     otherwise of the rank with the most.
     """
     sizes = [math.prod(shape) for shape in spec.layout(kind.shape).local_shapes.values()]

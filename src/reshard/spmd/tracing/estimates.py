@@ -1,6 +1,6 @@
 """Estimates of operations: their shardings, reshards, memory and time.
 
-*Memory*. A value occupies memory from the operation that computes it to the last one that reads it.
+*Memory*. A value occupies memory from the operation that computes it to the last that reads it.
 Arguments belong to the caller and are held throughout, except donated ones; results are held to the
 end. Around an operation:
 
@@ -293,7 +293,7 @@ def with_memory(
     Args:
         graph: of the function.
         inputs: types of its arguments and constants; None for numbers.
-        operations: one for each of the graph's.
+        operations: estimates of the graph's operations.
         ranks: of the mesh, in its order.
         donated: inputs that the caller does not keep, by number.
     """
@@ -329,7 +329,7 @@ Kept = tuple[int, ArrayType | None, ShardingSpec]
 class _LiveMemory:
     """The live memory between two operations, and the values that hold it.
 
-    Values and what they were moved to may be one memory: `with_sharding` of an array that lies so,
+    Values and what they were moved to may share memory: `with_sharding` of an array that lies so,
     or was moved there before, gives what is there.
     """
 
@@ -457,7 +457,7 @@ def _count_held(kind: ArrayType, ranks: Ranks) -> IntArray:
 
 def _count_elements(layout: Layout, ranks: Ranks) -> IntArray:
     total = np.zeros(max(layout.slots, *ranks) + 1, dtype=np.int64)
-    # A slot may hold several cells; indexing with += would count one of them.
+    # A slot may hold several cells; indexing with += would count only the last.
     np.add.at(total, layout.cell_slot, layout.cell_shape.prod(axis=1))
     return total[list(ranks)]
 

@@ -59,7 +59,7 @@ def abstract(
 
 
 class GraphRecorder:
-    """Appends the operations of one runner to a graph; a `Recorder` of `operation_call`."""
+    """Appends the operations of a runner to a graph; a `Recorder` of `operation_call`."""
 
     def __init__(self, runner: AbstractRunner) -> None:
         self.runner = runner
@@ -209,7 +209,7 @@ def listening_recorder() -> GraphRecorder | None:
 def is_recorded(runner: Any) -> bool:
     """Return whether the operations of an abstract runner are recorded.
 
-    They are when a recorded function is executed again inside another one, for its gradient.
+    They are when a recorded function is executed again inside another, for its gradient.
     """
     recorder = listening_recorder()
     return recorder is not None and recorder.runner is runner
@@ -273,8 +273,8 @@ def record(
         arguments: arrays in shards or of a library, types from `abstract`, and lists, tuples and
             dictionaries of them; everything else is passed unchanged.
         has_others: whether it may also return leaves that are not arrays, which are kept.
-        runner: that of an enclosing traced function, whose arrays it may read as constants; a new
-            one if None.
+        runner: that of an enclosing traced function, whose arrays it may read as constants; if
+            None, a new runner.
 
     Raises:
         UsageError: a function that reads elements, or that returns something other than arrays.

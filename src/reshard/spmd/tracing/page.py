@@ -1,4 +1,4 @@
-"""Trace pages: a traced function as one HTML page: figures, memory, operations, reshards, ranks.
+"""Trace pages: a traced function as an HTML page: figures, memory, operations, reshards, ranks.
 
 The page needs no network and no script, as that of `reshard.show.html_report`, whose parts it
 has.
@@ -259,7 +259,7 @@ def _draw_reshards(trace: TraceRecord) -> list[str]:
     for number, key in enumerate(drawn, 1):
         one, reshard = found[key]
         program = reshard.program
-        # Drawn as one change of layouts, whatever steps it takes.
+        # Drawn as a single change of layouts, whatever steps it takes.
         plan = Plan(program.source.layout(program.shape), program.target.layout(program.shape))
         steps = " ".join(map(str, program.steps)) or "nothing"
         times = count_text(count[key], "time")

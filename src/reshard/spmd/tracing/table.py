@@ -22,7 +22,7 @@ sharding:
     %5 all-reduce(tp) to `dp, -`: contributions to %5 alone do not go through exp
 
 An operator's rule defines which factors of its dimensions may be sharded (`reshard.spmd.rules`); an
-axis shards one factor at a time, and a factor is sharded in one way in all operands.
+axis shards a single factor at a time, and a factor is sharded alike in all operands.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def reason_of(one: TracedOperation, reshard: InsertedReshard) -> str:
     >>> from reshard.spmd import abstract, flip, trace
     >>> rows = abstract((4, 8), "float32", spec(DeviceMesh.of(x=2), "x, -"))
     >>> (only,) = trace(lambda x: flip(x, axis=0), rows).operations
-    >>> [reason_of(only, one) for one in only.reshards]
+    >>> [reason_of(only, reshard) for reshard in only.reshards]
     ['flip needs all of [i]']
     """
     operation = one.operation

@@ -170,7 +170,7 @@ class _OperationTracer:
         if target is None or source.spec is target:
             return []
         before = source.spec or replicated(target.mesh, source.ndim)
-        # Layouts are interned: different specs of one layout move nothing.
+        # Layouts are interned: different specs of the same layout move nothing.
         if before.layout(source.shape) is target.layout(source.shape):
             return []
         return [InsertedReshard(value, source, target, self.topology, self.library)]
@@ -181,7 +181,7 @@ STRATEGIES = ("eager", "basic", "prioritized", "aggressive", "widest", "cost")
 
 @dataclass(frozen=True)
 class Trace(TraceRecord):
-    """The operations, reshards, time and memory of a function. Create one with `trace`.
+    """The operations, reshards, time and memory of a function, created by `trace`.
 
     Args: those of `TraceRecord`.
     """
@@ -350,7 +350,7 @@ def trace_graph(
         graph: the graph; see `assign_shardings`.
         strategy: the name of the strategy that chose its shardings.
         topology, library: as for `trace`.
-        runner: the abstract runner to execute it with; a new one if None.
+        runner: the abstract runner to execute it with; if None, a new runner.
         moved_again: inputs that are resharded each time they are read; others once per sharding.
     """
     ranks = ranks_of(graph.meshes)
@@ -407,7 +407,7 @@ def interpret(
 
 
 def find_runner(arrays: Sequence[Any]) -> Runner:
-    """Return the runner of arrays: an abstract one if any of them has no elements."""
+    """Return the runner of arrays: an abstract runner if any of them has no elements."""
     found: Runner = max((x.runner for x in arrays), key=lambda runner: runner.is_abstract)
     return found
 

@@ -5,12 +5,12 @@
     stage 1  mesh of ranks 2, 3    .. F0 B0 F1 B1           B: their gradients come back
 
 A stage is a function of its parameters and of the output of the previous stage. Each task of the
-schedule is one pass of a stage for one micro-batch: a forward pass stores what the backward pass
-needs, and a backward pass computes cotangents, in one task or in two. Passes run as programs.
+schedule is a pass of a stage for a micro-batch: a forward pass stores what the backward pass
+needs, and a backward pass computes cotangents, in a single task or in two. Passes run as programs.
 Activations and gradients move between meshes by planned movements; gradients of parameters are
 accumulated in the sharding of the parameters.
 
-Costs of stages are estimated from one trace, of which each task has a part::
+Costs of stages are estimated from a trace, of which each task has a part::
 
     F  the output of the stage              | values that later tasks read of it, and the input,
     I  the cotangent of its input           | are stored by a rank until W
@@ -163,7 +163,7 @@ class Pipeline:
     >>> weights = [sp.array(2.0), sp.array(3.0)]
     >>> batch = [(sp.ones((2, 2), spec=rows[0]), sp.ones((2, 2), spec=rows[1]))] * 2
     >>> value, gradients = pipeline(weights, batch)
-    >>> float(value), [float(one) for one in gradients]
+    >>> float(value), [float(slope) for slope in gradients]
     (25.0, [30.0, 20.0])
     """
 
@@ -279,7 +279,7 @@ class Pipeline:
         ... )
         >>> x, y = (sp.abstract((32, 64), "float32", spec) for spec in specs)
         >>> topology = reshard.cost.load_preset("h100-8").topology()
-        >>> [int(one.activation_bytes) for one in pipeline.costs(weights, (x, y), topology)]
+        >>> [int(cost.activation_bytes) for cost in pipeline.costs(weights, (x, y), topology)]
         [8192, 16384]
         """
         from reshard.spmd.programs.pipelines.pipeline import find_stage_costs

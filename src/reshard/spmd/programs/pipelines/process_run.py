@@ -320,7 +320,7 @@ class _ProcessRun(PipelineRun):
     def result(self) -> tuple[Any, list[Any]]:
         """As `PipelineRun.result`, with what crosses asked for before it is taken."""
         order = self.schedule.run_order
-        # On devices messages have one order on both sides.
+        # On devices messages have the same order on both sides.
         ahead = _AHEAD * self.schedule.n_ranks if self.device.type == "cpu" else 0
         asked = 0
         for place, task in enumerate(order):
@@ -389,7 +389,7 @@ def _device_of(parameters: Sequence[Any]) -> torch.device:
     )
 
 
-# By the group of all processes: a new one has other groups.
+# By the group of all processes: a new group has other groups.
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )

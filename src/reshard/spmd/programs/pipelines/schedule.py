@@ -1,6 +1,6 @@
 """Pipeline schedules: the tasks of each rank, named orders of them, and when each task runs.
 
-Each stage of a function is on the rank that has its tasks. A backward pass is one task, or
+Each stage of a function is on the rank that has its tasks. A backward pass is a task, or
 two: the gradient of a stage's input, for which the stage before it waits, and the gradients of its
 weights, for which no task waits (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
 
@@ -43,7 +43,7 @@ class Work(Enum):
 
 @dataclass(frozen=True)
 class PipelineTask:
-    """Work on one stage for one micro-batch.
+    """Work on a stage for a micro-batch.
 
     >>> print(PipelineTask(Work.FORWARD, stage=2, microbatch=5))
     F5 of stage 2
@@ -150,7 +150,7 @@ class PipelineSchedule:
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """For each rank, the maximum number of stored activations of one stage and micro-batch.
+        """For each rank, the maximum number of stored activations of a stage and micro-batch.
 
         They are stored from the forward task to the backward task, or to that of the weights.
         """
@@ -371,7 +371,7 @@ _BEFORE = {
 
 @dataclass(frozen=True)
 class StageCosts:
-    """The costs of one stage for one micro-batch: times in seconds or any other unit.
+    """The costs of a stage for a micro-batch: times in seconds or any other unit.
 
     Args:
         forward: the time of the forward pass.
@@ -435,7 +435,7 @@ class Timetable:
 
     Args:
         schedule: the schedule.
-        costs: one for all stages, or one for each.
+        costs: of all stages, or a list of those of each.
 
     Raises:
         UsageError: costs for more or fewer stages than there are.

@@ -1,12 +1,12 @@
-"""Stages of a pipeline: their forward and backward passes, and one step of all stages.
+"""Stages of a pipeline: their forward and backward passes, and a step of all stages.
 
     F     made = begin(parameters, x)           values for the backward pass are stored
-    B     slope, gradients = go_back(...)       both tasks below in one
+    B     slope, gradients = go_back(...)       both tasks below together
     I     slope = go_back_to_input(...)
     W     gradients = find_gradients(...)       added to those of other microbatches
 
-A stage's function and its backward pass are recorded as one graph, which is split into one graph
-for each pass::
+A stage's function and its backward pass are recorded as a graph, which is split into a graph for
+each pass::
 
     forward     %4 = matmul(%3, %1)         the output of the stage
                 ----------------------
@@ -169,7 +169,7 @@ def record_stage(
 ) -> RecordedStage:
     """Record a stage for its parameters, its array and, for the last stage, targets.
 
-    Its backward pass is one part, or two if it `is_split`.
+    Its backward pass is a single graph, or two if it `is_split`.
 
     Raises what the function raises, and UsageError for a function that reads elements, or that
     returns an array that it was given.
@@ -308,7 +308,7 @@ Stage = Callable[..., Any]
 
 
 class StagePasses:
-    """The passes of one stage.
+    """The passes of a stage.
 
     Args:
         function: of the stage's parameters, its array, and maybe targets.

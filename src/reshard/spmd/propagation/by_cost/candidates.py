@@ -3,7 +3,7 @@
 The third strategy of propagation chooses among these. The mesh's axes are taken in the pieces in
 which annotations use them. An operator may run with each piece
 
-- cutting one of its factors, where each device can then compute its part by itself;
+- sharding a factor of it, where each device can then compute its part by itself;
 - carrying contributions through, where the operator is linear in the operands that have them;
 - unused, the devices along it doing the same;
 - sharding space that windows reach over, if the operator defines which halos it needs.
@@ -157,7 +157,7 @@ def every_piece(pieces: Parts, mesh: DeviceMesh) -> Parts:
 def cuts_of(shape: Sequence[int], pieces: Parts) -> Iterator[Sharding]:
     """Yield every sharding of an array by pieces of axes, each along a dimension or none.
 
-    >>> [one.dims for one in cuts_of((4, 3), ((0, 1, 2, 0),))]
+    >>> [cut.dims for cut in cuts_of((4, 3), ((0, 1, 2, 0),))]
     [((), ()), (((0, 1, 2, 0),), ())]
     """
     for chosen in itertools.product((None, *range(len(shape))), repeat=len(pieces)):
@@ -319,7 +319,7 @@ def _list_ways(
     cuttable = _find_cuttable(rule, shapes)
     places: list[tuple[str, int]] = [("unused", 0)]
     places += [("factor", factor) for factor in sorted(cuttable)]
-    # The carried and the reduced contributions are one sum, or one maximum.
+    # The carried and the reduced contributions are the same sum, or the same maximum.
     places += [
         ("carried", number)
         for number, (reduction, _) in enumerate(carried)
@@ -327,7 +327,7 @@ def _list_ways(
     ]
     found: dict[RunOption, None] = {}
     for ordered in itertools.permutations(pieces) if in_any_order else [pieces]:
-        # Each piece of the axes has one place: unused, a factor, or contributions of some operands.
+        # Each piece of the axes is unused, or belongs to a factor or to contributions of operands.
         for chosen in itertools.product(places, repeat=len(ordered)):
             cuts: list[Parts] = [()] * len(rule.sizes)
             kept: dict[int, Parts] = {}

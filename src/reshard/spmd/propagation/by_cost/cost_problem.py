@@ -74,7 +74,7 @@ class _Ways:
     @lru_cache(maxsize=4096)
     def of(rule: OpShardingRule, options: tuple[RunOption, ...]) -> _Ways:
         """Return those of a rule, cached between propagations."""
-        # Transpose rows, one for each way, to columns, one for each tensor.
+        # Transpose rows, of the ways, to columns, of the tensors.
         rows = [(*way.reads(rule), *way.makes(rule)) for way in options]
         columns = tuple(zip(*rows, strict=True))
         different = tuple(tuple(dict.fromkeys(one)) for one in columns)
@@ -141,7 +141,7 @@ class CostProblem:
         # The axes in the pieces that annotations use, others as a whole.
         used = pieces_of([*given.values(), *self.asked.values()])
         pieces = every_piece(used, table.mesh)
-        # Equal shardings are one object, so they are compared by identity below.
+        # Equal shardings are the same object, so they are compared by identity below.
         alike: dict[object, Sharding] = {}
 
         def find_known(spec: ShardingSpec | None, shape: Sequence[int]) -> Sharding:
@@ -257,7 +257,7 @@ class CostProblem:
         """Seconds of the movements at all ends, each reader paying for its own."""
         seconds_s = {id(one): one.seconds_s for one in self._between}
         return [
-            # An output has one sharding that was asked for: the only column.
+            # An output has a single sharding that was requested: the only column.
             CostTable((ends.value,), seconds_s[id(ends.between)][:, 0])
             if ends.way is None
             else CostTable((ends.value, ends.way), seconds_s[id(ends.between)])

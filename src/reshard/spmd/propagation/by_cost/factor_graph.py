@@ -16,12 +16,12 @@ stops, or goes on with the tables split, and then gives a lower bound. Forwards 
 table gets the sum of the tables outside of it, and then has the minimum for every single choice: a
 choice whose minimum is above a known sum can be excluded.
 
-*Descent* starts from given choices and changes one variable at a time, with the inner ones next to
-it, as long as that helps. In *windows*, all variables but a few are chosen at once: the others keep
-their choices, and are such that elimination of the rest makes no large table. Each window leaves
-out other variables.
+*Descent* starts from given choices and changes a variable at a time, with the inner variables next
+to it, as long as that helps. In *windows*, all variables but a few are chosen at once: the others
+keep their choices, and are such that elimination of the rest makes no large table. Each window
+leaves out other variables.
 
-Both give the same answer on every machine: sums are computed in one order, and among equals the
+Both give the same answer on every machine: sums are computed in a fixed order, and among equals the
 first choice is taken.
 """
 
@@ -85,7 +85,7 @@ def _view(tables: Sequence[CostTable], views: Sequence[TableView]) -> list[Float
         seconds_s = tables[number].seconds_s
         if axes is not None:
             if seconds_s.ndim > len(axes):
-                # Axes of variables that have one choice.
+                # Axes of variables that have a single choice.
                 seconds_s = seconds_s.squeeze()
             seconds_s = seconds_s.transpose(axes)
         parts.append(seconds_s.reshape(shape))
@@ -98,7 +98,7 @@ def joined_table(
     """Return the sum of tables, an array of its own with an axis for each variable of a scope.
 
     Args:
-        tables: of these variables, and others that have one choice.
+        tables: of these variables, and others that have a single choice.
         scope: all that have several choices; the first is any, the others are in rising order.
         choices: how many each variable has.
     """
@@ -130,8 +130,8 @@ def least_joined(
         places: the variables of each by their places in the scope.
         sizes: choices of each variable of the scope.
 
-    >>> one = CostTable((0, 1), np.array([[5.0, 6.0], [0.0, 9.0]]))
-    >>> least_joined([one], ((0, 1),), (2, 2)).tolist()
+    >>> table = CostTable((0, 1), np.array([[5.0, 6.0], [0.0, 9.0]]))
+    >>> least_joined([table], ((0, 1),), (2, 2)).tolist()
     [0.0, 6.0]
     """
     if not tables:
@@ -199,7 +199,7 @@ def grouped(
     Args:
         scopes: the variables of each table.
         choices: how many each variable has; variables with a single choice are omitted.
-        largest: entries of a group's table, unless one table alone is larger.
+        largest: entries of a group's table, unless a single table is larger.
 
     >>> grouped([(0, 1), (0, 2), (0,)], (2, 2, 2), 4)
     [((0, 1), [0, 2]), ((0, 2), [1])]
@@ -236,8 +236,8 @@ def taken_apart(
         choices: how many each variable has.
         largest: entries of a group's table.
 
-    >>> one, two = (CostTable((0, v), np.array([[1.0, 5.0], [3.0, 0.0]])) for v in (1, 2))
-    >>> apart = taken_apart(0, [one, two], (2, 2, 2), 4)
+    >>> tables = [CostTable((0, v), np.array([[1.0, 5.0], [3.0, 0.0]])) for v in (1, 2)]
+    >>> apart = taken_apart(0, tables, (2, 2, 2), 4)
     >>> [(table.variables, table.seconds_s.tolist()) for table in apart]
     [((1,), [1.0, 0.0]), ((2,), [1.0, 0.0])]
     """
@@ -323,7 +323,7 @@ def find_order(
     [(0, 1), (1, 2), (2,)]
     """
     # 1. The tables left of each variable by their numbers, the adjacent variables, and a heap of
-    # variables by the size of their joined table. Variables with one choice stay: without them,
+    # variables by the size of their joined table. Variables without a choice stay: without them,
     # scopes are as few axes as they can be.
     of: list[dict[int, tuple[int, ...]]] = [{} for _ in choices]
     beside = [{variable} for variable in range(len(choices))]
@@ -575,10 +575,9 @@ class CostSum:
         choices: how many each variable has.
         tables: what is added.
 
-    >>> one, two = np.array([0.0, 1.0]), np.array([[5.0, 6.0], [0.0, 9.0]])
-    >>> tables = [CostTable((0,), one), CostTable((0, 1), two)]
-    >>> one = CostSum((2, 2), tables)
-    >>> one.eliminated(), one.value((1, 0))
+    >>> seconds_s = [np.array([0.0, 1.0]), np.array([[5.0, 6.0], [0.0, 9.0]])]
+    >>> total = CostSum((2, 2), list(map(CostTable, [(0,), (0, 1)], seconds_s)))
+    >>> total.eliminated(), total.value((1, 0))
     ((1, 0), 1.0)
     """
 
@@ -622,8 +621,8 @@ class CostSum:
     def least_of_choices(self, largest: int = LARGEST_TABLE) -> list[FloatArray] | None:
         """The least sum with each choice of each variable, up to rounding; None as `eliminated`.
 
-        >>> one, two = np.array([0.0, 1.0]), np.array([[5.0, 6.0], [0.0, 9.0]])
-        >>> tables = [CostTable((0,), one), CostTable((0, 1), two)]
+        >>> seconds_s = [np.array([0.0, 1.0]), np.array([[5.0, 6.0], [0.0, 9.0]])]
+        >>> tables = list(map(CostTable, [(0,), (0, 1)], seconds_s))
         >>> [least_s.tolist() for least_s in CostSum((2, 2), tables).least_of_choices()]
         [[5.0, 1.0], [1.0, 6.0]]
         """
@@ -634,7 +633,7 @@ class CostSum:
         # No table is split here, so each step leaves a single table.
         lefts = [one.left[0] for one in taken]
         parts_s = [float(left.seconds_s) for left in lefts if not left.variables]
-        # Tables of variables that have one choice alone are in none of those.
+        # Tables of variables that have a single choice are in none of those.
         parts_s += [one.seconds_s.item() for one in self.tables if one.seconds_s.size == 1]
         whole_s = math.fsum(parts_s)
         made = set(map(id, lefts))
@@ -681,12 +680,12 @@ class CostSum:
     def descended(
         self, start: Sequence[int], inner: Sequence[int] = (), sweeps: int = 12
     ) -> tuple[int, ...]:
-        """Descend to choices that changing one variable, with its inner ones, does not improve.
+        """Descend to choices that changing a variable, with its inner variables, does not improve.
 
         Args:
             start: the choices to begin with; those of inner variables do not count.
-            inner: variables that are never in one table: given all others, the best choice of
-                each is found separately, and an adjacent variable is evaluated with it.
+            inner: variables that are never in a table together: given all others, the best choice
+                of each is found separately, and an adjacent variable is evaluated with it.
             sweeps: the most times that all variables are looked at.
         """
         chosen = list(start)

@@ -1,6 +1,6 @@
 """Movements of values: their times for all choices at once, and values moved once for all readers.
 
-Values of one shape and element type share one square table, with a row for each sharding that some
+Values of equal shape and element type share a square table, with a row for each sharding that some
 value or operation has of them and a column for the same as a target. The tables of a sum are parts
 of it: a value's candidates by the shardings that an operation reads, or computes::
 
@@ -19,7 +19,7 @@ first sharding already keeps the second, for all operators with the same halos::
     value x: x --- reads y --- halos ---> ...      halos of an array that is not kept: each time
 
 An array keeps the shardings that it was moved to, so the movements of a value depend on all of its
-readers together, while each table has one reader. Two sums of tables bound the time:
+readers together, while each table has a single reader. Two sums of tables bound the time:
 
     moved once     some movements of some values are paid by the first reader, whatever is read, and
                    cost the others nothing: an upper bound, exact if several readers do read it
@@ -27,7 +27,7 @@ readers together, while each table has one reader. Two sums of tables bound the 
                    bound, exact if all that have parts read it
 
 An answer is improved by taking its shared movements as moved once and minimizing again. That no
-answer is better is proven with parts, and by deciding one movement after another whether it is made
+answer is better is proven with parts, and by deciding of each movement in turn whether it is made
 once (`cost_propagation`).
 """
 
@@ -56,7 +56,7 @@ Move = tuple[int, int]
 
 @dataclass(slots=True)
 class ValueMovements:
-    """The movements of all values of one shape and element type, and the halos they may need.
+    """The movements of all values of a shape and element type, and the halos they may need.
 
     >>> from reshard import DeviceMesh, dtype, spec
     >>> from reshard.spmd.propagation.axes import AxisTable
@@ -431,7 +431,7 @@ class CommonReads:
         paid_s = between.seconds_to(paid) if paid else None
         if paid_s is None and columns.count(1.0) == len(columns):
             return table
-        # Equal tables stay one object, by which equal layers are recognized. Their sources are
+        # Equal tables stay the same object, by which equal layers are recognized. Their sources are
         # kept, so that no other array gets their identities.
         key = (id(before_s), id(paid_s), columns)
         known = self._changed.get(key)
