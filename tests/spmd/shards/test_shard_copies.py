@@ -9,6 +9,8 @@ import pytest
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
+from reshard.geometry.layout_change import LayoutChange
+from reshard.spmd.shards.shard_copies import copies
 
 FOUR = DeviceMesh.of(x=4)
 MESH = DeviceMesh.of(x=2, y=2)
@@ -42,6 +44,31 @@ def test_every_cut_from_and_to_halos(source: str, library: str) -> None:
                 np.testing.assert_array_equal(shard, expected.shards[rank], f"to {target}")
             assert float(sp.sum(moved)) == data.sum(), target
             np.testing.assert_array_equal(np.asarray(moved), data)
+
+
+def test_parts_of_ranks_own_shards_are_views() -> None:
+    texts = ("x, -", "x, y"), ("-, -", "y, -"), ("y, -", "y, -"), ("x, -", "x y, -")
+    data = np.arange(32.0).reshape(8, 4)
+    for before, after in texts:
+        source, target = (spec(MESH, text).layout(data.shape) for text in (before, after))
+        change = LayoutChange(source, target)
+        own = tuple(sp.array(data, spec(MESH, before)).shards.values())
+        found = copies(change, range(4), range(4), sp.in_process().library)(own)
+        # Nothing is asked of other ranks, so that no transfers are listed.
+        assert "transfers" not in vars(change), (before, after)
+        right = sp.array(data, spec(MESH, after)).shards
+        for rank, shard in enumerate(found):
+            np.testing.assert_array_equal(shard, right[rank])
+            assert np.shares_memory(shard, own[rank])
+
+
+def test_ranks_that_need_others_shards_are_given_copies() -> None:
+    texts = ("x, -", "-, -"), ("x, -", "y, -"), ("x@halo[1,1], -", "x, -"), ("x, -", "-, x")
+    for before, after in texts:
+        source, target = (spec(MESH, text).layout((6, 4)) for text in (before, after))
+        change = LayoutChange(source, target)
+        copies(change, range(4), range(4), sp.in_process().library)
+        assert "transfers" in vars(change), (before, after)
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])

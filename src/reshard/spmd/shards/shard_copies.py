@@ -50,6 +50,9 @@ def copies(
     >>> move((np.array([[0, 1, 2, 3]]), np.array([[4, 5, 6, 7]])))[1].tolist()
     [[2, 3], [6, 7]]
     """
+    found = _take_parts(change, sources, targets)
+    if found is not None:
+        return found
     if _is_plain(change):
         return _copy_boxes(change, sources, targets, library)
     by_engine = _run_by_engine(change, sources, targets)
@@ -61,6 +64,58 @@ def copies(
         return by_engine(shards) if is_plain_memory else by_boxes()(shards)
 
     return moved
+
+
+def _take_parts(
+    change: LayoutChange, sources: Sequence[int], targets: Sequence[int]
+) -> Movement | None:
+    """Return a movement in which each rank takes a view of its shard; None if ranks need others'.
+
+    It is found without the boxes that ranks send each other.
+    """
+    before, after = _find_boxes(change.source), _find_boxes(change.target)
+    if before is None or after is None or not before.keys() >= set(targets):
+        return None
+    position = {rank: number for number, rank in enumerate(sources)}
+    # Ranks with equal boxes share an array.
+    places: dict[Box, int] = {}
+    pieces: list[tuple[int, tuple[slice, ...] | None]] = []
+    for rank in targets:
+        own, wanted = before[rank], after[rank]
+        if own.intersect(wanted) != wanted:
+            return None
+        if wanted not in places:
+            places[wanted] = len(pieces)
+            start = tuple(map(sub, wanted.start, own.start))
+            window = None if own == wanted else _find_slices(start, wanted.shape)
+            pieces.append((position[rank], window))
+    which = [places[after[rank]] for rank in targets]
+
+    def moved(shards: Shards) -> Shards:
+        made = [shards[n] if window is None else shards[n][window] for n, window in pieces]
+        return tuple([made[number] for number in which])
+
+    return moved
+
+
+def _find_boxes(layout: Layout) -> dict[int, Box] | None:
+    """Return the box of each rank; None if a rank's shard is not exactly a box of elements."""
+    if layout.cells != len(layout.holders) or layout.contributions > 1:
+        return None
+    columns = []
+    for dimension, table in enumerate(layout.tables):
+        runs = table.single_runs()
+        # A part without a run is empty.
+        is_interval = len(runs.part) == table.parts and bool((np.diff(runs.part) == 1).all())
+        if not is_interval or runs.role.any() or not runs.length.all():
+            return None
+        part = layout.cell_part[:, dimension]
+        columns.append((runs.start[part].tolist(), runs.stop[part].tolist()))
+    starts = zip(*(start for start, _ in columns), strict=True)
+    stops = zip(*(stop for _, stop in columns), strict=True)
+    # Without dimensions there are no columns.
+    boxes = map(Box, starts, stops) if columns else [Box((), ())] * layout.cells
+    return dict(zip(layout.holders, boxes, strict=True))
 
 
 def _copy_boxes(
