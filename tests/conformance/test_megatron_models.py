@@ -22,6 +22,7 @@ from reshard.megatron.names import MegatronNames, PipelineLayers
 from reshard.megatron.parameters import LocalParameter, MegatronParameter, gather_parameters
 from reshard.megatron.ranks import MegatronRanks
 from reshard.megatron.tensor_pairs import reconcile_all
+from selection import choose
 
 Array = NDArray[np.int64]
 LAYERS, EXPERTS = 4, 4
@@ -126,7 +127,7 @@ def models(draw: st.DrawFn) -> Model:
     return Model(tp, pp, dp, ep, etp, vpp, draw(st.sampled_from([0, 0, 2, 16])))
 
 
-@settings(max_examples=25)
+@settings(max_examples=choose(12, 25))
 @given(models(), models())
 def test_a_model_from_one_set_of_ranks_to_another(source: Model, target: Model) -> None:
     pairs = reconcile_all(source.parameters(), target.parameters())

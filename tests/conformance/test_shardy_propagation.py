@@ -12,7 +12,7 @@ import pytest
 from selection import choose
 from shardy_oracle import campaign
 
-SAMPLE = choose(90, 300)
+SAMPLE = choose(60, 300)
 SHARE_OF_DELIBERATE = 0.06
 
 COMPARED_WITH = "0.10.2"

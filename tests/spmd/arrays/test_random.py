@@ -155,8 +155,9 @@ def test_categories_are_drawn_by_their_weights_and_logits_stay_where_they_are() 
     shares = np.bincount(expected, minlength=4) / len(expected)
     assert shares[1] == 0
     assert np.abs(shares - weights).max() < 0.02
+    expected = sp.random.categorical(KEY, sp.array(logits[:500])).to_dense()
     for cut in specs(MESH, 2):
-        found = sp.random.categorical(KEY, sp.array(logits, cut))
+        found = sp.random.categorical(KEY, sp.array(logits[:500], cut))
         np.testing.assert_array_equal(found.to_dense(), expected)
     rows = sp.array(np.zeros((50, 1200)), spec(MESH, "-, x y"))
     trace = sp.trace(lambda z: sp.random.categorical(KEY, z), rows)
