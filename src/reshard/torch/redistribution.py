@@ -157,7 +157,7 @@ class Redistribution:
         return isinstance(tensor, torch.Tensor) and torch.is_grad_enabled() and tensor.requires_grad
 
     def _sign(self, problem: str | None) -> CallSignature:
-        parts, shown = {}, {}
+        parts = {}
         if self._is_planned:
             staged, layouts = self._staged, self._change
             method = method_digest(self.program) if staged is None else staged.digest.encode()
@@ -168,21 +168,26 @@ class Redistribution:
                 "extra_bytes": str(self._limit_bytes).encode(),
                 "method": method,
             }
-            is_named = isinstance(self._method, str)
-            shown = {
-                "dtype": str(self._dtype),
-                "source": self._before.describe(),
-                "target": self._after.describe(),
-                "extra_bytes": str(self._limit_bytes),
-                "method": str(self._method) if is_named else "a program of its own",
-            }
         lacks_gradient = self._tensor is not None and not self._wants_gradient
         cannot = self._is_async or self._out is not None
         # Ranks learn the maximum: minus the lowest rank that knows the source.
         speaker = _NOBODY if self._is_open else -self._group.rank
         flags = self._wants_gradient, lacks_gradient, cannot, self._is_open
         is_open = not self._is_planned and problem is None
-        return CallSignature(parts, problem, is_open, (*map(int, flags), speaker), shown)
+        return CallSignature(parts, problem, is_open, (*map(int, flags), speaker), self._show)
+
+    def _show(self) -> dict[str, str]:
+        """Return this rank's call as text, if it was planned."""
+        if not self._is_planned:
+            return {}
+        is_named = isinstance(self._method, str)
+        return {
+            "dtype": str(self._dtype),
+            "source": self._before.describe(),
+            "target": self._after.describe(),
+            "extra_bytes": str(self._limit_bytes),
+            "method": str(self._method) if is_named else "a program of its own",
+        }
 
     def _share_source(self, speaker: int) -> None:
         """Receive the description of the source from a rank that has it, or send it."""

@@ -130,7 +130,7 @@ def _compare(runner: Runner, what: str, text: str) -> None:
     # Imported here, because arrays in a single process do not need torch.
     from reshard.torch.exchange.agreement import CallSignature, agree
 
-    agree(CallSignature({what: text.encode()}, shown={what: text}), _group_of(runner))
+    agree(CallSignature({what: text.encode()}, show=lambda: {what: text}), _group_of(runner))
 
 
 def _group_of(runner: Runner) -> Any:

@@ -27,11 +27,12 @@ import hashlib
 import json
 import pickle
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -56,14 +57,14 @@ class CallSignature:
         problem: why this rank cannot take part, or None.
         is_open: whether this rank lacks a description of the call, and agrees with all others.
         notes: up to 8 small integers; all ranks receive the maximum of each.
-        shown: parts as text, for the error if ranks differ.
+        show: returns parts as text; called only for the error if ranks differ.
     """
 
     parts: Mapping[str, bytes]
     problem: str | None = None
     is_open: bool = False
     notes: tuple[int, ...] = ()
-    shown: Mapping[str, str] = field(default_factory=dict)
+    show: Callable[[], Mapping[str, str]] = dict
 
     @property
     def digest(self) -> bytes:
@@ -183,8 +184,9 @@ def _raise_threads(name: str, group: RankGroup) -> NoReturn:
 
 
 def _raise_difference(intent: CallSignature, group: RankGroup) -> NoReturn:
+    shown = {} if intent.is_open else intent.show()
     own = [
-        (name, (part.hex(), intent.shown.get(name, "")[:_MAX_SHOWN]))
+        (name, (part.hex(), shown.get(name, "")[:_MAX_SHOWN]))
         for name, part in intent.parts.items()
     ]
     every = gather(json.dumps(None if intent.is_open else own).encode(), group).values
@@ -257,33 +259,50 @@ def gather(
 
     Raises RunError, with the prefix `otherwise`, if a rank does not answer.
     """
+    (found,) = gather_all([own], group, to_first, otherwise)
+    return found
+
+
+def gather_all(
+    values: Sequence[bytes], group: Group, to_first: bool = False, otherwise: str = _UNANSWERED
+) -> list[Gathered]:
+    """Return each of several values of all ranks, as many on every rank. See `gather`."""
     among = rank_group(group)
+    with among.errors(otherwise):
+        digests = _gather_digests(values, among)
+        return [
+            _gather_unequal(own, [row[number] for row in digests], among, to_first)
+            for number, own in enumerate(values)
+        ]
+
+
+def _gather_unequal(
+    own: bytes, digests: list[tuple[int, ...]], among: RankGroup, to_first: bool
+) -> Gathered:
+    """Return the values of all ranks; equal values come from the first rank that has them."""
     ranks, me = among.ranks, among.rank
     first_with: dict[tuple[int, ...], int] = {}
     found: dict[tuple[int, ...], bytes] = {}
     received_bytes = 0
-    with among.errors(otherwise):
-        digests = _gather_digests(own, among)
-        for rank, digest in zip(ranks, digests, strict=True):
-            # Equal values come from the first rank that has them.
-            first_with.setdefault(digest, rank)
-        for digest, rank in first_with.items():
-            # Only the first rank and the owner of the value take part in its message.
-            if to_first and (rank == ranks[0] or me not in (rank, ranks[0])):
-                continue
-            if not digest[0]:
-                found[digest] = b""
-                continue
-            data = tensor_of(own) if me == rank else torch.empty(digest[0], dtype=torch.uint8)
-            if not to_first:
-                among.broadcast(data, rank)
-            elif me == rank:
-                among.send(data, ranks[0]).wait()
-            else:
-                among.receive(data, rank).wait()
-            if me != rank:
-                received_bytes += len(data)
-                found[digest] = bytes_of(data)
+    for rank, digest in zip(ranks, digests, strict=True):
+        first_with.setdefault(digest, rank)
+    for digest, rank in first_with.items():
+        # Only the first rank and the owner of the value take part in its message.
+        if to_first and (rank == ranks[0] or me not in (rank, ranks[0])):
+            continue
+        if not digest[0]:
+            found[digest] = b""
+            continue
+        data = tensor_of(own) if me == rank else torch.empty(digest[0], dtype=torch.uint8)
+        if not to_first:
+            among.broadcast(data, rank)
+        elif me == rank:
+            among.send(data, ranks[0]).wait()
+        else:
+            among.receive(data, rank).wait()
+        if me != rank:
+            received_bytes += len(data)
+            found[digest] = bytes_of(data)
     # Values that were not received are this rank's own.
     every = zip(ranks, digests, strict=True)
     return Gathered({rank: found.get(digest, own) for rank, digest in every}, received_bytes)
@@ -332,9 +351,14 @@ def scatter(parts: Iterable[Any] | None, group: Group) -> tuple[Any, int]:
     return own, moved_bytes
 
 
-def _gather_digests(data: bytes, group: RankGroup) -> list[tuple[int, ...]]:
-    """Return the length and digest of the data of every rank."""
-    digest = hashlib.blake2b(data, digest_size=8 * _DIGEST_WORDS).digest()
-    words = [int.from_bytes(digest[8 * i : 8 * i + 8], signed=True) for i in range(_DIGEST_WORDS)]
-    found = group.all_gather(torch.tensor([len(data), *words]))
-    return [tuple(row.tolist()) for row in found]
+def _gather_digests(values: Sequence[bytes], group: RankGroup) -> list[list[tuple[int, ...]]]:
+    """Return, for every rank, the length and digest of each of its values."""
+    words = []
+    for data in values:
+        digest = hashlib.blake2b(data, digest_size=8 * _DIGEST_WORDS).digest()
+        words += [len(data), *np.frombuffer(digest, np.int64).tolist()]
+    size = 1 + _DIGEST_WORDS
+    return [
+        [tuple(row[at : at + size].tolist()) for at in range(0, len(row), size)]
+        for row in group.all_gather(torch.tensor(words))
+    ]

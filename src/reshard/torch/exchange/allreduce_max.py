@@ -14,7 +14,7 @@ first rank receives from all others and sends the result to them::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,13 +58,24 @@ def reduce_near_max(
     near.check_ends()
     count = len(ranks)
     if count <= MAX_BY_FIRST:
-        return _find_by_first(near, numbers, ranks, position)
+        told = _reduce_by_first(near, numbers.tobytes(), ranks, position, _find_greatest)
+        return np.frombuffer(told, np.int64)
 
     def swap(own: IntArray, receiver: int, sender: int) -> IntArray:
         (told,) = near.swap(own.tobytes(), [ranks[receiver]], [ranks[sender]], PATIENCE_S)
         return np.frombuffer(told, np.int64)
 
     return _disseminate(numbers, position, count, swap)
+
+
+def gather_near(near: SharedMemory, own: bytes, ranks: Sequence[int], position: int) -> bytes:
+    """Return the notes of ranks that all share memory, in their order; see `reduce_near_max`.
+
+    Args:
+        own: of this rank, as long on every rank; all together at most `MAX_NOTE_BYTES`.
+    """
+    near.check_ends()
+    return _reduce_by_first(near, own, ranks, position, b"".join)
 
 
 def reduce_far_max(
@@ -115,19 +126,24 @@ def _disseminate(
     return numbers
 
 
-def _find_by_first(
-    near: SharedMemory, numbers: IntArray, ranks: Sequence[int], position: int
-) -> IntArray:
+def _reduce_by_first(
+    near: SharedMemory,
+    own: bytes,
+    ranks: Sequence[int],
+    position: int,
+    reduce: Callable[[list[bytes]], bytes],
+) -> bytes:
+    """Return the reduction of all ranks' notes, which the first rank computes for all."""
     first, others = ranks[0], ranks[1:]
     if position:
-        (told,) = near.swap(numbers.tobytes(), [first], [first])
-        return np.frombuffer(told, np.int64)
+        (told,) = near.swap(own, [first], [first])
+        return told
     # No rank has the result before this rank does, so a rank that ends now has failed.
-    numbers = _find_greatest(numbers, near.swap(b"", [], others, patience_s=0))
-    near.swap(numbers.tobytes(), others, [])
-    return numbers
+    told = reduce([own, *near.swap(b"", [], others, patience_s=0)])
+    near.swap(told, others, [])
+    return told
 
 
-def _find_greatest(numbers: IntArray, told: Iterable[bytes]) -> IntArray:
-    greatest: IntArray = np.max([numbers, *(np.frombuffer(one, np.int64) for one in told)], axis=0)
-    return greatest
+def _find_greatest(notes: Sequence[bytes]) -> bytes:
+    greatest: IntArray = np.max([np.frombuffer(note, np.int64) for note in notes], axis=0)
+    return greatest.tobytes()

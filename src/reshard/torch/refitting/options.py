@@ -103,7 +103,7 @@ class RefitSettings(Record):
             if name not in _RANKS_OWN
         }
         parts = {name: text.encode() for name, text in shown.items()}
-        return CallSignature(parts, problem, notes=notes, shown=shown)
+        return CallSignature(parts, problem, notes=notes, show=lambda: shown)
 
     def plan_key(self, hosts: Topology | None) -> object | None:
         """Return the options that determine a plan; None with transforms, which are code.

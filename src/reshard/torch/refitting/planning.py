@@ -24,7 +24,7 @@ from typing import Any
 from reshard.errors import ReshardError, ShardError
 from reshard.system import peak_bytes
 from reshard.topology import Topology
-from reshard.torch.exchange.agreement import gather, scatter
+from reshard.torch.exchange.agreement import gather_all, scatter
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.manifest_documents import read_manifests, write_manifests
 from reshard.torch.models.model_manifest import (
@@ -209,9 +209,7 @@ def plan_part(
     is_first = group.rank == ranks[0]
     # 1. Gather the manifests of all ranks; with centralized planning, on the first rank only.
     # Names are separate from the rest: ranks with different parts of a tensor use the same names.
-    names, others = (
-        gather(message, group, to_first=is_central) for message in write_manifests(before, after)
-    )
+    names, others = gather_all(write_manifests(before, after), group, to_first=is_central)
     messages = {rank: (names.values[rank], others.values[rank]) for rank in ranks}
     scattered_bytes = 0
     part: RefitPart | ReshardError
