@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 from reshard.torch.exchange import allreduce_max
-from reshard.torch.exchange.allreduce_max import MAX_BY_FIRST, reduce_near_max
+from reshard.torch.exchange.allreduce_max import MAX_BY_FIRST, gather_near, reduce_near_max
 from reshard.torch.exchange.one_host.shared_memory import SharedMemory
 
 pytestmark = pytest.mark.linux_only(reason="shared memory between ranks")
@@ -49,6 +49,17 @@ def test_all_ranks_learn_the_greatest_of_each_number(count: int) -> None:
     with ThreadPoolExecutor(count) as pool:
         found = list(pool.map(run, range(count)))
     assert found == [numbers.max(axis=1).tolist()] * count
+
+
+def test_all_ranks_receive_the_notes_of_all_in_their_order() -> None:
+    ranks = [7, 2, 5]
+    near, notes = connect(ranks), [b"ab", b"cd", b"ef"]
+
+    def run(position: int) -> bytes:
+        return gather_near(near[position], notes[position], ranks, position)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        assert list(pool.map(run, range(len(ranks)))) == [b"abcdef"] * len(ranks)
 
 
 @pytest.mark.parametrize("count", [3, MAX_BY_FIRST + 1])
