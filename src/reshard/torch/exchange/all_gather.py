@@ -23,12 +23,13 @@ import torch.distributed as dist
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.schedule import limit_message_bytes, order_transfers
 from reshard.torch.exchange.packing.messages import (
+    MessagePieces,
+    Piece,
     RankMessage,
     RankTransfers,
     list_pieces,
     pack_messages,
 )
-from reshard.torch.exchange.packing.pieces import MessagePieces, Piece
 
 _ROUNDS_AHEAD = 2
 # Newer releases of torch rename it.

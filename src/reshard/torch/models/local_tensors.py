@@ -50,7 +50,7 @@ from reshard.torch.endpoint import (
     is_freed,
     list_locals,
 )
-from reshard.torch.exchange.packing.pieces import cut
+from reshard.torch.exchange.packing.messages import cut
 from reshard.torch.fully_sharded import find_groups, find_storage, list_gathered
 from reshard.torch.loaders.strided_overlap import StridedRegion, find_overlaps
 from reshard.torch.models.model_manifest import ModelManifest

@@ -16,7 +16,7 @@ all programs share an exchange of messages with the exchanged tensors; then all 
     stage 1   second steps                       shard  -> shard or target
 
 A tensor that is sent in stages between hosts has all steps of its pipeline in stage 0
-(`exchange.stages`).
+(`packing.messages`).
 
 Shards between steps are stored in the source, in the target (`programs.phases`), or in the
 batch's memory.

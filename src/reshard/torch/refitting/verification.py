@@ -32,12 +32,12 @@ from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.packing.messages import (
     LocalCopy,
+    Piece,
     PiecesByPair,
     RankTransfers,
     cells_of,
     list_pieces,
 )
-from reshard.torch.exchange.packing.pieces import Piece
 from reshard.torch.models.local_tensors import tensor_digest
 from reshard.torch.refitting.plan import PartItem, RefitPart
 

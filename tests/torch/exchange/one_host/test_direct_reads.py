@@ -28,7 +28,7 @@ from reshard.torch.exchange.one_host.direct_reads import (
     pays,
     read_spans,
 )
-from reshard.torch.exchange.packing.pieces import list_spans
+from reshard.torch.exchange.packing.messages import list_spans
 
 pytestmark = pytest.mark.linux_only(reason="process_vm_readv")
 

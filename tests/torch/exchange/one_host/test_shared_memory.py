@@ -16,8 +16,12 @@ pytest.importorskip("torch")
 import torch
 
 from live_processes import expect_all_end_well, run_ranks
-from reshard.torch.exchange.one_host.segments import map_segment
-from reshard.torch.exchange.one_host.shared_memory import _TOLD, MAX_NOTE_BYTES, SharedMemory
+from reshard.torch.exchange.one_host.shared_memory import (
+    _TOLD,
+    MAX_NOTE_BYTES,
+    SharedMemory,
+    map_segment,
+)
 
 pytestmark = pytest.mark.linux_only(reason="shared memory between ranks")
 LIMIT_S = 120.0

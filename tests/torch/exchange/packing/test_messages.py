@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import math
 
 import torch
 from hypothesis import assume, given, settings
@@ -16,12 +17,14 @@ from reshard.errors import PlanError
 from reshard.layout import Layout
 from reshard.plans.schedule import ALIGNMENT_BYTES
 from reshard.torch.exchange.packing.messages import (
+    MessagePieces,
+    Piece,
     RankMessage,
     RankTransfers,
+    cut,
     list_messages,
     pack_messages,
 )
-from reshard.torch.exchange.packing.pieces import MessagePieces, Piece
 from selection import choose
 from strategies import layouts, shapes
 
@@ -144,3 +147,21 @@ def test_large_pieces_travel_alone_and_small_ones_together() -> None:
     together, *alone = pack_messages(pieces, 1 << 20)
     assert [tuple(piece.view.shape) for piece in together] == [(10,), (10,)]
     assert [tuple(piece.view.shape) for (piece,) in alone] == [(256, 1024), (44, 1024)]
+
+
+@given(shapes(min_rank=1), st.integers(4, 200))
+def test_parts_are_small_and_together_the_whole(shape: tuple[int, ...], most_bytes: int) -> None:
+    whole = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+    parts = list(cut(whole, most_bytes))
+    assert all(part.numel() * 4 <= most_bytes for part in parts)
+    assert all(part.is_contiguous() for part in parts)
+    assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), whole.reshape(-1))
+
+
+@given(shapes(min_rank=0))
+def test_a_piece_knows_its_bytes_and_where_its_elements_lie_packed(shape: tuple[int, ...]) -> None:
+    whole = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+    piece = Piece.of(whole, torch.float64)
+    packed = whole.to(torch.float64).flatten()
+    assert piece.size_bytes == packed.nbytes
+    assert torch.equal(packed.as_strided(shape, piece.form.strides), whole.to(torch.float64))

@@ -12,14 +12,13 @@ import contextlib
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Callable, Sequence
 
 import torch
 
 from reshard.errors import RunError
 from reshard.system import can_seal_memory
-from reshard.torch.exchange.one_host.segments import HostSegment, map_segment
+from reshard.torch.exchange.one_host.shared_memory import HostSegment, limit_waits, map_segment
 
 # "never" and "always" override the automatic choice, for comparisons and tests.
 _VARIABLE = "RESHARD_SHARED_MEMORY"
@@ -149,11 +148,3 @@ def _reach(name: bytes, word: bytes, position: int, timeout_s: float) -> socket.
         connected.close()
         return None
     return connected
-
-
-def limit_waits(connected: socket.socket, timeout_s: float) -> None:
-    """Limit sends and receives in time; unlike with `settimeout`, each is a single system call."""
-    whole = int(timeout_s)
-    limit = struct.pack("@ll", whole, int((timeout_s - whole) * 1e6))
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

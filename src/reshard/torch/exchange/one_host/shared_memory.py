@@ -6,8 +6,12 @@ these two copies::
     sender      pack -> | segment of the sender |        "message 7 lies at 4096"  ->
     receiver            | the same, mapped      | -> unpack      <-  "message 7 is taken"
 
-Notes over sockets (`fd_passing`) name the segment (`segments`) and offset of each message, and
-acknowledge it; a rank that waits for a note sleeps. A process that ends closes its sockets, which
+Segments of the host are anonymous memory files, sealed so that they cannot shrink. Their
+descriptors are sent over sockets. Nothing remains however a process ends, and `/dev/shm` may be
+small. Segments of a device are shared by handles (`device_memory`).
+
+Notes over sockets (`fd_passing`) name the segment and offset of each message, and acknowledge it; a
+rank that waits for a note sleeps. A process that ends closes its sockets, which
 its peers see at once. Notes of several exchanges may share a socket, and any waiting thread reads
 for all of them. Messages of a few bytes travel in the note itself.
 """
@@ -15,6 +19,8 @@ for all of them. Messages of a few bytes travel in the note itself.
 from __future__ import annotations
 
 import contextlib
+import mmap
+import os
 import select
 import socket
 import struct
@@ -22,7 +28,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -31,15 +37,99 @@ import torch
 
 from reshard.errors import RunError
 from reshard.runs import IntArray
-from reshard.system import find_closing_flag, find_peer_process
+from reshard.system import (
+    advise_pages,
+    find_closing_flag,
+    find_peer_process,
+    is_sealed_memory,
+    make_sealed_memory,
+)
 from reshard.torch.exchange.one_host.device_memory import DeviceMemory
 from reshard.torch.exchange.one_host.direct_reads import can_be_read, pays, read_spans
-from reshard.torch.exchange.one_host.fd_passing import limit_waits
-from reshard.torch.exchange.one_host.segments import (
-    DeviceSegment,
-    HostSegment,
-    map_segment,
-)
+
+_GRANULE_BYTES = 1 << 20
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Segment:
+    """Memory of this rank that others may map. `lent` counts messages that are not yet read."""
+
+    number: int
+    size_bytes: int
+    address: int
+    known_by: set[int] = field(default_factory=set, kw_only=True)
+    lent: int = field(default=0, kw_only=True)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class HostSegment(Segment):
+    """Host memory: a file, by its descriptor."""
+
+    descriptor: int
+    mapped: mmap.mmap
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.descriptor)
+
+    @classmethod
+    def make(cls, number: int, size_bytes: int) -> HostSegment:
+        """Create a segment of at least this size. Raise OSError if that fails."""
+        size_bytes = -(-max(size_bytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES
+        descriptor = make_sealed_memory(size_bytes)
+        try:
+            mapped = _map(descriptor, size_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        return cls(number, size_bytes, address, descriptor, mapped)
+
+    def lend(self, size_bytes: int, give_back: Callable[[HostSegment], None]) -> torch.Tensor:
+        """Return its first bytes, and call `give_back` when no tensor uses them any more."""
+        array = np.frombuffer(self.mapped, np.uint8, size_bytes)
+        weakref.finalize(array, give_back, self).atexit = False
+        return torch.from_numpy(array)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class DeviceSegment(Segment):
+    """Memory of a device."""
+
+    memory: torch.Tensor
+    of: DeviceMemory
+
+    @classmethod
+    def make(
+        cls, number: int, size_bytes: int, device: torch.device, of: DeviceMemory
+    ) -> DeviceSegment:
+        """Create a segment. Raise as torch does if the device lacks memory."""
+        size_bytes = -(-max(size_bytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES
+        memory = of.allocate(size_bytes, device)
+        return cls(number, size_bytes, memory.data_ptr(), memory, of)
+
+    def lend(self, size_bytes: int, give_back: Callable[[DeviceSegment], None]) -> torch.Tensor:
+        """Return its first bytes, and call `give_back` when no tensor uses them any more."""
+        part = self.memory[:size_bytes]
+        weakref.finalize(part, give_back, self).atexit = False
+        # A tensor with a different storage, all of whose views keep `part` alive.
+        return torch.from_dlpack(part)
+
+
+def map_segment(descriptor: int, size_bytes: int) -> torch.Tensor:
+    """Map another rank's segment. Raise RuntimeError if it could shrink during a read."""
+    try:
+        if not is_sealed_memory(descriptor) or os.fstat(descriptor).st_size != size_bytes:
+            raise RuntimeError("another rank's memory is not sealed")
+        return torch.from_numpy(np.frombuffer(_map(descriptor, size_bytes), np.uint8))
+    finally:
+        os.close(descriptor)
+
+
+def _map(descriptor: int, size_bytes: int) -> mmap.mmap:
+    found = mmap.mmap(descriptor, size_bytes)
+    advise_pages(found, 0, size_bytes, large=True)
+    return found
+
 
 _CPU = torch.device("cpu")
 # The memory that is cached for the next exchange.
@@ -506,3 +596,11 @@ class NearRank:
         message.place = (segment, begin)
         message.is_readable = bool(is_readable)
         message.number = number
+
+
+def limit_waits(connected: socket.socket, timeout_s: float) -> None:
+    """Limit sends and receives in time; unlike with `settimeout`, each is a single system call."""
+    whole = int(timeout_s)
+    limit = struct.pack("@ll", whole, int((timeout_s - whole) * 1e6))
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -31,7 +31,7 @@ from reshard.execution.arrays import TorchTensors
 from reshard.execution.engine import complete_contributions
 from reshard.geometry.layout_change import LayoutChange
 from reshard.system import find_large_page_advice
-from reshard.torch.exchange.packing.pieces import cut, row_bytes
+from reshard.torch.exchange.packing.messages import cut, row_bytes
 
 # The bytes of a tensor that are computed at a time, which limits temporary memory: at most 15 times
 # this for elements of a byte that are computed in float32.
