@@ -94,6 +94,7 @@ class Redistribution:
     _local: torch.Tensor | None
     _device: torch.device
     _staged: StagedJob | None
+    _tensors: list[RankTransfers]
     _transfer: Transfer
     program: Program | None
 
@@ -268,9 +269,10 @@ class Redistribution:
         )
         program = chosen if isinstance(chosen, Program) else None
         staged = chosen if isinstance(chosen, StagedJob) else None
-        # Planned here, so that all ranks receive the error of a rank that cannot.
-        rows = stages_of(staged, rank)[0] if staged else transfers_of(change, as_dtype(dtype), rank)
-        limit_messages([RankTransfers.of(change, rows, rank, own, local, dtype)], limit_bytes)
+        if not isinstance(chosen, Program):
+            # Planned here, so that all ranks receive the error of a rank that cannot.
+            self._tensors = _list_transfers(change, staged, rank, own, local, dtype)
+            limit_messages(self._tensors, limit_bytes)
         self._before, self._after, self._change = before, after, change
         self._own, self._local, self._dtype, self._device = own, local, dtype, device
         self.program, self._staged, self._is_planned = program, staged, True
@@ -296,13 +298,7 @@ class Redistribution:
         # Zero the target, since padding is not sent.
         if self._local is not None and self._change.target.is_padded:
             self._local.zero_()
-        if self._staged is not None:
-            stages, span = stages_of(self._staged, rank), PipelineSpan(0, self._staged.parts)
-            tensors = list(stage_transfers(self._change, stages, span, rank, *ends))
-        else:
-            transfers = transfers_of(self._change, as_dtype(dtype), rank)
-            tensors = [RankTransfers.of(self._change, transfers, rank, *ends)]
-        return MessageExchange(tensors, rank, self._group, self._device, self._limit_bytes)
+        return MessageExchange(self._tensors, rank, self._group, self._device, self._limit_bytes)
 
     def _start(self) -> Redistribution:
         out, result = self._out, "the result"
@@ -465,6 +461,22 @@ def replicated_spec(spec: ShardingSpec | None) -> ShardingSpec | None:
 def _replicate_contributions(layout: Layout) -> Layout:
     """Return the layout with contributions as copies of the whole."""
     return Layout(layout.shape, layout.tables, layout.slots, layout.cell_slot, layout.cell_part)
+
+
+def _list_transfers(
+    change: LayoutChange,
+    staged: StagedJob | None,
+    rank: int,
+    source: torch.Tensor | None,
+    target: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> list[RankTransfers]:
+    """Return a rank's transfers of a tensor, all at once or in stages."""
+    if staged is None:
+        rows = transfers_of(change, as_dtype(dtype), rank)
+        return [RankTransfers.of(change, rows, rank, source, target, dtype)]
+    stages, span = stages_of(staged, rank), PipelineSpan(0, staged.parts)
+    return list(stage_transfers(change, stages, span, rank, source, target, dtype))
 
 
 # Less than the negative of any rank.

@@ -53,23 +53,6 @@ _Looks: TypeAlias = tuple[list[str], Sequence[int]]
 _Kind: TypeAlias = list[tuple[int, PartItem]]
 
 
-class _Arena:
-    """Memory that is allocated piece by piece and released as a whole."""
-
-    def __init__(self, size_bytes: int, device: torch.device) -> None:
-        self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        self._used_bytes = 0
-
-    def clear(self) -> None:
-        self._used_bytes = 0
-
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a dense tensor in the memory."""
-        begin, size_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
-        self._used_bytes += align(size_bytes)
-        return self.memory[begin : begin + size_bytes].view(dtype).view(tuple(shape))
-
-
 def _group(part: RefitPart, looks: list[_Looks]) -> list[list[_Kind]]:
     """Return, for each batch, the items that differ only in their tensors, and each other alone."""
     kinds: list[dict[object, _Kind]] = [{} for _ in range(part.batches)]
@@ -127,11 +110,12 @@ class RefitTransfer(Transfer):
         self._changed_only = changed_only
         self._source, self._target, self._transforms = source.locals, target.locals, transforms
         self._group, self._device = group, device
-        self._arena = _Arena(0, device)
+        staging_bytes = 0
         if part.batches > part.buckets:
-            self._arena = _Arena(part.staging_bytes, device)
+            staging_bytes = part.staging_bytes
             # Messages and staged elements share the limit.
             extra_bytes -= staging_limit_bytes(extra_bytes)
+        self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
         self._looks = [(list(s.locals), s.own_memory.numbers) for s in (source, target)]
         # The kinds of a part are the same if its tensors have equal memory layouts.
         self._kinds: list[list[_Kind]] = (
@@ -191,7 +175,7 @@ class RefitTransfer(Transfer):
         """The memory used beyond both models."""
         shared = self._shared
         used_bytes: int = super().extra_bytes if shared is None else shared.numel()
-        return used_bytes + int(self._arena.memory.numel())
+        return used_bytes + int(self._staging.numel())
 
     @property
     def kept_bytes(self) -> int:
@@ -211,9 +195,8 @@ class RefitTransfer(Transfer):
 
     def _list_contents(self, kinds: Iterable[_Kind], is_known: bool) -> _BatchContents:
         """Return the contents of a batch; without tensors that are only sent if `is_known`."""
-        found = _BatchContents()
         # Batches run in order, so all of them use the same memory.
-        self._arena.clear()
+        found = _BatchContents(self._staging)
         for kind in sorted(kinds, key=lambda kind: _is_only_exchanged(kind[0][1])):
             number, first = kind[0]
             if not _is_only_exchanged(first):
@@ -296,7 +279,7 @@ class RefitTransfer(Transfer):
         """Add the steps of a program that move elements, each in its own stage."""
         rank = self._group.rank
         ends = (source, target, dtype, self._device)
-        buffers = ShardBuffers(phases_of(program, rank), rank, *ends, self._arena.tensor)
+        buffers = ShardBuffers(phases_of(program, rank), rank, *ends, found.allocate)
         for stage, (_, transfers) in enumerate(buffers.transfers()):
             if stage == len(found.stages):
                 found.stages.append([])
@@ -316,7 +299,7 @@ class RefitTransfer(Transfer):
         part = source if index_range is None else index_range.of(source, rank)
         sent = None
         if part is not None:
-            sent = self._arena.tensor(match.source.local_shape(rank) or (), dtype)
+            sent = found.allocate(match.source.local_shape(rank) or (), dtype)
         if match.made_at == "source":
             made = found.made.setdefault((name, index_range), {})
             if part is not None and sent is not None:
@@ -327,7 +310,7 @@ class RefitTransfer(Transfer):
         if part is not None and sent is not None:
             found.before.append(partial(transform.prepare_send, name, part, sent))
         if target is not None and name not in found.received:
-            received = self._arena.tensor(target.shape, dtype)
+            received = found.allocate(target.shape, dtype)
             outputs = {
                 one: self._target[one] for one in transform.outputs(name) if one in self._target
             }
@@ -340,10 +323,13 @@ class RefitTransfer(Transfer):
 class _BatchContents:
     """The contents of a batch while it is built: transfers by stage, calls and memory by name.
 
+    Staged elements are in `memory`, of which `used_bytes` are allocated.
     Only changes of the transfers in `compared` are sent. If runs that send all elements send them
     in stages, `staged_whole` has those transfers, and `near` the transfers not compared.
     """
 
+    memory: torch.Tensor
+    used_bytes: int = 0
     stages: list[list[RankTransfers]] = field(default_factory=lambda: [[]])
     compared: list[RankTransfers] = field(default_factory=list)
     near: list[RankTransfers] | None = None
@@ -352,3 +338,9 @@ class _BatchContents:
     after: list[Callable[[], None]] = field(default_factory=list)
     made: dict[tuple[str, IndexRange | None], dict[str, torch.Tensor]] = field(default_factory=dict)
     received: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a dense tensor in the memory."""
+        begin, size_bytes = self.used_bytes, math.prod(shape) * dtype.itemsize
+        self.used_bytes += align(size_bytes)
+        return self.memory[begin : begin + size_bytes].view(dtype).view(tuple(shape))

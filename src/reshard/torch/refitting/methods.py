@@ -19,7 +19,7 @@ follows from data that all ranks have about both models, so every rank makes the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from reshard.collectives.choice import Ways, divide
@@ -106,12 +106,12 @@ def choose_methods(
         for match, program in zip(matches, found, strict=True)
         if isinstance(program, Program)
     ]
-    topology = settings.topology
-    if topology is None:
+    divided: Iterator[tuple[bool, Ways]] = iter(())
+    # Usually no tensor has a choice, and no times have to be estimated.
+    if tensors:
         ranks = [max(plan.source.slots, plan.target.slots) for plan, _, _ in tensors]
-        topology = assumed_topology(max(ranks, default=1))
-    division = divide(tensors, topology, _RUN_AS)
-    divided = zip(division.by_program, division.ways, strict=True)
+        division = divide(tensors, settings.topology or assumed_topology(max(ranks)), _RUN_AS)
+        divided = zip(division.by_program, division.ways, strict=True)
     chosen = []
     exchanged = {why: TensorMethod(None, why) for why in set(found) if isinstance(why, str)}
     for program in found:
