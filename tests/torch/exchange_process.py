@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import reshard
 from reshard.layout import Box, Layout
+from reshard.torch.exchange import exchange as exchange_module
 from reshard.torch.exchange.exchange import MessageExchange
-from reshard.torch.exchange.packing import slots as slots_module
 from reshard.torch.exchange.packing.messages import RankTransfers
 
 ROWS, COLUMNS = 90, 48
@@ -34,7 +34,7 @@ def movement_of(rank: int, dtype: torch.dtype) -> RankTransfers:
 def check(limit_bytes: int, dtype: torch.dtype, is_grouped: bool, is_hosted: bool = False) -> int:
     """Move it twice; how many pieces were packed, or unpacked, each time."""
     rank, copies = dist.get_rank(), [0]
-    made = slots_module.copiers
+    made = exchange_module.copiers
 
     def counting(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable[[], object]]:
         listed = list(pairs)
@@ -48,7 +48,7 @@ def check(limit_bytes: int, dtype: torch.dtype, is_grouped: bool, is_hosted: boo
         return [counted] * bool(listed)
 
     movement = movement_of(rank, dtype)
-    slots_module.copiers = counting
+    exchange_module.copiers = counting
     try:
         exchange = MessageExchange(
             [movement],
@@ -60,7 +60,7 @@ def check(limit_bytes: int, dtype: torch.dtype, is_grouped: bool, is_hosted: boo
             is_hosted=is_hosted,
         )
     finally:
-        slots_module.copiers = made
+        exchange_module.copiers = made
     assert exchange.extra_bytes <= limit_bytes
     for turn in range(2):
         whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS) + turn

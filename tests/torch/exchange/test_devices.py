@@ -18,7 +18,6 @@ import reshard
 from reshard.torch.exchange import exchange as exchange_module
 from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.exchange.packing import slots
 from reshard.torch.exchange.packing.copies import empty_bytes, empty_result
 from reshard.torch.exchange.packing.messages import RankTransfers
 
@@ -73,7 +72,6 @@ def test_what_travels_between_devices_stays_on_them(
         return [functools.partial(copied.extend, found)]
 
     monkeypatch.setattr(RankGroup, "post_together", post)
-    monkeypatch.setattr(slots, "copiers", make_copiers)
     monkeypatch.setattr(exchange_module, "copiers", make_copiers)
     with FakeTensorMode():
         moved = transfers(before, after, dtype)
