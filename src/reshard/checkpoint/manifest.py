@@ -20,6 +20,7 @@ show this.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -122,13 +123,9 @@ def _describe_tensors(tensors: TensorColumns) -> Iterator[str]:
         high = min(low + _TENSORS_A_PIECE, len(tensors))
         names = map(json.dumps, tensors.names[low:high])
         bodies = [kinds[number] for number in tensors.kind[low:high].tolist()]
-        entries = [f"\n  {name}: {body}" for name, body in zip(names, bodies, strict=True)]
-        if digests is not None:
-            entries = [
-                f"{entry}{_describe_digest(digests, row)}"
-                for row, entry in enumerate(entries, start=low)
-            ]
-        text = ",".join(f"{entry}\n  }}" for entry in entries)
+        ends = [""] * (high - low) if digests is None else _describe_digests(digests, low, high)
+        entries = zip(names, bodies, ends, strict=True)
+        text = ",".join([f"\n  {name}: {body}{end}\n  }}" for name, body, end in entries])
         yield f",{text}" if low else text
 
 
@@ -143,11 +140,21 @@ def _describe_kind(kind: TensorKind) -> str:
     return json.dumps(content, indent=1).replace("\n", "\n  ").removesuffix("\n  }")
 
 
-def _describe_digest(digests: DigestColumns, row: int) -> str:
-    if digests.known is not None and not digests.known[row]:
-        return ""
-    whole, blocks = digests.of_tensor(row).hex(), digests.of_blocks(row).hex()
-    return f',\n   "digest": "{whole}",\n   "block_digests": "{blocks}"'
+def _describe_digests(digests: DigestColumns, low: int, high: int) -> list[str]:
+    """Return the text of the digests of each tensor in rows `low` to `high`."""
+    first = digests.first[low : high + 1].tolist()
+    # Written at once, and then divided, since there may be very many tensors.
+    whole = digests.tensors[low * DIGEST_BYTES : high * DIGEST_BYTES].hex()
+    blocks = digests.blocks[first[0] * DIGEST_BYTES : first[-1] * DIGEST_BYTES].hex()
+    wholes = [
+        whole[at : at + _DIGEST_CHARACTERS] for at in range(0, len(whole), _DIGEST_CHARACTERS)
+    ]
+    ends = [(number - first[0]) * _DIGEST_CHARACTERS for number in first]
+    known = digests.is_known(np.arange(low, high)).tolist()
+    return [
+        f',\n   "digest": "{whole}",\n   "block_digests": "{blocks[a:b]}"' if is_known else ""
+        for is_known, whole, (a, b) in zip(known, wholes, itertools.pairwise(ends), strict=True)
+    ]
 
 
 def _list_boxes(layout: Layout) -> list[tuple[int, Box]]:
