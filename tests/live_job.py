@@ -9,20 +9,37 @@ milliseconds of processor time that it and its ranks took the third.
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import gc
 import importlib
 import json
 import os
 import pkgutil
-import runpy
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
 from skipped_syncs import skip_syncs
+
+TESTS = Path(__file__).parent
+IMPORTED_WHEN_USED = (
+    "numpy.ma",
+    "numpy.testing",
+    "safetensors.torch",
+    "torch._dynamo.testing",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.experimental._attention",
+)
+"""Modules that functions of torch, NumPy and safetensors import when ranks call them."""
+OF_EACH_RANK = {"link_ends"}
+"""Modules that read the number of their rank when they are imported."""
 
 
 def become_rank(rank: int, folder: Path, run: Callable[[], object]) -> None:
@@ -57,13 +74,44 @@ def run_job(folder: Path, ranks: int, script: str, arguments: list[str]) -> None
         child = os.fork()
         if child == 0:
             sys.argv = [script, *arguments]
-            become_rank(rank, folder, lambda: runpy.run_path(script, run_name="__main__"))
+            become_rank(rank, folder, functools.partial(run_script, script))
         children[child] = rank
     codes = [0] * ranks
     for _ in range(ranks):
         child, status = os.wait()
         codes[children[child]] = os.waitstatus_to_exitcode(status)
     (folder / "codes").write_text(json.dumps(codes))
+
+
+def run_script(script: str) -> None:
+    """Run a script as `__main__`, as `runpy.run_path` does."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = script
+    exec(compile_script(script), main.__dict__)
+
+
+@functools.cache
+def compile_script(script: str) -> CodeType:
+    """Compile a script and import the modules of `tests` that it names, once for all its ranks."""
+    tree = ast.parse(Path(script).read_bytes(), script)
+    for node in tree.body:
+        for name in names_imported_by(node):
+            path = (TESTS / name.replace(".", "/")).with_suffix(".py")
+            if path.exists() and name not in OF_EACH_RANK:
+                # Ranks raise what is wrong with a module, where it is seen.
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
+    gc.freeze()
+    return compile(tree, script, "exec")
+
+
+def names_imported_by(node: ast.stmt) -> list[str]:
+    """Return the modules that a statement may import."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
 
 
 def become_job(order: dict[str, Any]) -> None:
@@ -106,24 +154,23 @@ def load_s3_client() -> None:
 def main() -> None:
     import array_api_compat.torch  # noqa: F401
     import hypothesis  # noqa: F401
-    import numpy.testing  # noqa: F401
     import pytest  # noqa: F401
-    import torch._dynamo.testing
-    import torch.distributed.tensor
+    import torch._dynamo
 
     import reshard
     from reshard._contexts import pause_gc
 
     torch._dynamo.list_backends()  # Imports what compiled functions need.
-    for module in pkgutil.walk_packages(reshard.__path__, "reshard."):
-        # A module of an extra that is not installed here.
+    modules = [module.name for module in pkgutil.walk_packages(reshard.__path__, "reshard.")]
+    for name in [*IMPORTED_WHEN_USED, *modules]:
+        # A module of an extra that is not installed here, or of another version of torch.
         with contextlib.suppress(ImportError):
-            if not module.name.endswith("__main__"):
-                importlib.import_module(module.name)
+            if not name.endswith("__main__"):
+                importlib.import_module(name)
 
     with contextlib.suppress(ImportError):
         load_s3_client()
-    sys.path.append(str(Path(__file__).parent))
+    sys.path.append(str(TESTS))
     skip_syncs()
     # Collections in the ranks pass over what is here, and leave its pages shared.
     gc.freeze()
@@ -131,9 +178,11 @@ def main() -> None:
     with pause_gc(freeze=True):
         pass
     for line in sys.stdin:
+        order = json.loads(line)
+        compile_script(order["script"])
         job = os.fork()
         if job == 0:
-            become_job(json.loads(line))
+            become_job(order)
         answer(job)
         _, status, used = os.wait4(job, 0)
         answer(os.waitstatus_to_exitcode(status))

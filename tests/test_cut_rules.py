@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -546,3 +547,19 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     except LayoutError:
         return
     assert parse_rule(rule.text) == rule
+
+
+class Counted(CutRule):
+    """Cuts by ceil, and counts how often it does."""
+
+    name: ClassVar[str] = "counted"
+    cuts: ClassVar[list[int]] = []
+
+    def _cut(self, length: int, parts: int) -> RunTable:
+        self.cuts.append(length)
+        return Ceil().table(length, parts)
+
+
+def test_a_table_in_use_is_not_built_again() -> None:
+    tables = [Counted().table(6, 2), Counted().table(6, 2), Counted().table(8, 2)]
+    assert tables[0] is tables[1] is not tables[2] and Counted.cuts == [6, 8]

@@ -201,3 +201,15 @@ def test_a_table_prints_one_line_a_row() -> None:
 def test_a_ragged_range_is_the_ranges_end_to_end(counts: list[int]) -> None:
     expected = [i for count in counts for i in range(count)]
     assert ragged_arange(np.array(counts, dtype=np.int64)).tolist() == expected
+
+
+def test_an_array_of_a_table_in_use_gives_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.array([[part, 3 * part, 3, 0, 1, 0, 0, 0] for part in range(2)])
+    table = RunTable.from_matrix(6, 2, rows)
+    assert table is RunTable(6, 2, rows)
+    monkeypatch.setattr(RunTable, "_build", None)
+    assert RunTable.from_matrix(6, 2, rows.copy()) is table
+    assert RunTable.from_matrix(6, 2, rows.astype(np.int32)) is table
+    many = np.array([[0, index, 1, index, 1, 0, 0, 0] for index in range(100)])
+    with pytest.raises(TypeError):
+        RunTable.from_matrix(100, 1, many)

@@ -46,6 +46,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -104,6 +105,10 @@ def expect_sum(what: str, numbers: Sequence[int], total: int, of: str = "the len
         )
 
 
+# Tensors of a model are sharded alike: a table that is in use is not built again.
+_tables: WeakValueDictionary[tuple[CutRule, int, int], RunTable] = WeakValueDictionary()
+
+
 class CutRule(Record):
     """The base class of cut rules."""
 
@@ -114,10 +119,13 @@ class CutRule(Record):
 
         Raises RuleError if they are not integers, or do not fit the rule.
         """
-        return self._cut(
-            check_int(length, "length of a dimension", RuleError),
-            check_int(parts, "number of parts", RuleError, minimum=1),
-        )
+        length = check_int(length, "length of a dimension", RuleError)
+        parts = check_int(parts, "number of parts", RuleError, minimum=1)
+        key = (self, length, parts)
+        table = _tables.get(key)
+        if table is None:
+            table = _tables[key] = self._cut(length, parts)
+        return table
 
     def _cut(self, length: int, parts: int) -> RunTable:
         raise NotImplementedError

@@ -32,6 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -88,6 +89,11 @@ class SingleRuns:
         return SingleRuns(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
+_MAX_REMEMBERED_ROWS = 64
+# Building a table takes 0.3 ms, and jobs describe the tables of equal tensors again and again.
+_tables: WeakValueDictionary[tuple[int, int, bytes], RunTable] = WeakValueDictionary()
+
+
 class RunTable(Interned):
     """The runs of a dimension, canonical and interned.
 
@@ -141,7 +147,22 @@ class RunTable(Interned):
         """
         # In the order of the fields of `Run`, with `repeat` 1.
         columns = np.broadcast_arrays(part, start, length, local_start, 1, 0, 0, role)
-        return cls(dimension_length, parts, np.stack(columns, axis=-1).astype(np.int64))
+        return cls.from_matrix(dimension_length, parts, np.stack(columns, axis=-1))
+
+    @classmethod
+    def from_matrix(cls, dimension_length: int, parts: int, rows: IntArray) -> RunTable:
+        """Build a table from an integer array of shape `(rows, 8)`.
+
+        A small array that equals the array of a table in use gives that table at once.
+        """
+        rows = rows.astype(np.int64, copy=False)
+        if len(rows) > _MAX_REMEMBERED_ROWS:
+            return cls(dimension_length, parts, rows)
+        key = (dimension_length, parts, rows.tobytes())
+        table = _tables.get(key)
+        if table is None:
+            table = _tables[key] = cls(dimension_length, parts, rows)
+        return table
 
     def _build(self, dimension_length: int, parts: int, matrix: IntArray) -> None:
         self.dimension_length = dimension_length

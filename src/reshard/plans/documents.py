@@ -376,7 +376,7 @@ def _read_table(value: Any, where: str) -> RunTable:
     ]
     if sum(repeat.tolist()) > MAX_ENTRIES or max(reach, default=0) > MAX_NUMBER:
         raise NotationError(f"{where}: too many runs, or runs too far apart")
-    return RunTable(length, parts, np.stack(columns, axis=-1))
+    return RunTable.from_matrix(length, parts, np.stack(columns, axis=-1))
 
 
 def _check_count(value: object, where: str, minimum: int) -> int:
