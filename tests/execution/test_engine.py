@@ -148,7 +148,7 @@ def test_the_identity_of_every_type_changes_nothing(
     kind: DType, reduction: str, module: str
 ) -> None:
     array_kind = kind_of(array_of([1], kind, module), "example")
-    neutral = identity(reduction, array_kind)
+    neutral = array_kind.element(identity(reduction, kind))
     assert neutral.shape == (1,)
     bits = np.arange(256).astype(np.uint8)
     every = bits.view(kind.storage) if kind.itemsize_bytes == 1 else random_bits(kind, (256,))

@@ -6,7 +6,7 @@ makes them for plans and jobs, `collectives` for programs.
 engine  the steps of a run for each tensor; start here
 copies  the columns, as NumPy copies that threads share
 memory  the arrays that are read and written, checked before anything is copied
-arrays  NumPy arrays and torch tensors as memory with arithmetic
+arrays  arrays of NumPy, torch and JAX as memory, and the arithmetic of contributions
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING
 from reshard._lazy import attach
 
 if TYPE_CHECKING:
-    from reshard.execution.arrays import missing_bytes
+    from reshard.execution.arrays import combine, identity, missing_bytes, scale
     from reshard.execution.engine import element_positions
 
-__all__ = ["element_positions", "missing_bytes"]
+__all__ = ["combine", "element_positions", "identity", "missing_bytes", "scale"]
 
 __getattr__, __dir__ = attach(
     __name__,
     {
+        "combine": "reshard.execution.arrays",
         "element_positions": "reshard.execution.engine",
+        "identity": "reshard.execution.arrays",
         "missing_bytes": "reshard.execution.arrays",
+        "scale": "reshard.execution.arrays",
     },
 )

@@ -1,9 +1,19 @@
-"""Arrays of any library as NumPy memory, and reductions of their elements.
+"""Arrays of any library: their memory as NumPy arrays, and the reductions of their elements.
 
 Moving elements needs their bytes, and combining contributions needs their arithmetic. An
-`ArrayKind` provides both for a kind of array and a dtype: the bare bytes as a NumPy array that
-shares memory with the original, and reductions on such bytes. torch is used if it is loaded
-already, and never imported here.
+`ArrayKind` provides both for the arrays of a library and a dtype: the bare bytes as a NumPy array
+that shares memory with the original, and reductions on such bytes. Libraries are used if they are
+loaded already, and never imported here:
+
+==============  ==================================================================================
+NumPy           arrays of its own dtypes and of those of ml_dtypes
+torch           dense tensors in CPU memory
+JAX             arrays in CPU memory, which are only read
+==============  ==================================================================================
+
+`combine` and `scale` are the arithmetic itself, on NumPy arrays, or on tensors on any device.
+Everything that combines contributions calls them, so the bits of a result do not depend on how its
+elements were moved.
 """
 
 from __future__ import annotations
@@ -17,6 +27,7 @@ from numpy.typing import NDArray
 
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
+from reshard.elements import float8_values
 from reshard.errors import ShardError, UsageError
 
 Storage = NDArray[Any]
@@ -37,69 +48,166 @@ _TORCH_OPERATIONS = {
 }
 
 
-class NumpyArrays:
-    """NumPy arrays of a dtype, including the dtypes of ml_dtypes.
+def combine(reduction: str, left: Any, right: Any) -> Any:
+    """Return the reduction of two arrays of one library, dtype and device.
 
-    The executor needs exactly these methods; `TorchTensors` has them as well.
+    >>> combine("max", np.array([1, 4]), np.array([3, 2])).tolist()
+    [3, 4]
     """
+    if isinstance(left, np.ndarray | np.generic):
+        # Overflow gives infinity and invalid operations NaN, as in torch, without a warning.
+        with np.errstate(all="ignore"):
+            return _UFUNCS[reduction](left, right)
+    torch = sys.modules["torch"]
+    dtype = left.dtype
+    if dtype in (torch.uint16, torch.uint32, torch.uint64):
+        # torch lacks arithmetic for these; modulo 2**n it is that of signed integers or NumPy.
+        numbers = _UFUNCS[reduction](left.cpu().numpy(), right.cpu().numpy())
+        return torch.from_numpy(np.asarray(numbers)).to(left.device)
+    left, right = _widen(left), _widen(right)
+    operation = getattr(torch, _TORCH_OPERATIONS[reduction])
+    if operation is torch.add and left.is_complex():
+        # torch multiplies the second operand by 1, which makes NaN of complex infinities.
+        result = torch.complex(left.real + right.real, left.imag + right.imag)
+    else:
+        result = operation(left, right)
+    return result.to(dtype)
 
-    def __init__(self, numpy_dtype: np.dtype[Any]) -> None:
-        self._numpy_dtype = numpy_dtype
-        self.dtype = as_dtype(numpy_dtype)
+
+def scale(array: Any, numerator: int, denominator: int) -> Any:
+    """Return every element times a fraction, rounded to the array's dtype.
+
+    >>> scale(np.array([1, 2], np.float16), 3, 2).tolist()
+    [1.5, 3.0]
+    """
+    if not isinstance(array, np.ndarray | np.generic):
+        return (_widen(array) * numerator / denominator).to(array.dtype)
+    # A narrow type may not represent the denominator: 17 is 16 in float8_e4m3fn.
+    # A look at the kind is faster; it is `V` for some types of ml_dtypes.
+    kind = array.dtype.kind
+    is_paired = kind == "c" or (kind != "f" and is_complex(as_dtype(array.dtype)))
+    wide = np.complex64 if is_paired else np.float32
+    typed = array.astype(np.result_type(wide, array) if array.itemsize > 4 else wide)
+    with np.errstate(all="ignore"):
+        return np.asarray(typed * numerator / denominator, dtype=array.dtype)
+
+
+def _widen(tensor: Any) -> Any:
+    """Return a tensor in a type that torch computes with: it has few operations for narrow ones."""
+    torch = sys.modules["torch"]
+    if tensor.dtype == torch.complex32:
+        return tensor.to(torch.complex64)
+    is_narrow = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
+    return tensor.to(torch.float32) if is_narrow else tensor
+
+
+def identity(reduction: str, dtype: DType) -> float:
+    """Return the number that changes nothing in a reduction of elements of this type.
+
+    >>> from reshard.dtypes import dtype
+    >>> identity("product", dtype("int8")), identity("max", dtype("int8"))
+    (1, -128)
+    >>> identity("min", dtype("float8_e4m3fn")), identity("min", dtype("bfloat16"))
+    (448.0, inf)
+    """
+    if reduction in ("sum", "mean"):
+        return 0
+    if reduction == "product":
+        return 1
+    if dtype.name == "bool":
+        return reduction == "min"
+    if is_integer(dtype):
+        limits = np.iinfo(dtype.name)
+        return int(limits.min if reduction == "max" else limits.max)
+    if dtype.itemsize_bytes > 1:
+        return -np.inf if reduction == "max" else np.inf
+    # Most 8-bit types lack infinities: find the limits among all values.
+    try:
+        values = float8_values(dtype.name)
+    except UsageError:
+        values = np.arange(256, dtype=np.uint8).view(dtype.numpy).astype(np.float32)
+    return float(np.nanmin(values) if reduction == "max" else np.nanmax(values))
+
+
+class ArrayKind:
+    """The arrays of a library and a dtype. `Storage` holds their bare elements."""
+
+    dtype: DType
 
     def storage(self, array: Any, name: str = "the array") -> Storage:
         """Return the array's elements, sharing its memory; `name` is used in errors."""
-        return np.asarray(array).view(self.dtype.storage)
+        raise NotImplementedError
 
     def writable(self, array: Any, name: str) -> Storage:
         """Return writable elements, as `storage` does."""
+        raise NotImplementedError
+
+    def array(self, storage: Storage) -> Any:
+        """Return an array of this kind over dense storage, sharing its memory if possible."""
+        raise NotImplementedError
+
+    def combine(self, reduction: str, left: Storage, right: Storage) -> Storage:
+        """Return the reduction of two contributions."""
+        return self._store(combine(reduction, self._typed(left), self._typed(right)))
+
+    def scale(self, storage: Storage, numerator: int, denominator: int) -> Storage:
+        """Return every element times a fraction."""
+        return self._store(scale(self._typed(storage), numerator, denominator))
+
+    def element(self, value: float) -> Storage:
+        """Return an element of that value: storage of shape `(1,)`."""
+        return self._store(np.array([value]).astype(self.dtype.numpy))
+
+    def _typed(self, storage: Storage) -> Any:
+        """Return storage as an array for arithmetic. NumPy's is equal in all libraries."""
+        return np.asarray(storage, order="C").view(self.dtype.numpy)
+
+    def _store(self, typed: Any) -> Storage:
+        return np.asarray(typed, order="C").view(self.dtype.storage)
+
+
+class NumpyArrays(ArrayKind):
+    """NumPy arrays of a dtype, including the dtypes of ml_dtypes."""
+
+    def __init__(self, numpy_dtype: np.dtype[Any]) -> None:
+        self.dtype = as_dtype(numpy_dtype)
+
+    def storage(self, array: Any, name: str = "the array") -> Storage:
+        return np.asarray(array).view(self.dtype.storage)
+
+    def writable(self, array: Any, name: str) -> Storage:
         if not isinstance(array, np.ndarray) or not array.flags.writeable:
             raise ShardError(f"{name} is read-only; give one that can be written")
         return self.storage(array, name)
 
     def array(self, storage: Storage) -> Any:
-        """Return an array of this kind over dense storage, sharing its memory."""
-        return storage.view(self._numpy_dtype)
+        return storage.view(self.dtype.numpy)
 
-    def combine(self, reduction: str, left: Storage, right: Storage) -> Storage:
-        """Return the reduction of two contributions."""
-        # Overflow gives infinity and invalid operations NaN, as in torch, without a warning.
-        with np.errstate(all="ignore"):
-            return self._store(
-                _UFUNCS[reduction](self._view_as_type(left), self._view_as_type(right))
+
+class JaxArrays(ArrayKind):
+    """JAX arrays in CPU memory. They are never written to: results are new arrays."""
+
+    def __init__(self, dtype: DType) -> None:
+        self.dtype = dtype
+
+    def storage(self, array: Any, name: str = "the array") -> Storage:
+        devices = array.devices()
+        if len(devices) != 1 or next(iter(devices)).platform != "cpu":
+            raise ShardError(
+                f"{name} is on {', '.join(sorted(map(str, devices)))}; this works on CPU memory, "
+                "one array for each rank: give array.addressable_shards[i].data, moved with "
+                "jax.device_put(shard, jax.devices('cpu')[0])"
             )
+        return np.asarray(array).view(self.dtype.storage)
 
-    def scale(self, storage: Storage, numerator: int, denominator: int) -> Storage:
-        """Return every element times a fraction."""
-        # A narrow type may not represent the denominator: 17 is 16 in float8_e4m3fn.
-        wide = np.complex64 if is_complex(self.dtype) else np.float32
-        typed = self._view_as_type(storage)
-        typed = typed.astype(np.result_type(wide, typed) if typed.itemsize > 4 else wide)
-        with np.errstate(all="ignore"):
-            return self._store(typed * numerator / denominator)
+    def writable(self, array: Any, name: str) -> Storage:
+        raise ShardError(f"{name} is a JAX array, which cannot be written; leave out `out`")
 
-    def element(self, value: float) -> Storage:
-        """Return an element of that value: storage of shape `(1,)`."""
-        return np.array([value]).astype(self._numpy_dtype).view(self.dtype.storage)
-
-    def float_limits(self) -> tuple[float, float]:
-        """Return the smallest and largest number of the type, infinities if it has them."""
-        least, greatest = np.array([-np.inf, np.inf]).astype(self._numpy_dtype).astype(np.float64)
-        if not np.isinf(greatest):
-            # An 8-bit type without infinities: find its limits among all its values.
-            every = np.arange(256, dtype=np.uint8).view(self._numpy_dtype).astype(np.float64)
-            finite = every[np.isfinite(every)]
-            return float(finite.min()), float(finite.max())
-        return float(least), float(greatest)
-
-    def _view_as_type(self, storage: Storage) -> Storage:
-        return np.asarray(storage, order="C").view(self._numpy_dtype)
-
-    def _store(self, typed: Storage) -> Storage:
-        return np.asarray(typed, dtype=self._numpy_dtype, order="C").view(self.dtype.storage)
+    def array(self, storage: Storage) -> Any:
+        return sys.modules["jax"].numpy.asarray(storage.view(self.dtype.numpy))
 
 
-class TorchTensors:
+class TorchTensors(ArrayKind):
     """torch tensors on the CPU."""
 
     def __init__(self, example: Any) -> None:
@@ -152,44 +260,28 @@ class TorchTensors:
         return self._torch.from_numpy(storage.view(carrier)).view(self._torch_dtype)
 
     def combine(self, reduction: str, left: Storage, right: Storage) -> Storage:
-        if is_integer(self.dtype):
-            # Equal in both libraries, and torch lacks it for most unsigned types.
-            numbers = np.dtype(self.dtype.name)
-            combined = _UFUNCS[reduction](left.view(numbers), right.view(numbers))
-            return np.asarray(combined).view(self.dtype.storage)
-        operation = getattr(self._torch, _TORCH_OPERATIONS[reduction])
-        a, b = self._computable(left), self._computable(right)
-        return self._store(operation(a, b))
-
-    def scale(self, storage: Storage, numerator: int, denominator: int) -> Storage:
-        return self._store(self._computable(storage) * numerator / denominator)
+        # NumPy's sums have the same bits, and need neither copies nor threads of their own.
+        if _UFUNCS[reduction] is np.add and self.dtype.name in ("float32", "float64"):
+            sums = combine(reduction, left.view(self.dtype.numpy), right.view(self.dtype.numpy))
+            return np.asarray(sums).view(self.dtype.storage)
+        return super().combine(reduction, left, right)
 
     def element(self, value: float) -> Storage:
         if is_integer(self.dtype):
             return np.array([value], dtype=self.dtype.name).view(self.dtype.storage)
         return self._store(self._torch.tensor([value], dtype=self._torch.float64))
 
-    def float_limits(self) -> tuple[float, float]:
-        limits = self._torch.finfo(self._torch_dtype)
-        infinity = self._torch.tensor([float("inf")]).to(self._torch_dtype).to(self._torch.float32)
-        if infinity.isinf().item():
-            return float("-inf"), float("inf")
-        return limits.min, limits.max
+    def _typed(self, storage: Storage) -> Any:
+        if is_integer(self.dtype):
+            # Equal in both libraries, and NumPy needs no copy.
+            return storage.view(self.dtype.name)
+        # A tensor cannot share memory that is read-only.
+        return self.array(np.array(storage, order="C"))
 
-    def _computable(self, storage: Storage) -> Any:
-        tensor = self.array(np.array(storage, order="C"))
-        # torch has few operations for these types: compute in a wider type and round back.
-        if self.dtype.name == "complex32":
-            return tensor.to(self._torch.complex64)
-        narrow = self.dtype.name.startswith("float8")
-        return tensor.to(self._torch.float32) if narrow else tensor
-
-    def _store(self, tensor: Any) -> Storage:
-        return self.storage(tensor.to(self._torch_dtype).contiguous())
-
-
-ArrayKind = NumpyArrays | TorchTensors
-"""A kind of array. Its `Storage` holds bare elements."""
+    def _store(self, typed: Any) -> Storage:
+        if isinstance(typed, np.ndarray | np.generic):
+            return super()._store(typed)
+        return self.storage(typed.to(self._torch_dtype).contiguous())
 
 
 def missing_bytes(tensor: Any) -> int:
@@ -220,7 +312,7 @@ def kind_of(array: Any, name: str) -> ArrayKind:
     """Return the kind of an array; `name` is used in errors.
 
     Raises:
-        ShardError: anything but a NumPy array or torch tensor, or a dtype that cannot be moved.
+        ShardError: anything but an array of NumPy, torch or JAX, or a dtype that cannot be moved.
 
     >>> kind_of(np.zeros(2, np.float32), "x").dtype
     DType('float32')
@@ -240,10 +332,16 @@ def kind_of(array: Any, name: str) -> ArrayKind:
             raise ShardError(f"{name} is masked; give its values, array.filled()")
         if isinstance(array, np.ndarray | np.generic):
             return _numpy_arrays(array.dtype)
+        jax = sys.modules.get("jax")
+        if jax is not None and isinstance(array, jax.Array):
+            if isinstance(array, jax.core.Tracer):
+                raise ShardError(f"{name} is traced by JAX; call this outside of jax.jit")
+            return JaxArrays(as_dtype(array.dtype))
     except UsageError as error:
         raise ShardError(f"{name}: {error}") from error
     raise ShardError(
-        f"{name} is a {type(array).__name__}; NumPy arrays and torch CPU tensors are expected"
+        f"{name} is a {type(array).__name__}; arrays of NumPy, torch or JAX in CPU memory are "
+        "expected"
     )
 
 
@@ -277,20 +375,3 @@ def check_reduction(reduction: str, dtype: DType) -> None:
             f"{reduction} of {dtype.name}: complex numbers have no order; reduce by sum, mean or "
             "product"
         )
-
-
-def identity(reduction: str, kind: ArrayKind) -> Storage:
-    """Return the identity element of a reduction: storage of shape `(1,)`."""
-    if reduction in ("sum", "mean"):
-        return kind.element(0)
-    if reduction == "product":
-        return kind.element(1)
-    # NumPy does not define limits for booleans.
-    if kind.dtype.name == "bool":
-        least, greatest = 0.0, 1.0
-    elif is_integer(kind.dtype):
-        limits = np.iinfo(kind.dtype.name)
-        least, greatest = limits.min, limits.max
-    else:
-        least, greatest = kind.float_limits()
-    return kind.element(least if reduction == "max" else greatest)

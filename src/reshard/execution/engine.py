@@ -10,8 +10,8 @@
 The array of a slot with a single cell has the cell's shape; a slot with several cells stores them
 consecutively in a flat array. The array of a cell shares the memory of its slot.
 
-Sources are only read. NumPy arrays and, if torch is loaded, torch CPU tensors are accepted; results
-are of the same kind.
+Sources are only read. Arrays of NumPy, torch and JAX in CPU memory are accepted
+(`reshard.execution.arrays`); results are of the same kind.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def complete_contributions(
             if numerator != denominator:
                 storage[...] = kind.scale(storage, numerator, denominator)
         elif layout.reduction is not None:
-            storage[element_positions(layout, cell)] = identity(layout.reduction, kind)[0]
+            value = kind.element(identity(layout.reduction, kind.dtype))
+            storage[element_positions(layout, cell)] = value[0]
 
 
 class TensorCopies(Record, eq=False):

@@ -6,10 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
+from reshard.dtypes import dtype
+from reshard.execution.arrays import kind_of
 from reshard.geometry.layout_change import LayoutChange
+from reshard.plans.run import run_change
+from reshard.spmd.core.backend import library as find_library
 from reshard.spmd.shards.shard_copies import copies
 
 FOUR = DeviceMesh.of(x=4)
@@ -113,3 +118,34 @@ def test_gradients_come_back_from_other_meshes() -> None:
     _, slope = sp.value_and_grad(function)(x)
     assert slope.spec is x.spec
     assert np.array_equal(slope.to_dense(), 4 * x.to_dense())
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("-, - | mean(x)", "x, -"),
+        ("-, - | mean(x)", "-, x | max(y)"),
+        ("x, -", "x@halo[1,1,padded], - | sum(y)"),
+        ("-, - | product(x)", "-, y"),
+    ],
+)
+def test_shards_have_the_bits_of_a_plan(source: str, target: str, library: str) -> None:
+    change = LayoutChange(*(spec(MESH, text).layout((7, 3)) for text in (source, target)))
+    contributions = np.random.default_rng(1).normal(size=(2, 7, 3))
+    held = change.source
+    for name in ("float16", "bfloat16", "float8_e4m3fn"):
+        shards: dict[int, Any] = {}
+        for rank in range(4):
+            whole = contributions[held.cell_contribution[held.cells_of(rank)[0]]]
+            (box,) = held.boxes(rank)
+            shards[rank] = whole[tuple(map(slice, *box))].astype(dtype(name).numpy)
+        if library == "torch":
+            kind = getattr(torch, name)
+            shards = {r: torch.from_numpy(a.astype(np.float32)).to(kind) for r, a in shards.items()}
+        expected = run_change(change, shards)
+        move = copies(change, range(4), range(4), find_library(library))
+        for rank, shard in enumerate(move(tuple(shards.values()))):
+            assert kind_of(shard, "").storage(shard).tobytes() == (
+                kind_of(shard, "").storage(expected[rank]).tobytes()
+            )

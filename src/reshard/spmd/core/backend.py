@@ -7,7 +7,7 @@ the namespace of the package `array_api_compat`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -20,8 +20,6 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import MissingExtraError, ShardError, UsageError
 from reshard.execution.arrays import missing_bytes
 
-Combine = Callable[[Any, Any], Any]
-
 
 class Library:
     """A library that computes with dense arrays. `library_of` and `library` return libraries.
@@ -33,18 +31,6 @@ class Library:
         self.name = name
         self.namespace = namespace
         self.add = namespace.add
-        self.reductions = {
-            "sum": namespace.add,
-            "mean": namespace.add,
-            "max": namespace.maximum,
-            "min": namespace.minimum,
-            "product": namespace.multiply,
-        }
-        if name == "torch":
-            self.reductions = {
-                reduction: _of_tensors(combine, _UFUNCS[reduction])
-                for reduction, combine in self.reductions.items()
-            }
         self._dtypes: dict[Any, DType] = {}
 
     def dtype_of(self, array: Any) -> DType:
@@ -158,37 +144,6 @@ class Library:
         """Return a copy of an array that may be written to; gradients flow through the copy."""
         return array.copy() if self.name == "numpy" else array.clone()
 
-    def has_gradient_or_device(self, array: Any) -> bool:
-        """Return whether an array records gradients, or is not in CPU memory."""
-        if self.name == "numpy":
-            return False
-        return array.device.type != "cpu" or records_gradient(array)
-
-    def identity(self, reduction: str, beside: Any) -> Any:
-        """Return the identity element of a reduction, for the element type of `beside`.
-
-        For "max" it is the smallest value of the type: False, the minimum integer, or -inf.
-        """
-        if reduction in ("sum", "mean"):
-            return 0
-        if reduction == "product":
-            return 1
-        name = self.dtype_of(beside).name
-        if name == "bool":
-            return reduction == "min"
-        if "int" in name:
-            limits = np.iinfo(name)
-            return limits.min if reduction == "max" else limits.max
-        return -np.inf if reduction == "max" else np.inf
-
-    def scaled(self, array: Any, numerator: int, denominator: int) -> Any:
-        """Multiply an array by a fraction; the result has the array's element type."""
-        return (
-            (array * numerator / denominator).astype(array.dtype)
-            if self.name == "numpy"
-            else ((array * numerator / denominator).to(array.dtype))
-        )
-
     def linked(self, made: Any, to: Any) -> Any:
         """Make constants depend on `to` for autograd, with a gradient of 0.
 
@@ -211,35 +166,6 @@ class Library:
 
     def __repr__(self) -> str:
         return f"<Library {self.name}>"
-
-
-_UFUNCS = {
-    "sum": np.add,
-    "mean": np.add,
-    "max": np.maximum,
-    "min": np.minimum,
-    "product": np.multiply,
-}
-
-
-def _of_tensors(combine: Combine, by_numpy: np.ufunc) -> Combine:
-    """Return PyTorch's function of two tensors, or NumPy's for unsigned types PyTorch cannot add.
-
-    PyTorch's sum multiplies its second operand by 1, which gives NaN for complex infinities. So
-    real and imaginary parts are added separately.
-    """
-    torch = import_module("torch")
-    lacking = (torch.uint16, torch.uint32, torch.uint64)
-
-    def combined(x: Any, y: Any) -> Any:
-        if by_numpy is np.add and x.is_complex() and y.is_complex():
-            return torch.complex(x.real + y.real, x.imag + y.imag)
-        if x.dtype not in lacking:
-            return combine(x, y)
-        made = np.asarray(by_numpy(_as_numpy(x), _as_numpy(y)))
-        return torch.from_numpy(made).to(x.device)
-
-    return combined
 
 
 _lent: WeakValueDictionary[int, np.ndarray[Any, Any]] = WeakValueDictionary()

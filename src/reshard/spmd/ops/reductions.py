@@ -36,6 +36,7 @@ import numpy as np
 
 from reshard.dtypes import DType
 from reshard.errors import SpecError, UsageError
+from reshard.execution.arrays import identity
 from reshard.sharding import ShardingSpec
 from reshard.spmd.core.local_work import (
     Function,
@@ -191,7 +192,7 @@ def _extremum_kernel(work: LocalWork) -> list[Function]:
 
 def _fill_identity(work: LocalWork, shape: tuple[int, ...], x: Any) -> Any:
     """Return the minimum of the type for `max`, and the maximum for `min`."""
-    made = work.library.filled(shape, work.library.identity(work.name, x), x)
+    made = work.library.filled(shape, identity(work.name, work.library.dtype_of(x)), x)
     return work.library.linked(made, x)
 
 

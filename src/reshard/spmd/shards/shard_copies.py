@@ -11,21 +11,20 @@ changes need no copy, and work on any device and with the gradients of any libra
 5. contributions to a whole shard are reduced directly;
 6. everything else is written box by box into a new array.
 
-Changes with padding, means, or contributions in the target use the engine of
-`reshard.execution`, which always writes new arrays in CPU memory; but tensors that require
-gradients, or that are on a device, are written box by box.
+Contributions are combined as by `reshard.execution`, to the bit.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, reduce
+from functools import partial, reduce
 from operator import sub
 from typing import Any
 
 import numpy as np
 
+from reshard.execution.arrays import combine, identity, scale
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.spmd.core.backend import Library
@@ -53,15 +52,35 @@ def copies(
     found = _take_parts(change, sources, targets)
     if found is not None:
         return found
-    if _is_plain(change):
-        return _copy_boxes(change, sources, targets, library)
-    by_engine = _run_by_engine(change, sources, targets)
-    by_boxes = lru_cache(maxsize=1)(lambda: _copy_boxes(change, sources, targets, library))
+    position = {rank: number for number, rank in enumerate(sources)}
+    pieces = _find_pieces(change, targets, position)
+    makers: list[Callable[[Shards], Any]] = []
+    which: list[int] = []
+    # Ranks with equal boxes share an array: each distinct box has a maker, and `which` is the
+    # number of each rank's maker.
+    known: dict[tuple[bytes, int], int] = {}
+    target = change.target
+    # The first cell of each rank, since cells are sorted by rank.
+    cells = np.searchsorted(target.cell_slot, targets).tolist()
+    for rank, cell in zip(targets, cells, strict=True):
+        box = (target.cell_part[cell].tobytes(), int(target.cell_contribution[cell]))
+        if box not in known:
+            known[box] = len(makers)
+            shape = target.local_shapes[rank]
+            makers.append(_make_shard(change, pieces.get(rank, []), cell, shape, library))
+        which.append(known[box])
+    # Joining the whole copies it once, which pays if ranks take more than two pieces each.
+    is_many = len(change.transfers) > 2 * len(targets) > 2
+    if is_many and change.source.contributions == 1 and _is_plain(change):
+        through = _join_the_whole(change, sources, targets, library)
+        if through is not None:
+            return through
+    if len(makers) == len(which):
+        return lambda shards: tuple([make(shards) for make in makers])
 
     def moved(shards: Shards) -> Shards:
-        # The engine reads and writes CPU memory directly, so autograd would not record the copies.
-        is_plain_memory = not any(map(library.has_gradient_or_device, shards))
-        return by_engine(shards) if is_plain_memory else by_boxes()(shards)
+        made = [make(shards) for make in makers]
+        return tuple([made[number] for number in which])
 
     return moved
 
@@ -116,42 +135,6 @@ def _find_boxes(layout: Layout) -> dict[int, Box] | None:
     # Without dimensions there are no columns.
     boxes = map(Box, starts, stops) if columns else [Box((), ())] * layout.cells
     return dict(zip(layout.holders, boxes, strict=True))
-
-
-def _copy_boxes(
-    change: LayoutChange, sources: Sequence[int], targets: Sequence[int], library: Library
-) -> Movement:
-    position = {rank: number for number, rank in enumerate(sources)}
-    pieces = _find_pieces(change, targets, position)
-    makers: list[Callable[[Shards], Any]] = []
-    which: list[int] = []
-    # Ranks with equal boxes share an array: each distinct box has a maker, and `which` is the
-    # number of each rank's maker.
-    known: dict[tuple[bytes, int], int] = {}
-    target = change.target
-    # The first cell of each rank, since cells are sorted by rank.
-    cells = np.searchsorted(target.cell_slot, targets).tolist()
-    for rank, cell in zip(targets, cells, strict=True):
-        box = (target.cell_part[cell].tobytes(), int(target.cell_contribution[cell]))
-        if box not in known:
-            known[box] = len(makers)
-            shape = target.local_shapes[rank]
-            makers.append(_make_shard(change, pieces.get(rank, []), cell, shape, library))
-        which.append(known[box])
-    # Joining the whole copies it once, which pays if ranks take more than two pieces each.
-    is_many = len(change.transfers) > 2 * len(targets) > 2
-    if is_many and change.source.contributions == 1 and _is_plain(change):
-        through = _join_the_whole(change, sources, targets, library)
-        if through is not None:
-            return through
-    if len(makers) == len(which):
-        return lambda shards: tuple([make(shards) for make in makers])
-
-    def moved(shards: Shards) -> Shards:
-        made = [make(shards) for make in makers]
-        return tuple([made[number] for number in which])
-
-    return moved
 
 
 def _join_the_whole(
@@ -215,19 +198,6 @@ def _is_plain(change: LayoutChange) -> bool:
     )
 
 
-def _run_by_engine(
-    change: LayoutChange, sources: Sequence[int], targets: Sequence[int]
-) -> Movement:
-    # Most changes need no engine.
-    from reshard.plans.run import run_change
-
-    def moved(shards: Shards) -> Shards:
-        made = run_change(change, dict(zip(sources, shards, strict=True)))
-        return tuple([made[rank] for rank in targets])
-
-    return moved
-
-
 def _find_slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple([slice(low, low + size) for low, size in zip(start, shape, strict=True)])
 
@@ -264,22 +234,22 @@ def _make_shard(
     library: Library,
 ) -> Callable[[Shards], Any]:
     """Return a function that makes the shard of a rank, whose first cell is `cell`."""
-    combine = library.reductions[change.source.reduction or "sum"]
+    combine_two = partial(combine, change.source.reduction or "sum")
     whole = tuple(slice(0, size) for size in shape)
     if not change.combines[int(change.target.cell_contribution[cell])]:
         return _fill_identity(change.target, cell, library)
     if pieces and all(place == whole for _, _, place, _ in pieces):
-        made = _combine_pieces(pieces, combine)
+        made = _combine_pieces(pieces, combine_two)
     else:
         axis = None if change.target.is_padded else _find_joined_axis(pieces, whole)
         if axis is None:
-            made = _write_pieces(pieces, shape, combine, library)
+            made = _write_pieces(pieces, shape, combine_two, library)
         else:
             made = _concatenate_pieces(pieces, axis, library)
     numerator, denominator = change.scale
     if numerator == denominator:
         return made
-    return lambda shards: library.scaled(made(shards), numerator, denominator)
+    return lambda shards: scale(made(shards), numerator, denominator)
 
 
 def _fill_identity(layout: Layout, cell: int, library: Library) -> Callable[[Shards], Any]:
@@ -287,12 +257,14 @@ def _fill_identity(layout: Layout, cell: int, library: Library) -> Callable[[Sha
     from reshard.execution.engine import element_positions
 
     shape = tuple(layout.cell_shape[cell].tolist())
-    positions = element_positions(layout, cell)
+    positions = element_positions(layout, cell) if layout.is_padded else None
     reduction = layout.reduction or "sum"
 
     def made(shards: Shards) -> Any:
-        filled = library.filled(shape, 0, shards[0])
-        filled[positions] = library.identity(reduction, shards[0])
+        value = identity(reduction, library.dtype_of(shards[0]))
+        filled = library.filled(shape, value if positions is None else 0, shards[0])
+        if positions is not None:
+            filled[positions] = value
         return library.linked(filled, shards[0])
 
     return made
@@ -310,9 +282,7 @@ def _combine_pieces(
         return lambda shards: _take_piece(shards, pieces[0])
 
     def made(shards: Shards) -> Any:
-        # Sums of infinite elements may be NaN without a warning, as in the dense computation.
-        with np.errstate(all="ignore"):
-            return reduce(combine, [_take_piece(shards, piece) for piece in pieces])
+        return reduce(combine, [_take_piece(shards, piece) for piece in pieces])
 
     return made
 
@@ -360,7 +330,6 @@ def _write_pieces(
     def made(shards: Shards) -> Any:
         if not rounds:
             return library.linked(library.filled(shape, 0, shards[0]), shards[0])
-        with np.errstate(all="ignore"):
-            return reduce(combine, [write(shards, few) for few in rounds])
+        return reduce(combine, [write(shards, few) for few in rounds])
 
     return made

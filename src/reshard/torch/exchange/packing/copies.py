@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from reshard.errors import ShardError, UsageError
+from reshard.execution import arrays
 from reshard.execution.arrays import TorchTensors
 from reshard.execution.engine import complete_contributions
 from reshard.geometry.layout_change import LayoutChange
@@ -50,13 +51,6 @@ _ADDED = {
     torch.int8,
     torch.uint8,
 }
-_OPERATIONS = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-}
 
 
 def combine(reduction: str, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -77,9 +71,8 @@ def combine(reduction: str, target: torch.Tensor, source: torch.Tensor) -> None:
             storage = kind.storage(into)
             storage[...] = kind.combine(reduction, storage, kind.storage(part))
         else:
-            wide = _choose_compute_dtype(target.dtype)
             # Elements staged in the host's memory are copied to the device first.
-            into.copy_(_OPERATIONS[reduction](into.to(wide), part.to(into.device, wide)))
+            into.copy_(arrays.combine(reduction, into, part.to(into.device)))
 
 
 def is_added_in_place(reduction: str, dtype: torch.dtype) -> bool:
@@ -125,14 +118,7 @@ def _scale(tensor: torch.Tensor, numerator: int, denominator: int) -> None:
         storage = kind.storage(tensor)
         storage[...] = kind.scale(storage, numerator, denominator)
         return
-    wide = _choose_compute_dtype(tensor.dtype)
-    tensor.copy_(tensor.to(wide) * numerator / denominator)
-
-
-def _choose_compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    if dtype == torch.complex32:
-        return torch.complex64
-    return torch.float32 if dtype.itemsize == 1 and dtype.is_floating_point else dtype
+    tensor.copy_(arrays.scale(tensor, numerator, denominator))
 
 
 # For allocations of at least this size, large pages are requested, as by NumPy.
