@@ -13,9 +13,9 @@ from reshard.collectives.steps import Step, complete_shards, count_largest_shard
 from reshard.cost.estimate import Estimate
 from reshard.errors import PlanError
 from reshard.execution.copies import check_threads
-from reshard.execution.engine import TensorArrays, check
+from reshard.execution.engine import TensorRun, check
 from reshard.geometry.layout_change import LayoutChange
-from reshard.plans.run import make_copies, run_change
+from reshard.plans.run import run_change
 from reshard.sharding import ShardingSpec
 from reshard.text import cut_in_the_middle, duration_text
 from reshard.topology import Topology
@@ -239,7 +239,7 @@ class Program(Record):
         if not self.steps or not (stepwise or any(layout.reduction for layout in layouts)):
             return run_change(direct, shards, out, threads)
         # The last step reads results of earlier steps, so errors must be found before the first.
-        check([(make_copies(direct), TensorArrays(shards, out))])
+        check([TensorRun(direct, shards, out)])
         arrays: Mapping[int, Any] = shards
         for step in self.steps:
             arrays = step.run(arrays, out if step is self.steps[-1] else None, threads)

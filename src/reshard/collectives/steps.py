@@ -19,7 +19,7 @@ step or counting its elements proves that it is legal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -28,13 +28,12 @@ import numpy as np
 from reshard._records import Record
 from reshard.errors import PlanError, ShardError
 from reshard.execution.copies import CopyColumns
-from reshard.execution.engine import TensorArrays, TensorCopies, run
+from reshard.execution.engine import TensorRun, run
 from reshard.execution.memory import check_by_slot, sort_for_reading
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import Axis
 from reshard.plans.plan import plan
-from reshard.plans.run import make_copies
 from reshard.runs import IntArray, find_distinct
 from reshard.sharding import ShardingSpec
 
@@ -159,16 +158,16 @@ class Step(Record):
             PlanError: a group that lacks elements that its ranks need.
         """
         shards = complete_shards(self.source, self.source_layout, shards)
-        tensors = [(copies, TensorArrays(shards, out)) for copies in self._copies]
         result: dict[int, Any] = {}
-        for arrays in run(tensors, threads):
+        for arrays in run(self._list_runs(shards, out), threads):
             result |= arrays
         return result
 
-    @property
-    def _copies(self) -> Iterable[TensorCopies]:
-        """The copies of each group."""
-        return map(make_copies, self.changes)
+    def _list_runs(
+        self, shards: Mapping[int, Any], out: Mapping[int, Any] | None
+    ) -> Sequence[TensorRun]:
+        """Return the run of each group."""
+        return [TensorRun(change, shards, out) for change in self.changes]
 
     def __str__(self) -> str:
         axes = " ".join(map(str, self.axes))
@@ -266,13 +265,12 @@ class Permute(Step):
                     )
         return tuple(sorted(pairs, key=lambda pair: pair[1]))
 
-    @property
-    def _copies(self) -> Iterable[TensorCopies]:
-        """The copies of whole shards, including their padding."""
-        source, target = self.source_layout, self.target_layout
-        # Contributions are kept: nothing is combined.
-        unchanged = [[contribution] for contribution in range(target.contributions)]
-        return (TensorCopies(source, target, unchanged, (1, 1), self._find_stages),)
+    def _list_runs(
+        self, shards: Mapping[int, Any], out: Mapping[int, Any] | None
+    ) -> Sequence[TensorRun]:
+        """Return a run of whole shards, including their padding."""
+        change = LayoutChange(self.source_layout, self.target_layout)
+        return [TensorRun(change, shards, out, find_stages=self._find_stages)]
 
     def _find_stages(self) -> tuple[CopyColumns, ...]:
         source, target = self.source_layout, self.target_layout

@@ -17,13 +17,11 @@ Sources are only read. Arrays of NumPy, torch and JAX in CPU memory are accepted
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from reshard._records import Record
 from reshard.dtypes import DType
 from reshard.execution.arrays import ArrayKind, Storage, identity, kind_of
 from reshard.execution.copies import Copy, CopyColumns, carry_out, check_threads
@@ -37,6 +35,7 @@ from reshard.execution.memory import (
     output_name,
     source_storages,
 )
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.runs import PAD, distinct
 
@@ -87,129 +86,111 @@ def element_positions(layout: Layout, cell: int) -> Any:
 
 
 def complete_contributions(
-    layout: Layout,
-    combines: Sequence[Sequence[int]],
-    scale: tuple[int, int],
-    kind: ArrayKind,
-    cells: Mapping[int, Storage],
+    change: LayoutChange, kind: ArrayKind, cells: Mapping[int, Storage]
 ) -> None:
     """Scale means, and fill contributions that combine nothing with the reduction's identity.
 
-    Args:
-        layout: of the target.
-        combines: for each target contribution, the source contributions that were combined.
-        scale: the numerator and denominator by which combined elements are scaled.
-        kind: of the arrays.
-        cells: the storage of target cells, by cell number; some may be missing.
+    `cells` is the storage of target cells by cell number; some may be missing.
     """
-    numerator, denominator = scale
-    if numerator == denominator and layout.reduction is None:
+    target, (numerator, denominator) = change.target, change.scale
+    if numerator == denominator and target.reduction is None:
         return
     for cell, storage in cells.items():
-        if combines[int(layout.cell_contribution[cell])]:
+        if change.combines[int(target.cell_contribution[cell])]:
             if numerator != denominator:
                 storage[...] = kind.scale(storage, numerator, denominator)
-        elif layout.reduction is not None:
-            value = kind.element(identity(layout.reduction, kind.dtype))
-            storage[element_positions(layout, cell)] = value[0]
+        elif target.reduction is not None:
+            value = kind.element(identity(target.reduction, kind.dtype))
+            storage[element_positions(target, cell)] = value[0]
 
 
-class TensorCopies(Record, eq=False):
-    """The copies of a tensor.
-
-    Args:
-        source, target: its layouts.
-        combines: for each target contribution, the source contributions that are combined.
-        scale: the numerator and denominator by which combined elements are scaled.
-        find_stages: returns the columns of copies of each stage: first from cells of the source
-            to cells of the target, then between cells of the target. Called after the arrays
-            have been checked.
-    """
-
-    source: Layout
-    target: Layout
-    combines: Sequence[Sequence[int]]
-    scale: tuple[int, int]
-    find_stages: Callable[[], Sequence[CopyColumns]]
-
-
-class TensorArrays(Record, eq=False):
-    """The arrays of a tensor.
+class TensorRun:
+    """A tensor of a run: the change of its layout, and its arrays.
 
     Args:
+        change: from the layout of the sources to the layout of the targets.
         shards: the array of every source slot that holds elements.
         out: arrays to write to, for every target slot that holds elements; new arrays if None.
         dtype: the required dtype; any if None.
         name: the tensor's name in errors, if a run has several.
+        find_stages: returns the columns of copies of each stage: first from cells of the source
+            to cells of the target, then between cells of the target. By default a single stage
+            has the routes of the change. Called after the arrays have been checked.
     """
 
-    shards: Mapping[int, Any]
-    out: Mapping[int, Any] | None = None
-    dtype: DType | None = None
-    name: str | None = None
-
-    @property
-    def label(self) -> str:
-        """The tensor's name, as the end of a phrase in errors."""
-        return "" if self.name is None else f" of {self.name!r}"
-
-
-@dataclass(slots=True, eq=False)
-class _Memory:
-    """A tensor of a run: its copies, and the memory of its arrays.
-
-    Sources are by cell; targets by slot, and once they are found by cell too.
-    """
-
-    copies: TensorCopies
-    arrays: TensorArrays
     kind: ArrayKind
-    held: dict[int, Storage]
-    filled: dict[int, Storage]
-    target_cells: dict[int, Storage]
 
-    @classmethod
-    def of(cls, copies: TensorCopies, arrays: TensorArrays) -> _Memory:
-        """Return the memory of the sources.
+    def __init__(
+        self,
+        change: LayoutChange,
+        shards: Mapping[int, Any],
+        out: Mapping[int, Any] | None = None,
+        dtype: DType | None = None,
+        name: str | None = None,
+        find_stages: Callable[[], Sequence[CopyColumns]] | None = None,
+    ) -> None:
+        self.change, self.shards, self.out = change, shards, out
+        self.dtype, self.name, self._find_stages = dtype, name, find_stages
+        # The name as the end of a phrase in errors.
+        self._label = "" if name is None else f" of {name!r}"
+        # Sources are by slot; targets by slot and by cell, once their memory is found.
+        self.held: dict[int, Storage] = {}
+        self.filled: dict[int, Storage] = {}
+        self.target_cells: dict[int, Storage] = {}
 
-        Raises ShardError for arrays that do not match the layout.
-        """
-        source, label = copies.source, arrays.label
-        kind = check_shards(source, arrays.shards, label, arrays.dtype, copies.target.reduction)
-        held = source_storages(source, kind, arrays.shards, label)
-        return cls(copies, arrays, kind, held, {}, {})
+    def find_sources(self) -> None:
+        """Find the memory of the sources. Raises ShardError for arrays that do not match."""
+        source, reduction = self.change.source, self.change.target.reduction
+        self.kind = check_shards(source, self.shards, self._label, self.dtype, reduction)
+        self.held = source_storages(source, self.kind, self.shards, self._label)
+
+    def find_given_targets(self) -> None:
+        """Find the memory of the arrays in `out`, if any. Raises ShardError as `find_sources`."""
+        if self.out is not None:
+            self.fill(given_storages(self.change.target, self.kind, self.out, self._label))
 
     def fill(self, filled: dict[int, Storage]) -> None:
         """Set the arrays of the target's slots."""
         self.filled = filled
-        self.target_cells = cell_arrays(self.copies.target, filled)
+        self.target_cells = cell_arrays(self.change.target, filled)
 
-    def stage(self, columns: CopyColumns, is_first: bool) -> list[Copy]:
+    def stages(self) -> Sequence[CopyColumns]:
+        """Return the columns of copies of each stage."""
+        if self._find_stages is None:
+            return (CopyColumns.of_routes(self.change.routes, self.change.pieces),)
+        return self._find_stages()
+
+    def copies(self, columns: CopyColumns, is_first: bool) -> list[Copy]:
         """Return the copies of a stage, from the source or from the results of earlier stages."""
-        sources = self.target_cells
-        if is_first:
-            sources = cell_arrays(self.copies.source, self.held)
-        combine = partial(self.kind.combine, self.copies.source.reduction or "sum")
+        source = self.change.source
+        sources = cell_arrays(source, self.held) if is_first else self.target_cells
+        combine = partial(self.kind.combine, source.reduction or "sum")
         return columns.copies(sources, self.target_cells, combine)
 
     def finish(self) -> dict[int, Any]:
         """Complete contributions, and return the target's arrays."""
-        copies, out = self.copies, self.arrays.out
-        complete_contributions(
-            copies.target, copies.combines, copies.scale, self.kind, self.target_cells
-        )
-        if out is None:
+        complete_contributions(self.change, self.kind, self.target_cells)
+        if self.out is None:
             return {slot: self.kind.array(storage) for slot, storage in self.filled.items()}
-        return {slot: out[slot] for slot in self.filled if slot in out}
+        return {slot: self.out[slot] for slot in self.filled if slot in self.out}
+
+    def name_outputs(self) -> Iterator[NamedStorage]:
+        """Yield the arrays that are written, with their names in errors."""
+        for slot, storage in self.filled.items():
+            yield output_name(slot, self._label), storage
+
+    def name_sources(self) -> Iterator[NamedStorage]:
+        """Yield the arrays that are read, with their names in errors."""
+        of = "the source of rank" if self.name is None else f"the source of {self.name!r} on rank"
+        for slot, storage in self.held.items():
+            yield f"{of} {slot}", storage
 
 
-def run(
-    tensors: Sequence[tuple[TensorCopies, TensorArrays]], threads: int | None = None
-) -> list[dict[int, Any]]:
-    """Run the copies of tensors, and return the target's arrays of each, by slot.
+def run(tensors: Sequence[TensorRun], threads: int | None = None) -> list[dict[int, Any]]:
+    """Run the changes of tensors, and return the target's arrays of each, by slot.
 
     Args:
-        tensors: the copies and the arrays of each tensor.
+        tensors: the changes and the arrays.
         threads: maximum number of threads for all tensors together; one per processor if None.
             The result is the same for any number.
 
@@ -220,90 +201,66 @@ def run(
         PlanError: raised by `find_stages`.
     """
     workers = check_threads(threads)
-    every = [_Memory.of(copies, arrays) for copies, arrays in tensors]
-    _find_targets(every, workers)
+    check(tensors)
+    fresh = FreshMemory()
+    for tensor in tensors:
+        if tensor.out is None:
+            tensor.fill(new_storages(tensor.change.target, tensor.kind, fresh))
+    fresh.find(workers)
     # The last step that may fail precedes all writes.
-    stages = [memory.copies.find_stages() for memory in every]
-    for memory in every:
-        clear_pads(memory.copies.target, memory.target_cells)
+    stages = [tensor.stages() for tensor in tensors]
+    for tensor in tensors:
+        clear_pads(tensor.change.target, tensor.target_cells)
     # Stage by stage for all tensors together, so that threads share all copies.
     for number in range(max(map(len, stages), default=0)):
         batch: list[Copy] = []
-        for memory, columns in zip(every, stages, strict=True):
+        for tensor, columns in zip(tensors, stages, strict=True):
             if number < len(columns):
-                batch += memory.stage(columns[number], is_first=not number)
+                batch += tensor.copies(columns[number], is_first=not number)
         carry_out(batch, workers)
-    return [memory.finish() for memory in every]
+    return [tensor.finish() for tensor in tensors]
 
 
-def check(tensors: Sequence[tuple[TensorCopies, TensorArrays]]) -> None:
+def check(tensors: Sequence[TensorRun]) -> None:
     """Raise the errors of `run` for arrays that do not match, and copy nothing."""
-    _find_given_targets([_Memory.of(*tensor) for tensor in tensors])
+    for tensor in tensors:
+        tensor.find_sources()
+    for tensor in tensors:
+        tensor.find_given_targets()
+    # After all are found: an array may also overlap the array of another tensor.
+    outputs = [named for tensor in tensors for named in tensor.name_outputs()]
+    if outputs:
+        check_apart(outputs, (named for tensor in tensors for named in tensor.name_sources()))
 
 
 def run_slot(
-    copies: TensorCopies,
+    change: LayoutChange,
     slot: int,
     shards: Mapping[int, Any],
     before_copy: Callable[[], None] = lambda: None,
-) -> Any:
-    """Return the array of a target slot, computed by a single thread from checked source arrays.
+) -> tuple[Any, int]:
+    """Return the array of a target slot, and the number of elements that were copied to it.
 
-    Only the sources of the slot's copies are read.
+    A single thread computes it from source arrays that were checked. Only the sources of the
+    slot's copies are read.
 
     Args:
-        copies: the copies of the slot, in a single stage.
+        change: the change of the layout.
         slot: a slot that holds elements.
         shards: the arrays of the source's slots.
         before_copy: called before every copy; an exception ends the work.
     """
-    (columns,) = copies.find_stages()
-    kind = kind_of(next(iter(shards.values())), "the source's array")
-    senders = distinct(copies.source.cell_slot[columns.source_cell]).tolist()
-    held = {sender: kind.storage(shards[sender]) for sender in senders}
-    memory = _Memory(copies, TensorArrays(shards), kind, held, {}, {})
+    # Only the routes into this slot are planned.
+    routes = change.routes_into(slot)
+    columns = CopyColumns.of_routes(routes, change.pieces_of(routes))
+    tensor = TensorRun(change, shards)
+    tensor.kind = kind = kind_of(next(iter(shards.values())), "the source's array")
+    senders = distinct(change.source.cell_slot[columns.source_cell]).tolist()
+    tensor.held = {sender: kind.storage(shards[sender]) for sender in senders}
     # Copies do not write to the padding, so it is zero from the start.
-    memory.fill({slot: np.zeros(copies.target.local_shape(slot) or (), kind.dtype.storage)})
+    tensor.fill({slot: np.zeros(change.target.local_shape(slot) or (), kind.dtype.storage)})
     # Contributions are combined in order, as by `carry_out`, so the bits of the result are equal.
-    for copy in sorted(memory.stage(columns, is_first=True), key=lambda copy: copy.order):
+    for copy in sorted(tensor.copies(columns, is_first=True), key=lambda copy: copy.order):
         before_copy()
         copy.carry_out()
-    return memory.finish()[slot]
-
-
-def _find_targets(every: Sequence[_Memory], workers: int) -> None:
-    """Allocate the memory that is written, after checking the arrays in `out`."""
-    _find_given_targets(every)
-    fresh = FreshMemory()
-    for memory in every:
-        if memory.arrays.out is None:
-            memory.fill(new_storages(memory.copies.target, memory.kind, fresh))
-    fresh.find(workers)
-
-
-def _find_given_targets(every: Sequence[_Memory]) -> None:
-    """Collect the memory of the arrays in `out`.
-
-    Raises ShardError for arrays that do not match.
-    """
-    outputs = [(memory, out) for memory in every if (out := memory.arrays.out) is not None]
-    for memory, out in outputs:
-        label = memory.arrays.label
-        memory.fill(given_storages(memory.copies.target, memory.kind, out, label))
-    # After all are collected: an array may also overlap the array of another tensor.
-    if outputs:
-        check_apart(_name_outputs([memory for memory, _ in outputs]), _name_sources(every))
-
-
-def _name_outputs(every: Sequence[_Memory]) -> Iterator[NamedStorage]:
-    for memory in every:
-        for slot, storage in memory.filled.items():
-            yield output_name(slot, memory.arrays.label), storage
-
-
-def _name_sources(every: Sequence[_Memory]) -> Iterator[NamedStorage]:
-    for memory in every:
-        name = memory.arrays.name
-        of = "the source of rank" if name is None else f"the source of {name!r} on rank"
-        for slot, storage in memory.held.items():
-            yield f"{of} {slot}", storage
+    return tensor.finish()[slot], int(routes.elements.sum())

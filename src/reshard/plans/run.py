@@ -15,25 +15,13 @@ from typing import Any, TypeVar
 from reshard.dtypes import DType
 from reshard.errors import ShardError
 from reshard.execution.copies import CopyColumns
-from reshard.execution.engine import TensorArrays, TensorCopies, run, run_slot
+from reshard.execution.engine import TensorRun, run, run_slot
 from reshard.execution.memory import check_by_name, sort_for_reading
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 
 Array = TypeVar("Array")
 NamedChange = tuple[str, DType, LayoutChange]
-
-
-def make_copies(change: LayoutChange) -> TensorCopies:
-    """Return the copies of a layout change, for the engine."""
-    return TensorCopies(
-        change.source,
-        change.target,
-        change.combines,
-        change.scale,
-        # Computed when the engine needs them, after all arrays have been checked.
-        lambda: (CopyColumns.of_routes(change.routes, change.pieces),),
-    )
 
 
 def run_change(
@@ -78,7 +66,7 @@ def run_change(
     >>> whole.tolist()
     [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
-    (arrays,) = run([(make_copies(change), TensorArrays(shards, out, dtype))], threads)
+    (arrays,) = run([TensorRun(change, shards, out, dtype)], threads)
     return arrays
 
 
@@ -110,8 +98,7 @@ def run_changes(
     >>> run_changes([("a", dtype("int8"), change)], {"a": {0: copy, 1: copy}})["a"][2].tolist()
     [1, 2, 3]
     """
-    copies = [(name, dtype, make_copies(change)) for name, dtype, change in changes]
-    return _run_named(copies, arrays, out, threads)
+    return _run_named([(*named, None) for named in changes], arrays, out, threads)
 
 
 def run_stages(
@@ -123,40 +110,31 @@ def run_stages(
 
     The first stage copies from source arrays, the next ones from target arrays.
     """
-    copies = [
-        (name, dtype, _copies_of_stages(change, partial(stages, number)))
-        for number, (name, dtype, change) in enumerate(changes)
-    ]
-    return _run_named(copies, arrays, None, None)
 
+    def find_stages(number: int) -> Sequence[CopyColumns]:
+        return tuple(map(CopyColumns.of_transfers, stages(number)))
 
-def _copies_of_stages(
-    change: LayoutChange, stages: Callable[[], Iterable[Transfers]]
-) -> TensorCopies:
-    return TensorCopies(
-        change.source,
-        change.target,
-        change.combines,
-        change.scale,
-        lambda: tuple(map(CopyColumns.of_transfers, stages())),
-    )
+    staged = [(*named, partial(find_stages, number)) for number, named in enumerate(changes)]
+    return _run_named(staged, arrays, None, None)
 
 
 def _run_named(
-    copies: Sequence[tuple[str, DType, TensorCopies]],
+    changes: Sequence[tuple[str, DType, LayoutChange, Callable[[], Sequence[CopyColumns]] | None]],
     arrays: Mapping[str, Mapping[int, Any]],
     out: Mapping[str, Mapping[int, Any]] | None,
     threads: int | None,
 ) -> dict[str, dict[int, Any]]:
-    names = [name for name, _, _ in copies]
+    names = [name for name, *_ in changes]
     check_by_name(arrays, "shards")
     _check_names(names, arrays, "")
     if out is not None:
         check_by_name(out, "out")
         _check_names(names, out, " in out")
     tensors = [
-        (what, TensorArrays(arrays[name], None if out is None else out[name], dtype, name))
-        for name, dtype, what in copies
+        TensorRun(
+            change, arrays[name], None if out is None else out[name], dtype, name, find_stages
+        )
+        for name, dtype, change, find_stages in changes
     ]
     return dict(zip(names, run(tensors, threads), strict=True))
 
@@ -192,11 +170,4 @@ def run_rank(
     >>> run_rank(LayoutChange(Layout.replicated((4,), 1), halves), 1, {0: np.arange(4)})
     (array([2, 3]), 2)
     """
-    # Only the routes into this rank are planned.
-    routes = change.routes_into(rank)
-    columns = CopyColumns.of_routes(routes, change.pieces_of(routes))
-    copies = TensorCopies(
-        change.source, change.target, change.combines, change.scale, lambda: (columns,)
-    )
-    array: Array = run_slot(copies, rank, shards, before_copy)
-    return array, int(routes.elements.sum())
+    return run_slot(change, rank, shards, before_copy)

@@ -107,9 +107,7 @@ def _fill(change: LayoutChange, cell: int, tensor: torch.Tensor) -> None:
             "on the CPU"
         )
     kind = TorchTensors(tensor)
-    complete_contributions(
-        change.target, change.combines, change.scale, kind, {cell: kind.storage(tensor)}
-    )
+    complete_contributions(change, kind, {cell: kind.storage(tensor)})
 
 
 def _scale(tensor: torch.Tensor, numerator: int, denominator: int) -> None:
