@@ -28,7 +28,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,7 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import RecipeError, RunError, UsageError
 from reshard.geometry.regions import Region, bind_regions, dense_strides
-from reshard.layout import Box, Layout
+from reshard.layout import Layout
 from reshard.recipes.engine_layouts import (
     EngineLayout,
     ParameterLayout,
@@ -55,6 +55,7 @@ from reshard.recipes.engine_layouts import (
     SourceTensor,
 )
 from reshard.recipes.engine_layouts.document import read_layout_file
+from reshard.recipes.engine_layouts.parameter_layout import Computed, Constant
 from reshard.recipes.engine_layouts.source_layouts import find_steps
 from reshard.text import first_text
 
@@ -109,13 +110,13 @@ class RankParameters:
     def _bind(self, name: str, parameter: ParameterLayout) -> StoredTensor:
         itemsize = parameter.dtype.itemsize_bytes
         stored_regions: list[Region] = []
-        derived: list[DerivedRegion] = []
+        derived: list[Computed | Constant] = []
         for piece in parameter.pieces:
             stored = self.checkpoint[piece.source]
             # Elements whose bits are only reinterpreted are bound to the stored bytes.
             steps = tuple(step for step in piece.steps if not step.startswith("bits as "))
             if steps:
-                derived.append(DerivedRegion(piece.box, piece.source, piece.view, steps))
+                derived.append(Computed(piece.box, steps, (piece.source,), piece.view))
             elif stored.dtype.itemsize_bytes != itemsize:
                 raise RecipeError(
                     f"{name!r} takes {piece.source!r} of {stored.dtype.name} as "
@@ -130,26 +131,26 @@ class RankParameters:
                     f"{', '.join(part.sources)}, not element by element; let the engine load the "
                     "checkpoint as it is"
                 )
-            derived.append(DerivedRegion(part.box, part.sources[0], part.view, part.operations))
-        derived += [
-            DerivedRegion(constant.box, value=constant.value) for constant in parameter.constants
-        ]
+            derived.append(part)
+        derived += parameter.constants
         if derived:
             start, file = 0, f"{name}/made"
             for region in derived:
-                check_steps(name, region.steps)
+                if isinstance(region, Computed):
+                    check_steps(name, region.operations)
                 strides = dense_strides(region.box.shape, itemsize)
                 stored_regions.append(Region(*region.box, file, start * itemsize, strides))
                 start += region.box.elements
             if start * itemsize > MAX_BYTES:
-                casts = sorted({step for region in derived for step in region.steps})
+                computed = (part for part in derived if isinstance(part, Computed))
+                casts = sorted({step for part in computed for step in part.operations})
                 raise RecipeError(
                     f"{name!r} has {start * itemsize:,} bytes that are made by "
                     f"{', '.join(casts) or 'one value'}, more than {MAX_BYTES:,}; convert the "
                     "checkpoint to the engine's element type first"
                 )
-            first = next((self._file_of(r.source) for r in derived if r.source), None)
-            first = first or self.checkpoint.files[0].name
+            sources = (part.sources[0] for part in derived if isinstance(part, Computed))
+            first = next(map(self._file_of, sources), self.checkpoint.files[0].name)
             self.made[file] = DerivedElements(
                 name, parameter.dtype, tuple(derived), self.checkpoint, first
             )
@@ -267,33 +268,21 @@ OPERATIONS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
 }
 
 
-class DerivedRegion(NamedTuple):
-    """The elements of `source` at `view`, with `steps` applied to each in turn.
-
-    Without a source, all elements are `value`. `box` is their location in the parameter.
-    """
-
-    box: Box
-    source: str | None = None
-    view: View | None = None
-    steps: tuple[str, ...] = ()
-    value: float = 0.0
-
-
 class DerivedElements(Record):
     """The derived elements of a parameter, as a file that is written when it is first read.
 
     Attributes:
         label: the name of the parameter in errors.
         dtype: the type of its elements.
-        regions: the regions, consecutive in the file.
+        regions: the boxes of the parameter, consecutive in the file, each computed elementwise from
+            a single source or filled with a value.
         checkpoint: the sources.
         source: the first file of the checkpoint that is read.
     """
 
     label: str
     dtype: DType
-    regions: tuple[DerivedRegion, ...]
+    regions: tuple[Computed | Constant, ...]
     checkpoint: Checkpoint
     source: str
 
@@ -305,12 +294,13 @@ class DerivedElements(Record):
     def expect_computable(self) -> None:
         """Raise MissingExtraError if an element type needs a package that is not installed."""
         for region in self.regions:
-            if region.source is None:
+            if isinstance(region, Constant):
                 # Zeros can be written without the package of a type.
                 kinds = [] if region.value == 0 else [self.dtype]
             else:
-                named = (step.removeprefix("to ") for step in region.steps if step[:3] == "to ")
-                kinds = [self.dtype, self.checkpoint[region.source].dtype, *map(as_dtype, named)]
+                casts = [step[3:] for step in region.operations if step.startswith("to ")]
+                source = self.checkpoint[region.sources[0]]
+                kinds = [self.dtype, source.dtype, *map(as_dtype, casts)]
             for kind in kinds:
                 _ = kind.numpy
 
@@ -321,15 +311,15 @@ class DerivedElements(Record):
         )
         return _FileInMemory(path, content, scratch)
 
-    def _make(self, region: DerivedRegion) -> NDArray[Any]:
-        if region.source is None:
+    def _make(self, region: Computed | Constant) -> NDArray[Any]:
+        if isinstance(region, Constant):
             return _fill(region.box.shape, region.value, self.dtype)
         from reshard.checkpoint.loading.arrays import read_tensor
 
-        whole = read_tensor(self.checkpoint, region.source).reshape(-1)
+        whole = read_tensor(self.checkpoint, region.sources[0]).reshape(-1)
         view = region.view or View.row_major(region.box.shape)
         values = whole[view.positions(region.box.shape)]
-        for step in region.steps:
+        for step in region.operations:
             values = apply_step(values, step)
         return values if values.dtype == self.dtype.numpy else values.astype(self.dtype.numpy)
 
