@@ -197,6 +197,7 @@ def across_hosts_bound_elements(plan: LayoutChange, topology: Topology) -> int:
     """Count the elements that must be sent between hosts.
 
     An element counts once for each host with a rank that needs it and no rank that holds it.
+
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(host=2, gpu=4)
     >>> plan = LayoutChange(*(reshard.spec(mesh, text).layout((8,)) for text in ("gpu", "-")))

@@ -54,6 +54,7 @@ def find_copies(
         itemsize_bytes: of an element.
         keeps: whether elements that stay are copied; False if they are in place already.
         inside: the layout of the arrays of which the source's arrays are views, if any.
+
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2)
     >>> columns, rows = (reshard.spec(mesh, text).layout((6, 4)) for text in ("-, x", "x, -"))
@@ -98,6 +99,7 @@ def count_run_elements(shape: IntArray, around: IntArray) -> IntArray:
 
     Args:
         shape, around: the shapes of the boxes and of their arrays, `(boxes, dims)`.
+
     >>> count_run_elements(np.array([[2, 3, 4], [2, 2, 4], [1, 1, 2]]), np.array([[5, 3, 4]] * 3))
     array([24,  8,  2])
     """

@@ -82,6 +82,7 @@ def group_ranks(begin: IntArray, rank: IntArray, ranks: int) -> RankGroups:
 
     Raises:
         PlanError: two different ranks with equal signatures, a hash collision.
+
     >>> groups = group_ranks(np.array([0, 4, 6, 7]), np.array([0, 1, 2, 3, 0, 1, 4]), 5)
     >>> groups.group.tolist(), groups.set_group.tolist()
     ([0, 0, 1, 1, 2], [0, 1, 0, 2])
@@ -135,6 +136,7 @@ def move_units(
        the classes in which it has a share, from a class to every group that holds it.
     3. Move a unit along the path, and repeat. If there is no such path, no other division of
        equal units has a smaller maximum load (an augmenting path, as in a maximum flow).
+
     >>> import numpy as np
     >>> shares, of_class, group = np.array([4, 0, 2, 2]), np.array([0, 0, 1, 1]), [0, 1, 1, 2]
     >>> move_units(shares, of_class, np.array(group), np.array([1, 1, 1]), [1, 1]).tolist()
@@ -292,6 +294,7 @@ def divide_among_members(
     Members get equal numbers of units. The remaining units of a row go to the members after those
     that got the remaining units of the previous row, so that within a group totals differ by at
     most one unit.
+
     >>> size, unit = np.array([3]), np.array([1, 1])
     >>> divide_among_members(np.array([4, 4]), np.array([0, 0]), size, unit).tolist()
     [2, 1, 1, 1, 2, 1]

@@ -117,6 +117,7 @@ def group_pieces(
     """Return the numbers of the pieces packed in each message, and of the pieces sent alone.
 
     Packed messages are sent first. A piece sent alone is split into as many messages as it needs.
+
     >>> group_pieces([40, 1 << 20, 40, 40], 112)
     ([[0, 2], [3]], [1])
     """
@@ -190,6 +191,7 @@ def fill_batches(sizes_bytes: Mapping[str, int], limit_bytes: int) -> dict[str, 
     """Return the batch number of each name, filling batches in order up to a memory limit.
 
     A name that exceeds the limit by itself has its own batch.
+
     >>> fill_batches({"a": 6, "b": 4, "c": 1, "d": 11}, 10)
     {'a': 0, 'b': 0, 'c': 1, 'd': 2}
     """
@@ -236,6 +238,7 @@ def count_parts(rest_s: float, latency_s: float) -> int:
     Args:
         rest_s: the time of all stages but the longest.
         latency_s: the latency of the messages of a part, in the same unit.
+
     >>> count_parts(rest_s=1.0, latency_s=0.01), count_parts(rest_s=0.0, latency_s=0.01)
     (40, 1)
     """
@@ -288,6 +291,7 @@ def cut_parts(transfers: Transfers, shape: Sequence[int], parts: int) -> tuple[T
 
     A box is split along its first dimension of at least `parts` indices. A box without such a
     dimension is whole, in the part that corresponds to its offset in the tensor.
+
     >>> rows = Transfers.joined([Transfers.none(2)])
     >>> [len(part) for part in cut_parts(rows, (4, 4), 3)]
     [0, 0, 0]

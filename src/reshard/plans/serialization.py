@@ -251,6 +251,7 @@ def to_json(value: Layout | Plan | Job | Any) -> str:
     """Write a layout, a plan, a job or an engine's layout as a compact JSON document.
 
     Equal values have equal documents. Raises UsageError for other values.
+
     >>> text = to_json(Layout.replicated((4,), 2))
     >>> text[:72]
     '{"reshard":"layout","version":1,"tables":[[4,1,[0],[0],[4]]],"layouts":['

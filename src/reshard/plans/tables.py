@@ -104,6 +104,7 @@ def format_top_ranks(loads: IntArray, ranks: Iterable[int]) -> str:
     Args:
         loads: of each rank, shape `(ranks,)`.
         ranks: that could have a load.
+
     >>> format_top_ranks(np.array([4, 6, 6, 0, 0]), range(4))
     'ranks 1,2: 1.50 times the mean'
     """
@@ -125,6 +126,7 @@ def format_movements(moving: Transfers, traffic: Traffic, max_rows: int = MAX_RO
         moving: the boxes, without those that stay.
         traffic: their sum, see `Traffic.of_transfers`.
         max_rows: below the headers.
+
     >>> from reshard.layout import Layout
     >>> from reshard.geometry.layout_change import LayoutChange
     >>> half = Layout.flat_ranges((6,), {0: (0, 4), 1: (4, 6)})
@@ -168,6 +170,7 @@ def format_rank_loads(
 
     Of more than `max_rows` kinds of ranks, those with the largest load are listed. With a dtype,
     amounts are in bytes.
+
     >>> ring = Traffic.gathered(3, np.arange(3), (np.arange(3) + 1) % 3, np.full(3, 7))
     >>> print(format_rank_loads(ring))
     each of ranks  sends  to ranks  receives  from ranks
