@@ -5,11 +5,11 @@ is a module (`mlir`, `jax`, `hlo`, `shardy`, `scalapack`, `megatron`, `dtensor`,
 `ragged`) with `parse_NAME` and `NAME_text`, and in `jax` and `dtensor` also functions for live
 objects; torch and jax are not imported for them.
 
-    parsing         what several of them share: a scanner, and what a notation can express
+    parsing         tools that they share: a scanner, and the vocabulary of a notation
     objects         `sharding_of`: the sharding of a live object of any system
     flat_buffer     the long buffers of ZeRO and FSDP
 
-Every public name of theirs is a name of this package, loaded when it is first used.
+Their public names are names of this package, too; each is loaded when it is first used.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ A DTensor has a mesh and a *placement* for each mesh axis::
     Partial(sum)                              contributions
 
 They are applied from left to right, each to the result of the previous ones, so a tensor dimension
-that several axes shard is cut in levels::
+that several axes shard has several levels::
 
     mesh ("dp": 2, "tp": 2), [Shard(0), Shard(0)]            "dp / tp, ..."
     the same, [_StridedShard(0, split_factor=2), Shard(0)]   "dp@stride2 / tp, ..."
@@ -17,7 +17,7 @@ that several axes shard is cut in levels::
     the same, [Partial("sum"), Shard(1)]                     "-, tp | sum(dp)"
 
 In a text, a placement is a call, with its long or its short name, with or without commas, and with
-the step in which its axis cuts if several cut the same dimension: `S(0)[1]S(0)[0]`. A mesh may
+the step in which its axis shards the dimension if several do: `S(0)[1]S(0)[0]`. A mesh may
 precede the placements, as torch prints it or a program writes it. torch prints a mesh by its sizes,
 and its ranks only if `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set::
 
@@ -27,7 +27,7 @@ and its ranks only if `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set::
 
 Placements of texts and of torch become plain values here, so torch is not imported. Placement
 objects are made of torch's own classes, which are imported then. torch applies placement objects
-from left to right, so axes that cut in another order become strides if that leaves every element
+from left to right, so axes that shard in another order become strides if that leaves every element
 in its place::
 
     mesh ("dp": 2, "tp": 2), "tp / dp, -"     (_StridedShard(0, split_factor=2), Shard(0))
@@ -60,7 +60,7 @@ Argument = int | str | tuple["Argument", ...]
 
 
 class PlacementCall(Record):
-    """A placement as it is written: a name, arguments, and `[order]` where it is given."""
+    """A placement as written in a text: a name, arguments, and `[order]` if given."""
 
     name: str
     arguments: tuple[Argument, ...] = ()
@@ -111,7 +111,7 @@ _MAX_DEPTH = 3
 
 
 def read_calls(text: str) -> list[PlacementCall]:
-    """Parse the placements that `text` writes, one per mesh axis, as calls.
+    """Parse the placements in `text`, one per mesh axis, as calls.
 
     Raises:
         NotationError: text that is not a list of placements.
@@ -236,7 +236,7 @@ def split_mesh(text: str, mesh: DeviceMesh | None = None) -> tuple[DeviceMesh | 
 
 
 def _find_closing(text: str, at: int) -> int | None:
-    """Return where the bracket that opens at `at` closes."""
+    """Return the position at which the bracket opened at `at` closes."""
     depth = 0
     for place in range(at, len(text)):
         depth += {"(": 1, ")": -1}.get(text[place], 0)
@@ -310,7 +310,7 @@ OPERATION_OF_REDUCTION = {name: operation for operation, name in REDUCTION_OF_OP
 
 
 class Shard(Record):
-    """The dimension `dim`, cut by ceil as `torch.chunk` does; a negative `dim` counts from the end.
+    """The dimension `dim`, sharded by ceil, as by `torch.chunk`; -1 is the last.
 
     >>> print(Shard(0))
     Shard(0)
@@ -323,7 +323,7 @@ class Shard(Record):
 
 
 class StridedShard(Record):
-    """`split_factor` blocks of the dimension `dim` by ceil, each cut by ceil; torch's
+    """`split_factor` blocks of the dimension `dim` by ceil, each sharded by ceil; torch's
     `_StridedShard`.
 
     >>> print(StridedShard(0, 2))
@@ -476,12 +476,12 @@ ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 class DTensorPlacements(Record):
-    """One placement for each mesh axis, and which axis cuts a dimension before which.
+    """The placement of each mesh axis, and the order in which axes shard a dimension.
 
     Attributes:
         placements: in the order of the mesh's axes.
         shard_order: for each sharded tensor dimension, its mesh axes by number, the axis that
-            cuts first in front; torch's `shard_order`.
+            shards first in front; torch's `shard_order`.
     """
 
     placements: tuple[Placement, ...]
@@ -489,7 +489,7 @@ class DTensorPlacements(Record):
 
     @property
     def is_left_to_right(self) -> bool:
-        """Whether every dimension is cut in the order of the mesh's axes, as torch does."""
+        """Whether axes shard every dimension in the order of the mesh, as in torch."""
         return all(list(axes) == sorted(axes) for _, axes in self.shard_order)
 
     def __str__(self) -> str:
@@ -507,12 +507,12 @@ class DTensorPlacements(Record):
 def parse_dtensor(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """Return the sharding that a list of placements writes.
+    """Return the sharding that a list of placements describes.
 
     Args:
         text: in any form that torch prints: `[Shard(dim=0), Replicate()]`, `S(0)R`,
             `S(0)[1]S(0)[0]` with the order of the axes on one dimension. A
-            `PartitionedShard` may be among them. A mesh may stand in front of them, as in a
+            `PartitionedShard` may be among them. A mesh may precede them, as in a
             printed DTensor.
         mesh: the devices, for a text without a mesh; a placement for each of its axes, major to
             minor.
@@ -547,7 +547,7 @@ def parse_dtensor(
 
 
 def dtensor_text(spec: ShardingSpec) -> str:
-    """Return the placements of a sharding, as torch is given them.
+    """Return the placements of a sharding as text, in the form that torch takes.
 
     Axes that shard a dimension in another order than the mesh's are written with their steps,
     as torch prints a `shard_order`.
@@ -572,7 +572,7 @@ def dtensor_text(spec: ShardingSpec) -> str:
 def parse_partitioned(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """Return the sharding that placements with a `PartitionedShard` among them write.
+    """Return the sharding of placements, at least one of which is a `PartitionedShard`.
 
     One placement for each axis of `mesh`, as in `parse_dtensor`, which reads the same texts.
 
@@ -587,7 +587,7 @@ def parse_partitioned(
 
 
 def partitioned_text(spec: ShardingSpec) -> str:
-    """Return the placements of a sharding, partitioned ones included.
+    """Return the placements of a sharding as text, in which `PartitionedShard` may occur.
 
     Raises:
         NotationError: a sharding that placements cannot express.
@@ -611,7 +611,7 @@ def sharding_of_placements(
         mesh: the devices.
         placements: one per axis of the mesh.
         ndim: dimensions of the tensor.
-        shard_order: for each sharded dimension the numbers of its mesh axes, the first to cut
+        shard_order: for each sharded dimension the numbers of its mesh axes, the first to shard
             in front, as torch's `DTensorSpec.shard_order`; by rising number when None.
 
     Raises:
@@ -628,7 +628,7 @@ def sharding_of_placements(
     return _make_sharding(mesh, tuple(map(as_placement, placements)), ndim, order)
 
 
-# Tensors of a model are cut alike, and again and again.
+# Most tensors of a model have equal placements.
 @lru_cache(maxsize=1024)
 def _make_sharding(
     mesh: DeviceMesh, values: tuple[Placement, ...], ndim: int, shard_order: ShardOrder | None
@@ -714,7 +714,7 @@ def _order_steps(
 def _check_order(
     shard_order: ShardOrder | None, by_dim: dict[int, dict[int, Level]]
 ) -> dict[int, list[int]]:
-    """Return the axes of every dimension, by number, in the order in which they cut."""
+    """Return the axes of every dimension, by number, in the order in which they shard it."""
     rising = {dim: sorted(levels) for dim, levels in by_dim.items()}
     if shard_order is None:
         return rising
@@ -729,7 +729,7 @@ def _check_order(
 
 
 def placements_of(spec: ShardingSpec, *, partitioned: bool = False) -> DTensorPlacements:
-    """Return the placements of a sharding, and the order in which the axes of a dimension cut.
+    """Return the placements of a sharding, and the order in which axes shard each dimension.
 
     Args:
         spec: the sharding.
@@ -834,7 +834,7 @@ def sharding_of_dtensor(tensor: Any, mesh: DeviceMesh | None = None) -> Sharding
 
     Args:
         tensor: the DTensor.
-        mesh: what its mesh is, where that is known; it is found when None.
+        mesh: its mesh, if known; read from the tensor if None.
 
     Raises:
         NotationError: a placement that reshard cannot express.
@@ -853,15 +853,15 @@ def sharding_of_dtensor(tensor: Any, mesh: DeviceMesh | None = None) -> Sharding
 def to_placements(spec: ShardingSpec, shape: Sequence[int] | None = None) -> tuple[Any, ...]:
     """Return torch's placement objects for a sharding, one per mesh axis. Imports torch.
 
-    A dimension that axes cut in another order than the mesh's is written by `_StridedShard`, as
-    torch does, where that puts the same elements of a tensor of `shape` in the same places.
+    A dimension that axes shard in another order than the mesh's is expressed by `_StridedShard`, as
+    in torch, if every rank then holds the same elements of a tensor of `shape`.
 
     Args:
         spec: the sharding.
         shape: of the tensor; needed for an order other than the mesh's.
 
     Raises:
-        NotationError: what DTensor cannot express, see `placements_of`.
+        NotationError: a part that DTensor cannot express, see `placements_of`.
         MissingExtraError: torch is not installed.
     """
     placements = find_placements(spec, shape)
@@ -894,10 +894,10 @@ def find_placements(
 
     Args:
         spec: the sharding.
-        shape: of the tensor; needed where axes cut in another order than the mesh's.
+        shape: of the tensor; needed if axes shard a dimension in another order than the mesh's.
 
     Raises:
-        NotationError: what DTensor cannot express, see `placements_of`.
+        NotationError: a part that DTensor cannot express, see `placements_of`.
 
     >>> from reshard.sharding import spec
     >>> mesh = DeviceMesh.of(dp=2, tp=2)
@@ -911,10 +911,10 @@ def find_placements(
 def _find_strided(
     found: DTensorPlacements, spec: ShardingSpec, shape: Sequence[int] | None
 ) -> tuple[Placement, ...]:
-    """Return placements to be applied from left to right that give the layout of ordered ones.
+    """Return placements that give the layout of ordered placements if applied from left to right.
 
-    An axis that cuts what later axes of the mesh have cut before it takes their parts as its
-    blocks. Source: `DTensorSpec._convert_shard_order_to_StridedShard`.
+    An axis that shards a dimension after later axes of the mesh takes their parts as its blocks.
+    Source: `DTensorSpec._convert_shard_order_to_StridedShard`.
     """
     if shape is None:
         raise cannot_say(
@@ -926,12 +926,12 @@ def _find_strided(
     for dim, axes in found.shard_order:
         for step, axis in enumerate(axes):
             blocks = 1
-            # Axes that cut before this axis, but follow it in the mesh, are applied after it.
+            # Axes that shard before this axis, but follow it in the mesh, are applied after it.
             for earlier in axes[:step]:
                 blocks *= spec.mesh.shape[earlier] if earlier > axis else 1
             if blocks > 1 and placements[axis] == Shard(dim):
                 placements[axis] = StridedShard(dim, blocks)
-    # Blocks are by ceil, so uneven shapes may be cut elsewhere: compare for this shape.
+    # Blocks are by ceil, so uneven shapes may be split at other indices: compare for this shape.
     strided = sharding_of_placements(spec.mesh, placements, spec.ndim)
     if not _are_equal(strided.layout(shape), spec.layout(shape)):
         raise cannot_say(
@@ -943,8 +943,9 @@ def _find_strided(
 
 
 def _are_equal(first: Layout, second: Layout) -> bool:
-    """Return whether every rank holds the same elements in the same order; parts may be
-    numbered anew.
+    """Return whether every rank holds the same elements in the same order.
+
+    The numbers of parts may differ.
     """
     for dim in range(first.ndim):
         pairs = np.stack((first.cell_part[:, dim], second.cell_part[:, dim]), axis=1)

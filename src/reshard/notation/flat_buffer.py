@@ -119,7 +119,7 @@ class FlatBuffer(Record):
         """Return the pieces of tensors that a rank has, in the order of its part.
 
         Raises:
-            NotationError: a rank that is not there.
+            NotationError: an unknown rank.
         """
         if not 0 <= rank < self.ranks:
             raise NotationError(f"rank {rank} of a flat buffer over {self.ranks} ranks")
@@ -136,10 +136,10 @@ class FlatBuffer(Record):
 
         Args:
             name: of the tensor.
-            devices: the slot of each rank of the buffer; 0, 1, 2... when None.
+            devices: the slot of each rank of the buffer; by default 0, 1, 2...
 
         Raises:
-            NotationError: a name that is not in the buffer, another number of devices.
+            NotationError: an unknown name, or a wrong number of devices.
         """
         shapes = dict(self.tensors)
         if name not in shapes:
@@ -150,7 +150,7 @@ class FlatBuffer(Record):
         return self._layout(shapes[name], begin, self._slots(devices))
 
     def layouts(self, devices: Sequence[int] | None = None) -> dict[str, Layout]:
-        """Return where the elements of every tensor are, by name; see `layout`.
+        """Return the layout of every tensor, by name; see `layout`.
 
         >>> FlatBuffer({"a": (2, 3), "b": (5,)}, ranks=3).layouts()["b"].holders
         (1, 2)
@@ -174,7 +174,7 @@ class FlatBuffer(Record):
         each, end = self.rank_elements, begin + math.prod(shape)
         ranges = {}
         if begin < end:
-            # The ranks that the tensor reaches into, and no others.
+            # Only the ranks that hold some of the tensor.
             for rank in range(begin // each, ceil_divide(end, each)):
                 start, stop = max(rank * each, begin), min((rank + 1) * each, end)
                 ranges[slots[rank]] = (start - begin, stop - begin)

@@ -1,7 +1,7 @@
 """The shardings of XLA's HLO: tile assignments, as programs and XLA's warnings print them.
 
 A tile assignment is an array of devices with a dimension for each of the tensor, whose lengths are
-the numbers of parts, and a last dimension of copies where there are any::
+the numbers of parts, and a last dimension of copies, if there are any::
 
     {devices=[4,2]<=[8]}                                  rows in 4 parts, columns in 2
     {devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}   rows in 2 parts, 4 copies of each
@@ -9,10 +9,10 @@ the numbers of parts, and a last dimension of copies where there are any::
     {devices=[2,4]<=[8] last_tile_dims={unreduced}}       contributions to a sum of 4 devices
     {replicated}, {maximal device=3}                      copies on all devices; on device 3 alone
 
-`<=[4,2]T(1,0)` is an array of 0 to 7 of shape `(4, 2)`, transposed. Numbers are places in the list
+`<=[4,2]T(1,0)` is an array of 0 to 7 of shape `(4, 2)`, transposed. Numbers are indices in the list
 of devices that a program runs on, which JAX takes from its mesh. A text names no mesh axes: over a
 given mesh the array is matched with its axes and their parts; without a mesh, a mesh is made whose
-axes are the dimensions of the array. Cuts are by ceil.
+axes are the dimensions of the array. Dimensions are split by ceil.
 
 Source: OpenXLA, `xla/hlo/ir/hlo_sharding.h` and `tile_assignment.h`.
 """
@@ -35,7 +35,7 @@ from reshard.sharding import DimSpec, ShardingSpec
 
 _VOCABULARY = Vocabulary("HLO", reductions=("sum",), has_sub_axes=True)
 _UNREDUCED, _REPLICATED = "unreduced", "replicated"
-# A tile assignment of more devices than any machine has would be made element by element.
+# A short text may claim any number of devices, and the array of them is built in memory.
 _MAX_DEVICES = 1 << 24
 
 Devices = np.ndarray[Any, np.dtype[np.int64]]
@@ -159,7 +159,7 @@ def _over_own_axes(devices: Devices, kinds: Sequence[str]) -> ShardingSpec:
     dims = devices.ndim - len(kinds)
     words = {_UNREDUCED: "sum", _REPLICATED: "copies"}
     names = [f"d{dim}" for dim in range(dims)] + [words[kind] for kind in kinds]
-    # Several last dimensions of a kind, or none of the tensor, would have equal names.
+    # Several last dimensions of a kind would have equal names.
     names = [name if names.count(name) == 1 else f"{name}{i}" for i, name in enumerate(names)]
     axes = [
         [] if length == 1 else [name] for name, length in zip(names, devices.shape, strict=True)
@@ -201,7 +201,7 @@ def _find_axes(offsets: Devices, mesh: DeviceMesh) -> list[Axis] | None:
     found: list[Axis] = []
     done = 1
     while done < len(offsets):
-        # The next part: as many equal steps as there are, of those that divide what is left.
+        # The next part: the most equal steps whose number divides the number of offsets left.
         stride, left = int(offsets[done]), len(offsets) // done
         steps = offsets[::done]
         is_even = steps == stride * np.arange(len(steps))
@@ -295,7 +295,7 @@ def _bounds(mesh: DeviceMesh, axis: Axis) -> list[tuple[str, int, int]]:
 
 
 def _split_axes(mesh: DeviceMesh, used: Sequence[Axis]) -> list[tuple[str, int, int]]:
-    """Return all parts of the mesh's axes, in its order, of which the used ones are some."""
+    """Return the mesh's axes, in its order, divided such that the used parts are among them."""
     return [
         (name, low, high // low)
         for name, bounds in mesh.axis_boundaries(used).items()

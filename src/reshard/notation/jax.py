@@ -6,7 +6,7 @@ An entry per dimension has the mesh axes that shard it, major to minor::
     P(UNCONSTRAINED, 'x')                      rows are left to propagation
     P('x', unreduced={'y'})                    contributions to a sum along y
 
-Cuts are by ceil, as GSPMD makes them; JAX itself puts only shapes that divide on devices.
+Dimensions are split by ceil, as by GSPMD; JAX itself accepts only shapes that divide evenly.
 
 Live objects are recognised by the module of their type and read without importing jax; making them
 imports it. A rank is the id of a device. Memory kinds and the types of mesh axes do not affect
@@ -42,10 +42,10 @@ Entry = tuple[str, ...] | None
 def parse_jax(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """Return the sharding that a JAX text writes.
+    """Return the sharding that a JAX text describes.
 
     Args:
-        text: `PartitionSpec(...)` or `P(...)`, or what `NamedSharding` prints.
+        text: `PartitionSpec(...)` or `P(...)`, or a printed `NamedSharding`.
         mesh: whose axes are named; None if the text is a `NamedSharding`, which prints its
             axes but not the order of its devices: they are then taken as 0, 1, 2...
         shape: of the tensor. Trailing entries that are None may be left out, and are added when
@@ -71,7 +71,7 @@ def parse_jax(
 
 
 def _read_named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, DeviceMesh]:
-    """Return the text of the PartitionSpec in what a `NamedSharding` prints, and its mesh."""
+    """Return the text of the PartitionSpec in a printed `NamedSharding`, and its mesh."""
     match = re.search(r"\b(?:PartitionSpec|P)\(", text)
     if not match:
         raise NotationError("a NamedSharding without a PartitionSpec; write its spec as P(...)")
@@ -161,13 +161,13 @@ def sharding_of_entries(
     reduced: Iterable[str],
     shape: Sequence[int] | None,
 ) -> ShardingSpec:
-    """Return the sharding whose dimensions are cut over `entries`; see `parse_jax`.
+    """Return the sharding whose dimensions are sharded over `entries`; see `parse_jax`.
 
     Args:
         mesh: whose axes the entries name.
         entries: the axes of each dimension.
         unreduced: axes along which there are contributions to a sum.
-        reduced: axes along which copies are asked for.
+        reduced: axes along which copies are requested.
         shape: of the tensor, to add entries that were left out.
 
     Raises:
@@ -195,7 +195,7 @@ def sharding_of_entries(
 
 
 def jax_text(spec: ShardingSpec) -> str:
-    """Return the `PartitionSpec` of a sharding, as text. The mesh stays apart.
+    """Return the `PartitionSpec` of a sharding, as text. The mesh is not part of it.
 
     Raises:
         NotationError: a part of the sharding that JAX cannot express, such as a cut rule.
@@ -250,7 +250,7 @@ def sharding_of_jax(
         sharding: a `PartitionSpec`, `NamedSharding` or `SingleDeviceSharding`, or an array
             with a `NamedSharding` or `SingleDeviceSharding`.
         mesh: for a `PartitionSpec`, which has none.
-        shape: of the tensor, to add the entries that are left out; an array has its own.
+        shape: of the tensor, to add the entries that are left out; the shape of an array is known.
 
     Raises:
         NotationError: another object, a `PartitionSpec` without a mesh, a mesh that is empty.
@@ -370,7 +370,7 @@ def to_named_sharding(spec: ShardingSpec, devices: Iterable[Any] | None = None) 
 
     Args:
         spec: whose ranks are ids of devices.
-        devices: where to look for them; `jax.devices()` when None.
+        devices: the candidates; by default `jax.devices()`.
 
     Raises:
         MissingExtraError: jax is not installed.

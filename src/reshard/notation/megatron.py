@@ -8,24 +8,24 @@ The sizes and order of the ranks precede a bar, and the attributes of a paramete
 
 =============================  ==================================================================
 before the bar
-`tp cp dp pp`                  sizes of the grid of everything but experts; 1 where left out
+`tp cp dp pp`                  sizes of the grid of everything but experts; 1 if omitted
 `etp ep edp pp`                sizes of the experts' grid
-`order`                        words from fastest to slowest; tp-cp-ep-dp-pp where left out
+`order`                        words from fastest to slowest; tp-cp-ep-dp-pp if omitted
 `offset`                       the first rank
 after the bar
-`partition_dim`                the dimension cut over `tp` or `etp`; none where left out
-`partition_stride`             equal blocks that are each cut over all ranks
+`partition_dim`                the dimension sharded over `tp` or `etp`; none if omitted
+`partition_stride`             equal blocks, each sharded over all ranks
 `partition_sizes`              blocks on a rank; lists for each rank, separated by `;`
-`local_lengths`                what the ranks have of the cut dimension, where that is uneven
+`local_lengths`                lengths of the sharded dimension on each rank, if uneven
 `heads`                        heads that ranks may share
 `pad`                          local lengths are a multiple of this
 `expert`                       over the experts' grid
-`stages`, `expert_ranks`       where it lives along `pp` and `ep`
+`stages`, `expert_ranks`       its positions along `pp` and `ep`
 `ndim`                         dimensions of the tensor, if no shape is given
 =============================  ==================================================================
 
 `MegatronParameter` in `reshard.megatron.parameters` describes the same for a parameter whose
-local shape is known, and more: that is what a program uses.
+local shape is known, and more; programs use it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _CUT_WORDS = (
 def parse_megatron(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """Return the sharding that `text` writes in Megatron's words.
+    """Return the sharding that `text` describes in Megatron's words.
 
     Args:
         text: ranks, a bar, and the parameter; without a bar only the parameter.
@@ -72,7 +72,7 @@ def parse_megatron(
 
     Raises:
         NotationError: words that are unknown, repeated or do not fit each other.
-        MeshError, SpecError, RuleError: ranks or cuts that cannot be.
+        MeshError, SpecError, RuleError: impossible ranks or cut rules.
 
     >>> spec = parse_megatron("tp=2 dp=2 | partition_dim=0 partition_stride=2", shape=(8, 4))
     >>> spec
@@ -147,7 +147,7 @@ def _read_number(said: dict[str, str], word: str, text: str) -> int | None:
 
 
 def _build_grid(said: dict[str, str], is_expert: bool, text: str) -> DeviceMesh:
-    """Return the grid of ranks that the words before the bar write."""
+    """Return the grid of ranks that the words before the bar describe."""
     sizes = {word: _read_number(said, word, text) or 0 for word in said if word != "order"}
     offset = sizes.pop("offset", 0)
     order = said.get("order", DEFAULT_ORDER)
@@ -175,9 +175,9 @@ def _find_ndim(said: dict[str, str], shape: Sequence[int] | None, text: str) -> 
 
 
 def _build_rule(said: dict[str, str], parts: int, text: str) -> CutRule | None:
-    """Return the rule of the cut dimension, or None if no dimension is cut."""
+    """Return the rule of the sharded dimension, or None if no dimension is sharded."""
     ways = ("partition_stride", "partition_sizes", "heads", "pad")
-    # A stride of 1 cuts like none.
+    # A stride of 1 has no effect.
     given = [word for word in ways if word in said and (word, said[word]) != (ways[0], "1")]
     lengths = _read_numbers(said, "local_lengths", text)
     if "partition_dim" not in said and (given or lengths):
@@ -216,7 +216,7 @@ def megatron_text(spec: ShardingSpec) -> str:
     """Return the text that `parse_megatron` reads back to the same sharding.
 
     Raises:
-        NotationError: what Megatron's words cannot express, with the part of the sharding.
+        NotationError: a part of the sharding that Megatron's words cannot express.
 
     >>> from reshard.sharding import spec
     >>> grid = MegatronRanks(dp=4, ep=2).expert
@@ -266,7 +266,7 @@ def _write_ranks(mesh: DeviceMesh) -> tuple[list[str], bool]:
     sizes = {axis: mesh.axis_size(axis) for axis in axes}
     # `edp` marks the experts' grid, so it is written even if it is 1.
     words = [f"{axis}={n}" for axis, n in sizes.items() if n > 1 or axis == "edp"]
-    # An order has the fastest axis first, a mesh the slowest; tp and dp stand for etp and edp.
+    # An order has the fastest axis first, a mesh the slowest; tp and dp name etp and edp, too.
     order = "-".join(reversed(mesh.axis_names)).replace("etp", "tp").replace("edp", "dp")
     if rank_grid(sizes, DEFAULT_ORDER, offset).axis_names != mesh.axis_names:
         words.append(f"order={order}")
@@ -274,7 +274,7 @@ def _write_ranks(mesh: DeviceMesh) -> tuple[list[str], bool]:
 
 
 def _refuse_the_rest(spec: ShardingSpec) -> None:
-    """Raise NotationError for what no parameter of Megatron has."""
+    """Raise NotationError for parts that no parameter of Megatron has."""
     parts = {
         "partial axes": spec.partial_axes,
         "replicated axes": spec.replicated_axes,
@@ -324,7 +324,7 @@ def _write_rule(rule: CutRule, parts: int) -> list[str]:
         )
         return [f"partition_stride={rule.stride}", *lengths]
     if isinstance(rule, Blocks):
-        # Sizes that do not divide do not read back as the same rule, and are refused by that.
+        # Sizes that do not divide read back as another rule, so the caller refuses them.
         return [f"partition_sizes={_join_numbers(size // parts for size in rule.sizes)}"]
     if isinstance(rule, Pieces):
         rows = zip(*rule.pieces, strict=True)

@@ -2,16 +2,16 @@
 
 Mesh axes have numbers, not names, and a list per dimension has the axes that shard it::
 
-    [[0, 1], []]                                rows over axes 0 and 1, columns not cut
+    [[0, 1], []]                                rows over axes 0 and 1, columns whole
     [[0]] partial = sum[1]                      contributions to a sum along axis 1
     [[0]] halo_sizes = [1, 2]                   copies of 1 and 2 neighbours around each part
     [[0]] sharded_dims_offsets = [0, 24, 32]    parts 0:24 and 24:32
 
-Read are such lists by themselves, and in the texts of the dialect: `shard.sharding @grid
+Such lists are read alone, and in the texts of the dialect: `shard.sharding @grid
 split_axes = [[0]] : !shard.sharding`, `mesh.sharding`, the older `#mesh.shard<@mesh, [[0]]>`,
-each after the `shard.grid @grid(shape = 2x3)` or `mesh.mesh` it names, if that is given too.
-Dimensions are cut by ceil (`K ceildiv M`). With halos every part is equally wide, so what a
-halo at the ends of a dimension exceeds is padding.
+each after the `shard.grid @grid(shape = 2x3)` or `mesh.mesh` that it names, if given.
+Dimensions are split by ceil (`K ceildiv M`). With halos every part is equally wide, so the part of
+a halo beyond the ends of a dimension is padding.
 
 Source: the LLVM project, `mlir/include/mlir/Dialect/Shard/IR/ShardOps.td`, and `MeshOps.td`
 before it, for the partial axes.
@@ -47,18 +47,18 @@ _GRID = r"(?:shard\.grid|mesh\.mesh)\b"
 def parse_mlir(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """Return the sharding that an MLIR text writes.
+    """Return the sharding that an MLIR text describes.
 
     Args:
         text: axis lists, or the text of an operation or attribute of the dialect.
         mesh: whose axes are numbered; None if the text has a `shard.grid`, whose axes are
             called axis0, axis1 and so on.
-        shape: of the tensor. Lists of trailing dimensions that are not cut may be left out, and
+        shape: of the tensor. Lists of trailing dimensions that are whole may be left out, and
             are added when it is known.
 
     Raises:
         NotationError: text that cannot be read, unknown axis numbers, a wrong number of
-            lists, halo sizes or offsets, dynamic ones.
+            lists, halo sizes or offsets, or dynamic sizes.
         SpecError: an axis used twice.
 
     >>> mesh = DeviceMesh.of(x=2, y=3)
@@ -91,7 +91,7 @@ def parse_mlir(
 
 
 def parse_mlir_mesh(text: str) -> DeviceMesh:
-    """Return the mesh that `shard.grid @grid(shape = 2x3)` or `mesh.mesh` writes.
+    """Return the mesh of `shard.grid @grid(shape = 2x3)` or `mesh.mesh`.
 
     Raises:
         NotationError: text that cannot be read, a `?` for a size.
@@ -301,7 +301,7 @@ def mlir_operation_text(spec: ShardingSpec, dialect: str = "shard") -> str:
     """Return the operation that defines a sharding, in the dialect `shard` or `mesh`.
 
     Raises:
-        NotationError: what MLIR cannot express; in `shard`, also partial axes.
+        NotationError: a part that MLIR cannot express; in `shard`, also partial axes.
 
     >>> from reshard.sharding import spec
     >>> mlir_operation_text(spec(DeviceMesh.of(name="grid", x=2, y=3), "y, -"))

@@ -78,11 +78,11 @@ class Scanner:
         self.position = match.end() if match else self.position
 
     def is_at_end(self) -> bool:
-        """Return whether nothing is left but blanks and comments."""
+        """Return whether only blanks and comments are left."""
         return self.position == len(self.text)
 
     def looks_at(self, pattern: str | re.Pattern[str]) -> bool:
-        """Return whether a pattern matches here; nothing is passed over."""
+        """Return whether a pattern matches at this position, without moving past it."""
         return re.compile(pattern).match(self.text, self.position) is not None
 
     def take(self, pattern: str | re.Pattern[str]) -> re.Match[str] | None:
@@ -94,16 +94,16 @@ class Scanner:
         return match
 
     def accept(self, word: str) -> bool:
-        """Return whether `word` stands here; it is passed over."""
+        """Return whether `word` is at this position, and move past it."""
         return self.take(re.escape(word)) is not None
 
     def expect(self, word: str) -> None:
-        """Pass over `word`. Raises NotationError where it does not stand here."""
+        """Move past `word`. Raises NotationError if it is not at this position."""
         if not self.accept(word):
             raise self.failure(f"`{word}`")
 
     def number(self) -> int:
-        """Return the number that stands here."""
+        """Return the number at this position."""
         match = self.take(_NUMBER)
         if not match:
             raise self.failure("a number")
@@ -130,7 +130,7 @@ class Scanner:
         return self.listed("[", self.number, "]")
 
     def expect_end(self) -> None:
-        """Raises NotationError where something is left."""
+        """Raises NotationError if any text is left."""
         if not self.is_at_end():
             raise self.failure("nothing more")
 

@@ -30,7 +30,7 @@ Splits = tuple[int, ...] | tuple[tuple[int, ...], ...]
 class _UnalignedRows(tuple[tuple[int, ...], ...]):
     """The rows of an unaligned shard.
 
-    Rows are only numbers: an aligned shard that is given these by `dataclasses.replace` would read
+    Rows are only numbers: an aligned shard that gets these from `dataclasses.replace` would read
     other partitions from them without an error.
     """
 
@@ -52,7 +52,7 @@ class PartitionedShard(Record):
             does, keep its partitions.
 
     Raises:
-        NotationError: splits of another shape, or negative ones.
+        NotationError: splits of another shape, or negative sizes.
 
     >>> shard = PartitionedShard(0, 4, [[4, 6, 4, 2], [2, 4, 8, 2]])
     >>> shard.partition_sizes
@@ -82,7 +82,7 @@ class PartitionedShard(Record):
         given = _as_tuples(self.splits, "splits")
         if self.aligned and isinstance(self.splits, _UnalignedRows):
             given = tuple(map(sum, zip(*self.splits, strict=True)))
-        # What errors show, until the splits are known to be right.
+        # Shown in errors until the splits have been checked.
         object.__setattr__(self, "splits", given)
         object.__setattr__(self, "splits", self._check_splits(given))
 

@@ -13,12 +13,12 @@ as many of their indices, in proportion, as its `local_units`::
     | 1  1  1  1|
     +-----------+
 
-1. The other placements cut first, whatever their place in the list, as in DTensor; the ragged
-   axis holds copies so far.
-2. What a rank has then is cut again: the leading dimensions of its *local* shape are flattened,
-   its range of them is written as boxes, and a box is read through the runs of the first cut.
+1. The other placements are applied first, whatever their position in the list, as in DTensor; the
+   ragged axis holds copies so far.
+2. A rank's part is then sharded again: the leading dimensions of its *local* shape are flattened,
+   its range of them is written as boxes, and a box is read through the runs of the first split.
 
-The result is not a product of cuts of single dimensions, so it is a `Layout`.
+The result is not a product of splits of single dimensions, so it is a `Layout`.
 
 Source: `RaggedShard` of veScale (`vescale.dtensor.placement_types`), as in its FSDP.
 """
@@ -62,8 +62,7 @@ class RaggedShard(Record):
         local_units: how many units each rank of the axis has, shape `(ranks,)`.
 
     Raises:
-        NotationError: dimensions that are not the leading ones, units that are negative or
-            none at all.
+        NotationError: dimensions that are not leading, units that are negative or missing.
 
     >>> RaggedShard((0, 1), (3, 5)).ranges(16)
     ((0, 6), (6, 16))
@@ -117,13 +116,13 @@ class RaggedShard(Record):
 def parse_ragged(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> Layout:
-    """Return the layout that placements with a `RaggedShard` among them write.
+    """Return the layout of placements, one of which is a `RaggedShard`.
 
     Args:
         text: `RaggedShard(dims=(0, 1), local_units=(1, 1, 0, 0))`, alone or in a list with
             DTensor's placements after it.
         mesh: the devices; a placement for each of its axes. When None, ranks 0, 1, 2... for
-            the units of a ragged shard that stands alone.
+            the units of a ragged shard without other placements.
         shape: of the tensor.
 
     Raises:
@@ -200,7 +199,7 @@ def _find_shard(layout: Layout, dims: int) -> RaggedShard | None:
     if stops[-1] != math.prod(layout.shape[:dims]):
         return None
     ranges = dict(enumerate(itertools.pairwise(stops)))
-    # Layouts are interned, so equal ones are identical.
+    # Equal layouts are the same object.
     if Layout.flat_ranges(layout.shape, ranges, dims, layout.slots) is not layout:
         return None
     return RaggedShard(tuple(range(dims)), tuple(units))
@@ -216,7 +215,7 @@ def ragged_layout(mesh: DeviceMesh, placements: Iterable[object], shape: Sequenc
         shape: of the tensor.
 
     Raises:
-        NotationError: no ragged placement, several, or one that follows another cut; units for
+        NotationError: no ragged placement, several, or one that follows another shard; units for
             another number of ranks, or that end inside an index.
 
     >>> mesh = DeviceMesh.of(dp=2, tp=2)

@@ -3,10 +3,10 @@
 Which notation is a text written in?
 
 1. A prefix names it, `jax:P('x', None)`, or the caller's `notation` does.
-2. Otherwise each notation looks for what only its own texts have: `[[0], [1]]` is MLIR's,
-   `Replicate()` is DTensor's. One that finds it reads the text.
-3. Where none does, the text is native (`reshard.sharding`). Where several do, or nobody
-   can read it, the error shows an example of each.
+2. Otherwise each notation looks for a form that only its own texts have: `[[0], [1]]` is MLIR's,
+   `Replicate()` is DTensor's. The notation that finds its form reads the text.
+3. If none does, the text is native (`reshard.sharding`). If several do, or no notation can read
+   it, the error shows an example of each.
 
 To add a notation: a module with `parse_NAME(text, mesh, shape)` and `NAME_text(sharding)`, and a
 row in `NOTATIONS` with its module, which is loaded when it is used.
@@ -47,7 +47,7 @@ class Notation(Record):
     pattern: str | None
 
     def recognises(self, text: str) -> bool:
-        """Return whether a text has what only this notation has."""
+        """Return whether a text has the form that only this notation has."""
         return self.pattern is not None and re.search(self.pattern, text) is not None
 
     def parse(
@@ -70,7 +70,7 @@ class Notation(Record):
         return parse(text, mesh, shape)
 
     def text(self, sharding: ShardingSpec) -> str:
-        """Return the text of a sharding. Raises NotationError for what it cannot express."""
+        """Return the text of a sharding. Raises NotationError for a part that it cannot express."""
         return cast("Callable[[ShardingSpec], str]", self._load(f"{self.name}_text"))(sharding)
 
     def _load(self, function: str) -> object:
@@ -79,8 +79,8 @@ class Notation(Record):
 
 # `P(` is a PartitionSpec of JAX or a Partial of DTensor, which has a reduction in its brackets.
 _REDUCTION = r"(?:sum|avg|mean|max|min|product|premul_sum|band|bor|bxor)"
-# What stands in the way of a match: DTensor's texts may have placements that only other notations
-# read, and brackets that MLIR's pattern would take for axis lists.
+# These prevent a match: DTensor's texts may have placements that only other notations read, and
+# brackets that MLIR's pattern would take for axis lists.
 _NO_OTHER_SHARD = r"^(?![\s\S]*\b(?:Partitioned|Ragged|StridedRagged)Shard\()"
 _NO_PLACEMENT = r"^(?![\s\S]*(?:DeviceMesh|Shard)\()[\s\S]*?"
 
@@ -207,7 +207,7 @@ def read_sharding(
 def write_sharding(sharding: ShardingSpec, notation: str = NATIVE) -> str:
     """Return the text of a sharding in a notation, without its prefix.
 
-    Raises NotationError for an unknown notation, or for what it cannot express.
+    Raises NotationError for an unknown notation, or a part that it cannot express.
 
     >>> mesh = DeviceMesh.of(x=2, y=3)
     >>> write_sharding(read_sharding("y, x", mesh).sharding, "jax")
@@ -276,7 +276,7 @@ def load_public_name(name: str) -> Any:
 def parse_native(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """Return the sharding that a text in the native notation writes.
+    """Return the sharding that a text in the native notation describes.
 
     Raises:
         NotationError: text that cannot be read, or no mesh.

@@ -57,7 +57,7 @@ class Descriptor(Record):
         mb, nb: rows and columns of a block.
         rsrc, csrc: the process row and column of the first block.
         lld: the leading dimension of a process's local array, which is in column order; it implies
-            nothing about where elements live.
+            nothing about the location of elements.
 
     Raises:
         NotationError: sizes that are negative, blocks without elements.
@@ -78,7 +78,7 @@ class Descriptor(Record):
         least = {"m": 0, "n": 0, "mb": 1, "nb": 1, "rsrc": 0, "csrc": 0, "lld": 1}
         for name, bound in least.items():
             value = getattr(self, name)
-            # Only these may be None: a matrix of any size, a leading dimension that nobody gave.
+            # Only these may be None: the size of a matrix, and an unknown leading dimension.
             if value is not None or name not in ("m", "n", "lld"):
                 number = check_int(value, f"a descriptor's {name}", NotationError, minimum=bound)
                 object.__setattr__(self, name, number)
@@ -158,12 +158,12 @@ def process_grid(rows: int, columns: int, order: str = "row") -> DeviceMesh:
 def parse_scalapack(
     text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> ShardingSpec:
-    """Return the sharding that a block-cyclic descriptor writes.
+    """Return the sharding that a block-cyclic descriptor describes.
 
     Args:
         text: `m n mb nb rsrc csrc` as six numbers, an array descriptor `DESC_A = (1, 0, ...)` of
             nine, or by name: `mb=2 nb=2`, of which `m`, `n`, `rsrc` and `csrc` may be left out.
-            Behind them the grid of processes: `grid=2x3 order=column`, or rank by rank,
+            After them the grid of processes: `grid=2x3 order=column`, or rank by rank,
             `grid=[[3, 1], [2, 0]]`.
         mesh: the grid, rows and then columns, if the text has none. If both describe the same
             grid, the mesh gives its axes their names.

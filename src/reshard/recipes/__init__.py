@@ -10,9 +10,9 @@
     naming                               names of other programs, and fused parameters
     quantization, quantized_sharding     stored tensors of quantised weights, sharded together
     strategies                           layouts without rules: whole tensors in turn, by size
-    resharding                           strategies that also carry it out, over arrays
+    resharding                           strategies that also run their plans on arrays
     rank_order, overrides                the order of ranks; errors that a user may accept
-    engine_layouts/                      what the loaders of engines do with a checkpoint
+    engine_layouts/                      the layouts that loaders of engines give a checkpoint
 
 Start at `recipe` and `assignment`. To add a recipe, add a file to `shipped/`.
 """

@@ -6,18 +6,18 @@ A checkpoint of PEFT has, for a weight of shape `(out, in)`, the matrices A and 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight      (rank, in)
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight      (out, rank)
 
-    weight          rows cut (q_proj)           A whole,          B cut like the weight's rows
-                    columns cut (o_proj)        A cut like the weight's columns,       B whole
+    weight    rows sharded (q_proj)           A whole,          B sharded as the weight's rows
+              columns sharded (o_proj)        A sharded as the weight's columns,       B whole
 
-So what a rank has of both makes what it has of the change: its rows of `B @ A`, or a part of the
-sum over ranks that its columns of the weight give as well.
+So a rank computes its part of the change from its own shards: its rows of `B @ A`, or a term of the
+sum over ranks, as its columns of the weight do.
 
-1. The tensors of an adapter give place to the weight, under the base model's name and shape, for
-   which a rule is found as ever.
-2. Each tensor of the adapter has the weight's cut in the dimension that it shares with it.
+1. The tensors of an adapter are replaced by the weight, under the base model's name and shape, for
+   which a rule is found as usual.
+2. Each tensor of the adapter is sharded as the weight is, in the dimension that they share.
 
 Tensors that were trained whole (`modules_to_save`) only have the prefix of their names. Sources:
-PEFT's `save_pretrained`; the S-LoRA paper (arXiv 2311.03285), section 6, cuts the same way.
+PEFT's `save_pretrained`; the S-LoRA paper (arXiv 2311.03285), section 6, shards them the same way.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class LowRankAdapters:
             if match is not None:
                 pairs.setdefault(match["module"], {})[_role(match)] = name
             elif name.startswith(PREFIX):
-                # Beside the change of an embedding, PEFT saves the embedding.
+                # PEFT saves the embedding in addition to its change.
                 self._renamed[name] = name.removeprefix(PREFIX).replace(".base_layer.", ".")
         self.base_shapes: dict[str, Shape] = {}
         for module, tensors in pairs.items():
@@ -141,15 +141,13 @@ class LowRankAdapters:
             self._parts[name] = weight, dims[role][: len(self._shapes[name])]
 
     def base_name(self, name: str) -> str:
-        """Return the base model's name of what a tensor is, or changes."""
+        """Return the base model's name of a tensor, or of the weight that it changes."""
         if name in self._parts:
             return self._parts[name][0]
         return self._renamed.get(name, name)
 
     def weigh_bases(self, itemsizes_bytes: Mapping[str, int] | None) -> dict[str, int] | None:
-        """Return what adapters weigh for an element of the weights they change, in 1024ths
-        of a byte.
-        """
+        """Return the bytes of adapters for an element of their weight, times 1024."""
         if itemsizes_bytes is None:
             return None
         total: dict[str, int] = {}
@@ -170,7 +168,7 @@ class LowRankAdapters:
         }
 
     def name_rule(self, name: str, rule: Rule) -> Rule:
-        """Return the rule that decided the base's tensor, with the pattern of the adapter's."""
+        """Return the rule that matched the base's tensor, with the pattern of the adapter's."""
         base = self.base_name(name)
         if base == name:
             return rule
@@ -183,7 +181,7 @@ class LowRankAdapters:
 
 
 def _role(match: re.Match[str]) -> str:
-    """Return what a tensor is in its adapter."""
+    """Return the role of a tensor in its adapter."""
     if match["embedding"]:
         return f"embedding {match['embedding']}"
     if match["matrix"]:

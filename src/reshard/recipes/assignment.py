@@ -2,10 +2,10 @@
 
 1. A tensor takes the first rule whose pattern matches its name: rules given by hand first,
    then the recipe's.
-2. The rule's variables become numbers of the model's config and cuts of the recipe, and `...`
-   as many `-` as the tensor's rank asks for.
+2. The rule's variables are replaced by numbers of the model's config and cut rules of the recipe,
+   and `...` by as many `-` as the tensor has other dimensions.
 3. A rule given by hand is read over the mesh as it is. A recipe's rule is read over the
-   recipe's own axes, in whose place then come the axes of the mesh that they are mapped to::
+   recipe's own axes, which are then replaced by the axes of the mesh that they are mapped to::
 
        mesh dp=2            recipe axes tp             rule "tp@heads12, -"   ->   "-, -"
        mesh dp=2,tp=4       recipe axes tp             rule "tp@heads12, -"   ->   itself
@@ -18,7 +18,7 @@
    `reshard.recipes.adapters`).
 7. The layout of every tensor is built, so a rule that does not fit is an error before anything
    is read.
-8. It is an error if ranks could not compute with what they hold
+8. It is an error if ranks could not compute with their shards
    (`reshard.recipes.coupling`), or if no rule matches a tensor. A user who allows it
    gets a list instead, and unknown tensors are replicated.
 """
@@ -79,10 +79,10 @@ class Assignment(Record):
     """The sharding of each tensor, and the rule that decided it.
 
     `specs` and `layouts` have every tensor, in the order given; `matched` has the rule of
-    the matched ones. `unknown` tensors are replicated, and `uncomputable` describes shards that
+    matched tensors. `unknown` tensors are replicated, and `uncomputable` describes shards that
     ranks could not compute; both are empty unless allowed. `unused_rules` (given by hand)
-    and `unused_recipe_rules` decided no tensor: nothing matches them, or earlier rules took it
-    all. `unused_axes` of the mesh hold copies of every tensor. `notes` are for the user.
+    and `unused_recipe_rules` matched no tensor: no name fits them, or earlier rules match all that
+    do. `unused_axes` of the mesh hold copies of every tensor. `notes` are for the user.
     """
 
     specs: dict[str, ShardingSpec]
@@ -195,11 +195,11 @@ def _pick(sharding: ShardingSpec, dims: tuple[int | None, ...]) -> ShardingSpec:
 
 
 class _Match(NamedTuple):
-    """The rule that decides a tensor, by its place among all, and the numbers of its name."""
+    """The rule that matches a tensor, by its index among all rules, and the numbers of its name."""
 
     number: int
     numbers: tuple[tuple[str, int], ...]
-    # The numbers that count things after the last.
+    # The names of numbers that are beyond the last layer or expert.
     after_last: frozenset[str] = frozenset()
 
 
@@ -309,9 +309,7 @@ class _AssignmentBuilder:
     def written(
         self, number: int, ndim: int, numbers: Numbers
     ) -> tuple[ShardingSpec, AxisMapping | None]:
-        """Parse a rule's spec: over the mesh, or over the recipe's axes, and how those
-        are mapped.
-        """
+        """Parse a rule's spec over the axes of the mesh or the recipe, and return their mapping."""
         text = fill_in(self.texts[number], self.config, numbers)
         if self.recipe_mesh is None or number < self.by_hand:
             return read_sharding(self.mesh, text, ndim), None
@@ -320,7 +318,7 @@ class _AssignmentBuilder:
     def restrict(
         self, written: ShardingSpec, mapping: AxisMapping | None, coordinates: _Coordinates
     ) -> _Coordinates:
-        """Return the coordinates of the mesh where a rule's tensors live."""
+        """Return the coordinates of the mesh at which a rule's tensors are held."""
         restricted = [*map_coordinates(self.mesh, written.only, mapping)]
         restricted += map_coordinates(self.mesh, coordinates, self.mapping)
         return tuple(restricted)
@@ -336,7 +334,7 @@ class _AssignmentBuilder:
         return sharding, sharding.layout(shape)
 
     def list_indices(self, match: _Match) -> tuple[tuple[str, int], ...]:
-        """Return the numbers of a name that its rule asks lists of the config by."""
+        """Return the numbers of a name by which its rule indexes lists of the config."""
         names = self.index_names[match.number]
         return tuple(pair for pair in match.numbers if pair[0] in names) if names else ()
 
@@ -352,9 +350,9 @@ class _AssignmentBuilder:
         shape: _Shape,
         sharding: ShardingSpec,
     ) -> tuple[_Match | None, tuple[ShardBlock, ...]]:
-        """Return what ranks hold of the blocks of a tensor that the recipe cuts by names.
+        """Return the blocks of a tensor that ranks hold, for cut rules with names.
 
-        With the match of the recipe's rule, which a rule given by hand may have come before.
+        Also return the match of the recipe's rule, which a rule given by hand may precede.
         """
         if self.recipe is None:
             return None, ()
@@ -427,8 +425,7 @@ class _AssignmentBuilder:
         numbers = self.recipe.numbers if self.recipe else {}
         for what in needed - numbers.keys():
             raise RecipeError(f"no recipe defines the number {{{what}}} of a rule's pattern")
-        # Numbers that are cut by bytes come last: what a layer weighs depends on where its experts
-        # are.
+        # Numbers divided by bytes come last: the bytes of a layer depend on its experts' ranks.
         for by_bytes in (False, True):
             for what, numbering in numbers.items():
                 parts = joint_size(self.mesh, self.mapping[numbering.axis])
@@ -456,7 +453,10 @@ class _AssignmentBuilder:
         matches: Mapping[str, _Match],
         itemsizes_bytes: Mapping[str, float] | None,
     ) -> list[float]:
-        """Return bytes that ranks hold of each thing: shape `(1 + count + 1,)`, with both ends."""
+        """Return the bytes that ranks hold of each layer or expert, and of both ends.
+
+        The result has shape `(1 + count + 1,)`.
+        """
         weights = [0.0] * (count + 2)
         for name, match in matches.items():
             rule = self.rules[match.number]
@@ -500,7 +500,7 @@ def assign(
             when None.
         logical_shapes: of quantised weights whose stored tensors do not determine it (bitsandbytes
             4-bit), by the weight's name.
-        allow: what else would be an error: `uncomputable` cuts, `unknown` tensors.
+        allow: errors that are accepted: `uncomputable` shards, `unknown` tensors.
         aliases: other names of tensors, which rules match as well: those of a recipe, for tensors
             with a prefix before it.
 
@@ -510,7 +510,7 @@ def assign(
             a quantised weight that is not known or would be cut through a group.
         UncomputableError: a cut of the recipe's tensors that ranks could not compute with.
         UnmatchedError: rules or a recipe are given, and match not all tensors.
-        UsageError: what is not known to `allow`.
+        UsageError: an unknown word in `allow`.
 
     >>> shapes = {"up.weight": (8, 4), "up.bias": (8,), "norm": (4,)}
     >>> rules = [Rule("up.*", "tp, ...")]
@@ -574,7 +574,7 @@ def assign(
     specs = {name: cut[name][0] for name in shapes}
     layouts = {name: cut[name][1] for name in shapes}
     unknown = tuple(name for name in shapes if name not in decided)
-    # Without rules and a recipe, copies of everything are what is indices for.
+    # Without rules and a recipe, copies of everything are the intended result.
     if unknown and (rules or recipe) and "unknown" not in allowed:
         by = f"of the recipe {recipe.name!r}" if recipe else "given"
         raise UnmatchedError(describe_unknown(unknown, len(shapes), by))
@@ -602,7 +602,7 @@ def assign(
 
 
 def _collect_notes(builder: _AssignmentBuilder, matches: Mapping[str, _Match]) -> tuple[str, ...]:
-    """Return the notes of rules that decided tensors, and whose places are not all the same."""
+    """Return the notes of rules that matched tensors which not all ranks hold."""
     notes: dict[str, str] = {}
     for name, match in matches.items():
         rule = builder.rules[match.number]

@@ -1,7 +1,7 @@
 """Mapping the axes of a recipe, and shardings over them, to the axes of a mesh.
 
 Each axis of a recipe is mapped to axes of the mesh: usually to the axis of its name, to none
-where the mesh lacks it, or to several (`Recipe.map_axes`)::
+if the mesh lacks it, or to several (`Recipe.map_axes`)::
 
     mapping  ep -> dp tp    etp -> none      "ep, etp, -"           ->   "dp tp, -, -"
     dp=2, tp=4                               "-, - | only(ep=5)"    ->   "-, - | only(dp=1 tp=1)"
@@ -109,7 +109,7 @@ def map_coordinates(
 
 
 def find_used_axes(sharding: ShardingSpec) -> set[str]:
-    """Return the mesh axes that cut a tensor, or along which it is in some places only."""
+    """Return the mesh axes that shard a tensor, or along which only some ranks hold it."""
     axes = [axis for dim in sharding.dim_specs for axis in dim.axes]
     used = {axis.name for axis in (*axes, *sharding.partial_axes)}
     return used | {axis for axis, _ in sharding.only}
@@ -118,7 +118,7 @@ def find_used_axes(sharding: ShardingSpec) -> set[str]:
 def read_sharding(mesh: DeviceMesh, text: str, ndim: int) -> ShardingSpec:
     """Parse the text of a rule for tensors of `ndim` dimensions.
 
-    A scalar has nothing to cut: a rule for any number of dimensions gives it whole.
+    A scalar cannot be sharded: a rule for any number of dimensions leaves it whole.
     """
     result = spec(mesh, text, ndim=ndim)
     if ndim or "..." not in text or not result.dim_specs:

@@ -2,7 +2,7 @@
 
 Attention multiplies each query head with a key/value head, and the output layer has columns for
 each query head. So query, key, value and output are sharded by the same heads, whatever the
-lengths of the tensors. A coupling names what is counted, the unit first::
+lengths of the tensors. A coupling names the counted members, the unit first::
 
     [coupled.heads]
     query = "num_attention_heads"                           8: each on exactly one rank
@@ -22,8 +22,8 @@ that counts more is part of the unit: unit `u` has its `count / U` of them alone
        tp@joined[{q}@{heads.query},{k}@{heads.key_value}]   dimension 0: a name per block
 
 2. Each rank's units of these blocks are read off the layouts (`ShardBlock`), without the axes that
-   only divide storage: what they shard is gathered before it is used. A sharding by another rule is
-   read on the ranks where the recipe has the tensor; it may not shard other dimensions.
+   only divide storage: tensors are gathered over these before they are used. A sharding by another
+   rule is read on the ranks on which the recipe has the tensor; it may not shard other dimensions.
 3. Tensors of the same cut and layer are an operator; if names have no numbers, those of a module:
    its weight and its bias (`ComputabilityCheck`). Layers repeat, so few kinds are checked.
 4. Results are concatenated over columns or summed over rows. They are correct if, along the axes
@@ -293,7 +293,7 @@ class ShardBlock(Record, eq=False):
         axes: the mesh axes that shard it.
         ranges: by rank, stretches `(start, stop)` of units in the order of its memory.
         split_unit: a rank, and indices `(start, stop)` of it that split a unit; or None.
-        also_cut: another dimension that is sharded, and should not be; or None.
+        also_cut: another dimension that is sharded although it must not be; or None.
     """
 
     name: str
@@ -315,7 +315,7 @@ def read_shard_blocks(
     shape: tuple[int, ...],
     instead: ShardingSpec | None = None,
 ) -> tuple[ShardBlock, ...]:
-    """Return the blocks of a tensor that a recipe cuts, with what ranks of a mesh hold of them.
+    """Return the blocks of a tensor that a recipe shards, with the units that ranks hold.
 
     Args:
         mesh: the ranks.
@@ -335,7 +335,7 @@ def read_shard_blocks(
     layout = own_layout = own.layout(shape)
     ranks = None
     if instead is not None:
-        # An axis that another axis of the recipe is mapped to as well divides more than storage.
+        # An axis to which another axis of the recipe is mapped, too, divides more than storage.
         dropped = {mesh_axis for axis in storage for mesh_axis in mapping.get(axis, ())}
         dropped -= {axis for to in computing.values() for axis in to}
         layout = _drop_axes(instead, dropped).layout(shape)
@@ -370,7 +370,7 @@ _Labelled = tuple[str, ShardBlock]
 
 
 def list_valid_sizes(unit: int, others: Iterable[int]) -> tuple[int, ...]:
-    """Return the numbers of ranks that heads can be cut for.
+    """Return the numbers of ranks over which heads can be divided.
 
     Args:
         unit: how many units there are.
@@ -390,7 +390,7 @@ def list_valid_sizes(unit: int, others: Iterable[int]) -> tuple[int, ...]:
 
 
 def find_mismatch(blocks: Sequence[_Labelled], *, is_unit: bool) -> str | None:
-    """Describe blocks of a member, or of a cut, that ranks do not hold alike.
+    """Describe blocks of a member, or of a cut rule, of which ranks hold different units.
 
     `is_unit` is whether indices are heads or other units.
     """
@@ -493,7 +493,7 @@ def find_unshared(unit: _Labelled, shared: _Labelled) -> str | None:
 
 
 def _find_used(has: Ranges, units: int, count: int) -> Ranges:
-    """Return what units use of a member that there are `count` of, in the order of the units."""
+    """Return the parts of a member with `count` parts that units use, in the order of the units."""
     if count >= units:
         return tuple((start * (count // units), stop * (count // units)) for start, stop in has)
     share = units // count
@@ -528,7 +528,7 @@ def _format_units(name: str | None, ranges: Ranges, is_unit: bool = True, verb: 
     return " ".join(word for word in words if word)
 
 
-# The numbers of a tensor's name, and those of them that count things after the last.
+# The numbers of a tensor's name, and the names of those beyond the last layer or expert.
 NumbersOfName = tuple[tuple[tuple[str, int], ...], frozenset[str]]
 
 

@@ -1,6 +1,6 @@
 """The ranks of the N-th layer or expert of a model.
 
-Names of tensors count things: `model.layers.17.mlp.experts.3.up_proj.weight` belongs to layer
+Names of tensors have numbers: `model.layers.17.mlp.experts.3.up_proj.weight` belongs to layer
 17 and to expert 3 of it. A numbering defines the axis over which they are divided, how many there
 are, and the cut rule::
 
@@ -33,7 +33,7 @@ BY_BYTES = "bytes"
 
 
 class Numbering(Record):
-    """The things that a number in names counts, and the axis over which they are divided.
+    """The layers or experts counted by a number in names, and the axis over which they are divided.
 
     Args:
         axis: the recipe's axis.
@@ -44,7 +44,7 @@ class Numbering(Record):
             (`mtp.layers.0`); all of these are placed with the last thing.
 
     Raises:
-        RecipeError: a cut that is not a cut rule, or a count that is not an expression.
+        RecipeError: a text that is not a cut rule, or a count that is not an expression.
     """
 
     axis: str
@@ -90,7 +90,7 @@ class LayerPlacement(NamedTuple):
     def cut(
         cls, rule: CutRule, count: int, parts: int, beyond_last: bool = False
     ) -> LayerPlacement:
-        """Divide `count` things among `parts` coordinates by a cut rule.
+        """Divide `count` layers or experts among `parts` coordinates by a cut rule.
 
         Raises:
             RuleError: a rule that does not fit the count.
@@ -127,7 +127,7 @@ def balance_weights(
 ) -> Sizes:
     """Divide consecutive things into `parts` groups, minimizing the heaviest group.
 
-    Among such cuts the cut with the most equal weights (least squares) is taken. `first` and
+    Among such divisions that with the most equal weights (least squares) is taken. `first` and
     `last` are added to the weights of the first and last group.
 
     Source: the linear partition problem, by dynamic programming over shape

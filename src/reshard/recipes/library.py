@@ -2,7 +2,7 @@
 
 By name, by path, or by the model's type. A plug-in's are those of its entry points
 `reshard.recipes` (`reshard.plugins`): a package or folder of TOML files, the path of a file, or a
-`Recipe`. For a model that both know, a plug-in's recipe is taken.
+`Recipe`. For a model that has both, a plug-in's recipe is taken.
 
 A model of an unknown type may still have the tensors of a known model. The recipe that it
 resembles is found by its parameter names: the recipe whose rules match most of them, whose counts
@@ -32,7 +32,7 @@ from reshard.recipes.recipe import Recipe
 from reshard.recipes.recipe_file import read_recipe
 from reshard.recipes.rules import Rule
 
-# A file here is a recipe: nothing else lists them.
+# Each file in this folder is a recipe; there is no other list.
 SHIPPED: Any = resources.files("reshard.recipes") / "shipped"
 # In errors: recipes that a model resembles, and rules for kinds of its tensors.
 _MAX_NEAR = _MAX_SUGGESTED = 3
@@ -69,7 +69,7 @@ def _list_shipped(folder: Any) -> dict[str, Any]:
 
 
 def known_recipes() -> tuple[str, ...]:
-    """Return the names of all recipes: those of plug-ins first, then the shipped ones.
+    """Return the names of all recipes: those of plug-ins, then the shipped recipes.
 
     >>> set(shipped_recipes()) <= set(known_recipes())
     True
@@ -101,7 +101,7 @@ def _load_added() -> tuple[dict[str, Recipe], tuple[Plugin, ...]]:
 
 
 def _read_added(value: Any) -> dict[str, Recipe]:
-    """Return the recipes that a plug-in stands for, by name."""
+    """Return the recipes of a plug-in, by name."""
     if isinstance(value, Recipe):
         return {value.name: value}
     if isinstance(value, ModuleType):
@@ -152,7 +152,7 @@ def _is_path(text: str) -> bool:
 
 def _load_file(path: Path, extended_by: tuple[Path, ...]) -> Recipe:
     """Load the recipe of a file. It extends a shipped name, or a path relative to its folder."""
-    # The chain of files so far, so that a circle is an error and no endless recursion.
+    # The chain of files so far, so that a circle is an error instead of endless recursion.
     if path in extended_by:
         raise RecipeError(f"recipe file {path} extends itself; take `extends` out of one file")
 
@@ -176,7 +176,7 @@ def choose_recipe(config: Mapping[str, object]) -> Recipe | None:
     for recipe in _load_added()[0].values():
         if model_type in recipe.model_types:
             return recipe
-    # A file is parsed only if it has the word, which is 20 times as fast as to parse all.
+    # A file is parsed only if it contains the word, which is 20 times as fast as parsing all.
     for name, file in _list_shipped(SHIPPED).items():
         if (
             f'"{model_type}"' in _read_shipped(file)
@@ -200,7 +200,7 @@ def rank_resembling(
     >>> recipe.name, matched, missing
     ('llama', 2, ('num_attention_heads', 'num_key_value_heads|num_attention_heads'))
     """
-    # Layers and experts repeat: names that differ in numbers only are asked once.
+    # Layers and experts repeat: names that differ only in numbers are matched once.
     kinds = Counter(map(_write_kind, names))
     ranked: list[tuple[tuple[int, int, int, bool, int], tuple[Recipe, int, tuple[str, ...]]]] = []
     for name in known_recipes():
@@ -240,13 +240,13 @@ def _extends(name: str) -> bool:
 
 
 def _may_count(rule: Rule, config: Config) -> bool:
-    """Return whether a rule counts for some layer of a model."""
+    """Return whether a rule may apply to some layer of a model."""
     condition = rule.condition
     return condition is None or bool(condition.index_names) or condition.holds(config)
 
 
 def _list_missing(recipe: Recipe, config: Config) -> tuple[str, ...]:
-    """Return the expressions of a recipe's counts that a config does not answer."""
+    """Return the expressions of a recipe's counts for which a config lacks keys."""
     counts = [numbering.count for numbering in recipe.numbers.values()]
     counts += [count for coupling in recipe.coupled.values() for _, count in coupling.members]
     missing = []
@@ -260,11 +260,11 @@ def _list_missing(recipe: Recipe, config: Config) -> tuple[str, ...]:
 
 
 def describe_unknown_model(config: Config | None, names: Iterable[str]) -> str:
-    """Describe a model that no recipe is for: its type, and the recipes that it resembles.
+    """Describe a model without a recipe: its type, and the recipes that it resembles.
 
     Without a config, the description is for a checkpoint without config.json.
     """
-    # The names are read twice.
+    # Iterated twice.
     names = list(names)
     if config is None:
         text = "there is no config.json to choose a recipe by; "
@@ -272,7 +272,7 @@ def describe_unknown_model(config: Config | None, names: Iterable[str]) -> str:
         text = f"no shipped recipe for the model type {config.get('model_type')!r}; "
     ranked = rank_resembling(names, config or {})[:_MAX_NEAR]
     if not ranked or 2 * ranked[0][1] < len(names):
-        # Names of types that look alike are of models that look alike.
+        # Model types with similar names usually have similar tensors.
         kind = str((config or {}).get("model_type") or "")
         near = difflib.get_close_matches(kind.casefold(), known_recipes())
         near += [recipe.name for recipe, _, _ in ranked]
@@ -308,7 +308,7 @@ def suggest_rules(shapes: Mapping[str, tuple[int, ...]], axis: str) -> list[str]
     """
     elements: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for name, shape in shapes.items():
-        # Other texts than these are patterns, and would match other names.
+        # A name with any other character would be read as a pattern.
         if shape and re.fullmatch(r"[\w./-]+", name):
             elements[_write_kind(name, "*"), shape] += math.prod(shape)
     ranked = sorted(elements, key=lambda kind: (-min(len(kind[1]), 2), -elements[kind]))

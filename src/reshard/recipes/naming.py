@@ -1,6 +1,6 @@
 """Names of tensors in other programs, and fused parameters.
 
-A table maps the names of a convention to those of a recipe: `*` in a pattern stands for any text,
+A table maps the names of a convention to those of a recipe: `*` in a pattern matches any text,
 which replaces the same `*` in the entry. An entry is a name, or a `Fusion` of names, in which `{}`
 is the number of a stack's member::
 
@@ -31,7 +31,7 @@ A rank's part of a fused parameter (`make_fused_spec`) is its part of each membe
 
 1. In blocks, each member is sharded by its own rule.
 2. Repeated groups are kept whole, like heads; alternating indices are sharded as the members are.
-3. A stack is sharded over the axes at whose coordinates the members of different numbers live.
+3. A stack is sharded over the axes along which members of different numbers are divided.
 4. An axis that only divides storage (`fsdp`) shards it as any other parameter.
 5. All other dimensions must be sharded alike.
 
@@ -70,18 +70,18 @@ class MemberSlice(NamedTuple):
 
 
 class Fusion(Record):
-    """The places of members in a fused parameter.
+    """The positions of members in a fused parameter.
 
     Args:
         members: their names, or patterns if the fused parameter's name is a pattern. In a
-            stack, `{}` stands for the number.
+            stack, `{}` is replaced by the number.
         shares: how the members share the dimension, as any numbers in the same proportion, such
-            as their heads; equally when empty. A text is an expression of config.json.
+            as their heads; equal if empty. A text is an expression of config.json.
         groups: how often the members repeat; every group has all of them.
         dimension: that is shared, of a member.
-        stacked: how many of each member are stacked in front; 0 where they are not.
+        stacked: the number of each member in a stack; 0 if they are not stacked.
         transposed: whether the last two dimensions are swapped, after stacking and sharing.
-        when: a condition of config.json on which there is such a parameter.
+        when: a condition on config.json under which there is such a parameter.
 
     Raises:
         RecipeError: a single member that is neither stacked nor transposed, a repeated member, a
@@ -146,7 +146,7 @@ class Fusion(Record):
                     )
 
     def applies(self, config: Mapping[str, object] | None) -> bool:
-        """Return whether a model has such a parameter, by its `when`.
+        """Return whether a model has such a parameter, by `when`.
 
         >>> Fusion(("q", "kv"), when="q_rank").applies({"q_rank": None})
         False
@@ -154,8 +154,8 @@ class Fusion(Record):
         return not self.when or parse_condition(self.when).holds(config)
 
     def filled_in(self, config: Mapping[str, object] | None) -> Fusion:
-        """Return the fusion with the numbers of `config`. Raises RecipeError for one that
-        is not there.
+        """Return the fusion with the numbers of `config`. Raises RecipeError for a missing
+        number.
 
         >>> found = Fusion(("q", "k"), ("heads", "kv|heads"), "kv|heads").filled_in({"heads": 8})
         >>> found.shares, found.groups
@@ -175,7 +175,7 @@ class Fusion(Record):
     def tensors(self) -> tuple[str, ...]:
         """The names of all tensors that are in it: of a stack, those of each number in turn.
 
-        Raises RecipeError for a stack whose size only a config knows.
+        Raises RecipeError for a stack whose size depends on a config.
         """
         if not self.stacked:
             return self.members
@@ -188,8 +188,7 @@ class Fusion(Record):
         """Return the shape that members have together, all of one number, in a parameter of
         `shape`.
 
-        Raises RecipeError for a shape that has too few dimensions, or another number of them
-        stacked.
+        Raises RecipeError for a shape with too few dimensions, or with another size of the stack.
 
         >>> Fusion(("e.{}.down",), stacked=3, transposed=True).shape_of_members((3, 4, 8))
         (8, 4)
@@ -220,7 +219,7 @@ class Fusion(Record):
         """Return how much of each member a group of a fused dimension of `length` has.
 
         Raises RecipeError for a length that groups and shares do not divide, and for numbers that
-        only a config knows.
+        depend on a config.
 
         >>> Fusion(("q", "k", "v"), shares=(4, 2, 2), groups=2).shares_of_group(32)
         (8, 4, 4)
@@ -269,7 +268,7 @@ Meaning = str | Fusion
 
 
 def find_by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning]) -> Meaning:
-    """Return the entry of the first pattern that a name fits, filled in; the name where none fits.
+    """Return the entry of the first pattern that matches a name, filled in; else the name itself.
 
     >>> find_by_pattern("layers.3.up", {"layers.*": "decoder.*"})
     'decoder.3.up'
@@ -289,7 +288,7 @@ def find_by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning])
 def find_foreign_name(name: str, table: Mapping[str, Meaning]) -> tuple[str, Fusion | None] | None:
     """Return a convention's name for a name of the recipe, or None if it has none.
 
-    With the `Fusion` of the fused parameter of that name, or None for the tensor's own name.
+    Also return the `Fusion` of the parameter of that name, or None if it is not fused.
 
     >>> table = {"*.fc1": Fusion(("*.gate", "*.up")), "*.fc2": "*.down"}
     >>> find_foreign_name("layers.3.down", table)
@@ -309,9 +308,9 @@ def find_foreign_name(name: str, table: Mapping[str, Meaning]) -> tuple[str, Fus
 
 @lru_cache(maxsize=1024)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of a pattern, with a group for what each `*` stands for.
+    """Return the regular expression of a pattern, with a group for each `*`.
 
-    `{}` is the number of a stack's member, which no group has.
+    `{}` is the number of a stack's member, which has no group.
     """
     parts = [r"\d+".join(map(re.escape, part.split("{}"))) for part in pattern.split("*")]
     return re.compile("(.*?)".join(parts))
@@ -347,7 +346,7 @@ def make_fused_spec(
         storage_axes: the axes of the mesh that only divide storage; they shard it as any parameter.
 
     Raises:
-        RecipeError: members that are not cut alike, or a cut that stretches cannot have, such as
+        RecipeError: members with different shardings, or a sharding that no rule expresses, such as
             more ranks than groups.
 
     >>> from reshard.mesh import DeviceMesh
@@ -396,7 +395,7 @@ def make_fused_spec(
     if fusion.transposed:
         cuts[-2:] = cuts[:-3:-1]
     only = first.only
-    # 3. The stack, by where the members of each number live.
+    # 3. The stack, by the ranks that hold the members of each number.
     if fusion.stacked:
         for number, tensor in enumerate(tensors):
             alike_one = specs[members[number % together]]
@@ -414,13 +413,13 @@ def make_fused_spec(
 
 
 def _cut_stack(name: str, specs: Sequence[ShardingSpec]) -> tuple[DimSpec, _Coordinates]:
-    """Return the cut of a stack whose tensors are those of `specs`, and where all of it lives."""
+    """Return the sharding of the stack of the tensors in `specs`, and the ranks that hold it."""
     mesh, places = specs[0].mesh, [dict(spec.only) for spec in specs]
     axes = [axis for axis in mesh.axis_names if len({place.get(axis) for place in places}) > 1]
     only = tuple((axis, at) for axis, at in specs[0].only if axis not in axes)
     if not axes:
         return DimSpec([]), only
-    # Of several axes, the axis that changes more slowly comes first.
+    # The axis that changes most slowly comes first.
     for order in itertools.permutations(axes):
         sizes = [mesh.axis_size(axis) for axis in order]
         found = list(_find_joint_coordinates(places, order, sizes))
@@ -450,7 +449,7 @@ def _find_joint_coordinates(
         yield joint
 
 
-# Many layers and experts are fused alike.
+# Most layers and experts have equal fused parameters.
 @lru_cache(maxsize=1024)
 def _find_rule(
     groups: int, rules: tuple[CutRule, ...], lengths: tuple[int, ...], parts: int
@@ -471,16 +470,16 @@ def _find_rule(
                 f"cut it over at most {groups}"
             )
         result: CutRule = Heads(groups)
-        # Members of single indices in turn are cut alike, index by index.
+        # Members that alternate index by index are sharded equally.
         if len(set(rules)) == 1 and set(lengths) == {groups}:
             return Grouped(len(lengths), rules[0])
         return result
     if len(lengths) == 1:
         return rules[0]
     pieces = Pieces(tuple(sizes))
-    # A key/value head and a query head differ in number, often not in where they are cut.
+    # The numbers of key/value and query heads differ, but the boundaries of parts often agree.
     shared = [Blocks(lengths, rules[0])] if len(set(rules)) == 1 else []
-    # Where several ranks hold the same of a member, or padding, every member keeps its own rule.
+    # If ranks hold copies of a member, or padding, every member keeps its own rule.
     joined = Joined(lengths, rules)
     table = joined.table(total, parts)
     for rule in (*shared, Blocks(lengths), *([pieces] if exact else [])):

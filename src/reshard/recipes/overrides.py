@@ -20,7 +20,7 @@ FORMER_ALLOWANCES = {"unmatched": "unknown"}
 
 
 def parse_allowed(allow: Iterable[str], known: Sequence[str] = ALLOWANCES) -> frozenset[str]:
-    """Read the words of `allow`, each of which must be `known`.
+    """Return the words of `allow`, all of which must be in `known`.
 
     Raises:
         UsageError: a word that cannot be allowed, or an object that is not a list of words.

@@ -12,7 +12,7 @@ an int32. A rank must have whole groups::
    common, since their members are sharded together: rows of gate and up, columns of down.
 3. The logical sharding is aligned to groups if its rule permits: by ceil, balanced, padded, in
    blocks (`align_to_groups`). Any other cut through a group is reported (`describe_cut_group`).
-4. The stored tensors return, each sharded as the logical weight (`scale_to_groups`).
+4. The stored tensors take the weight's place again, each sharded as the weight (`scale_to_groups`).
 
 A weight that no rule matches, and a stored tensor with a rule by hand for its own name, are left
 as they are.
@@ -48,12 +48,12 @@ from reshard.recipes.rules import Rule
 from reshard.runs import PAD, RunTable
 from reshard.sharding import DimSpec, Level, ShardingSpec
 
-# How many sizes of an axis are tried for an error's advice.
+# The number of sizes of an axis that are tried for the advice in an error.
 _MAX_SIZES = 256
 
 
 def align_rule(rule: CutRule, group: int) -> CutRule:
-    """Return a cut rule that keeps groups whole, where it is free to.
+    """Return a cut rule that keeps groups whole, if the rule leaves a choice.
 
     >>> align_rule(Ceil(unit=64), 96).text
     'unit192'
@@ -74,7 +74,7 @@ def align_rule(rule: CutRule, group: int) -> CutRule:
 
 
 def align_to_groups(dim: DimSpec, group: int) -> DimSpec:
-    """Return a dimension's cut with the rules that are free moved to whole groups."""
+    """Return a dimension whose rules are aligned to whole groups, where they leave a choice."""
     if group == 1:
         return dim
     levels = [Level(level.axes, align_rule(level.rule, group)) for level in dim.levels]
@@ -98,8 +98,8 @@ def find_cut_group(table: RunTable, group: int) -> tuple[int, int, int] | None:
 
 
 def describe_cut_group(dim: DimSpec, mesh: DeviceMesh, length: int, group: int) -> str | None:
-    """Return where a cut goes through a group, and which sizes of the axes would do; None if
-    nowhere.
+    """Describe the part that splits a group, and the sizes of the axes that would not; None if no
+    part does.
 
     >>> mesh = DeviceMesh.of(tp=4)
     >>> print(describe_cut_group(DimSpec([Level(["tp"], Heads(8))]), mesh, 8 * 96, 128))
@@ -123,7 +123,7 @@ def describe_cut_group(dim: DimSpec, mesh: DeviceMesh, length: int, group: int) 
 
 
 def _find_sizes(rule: CutRule, length: int, group: int, parts: int) -> list[int]:
-    """Return the numbers of parts up to about `parts` that cut no group, and heads evenly."""
+    """Return numbers of parts, up to about `parts`, that split no group and divide heads evenly."""
     found = []
     for size in range(1, min(max(parts, 8), _MAX_SIZES) + 1):
         if isinstance(rule, Heads) and rule.count % size:
@@ -140,9 +140,9 @@ def _find_sizes(rule: CutRule, length: int, group: int, parts: int) -> list[int]
 def scale_to_groups(
     dim: DimSpec, mesh: DeviceMesh, length: int, stored: StoredDimension, stored_length: int
 ) -> DimSpec:
-    """Return the cut of a stored dimension whose logical dimension of `length` is cut as `dim`.
+    """Return the sharding of a stored dimension whose logical dimension is sharded as `dim`.
 
-    Where a group is on several ranks (which is refused, or asked for), each of them has it.
+    If a group is on several ranks, which is refused unless allowed, each of them has it.
 
     >>> mesh = DeviceMesh.of(tp=2)
     >>> blocks = StoredDimension(0, 128)
@@ -181,7 +181,7 @@ def scale_to_groups(
 
 
 def _scale_rule(rule: CutRule, elements: int, indices: int) -> list[CutRule]:
-    """Return rules that may be `rule` in stored indices; most often the first is."""
+    """Return candidates for `rule` in stored indices; usually the first is right."""
     if isinstance(rule, Ceil):
         unit = math.lcm(rule.unit, elements) // elements * indices
         return list(dict.fromkeys([Ceil(unit), Ceil()]))
@@ -198,7 +198,7 @@ def _scale_rule(rule: CutRule, elements: int, indices: int) -> list[CutRule]:
 
 
 def _find_touched(table: RunTable, elements: int, indices: int, stored_length: int) -> CutRule:
-    """Return what each part touches, as sizes where these are apart, and as windows where they
+    """Return the indices that each part touches: sizes if these are disjoint, windows if they
     overlap.
     """
     windows: list[tuple[int, int]] = []
@@ -247,7 +247,7 @@ class FoldedWeights:
         }
 
     def drop(self, name: str) -> tuple[str, ...]:
-        """Leave a weight's stored tensors as they are; returns them."""
+        """Leave a weight's stored tensors as they are, and return them."""
         weight = self.weights.pop(name)
         kept = tuple(member for member in weight.members if self._weight_of.get(member) == name)
         for member in kept:
@@ -267,8 +267,9 @@ class FoldedWeights:
         return result
 
     def itemsizes_bytes(self, stored: Mapping[str, int]) -> dict[str, float]:
-        """Return bytes of an element of each tensor; of a logical weight those of all that
-        is stored.
+        """Return the bytes of an element of each tensor.
+
+        An element of a logical weight has the bytes of all its stored tensors.
         """
         sizes: dict[str, float] = {n: size for n, size in stored.items() if n in self.stored}
         for name, weight in self.weights.items():
@@ -279,7 +280,7 @@ class FoldedWeights:
         return sizes
 
     def with_units(self, recipe: Recipe, matched: Mapping[str, Rule]) -> Recipe:
-        """Return the recipe with its cuts by name moved to the groups of the weights that they cut.
+        """Return the recipe with its named cut rules aligned to the groups of their weights.
 
         Args:
             recipe: whose rules they are.
@@ -304,13 +305,13 @@ class FoldedWeights:
         return recipe.replace(cuts={**recipe.cuts, **moved}) if moved else recipe
 
     def align(self, name: str, sharding: ShardingSpec) -> ShardingSpec:
-        """Return the sharding of a logical weight, at its groups where it is free."""
+        """Return the sharding of a logical weight, aligned to its groups if its rule permits."""
         weight = self.weights[name]
         groups = tuple(1 if d in weight.uncut else n for d, n in enumerate(weight.groups))
         return _align(sharding, groups)
 
     def describe_cut_groups(self, name: str, sharding: ShardingSpec) -> Iterator[str]:
-        """Yield where a weight's sharding goes through groups, with what would do."""
+        """Describe dimensions in which a weight's sharding splits groups, and sizes that fit."""
         weight = self.weights[name]
         for d, cause, found in _find_cut_groups(
             sharding, weight.shape, weight.groups, tuple(weight.uncut)
@@ -328,9 +329,7 @@ class FoldedWeights:
                 )
 
     def spread(self, name: str, sharding: ShardingSpec) -> dict[str, tuple[ShardingSpec, Layout]]:
-        """Return the shardings and layouts of a weight's stored tensors, from that of the
-        logical one.
-        """
+        """Return the shardings and layouts of a weight's stored tensors, from its own."""
         weight = self.weights[name]
         return {
             member: _lay_out_stored(sharding, weight.shape, dims, self.stored[member])
@@ -340,7 +339,7 @@ class FoldedWeights:
 
 
 def _list_named_cuts(spec: str, ndim: int) -> list[tuple[int, str]]:
-    """Return the dimensions of a spec's text that are cut by names in braces, with the names.
+    """Return the dimensions of a spec's text that have names in braces, with the names.
 
     >>> _list_named_cuts("ep / fsdp, etp@{feed_forward}@blocks[{a},{b}], ...", 4)
     [(1, 'feed_forward'), (1, 'a'), (1, 'b')]
@@ -368,9 +367,9 @@ def _align(sharding: ShardingSpec, groups: tuple[int, ...]) -> ShardingSpec:
 def _find_cut_groups(
     sharding: ShardingSpec, shape: Shape, groups: tuple[int, ...], uncut: tuple[int, ...]
 ) -> tuple[tuple[int, str, str], ...]:
-    """Return the dimensions that a sharding cuts through groups: over what, or how, as text.
+    """Describe the dimensions in which a sharding splits groups: by axes, or by the sizes.
 
-    The first is for dimensions that cannot be sharded at all, the second for the others.
+    The first describes dimensions that cannot be sharded at all, the second all others.
     """
     mesh, found = sharding.mesh, []
     for d, (dim, length) in enumerate(zip(sharding.dim_specs, shape, strict=True)):

@@ -1,4 +1,4 @@
-"""The order in which a mesh counts its ranks, by what its axes are for.
+"""The order in which a mesh counts its ranks, by the purpose of its axes.
 
 Neighbouring ranks exchange the most: tensor-parallel ranks are on the same host, and
 pipeline stages and replicas are apart. `tp=2,pp=2` therefore means `pp=2,tp=2`, which trainers and
@@ -17,8 +17,8 @@ from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
 from reshard.text import rank_text
 
-# From the fastest to the slowest. Virtual stages share a rank. `etp` and `vtp` stand for `tp`, and
-# PyTorch's two axes of data parallelism for `fsdp` and `dp`.
+# From the fastest to the slowest. Virtual stages share a rank. `etp` and `vtp` rank with `tp`,
+# and PyTorch's two axes of data parallelism with `fsdp` and `dp`.
 RANK_ORDER = (
     *("vp", "tp", "etp", "vtp", "cp", "ep"),
     *("dp_shard", "fsdp", "dp", "dp_replicate", "pp"),
@@ -34,7 +34,7 @@ def order_axes(mesh: DeviceMesh, order: str | Sequence[str] | None = None) -> De
     Args:
         mesh: with ranks in row-major order.
         order: the axes from the fastest to the slowest, as a list or a text (`tp,pp,dp`); `text`
-            for the mesh as it is; by what axes are for when None.
+            for the mesh as it is; by the purpose of axes if None.
 
     Raises:
         UsageError: an axis that is missing in the order, in it twice, or not an axis of the mesh.
@@ -75,7 +75,7 @@ def _parse_order(order: str | Sequence[str], mesh: DeviceMesh) -> tuple[str, ...
 def describe_order(
     mesh: DeviceMesh, written: DeviceMesh, *, can_change: bool = True
 ) -> tuple[str, ...]:
-    """Return a note where a mesh counts its ranks in another order than the mesh as written.
+    """Return a note if a mesh counts its ranks in another order than as written.
 
     `can_change` is whether `--mesh-order` could count them as written.
 
@@ -91,7 +91,7 @@ def describe_order(
 
 
 def describe_groups(mesh: DeviceMesh, axis: str) -> str:
-    """Return which ranks have each coordinate along an axis, as text.
+    """Describe the ranks at each coordinate along an axis.
 
     >>> describe_groups(DeviceMesh.of(pp=2, tp=2), "pp")
     'pp 0 is ranks 0,1, pp 1 is ranks 2,3'

@@ -30,7 +30,7 @@ from reshard.recipes.layer_placement import Numbering, check_cut
 from reshard.recipes.naming import Fusion
 from reshard.recipes.rules import Rule
 
-# Axes that divide the storage of weights: what they shard is gathered before computing.
+# Axes that divide the storage of weights: tensors are gathered over them before computing.
 STORAGE_AXES = ("fsdp", "dp")
 # Axes along which weights are replicated: data and context parallelism.
 REPLICA_AXES = ("dp", "cp")
@@ -49,7 +49,7 @@ class Recipe(Record):
         numbers: the numberings of the numbers in its patterns, by name. A rule with `ep@{expert}`
             shards a dimension as these are divided.
         coupled: couplings by name, for rules with `tp@{heads.query}`.
-        storage: the axes that divide storage only: what they shard is gathered before computing.
+        storage: the axes that divide storage only: tensors are gathered over them before computing.
         replicas: the axes whose ranks hold copies unless a rule shards over them.
         sizes: expressions of config.json by name, for rules with `{name}`.
         stand_ins: for an axis, another whose mesh axes it takes if the mesh lacks it.
@@ -209,7 +209,7 @@ class Recipe(Record):
             check_used(option, not decided.isdisjoint(effective), reason)
 
     def _find_axes(self, rule: Rule, option: str) -> set[str]:
-        """Return the axes over which a rule shards by an option, empty if it does not use it."""
+        """Return the axes over which a rule shards by an option; empty if it does not use it."""
         numbered = {*rule.numbers, *(number for number, _ in rule.at)}
         if option in self.axes:
             # An axis that the mesh lacks is mapped as its stand-in.

@@ -1,6 +1,6 @@
 """Resharding of arrays by a strategy: tensors of N ranks become tensors of M ranks.
 
-A policy (`reshard.recipes.strategies`) determines which target rank holds what::
+A policy (`reshard.recipes.strategies`) determines the layout of each tensor over target ranks::
 
     tensor a, 5 x 1 over 2 ranks, to 4        TensorRedistribution("a", source_rank=0, ...)
                                                 TensorSlice(0, (0, 0), (2, 1), (2, 1))
@@ -133,29 +133,23 @@ class ReshardingPlan:
         return result
 
     def redistributions(self, tensor_name: str) -> list[TensorRedistribution]:
-        """Return the redistributions of one tensor, by source rank; an empty list for an
+        """Return the redistributions of a tensor, by source rank; an empty list for an
         absent name.
         """
         return list(self._by_name.get(tensor_name, ()))
 
     def source_rank(self, tensor_name: str) -> int | None:
-        """Return the first source rank that gives something of a tensor; None for an absent
-        name.
-        """
+        """Return the first source rank that sends elements of a tensor; None for an absent name."""
         return next(iter(self.source_ranks(tensor_name)), None)
 
     def source_ranks(self, tensor_name: str) -> list[int]:
-        """Return all source ranks that give something of a tensor; an empty list for an
-        absent name.
-        """
+        """Return all source ranks that send elements of a tensor; empty for an absent name."""
         return sorted(
             {redistribution.source_rank for redistribution in self._by_name.get(tensor_name, ())}
         )
 
     def target_ranks(self, tensor_name: str) -> list[int]:
-        """Return the target ranks that receive something of a tensor; an empty list for an
-        absent name.
-        """
+        """Return the target ranks that receive elements of a tensor; empty for an absent name."""
         ranks = {
             rank
             for redistribution in self._by_name.get(tensor_name, ())
@@ -173,7 +167,7 @@ class ReshardingResult(Record):
             empty mapping.
         success: whether everything was done; False for an execution that was cancelled, whose
             shards then are those tensors that were complete.
-        warnings: what a user should know, in full sentences.
+        warnings: notes for the user, in full sentences.
         duration_s: how long it took.
         copied_bytes: the size of all elements that this process copied.
     """
@@ -255,7 +249,7 @@ class _Run:
         self.was_cancelled = False
 
     def check(self) -> None:
-        """Look at every array of the source, and copy none.
+        """Check every array of the source; nothing is copied.
 
         Raises:
             ShardError: an array that is missing, or has another shape or dtype.
@@ -317,8 +311,8 @@ class _Run:
             raise InterruptedRunError("cancelled")
 
     def result(self, ranks: Iterable[int], notes: Sequence[str] = ()) -> ReshardingResult:
-        """Return the arrays of the target `ranks` so far; `notes` say why other processes
-        stopped.
+        """Return the arrays of the target `ranks` so far; `notes` are the reasons for which
+        other processes stopped.
         """
         own = list(ranks)
         warnings = [*self._list_unplanned(), *self._list_empty(own), *notes]

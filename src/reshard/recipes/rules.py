@@ -44,7 +44,7 @@ class Rule(Record):
         pattern: a glob on the whole name, case included: `*` matches any characters (dots
             too, so it crosses levels of a name), `?` a single character, `[0-3]` one of a set, and
             `{layer}` a number.
-        spec: the native text of a sharding (see `reshard.sharding`). `...` stands for the
+        spec: the native text of a sharding (see `reshard.sharding`). `...` is replaced by the
             missing `-`, and expressions of the model's config.json in braces for their values
             (see `reshard.recipes.expressions`).
         at: for a tensor without a number in its name, the ends of the numbering where it lives:

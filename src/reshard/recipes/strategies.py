@@ -107,7 +107,7 @@ def strategy(name: str) -> Strategy:
     """Return the strategy of a name; case does not matter.
 
     Raises:
-        RecipeError: an unknown name; the known ones are listed.
+        RecipeError: an unknown name; the known names are listed.
 
     >>> strategy("Round_Robin").name
     'round_robin'

@@ -11,11 +11,11 @@ Layers and ranks repeat, so a document stores each thing once, and refers to it 
      "ranks":    [parameters: columns of names, of patterns and of the names of their sources]}
 
 The names of a model's tensors differ by the numbers of layers and experts. They are sorted by their
-text without numbers, and written as that and a column for each number::
+text without numbers, and written as this text and a column for each number::
 
     ["layers.{}.experts.{}.up.weight", [[0, 0, 64, 1, 2]], [[0, 1, 64, 0, 2]]]
 
-stands for 128 names, of 2 layers with 64 experts. Everything is checked when it is read; an invalid
+is 128 names, of 2 layers with 64 experts. Everything is checked when it is read; an invalid
 document is an error of `reshard.errors`.
 """
 
@@ -59,7 +59,7 @@ from reshard.recipes.engine_layouts.parameter_layout import (
 )
 from reshard.runs import IntArray
 
-# Only numbers that are written as `str` writes them come back the same.
+# Only numbers in the form of `str` are restored exactly: `01` would become `1`.
 _NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d{0,8})(?!\d)")
 
 
@@ -85,7 +85,7 @@ def split_numbers(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def write_names(names: list[str]) -> list[Any]:
-    """Return names in the order of `sort_names`, as JSON; `read_names` gives them back."""
+    """Return names in the order of `sort_names`, as JSON for `read_names`."""
     groups: dict[str, list[tuple[int, ...]]] = {}
     for name in names:
         template, numbers = split_numbers(name)
@@ -100,7 +100,7 @@ def write_names(names: list[str]) -> list[Any]:
 
 
 def read_names(written: object, where: str) -> list[str]:
-    """Return the names that were written. Raises NotationError for anything else.
+    """Return the names that were written. Raises NotationError for other values.
 
     >>> read_names(["a", ["b.{}.c", [[3, 1, 2]]]], "names")
     ['a', 'b.3.c', 'b.4.c']
@@ -129,7 +129,7 @@ def read_names(written: object, where: str) -> list[str]:
 
 
 def write_document(layout: EngineLayout) -> str:
-    """Return the JSON document of an engine's layout; equal ones have the same."""
+    """Return the JSON document of an engine's layout; equal layouts have equal documents."""
     columns: dict[bytes, int] = {}
     number_column = partial(_number_column, columns)
     names = sort_names(
@@ -200,7 +200,7 @@ def _write_pattern(
     own = pattern.columns
     written: dict[str, Any] = {"dtype": pattern.dtype.name, "shape": list(pattern.shape)}
     if len(own.source):
-        # Ranks differ by where they begin in their sources, and in nothing else.
+        # Most ranks differ only in the offsets of their regions.
         first = int(own.offset[0])
         written["first"] = first
         written["pieces"] = [
@@ -258,7 +258,7 @@ class _LayoutReader:
         self.names = np.array(read_names(reader.field("names", list), "names"), dtype=object)
         self.kinds = reader.all_of("kinds", _read_kind)
         self.patterns = reader.all_of("patterns", self._read_pattern)
-        # Ranks that read alike share a tuple of names for each parameter.
+        # Ranks with equal parameters share a tuple of names for each.
         self.known: dict[tuple[int, bytes], list[tuple[str, ...]]] = {}
 
     def read(self) -> EngineLayout:
@@ -426,7 +426,7 @@ def _read_constant(value: Any, dims: int, where: str) -> Constant:
 def read_layout_file(path: str | os.PathLike[str]) -> EngineLayout:
     """Return the engine's layout in a file.
 
-    Raises RecipeError for a file that is not there, or has something else.
+    Raises RecipeError for a file that is missing or has other content.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

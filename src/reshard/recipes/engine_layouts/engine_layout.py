@@ -1,8 +1,8 @@
 """All parameters of an engine's ranks, by the loader of that engine.
 
 An `EngineLayout` describes, for a model, an engine and a parallelism, what `load_weights` does on
-every rank. It can be asked from both sides: what a parameter is made of (`ranks`), and where each
-tensor of the checkpoint goes (`source_layouts`).
+every rank. It has two views: the sources of each parameter (`ranks`), and the ranks that hold each
+tensor of the checkpoint (`source_layouts`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from reshard.mesh import DeviceMesh
 from reshard.recipes.engine_layouts.parameter_layout import ParameterLayout, ParameterPattern
 from reshard.recipes.engine_layouts.source_layouts import list_source_layouts
 
-# How the layout of a rank was found: by following copies, or from values that name their place.
+# How the layout of a rank was found: by following copies, or from values that encode positions.
 METHODS = ("followed", "values")
 
 
@@ -186,8 +186,8 @@ class EngineLayout:
         """Return the layout over ranks of every source.
 
         Indices of a rank are in rising order, and each is there once, however often its
-        parameters have it. A rank holds what its parameters copy or compute elementwise, and the
-        whole of what they compute in another way. A source that nothing reads is on no rank.
+        parameters have it. A rank holds the elements that its parameters copy or compute
+        elementwise, and the whole of sources used in another way. Unread sources are on no rank.
         """
         slots = max(self.mesh.devices) + 1
         shapes = {name: source.shape for name, source in self.sources.items()}
@@ -227,7 +227,7 @@ def _as_source(name: str, source: Any) -> SourceTensor:
 
 
 def _check_reach(rank: int, parameter: ParameterLayout, sizes: Mapping[str, int]) -> None:
-    """Raise LayoutError where a parameter reads what is not there."""
+    """Raise LayoutError if a parameter reads an unknown source, or beyond its end."""
     missing = next((name for name in parameter.sources if name not in sizes), None)
     if missing is not None:
         raise LayoutError(

@@ -1,7 +1,7 @@
 """Engines whose layouts can be derived, a row each.
 
 An engine has a function that takes a model's folder and the sizes of its parallelism by name, and
-answers with the layout of all ranks. Its module is loaded when it is used: an engine that is not
+returns the layout of all ranks. Its module is loaded when it is used: an engine that is not
 installed does not affect the others.
 
 To add an engine: a module with such a function, and a row in `ENGINES`; or `register_engine`.
@@ -25,12 +25,12 @@ Sources = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class Engine(Record):
-    """An engine, and where its layouts come from.
+    """An engine, and the function that derives its layouts.
 
     Attributes:
         name: for `--engine` and `--against`.
         description: in a few words.
-        function: what derives a layout, or `module:function` where it is.
+        function: derives a layout; or `module:function`, which is imported when used.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Engine(Record):
         Args:
             model: a folder with config.json and the checkpoint, whose headers are read.
             sizes: of the parallelism, by name: `{"tp": 8}`.
-            dtype: the type of the engine's parameters; what it chooses itself when None.
+            dtype: the type of the engine's parameters; the engine chooses if None.
             sources: the tensors instead of those of the folder: type and shape by name.
 
         Raises:
-            UsageError: sizes that the engine does not have; a type or sources, where it takes none.
-            ReshardError: whatever keeps the engine from deriving it.
+            UsageError: sizes that the engine lacks; a type or sources that it does not take.
+            ReshardError: the engine cannot derive it.
         """
         function = self._load()
         # Sizes are the parameters that are 1 by default; other parameters are options.
@@ -94,10 +94,10 @@ def register_engine(name: str, description: str, function: DeriveFunction | str)
         name: for `reshard recipe derive --engine NAME`.
         description: in a few words.
         function: takes a model's folder, and sizes by name that are 1 by default; or
-            `module:function` where it is.
+            `module:function`.
 
     Raises:
-        UsageError: a name or a function that cannot be.
+        UsageError: an invalid name or function.
 
     >>> def whole(model, tp: int = 1):
     ...     raise NotImplementedError
@@ -127,12 +127,12 @@ def derive_layout(
         engine: a name in `ENGINES`.
         model: a folder with config.json and the checkpoint.
         sizes: of its parallelism: `{"tp": 8}`, `"tp=8,ep=8"` or a mesh.
-        dtype: the type of its parameters, such as `"float32"`; what it chooses itself when None.
+        dtype: the type of its parameters, such as `"float32"`; the engine chooses if None.
         sources: the tensors instead of those of the folder: type and shape by name.
 
     Raises:
-        UsageError: an engine that is not known, or sizes, a type or sources that it does not take.
-        ReshardError: whatever keeps the engine from deriving it.
+        UsageError: an unknown engine, or sizes, a type or sources that it does not take.
+        ReshardError: the engine cannot derive it.
     """
     if engine not in ENGINES:
         raise UsageError(

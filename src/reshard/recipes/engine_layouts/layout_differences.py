@@ -1,7 +1,7 @@
-"""Where two sets of layouts differ: what a recipe cuts, and what an engine reads.
+"""Differences between two sets of layouts: those of a recipe, and those that an engine reads.
 
-A tensor's layouts agree where every rank holds the same elements in both, in whatever order they
-are stored and whatever padding surrounds them.
+A tensor's layouts agree if every rank holds the same elements in both, whatever their order and
+padding.
 
 1. A rank holds a few products of stretches. Two such sets are equal if they have as
    many elements as they share.
@@ -24,7 +24,7 @@ from reshard.runs import OWNED
 class LayoutDifference(NamedTuple):
     """A pattern of names, the first tensor of it that differs and how, and how many there are.
 
-    `ours` and `theirs` are what the rank `rank`, the first of `ranks`, holds of it.
+    `ours` and `theirs` are the parts of it that the rank `rank`, the first of `ranks`, holds.
     """
 
     pattern: str
@@ -35,7 +35,7 @@ class LayoutDifference(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The first rank that holds something else."""
+        """The first rank with a difference."""
         return self.ranks[0]
 
 
@@ -102,7 +102,7 @@ def _count_shared(first: Product, second: Product) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _holding(layout: Layout, rank: int) -> tuple[Product, ...]:
-    """Return what a rank holds, padding and copies of neighbours apart."""
+    """Return the elements that a rank holds, without padding and copies of neighbours."""
     if rank >= layout.slots:
         return ()
     products: list[Product] = []
@@ -119,7 +119,7 @@ def _holding(layout: Layout, rank: int) -> tuple[Product, ...]:
 
 
 def _holding_text(layout: Layout, rank: int) -> str:
-    """Return what a rank holds, in few words."""
+    """Describe the elements that a rank holds, briefly."""
     products = _holding(layout, rank)
     if not products:
         return "nothing"

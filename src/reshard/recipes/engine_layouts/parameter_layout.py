@@ -1,7 +1,7 @@
 """A parameter of a rank, as an engine's loader fills it.
 
 A loader fills a parameter box by box: with elements of a source as they are (`SourcePiece`), with
-values computed from some (`Computed`), or with a constant (`Constant`). The rest is not filled::
+computed values (`Computed`), or with a constant (`Constant`). The rest is not filled::
 
     parameter 4 x 3            source "up" 6 x 3, row major
 
@@ -20,7 +20,7 @@ interleaved region has them doubled, and a repeated region has a stride of 0.
 The layers of a model, and the experts of a layer, are filled alike: their parameters share a
 `ParameterPattern`, which numbers its sources, is checked once, and keeps its pieces in columns. A
 `ParameterLayout` is a pattern with the names of its sources. Its `Binding` is a layout whose shards
-have the sources' names: the fused parameter of any engine, as checkpoints and plans describe it.
+have the sources' names, so checkpoints and plans can describe the fused parameter of any engine.
 
 DTensors and Megatron's sharded state dicts describe a parameter as a part of a whole tensor
 (`shard_parameter`); it has a piece for each box that its rank holds::
@@ -57,7 +57,7 @@ class SourcePiece(NamedTuple):
     """A box of a parameter that holds elements of a source.
 
     `steps` are the changes of element type on the way: none if it is empty,
-    `"to float32"` for a cast, `"bits as float8_e4m3fn"` where the same bits count as another type.
+    `"to float32"` for a cast, `"bits as float8_e4m3fn"` if the same bits are read as another type.
 
     >>> SourcePiece(Box((0, 0), (3, 3)), "up", View(6, (3, 1)))
     SourcePiece(box=Box(start=(0, 0), stop=(3, 3)), source='up',
@@ -71,7 +71,7 @@ class SourcePiece(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """A box of a parameter whose elements are computed from sources, and by which operations.
+    """A box of a parameter whose elements are computed from sources by some operations.
 
     `view` is the region of the only source if each element is computed from its counterpart, as by
     `exp` and `neg`; None if it is unknown which element of a source an element depends on. Sources
@@ -196,7 +196,7 @@ class ParameterPattern(Interned):
 
     def interning_key(self) -> object:
         columns = tuple(column.tobytes() for column in self.columns)
-        # Of two that are equal in Python, such as -0.0 and 0.0, the text may differ.
+        # Numbers that are equal in Python may differ: the text distinguishes -0.0 and 0.0.
         rest = (self.computed, repr(self.constants), self.unfilled)
         return (self.shape, self.dtype, len(self.columns.source), columns, self.steps, rest)
 
@@ -212,7 +212,7 @@ class ParameterPattern(Interned):
 
     @cached_property
     def reach(self) -> tuple[IntArray, IntArray]:
-        """The least and the last element that it reads of each source: shape `(sources,)` each."""
+        """The first and the last element that it reads of each source: shape `(sources,)` each."""
         low = np.full(self.sources, np.iinfo(np.int64).max)
         high = np.full(self.sources, -1, dtype=np.int64)
         for source, first, last in zip(*self._reach_of_regions(), strict=True):
@@ -251,7 +251,7 @@ def _overlap(start: IntArray, stop: IntArray, shape: tuple[int, ...]) -> bool:
     """Return whether two of the boxes share an element."""
     if len(start) < 2:
         return False
-    # Most parameters are cut along a single dimension: sorted along it, they do not overlap.
+    # Most parameters are boxes along a single dimension: sorted along it, they do not overlap.
     for dimension in range(start.shape[1]):
         order = np.argsort(start[:, dimension], kind="stable")
         if (start[order[1:], dimension] >= stop[order[:-1], dimension]).all():
@@ -316,14 +316,14 @@ class ParameterLayout:
         Args:
             name: that the engine gives it.
             shape, dtype: of the parameter.
-            pieces, computed, constants, unfilled: what fills which box, and what nothing does.
+            pieces, computed, constants, unfilled: the boxes, by how they are filled.
 
         Raises:
             LayoutError: regions that overlap, leave a part out or extend beyond the parameter.
         """
         shape = check_ints(shape, f"shape of {name!r}", LayoutError)
         pieces = list(pieces)
-        # Sources are numbered by where their pieces begin: the order given makes no difference.
+        # Sources are numbered by the offsets of their pieces, so the order given does not matter.
         order = sorted(range(len(pieces)), key=lambda i: pieces[i].box)
         numbers: dict[str, int] = {}
         steps: dict[tuple[str, ...], int] = {(): 0}
@@ -373,7 +373,7 @@ class ParameterLayout:
 
     @cached_property
     def pieces(self) -> tuple[SourcePiece, ...]:
-        """The copied regions, by where they begin."""
+        """The copied regions, by their offsets."""
         columns, steps = self.pattern.columns, self.pattern.steps
         rows = zip(*(column.tolist() for column in columns), strict=True)
         return tuple(
@@ -415,7 +415,7 @@ class ParameterLayout:
     def binding(self) -> Binding:
         """The pieces as a layout of a single rank, each cell with a source's name and a view of it.
 
-        What is computed, constant or not filled is in no cell.
+        Computed, constant and unfilled elements are in no cell.
         """
         pieces = self.pieces
         layout = Layout.from_boxes(self.shape, [(0, piece.box) for piece in pieces], 1)
@@ -461,11 +461,11 @@ def shard_parameter(
         dtype: of its elements.
         layout: of the whole tensor, over ranks.
         rank: in the layout.
-        source: the tensor's name, where it is not the parameter's.
+        source: the tensor's name, if it is not the parameter's.
 
     Raises:
         LayoutError: an unknown rank, or a rank that holds several consecutive boxes
-            (a flat buffer), which are no parameter of the tensor's rank.
+            (a flat buffer), which do not form a parameter with the tensor's dimensions.
 
     >>> from reshard.mesh import DeviceMesh
     >>> from reshard.sharding import spec

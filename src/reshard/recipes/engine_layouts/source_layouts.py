@@ -20,8 +20,8 @@ and reshapes. The region is a union of products of indices along each dimension:
    there is a product for each part.
 
 A model of many ranks takes millions of regions of its tensors, most of them equal. The regions of
-a pattern are found once, and numbered. What all ranks take is a sorted table of (source, rank,
-region): sources with equal rows and shapes share a layout. The regions of a rank are united.
+a pattern are computed once, and numbered. The regions of all ranks are a sorted table of (source,
+rank, region): sources with equal rows and shapes share a layout. The regions of a rank are united.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def find_products(
 ) -> tuple[Product, ...]:
     """Return the products of indices that a strided region of a row-major tensor of `shape` has.
 
-    Products may share elements where the region has some twice.
+    Products may share elements if the region has some twice.
 
-    Raises LayoutError where there are more than can be worked with.
+    Raises LayoutError if there are too many.
 
     >>> find_products((6, 4), (2, 2, 4), 4, (8, 4, 1))
     ((((1, 5),), ((0, 4),)),)
@@ -70,7 +70,7 @@ def find_products(
         if size > 1 and stride:
             offset += min(0, (size - 1) * stride)
             axes.append((abs(stride), size))
-    # One flat stretch: what nothing else splits as well.
+    # A single flat range, which is split as well as any other form.
     joined = _join(sorted(axes, reverse=True))
     if len(joined) == 1 and joined[0][0] == 1:
         boxes = flat_range_boxes(shape, offset, offset + joined[0][1])
@@ -129,7 +129,7 @@ def _list_products(
             room = size // whole * whole
         elif rest:
             room = 1
-        # It is split: the axes of each part are found anew.
+        # It is split: the axes of each part are computed separately.
         others = list(axes)
         if (stride, size) in others:
             others.remove((stride, size))
@@ -159,13 +159,13 @@ def _list_stretches(indices: IntArray) -> Stretches:
 def find_steps(
     shape: tuple[int, ...], sizes: tuple[int, ...], offset: int, strides: tuple[int, ...]
 ) -> tuple[list[int], list[tuple[int, int] | None]] | None:
-    """Return where a region begins in a row-major tensor, and along which dimension each of its
-    own goes.
+    """Return the start of a region in a row-major tensor, and the dimension along which each of its
+    own dimensions steps.
 
     Returns:
         The first index along every dimension; and for each dimension of the region, that of the
         tensor and the step there, or None if it is not used. None in place of both
-        if a dimension goes backwards, across others, or along the same dimension as another.
+        if a dimension steps backwards, across others, or along the same dimension as another.
 
     >>> find_steps((6, 4), (2, 3), 5, (8, 1))
     ([1, 1], [(0, 2), (1, 1)])
@@ -226,8 +226,8 @@ def _unite(stretches: Iterable[tuple[int, int]]) -> Stretches:
 
 
 def _cut_apart(products: list[Product]) -> list[Product]:
-    """Return products that may share elements, as ones that do not."""
-    # The ends along each dimension cut it into intervals that none cuts.
+    """Split products that may share elements into products that do not."""
+    # The ends along each dimension divide it into intervals that no product splits.
     edges = find_edges(products)
     if math.prod(len(edge) for edge in edges) > 1 << 24:
         raise LayoutError(f"{len(products)} regions of a tensor that form no grid")
@@ -263,7 +263,7 @@ def _list_regions(
             if region.view is not None:
                 yield source, (shape, region.box.shape, region.view.offset, region.view.strides)
             else:
-                # Nobody knows which elements it depends on: the whole.
+                # It may depend on any element, so the rank takes the whole.
                 yield source, (shape, (math.prod(shape),), 0, (1,))
 
 
