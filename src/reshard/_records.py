@@ -154,5 +154,5 @@ class Record:
         return f"{type(self).__qualname__}({fields})"
 
     def replace(self: R, **changes: Any) -> R:
-        """Return a copy with some fields changed, which is validated anew."""
+        """Return a copy with some fields changed, which is validated again."""
         return type(self)(**dict(zip(self.field_names, self.astuple(), strict=True)) | changes)

@@ -161,7 +161,7 @@ def count_text(count: int, noun: str = "", plural: str = "") -> str:
 
 
 def first_text(things: Sequence[object], most: int, separator: str = ", ") -> str:
-    """Return the first of many things, at most `most`, and how many more there are.
+    """Return the first items, at most `most`, and the number of the others.
 
     >>> first_text("abcde", 3), first_text("ab", 3)
     ('a, b, c and 2 more', 'a, b')
@@ -314,7 +314,7 @@ _Sets = tuple[frozenset[int], ...]
 
 
 class FoldedName(NamedTuple):
-    """A text that stands for `number` names of a kind."""
+    """A text for `number` names that differ only in numbers."""
 
     text: str
     kind: int

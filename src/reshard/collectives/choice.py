@@ -251,7 +251,7 @@ def divide(
     """
     ways_of: dict[tuple[LayoutChange, DType, Program], Ways] = {}
     for tensor in tensors:
-        # The layers of a model are equal.
+        # The layers of a model are equal, so each kind of tensor is estimated once.
         if tensor not in ways_of:
             ways_of[tensor] = _find_ways(*tensor, topology, library)
     ways = tuple(ways_of[tensor] for tensor in tensors)

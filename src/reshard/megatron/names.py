@@ -10,7 +10,7 @@ name is then another tensor on another rank. Global names count over the model::
     decoder.layers.5.mlp.experts.linear_fc1.weight3
 
 Experts are named `linear_fc1.weight3` (grouped) or `local_experts.3.` (a module each). If
-embeddings are tied, two global names are the same tensor: that is declared, see
+embeddings are tied, two global names are the same tensor, which is declared, see
 `reshard.megatron.tensor_pairs`.
 
 A stage has consecutive layers; with virtual pipeline parallelism, the stages take a stretch each in
@@ -34,7 +34,7 @@ from reshard.megatron.ranks import Ranks, places_along
 
 
 class LayerPlace(Record):
-    """Where a layer is: its pipeline stage, the model chunk there, and its number in it."""
+    """The position of a layer: its pipeline stage, model chunk, and number in the chunk."""
 
     stage: int
     chunk: int
@@ -42,10 +42,10 @@ class LayerPlace(Record):
 
 
 class PipelineLayers(Record):
-    """How many layers every stage has, by model chunk: `counts[chunk][stage]`.
+    """The number of layers of every stage, by model chunk: `counts[chunk][stage]`.
 
     Raises:
-        RuleError: no chunk, chunks of unequally many stages, or a negative count.
+        RuleError: no chunk, chunks with different numbers of stages, or a negative count.
 
     >>> PipelineLayers.windows([5, 7]).place(5)
     LayerPlace(stage=1, chunk=0, number=0)
@@ -65,7 +65,7 @@ class PipelineLayers(Record):
 
     @classmethod
     def even(cls, layers: int, pp: int, vpp: int = 1) -> PipelineLayers:
-        """Put as many layers on every stage and chunk. Raises RuleError if they do not divide."""
+        """Divide layers evenly among stages and chunks. Raises RuleError if they do not divide."""
         if pp < 1 or vpp < 1 or layers < 0 or layers % (pp * vpp):
             raise RuleError(
                 f"{layers} layers cannot be cut evenly over pp {pp} x vpp {vpp}; say how many the "
@@ -77,18 +77,18 @@ class PipelineLayers(Record):
     def uneven(
         cls, layers: int, pp: int, first: int | None = None, last: int | None = None, vpp: int = 1
     ) -> PipelineLayers:
-        """Put `first` and `last` layers on the end stages, the others evenly between them.
+        """Assign `first` and `last` layers to the end stages, and divide the others evenly.
 
         Source: Megatron's `num_layers_in_first_pipeline_stage` and `..._last_...`. Raises
-        RuleError where something does not divide.
+        RuleError if layers do not divide.
 
         >>> PipelineLayers.uneven(14, pp=4, first=2).counts
         ((2, 4, 4, 4),)
         """
-        # The stages without a number of their own share the rest evenly.
+        # The stages between the ends share the remaining layers evenly.
         ends = (first is not None) + (last is not None)
         rest, middle = layers - (first or 0) - (last or 0), pp - ends
-        # Where no stage is between the ends, no layer may be left.
+        # Without stages between the ends, no layer may be left.
         fits = middle >= 0 and rest >= 0 and (rest % middle == 0 if middle else rest == 0)
         if not fits:
             raise RuleError(
@@ -114,21 +114,21 @@ class PipelineLayers(Record):
 
     @property
     def layers(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return sum(map(sum, self.counts))
 
     @property
     def pp(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.counts[0])
 
     @property
     def vpp(self) -> int:
-        """How many model chunks a stage has."""
+        """The number of model chunks of a stage."""
         return len(self.counts)
 
     def _find_starts(self) -> list[int]:
-        """Return where every stretch begins, chunk by chunk and stage by stage, and the end."""
+        """Return the first layer of every stretch, by chunk and then by stage, and the end."""
         return [0, *itertools.accumulate(itertools.chain.from_iterable(self.counts))]
 
     def place(self, layer: int) -> LayerPlace:
@@ -214,7 +214,7 @@ class MegatronNames(Record):
 
     @property
     def experts_per_rank(self) -> int:
-        """How many experts a rank has; 0 for a model without."""
+        """The number of experts of a rank; 0 for a model without experts."""
         return (self.num_experts or 0) // self.ranks.ep
 
     def _place(self, axis: str, rank: int) -> int:
@@ -279,7 +279,7 @@ class MegatronNames(Record):
         return _EXPERT.sub(lambda match: f"{match[1]}{expert(int(match[2]))}", name, count=1)
 
     def layer(self, name: str) -> int | None:
-        """Return the layer of a global name, None for what is in none."""
+        """Return the layer of a global name, or None if it is in no layer."""
         match = self._layer(name)
         return int(match[1]) if match else None
 
@@ -287,7 +287,7 @@ class MegatronNames(Record):
         return re.search(rf"(?:^|\.){re.escape(self.stack)}\.(\d+)(?=\.|$)", name)
 
     def expert(self, name: str) -> int | None:
-        """Return the expert of a global name, None for what belongs to none."""
+        """Return the expert of a global name, or None if it belongs to no expert."""
         match = _EXPERT.search(name) if self.num_experts is not None else None
         return int(match[2]) if match else None
 

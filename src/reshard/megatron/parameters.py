@@ -65,17 +65,17 @@ class MegatronParameter(Record):
     Args:
         ranks: the parallel groups.
         shape: the local shape; or a shape for each tensor-parallel rank if they differ.
-        tensor_model_parallel: whether it is cut over `tp` (over `etp`, for an expert).
-        partition_dim: the dimension that is cut.
-        partition_stride: equal blocks that are each cut over all ranks; 2 for a GLU.
+        tensor_model_parallel: whether it is sharded over `tp` (over `etp`, for an expert).
+        partition_dim: the sharded dimension.
+        partition_stride: equal blocks, each sharded over all ranks; 2 for a GLU.
         partition_sizes: sizes of such blocks on a rank; or a list for each tensor-parallel rank
-            where they differ.
-        heads: the heads of the cut dimension, if ranks may share a head: key/value heads.
-        true_length: the length of the cut dimension without padding: a vocabulary.
+            if they differ.
+        heads: the heads of the sharded dimension, if ranks may share a head: key/value heads.
+        true_length: the length of the sharded dimension without padding, of a vocabulary.
         is_expert: whether it belongs to an expert.
-        stages: where it lives along `pp`; everywhere when None.
-        expert_ranks: where it lives along `ep`; everywhere when None.
-        dtype: its element type, when that is to be compared.
+        stages: the stages that hold it; all if None.
+        expert_ranks: its coordinates along `ep`; all if None.
+        dtype: its element type, if it is to be compared.
 
     Raises:
         SpecError: shapes that do not fit each other or the number of ranks, a dimension that is
@@ -158,7 +158,7 @@ class MegatronParameter(Record):
             number = getattr(self, name)
             if number is not None and number < least:
                 raise RuleError(f"{name}={number} must be at least {least}")
-        # Each of these is another way to cut: with two of them, which holds would be a guess.
+        # Each of these is another way to shard; with two of them, the choice would be a guess.
         said = {
             "partition_stride": self.partition_stride != 1,
             "partition_sizes": self.partition_sizes is not None,
@@ -172,7 +172,7 @@ class MegatronParameter(Record):
             )
         if self.partition_sizes is None:
             return
-        # Blocks are pieces of the same blocks of the tensor, so all ranks have equally many.
+        # A rank's blocks are pieces of the tensor's blocks, so all ranks have equally many.
         by_rank = self.sizes_by_rank
         if len(by_rank) != self.parts or len({len(sizes) for sizes in by_rank}) != 1:
             raise SpecError(
@@ -194,17 +194,17 @@ class MegatronParameter(Record):
 
     @property
     def parts(self) -> int:
-        """How many ranks would share it: the tensor-parallel size of its grid."""
+        """The number of ranks that share it if sharded: the tensor-parallel size of its grid."""
         return self.ranks.expert_tp if self.is_expert else self.ranks.tp
 
     @property
     def axis(self) -> str:
-        """The axis over which it is cut."""
+        """The axis over which it is sharded."""
         return "etp" if self.is_expert else "tp"
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The grid of ranks that it lives on."""
+        """The grid of the ranks that hold it."""
         return self.ranks.expert if self.is_expert else self.ranks.dense
 
     @property
@@ -216,7 +216,7 @@ class MegatronParameter(Record):
 
     @property
     def local_lengths(self) -> tuple[int, ...]:
-        """The local length of the cut dimension on every tensor-parallel rank."""
+        """The local length of the sharded dimension on every tensor-parallel rank."""
         return tuple(shape[self.partition_dim] for shape in self.local_shapes)
 
     @property
@@ -230,7 +230,7 @@ class MegatronParameter(Record):
 
     @property
     def blocks(self) -> tuple[int, ...] | None:
-        """The sizes of the blocks over all ranks, None for a cut that is not made of blocks."""
+        """The sizes of the blocks over all ranks, or None for a rule without blocks."""
         if self.partition_sizes is not None:
             return tuple(map(sum, zip(*self.sizes_by_rank, strict=True)))
         total = sum(self.local_lengths)
@@ -257,7 +257,7 @@ class MegatronParameter(Record):
         return sum(lengths)
 
     def rule(self) -> CutRule:
-        """Return the rule that cuts its dimension. Raises RuleError where none gives the
+        """Return the rule that shards its dimension. Raises RuleError if none gives the
         local shapes.
         """
         lengths = self.local_lengths
@@ -281,7 +281,7 @@ class MegatronParameter(Record):
             return blocks_rule(self.sizes_by_rank)
         if self.partition_stride > 1:
             stride = self.partition_stride
-            # Ranks of unequal lengths have as many equal pieces each, where their lengths divide.
+            # Ranks of unequal lengths have the same number of pieces each, if their lengths divide.
             if len(set(lengths)) > 1 and not any(length % stride for length in lengths):
                 return blocks_rule([(length // stride,) * stride for length in lengths])
             return Strided(stride, lengths)
@@ -292,8 +292,8 @@ class MegatronParameter(Record):
         """Return the sharding over its grid of ranks.
 
         Raises:
-            RuleError: a cut that does not give the local shapes.
-            SpecError: a stage or expert rank that is not there.
+            RuleError: a rule that does not give the local shapes.
+            SpecError: an unknown stage or expert rank.
         """
         rule = self.rule() if self.tensor_model_parallel else None
         places = {"pp": self.stages, "ep": self.expert_ranks}
@@ -303,7 +303,7 @@ class MegatronParameter(Record):
 
 
 def blocks_rule(sizes_by_rank: Sequence[Sequence[int]]) -> CutRule:
-    """Return the cut where every rank has a piece of each block, of its own sizes.
+    """Return the rule by which every rank has a piece of each block, of its own sizes.
 
     >>> blocks_rule([(4, 2), (4, 2)]).text, blocks_rule([(4, 2), (3, 1)]).text
     ('blocks[8,4]', 'pieces[4:3,2:1]')
@@ -345,7 +345,7 @@ def _freeze(name: str, given: object) -> object:
 
 
 class LocalParameter(Record):
-    """One of a rank's parameters, as the rank knows it; see `MegatronParameter` for each field."""
+    """A parameter of a rank, as the rank describes it; see `MegatronParameter` for each field."""
 
     shape: Shape
     tensor_model_parallel: bool = False
@@ -374,7 +374,7 @@ class LocalParameter(Record):
         return cls(
             shape=check_ints(parameter.shape, "shape of a parameter", SpecError),
             tensor_model_parallel=bool(getattr(parameter, "tensor_model_parallel", False)),
-            # Megatron marks a parameter that is not cut with the dimension -1.
+            # Megatron marks a parameter that is not sharded with the dimension -1.
             partition_dim=check_int(
                 getattr(parameter, "partition_dim", 0), "partition_dim", SpecError, minimum=-1
             ),
@@ -400,13 +400,13 @@ def gather_parameters(
     list them.
 
     Args:
-        names: the ranks, and how they name their layers and experts.
+        names: the ranks, and the names of their layers and experts.
         rosters: for every rank, a manifest per model chunk.
 
     Raises:
         SpecError: a rank that is missing or lists a name twice, ranks that disagree, a parameter
             that a rank of its group lacks, experts that share a name.
-        NotationError: a name of a layer or expert that is not there.
+        NotationError: a name of an unknown layer or expert.
 
     >>> from reshard.megatron.ranks import MegatronRanks
     >>> half = LocalParameter((4, 2), tensor_model_parallel=True)
@@ -460,7 +460,7 @@ def _combine(
             f"{names.num_experts} explains; on different ep ranks it is different tensors, "
             "which need names of their own"
         )
-    # Where it lives: the places of the ranks that list it. Along the other axes it must be
+    # The positions of the ranks that list it. Along the other axes it must be
     # everywhere, which is checked below.
     mesh = ranks.expert if first.is_expert else ranks.dense
     at = {axis: places_along(mesh, axis) for axis in mesh.axis_names}
@@ -490,7 +490,7 @@ def _combine(
             f"rank {min(absent)} has no {name!r}, which rank {first_rank} of its group has; every "
             "rank of a stage (and of an expert rank) lists it"
         )
-    # One description for each tensor-parallel rank, written once where all are equal.
+    # A description for each tensor-parallel rank, written once if all are equal.
     by_part = _group_by_part(name, at["etp" if first.is_expert else "tp"], held)
     shapes = tuple(local.shape for local in by_part)
     sizes = tuple(local.partition_sizes for local in by_part)
@@ -498,7 +498,7 @@ def _combine(
         "shape": shapes if len(set(shapes)) > 1 else first.shape,
         "partition_sizes": sizes if len(set(sizes)) > 1 else first.partition_sizes,
     }
-    # None stands for all places along an axis.
+    # None means all positions along an axis.
     stages = places["pp"] if len(places["pp"]) < ranks.pp else None
     expert_ranks = places.get("ep")
     if expert_ranks is not None and len(expert_ranks) == ranks.ep:

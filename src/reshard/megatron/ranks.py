@@ -1,8 +1,8 @@
 """Megatron's parallel groups: the place of each rank, from sizes and an order or from groups.
 
-Megatron is given how many ranks share a tensor (`tp`), a sequence (`cp`), an expert (`etp`), the
-experts (`ep`), the pipeline (`pp`) and the data (`dp`), and an order string. Its ranks are a
-grid in which the first word of the order varies fastest::
+Megatron takes the numbers of ranks that share a tensor (`tp`), a sequence (`cp`), an expert
+(`etp`), the experts (`ep`), the pipeline (`pp`) and the data (`dp`), and an order string. Its ranks
+are a grid in which the first word of the order varies fastest::
 
     tp=2 dp=2 pp=2, order tp-cp-ep-dp-pp         order tp-pp-dp
 
@@ -55,7 +55,7 @@ class MegatronRanks(Record):
     Args:
         tp, cp, dp, pp: tensor, context, data and pipeline parallel sizes.
         ep: ranks that share the experts between them.
-        etp: ranks that share an expert; `tp` when None.
+        etp: ranks that share an expert; `tp` if None.
         order: words from fastest to slowest; a word of size 1 may be left out.
         offset: the first rank.
 
@@ -131,7 +131,7 @@ class MegatronRanks(Record):
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
@@ -170,8 +170,8 @@ def rank_grid(sizes: Mapping[str, int], order: str, offset: int = 0) -> DeviceMe
 
     Args:
         sizes: by axis of a grid: tp, cp, dp, pp, or etp, ep, edp, pp. The words tp and dp of
-            the order stand for etp and edp too; a word that names no axis of the grid is passed
-            over, an axis of size 1 may be left out.
+            the order name etp and edp, too. Words that are not axes of the grid are ignored,
+            and an axis of size 1 may be left out.
         order: words from fastest to slowest.
         offset: the first rank.
 
@@ -220,8 +220,8 @@ GROUP_AXES = tuple(dict.fromkeys((*DENSE_AXES, *EXPERT_AXES)))
 class MegatronGrids(Record):
     """Both grids of Megatron's ranks, over any ranks in any order.
 
-    `dense` has the axes pp, dp, cp and tp, `expert` the axes pp, edp, ep and etp. It stands where
-    `MegatronRanks` does.
+    `dense` has the axes pp, dp, cp and tp, `expert` the axes pp, edp, ep and etp. It can be used
+    instead of `MegatronRanks`.
 
     >>> tp = {0: (0, 2), 2: (0, 2), 1: (1, 3), 3: (1, 3)}
     >>> grids = MegatronGrids.from_groups({rank: {"tp": of} for rank, of in tp.items()})
@@ -238,8 +238,8 @@ class MegatronGrids(Record):
 
         Args:
             groups: for every rank, the ranks of its group along each of tp, cp, dp, pp, ep, etp
-                and edp, itself among them. An axis that none has a group of has size 1, but for
-                etp, which is tp, and for dp and edp, which are what is left over.
+                and edp, including itself. An axis without groups has size 1, except for
+                etp, which is tp, and for dp and edp, which are the remaining factors.
 
         Raises:
             MeshError: another axis, a group without its rank, members that disagree about
@@ -253,7 +253,7 @@ class MegatronGrids(Record):
         dense, expert = dict.fromkeys(DENSE_AXES, ""), dict.fromkeys(EXPERT_AXES, "")
         for grid in (dense, expert):
             grid.update({axis: axis for axis in grid if axis in known})
-        # As in Megatron, experts are cut like everything else unless they have groups of their own.
+        # As in Megatron, experts are sharded as everything else unless they have own groups.
         expert["etp"] = expert["etp"] or dense["tp"]
         return cls(
             _make_grid_of_groups(groups, dense, "dp"), _make_grid_of_groups(groups, expert, "edp")
@@ -329,7 +329,7 @@ def _make_grid_of_groups(
         at = [list(of[name]).index(rank) if name else 0 for name in named.values()]
         places.setdefault(tuple(at), {})[rank] = 0
     if not named[copies]:
-        # Without a group of copies they are all at one place; they are ordered by rank.
+        # Without a group of copies, ranks of equal position are copies, ordered by rank.
         spot = list(named).index(copies)
         places = {
             (*at[:spot], place, *at[spot + 1 :]): {rank: 0}

@@ -34,7 +34,7 @@ from reshard.sharding import ShardingSpec
 
 
 class TensorPair(NamedTuple):
-    """One tensor, as both sides mean it."""
+    """A tensor, as both sides describe it."""
 
     shape: Shape
     source: ShardingSpec
@@ -47,9 +47,9 @@ def reconcile(
     """Return the shape of a tensor and its sharding on both sides.
 
     Args:
-        source, target: how each side describes it.
-        cast: the target's element type, where it differs from the source's. This only allows the
-            difference: elements are converted where the plan is run.
+        source, target: the description of each side.
+        cast: the target's element type, if it differs from the source's. This only allows the
+            difference: elements are converted when the plan is run.
 
     Raises:
         SpecError: different element types without a cast, an expert on a single side, shapes
@@ -139,17 +139,17 @@ def _choose_reading(
 
 
 def _mark_as(side: MegatronParameter, other: MegatronParameter) -> MegatronParameter | None:
-    """Return the side cut as the other if it has no mark, or None if that is impossible."""
+    """Return the side sharded as the other if it has no mark, or None if that is impossible."""
     if side.tensor_model_parallel:
         return side
     marked = replace(side, tensor_model_parallel=True, partition_dim=other.partition_dim)
-    # A side with its own description is cut by it.
+    # A side with its own description is sharded by it.
     own = (side.partition_stride, side.partition_sizes, side.heads, side.true_length)
     if own != (1, None, None, None):
         return marked
     if other.true_length is None:
         return replace(marked, partition_stride=other.partition_stride, heads=other.heads)
-    # Without a word of its own on padding, a side is as long as the tensor or as the other is
+    # Without its own length without padding, a side is as long as the tensor or as the other is
     # with its padding; and its last rank has a part: copies must not pass for padded parts.
     lengths, padded = marked.local_lengths, sum(other.local_lengths)
     fits = sum(lengths) in (other.true_length, padded) and sum(lengths[:-1]) < other.true_length
@@ -185,7 +185,7 @@ def _share_blocks(
         return source, target
     if source.partition_sizes is None and target.partition_sizes is None:
         return source, target
-    # Blocks along a dimension do not constrain a cut along another.
+    # Blocks along a dimension do not constrain the sharding of another.
     if source.partition_dim != target.partition_dim:
         return source, target
     blocks = [side.blocks for side in (source, target)]
@@ -224,7 +224,7 @@ def reconcile_all(
     """Pair every tensor of the target with its tensor of the source, by global name.
 
     Args:
-        source, target: how each side describes its parameters, by names in the whole model.
+        source, target: the descriptions of each side's parameters, by global name.
         cast: the element type to cast to; for all that differ, or by name.
         ties: names that mean the same tensor as another name: `{"output_layer.weight":
             "embedding.word_embeddings.weight"}`. Whichever name the source has serves both; if it
@@ -232,7 +232,7 @@ def reconcile_all(
 
     Raises:
         SpecError: a name twice, a target without a source, a source that serves no target, or
-            what `reconcile` raises, with the name.
+            an error of `reconcile`, with the name.
 
     >>> from reshard.megatron.ranks import MegatronRanks
     >>> whole = MegatronParameter(MegatronRanks(), (8, 4))
@@ -250,7 +250,7 @@ def reconcile_all(
             f"{f' (nor {len(missing) - 1} others)' if missing[1:] else ''}; give the parameter, or "
             "declare the name it is tied to in ties"
         )
-    # A source is used where a target has any of the names tied to it.
+    # A source is used if a target has any of the names tied to it.
     used = {_find_root(name, known) for name in targets}
     unused = [name for name in sources if _find_root(name, known) not in used]
     if unused:

@@ -362,8 +362,8 @@ def _join(things: Iterable[object]) -> str:
 class _Turn:
     """A run's position in its coordinator's queue, taken when it is made.
 
-    `wait` comes back when all earlier runs have left. `leave` must be called in any case, for
-    later ones wait for it.
+    `wait` returns when all earlier runs have left. `leave` must be called in any case, because
+    later runs wait for it.
 
     >>> processes = object()
     >>> first, second = _Turn(processes), _Turn(processes)
@@ -373,7 +373,7 @@ class _Turn:
     >>> second.leave()
     """
 
-    # By the identity of a coordinator, which need not be hashable: its turns hold it.
+    # By the identity of a coordinator, which need not be hashable. Its turns keep it alive.
     _queues: ClassVar[dict[int, deque[_Turn]]] = {}
     _has_changed: ClassVar[threading.Condition] = threading.Condition()
 
@@ -383,13 +383,13 @@ class _Turn:
             self._queues.setdefault(id(coordinator), deque()).append(self)
 
     def wait(self) -> None:
-        """Wait until all runs that were begun earlier have left."""
+        """Wait until all runs begun earlier have left."""
         queue = self._queues[id(self._coordinator)]
         with self._has_changed:
             self._has_changed.wait_for(lambda: queue[0] is self)
 
     def leave(self) -> None:
-        """Give the place up, whether the run has come to its turn or not."""
+        """Leave the queue, whether the run has had its turn or not."""
         queue = self._queues[id(self._coordinator)]
         with self._has_changed:
             queue.remove(self)
@@ -427,7 +427,7 @@ class ReshardingStrategy(Record):
 
     Args:
         policy: gives each tensor its layout.
-        coordinator: the processes that share the target ranks; this process alone when None.
+        coordinator: the processes that share the target ranks; this process alone if None.
         threads: how many target ranks a process fills at the same time.
 
     Raises:
@@ -477,7 +477,7 @@ class ReshardingStrategy(Record):
         source_shards: SourceShards,
         cancellation: threading.Event | None = None,
     ) -> ReshardingResult:
-        """Make the target's shards from the source's.
+        """Return the target's shards, copied from the source's.
 
         Runs of a coordinator take turns, in the order in which they were begun.
 

@@ -45,9 +45,9 @@ class Rule(Record):
             too, so it crosses levels of a name), `?` a single character, `[0-3]` one of a set, and
             `{layer}` a number.
         spec: the native text of a sharding (see `reshard.sharding`). `...` is replaced by the
-            missing `-`, and expressions of the model's config.json in braces for their values
+            missing `-`, and expressions of the model's config.json in braces by their values
             (see `reshard.recipes.expressions`).
-        at: for a tensor without a number in its name, the ends of the numbering where it lives:
+        at: for a tensor without a number in its name, the ends of the numbering that have it:
             `(("layer", ("first", "last")),)`.
         when: a condition on the model's config.json; the rule applies only if it holds (see
             `reshard.recipes.expressions`).
@@ -191,7 +191,7 @@ def parse_rules(rules: Iterable[str | Rule]) -> tuple[Rule, ...]:
 
 
 class RuleList:
-    """Rules in order, matched against very many names.
+    """Rules in order, matched against many names.
 
     Layers and experts repeat: the rules that match a name, and the places of its numbers, are
     shared by all names that differ only in components that are numbers::
@@ -266,7 +266,7 @@ def _is_number(part: str) -> bool:
 
 
 def _distinguishes_numbers(pattern: str) -> bool:
-    """Return whether a pattern may match a component that is a number, and not another.
+    """Return whether a pattern may match some numbers as a component, and not others.
 
     A digit after a letter is never in such a component.
 

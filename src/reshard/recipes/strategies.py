@@ -11,7 +11,7 @@ layout for each tensor::
     sharded       rows of each tensor by ceil             rank 0: 3 1 1 2  rank 1: 2 0 1 2 rows
     recipe        by the recipe that fits config.json, with tp over the ranks
 
-Users add their own with `register_strategy`; the names do not care about case.
+Users add their own with `register_strategy`. Names are case-insensitive.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ StrategyFunction = Callable[[Tensors, int, Config | None], dict[str, Layout]]
 class Strategy(Record):
     """A layout policy under a name. Call it with the tensors and the number of ranks.
 
-    A third argument is the model's config.json, for those that look into it.
+    A third argument is the model's config.json, for strategies that use it.
 
     Raises, when called:
-        UsageError: no whole number of ranks from 1 on.
+        UsageError: a number of ranks that is not an integer of at least 1.
         RecipeError: the function omits a tensor, adds a tensor, or gives a layout of another
             shape or number of slots; `recipe` without a config that a recipe fits.
 
@@ -147,7 +147,7 @@ def balanced(tensors: Tensors, world_size: int, config: Config | None = None) ->
     """Assign whole tensors, the largest first, each to the rank with the fewest bytes so far.
 
     Among equals, the tensor given first and the lowest rank come first. No rank ends up with
-    more than 4/3 of the least possible (Graham 1969).
+    more than 4/3 of the minimum (Graham 1969).
 
     >>> from reshard.dtypes import dtype
     >>> rows = {"a": 5, "b": 1, "c": 2, "d": 4}
@@ -173,7 +173,7 @@ def balanced(tensors: Tensors, world_size: int, config: Config | None = None) ->
 
 
 def sharded(tensors: Tensors, world_size: int, config: Config | None = None) -> dict[str, Layout]:
-    """Return every tensor's first dimension cut by ceil over all ranks.
+    """Shard every tensor's first dimension by ceil over all ranks.
 
     Scalars, and tensors without elements, are on rank 0.
 
@@ -188,7 +188,7 @@ def sharded(tensors: Tensors, world_size: int, config: Config | None = None) -> 
 def _cut_rows(shape: tuple[int, ...], world_size: int) -> Layout:
     if not shape or 0 in shape:
         return Layout.whole(shape, [0], world_size)
-    # As by the cut rule ceil: the last ranks may have fewer rows, or none.
+    # As with the cut rule ceil, the last ranks may have fewer rows, or none.
     chunk = -(-shape[0] // world_size)
     rest = shape[1:]
     boxes = [

@@ -10,7 +10,7 @@
     all-reduce        sdy.all_reduce {"y"} %0 out_sharding=<@mesh, [{"x"}, {}]>
 
 Tensors keep their global shape; shardings define the shards of devices. Shardy has no joint
-all-to-all (its all-to-all with several moves allows each dimension in one of them only), no levels
+all-to-all (its all-to-all with several moves allows each dimension in a single move), no levels
 in a dimension, and no reduction but the sum: such a step is refused, with its number.
 
 Source: the Shardy project, `shardy/dialect/sdy/ir/ops.td`.
