@@ -614,11 +614,13 @@ def grid_text(layout: Layout) -> str | None:
         used = distinct(part[:, dimension])
         rows = table.rows[np.isin(table.rows[:, 0], used)]
         runs = [Run(*row) for row in rows.tolist()]
+        # Halos, padding and repeated patterns are described in full, not as a grid.
         is_plain = all(run.role == OWNED and run.repeat == 1 for run in runs)
         length = sum(run.length for run in runs)
         if not is_plain or len(runs) != len(used) or length != table.dimension_length:
             return None
         counts.append(len(used))
+    # In a grid every product of parts occurs, and each cell is on a slot of its own.
     boxes = len(find_distinct(part)[0]) if part.shape[1] else 1
     if len(distinct(slot)) < len(slot) or boxes != math.prod(counts):
         return None

@@ -425,6 +425,7 @@ def gather_parameters(
             else f"a roster of rank {min(set(rosters) - set(expected))}; the ranks are "
             f"{expected[0]} to {expected[-1]}"
         )
+    # In the order in which names first occur, from the first rank on.
     by_name: dict[str, dict[int, LocalParameter]] = {}
     for rank in expected:
         for chunk, roster in enumerate(rosters[rank]):

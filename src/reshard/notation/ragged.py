@@ -229,6 +229,7 @@ def ragged_layout(mesh: DeviceMesh, placements: Iterable[object], shape: Sequenc
     if len(ragged) != 1:
         raise NotationError(f"{len(ragged)} ragged shards among the placements; there must be one")
     ((number, shard),) = ragged
+    # For the other placements, the ragged axis holds copies.
     others = [Replicate() if n == number else as_placement(item) for n, item in enumerate(items)]
     before = [str(item) for item in others[:number] if not isinstance(item, Replicate)]
     if before:

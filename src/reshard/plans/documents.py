@@ -81,6 +81,7 @@ def _gather(grids: list[_Grid]) -> list[_Grid]:
     while first < len(grids):
         start, steps = grids[first]
         last = first
+        # The distance to the next grid is the step; the run ends at another distance.
         if last + 1 < len(grids) and grids[last + 1][1] == steps:
             step = grids[last + 1][0] - start
             while (

@@ -387,6 +387,7 @@ class StagedJob(Record):
             sending = np.where(
                 columns.is_direct[rows][row], source[columns.second_cell[rows][row]], slot[sender]
             )
+            # A pair of ranks is a number. First copies go to relays, the others along the trees.
             pairs = np.concatenate(
                 (
                     source[columns.source_cell[rows]] * ranks + slot[columns.relay[rows]],
@@ -395,6 +396,7 @@ class StagedJob(Record):
             )
             pairs, _, at = find_distinct(pairs)
             moved = sum_by(len(pairs), at, np.append(size, size[row]))
+            # Pairs recur in many items, so only their sums are kept.
             for pair, size_bytes in zip(pairs.tolist(), moved.tolist(), strict=True):
                 total[pair] = total.get(pair, 0) + size_bytes
         pairs = np.array(sorted(total), dtype=np.int64)

@@ -88,6 +88,7 @@ def read_job(reader: DocumentReader) -> Job:
         special = value[2] if len(value) == 3 else {}
         if not isinstance(special, dict):
             raise NotationError(f"{where}: {special!r} is not a JSON object")
+        # Tensors of several types may share a plan, which then has no dtype.
         width = read_dtype(special["dtype"], where) if "dtype" in special else dtype
         if width is None:
             raise NotationError(f"{where}: neither tensor {name!r} nor its plan has a dtype")
@@ -124,6 +125,7 @@ def _write_binding(binding: Binding, paths: dict[str, int]) -> dict[str, Any]:
         "starts": pack_column(file.start_bytes for file in files),
         "names": [tensor.name for tensor in addresses if isinstance(tensor, TensorName)],
     }
+    # Empty columns are left out: most bindings have addresses of a single kind.
     written |= {name: column for name, column in columns.items() if column}
     if binding.views:
         slots = sorted(binding.views)

@@ -83,9 +83,11 @@ def _describe_cut(table: RunTable, parts: IntArray) -> str:
     else:
         text = f"{len(parts)} x {sizes.min():,}..{sizes.max():,}"
     runs = table.single_runs()
+    # Padding is a run, but not a piece of the tensor.
     count = np.bincount(runs.part[runs.role != PAD], minlength=table.parts)[parts]
     if count.max() > 1:
         text += f" in {count.max():,} pieces"
+    # Parts with halos have more elements together than the dimension.
     if sizes.sum() > table.dimension_length:
         text += ", overlapping"
     return text

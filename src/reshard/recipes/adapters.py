@@ -128,6 +128,7 @@ class LowRankAdapters:
             )
         weight = f"{module.removeprefix(PREFIX)}.weight"
         self.members[weight] = dict(tensors)
+        # Weights of Conv1D layers and of embeddings have their inputs in the first dimension.
         out, into = (1, 0) if self._is_swapped or kind else (0, 1)
         shape = [b[0], *a[1:]]
         self.base_shapes[weight] = (shape[1], shape[0]) if out else tuple(shape)

@@ -405,6 +405,7 @@ def find_mismatch(blocks: Sequence[_Labelled], *, is_unit: bool) -> str | None:
                 f"rank {rank} would hold {start}:{stop} of {label}, which cuts through what "
                 f"belongs together ({block.name})"
             )
+    # The units of the first block are those that all others must have.
     (first_label, first), *others = blocks
     for label, other in others:
         if other.ranges == first.ranges:

@@ -233,6 +233,7 @@ def _convert(node: ast.expr, source: bytes) -> Any:
             return _OPERATORS[type(node.op)], left, right
         if isinstance(node.op, ast.BitOr):
             text = source[node.right.col_offset : node.right.end_col_offset].decode()
+            # `a | b | c` is parsed from the left: the alternatives so far are on the left.
             if isinstance(left, Expression):
                 return Expression(written, (*left.alternatives, right), (*left.texts, text))
             first = source[node.left.col_offset : node.left.end_col_offset].decode()
@@ -265,6 +266,7 @@ def _evaluate(node: Any, config: Config | None, numbers: Numbers) -> int | None:
         value = node.find(config, numbers)
         if value is None:
             return None
+        # True and False are integers to Python, but not counts.
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise _describe_not_a_count(str(node), value)
         return value

@@ -614,8 +614,10 @@ class _Finder:
             return self._read_flat(name, per, size, lengths)
         at, length = leading + method.order.index(word), lengths[word]
         if item.endswith("~"):
+            # A scale for all elements is not divided with them.
             if size == 1:
                 return StoredDimension(None)
+            # A scale for each element is a group of 1, whatever config.json has.
             group = 1 if size == length else self._find_group(size, length, self._block(word))
             result = StoredDimension(at, group)
         elif per in ("group", "rows", "columns"):

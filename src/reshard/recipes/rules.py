@@ -80,6 +80,7 @@ class Rule(Record):
         ):
             if not text.strip():
                 raise RecipeError(f"the rule {str(self)!r} has an empty {part}; {remedy}")
+        # The entry of a list is chosen by a number of the name, which the pattern must capture.
         asked = {name for variable in find_expressions(self.spec) for name in variable.index_names}
         if self.when is not None:
             asked |= parse_condition(self.when).index_names

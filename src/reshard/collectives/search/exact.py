@@ -431,6 +431,8 @@ class _Search:
                     if taker == giver:
                         continue
                     taken: list[Cut] = []
+                    # The axes are minor in the dimension that gives them, but may be taken in any
+                    # order.
                     for order in itertools.permutations(moved):
                         longer_cuts: list[Cut] = [state.cuts[taker]]
                         for prime in order:

@@ -364,6 +364,8 @@ class _LayoutReader:
                 np.array(own[dims * i : dims * (i + 1)], np.int64).reshape(dims, len(own[-1])).T
                 for i in range(3)
             ]
+            # Offsets are stored relative to the first, so that ranks and layers share their
+            # columns.
             first = read_int(value.get("first"), f"{where}.first", 0)
             columns = PieceColumns(
                 tables[0], tables[1], own[-3], own[-2] + first, tables[2], own[-1]

@@ -185,6 +185,7 @@ class ParameterPattern(Interned):
             at = int(np.flatnonzero(outside)[0])
             box = Box(tuple(start[at].tolist()), tuple(stop[at].tolist()))
             raise LayoutError(f"box {box} has no element in a parameter of shape {self.shape}")
+        # Disjoint boxes with as many elements as the parameter leave nothing out.
         held, size = int((stop - start).prod(axis=1).sum()), math.prod(self.shape)
         is_disjoint = len(start) <= 1 if dims == 0 else not _overlap(start, stop, self.shape)
         if held != size or not is_disjoint:
