@@ -192,7 +192,7 @@ class Layout(Interned):
                 f"parts of cells of shape {list(part.shape)} for {len(slot)} cells of a tensor of "
                 f"{len(self.shape)} dimensions; give one part per cell and dimension"
             )
-        # Restore the shape if there are no cells or no dimensions.
+        # Restore the shape of tables without cells or dimensions.
         part = part.reshape(len(slot), len(self.shape))
         if contribution is None:
             carried = np.zeros(len(slot), dtype=np.int64)

@@ -13,7 +13,7 @@
 ======================  ==================================================================
 
 A step is a value. Its data movement is a layout change for each of its groups, restricted to the
-ranks of the group. If a group lacks elements that it needs, there is no such change, so running a
+ranks of the group. If a group lacks elements that it needs, the change is impossible, so running a
 step or counting its elements proves that it is legal.
 """
 

@@ -819,7 +819,7 @@ def mesh_of(mesh: Any) -> DeviceMesh:
     get `dim0`, `dim1`...
 
     Raises:
-        MeshError: names that are no axis names.
+        MeshError: invalid axis names.
     """
     ranks = mesh.mesh
     names = mesh.mesh_dim_names or tuple(f"dim{d}" for d in range(ranks.ndim))

@@ -99,7 +99,7 @@ def parse_megatron(
         )
     ndim = _find_ndim(said, shape, text)
     rule = _build_rule(said, mesh.axis_size(axis), text)
-    # Without `partition_dim` there is no rule, and the dimension has no effect.
+    # Without `partition_dim` nothing is sharded, and the dimension has no effect.
     dim = _read_number(said, "partition_dim", text) or 0
     if rule is not None and dim >= ndim:
         raise NotationError(f"partition_dim={dim} of a tensor of {ndim} dimensions in {text!r}")

@@ -134,7 +134,7 @@ def move_units(
     1. Start at the groups with the maximum load.
     2. Search a path to a group that stays below the maximum with another unit: from a group to
        the classes in which it has a share, from a class to every group that holds it.
-    3. Move a unit along the path, and repeat. If there is no such path, no other division of
+    3. Move a unit along the path, and repeat. Without such a path, no other division of
        equal units has a smaller maximum load (an augmenting path, as in a maximum flow).
 
     >>> import numpy as np

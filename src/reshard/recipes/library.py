@@ -32,7 +32,7 @@ from reshard.recipes.recipe import Recipe
 from reshard.recipes.recipe_file import read_recipe
 from reshard.recipes.rules import Rule
 
-# Each file in this folder is a recipe; there is no other list.
+# The files of this folder are the recipes; they are not listed elsewhere.
 SHIPPED: Any = resources.files("reshard.recipes") / "shipped"
 # In errors: recipes that a model resembles, and rules for kinds of its tensors.
 _MAX_NEAR = _MAX_SUGGESTED = 3

@@ -232,7 +232,7 @@ class _Drawing:
         for row, of_row in itertools.groupby(sorted(places), lambda place: place[0]):
             columns = [column for _, column in of_row]
             for first, last in _stretches(columns):
-                # Both ends are rounded as they are written, so that there are no gaps.
+                # Both ends are rounded as they are written, so that no gaps appear.
                 x, y = round(self.x[first], 1), round(self.y[row], 1)
                 across, down = round(self.x[last + 1], 1) - x, round(self.y[row + 1], 1) - y
                 parts.append(f"M{_n(x)} {_n(y)}h{_n(across)}v{_n(down)}h{_n(-across)}z")

@@ -1,7 +1,7 @@
 """The program from a sharding to another that moves the fewest elements.
 
 Searches are registered by name. Each is a function from a `Problem` to the states of a program, or
-None if there is no program of legal steps within memory.
+None without a program of legal steps within memory.
 """
 
 from __future__ import annotations
