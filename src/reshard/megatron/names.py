@@ -32,6 +32,9 @@ from reshard.cut_rules import CutRule, Pieces, Sizes
 from reshard.errors import NotationError, RuleError
 from reshard.megatron.ranks import Ranks, places_along
 
+# The parameters that the first and the last stage share if embeddings are tied.
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
 
 class LayerPlace(Record):
     """The position of a layer: its pipeline stage, model chunk, and number in the chunk."""

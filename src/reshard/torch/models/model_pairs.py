@@ -29,7 +29,7 @@ import torch
 
 from reshard.errors import NotationError, ReshardError, ShardError, UsageError
 from reshard.layout import Layout
-from reshard.megatron.names import MegatronNames
+from reshard.megatron.names import EMBEDDING, OUTPUT, MegatronNames
 from reshard.recipes.library import choose_recipe, load_recipe
 from reshard.recipes.naming import Fusion
 from reshard.recipes.recipe import Recipe
@@ -55,8 +55,7 @@ _MEGATRON, _STACKED = "megatron", "stacked"
 _RECIPES = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4", "minimax_m2")
 _LATENT_RECIPES = ("deepseek_v3",)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-# Megatron's names of the embedding and the output layer.
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+# Prefixes that show names to be Megatron's.
 _MEGATRONS = ("decoder.layers.*.", "embedding.word_embeddings.", "output_layer.")
 
 

@@ -40,6 +40,7 @@ from reshard.dtypes import DType
 from reshard.errors import FormatError
 from reshard.geometry.regions import bind_regions, flat_regions
 from reshard.layout import Box
+from reshard.megatron.names import EMBEDDING, OUTPUT
 
 Shape = tuple[int, ...]
 
@@ -155,8 +156,6 @@ class WholeTensors:
 
 
 _ALIGNMENT = 64
-# The parameters that the first and the last stage share if embeddings are tied.
-_EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class RankParameter(NamedTuple):
@@ -273,7 +272,7 @@ def list_buffers(
     """Return the buffers of an optimizer's parameters, by chunk and element type."""
     buffers: dict[tuple[int, str], list[RankParameter]] = {}
     for parameter in parameters:
-        is_embedding = parameter.name.endswith(_EMBEDDINGS)
+        is_embedding = parameter.name.endswith((EMBEDDING, OUTPUT))
         buffered = parameter._replace(is_shared=is_embedding_shared and is_embedding)
         buffers.setdefault((parameter.chunk, parameter.dtype.name), []).append(buffered)
     return [buffers[key] for key in sorted(buffers, key=lambda key: key[0])]

@@ -33,6 +33,7 @@ from reshard.checkpoint.formats.megatron.rank_blocks import BlockPlace
 from reshard.checkpoint.formats.torch_files.optimizer_states import split_state_name
 from reshard.errors import FormatError, RecipeError, UsageError
 from reshard.layout import Layout
+from reshard.megatron.names import EMBEDDING, OUTPUT
 from reshard.mesh import DeviceMesh
 
 
@@ -113,8 +114,6 @@ AXES = ("tp", "pp", "ep", "vp", "dp", "cp")
 _PLACED = RankPlace._fields
 # The layers that stages share out.
 _DECODER = "decoder.layers."
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT = "output_layer.weight"
 
 
 class StageLayouts:

@@ -44,7 +44,6 @@ from reshard.checkpoint.formats.megatron.rank_blocks import (
     split_chain,
 )
 from reshard.checkpoint.formats.megatron.rank_layouts import (
-    EMBEDDING,
     Parallelism,
     RankPlace,
     StageLayouts,
@@ -55,6 +54,7 @@ from reshard.checkpoint.formats.torch_files.reading import read_storage, region_
 from reshard.checkpoint.formats.torch_files.values import ArchivedTensor
 from reshard.dtypes import DType
 from reshard.errors import RecipeError
+from reshard.megatron.names import EMBEDDING
 from reshard.mesh import DeviceMesh
 
 _PREFIX = r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
