@@ -842,6 +842,7 @@ def _parse_word(word: str, inner: CutRule, text: str) -> CutRule:
     try:
         rule = _build(name, match[2], match[3], match[4], inner)
     except ValueError as error:
+        # The errors of reshard are ValueErrors, too, and more precise.
         if isinstance(error, NotationError) or type(error) is not ValueError:
             raise
         rule = None

@@ -68,6 +68,7 @@ def join_axes(axes: Iterable[str | Axis]) -> tuple[Axis, ...]:
             and axis.size is not None
             and axis.pre == last.pre * last.size
         ):
+            # Adjacent: this part begins where the sizes of the last end.
             joined[-1] = Axis(axis.name, last.pre, last.size * axis.size)
         else:
             joined.append(axis)
@@ -144,6 +145,7 @@ class DimSpec(Interned):
             raise SpecError(
                 f"levels {levels_given} and axes {axes} in one DimSpec; give one or the other"
             )
+        # A list of axes is a single level.
         self.levels = (Level(axes),) if axes else tuple(levels_given)
         if not isinstance(is_open, bool | np.bool_):
             raise SpecError(f"is_open {is_open!r}; give True or False")
@@ -297,6 +299,7 @@ class ShardingSpec(Interned):
         return tuple(
             (axis, restrictions[axis])
             for axis, size in zip(self.mesh.axis_names, self.mesh.shape, strict=True)
+            # All coordinates of an axis together restrict nothing.
             if axis in restrictions and len(restrictions[axis]) < size
         )
 

@@ -171,6 +171,7 @@ def _check_cell(
                 f"target cell {cell} combines contribution {carried[carried != contribution][0]} "
                 f"where {contribution} is due"
             )
+        # Disjoint boxes with as many elements as the cell cover it.
         if int(boxes.elements.sum()) != elements or not _disjoint(boxes):
             raise PlanError(
                 f"rank {target.cell_slot[cell]} receives {int(boxes.elements.sum())} elements of "

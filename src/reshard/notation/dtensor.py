@@ -154,6 +154,7 @@ def _read_call(scanner: Scanner, text: str) -> PlacementCall:
             else:
                 arguments.append(value)
             _expect_separator(scanner, ")", text)
+    # The step follows the call: `S(0)[1]`.
     order = scanner.take(r"\[(\d{1,18})\]")
     number = int(order[1]) if order else None
     return PlacementCall(_NAMES[name[1]], tuple(arguments), tuple(named), number)

@@ -221,6 +221,7 @@ def _make_rules(halo_sizes: list[int], offsets: list[int], parts: list[int]) -> 
                 "for each of them"
             )
         for before, after in zip(halo_sizes[::2], halo_sizes[1::2], strict=True):
+            # The list has widths for every sharded dimension, 0 for those without a halo.
             yield Halo(before, after, padded_edges=True) if before or after else Ceil()
     elif offsets:
         # The starts of all parts and the end of the last, for all dimensions in a single list.

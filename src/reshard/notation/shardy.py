@@ -209,6 +209,7 @@ def _read_dim(scanner: Scanner) -> DimSpec:
     while not scanner.accept("}"):
         if axes:
             scanner.expect(",")
+        # `?` comes last, whether axes precede it or not.
         if scanner.accept("?"):
             is_open = True
             scanner.expect("}")

@@ -313,6 +313,7 @@ class DocumentReader:
             unpack_column(column, f"{where}.parts")
             for column in self.field("parts", list, of=value)
         ]
+        # Without a reduction, every cell carries contribution 0.
         carried = np.zeros(len(cells), dtype=np.int64)
         contributions, reduction = 1, value.get("reduction")
         if reduction is not None:
@@ -369,6 +370,7 @@ def _read_table(value: Any, where: str) -> RunTable:
         raise NotationError(
             f"{where}: runs have a length and a repeat of 1 or more, and a role from 0 to {PAD}"
         )
+    # Steps are multiplied by repeats, which must not overflow 64 bits unnoticed.
     reach = [
         count * max(abs(far), abs(near), 1)
         for count, far, near in zip(

@@ -84,6 +84,7 @@ def limit_message_bytes(extra_bytes: int, peers: int = 1, moved_bytes: int = 0) 
     extra_bytes = check_int(extra_bytes, "extra_bytes")
     messages = _MIN_MESSAGES * max(peers, 1)
     each = extra_bytes // messages // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    # Smaller messages would be so many that their latencies dominate.
     min_each = min(align(-(-moved_bytes // MAX_SMALL_MESSAGES)), SMALL_MESSAGE_BYTES)
     min_bytes = messages * max(min_each, ALIGNMENT_BYTES)
     if each < ALIGNMENT_BYTES:
@@ -300,6 +301,7 @@ def cut_parts(transfers: Transfers, shape: Sequence[int], parts: int) -> tuple[T
         return (transfers, *[Transfers.none(len(shape))] * (parts - 1))
     rows = np.arange(len(transfers))
     is_long = transfers.shape >= parts
+    # Elements that stay are copied once, in the first part.
     can_be_cut = is_long.any(axis=1) & ~transfers.stays
     dimension = is_long.argmax(axis=1)
     # Boxes that are too small are distributed by their offsets.
@@ -322,6 +324,7 @@ def _narrow(
     row = np.flatnonzero(is_cut)
     at = dimension[row]
     length = transfers.shape[row, at]
+    # The same proportions in every stage, so that equal boxes are divided equally.
     low, high = length * part // parts, length * (part + 1) // parts
     boxes = [
         column.copy()

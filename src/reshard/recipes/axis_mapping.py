@@ -46,6 +46,7 @@ def map_sharding(
     dim_specs = []
     for dim in written.dim_specs:
         levels = [(map_all(level.axes), level.rule) for level in dim.levels]
+        # An axis without axes of the mesh has size 1, so its level divides nothing.
         found = [Level(axes, rule) for axes, rule in levels if axes]
         dim_specs.append(DimSpec(found, dim.is_open, dim.priority))
     return ShardingSpec(
@@ -88,6 +89,7 @@ def map_coordinates(
     """
     for axis, coordinates in only:
         found = _map_axis(Axis(axis), mapping)
+        # The mesh lacks the axis: every rank holds the tensor.
         if not found:
             continue
         if not all(axis.is_full for axis in found):

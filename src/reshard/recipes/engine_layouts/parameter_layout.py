@@ -492,6 +492,7 @@ def shard_parameter(
         local = [(at, at + stop - start) for start, stop, at, _ in product]
         box = Box(tuple(low for low, _ in local), tuple(high for _, high in local))
         if any(role == PAD for _, _, _, role in product):
+            # Padding is in the memory of the shard, but not in the tensor.
             unfilled.append(box)
             continue
         offset = sum(run[0] * stride for run, stride in zip(product, strides, strict=True))

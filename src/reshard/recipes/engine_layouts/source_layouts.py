@@ -68,6 +68,7 @@ def find_products(
     for size, stride in zip(sizes, strides, strict=True):
         # Elements that are taken again are the same elements.
         if size > 1 and stride:
+            # A negative stride has the elements of the positive stride from its other end.
             offset += min(0, (size - 1) * stride)
             axes.append((abs(stride), size))
     # A single flat range, which is split as well as any other form.
@@ -112,6 +113,7 @@ def _list_products(
         at = next(
             d for d, (n, s) in enumerate(zip(shape, steps, strict=True)) if s <= stride and n > 1
         )
+        # The step in indices of that dimension. With a rest, it moves along others as well.
         within, rest = divmod(stride, steps[at])
         reach = int(indices[at].max())
         # Steps that stay inside the dimension, the first included.
@@ -119,6 +121,7 @@ def _list_products(
         if not rest and size <= room:
             indices[at] = _add_steps(indices[at], within, size)
             continue
+        # The steps along the dimension after which the stride wraps around.
         whole = shape[at] // within
         if not rest and shape[at] % within == 0 and reach < within:
             if size % whole == 0:
