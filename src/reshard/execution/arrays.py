@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.elements import float8_values
 from reshard.errors import ShardError, UsageError
 
 Storage = NDArray[Any]
@@ -121,6 +120,9 @@ def identity(reduction: str, dtype: DType) -> float:
         return int(limits.min if reduction == "max" else limits.max)
     if dtype.itemsize_bytes > 1:
         return -np.inf if reduction == "max" else np.inf
+    # Used rarely, so it is not loaded with this module.
+    from reshard.elements import float8_values
+
     # Most 8-bit types lack infinities: find the limits among all values.
     try:
         values = float8_values(dtype.name)
