@@ -198,7 +198,7 @@ def test_a_single_size_is_explained() -> None:
     assert found.ratios[-1] == pytest.approx(1, abs=0.02)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=choose(6, 15), deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_the_order_of_measurements_changes_next_to_nothing(order: random.Random) -> None:
     measured = call(1e-3) + shared(Link(2e9, 1e-4), Link(4e9, 1e-8), 2.0, 1e-3)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.binding import View
+from reshard.checkpoint.formats.torch_files import zip_archives
 from reshard.checkpoint.formats.torch_files.building import (
     NewArchive,
     NewStorage,
@@ -26,7 +27,7 @@ from reshard.checkpoint.formats.torch_files.pickles import Call, Global
 from reshard.checkpoint.formats.torch_files.reading import read_archive, read_torch_value
 from reshard.dtypes import ALL_DTYPES, DType, dtype
 from reshard.errors import UsageError
-from selection import choose
+from selection import choose, keep_spread
 
 torch = pytest.importorskip("torch")
 
@@ -158,14 +159,25 @@ def test_an_object_that_is_met_again_is_the_same() -> None:
     assert found[0] is found[1]
 
 
-def test_many_storages_have_an_end_of_64_bits() -> None:
-    tensors = [NewTensor.of(dtype("uint8"), (1,)) for _ in range(66_000)]
+@pytest.mark.parametrize(
+    "count", keep_spread(1, (60, 66_000), "seconds; a lower limit on entries by default")
+)
+def test_many_storages_have_an_end_of_64_bits(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if count < zip_archives._MAX_NARROW_ENTRIES:
+        monkeypatch.setattr(zip_archives, "_MAX_NARROW_ENTRIES", 50)
+    tensors = [NewTensor.of(dtype("uint8"), (1,)) for _ in range(count)]
     file = new_torch_file("x", tensors)
     content = filled(file)
     found = read_torch_value(lambda at, size: content[at : at + size], len(content), "x")
     assert found[-1].start_bytes == file.start_bytes(tensors[-1])
     reader = torch._C.PyTorchFileReader(io.BytesIO(content))
-    assert reader.get_record_offset("data/65999") == file.start_bytes(tensors[-1])
+    assert reader.get_record_offset(f"data/{count - 1}") == file.start_bytes(tensors[-1])
+
+
+def test_an_end_of_16_bits_counts_less_than_65535_entries() -> None:
+    """A count whose bits are all 1 refers readers to the end of 64 bits."""
+    few, many = (zip_archives.directory_end(count, 10, 10) for count in (65_534, 65_535))
+    assert few.startswith(b"PK\5\6") and many.startswith(b"PK\6\6")
 
 
 def test_places_beyond_4_gib(tmp_path: Any) -> None:
