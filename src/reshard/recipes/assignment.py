@@ -239,6 +239,7 @@ class _AssignmentBuilder:
             for text in self.texts
         ]
         # Layers repeat: tensors of the same rule, shape and place share a sharding and a layout.
+        self.read_sharding = cache(read_sharding)
         self.lay_out = cache(self._lay_out)
         self.hold = cache(self._hold)
         # Of the recipe's rules, by their numbers.
@@ -312,8 +313,8 @@ class _AssignmentBuilder:
         """Parse a rule's spec over the axes of the mesh or the recipe, and return their mapping."""
         text = fill_in(self.texts[number], self.config, numbers)
         if self.recipe_mesh is None or number < self.by_hand:
-            return read_sharding(self.mesh, text, ndim), None
-        return read_sharding(self.recipe_mesh, text, ndim), self.mapping
+            return self.read_sharding(self.mesh, text, ndim), None
+        return self.read_sharding(self.recipe_mesh, text, ndim), self.mapping
 
     def restrict(
         self, written: ShardingSpec, mapping: AxisMapping | None, coordinates: _Coordinates
