@@ -67,6 +67,21 @@ def test_options_of_a_run_are_checked_when_made(arguments: dict[str, Any], messa
         RunOptions(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"quantize": "int4"}, "quantize 'int4'; expected one of fp8-block128"),
+        ({"check_copies": "some"}, "check_copies 'some'; expected one of sample, all, none"),
+        ({"dequantize": True, "quantize": "fp8-block128"}, "convert in two steps"),
+        ({"quantize": "fp8-block128", "source_names": {}}, "with names of other programs"),
+        ({"adapters": ["a"], "dequantize": True}, "with the adapters first"),
+    ],
+)
+def test_requests_are_checked_when_made(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ConversionRequest(**arguments)
+
+
 class Some(Options):
     """Some options."""
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from reshard._records import Record
 from reshard._validation import MAX_RANKS, check_int, check_used
 from reshard.binding import REPLICAS
+from reshard.checkpoint.contents import CHECK_COPIES
 from reshard.checkpoint.formats.registry import written_format, written_names
 from reshard.checkpoint.naming.selection import TensorSelection
 from reshard.checkpoint.storage.threads import check_stop_event
@@ -65,6 +66,18 @@ PRETRAINED_OPTIONS = ("dtype", "adapters", "source_layout", "allow", *SELECTION_
 COMPRESSIONS = ("zstd",)
 """The compressions of a delta."""
 SHORT_CAST_TYPES = [name for name in CAST_TYPES if len(name) < 5]
+
+# The options of a conversion that exclude others, in the words of errors.
+_EXCLUDED = {
+    "an engine's layout": (
+        *("rules", "a recipe", "a strategy", "names of other programs", "training"),
+    ),
+    "dequantize": ("names of other programs",),
+    "quantize": ("names of other programs",),
+}
+_NOT_WITH_ADAPTERS = (
+    *("names of other programs in the target", "dequantize", "quantize", "an engine's layout"),
+)
 
 # The number of bytes written between two journal entries: a crash loses at most this much work.
 SYNC_BYTES = 512 * 1024 * 1024
@@ -140,6 +153,13 @@ class Options(Record):
                 f"{cls.__name__}"
             )
         return options
+
+    def check_choices(self, *names: str) -> None:
+        """Raise UsageError for a value of these options that is not one of their choices."""
+        for name in names:
+            value, choices = getattr(self, name), self.declared_fields[name].metadata["choices"]
+            if value is not None and value not in choices:
+                raise UsageError(f"{name} {value!r}; expected one of {', '.join(choices)}")
 
     def list_recorded(self) -> dict[str, Any]:
         """Return the options that the journal of a run has, with their values."""
@@ -568,8 +588,9 @@ class ConversionRequest(Options):
     )
     check_copies: str | None = option(
         None,
-        "How parts that several ranks of the source hold are compared: `sample`, `all` or `none`.",
+        "How parts that several ranks of the source hold are compared: {choices}.",
         unset="as the source was opened",
+        choices=CHECK_COPIES,
         # Commands open the source themselves, with an option of this name.
         flag=None,
         is_loaded=False,
@@ -580,6 +601,7 @@ class ConversionRequest(Options):
 
     def __post_init__(self) -> None:
         self._read_layout()
+        self._read_adapters()
         # Rules are parsed only once, since they may be an iterator.
         object.__setattr__(self, "rules", parse_rules(self.rules))
         object.__setattr__(self, "options", parse_options(self.options))
@@ -590,29 +612,46 @@ class ConversionRequest(Options):
         most = self.most_file_bytes
         if most is not None and (type(most) is not int or most < 1):
             raise UsageError(f"files of at most {most!r} bytes; give a whole number from 1")
-        if self.replicas not in (None, *REPLICAS):
-            raise UsageError(f"replicas {self.replicas!r}; expected one of {', '.join(REPLICAS)}")
-        if self.check_copies is not None:
-            from reshard.checkpoint.copy_checks import parse_check
-
-            parse_check(self.check_copies)
+        self.check_choices("replicas", "quantize", "check_copies")
         if self.dtype is not None:
             cast_type(self.dtype)
             # A `torch.dtype` is accepted too: its text is the name after "torch.".
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        _refuse(self.training is not None and self.layout is not None, "training", "a layout")
+        self._check_exclusive()
         _ = self.training_style
-        self._check_adapters()
         if self.source_layout is not None:
             object.__setattr__(self, "source_layout", _read_layout(self.source_layout))
-        renames = self.source_names is not None or self.target_names is not None
-        _refuse(self.dequantize and renames, "other names", "dequantize")
-        _refuse(self.quantize is not None and renames, "other names", "quantize")
         if self.to is None:
             self._check_kept()
         if self.to is not None or self.kept is not None:
             self._check_format()
             self._check_placement()
+
+    def _check_exclusive(self) -> None:
+        """Refuse options that exclude each other whatever the target is."""
+        if self.dequantize and self.quantize is not None:
+            raise UsageError("dequantize and quantize exclude each other; convert in two steps")
+        given = {
+            "rules": bool(self.rules),
+            "a recipe": self.has_recipe,
+            "a strategy": self.strategy is not None,
+            "names of other programs": self.source_names is not None
+            or self.target_names is not None,
+            "names of other programs in the target": self.target_names is not None,
+            "training": self.training is not None,
+            "an engine's layout": self.layout is not None,
+            "dequantize": self.dequantize,
+            "quantize": self.quantize is not None,
+        }
+        for option, others in _EXCLUDED.items():
+            for other in others if given[option] else ():
+                _refuse(given[other], other, option)
+        for other in _NOT_WITH_ADAPTERS if self.adapters else ():
+            if given[other]:
+                raise UsageError(
+                    f"adapters cannot go together with {other}; convert twice, with the adapters "
+                    "first"
+                )
 
     def _check_kept(self) -> None:
         """Refuse options that need a mesh if the request lacks a mesh."""
@@ -629,42 +668,20 @@ class ConversionRequest(Options):
                     "Without it, layouts stay as in the source"
                 )
 
-    def _check_adapters(self) -> None:
+    def _read_adapters(self) -> None:
         given = self.adapters
         if isinstance(given, str | os.PathLike) or not isinstance(given, Iterable):
             raise UsageError(f"adapters {given!r}; give a list of paths")
         given = list(given)
         if not all(isinstance(value, str | os.PathLike) for value in given):
             raise UsageError(f"adapters {given!r}; give a list of paths")
-        paths = tuple(os.fspath(value) for value in given)
-        object.__setattr__(self, "adapters", paths)
-        others = {
-            "names of other programs in the target": self.target_names,
-            "dequantize": self.dequantize,
-            "quantize": self.quantize,
-            "an engine's layout": self.layout,
-        }
-        for what, other in others.items():
-            if paths and other is not None and other is not False:
-                raise UsageError(
-                    f"adapters cannot go together with {what}; convert twice, with the adapters "
-                    "first"
-                )
+        object.__setattr__(self, "adapters", tuple(os.fspath(value) for value in given))
 
     def _read_layout(self) -> None:
         if self.layout is None:
             return
         layout = _read_layout(self.layout)
         object.__setattr__(self, "layout", layout)
-        by_hand = {
-            "rules": bool(self.rules),
-            "a recipe": self.has_recipe,
-            "a strategy": self.strategy is not None,
-            "names of other programs": self.source_names is not None
-            or self.target_names is not None,
-        }
-        for what, is_given in by_hand.items():
-            _refuse(is_given, what, "an engine's layout")
         if self.to is not None and not _is_alike(self.to, layout.mesh):
             raise UsageError(
                 f"to {self.to!r} with a layout for {layout.mesh.text}; leave `to` out, or derive a "
@@ -960,9 +977,7 @@ class DiffOptions(Options):
     progress: ProgressFunction | None = _repeat(RunOptions, "progress")
 
     def __post_init__(self) -> None:
-        if self.compression not in (None, *COMPRESSIONS):
-            expected = " or ".join(COMPRESSIONS)
-            raise UsageError(f"compression={self.compression!r}: expected {expected}")
+        self.check_choices("compression")
         object.__setattr__(self, "extra_bytes", check_int(self.extra_bytes, "extra_bytes"))
         if self.threads is not None:
             check_int(self.threads, "threads", minimum=1)

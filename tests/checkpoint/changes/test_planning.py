@@ -306,7 +306,7 @@ def test_members_are_cast_and_fused_at_once(tmp_path: Path) -> None:
     [
         ({"dtype": "int8"}, "'int8'; elements are cast to bf16, fp16 or fp32"),
         ({"dequantize": True}, "is quantised, by its names"),
-        ({"quantize": "int4"}, "'int4': expected fp8-block128"),
+        ({"quantize": "int4"}, "'int4'; expected one of fp8-block128"),
         ({"quantize": "fp8-block128", "dequantize": True}, "in two steps"),
         ({"dequantize": True, "target_names": {"a": "b"}}, "cannot go together"),
     ],

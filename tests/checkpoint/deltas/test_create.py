@@ -160,7 +160,7 @@ def test_deltas_do_not_depend_on_the_order_of_threads(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"compression": "gzip"}, "compression='gzip': expected zstd"),
+        ({"compression": "gzip"}, "compression 'gzip'; expected one of zstd"),
         ({"extra_bytes": 1000}, "a memory limit of 1000 bytes; a thread needs"),
         ({"threads": 0}, "threads 0"),
     ],

@@ -35,7 +35,7 @@ from reshard.checkpoint.changes.quantization import (
 )
 from reshard.checkpoint.contents import Checkpoint, StoredTensor, read_again
 from reshard.dtypes import DType, dtype
-from reshard.elements import CAST_TYPES, QUANTIZATIONS, cast_type, is_castable
+from reshard.elements import CAST_TYPES, cast_type, is_castable
 from reshard.errors import CheckpointError, RecipeError, UsageError
 from reshard.layout import Layout
 from reshard.recipes.overrides import UNSCALED
@@ -218,10 +218,6 @@ class _Change:
         check_scales(self.lacking, self.checkpoint.folder, allow)
 
     def make(self, dequantize: bool, quantize: str | None) -> ChangedElements:
-        if quantize is not None and quantize not in QUANTIZATIONS:
-            raise UsageError(f"quantize={quantize!r}: expected {' or '.join(QUANTIZATIONS)}")
-        if dequantize and quantize is not None:
-            raise UsageError("dequantize and quantize exclude each other; convert in two steps")
         if dequantize and not self.weights:
             raise UsageError(
                 f"nothing in {self.checkpoint.folder} is quantised, by its names and config.json; "
