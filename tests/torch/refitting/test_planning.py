@@ -12,8 +12,11 @@ from reshard.recipes.naming import Fusion
 torch = pytest.importorskip("torch")
 
 from reshard.torch import BlockQuantized, Cast, Transform  # noqa: E402
-from reshard.torch.models.manifest_documents import write_manifests  # noqa: E402
-from reshard.torch.models.model_manifest import Entry, ModelManifest  # noqa: E402
+from reshard.torch.models.model_manifest import (  # noqa: E402
+    Entry,
+    ModelManifest,
+    write_manifests,
+)
 from reshard.torch.refitting.options import RefitSettings  # noqa: E402
 from reshard.torch.refitting.planning import (  # noqa: E402
     RefitPlan,

@@ -31,7 +31,7 @@ from reshard.layout import Box, Layout
 from reshard.runs import OWNED
 from reshard.spmd.core.array_type import ArrayType
 from reshard.torch.exchange.agreement import CallSignature, agree
-from reshard.torch.storage.chunks import torch_type
+from reshard.torch.storage.reader import torch_type
 from reshard.torch.storage.writer import StorageWriter
 
 Slices = tuple[slice, ...]

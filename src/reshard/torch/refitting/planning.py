@@ -26,12 +26,13 @@ from reshard.system import peak_bytes
 from reshard.topology import Topology
 from reshard.torch.exchange.agreement import gather_all, scatter
 from reshard.torch.exchange.groups import RankGroup
-from reshard.torch.models.manifest_documents import read_manifests, write_manifests
 from reshard.torch.models.model_manifest import (
     ModelManifest,
     assemble_tensors,
     find_alias_names,
     find_tied_names,
+    read_manifests,
+    write_manifests,
 )
 from reshard.torch.models.naming import find_entry
 from reshard.torch.refitting.matching import Match, match_tensors

@@ -36,9 +36,8 @@ from reshard.torch.forward_copies import forget_cached
 from reshard.torch.fully_sharded import free_gathered
 from reshard.torch.graph_breaks import break_graph
 from reshard.torch.models.local_tensors import LocalTensors, check_memory
-from reshard.torch.models.manifest_documents import write_manifest
 from reshard.torch.models.model_inputs import Model, ModuleSlots, find_written_copies
-from reshard.torch.models.model_manifest import ModelManifest
+from reshard.torch.models.model_manifest import ModelManifest, write_manifest
 from reshard.torch.models.model_pairs import ModelPair, NameOptions
 from reshard.torch.programs.methods import find_hosts
 from reshard.torch.refitting.batches import RefitTransfer

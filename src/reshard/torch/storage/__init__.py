@@ -5,7 +5,6 @@ reader    read checkpoints of any format and sharding with `torch.distributed.ch
 writer    write new checkpoints with its `save`, on all ranks
 places    find the offsets of a save's tensors in new files
 saves     complete a save in a folder or in an object store, to which ranks upload while they write
-chunks    describe parts of tensors in PyTorch's terms
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import TYPE_CHECKING
 from reshard._lazy import attach
 
 if TYPE_CHECKING:
-    from reshard.torch.storage.chunks import torch_type
+    from reshard.torch.storage.reader import torch_type
 
 __all__ = ["torch_type"]
 
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "torch_type": "reshard.torch.storage.chunks",
+        "torch_type": "reshard.torch.storage.reader",
     },
 )
