@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa:
 
 from reshard.dtypes import dtype  # noqa: E402
 from reshard.torch import StorageReader  # noqa: E402
-from reshard.torch.storage import reader  # noqa: E402
 from reshard.torch.storage import reader as module  # noqa: E402
 
 pytestmark = [
@@ -278,7 +277,7 @@ def stored(folder: Path, rule: str, to: str = "tp=3", **how: str) -> checkpoint.
 @pytest.mark.parametrize("replicas", ["once", "every"])
 def test_chunks_cover_a_tensor_once(tmp_path: Path, rule: str, boxes: int, replicas: str) -> None:
     found = stored(tmp_path, rule, replicas=replicas)
-    described = reader.describe_contents(found)["w"]
+    described = module.describe_contents(found)["w"]
     count = np.zeros((12, 10), dtype=int)
     for chunk in described.chunks:
         ends = zip(chunk.offsets, chunk.sizes, strict=True)
@@ -290,7 +289,7 @@ def test_chunks_cover_a_tensor_once(tmp_path: Path, rule: str, boxes: int, repli
 
 
 def test_scalars_and_empty_tensors_have_one_chunk(tmp_path: Path) -> None:
-    described = reader.describe_contents(stored(tmp_path, "tp, -"))
+    described = module.describe_contents(stored(tmp_path, "tp, -"))
     (scalar,) = described["s"].chunks
     (empty,) = described["e"].chunks
     assert scalar.offsets == scalar.sizes == torch.Size([])
@@ -299,8 +298,8 @@ def test_scalars_and_empty_tensors_have_one_chunk(tmp_path: Path) -> None:
 
 def test_too_many_boxes_are_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = stored(tmp_path, "tp@stride2, -")
-    monkeypatch.setattr(reader, "MOST_CHUNKS", 5)
-    (chunk,) = reader.describe_contents(found)["w"].chunks
+    monkeypatch.setattr(module, "MOST_CHUNKS", 5)
+    (chunk,) = module.describe_contents(found)["w"].chunks
     assert chunk.sizes == torch.Size([12, 10])
 
 
@@ -313,7 +312,7 @@ def test_parts_make_up_any_box(tmp_path: Path, rule: str) -> None:
         high = [int(generator.integers(a, n + 1)) for a, n in zip(low, (12, 10), strict=True)]
         box = Box(tuple(low), tuple(high))
         count = np.zeros(box.shape, dtype=int)
-        for part in reader.list_parts(found, box):
+        for part in module.list_parts(found, box):
             count[part.inside] += 1
         assert (count == 1).all()
 
@@ -325,7 +324,7 @@ def test_a_lazy_dict_makes_what_is_asked_for() -> None:
         made.append(key)
         return len(key)
 
-    lazy = reader.LazyDict(["a", "bb", "ccc"], make)
+    lazy = module.LazyDict(["a", "bb", "ccc"], make)
     assert "bb" in lazy and len(lazy) == 3 and [*lazy] == ["a", "bb", "ccc"]
     assert made == []
     assert lazy["bb"] == lazy["bb"] == 2
@@ -339,6 +338,6 @@ def test_a_lazy_dict_makes_what_is_asked_for() -> None:
 
 
 def test_types_that_torch_does_not_have() -> None:
-    assert reader.torch_type(dtype("bfloat16"), "w") is torch.bfloat16
+    assert module.torch_type(dtype("bfloat16"), "w") is torch.bfloat16
     with pytest.raises(UsageError, match="'w' is float8_e3m4, a type that PyTorch does not have"):
-        reader.torch_type(dtype("float8_e3m4"), "w")
+        module.torch_type(dtype("float8_e3m4"), "w")

@@ -36,8 +36,8 @@ from reshard.spmd.ops.elementwise import operands as as_operands
 from reshard.spmd.rules.rule_builder import Inferred, Shape
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.rules.templates import Template
+from reshard.spmd.shards.error_translation import REFUSALS
 from reshard.spmd.shards.operation_call import call
-from reshard.spmd.shards.refusals import REFUSALS
 from reshard.spmd.shards.runner import forget_calls
 
 Rule = str | Template | Callable[..., "OpShardingRule | str"]

@@ -13,7 +13,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.core.array_type import ArrayType
 from reshard.spmd.core.operator import Operator
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.refusals import REFUSALS, make_refusal, refuse
+from reshard.spmd.shards.error_translation import REFUSALS, make_refusal, refuse
 from reshard.spmd.shards.reshard_cache import may_view, take_moved
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.shard_copies import Movement

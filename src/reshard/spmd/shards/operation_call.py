@@ -39,6 +39,7 @@ from reshard.spmd.shards.compiled_run import (
     take_column,
 )
 from reshard.spmd.shards.element_types import find_result_types
+from reshard.spmd.shards.error_translation import check_shapes, check_types, refuse_traced
 from reshard.spmd.shards.partial_sums import (
     are_finite,
     factors_of,
@@ -47,7 +48,6 @@ from reshard.spmd.shards.partial_sums import (
     with_partial,
     without_partial,
 )
-from reshard.spmd.shards.refusals import check_shapes, check_types, refuse_traced
 from reshard.spmd.shards.reshard_cache import may_view
 from reshard.spmd.shards.runner import MOST_KEPT, Runner, replicated
 

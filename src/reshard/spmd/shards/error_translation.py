@@ -1,4 +1,4 @@
-"""Refusals: errors of libraries, translated to errors that name the operation."""
+"""Translation of errors of libraries to errors that name the operation."""
 
 from __future__ import annotations
 
