@@ -549,6 +549,7 @@ class ChunkReader(Closing):
                         archived.storage_bytes,
                         crc32,
                         _is_whole_storage(archived),
+                        (),
                     )
                 )
             start = begin + archived.start_bytes + archived.view.offset * itemsize_bytes
