@@ -22,7 +22,13 @@ from reshard.binding import Binding, FileRange, FileRanges, View
 from reshard.checkpoint.storage.local_files import FileIdentity, SourceFile
 from reshard.checkpoint.storage.remote_paths import join_path
 from reshard.dtypes import DType
-from reshard.errors import CheckpointError, CoverageError, PlanError, UnreadableTensorError
+from reshard.errors import (
+    CheckpointError,
+    CoverageError,
+    PlanError,
+    UnreadableTensorError,
+    UsageError,
+)
 from reshard.geometry.boxes import cover_grid, find_edges
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
@@ -262,6 +268,11 @@ class Checkpoint(Record):
     check_copies: str = CHECK_COPIES[0]
     allowed: frozenset[str] = frozenset()
     unreadable: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.check_copies not in CHECK_COPIES:
+            expected = ", ".join(CHECK_COPIES)
+            raise UsageError(f"check_copies {self.check_copies!r}; expected one of {expected}")
 
     def __getitem__(self, name: str) -> StoredTensor:
         try:

@@ -81,10 +81,6 @@ def open_checkpoint(
         FormatError: a file that is damaged, or not of its format.
         CoverageError: shards that do not cover their tensors.
     """
-    if check_copies not in CHECK_COPIES:
-        raise UsageError(
-            f"check_copies {check_copies!r}; expected one of {', '.join(CHECK_COPIES)}"
-        )
     allowed = parse_allowed(allow, (DIFFERING_COPIES,))
     try:
         place = as_path(path)
