@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import click
+
 from reshard.checkpoint.options import (
     PRETRAINED_OPTIONS,
     CompareOptions,
@@ -24,6 +26,7 @@ from reshard.checkpoint.options import (
     find_options,
 )
 from reshard.cli.options import flag_of
+from reshard.cli.program import program
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "options.md"
@@ -106,9 +109,29 @@ def options_page() -> str:
             flag = "" if field.metadata["flag"] is None else f"`{flag_of(field)}`"
             effect = describe_option(field, "`{}`".format, ("text", "python"))
             row = f"`{name}`{mark}", flag, _write_type(field), _write_default(field), effect
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+            lines.append(_write_row(row))
         lines.append("")
-    return "\n".join(lines)
+    lines += ["## The command alone", "", "| command | of | effect |", "|---|---|---|"]
+    lines += map(_write_row, _list_command_options())
+    return "\n".join([*lines, ""])
+
+
+def _write_row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _list_command_options() -> list[tuple[str, str, str]]:
+    """Return the options of the commands that are not fields, the commands, and their help."""
+    fields = [field for options, _, _ in _SECTIONS for field in find_options(options).values()]
+    known = {flag_of(field) for field in fields if field.metadata["flag"] is not None}
+    commands: dict[tuple[str, str], list[str]] = {}
+    with click.Context(program) as context:
+        for name in ("plan", "convert", "apply", "verify", "diff"):
+            command = program.get_command(context, name)
+            for option in command.params if command is not None else ():
+                if isinstance(option, click.Option) and option.opts[0] not in known:
+                    commands.setdefault((option.opts[0], option.help or ""), []).append(name)
+    return [(f"`{flag}`", ", ".join(names), text) for (flag, text), names in commands.items()]
 
 
 def _write_type(field: Any) -> str:
