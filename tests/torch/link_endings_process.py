@@ -16,7 +16,7 @@ from reshard.torch.links.link import WeightLink
 
 def trainer(failing: str, ending: str) -> None:
     text = refused(
-        lambda: connect(failing, "trainer", rank=0, ranks=1, timeout_s=6), LinkError, "0 of 1"
+        lambda: connect(failing, "trainer", rank=0, ranks=1, timeout_s=4), LinkError, "0 of 1"
     )
     expect("closed the link after MemoryError: the card is full" in text, text)
     with connect(ending, "trainer", rank=0, ranks=1) as link:

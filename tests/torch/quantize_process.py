@@ -202,7 +202,7 @@ def changes() -> None:
     """A block that changes is sent with its scale, and no other; the rest is what it was."""
     given = weights(torch.bfloat16, 5)
     del given[NORM]
-    for unit in ("elements", "blocks"):
+    for unit in choose(("elements",), ("elements", "blocks")):
         # Each rank has whole blocks of four rows of blocks; scales of others go to all.
         four = {n: v.clone() for n, v in given.items() if v.shape == (512, HIDDEN)}
         source = lay_out(four, by_rows, {"tp": 4})

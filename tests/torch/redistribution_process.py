@@ -27,6 +27,7 @@ from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
 from reshard.torch import Redistribution, redistribute, refit
 from reshard.torch.endpoint import sharding_of_placements
+from selection import choose
 
 MESHES: dict[tuple[int, ...], TorchMesh] = {}
 
@@ -180,7 +181,9 @@ def check_other_meshes(ranks: int) -> None:
         spec = sharding_of_placements(first, [Shard(0)], 2)
         local = shards_of(contents_of(spec, shape), [value]).get(dist.get_rank())
         for other, second in meshes.items():
-            for after in (Shard(0), Shard(1), Replicate()):
+            kinds = (Shard(0), Shard(1), Replicate())
+            number = (2 * list(meshes).index(one) + list(meshes).index(other)) % 3
+            for after in choose(kinds[number : number + 1], kinds):
                 own = None if local is None else torch.from_numpy(local.copy())
                 what = (one, other, after)
                 # Ranks without a part leave it to the others to say what the source is.

@@ -21,6 +21,7 @@ from reshard.megatron.names import MegatronNames
 from reshard.megatron.ranks import MegatronRanks
 from reshard.recipes.naming import Fusion
 from reshard.torch import BlockQuantized, MegatronModel, Refit, refit
+from selection import choose
 
 HEAD, HIDDEN, INNER = 4, 6, 10
 TABLE = {
@@ -81,7 +82,9 @@ def both_ways() -> None:
         ("tp / dp", reshard.DeviceMesh.of(dp=2, tp=2)),
         ("tp@heads2", reshard.DeviceMesh.of(tp=4)),
     )
-    for (cut, mesh), (other_cut, other) in [*pairwise(cuts), (cuts[-1], cuts[0])]:
+    pairs = [*pairwise(cuts), (cuts[-1], cuts[0])]
+    # By default each is on one side.
+    for (cut, mesh), (other_cut, other) in pairs[:: choose(2, 1)]:
         # Two query groups shared by four ranks: every rank has the whole of its group.
         there, here = layouts(together, cut, mesh), layouts(apart, other_cut, other)
         what = f"{cut} of {mesh} to {other_cut} of {other}"

@@ -16,12 +16,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.errors import UsageError
+from selection import choose
 from spmd import gradient_cases
 
 MESH = DeviceMesh.of(x=2, y=2, devices=[2, 0, 3, 1])
-MOVEMENTS = 24
+MOVEMENTS = choose(12, 24)
 # Those that need the shards of others, and one of every other kind.
-OPERATORS = 16
+OPERATORS = choose(8, 16)
 
 
 def check_borders(rank: int) -> None:

@@ -210,19 +210,20 @@ def check_overlap() -> None:
     """The same bits in every order, from movements in a thread of their own; the least memory."""
     random = np.random.default_rng(0)
     x = sp.array(random.normal(size=(16, 8)), spec(MESH, "x y, -"))
-    weights = [sp.array(random.normal(size=(8, 8)), spec(MESH, "x y, -")) for _ in range(5)]
+    count = choose(3, 5)
+    weights = [sp.array(random.normal(size=(8, 8)), spec(MESH, "x y, -")) for _ in range(count)]
     expected = sp.jit(trained)(weights, x)
     for overlap in choose((2,), (1, 2, 5)):
         program = sp.jit(trained, overlap=overlap)
         program(weights, x)
         with movement_threads() as threads, torch.no_grad():
             found = program(weights, x)
-        assert threads.count("reshard movements") >= 5, threads
+        assert threads.count("reshard movements") >= count, threads
         for one, right in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
             assert one.spec is right.spec
             np.testing.assert_array_equal(one.to_dense(), right.to_dense())
     # What is between movements may be compiled, whatever backend compiles it.
-    weights = choose(weights[:2], weights)
+    weights = choose(weights[:1], weights)
     expected = sp.jit(trained)(weights, x)
     program = sp.jit(trained, overlap=2, compile="eager")
     for _ in range(2):
@@ -247,7 +248,7 @@ def check_pieces() -> None:
     device = Device(1e9, (("float64", 4e6),))
     topology = Topology.of(hosts=1, ranks_per_host=4, within_host=Link(1e6), device=device)
     expected = sp.jit(function)(*arrays).to_dense()
-    for overlap in (1, 2):
+    for overlap in choose((2,), (1, 2)):
         program = sp.jit(function, overlap=overlap, topology=topology)
         program(*arrays)
         with movement_threads() as threads:
@@ -263,7 +264,7 @@ def check_memory() -> None:
     x = sp.array(random.normal(size=(16, 64)), spec(MESH, "x y, -"))
     weights = [sp.array(random.normal(size=(64, 64)), spec(MESH, "x y, -")) for _ in range(5)]
     peaks = []
-    for overlap in (0, 1, 3):
+    for overlap in choose((0, 3), (0, 1, 3)):
         program = sp.jit(trained, overlap=overlap)
         program(weights, x)
         ((_, recorded),) = program._programs.items()
@@ -294,7 +295,7 @@ def check_memory() -> None:
         # What movements under way have made is in no register yet.
         assert overlap or most[0] > 0.7 * stated, (most[0], stated)
         peaks.append(stated)
-    assert peaks[0] < peaks[2], peaks
+    assert peaks[0] < peaks[-1], peaks
 
 
 def check_torch_gradients() -> None:
@@ -367,7 +368,7 @@ def check_other_meshes() -> None:
     expected.backward()
     step = sp.value_and_grad(function, argnums=(0, 1))
     for strategy in STRATEGIES:
-        for overlap in (0, 2):
+        for overlap in choose((2,), (0, 2)):
             jitted = sp.jit(step, strategy=strategy, overlap=overlap)
             for _ in range(2):
                 value, slopes = jitted(given(), weight)
@@ -387,7 +388,7 @@ def check_other_meshes() -> None:
 def check_arrays_from_elsewhere() -> None:
     """A program reads arrays that it is not given, of which a process has its own shards alone."""
     there = DeviceMesh.of(z=1, devices=[2])
-    for text in ("x, y", "-, -", "-, x | sum(y)"):
+    for number, text in enumerate(("x, y", "-, -", "-, x | sum(y)")):
         w = sp.array(DATA / 9, spec(MESH, "x, y")).shard(spec(MESH, text))
         alone = sp.array(DATA / 7, spec(there, "-, -"))
 
@@ -397,7 +398,7 @@ def check_arrays_from_elsewhere() -> None:
 
         value, slope = sp.value_and_grad(function)(given())
         for strategy in STRATEGIES:
-            for overlap in (0, 2):
+            for overlap in choose((0, 2)[number % 2 :][:1], (0, 2)):
                 step = sp.jit(sp.value_and_grad(function), strategy=strategy, overlap=overlap)
                 for _ in range(2):
                     again, its = step(given())

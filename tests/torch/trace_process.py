@@ -108,7 +108,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     process_runner.redistribute = counted
     run.ProgramRun = CountedRun
-    for number, case in list(enumerate(FUNCTIONS))[:: choose(3, 1)]:
+    for number, case in list(enumerate(FUNCTIONS))[:: choose(4, 1)]:
         # Starting and agreeing take most of the time: strategies take turns.
         for strategy in ("eager", "basic")[number % 2 :][:1]:
             try:
